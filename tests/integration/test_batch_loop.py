@@ -18,7 +18,7 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 from millstream.core.errors import InvalidBatch, MillstreamError, OffsetOutOfRange, ProducerFenced
 from millstream.core.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings, TransformSettings
 from millstream.pipelines.jobs import batch_loop
-from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan, few_at_a_time, stream_of
+from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan, small_batch_slot, stream_of
 from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.transform.job import StreamLoop
@@ -175,7 +175,7 @@ def test_a_pipeline_that_hangs_in_the_driver_stops_no_other(monkeypatch: pytest.
     monkeypatch.setattr(batch_loop, "TURN_S_MAX", 0.001)
     with ExitStack() as stack:
         for _ in range(batch_loop.HERE_AT_ONCE + 2):
-            stack.enter_context(few_at_a_time())
+            stack.enter_context(small_batch_slot())
     # Only turns that were taken are given back.
     free = batch_loop._here
     assert [free.acquire(blocking=False) for _ in range(batch_loop.HERE_AT_ONCE + 1)].count(True) == (

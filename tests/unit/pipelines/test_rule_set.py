@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from millstream.core.errors import FilterError
 from millstream.core.ids import Offset
-from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
+from millstream.pipelines.jobs.route.rule_set import RoutingRule, RuleSet, rule_set
 from millstream.protocol.filter.batch import RecordBatch
 from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.filter.node import Uses
@@ -77,9 +77,9 @@ values = st.sampled_from(VALUES)
 rows = st.lists(
     st.tuples(values, values, st.sampled_from(["x", "5", None]), st.sampled_from([b"k1", b"k2", None])), max_size=12
 )
-ways = st.lists(
+routing_rules = st.lists(
     st.builds(
-        Way,
+        RoutingRule,
         st.sampled_from(["", *CONDITIONS]),
         st.lists(st.sampled_from("abc"), min_size=1, max_size=2, unique=True).map(tuple),
     ),
@@ -101,10 +101,10 @@ def batch_of(made: Sequence[tuple[Any, Any, str | None, bytes | None]]) -> Recor
     return RecordBatch(records, topic="orders", partition=0, uses=Uses())
 
 
-def without_traceback(ways: list[Way], batch: RecordBatch) -> dict[str, list[int]]:
+def without_traceback(routing_rules: list[RoutingRule], batch: RecordBatch) -> dict[str, list[int]]:
     """Every rule asked about every message."""
     found: dict[str, set[int]] = {}
-    for way in ways:
+    for way in routing_rules:
         matches = compile_filter(way.condition).matches(batch).tolist() if way.condition else [True] * len(batch)
         for target in way.targets:
             found.setdefault(target, set()).update(row for row, matched in enumerate(matches) if matched)
@@ -112,13 +112,13 @@ def without_traceback(ways: list[Way], batch: RecordBatch) -> dict[str, list[int
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows, ways)
+@given(rows, routing_rules)
 def test_grouped_rules_match_what_each_of_them_matches(
-    made: list[tuple[Any, Any, str | None, bytes | None]], ways: list[Way]
+    made: list[tuple[Any, Any, str | None, bytes | None]], routing_rules: list[RoutingRule]
 ) -> None:
     batch = batch_of(made)
-    found = {target: rows.tolist() for target, rows in RuleSet(ways).matches(batch).items() if rows.size}
-    assert found == without_traceback(ways, batch)
+    found = {target: rows.tolist() for target, rows in RuleSet(routing_rules).matches(batch).items() if rows.size}
+    assert found == without_traceback(routing_rules, batch)
 
 
 def counted(rules: RuleSet) -> list[int]:
@@ -137,7 +137,9 @@ def counted(rules: RuleSet) -> list[int]:
 
 
 def test_a_thousand_rules_that_name_values_ask_about_few_messages() -> None:
-    rules = RuleSet([Way(f"payload.region = 'r{number}' AND payload.total > 1", ("t",)) for number in range(1000)])
+    rules = RuleSet(
+        [RoutingRule(f"payload.region = 'r{number}' AND payload.total > 1", ("t",)) for number in range(1000)]
+    )
     batch = batch_of([(f"r{number}", 5, None, None) for number in range(20)])
     asked = counted(rules)
     assert rules.matches(batch)["t"].tolist() == list(range(20))
@@ -145,7 +147,9 @@ def test_a_thousand_rules_that_name_values_ask_about_few_messages() -> None:
 
 
 def test_a_thousand_rules_that_set_bounds_ask_about_what_lies_within_them() -> None:
-    rules = RuleSet([Way(f"payload.total > {number} AND payload.region LIKE 'e%'", ("t",)) for number in range(1000)])
+    rules = RuleSet(
+        [RoutingRule(f"payload.total > {number} AND payload.region LIKE 'e%'", ("t",)) for number in range(1000)]
+    )
     batch = batch_of([("eu", 0.5, None, None)] * 20 + [("eu", 2.5, None, None)])
     asked = counted(rules)
     assert rules.matches(batch)["t"].tolist() == list(range(21))
@@ -153,10 +157,10 @@ def test_a_thousand_rules_that_set_bounds_ask_about_what_lies_within_them() -> N
 
 
 def test_rules_are_compiled_once_in_a_process() -> None:
-    ways = (Way("payload.a = 1", ("t",)),)
-    assert rule_set(ways) is rule_set((Way("payload.a = 1", ("t",)),))
+    routing_rules = (RoutingRule("payload.a = 1", ("t",)),)
+    assert rule_set(routing_rules) is rule_set((RoutingRule("payload.a = 1", ("t",)),))
 
 
 def test_a_broken_condition_points_at_the_place() -> None:
     with pytest.raises(FilterError, match="column 1"):
-        RuleSet([Way("kye = 'a'", ("t",))])
+        RuleSet([RoutingRule("kye = 'a'", ("t",))])

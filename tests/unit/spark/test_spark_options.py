@@ -101,7 +101,7 @@ def test_options_that_only_tune_another_client_are_warned_about_by_name(name: st
     [
         ("kafka.security.protocol", "SASL_SSL", "there is nothing to sign in by"),
         ("kafka.sasl.mechanism", "PLAIN", "there is nothing to sign in by"),
-        ("kafka.sasl.jaas.config", "secret", "is understood for PlainLoginModule"),
+        ("kafka.sasl.jaas.config", "secret", "is supported for PlainLoginModule"),
         ("kafka.sasl.login.class", "com.example.Login", "authenticated at with the options"),
         ("kafka.ssl.endpoint.identification.algorithm", "none", "anyone could pose as the broker"),
         ("kafka.ssl.truststore.type", "JKS", "has to be PEM"),

@@ -1,4 +1,4 @@
-"""The jobs of pipelines, one folder per kind: `land/`, `transform/`, `route/`.
+"""The jobs of pipelines, one folder per kind: `land/`, `transform/`, `route/`, `ledger/`.
 
-`job.py` is their interface and `kinds.py` the table of kinds; `batch_loop.py` commits batches from topics to topics.
+`job.py` has their interface and the table of kinds; `batch_loop.py` commits batches from topics to topics.
 """

@@ -69,17 +69,16 @@ WAIT_S: Final = 0.5
 """How long a step waits for messages at a time; stopping waits for it."""
 
 IDLE_S: Final = 2.0
-"""How long a step waits in all if the one before has waited too; the next one looks for new partitions."""
+"""How long a step waits in total if the previous one waited too; the next one looks for new partitions."""
 
 PARTITIONS_S: Final = 1.0
-"""How long the partitions of topics are taken as known: new ones are noticed after that."""
+"""How long the partitions of topics are cached; new ones are noticed after that."""
 
 TASK_ROWS_MIN: Final = 5000
 """The fewest records that are worth a task, unless a partition has fewer."""
 
 ROWS_HERE_MAX: Final = 500
-"""Up to this many messages are processed by the driver itself, if it can: a Spark job would take more time than they
-do."""
+"""The driver processes up to this many messages itself if it can: starting a Spark job would take longer."""
 
 TIMEOUT_S: Final = 60.0
 """How long requests may take, for reading and writing alike, so that one client serves both."""
@@ -88,7 +87,7 @@ HERE_AT_ONCE: Final = max(2, min(4, os.cpu_count() or 2))
 """How many pipelines process messages in the driver at a time; Python uses few cores, however many there are."""
 
 TURN_S_MAX: Final = 1.0
-"""How long a pipeline waits for that at most: one that hangs must not stop the others."""
+"""How long a pipeline waits for its turn at most: one that hangs must not stop the others."""
 
 PART_SCHEMA: Final = "part binary"
 CLIENT_ID: Final = "millstream-pipeline"
@@ -108,11 +107,11 @@ class Plan:
     """Offsets before the batch that retention deleted unread."""
 
     def counts(self, **more: int) -> dict[str, int]:
-        """Return what is counted when the batch is committed."""
+        """Return the counts to add when the batch is committed."""
         return {**more, "lost": self.lost} if self.lost else more
 
     def numbers(self, spark: SparkSession) -> DataFrame:
-        """Return the numbers of the ranges as rows, spread over as many tasks as are worth it."""
+        """Return the numbers of the ranges as rows, spread over as many tasks as pay off."""
         return numbers_of(spark, self.ranges)
 
     def of(self, topic: str) -> list[Range]:
@@ -120,8 +119,8 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Known:
-    """The state after this loop's last commit, which saves asking the coordinator for it."""
+class _CommittedState:
+    """The state after this loop's last commit, kept to avoid a request to the coordinator."""
 
     number: int
     offsets: dict[str, dict[int, int]]
@@ -145,9 +144,9 @@ class BatchLoop:
         self._context = context
         self._settings = settings
         self._query = query_of(pipeline.pipeline_id)
-        self._known: _Known | None = None
+        self._known: _CommittedState | None = None
         self._is_alone = False
-        """Whether undecided transactions of earlier runs have been looked for."""
+        """Whether undecided transactions of earlier runs have been searched for and aborted."""
         self._sources: tuple[Sequence[str], Partitions] = (), {}
         self._targets: dict[str, int] = {}
         """The number of partitions of topics that are written here."""
@@ -166,7 +165,7 @@ class BatchLoop:
         return replace(self.options, topic=topic)
 
     def reading_access(self, topics: Iterable[str]) -> Access:
-        """Return what tasks that read topics sign in by."""
+        """Return the credentials of tasks that read topics."""
         return self.options.access.for_tasks(self.options.brokers, may_read(topics))
 
     def survey(self, topics: Sequence[str]) -> OffsetResolver:
@@ -193,7 +192,7 @@ class BatchLoop:
             self._looked = now
         return self._sources[1]
 
-    def _planned(self, survey: OffsetResolver, known: _Known, partitions: Partitions) -> Plan:
+    def _planned(self, survey: OffsetResolver, known: _CommittedState, partitions: Partitions) -> Plan:
         latest = self._at_time(survey, partitions, survey.latest(partitions), is_end=True)
         start, lost = self._start(survey, known, partitions, latest)
         self._known = known
@@ -203,12 +202,12 @@ class BatchLoop:
         return Plan(batch, ranges, end, sum(map(len, ranges)), sum(map(len, ranges_between(end, latest))), lost)
 
     def _start(
-        self, survey: OffsetResolver, known: _Known, partitions: Partitions, latest: Offsets
+        self, survey: OffsetResolver, known: _CommittedState, partitions: Partitions, latest: Offsets
     ) -> tuple[Offsets, int]:
-        """Return where the batch starts, and how many offsets it leaves out."""
+        """Return the offset at which the batch starts, and how many offsets it skips."""
         has_all = all(n in known.offsets.get(topic, {}) for topic, numbers in partitions.items() for n in numbers)
         skips = self._settings.on_lost == SKIP
-        # Whether known offsets still exist shows when they are fetched, unless lost ones are skipped.
+        # A fetch reports known offsets that no longer exist, unless lost ones are skipped.
         earliest = latest if has_all and not skips else survey.earliest(partitions)
         first = self._at_time(survey, partitions, earliest, is_end=False)
         start: dict[str, dict[int, int]] = {}
@@ -245,10 +244,10 @@ class BatchLoop:
     def commit(
         self, plan: Plan, write: Callable[[], Sequence[Part]] = tuple, is_good: Callable[[], bool] = lambda: True
     ) -> int | None:
-        """Let the parts of a batch be written, and commit them with the offsets.
+        """Write the parts of a batch and commit them with the offsets.
 
-        Return the number of rows written; None if nothing was, because another run has committed the batch or because
-        `is_good` failed after all rows were written.
+        Return the number of rows written; None if another run has committed the batch, or if `is_good` failed after all
+        rows were written.
         """
         offsets = self.link.start(self.prepare_offsets(plan.batch, plan.end))
 
@@ -266,7 +265,7 @@ class BatchLoop:
     def commit_here(self, plan: Plan, options: WriteOptions, rows: Iterable[pa.RecordBatch]) -> int | None:
         """Write the rows of a small batch in this process and commit them, as one transaction with the offsets.
 
-        Return the number of rows written; None if nothing was, because another run has committed the batch.
+        Return the number of rows written; None if another run has committed the batch.
         """
         source = SourceOffsets(self._pipeline.group, plan.end, self._context.member())
 
@@ -282,7 +281,9 @@ class BatchLoop:
         prepare: Callable[[], tuple[list[TransactionalProducer], int] | None],
         give_up: Callable[[], None],
     ) -> int | None:
-        """Let the members of a batch be prepared, and commit them; return the number of their rows, if they are new."""
+        """Prepare and commit the members of a batch; return the number of their rows, None if they were committed
+        before.
+        """
         known, self._is_idle = self._known, False
         # The state is unknown until the commit has succeeded.
         self._known = None
@@ -301,7 +302,7 @@ class BatchLoop:
             raise
         if done and known is not None:
             merged = {topic: {**known.offsets.get(topic, {}), **numbers} for topic, numbers in plan.end.items()}
-            self._known = _Known(plan.batch.number + 1, {**known.offsets, **merged})
+            self._known = _CommittedState(plan.batch.number + 1, {**known.offsets, **merged})
         elif not done and not self._was_done(plan):
             return None
         return rows
@@ -336,7 +337,7 @@ class BatchLoop:
         return self.link.call(Transactions(self.link.client).last_batch(query))
 
     def give_up(self, batch: Batch, offsets: Future[TransactionalProducer]) -> None:
-        """Abort what was prepared of a batch, as far as possible; otherwise the next run does it."""
+        """Abort the prepared members of a batch if possible; otherwise the next run aborts them."""
         with suppress(MillstreamError):
             offsets.result()
         self._abort(batch)
@@ -345,16 +346,16 @@ class BatchLoop:
         with suppress(MillstreamError):
             abort_batch(self.options, batch)
 
-    # -- how ------------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
-    def _ask(self) -> _Known:
+    def _ask(self) -> _CommittedState:
         if not self._is_alone:
             # An undecided transaction of an earlier stream would block the offsets forever.
             self._is_alone = abort_undecided(self.options, stream_of(self._pipeline.pipeline_id))
-        return self.link.call(self._look(self.link))
+        return self.link.call(self._fetch_state(self.link))
 
     def _was_done(self, plan: Plan) -> bool:
-        """Whether the committed batch is this one: the answer to its commit may have been lost."""
+        """Whether the committed batch is this one: the response to its commit may have been lost."""
         self._known = known = self._ask()
         ends = {topic: known.offsets.get(topic, {}) for topic in plan.end}
         return known.number == plan.batch.number + 1 and all(
@@ -363,7 +364,7 @@ class BatchLoop:
             for number, offset in numbers.items()
         )
 
-    async def _look(self, link: Link) -> _Known:
+    async def _fetch_state(self, link: Link) -> _CommittedState:
         transactions = Transactions(link.client)
         while True:
             number = await transactions.last_batch(self._query) + 1
@@ -373,18 +374,18 @@ class BatchLoop:
             except InvalidTransactionState:
                 # It has just been committed.
                 continue
-            return _Known(number, await stable_offsets(link.client, self._pipeline.group))
+            return _CommittedState(number, await stable_offsets(link.client, self._pipeline.group))
 
 
 _here = BoundedSemaphore(HERE_AT_ONCE)
 
 
 @contextmanager
-def few_at_a_time() -> Iterator[None]:
-    """Let few threads plan and process small batches at a time.
+def small_batch_slot() -> Iterator[None]:
+    """Limit how many threads plan and process small batches at a time.
 
-    A message of a topic is often work for many pipelines at once. If all share the processor, all of them finish as
-    late as the last one; one after the other, they finish after half of that time on average.
+    A message of a topic is often work for many pipelines at once. If all run at once, all finish as late as the last
+    one; one after the other, they finish in half that time on average.
     """
     is_mine = _here.acquire(timeout=TURN_S_MAX)
     try:
@@ -396,7 +397,7 @@ def few_at_a_time() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def reading_options(brokers: str, topics: tuple[str, ...], access: Access) -> ReadOptions:
-    """Return the options by which jobs read topics: batches that no reader can read are passed over."""
+    """Return the options with which jobs read topics: unreadable batches are skipped."""
     given = {
         BROKERS: brokers,
         "subscribe": ",".join(topics),
@@ -413,7 +414,9 @@ def members_of(parts: Iterable[Part]) -> list[TransactionalProducer]:
 
 
 def numbers_of(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
-    """Return the numbers of ranges as rows; few records are one task, since a task costs more than they do."""
+    """Return the numbers of ranges as rows; few records form one task, since starting a task costs more than processing
+    them.
+    """
     rows = sum(map(len, ranges))
     wished = min(ceil(rows / TASK_ROWS_MIN), spark.sparkContext.defaultParallelism * 2)
     return spark.range(0, len(ranges), 1, max(1, min(len(ranges), wished)))
@@ -422,8 +425,8 @@ def numbers_of(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
 _JOB_PROPERTY: Final = "millstream.batch"
 
 
-class BatchOfJob(msgspec.Struct, array_like=True):
-    """The batch of a job. Its tasks get it apart from the plan, so that one plan serves many batches."""
+class JobBatch(msgspec.Struct, array_like=True):
+    """The batch of a job, passed to its tasks separately from the plan, so that one plan serves many batches."""
 
     query: str
     number: int
@@ -441,19 +444,19 @@ class BatchOfJob(msgspec.Struct, array_like=True):
 def set_job_batch(spark: SparkSession, plan: Plan) -> None:
     """Set the batch of the next job of this thread, for its tasks."""
     ranges = [(one.topic, one.partition, one.start, one.end) for one in plan.ranges]
-    batch = BatchOfJob(plan.batch.query, plan.batch.number, plan.batch.run, ranges)
+    batch = JobBatch(plan.batch.query, plan.batch.number, plan.batch.run, ranges)
     spark.sparkContext.setLocalProperty(_JOB_PROPERTY, msgspec.json.encode(batch).decode())
 
 
-def batch_of_job() -> BatchOfJob:
-    """Return the batch that the job of this task is about."""
+def batch_of_job() -> JobBatch:
+    """Return the batch that the job of this task processes."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
     text = None if context is None else context.getLocalProperty(_JOB_PROPERTY)
     if text is None:
         raise CorruptState("a task has no batch")
-    return msgspec.json.decode(text, type=BatchOfJob)
+    return msgspec.json.decode(text, type=JobBatch)
 
 
 def parts_of(frame: DataFrame) -> list[Part]:
@@ -481,7 +484,7 @@ def is_refused(error: BaseException) -> bool:
 
 
 def skipping(start: Offsets, earliest: Offsets) -> tuple[Offsets, int]:
-    """Return where to start after deleted offsets, and how many were left out."""
+    """Return where to start after deleted offsets, and how many were skipped."""
     moved = {
         topic: {number: max(offset, earliest[topic][number]) for number, offset in offsets.items()}
         for topic, offsets in start.items()

@@ -1,4 +1,4 @@
-"""The reason of a pipeline's error, for people: Spark's errors carry the stack traces of two languages around it."""
+"""Extracts a readable reason from a pipeline's error: Spark wraps it in the stack traces of two languages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CODE: Final = re.compile(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?",
 _STEP: Final = "↳"
 
 _CREDENTIALS_HOSTS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
-"""Metadata services that cloud machines ask for credentials."""
+"""Metadata services from which cloud machines obtain credentials."""
 
 _DISK: Final = re.compile(
     r"(?:FileNotFoundError|PermissionError|NotADirectoryError|FileExistsError|OSError): \[Errno \d+\] (.+?): '(.+?)'"

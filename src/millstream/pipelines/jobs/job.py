@@ -27,19 +27,19 @@ class Step:
     lag: int = 0
     """Messages that are not read yet."""
     wait_s: float = 0.0
-    """How long there is nothing to do, as far as known; 0 if there is more."""
+    """How long the job expects to be idle; 0 if messages are waiting."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Further counts of the batch by name (files, quarantined rows …), which are summed up."""
     levels: Mapping[str, int] = field(default_factory=dict)
-    """Numbers that hold until the next ones, by name (what the last audit found …)."""
+    """Gauges by name, each valid until the next value (what the last audit found …)."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What else is worth knowing now, by name (the columns of tables …); a new text replaces the one before."""
+    """Other information by name (the columns of tables …); a new text replaces the previous one."""
     is_open: bool = False
-    """Whether a batch continues after the step and has finished nothing yet, which does not count as progress."""
+    """Whether a batch is still in progress after the step, which does not count as progress of the pipeline."""
 
 
 class TimeWindow(NamedTuple):
-    """The messages that a backfill reads, by their timestamps: from the first time on, before the second."""
+    """The messages that a backfill reads, by timestamp: from the start (inclusive) to the end (exclusive)."""
 
     since_ms: int
     until_ms: int
@@ -63,9 +63,10 @@ class JobContext:
     brokers: str
     """The bootstrap servers."""
     access: Access = NO_ACCESS
-    """What the job signs in by: as the owner of its pipeline."""
+    """The credentials of the job, which acts as the owner of its pipeline."""
     node_link: Link | None = None
-    """The link of a driver that acts for its node, where jobs do not; None where they have the same rights."""
+    """A link with the rights of the node, where jobs have only those of their owner; None if both have the same
+    rights."""
     lake: str
     """The folder or URL of the tables, unless the pipeline sets its own."""
     folder: str
@@ -75,15 +76,15 @@ class JobContext:
     lake_is_shared: bool = True
     """Whether the lake is the nodes' own, and not one chosen for a manual run."""
     window: TimeWindow | None = None
-    """What to read, for a backfill; None for everything from where the pipeline is."""
+    """What a backfill reads; None for everything from the pipeline's position on."""
     rules: tuple[Rule, ...] = ()
     """The rules of a route; changed rules come with a new context."""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set when the job has to end; every wait includes it."""
     idle: Callable[[], None] = lambda: None
-    """Called when a step has found nothing to do and only waits: it cannot be the cause of a driver's death."""
+    """Called when a step only waits for messages, so that it is not blamed if the driver dies."""
     progress: Callable[[], None] = lambda: None
-    """Called by any thread when a part of a step is done that Spark does not see; long steps have many."""
+    """Called by any thread after a part of a step that Spark's metrics do not show; long steps have many."""
 
 
 class JobKind(Protocol):

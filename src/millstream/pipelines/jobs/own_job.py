@@ -1,9 +1,9 @@
-"""What a job's code is given: `run(spark, millstream)`.
+"""The API of a job's code: the second argument of `run(spark, millstream)`.
 
 A run is repeated until it has succeeded, on any node. So that nothing it writes appears twice and nothing is left out,
-the messages it takes are pinned before the first of them is read, and everything it writes is named by the batch that
-they are: a repeated run takes the same messages and leaves out what is written already. The batch is done when the
-offsets of the job's group are committed, which happens when the run has succeeded.
+the messages it takes are pinned before the first of them is read, and everything it writes is identified by their
+batch: a repeated run takes the same messages and skips what is already written. The batch is done when the offsets of
+the job's group are committed, which happens when the run has succeeded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 FORMAT: Final = "millstream"
 CLIENT_ID: Final = "millstream-job"
 APPLICATION_PREFIX: Final = "job-"
-"""Begins what the writes of jobs are known by at the coordinator."""
+"""The prefix of the names by which the coordinator identifies the writes of jobs."""
 
 Pin = dict[str, Any]
 """The messages that a run takes: `{"batch": number, "topics": {topic: {partition: [start, end]}}}`."""
@@ -62,10 +62,10 @@ class Surroundings:
     attempt: int
     scheduled_ms: int
     pin: Pin | None = None
-    """What an earlier attempt, or a run that failed, has taken."""
+    """The messages that an earlier attempt, or a failed run, has taken."""
     member: Callable[[], GroupMember] = GroupMember
     keep_pin: Callable[[Pin], None] = lambda _pin: None
-    """Stores durably what is taken, before it is read."""
+    """Stores durably which messages are taken, before they are read."""
     report: Callable[[Mapping[str, Any]], None] = lambda _progress: None
     is_dry: bool = False
 
@@ -112,7 +112,7 @@ class JobApi:
 
     @property
     def parameters(self) -> dict[str, str]:
-        """What was given with `--param`."""
+        """The parameters given with `--param`."""
         return named_texts("parameters", self._around.settings.parameters)
 
     @property
@@ -147,7 +147,7 @@ class JobApi:
             {topic: {number: both[at] for number, both in pinned[topic].items()} for topic in topics} for at in (0, 1)
         ]
         given = {"startingOffsets": json.dumps(ends[0]), "endingOffsets": json.dumps(ends[1])}
-        # Partitions that were added since are taken next time.
+        # Partitions that were added since are left to the next run.
         given["assign"] = json.dumps({topic: sorted(map(int, pinned[topic])) for topic in topics})
         return self._load(around.spark.read.format(FORMAT), (), {**options, **given})
 
@@ -165,7 +165,7 @@ class JobApi:
     # -- writing --------------------------------------------------------------------------------------------
 
     def write(self, frame: DataFrame, topic: str | None = None, *, name: str = "", **options: object) -> None:
-        """Write rows to a topic, or to the topics that they name, all or none and once per batch.
+        """Write rows to a topic, or to the topics that they name, atomically and once per batch.
 
         Give each write of a run another `name` if several go to the same topic.
         """
@@ -203,7 +203,7 @@ class JobApi:
         return query
 
     def checkpoint(self, name: str) -> str:
-        """Return the folder of a streaming query's progress, which all nodes reach and runs continue from."""
+        """Return the checkpoint folder of a streaming query, which all nodes can reach and later runs continue from."""
         if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise InvalidRequest(f"the name of a checkpoint has letters, digits, dots and dashes, not {name!r}")
         return f"{self._around.folder.rstrip('/')}/jobs/{self._around.pipeline_id}/{name}"
@@ -214,7 +214,7 @@ class JobApi:
 
     @property
     def batch(self) -> int:
-        """The number of what this run takes: its own, or that of the failed run whose messages it takes again."""
+        """The number of this run's batch: its own, or that of the failed run whose messages it takes again."""
         return int(self._pin["batch"])
 
     def report(self, **progress: object) -> None:

@@ -1,6 +1,6 @@
 """Replays messages of a topic, from the log or from its landed table, into another topic: exactly once and resumable.
 
-Each step commits its messages and the position behind them with one record at the coordinator, as pipelines do (see
+Each step commits its messages and the position after them with one record at the coordinator, as pipelines do (see
 `batch_loop.py`). The position is the offsets of the group `replay-NAME`. Where the replay ends is fixed when it first
 starts, as the offsets of the group `replay-NAME.end`. So however a replay ends, the same command continues after the
 last commit; a second one at the same time can commit nothing twice, since steps are numbered.
@@ -44,7 +44,7 @@ CLIENT_ID: Final = "millstream-replay"
 STEP_MESSAGES: Final = 50_000
 """How many offsets one commit covers at most."""
 REFUSALS_MAX: Final = 5
-"""How often a step may find that another process has taken its number."""
+"""How often another process may have taken a step's number before the replay gives up."""
 _COLUMNS: Final = "key,value,headers,timestamp,offset"
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -69,7 +69,7 @@ class ReplayOrder:
 
     @property
     def title(self) -> str:
-        """Its name: the given one, or one that the same command has again."""
+        """Its name: the given one, or one derived from the order, so that the same command resumes it."""
         if self.name:
             return self.name
         parts = (self.topic, self.into, self.from_table, self.where, self.since_ms, self.until_ms)
@@ -108,7 +108,7 @@ class Replay:
         self._query = order.group
         self._table: Table | None = None
         if order.where:
-            # Refused at once, with its position.
+            # Reports an invalid filter at once, with its position.
             RowFilter(order.where, Range(order.topic, 0, 0, 0))
 
     def run(self, report: Callable[[Progress], None] = lambda _: None, *, dry: bool = False) -> Progress:
@@ -152,7 +152,7 @@ class Replay:
                 time.sleep(max(0.0, began + written / self.order.rate - time.monotonic()))
         return Progress(examined, written, 0)
 
-    # -- how ------------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     @property
     def _step_size(self) -> int:
@@ -160,7 +160,9 @@ class Replay:
         return min(STEP_MESSAGES, max(1, round(self.order.rate))) if self.order.rate else STEP_MESSAGES
 
     def _known(self, link: Link) -> tuple[int, Offsets]:
-        """Return the number of the next step and the position, after ending what an earlier run has left open."""
+        """Return the number of the next step and the position, after aborting transactions that an earlier run left
+        open.
+        """
         transactions = Transactions(link.client)
         while True:
             number = link.call(transactions.last_batch(self._query)) + 1
@@ -197,7 +199,7 @@ class Replay:
         return first, end
 
     def _rows(self, start: Offsets, end: Offsets) -> Iterator[pa.RecordBatch]:
-        """Yield the messages between two positions that are wanted, as they are written."""
+        """Yield the matching messages between two positions, as they are written."""
         for one in ranges_between(start, end):
             row_filter = RowFilter(self.order.where, one) if self.order.where else None
             if self._table is None:
@@ -229,7 +231,7 @@ class Replay:
         return pa.RecordBatch.from_pydict({**columns, "headers": headers})
 
     def _commit(self, link: Link, number: int, rows: Iterator[pa.RecordBatch], until: Offsets) -> tuple[int, bool]:
-        """Write a step and its position; return how many messages it has, and whether it was this run's to commit."""
+        """Write a step and its position; return how many messages it has, and whether this run committed it."""
         batch = Batch(self._query, number, uuid4().hex[:12])
         transactions = Transactions(link.client)
         try:

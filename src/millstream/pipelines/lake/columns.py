@@ -1,4 +1,4 @@
-"""The columns of lake tables: those of every table, and how inferred ones are added without ever blocking landing.
+"""The columns of lake tables: the fixed ones, and how inferred ones are added without ever blocking landing.
 
 A value is found by a path of names: a column, a field of a struct, the elements of an array. It is a tuple, since a
 name may contain dots.
@@ -62,7 +62,7 @@ def values_at(column: pa.Array, way: Place) -> pa.Array | None:
 
 
 def path_text(place: Place) -> str:
-    """Format a path for people."""
+    """Format a path for messages to users."""
     return ".".join(place).replace(f".{ELEMENT}", ELEMENT)
 
 
@@ -215,7 +215,7 @@ def _check_fits(name: str, known: pa.DataType, written: pa.DataType) -> None:
 
 
 def same_type(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether two types are equal, whatever the elements of their lists and maps are called."""
+    """Whether two types are equal, ignoring the names of list and map elements."""
     if pa.types.is_list(one) and pa.types.is_list(other):
         return same_type(one.value_type, other.value_type)
     if pa.types.is_map(one) and pa.types.is_map(other):

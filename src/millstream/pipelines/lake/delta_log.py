@@ -1,9 +1,9 @@
 """The log of a Delta table, in which a commit is accepted only if no other came since the log was read.
 
-The library would rebase a commit over others that it considers harmless, and does not compare application versions with
-the stored ones. It is never allowed to: every commit is for exactly the version after the one that was read, and a run
-that is late reads and decides again. One file that is created only if it does not exist decides who is late, on disks
-as in object stores.
+By default the library rebases a commit over others that it considers harmless, without comparing application versions.
+That is disabled here: every commit is for exactly the version after the one that was read, and a run that is late reads
+and decides again. The creation of one file, which must not exist yet, decides who is late, on disks as in object
+stores.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class DeltaLog:
 
     @property
     def loaded(self) -> deltalake.DeltaTable | None:
-        """Return the table as it was last read; None if there was none."""
+        """Return the table as it was last read; None if it did not exist."""
         return self._table
 
     def refresh(self) -> deltalake.DeltaTable | None:
-        """Read new commits; return the table, or None while there is none."""
+        """Read new commits; return the table, or None while it does not exist."""
         if self._table is not None and self._exists(self._table.version()):
             self._table.update_incremental()
             return self._table
@@ -144,7 +144,7 @@ class DeltaLog:
     def replace_all(self, files: Iterable[Written], schema: pa.Schema) -> bool:
         """Replace all files that the table had when it was read, under other columns; False if it is too late.
 
-        It is one commit, for exactly that version: the library removes what the handle knows and nothing else.
+        It is one commit, for exactly that version: the library removes only the files that the handle knows.
         """
         table = self._table
         if table is None:

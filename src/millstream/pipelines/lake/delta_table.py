@@ -134,7 +134,7 @@ _REMOVED: Final = "millstream.requarantined"
 
 
 class Mark(NamedTuple):
-    """An application version that commits of one kind change, by which each of them finds out about the others."""
+    """An application version that all commits of one kind change, so that each detects the others."""
 
     name: str
     version: int | None
@@ -150,7 +150,7 @@ class DeltaTable:
         """Returns the metadata of a commit after a version."""
         self.quarantine = DeltaLog(storage.suffixed(QUARANTINE_SUFFIX))
         self._known: set[TopicPartition] = set()
-        """The partitions seen in the table: one that has lost them is another table."""
+        """The partitions seen in the table; if they disappear, the table was replaced."""
 
     def schema(self) -> pa.Schema | None:
         """Return the columns; None before the first commit."""
@@ -202,12 +202,12 @@ class DeltaTable:
         """
         for attempt in range(ATTEMPTS_MAX):
             table = self.log.require(schema)
-            self._bring_quarantined(table)
+            self._add_missing_quarantined(table)
             current = next_offsets(table, offsets)
             if any(partition in self._known and partition not in current for partition in offsets):
                 raise StalePlan(f"the table at {self.storage.url} was deleted during a step")
             if is_done(current, offsets):
-                # The previous attempt may have succeeded without learning it.
+                # The previous attempt may have succeeded although its response was lost.
                 return attempt > 0 and self.log.holds(files)
             if attempt and files and self.log.holds(files):
                 return True
@@ -251,7 +251,7 @@ class DeltaTable:
             metadata[_REMOVED] = json.dumps([file.path for file in requarantined])
         if not self.log.commit(actions, versions, metadata=metadata or None):
             return False
-        self._bring_quarantined(table)
+        self._add_missing_quarantined(table)
         return True
 
     def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
@@ -314,10 +314,10 @@ class DeltaTable:
         """Return the current table, after adding missing quarantined files."""
         table = self.log.refresh()
         if table is not None:
-            self._bring_quarantined(table)
+            self._add_missing_quarantined(table)
         return table
 
-    def _bring_quarantined(self, table: deltalake.DeltaTable) -> None:
+    def _add_missing_quarantined(self, table: deltalake.DeltaTable) -> None:
         """Add quarantined files that a commit names and a crash left out."""
         version = table.transaction_version(_QUARANTINED)
         if version is None:
@@ -342,7 +342,7 @@ class DeltaTable:
         ]
 
     def _waiting(self, table: deltalake.DeltaTable, quarantine: deltalake.DeltaTable | None) -> list[Written]:
-        """Return the quarantined files that the table names and that were not added.
+        """Return the quarantined files that the table names but the quarantine lacks.
 
         Every run adds them before it commits, so they can only be those of the last such commit.
         """
@@ -394,7 +394,9 @@ def is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartiti
 
 
 def _manifest(log: DeltaLog, version: int, *, is_old: bool = False) -> list[Written]:
-    """Return the quarantined files that a commit names; none if it is so old that it may have been deleted."""
+    """Return the quarantined files that a commit names; an empty list if the commit is so old that it may have been
+    deleted.
+    """
     properties = log.commit_info(version)
     if _MANIFEST not in properties:
         if is_old:

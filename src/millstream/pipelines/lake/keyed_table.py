@@ -2,8 +2,8 @@
 
 A step has two halves. Tasks decode messages into changes and write them to staged files, sorted by bucket. Then, for
 exactly one version of the table, other tasks merge the changes of each bucket with the file that it has and write
-another file; one commit replaces the files and carries the next offsets. A step that is repeated, at the same time or
-after a crash, is in the table once, because the commit is for the version that was read and no other.
+another file; one commit replaces the files and carries the next offsets. A step that is repeated, concurrently or after
+a crash, is in the table once, because the commit is only for the version that was read.
 
 Deletes are remembered in a second file per bucket, under the same name in `_deleted`: it is part of the table
 whenever the bucket's file is. The name says whether there is one.
@@ -126,7 +126,7 @@ class KeyedTable(DeltaTable):
         return sorted(buckets, key=lambda one: one.bucket.start)
 
     def route(self, incoming_bytes: float, bucket_bytes: int) -> None:
-        """Decide into which buckets the next step's changes go: those of the table, split where they grow too large."""
+        """Choose the buckets for the next step's changes: those of the table, split where they grow too large."""
         sizes = {one.bucket: one.bytes for one in self.stored()}
         there = completed(sizes)
         # Rows take about a quarter of their JSON in Parquet.
@@ -147,12 +147,12 @@ class KeyedTable(DeltaTable):
     def begin_merge(
         self, staged: Sequence[Written], offsets: Mapping[TopicPartition, tuple[int, int]], schema: pa.Schema
     ) -> list[MergeUnit]:
-        """Return the merges that bring staged changes into the table; the commit is for the version it has now.
+        """Return the merges that apply staged changes to the table; the commit is for its current version.
 
         Raise `StalePlan` if the table has moved since the changes were planned.
         """
         table = self.log.require(schema)
-        self._bring_quarantined(table)
+        self._add_missing_quarantined(table)
         if is_done(next_offsets(table, offsets), offsets):
             raise StalePlan(f"another run has merged the same changes into {self.storage.url}")
         stored = self.stored()
@@ -209,8 +209,8 @@ class KeyedTable(DeltaTable):
             self._known.update(offsets)
             return True
         if self.log.holds(files):
-            # The store's answer was lost, and the commit is there.
-            self._bring_quarantined(self.log.refresh() or table)
+            # The store's response was lost, but the commit exists.
+            self._add_missing_quarantined(self.log.refresh() or table)
             return True
         raise StalePlan(f"another run has changed the table at {self.storage.url}")
 
@@ -223,13 +223,13 @@ class KeyedTable(DeltaTable):
     def compact(
         self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
     ) -> Compacted:
-        """Compact the quarantine alone: a bucket has one file."""
+        """Compact only the quarantine: a bucket has one file."""
         if self.recover() is None:
             return Compacted()
         return compact(self.quarantine, before=before, small_bytes=small_bytes, progress=progress)
 
     def widen(self, places: Sequence[Place], *, run: Run, bytes_max: int) -> dict[Place, str]:
-        """Leave every column as it is."""
+        """Widen nothing."""
         reason = "the columns of a table with one row per key keep their types; give it as double in `schema`"
         return dict.fromkeys(places, reason)
 
@@ -436,7 +436,7 @@ class BucketMerge:
         rows = rows.append_column(KEY, keys).append_column(pa.field(ORDER, order), values)
         tombstones = tombstone_schema(order).empty_table()
         if unit.stored.path.endswith(_REMEMBERS):
-            with source.open_input_file(_beside(unit.stored.path)) as opened:
+            with source.open_input_file(_tombstones_path(unit.stored.path)) as opened:
                 tombstones = pq.read_table(opened).cast(tombstone_schema(order))
         if unit.stored.bucket == unit.bucket:
             return rows, tombstones
@@ -447,7 +447,7 @@ class BucketMerge:
         name = f"{bucket.stem}{self.attempt}{uuid.uuid4().hex[len(self.attempt) :]}{ending}"
         path = f"{BUCKETS}/{name}"
         if len(merged.tombstones):
-            beside = _beside(path)
+            beside = _tombstones_path(path)
             self.storage.make_parent(beside)
             with self.storage.files().open_output_stream(beside) as stream:
                 pq.write_table(merged.tombstones, stream, compression="zstd")
@@ -459,21 +459,21 @@ class BucketMerge:
             return opened.close({})
         except BaseException:
             opened.abort()
-            self.storage.delete(_beside(path))
+            self.storage.delete(_tombstones_path(path))
             raise
 
 
 def delete_written(storage: Storage, file: Written) -> None:
-    """Delete a file of a keyed table that was never committed, with what belongs to it."""
+    """Delete a file of a keyed table that was never committed, with its file of remembered deletes."""
     if file.path.startswith(f"{STAGED}/"):
         storage.staged().delete(file.path)
         return
     storage.delete(file.path)
     if file.path.endswith(_REMEMBERS):
-        storage.delete(_beside(file.path))
+        storage.delete(_tombstones_path(file.path))
 
 
-def _beside(path: str) -> str:
+def _tombstones_path(path: str) -> str:
     """Return the file of remembered deletes that belongs to a bucket's file."""
     return f"{TOMBSTONES}/{path.rpartition('/')[2]}"
 

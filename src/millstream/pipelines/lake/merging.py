@@ -1,9 +1,8 @@
 """The merge of changes into rows by key: one row per key, whatever order changes arrive in and however often.
 
-Of all changes to a key, the one with the greatest (order value, offset, partition) wins, against the stored row as well
-as against each other. A delete is a change like any other: its position is kept as a tombstone for a while, so that a
-late update does not revive the key. The result depends only on the set of changes, not on how they were divided into
-batches.
+Of the stored row and all changes to a key, the one with the greatest (order value, offset, partition) wins. A delete is
+a change like any other: its position is kept as a tombstone for a while, so that a late update does not revive the key.
+The result depends only on the set of changes, not on how they were divided into batches.
 
 Keys are divided into buckets by hash. A bucket is a range of hashes that shares its first bits, so it can be split
 in two without touching the others.
@@ -57,15 +56,15 @@ class Bucket(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """Return how the names of its files begin."""
+        """Return the prefix of the names of its files."""
         return f"bucket-{self.depth:02d}-{self.prefix:08x}_"
 
     def divided(self, levels: int) -> list[Bucket]:
-        """Return the buckets that take its place when it is split in half some times."""
+        """Return the buckets that replace it when it is halved repeatedly."""
         return [Bucket(self.depth + levels, (self.prefix << levels) + part) for part in range(1 << levels)]
 
     def holds(self, other: Bucket) -> bool:
-        """Whether all hashes of another bucket are also of this one."""
+        """Whether this bucket contains all hashes of another."""
         return self.start <= other.start and other.end <= self.end
 
 
@@ -104,7 +103,7 @@ def canonical_keys(columns: Sequence[pa.Array]) -> pa.Array:
     for column in columns:
         text = column if pa.types.is_binary(column.type) else column.cast(pa.string()).cast(pa.binary())
         if len(columns) > 1:
-            # With the length before it, no text of a column runs into the next.
+            # Prefixed with its length, the value of one column cannot run into the next.
             length = pc.binary_length(text).cast(pa.string()).cast(pa.binary())
             parts += [length, text]
         else:
@@ -125,7 +124,7 @@ class Merged:
     upserted: int = 0
     """Keys whose row is new or another one."""
     deleted: int = 0
-    """Keys that had a row and have none any more."""
+    """Keys whose row was deleted."""
     late: int = 0
     """Changes that came after a newer one of their key."""
 
@@ -163,7 +162,7 @@ class MergeRule:
         `schema` has the columns of the table's files. Stored rows and changes have `KEY` and `ORDER` in addition,
         changes also `DELETED`.
         """
-        # Most rows of a bucket have keys that no change names; they stay as they are.
+        # Most rows of a bucket have keys without changes and stay as they are.
         met, recalled = _named(stored, changes), _named(tombstones, changes)
         present, gone, new = len(met), len(recalled), len(changes)
         shared = [KEY, ORDER, TOPIC_ID, "partition", "offset"]
@@ -241,7 +240,7 @@ def _kept(
     there: tuple[pa.Table, npt.NDArray[np.int64], npt.NDArray[np.bool_]],
     new: tuple[pa.Table, npt.NDArray[np.bool_]],
 ) -> pa.Table:
-    """Return the rows that stay, in their order, and behind them the new ones.
+    """Return the rows that stay, in their order, followed by the new ones.
 
     `there` are rows, the positions of those that were compared with changes, and which of these have won.
     """

@@ -57,7 +57,7 @@ class FileShare(Protocol):
 
     @property
     def path(self) -> str:
-        """Return its file, or what else identifies it."""
+        """Return its file, or another identifier."""
 
     @property
     def bytes(self) -> int:
@@ -185,7 +185,7 @@ def first_name(path: str) -> str:
 
 
 def _inexact(file: pq.ParquetFile, place: Place) -> int | None:
-    """Return a number in a file that a double cannot hold; None if there is none."""
+    """Return a number in a file that a double cannot hold; None if doubles hold all of them."""
     if place[0] not in file.schema_arrow.names:
         return None
     position = file.schema_arrow.get_field_index(place[0])
@@ -296,7 +296,7 @@ def _rewritten(
 
 
 def _replaced(log: DeltaLog, files: list[ActiveFile], written: list[Written]) -> bool:
-    """Replace files by others; False if one of them is not part of the table any more."""
+    """Replace files; False if one of them is no longer part of the table."""
     paths = {file.path for file in files}
     for _attempt in range(COMPACTION_ATTEMPTS_MAX):
         log.refresh()
@@ -316,9 +316,9 @@ _GIB: Final = 1024**3
 class Widening:
     """Widens long columns to double: every file is rewritten, and one commit replaces them all.
 
-    Delta has no such type change that today's readers understand. The commit, which also has the new schema, is for
-    exactly the version in which the replaced files were seen. If files were landed or compacted meanwhile, it comes too
-    late: then only the new files are written, and it is tried again.
+    Current readers do not support this type change in Delta's own format. The commit, which also has the new schema, is
+    for exactly the version in which the replaced files were seen. If files were landed or compacted meanwhile, it comes
+    too late: then only the new files are written, and it is tried again.
     """
 
     def __init__(self, log: DeltaLog, source: Files, *, run: Run, bytes_max: int, may_be_deleted: bool = False) -> None:
@@ -365,7 +365,7 @@ class Widening:
         for _attempt in range(WIDENING_ATTEMPTS_MAX):
             table = self._log.refresh()
             if table is None or not self._is_wanted(table, places):
-                # Another run did it, or deleted the table.
+                # Another run widened the columns, or deleted the table.
                 self._discard(kept=self._log.paths())
                 return
             files = list(active_files(table))
@@ -390,7 +390,7 @@ class Widening:
         try:
             done = self._run(rewrite, files) if files else {}
         except BaseException:
-            # Files of an earlier attempt were refused, and this one is not tried.
+            # The commit of an earlier attempt was refused, and this one was not tried.
             self._discard(kept=self._log.paths())
             raise
         self._written.update({path: from_json(result) for path, result in done.items()})

@@ -43,9 +43,7 @@ class Storage:
 
     @classmethod
     def reached_from_here(cls, url: str) -> Storage:
-        """Return the storage with the options of the environment, so that tasks on other machines reach it as this
-        process does.
-        """
+        """Return the storage with the options of the environment, so that tasks on other machines can reach it."""
         return cls.at(url, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
 
     def table(self, version: int | None = None) -> DeltaTable:
@@ -71,7 +69,7 @@ class Storage:
         return Storage(f"{parent}/{STAGED}/{name}", self.options)
 
     def publish(self, path: str, shown: str) -> None:
-        """Move a staged file into place atomically; one that another run has moved is left alone."""
+        """Move a staged file into place atomically, unless another run has moved it."""
         source = self.staged()
         if self.folder is not None and source.folder is not None:
             self.make_parent(shown)
@@ -111,7 +109,7 @@ class Storage:
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
 
     def delete(self, path: str) -> None:
-        """Delete an unreferenced file if possible; otherwise it is left to the vacuum."""
+        """Delete an unreferenced file if possible; otherwise the vacuum does."""
         with contextlib.suppress(OSError, pa.ArrowException, DeltaError):
             self.files().delete_file(path)
 

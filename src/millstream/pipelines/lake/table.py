@@ -43,7 +43,7 @@ class LakeTable(Protocol):
         """
 
     def reached(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """Return the same for readers: nothing is written, and half-done work is read as it is."""
+        """Return the same for readers: nothing is written, and half-done work is not completed."""
 
     def writer(
         self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
@@ -75,12 +75,12 @@ class LakeTable(Protocol):
 
         Return True if this run did it, even if the store's answer was lost; False if another run has done all of it:
         its rows are there, and these files are garbage for `vacuum`, never for the caller to delete. Raise `StalePlan`
-        if the table is elsewhere, so that the step has to be planned again, and `ColumnMismatch` if it has a column
-        under another type.
+        if the table is at another position, so that the step has to be planned again, and `ColumnMismatch` if it has a
+        column under another type.
         """
 
     def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
-        """Delete files for which no commit was ever tried, as far as possible."""
+        """Delete files for which no commit was ever tried, if possible."""
 
     def compact(
         self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
@@ -109,7 +109,7 @@ class LakeTable(Protocol):
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one partition's offset range, in order, without partition columns.
 
-        Nothing is written, whatever a crash left half done.
+        Nothing is written, even if a crash left work half done.
         """
 
     def scan_quarantined(

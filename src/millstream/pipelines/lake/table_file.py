@@ -1,8 +1,8 @@
 """The files of tables: what tasks have written, with statistics in Delta's format, and what a version of a log has.
 
-Only columns that every message has get bounds. `deltalake` takes a column without bounds, in a file that has some for
-others, for one without values, and drops the file from filtered reads through Arrow. So a table declares which columns
-have bounds, and a file has those of all or of none. Row groups have bounds for all columns, which readers use as well.
+Only columns that every message has get bounds. If a file has bounds for some columns only, `deltalake` treats the
+others as empty and drops the file from filtered reads through Arrow. So a table declares which columns have bounds, and
+a file has those of all or of none. Row groups have bounds for all columns, which readers use as well.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _bounds(metadata: Any, position: int) -> tuple[Any, Any] | None:
         low, high = min(group.min for group in groups), max(group.max for group in groups)
         return _bound(low, is_upper=False), _bound(high, is_upper=True)
     except (OverflowError, ValueError):
-        # Producers send times that no calendar has.
+        # Producers send timestamps outside the range of the calendar.
         return None
 
 

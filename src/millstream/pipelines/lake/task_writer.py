@@ -129,7 +129,7 @@ def _cursor(files: Any, group: RowGroup, schema: pa.Schema) -> _Cursor:
 
 
 def _next_rows(cursors: list[_Cursor], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of cursors, in order, as far as those of all are known; drop the cursors that are over."""
+    """Yield the rows of cursors, in order, up to the last row that all cursors have reached; drop exhausted cursors."""
     reached = min(cursor.last for cursor in cursors)
     parts = [part for cursor in cursors for part in cursor.take(reached)]
     cursors[:] = [cursor for cursor in cursors if not cursor.is_over]
@@ -170,7 +170,7 @@ def _spilled(rows: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.R
 
 
 def _merged_rows(size: int, rows: int) -> int:
-    """Return how many rows to hold, of rows of a size."""
+    """Return how many rows to hold, given their size."""
     return max(1, min(MERGED_ROWS, MERGED_BYTES * rows // max(1, size)))
 
 
@@ -262,7 +262,7 @@ _COUNTED: Final = ("offset", "timestamp")
 """Mostly ascending columns, for which delta encoding is smallest."""
 
 _REPEATED: Final = ("partition", "timestamp_type", "reason", TOPIC_ID)
-"""Columns with few values. Dictionaries of keys and payloads would be started and given up."""
+"""Columns with few distinct values. For keys and payloads, dictionaries would be started and abandoned."""
 
 
 class RowWriter(Protocol):
@@ -299,7 +299,7 @@ class FileWriter:
         self._attempt = attempt
 
     def discard(self, written: Iterable[Written]) -> None:
-        """Delete returned files that will not be committed: they would keep a full disk full."""
+        """Delete returned files that will not be committed, which would otherwise fill the disk."""
         for file in written:
             self.storage.delete(file.path)
 
@@ -495,7 +495,7 @@ class EventTimeWriter(FileWriter):
         )
 
     def _flush(self, hour: int) -> None:
-        """Write what is held for an hour, and finish the file that was not written to for the longest time."""
+        """Write the rows held for an hour, and finish the least recently written file."""
         writer = self._writers.pop(hour)
         self._writers[hour] = writer
         writer.flush()
@@ -581,7 +581,7 @@ class OpenFile:
 
 
 def shaped(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a batch with the columns of a schema; further columns are a mistake of the caller."""
+    """Return a batch with the columns of a schema; additional columns are an error."""
     if batch.schema.equals(schema):
         return batch
     unknown = set(batch.schema.names) - set(schema.names)
@@ -597,7 +597,7 @@ def shaped(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _by_partition(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Split a batch by partition; almost always it is one piece."""
+    """Split a batch by partition; it almost always has only one."""
     if not len(batch):
         return
     partitions = batch.column("partition")

@@ -50,11 +50,12 @@ PARK_PAUSE_S: Final = 5.0
 LOOK_S: Final = 5.0
 """How often to check whether missing packages have been installed."""
 SILENT_S: Final = 60.0
-"""A driver sends something every few seconds; one that is silent for this long hangs."""
+"""A driver sends something every few seconds; one that is silent for this long is considered hung."""
 SILENT_LOOKS: Final = 6
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 SPARE_S: Final = 30.0
-"""How long a spare driver waits at most for the first steps of all pipelines: two starts at once would delay both."""
+"""How long the start of a spare driver is delayed at most, until all pipelines have done a step: two starts at once
+would delay both."""
 
 
 def driver_options(config: Config, kafka: str) -> Options:
@@ -101,10 +102,10 @@ class PipelineChild(SupervisedChild):
         silent_s: float = SILENT_S,
         spare_s: float | None = None,
     ) -> None:
-        """Take `missing`, which returns why nothing can be run here: what has to be installed or set.
+        """`missing` returns why nothing can be run here: what has to be installed or set.
 
         With `security`, pipelines run with the rights of their owners. With `spare_s`, a second driver is started when
-        all pipelines run in the first, or after that time, and takes its place when that dies.
+        all pipelines run in the first, or after that time, and replaces the first when it dies.
         """
         super().__init__(backoff_min_s=backoff_min_s)
         self._options = options
@@ -120,7 +121,7 @@ class PipelineChild(SupervisedChild):
         self._stepped: set[str] = set()
         """The pipelines that have done a step in the running driver."""
         self._settled = asyncio.Event()
-        """Set when all of them have."""
+        """Set when all running pipelines have done a step."""
         self._promotions = 0
         self._driver_reports = DriverReports(options.node)
         self._due: list[Pipeline] = []
@@ -130,7 +131,7 @@ class PipelineChild(SupervisedChild):
         self._groups = LeftoverGroups(options.kafka, lambda name: declared.get(name) is not None)
         self._attempts: Counter[str] = Counter()
         self._parked: dict[str, tuple[Pipeline, str]] = {}
-        """Parked pipelines that the catalog does not know of yet."""
+        """Parked pipelines that are not recorded in the catalog yet."""
         self._news = asyncio.Event()
         self._to_park = asyncio.Event()
         declared.on_change(self._refresh)
@@ -207,9 +208,9 @@ class PipelineChild(SupervisedChild):
         )
 
     async def _keep_spare(self) -> None:
-        """Start a driver that has nothing to run once the other one has settled, and again if it ends.
+        """Start a driver without pipelines once the other one has settled, and again if it ends.
 
-        What it sends meanwhile is a few bytes every few seconds, and is read when it takes over.
+        Its few bytes of heartbeats stay in the pipe and are read when it takes over.
         """
         if self._spare_s is None:
             return
@@ -235,7 +236,7 @@ class PipelineChild(SupervisedChild):
             await spare.wait()
 
     def _kill(self, process: Process) -> None:
-        """Kill it with its Java: it leads its own process group."""
+        """Kill a driver and its Java process: it leads its own process group."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -258,7 +259,7 @@ class PipelineChild(SupervisedChild):
             await asyncio.gather(sending, sparing, return_exceptions=True)
             if is_over:
                 await self._end_spare()
-            # A Java that hangs would stay behind; its group id is not reused while it runs.
+            # A hung Java process would stay behind; its group id is not reused while it runs.
             self._kill(process)
             self._driver_ended(code)
 
@@ -317,7 +318,7 @@ class PipelineChild(SupervisedChild):
 
     async def _line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
         """Return the driver's next line; kill a driver that stays silent."""
-        # Checked several times, so that a broker that was suspended itself finds what was sent meanwhile.
+        # Checked several times, so that a broker that was itself suspended reads what was sent meanwhile.
         for _ in range(SILENT_LOOKS):
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._silent_s / SILENT_LOOKS):
@@ -329,14 +330,14 @@ class PipelineChild(SupervisedChild):
         self._kill(process)
         return await stream.readline()
 
-    # -- what is due ----------------------------------------------------------------------------------------
+    # -- pipelines to run ------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
         """Follow a change of the pipelines or of their owner."""
         declared = self._declared.all()
         self._driver_reports.forget(one.name for one in declared)
         self._groups.take(one.name for one in declared)
-        # Those that run users' code have drivers of their own: see `jobs_child.py`.
+        # Pipelines that run users' code have their own drivers: see `jobs_child.py`.
         declared = [one for one in declared if not one.has_own_driver]
         due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
         if self._owner.is_mine:
@@ -360,7 +361,7 @@ class PipelineChild(SupervisedChild):
         return [one for one in declared if one.kind is not PipelineKind.JOB]
 
     def _warn(self) -> None:
-        """Log once that pipelines wait, and why."""
+        """Log once why pipelines are not run."""
         idle_reason = self._idle_reason if self._reports_here else ""
         if idle_reason and idle_reason != self._warned_of:
             _logger.warning("pipelines are declared but not run", extra={"reason": idle_reason})
@@ -375,7 +376,7 @@ class PipelineChild(SupervisedChild):
         else:
             self._board.clear()
 
-    # -- what fails again and again -------------------------------------------------------------------------
+    # -- parking --------------------------------------------------------------------------------------------
 
     def _park(self, name: str, reason: str) -> None:
         """Stop running a pipeline, and record it in the catalog."""
@@ -458,7 +459,7 @@ class LagWatch:
     async def run(self) -> None:
         """Measure until cancelled; a background task of the broker."""
         while True:
-            # No connection is made while no pipeline is declared.
+            # Without pipelines, no connection is opened.
             while not self._declared():
                 self._lags.clear()
                 await self._wait(None)
@@ -475,10 +476,10 @@ class LagWatch:
             began = time.monotonic()
             found = await backlogs.lags(self._readers(declared))
             names = {one.name for one in declared}
-            # The last known lag holds for what could not be measured now.
+            # Keep the last known lag of pipelines that could not be measured.
             self._lags = {name: lag for name, lag in {**self._lags, **found}.items() if name in names}
             if self._declared():
-                # Otherwise another node reports by now.
+                # Otherwise another node reports the lag by now.
                 self._take(dict(self._lags))
             took_s = time.monotonic() - began
             await asyncio.sleep(min(max(PAUSE_S_MIN, took_s * SHARE_MAX), PAUSE_S_MAX))
@@ -508,7 +509,7 @@ PAUSE_S: Final = 12.0
 
 
 class LeftoverGroups:
-    """Deletes the groups of deleted pipelines; on every node, since the one that ran them may be gone too.
+    """Deletes the groups of deleted pipelines; runs on every node, since the one that ran them may be gone.
 
     A run deletes its pipeline's group when it learns of the deletion, and deleting a pipeline that is not running
     deletes the group at once. But a driver that was killed stays a member until its session expires.
@@ -549,7 +550,7 @@ class LeftoverGroups:
             if await self._is_settled(client, name):
                 self._undeclared.discard(name)
         except MillstreamError as error:
-            # Its coordinator is unavailable; those of other groups may not be.
+            # The group's coordinator is unavailable; those of other groups may be available.
             _logger.debug("a group will be checked again", extra={"pipeline": name, "error": str(error)})
 
     async def _is_settled(self, client: Client, name: str) -> bool:
@@ -571,7 +572,7 @@ DEATHS_MAX: Final = 3
 
 
 class DriverReports:
-    """What the broker knows of the pipelines that its driver runs, across several drivers.
+    """The state of the pipelines that the node's driver runs, across restarts of the driver.
 
     A driver counts from its own start; the counts of earlier ones are added here. The pipelines that were running when
     a driver died are remembered too: three deaths in a row, without a successful step in between, are blamed on the
@@ -590,7 +591,7 @@ class DriverReports:
         self._stuck = ""
         self._ended = ("", 0)
         self._down_ms = 0
-        """Since when drivers have died without one that reported in between."""
+        """Since when drivers have been dying without reporting anything."""
 
     def apply(self, event: DriverEvent) -> None:
         if event.reports is not None:
@@ -661,7 +662,7 @@ class DriverReports:
         return [self._report_of(one, is_running=is_running, idle_reason=idle_reason) for one in due]
 
     def reports_of_rest(self, declared: Iterable[Pipeline]) -> list[PipelineReport]:
-        """Return the last reports of pipelines that are not run any more, as far as they ran here."""
+        """Return the last reports of pipelines that ran here and no longer do."""
         return [
             self._with_earlier(
                 PipelineReport(name=one.name, state="parked" if one.is_wanted else "stopped", node=self._node)
@@ -685,7 +686,7 @@ class DriverReports:
         return msgspec.structs.replace(total, last_error=reason, last_error_ms=at_ms, failing_ms=self._down_ms)
 
     def _ended_with(self, report: PipelineReport) -> PipelineReport:
-        """Mark a report as restarted because its driver died."""
+        """Mark a report as interrupted by the death of its driver."""
         reason, at_ms = self._ended
         return msgspec.structs.replace(report, restarts=report.restarts + 1, last_error=reason, last_error_ms=at_ms)
 
@@ -707,7 +708,7 @@ class DriverReports:
 
 
 def _was_restarted(known: PipelineReport, report: PipelineReport) -> bool:
-    """Whether a report is of a later run in the same driver, which counts from its own start."""
+    """Whether a report belongs to a later run in the same driver, whose counts start at zero."""
     return (report.rows, report.batches, report.restarts, report.stalls) != (
         max(known.rows, report.rows),
         max(known.batches, report.batches),

@@ -4,7 +4,7 @@ The membership is visible to ordinary tools, ends with its session when the proc
 and on many. A fenced member cannot commit offsets any more, since these carry the member and its generation.
 
 The drivers that nodes start share an instance id, so a restarted one replaces and fences its predecessor at once. A
-manual run has none: it finds the group occupied, and the other way round.
+manual run has no instance id: a driver and a manual run find the group occupied by each other.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Claim:
 
     @property
     def is_held(self) -> bool:
-        """Whether this is the member, as far as known here."""
+        """Whether this process is the member, as far as it knows."""
         return self._is_held
 
     @property

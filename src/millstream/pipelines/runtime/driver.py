@@ -2,8 +2,8 @@
 
 It has one Spark session, which all pipelines of the node share fairly, and a thread for each of them. It reads the
 pipelines to run from standard input, one JSON line each time, and reports on standard output. It ends when standard
-input does: running steps are abandoned, which is safe. While Spark is still starting, which may take long, it ends at
-once with everything that it has started.
+input does: running steps are abandoned, which is safe. While Spark is still starting, which may take long, it exits at
+once and kills the processes that it has started.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Pipelines that were running when a driver died, which take turns until a step of theirs has succeeded.
+    """Pipelines that were running when a driver died; they take turns until a step has succeeded.
 
     So if the driver dies again there is one suspect, not all of them.
     """
@@ -101,9 +101,7 @@ class CommandReader:
     """Reads the broker's lines, and notices from the start when it closes the pipe."""
 
     def __init__(self, stream: IO[bytes], leave: Callable[[], None]) -> None:
-        """Read a stream; `leave` ends the process with all that it has started, if the broker goes before there is
-        work.
-        """
+        """Read a stream; `leave` ends the process and its children if the broker exits before there is work."""
         self._stream = stream
         self._leave = leave
         self._lines: SimpleQueue[bytes] = SimpleQueue()
@@ -127,12 +125,12 @@ class CommandReader:
 
 
 def exit_now() -> None:
-    """Kill this process and the Java that it may just be starting."""
+    """Kill this process and the Java process that it may be starting."""
     from millstream.pipelines.runtime.spark_session import remove_scratch
 
     remove_scratch()
     if os.getpgrp() == os.getpid():
-        # The broker starts it as the leader of a group, so Java, for which there is no handle yet, is in it too.
+        # The broker starts it as the leader of a process group, which includes a Java process without a handle yet.
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
@@ -174,7 +172,7 @@ class Driver:
     ) -> None:
         """Run pipelines; `leave` ends the process at once, with an exit code.
 
-        Pipelines sign in by `access`; with tokens they act with the rights of their owners.
+        Pipelines sign in with `access`; with tokens they act with the rights of their owners.
         """
         self._options = options
         self._spark: Any = spark
@@ -213,7 +211,7 @@ class Driver:
         self._news.set()
 
     def end(self) -> None:
-        """Stop everything, as far as it can be stopped in time."""
+        """Stop everything that can be stopped in time."""
         self._over.set()
         self._news.set()
         for name in list(self._running):
@@ -278,14 +276,14 @@ class Driver:
 
     def _cancel(self, name: str) -> None:
         if self._spark is not None:
-            # In a thread, since a Java that hangs would block the caller, which serves other pipelines.
+            # In a thread, since a hung Java process would block the caller, which serves other pipelines.
             threading.Thread(target=self._cancel_group, args=(name,), name=f"cancel {name}", daemon=True).start()
 
     def _cancel_group(self, name: str) -> None:
         with suppress(Exception):
             self._spark.sparkContext.cancelJobGroup(name)
 
-    # -- what hangs -----------------------------------------------------------------------------------------
+    # -- stalled pipelines -----------------------------------------------------------------------------------
 
     def _runners(self) -> list[Runner]:
         """Return the running pipelines, including those that are ending."""
@@ -322,7 +320,7 @@ def _send_heartbeats(events: EventWriter) -> None:
 
 
 def _warm_up(spark: Any, folder: str) -> None:
-    """Let Java load and compile what statements and batches need, and start Python workers."""
+    """Warm up: Java loads and compiles the classes that statements and batches need, and Python workers start."""
     for kind in (PipelineKind.LAND, PipelineKind.TRANSFORM, PipelineKind.ROUTE):
         import_module(LazyJobKind(kind).module)
     from millstream.pipelines.jobs.transform.prepared_query import try_statement

@@ -20,7 +20,7 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 DRIVER_CLIENT: Final = "pipelines-node-"
 """The prefix of drivers' client ids; the node id follows."""
 SPARK_VARIABLE: Final = "_MILLSTREAM_SPARK"
-"""Holds the settings of Spark, which may have credentials: the arguments of a process are seen by every user."""
+"""Holds the settings of Spark, which may contain credentials: every user can see the arguments of a process."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,23 +38,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     """The file of Spark's output."""
     is_spare: bool = False
-    """Whether it has nothing to run yet, so that there is time to prepare."""
+    """Whether this is a spare driver, which has time to warm up."""
     log_level: str
     log_format: str
 
     @property
     def argument(self) -> str:
-        """The options as the driver is given them on its command line."""
+        """The options for the driver's command line."""
         return msgspec.json.encode(msgspec.structs.replace(self, spark={})).decode()
 
     @property
     def environment(self) -> dict[str, str]:
-        """The rest of them, for the driver's environment."""
+        """The options for the driver's environment."""
         return {SPARK_VARIABLE: msgspec.json.encode(self.spark).decode()}
 
     @classmethod
     def take(cls) -> Options:
-        """Take over the options of this process, and remove what its own children need not know."""
+        """Read the options of this process, and remove those that its children must not inherit."""
         options = msgspec.json.decode(sys.argv[1], type=cls)
         spark = msgspec.json.decode(os.environ.pop(SPARK_VARIABLE, "{}"), type=dict[str, str])
         return msgspec.structs.replace(options, spark=spark)
@@ -91,7 +91,7 @@ class DriverEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 STORE_S: Final = 120.0
-"""How long storing what a run takes may last."""
+"""How long storing the input of a run may take."""
 LOST: Final = 72
 """The exit code of an attempt whose group another one has taken over."""
 
@@ -117,7 +117,7 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     packages: str = ""
     """The folder of the packages that the code needs."""
     access: dict[str, str] = {}
-    """Options of the source that say how to sign in; a token only by the name of its file."""
+    """Options of the source with the credentials; a token is given by the name of its file."""
     sample: int | None = None
     """In a dry run, how many messages of a partition are read."""
     log_level: str = "info"
@@ -158,7 +158,7 @@ class Pipes:
         self._replies: SimpleQueue[JobReply] = SimpleQueue()
 
     def take_order(self) -> JobOrder:
-        """Read the order, and from then on notice when the other end is gone."""
+        """Read the order, and from then on detect when the other process has ended."""
         order = msgspec.json.decode(self._commands.readline(), type=JobOrder)
         threading.Thread(target=self._listen, name="read replies", daemon=True).start()
         return order
@@ -176,7 +176,7 @@ class Pipes:
         except Empty:
             is_stored = False
         if not is_stored:
-            raise RequestTimedOut("what the run takes could not be stored in the catalog; it is tried again later")
+            raise RequestTimedOut("the input of the run could not be stored in the catalog; it is tried again later")
 
     def _listen(self) -> None:
         for line in self._commands:

@@ -1,7 +1,7 @@
 """The process of a dry run that a page of the console has asked for: `python -m millstream.pipelines.runtime.dry_run`.
 
 The first line of standard input is the order, one line of standard output the answer. It ends when standard input
-does. It signs in as the person who asked, by a token that may only read; nothing is written or committed.
+does. It signs in as the user who asked, with a read-only token; nothing is written or committed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class DryRunOrder(msgspec.Struct, frozen=True, kw_only=True):
     kafka: str
     lake: str
     access: dict[str, str] = {}
-    """Options of the source that say how to sign in; a token only by the name of its file."""
+    """Options of the source with the credentials; a token is given by the name of its file."""
 
 
 class DryRunAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What it would do, or why that cannot be said."""
+    """The result of the dry run, or why it failed."""
 
     document: dict[str, Any] = {}
     failed: str = ""
@@ -67,7 +67,7 @@ def _transform_sample(pipeline: Pipeline, brokers: str, access: Access, scratch:
 
 
 def try_order(order: DryRunOrder, scratch: str) -> DryRunAnswer:
-    """Do what the order says."""
+    """Carry out the order."""
     from millstream.pipelines.jobs.error_reason import reason_of
 
     pipeline = Pipeline(

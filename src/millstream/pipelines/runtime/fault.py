@@ -1,8 +1,8 @@
-"""The cause of a pipeline's failure: outside, which passes, or the declaration, which does not.
+"""Classifies a pipeline's failures: an unavailable dependency, which recovers, or a wrong declaration, which does not.
 
 An error of a Spark task arrives as text with the stack traces of two languages. Millstream's own tasks therefore
 classify their errors where they are raised, and add a line that says so. For all others the error names in the text are
-looked up, and the messages of object stores, disks and Spark are recognized by their words.
+looked up, and messages of object stores, disks and Spark are matched.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DECLARED: Final[tuple[type[BaseException], ...]] = (
 )
 
 _JAVA_LOST: Final = ("Py4JNetworkError", "Py4JError")
-"""Raised when Java does not answer any more. Java's own errors are of other classes."""
+"""Raised when Java no longer responds. Java's own errors are of other classes."""
 _REFUSED_BY_SPARK: Final = {
     "ParseException",
     "AnalysisException",
@@ -127,7 +127,7 @@ class Marked:
 
 
 def _fault_here(error: BaseException | None) -> Fault:
-    """Classify an error where it is raised, or the error it follows from; words are read only of libraries' errors."""
+    """Classify an error where it is raised, or its cause; texts are matched only for errors of libraries."""
     while error is not None:
         fault = _fault_of_kind(type(error))
         if fault != Fault.UNKNOWN:
@@ -139,7 +139,7 @@ def _fault_here(error: BaseException | None) -> Fault:
 
 
 def is_java_lost(error: BaseException) -> bool:
-    """Whether a failure may be caused by Java having ended."""
+    """Whether the end of the Java process may have caused a failure."""
     return type(error).__name__ in _JAVA_LOST or isinstance(error, ConnectionError | EOFError)
 
 

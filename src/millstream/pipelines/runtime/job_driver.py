@@ -1,10 +1,10 @@
 """The process of one attempt at a run of a job: `python -m millstream.pipelines.runtime.job_driver`.
 
 It is started by `runtime/jobs_child.py` and by `millstream pipeline run`. The first line of standard input is the
-order; what it reports goes to standard output, and all that the code prints to standard error. It ends when standard
-input does. It holds the job's group while it runs, so that an attempt that was replaced ends and can commit nothing.
+order; reports go to standard output, and everything that the code prints to standard error. It ends when standard input
+does. It holds the job's group while it runs, so that an attempt that was replaced ends and cannot commit anything.
 
-It never has what the node signs in by: it acts as the owner of the job, with a token in a file.
+It never has the node's credentials: it acts as the owner of the job, with a token in a file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _logger = logging.getLogger("millstream.job")
 
 ANSWER_S: Final = 30.0
 CLAIM_S: Final = 30.0
-"""How long to wait for the attempt before to be gone."""
+"""How long to wait for the previous attempt to end."""
 PROGRESS_S: Final = 1
 _OOM_FIRST: Final = "1000"
 
@@ -67,15 +67,15 @@ def _access_of(options: Mapping[str, str]) -> Access:
 def _limit_python(bytes_max: int) -> None:
     """Bound what this process may allocate from now on: the code gets a MemoryError instead of the machine's memory.
 
-    Java is started already, and has its own bound.
+    Java has already started, and has its own limit.
     """
     with suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as file:
         in_use = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (in_use + bytes_max, resource.RLIM_INFINITY))
 
 
-def _be_first_to_go() -> None:
-    """Let the kernel end this process, and not the broker, when the machine has no memory left."""
+def _raise_oom_score() -> None:
+    """Make the kernel kill this process first, not the broker, when the machine runs out of memory."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write(_OOM_FIRST)
 
@@ -109,7 +109,7 @@ def run(order: JobOrder, pipes: Pipes) -> None:
     )
     _limit_python(parse_memory(settings.python_memory, name="python.memory"))
     if order.kind is not PipelineKind.JOB:
-        _run_pipeline(pipeline, order, pipes, _Around(spark, link, access))
+        _run_pipeline(pipeline, order, pipes, _Resources(spark, link, access))
     api = JobApi(
         Surroundings(
             spark=spark,
@@ -141,14 +141,14 @@ def run(order: JobOrder, pipes: Pipes) -> None:
         claim.leave()
 
 
-class _Around(NamedTuple):
+class _Resources(NamedTuple):
     spark: SparkSession
     link: Link
     access: Access
 
 
-def _run_pipeline(pipeline: Pipeline, order: JobOrder, pipes: Pipes, around: _Around) -> NoReturn:
-    """Run a pipeline of another kind, as the driver that all share would; raise once it is parked."""
+def _run_pipeline(pipeline: Pipeline, order: JobOrder, pipes: Pipes, around: _Resources) -> NoReturn:
+    """Run a pipeline of another kind as the shared driver would; raise once it is parked."""
     from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
     from millstream.pipelines.runtime.driver import Driver
 
@@ -263,7 +263,7 @@ def _watch(
 
 def main() -> None:
     """Make the attempt that standard input orders."""
-    _be_first_to_go()
+    _raise_oom_score()
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -287,7 +287,7 @@ def main() -> None:
     from millstream.pipelines.runtime.spark_session import remove_scratch
 
     if os.getsid(0) == os.getpid():
-        # Workers that outlive their Java would print a traceback behind the last line of the code.
+        # Workers that outlive Java would print a traceback after the last line of the code.
         kill_session(os.getpid(), but=os.getpid())
     remove_scratch()
     # No thread of the code may keep the process alive; its parent ends what is left.

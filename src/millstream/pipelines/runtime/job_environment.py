@@ -1,7 +1,7 @@
 """The packages of jobs: requirements are resolved once to a lock of wheels with hashes, which every node installs.
 
-There is one folder for each lock, named by its hash. What Millstream itself depends on keeps the version that the node
-has: a job shares it, and asking for another version is an error of the resolver.
+There is one folder for each lock, named by its hash. Millstream's own dependencies keep the versions that the node has:
+a job shares them, and the resolver refuses other versions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PackagesFailed(MillstreamError):
 
 
 def check_requirements(text: str) -> list[str]:
-    """Return the lines of requirements; raise `InvalidSetting` for those that no lock can have."""
+    """Return the lines of requirements; raise `InvalidSetting` for those that cannot be locked."""
     joined = re.sub(r"\\\n", " ", text)
     lines = [line.split(" #")[0].strip() for line in joined.splitlines()]
     found = [line for line in lines if line and not line.startswith("#")]
@@ -64,7 +64,7 @@ def check_requirements(text: str) -> list[str]:
         if word in _REFUSED:
             raise InvalidSetting(f"requirements name {_REFUSED[word]}: {line!r}")
         if word.startswith("-") and word not in _ALLOWED:
-            raise InvalidSetting(f"requirements have the option {word}, which jobs do not take")
+            raise InvalidSetting(f"requirements have the option {word}, which jobs do not support")
         if not word.startswith("-") and ("://" in line or " @ " in line or line.startswith((".", "/"))):
             raise InvalidSetting(f"requirements name a place instead of a package: {line!r}; take names and versions")
     return found

@@ -2,7 +2,7 @@
 
 A run is a row in the catalog, written before its first attempt. The node that owns the pipelines makes the attempts;
 one that takes over finds a run that is not over and repeats it, so that a time is neither missed nor taken twice. The
-history is in the catalog, what an attempt prints in the data folder of the node that made it.
+history is in the catalog; the output of an attempt is in the data folder of the node that made it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _logger = logging.getLogger(__name__)
 
 MODULE: Final = "millstream.pipelines.runtime.job_driver"
 FOLDER: Final = "jobs"
-"""In the data folder: what runs print, and the packages of jobs."""
+"""In the data folder: the output of runs, and the packages of jobs."""
 PACKAGES: Final = "packages"
 STOP_S: Final = 5.0
 LOOK_S: Final = 5.0
@@ -61,16 +61,16 @@ PROGRESS_S: Final = 10.0
 PROGRESS_BYTES_MAX: Final = 1024 * 1024
 LINE_BYTES_MAX: Final = 8 * 1024 * 1024
 LOG_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Of what a run prints, this much or more is kept, the last of it."""
+"""At least this much of a run's output is kept, the end of it."""
 RETRY_S_MAX: Final = 300.0
 INTERRUPTIONS_MAX: Final = 3
 """How many attempts beyond its retries a run gets when nodes die during it."""
 LOST_S: Final = 15.0
 """How long to wait before looking again at a run that another node has taken over."""
 SETTLED_S: Final = 60.0
-"""A continuous job that ran for this long was well."""
+"""A continuous job that ran for this long counts as healthy."""
 OVERHEAD_BYTES: Final = 1024**3
-"""What Java takes outside its heap, and the Python processes before the code begins."""
+"""The memory of Java outside its heap, and of the Python processes before the code begins."""
 PIN: Final = "pin"
 _SECRETS: Final = ("MILLSTREAM_", "_MILLSTREAM")
 
@@ -89,13 +89,13 @@ class _Outcome:
 
 
 class _Log:
-    """What one run prints, in two files that take turns."""
+    """The output of one run, in two alternating files."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, data: bytes) -> None:
-        """Append; what is older than the limit is dropped."""
+        """Append text; the oldest beyond the limit is dropped."""
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileNotFoundError):
             if self._path.stat().st_size > LOG_BYTES_MAX:
@@ -104,7 +104,7 @@ class _Log:
             file.write(data)
 
     def read(self, bytes_max: int) -> JobLog | None:
-        """Return the end of it."""
+        """Return the end of the output."""
         found, is_cut = b"", False
         for path in (self._path, self._earlier):
             with suppress(FileNotFoundError), open(path, "rb") as file:
@@ -141,7 +141,7 @@ class JobsChild:
         module: str = MODULE,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
     ) -> None:
-        """Take `missing`, which returns why no job can run here; with `security`, jobs have the rights of owners."""
+        """`missing` returns why no job can run here; with `security`, jobs have the rights of their owners."""
         self.options = options
         self.folder = Path(data, FOLDER)
         self.declared = declared
@@ -175,7 +175,7 @@ class JobsChild:
                 job.leave()
 
     async def stop(self) -> None:
-        """End the running runs, which another node, or the next start of this one, repeats."""
+        """End the runs in progress; another node, or the next start of this one, repeats them."""
         self._stopping.set()
         self._news.set()
         for job in list(self._jobs.values()):
@@ -188,7 +188,7 @@ class JobsChild:
         return None if found is None else found.cancel()
 
     async def read_log(self, pipeline_id: UUID, run: int, bytes_max: int) -> JobLog | None:
-        """Return the end of what a run has printed; None if it did not run here."""
+        """Return the end of a run's output; None if it did not run here."""
         return await asyncio.to_thread(self.log_of(pipeline_id, run).read, bytes_max)
 
     def log_of(self, pipeline_id: UUID, run: int) -> _Log:
@@ -200,7 +200,7 @@ class JobsChild:
         return [lock for one in jobs if (lock := one.overrides.get("lock", ""))]
 
     def changed(self) -> None:
-        """Show how the jobs are."""
+        """Publish the state of the jobs."""
         is_here = self._owner.is_mine or (bool(self._idle_reason) and not self._owner.is_elsewhere)
         reports = [job.report() for job in self._jobs.values() if not job.is_leaving] if is_here else []
         known = {report.name for report in reports}
@@ -277,14 +277,14 @@ class _Job:
         self._driver_report: PipelineReport | None = None
         """The last report of the process about itself, if it is a transform's."""
 
-    # -- what others ask of it ------------------------------------------------------------------------------
+    # -- called by `JobsChild` -------------------------------------------------------------------------------
 
     def change(self, pipeline: Pipeline) -> None:
         """Apply a new declaration: a continuous job restarts, a run in progress finishes unchanged."""
         before, self.pipeline = self.pipeline, pipeline
         if before == pipeline:
             return
-        # What the node itself stores about it is no reason to restart.
+        # State that the node itself stores is no reason to restart.
         is_other = {**before.overrides, "lock": ""} != {**pipeline.overrides, "lock": ""}
         if is_other and pipeline.job_settings.continuous:
             self._restarts_run = True
@@ -292,7 +292,7 @@ class _Job:
         self._news.set()
 
     def stop(self) -> None:
-        """End for good: the job was stopped, parked or deleted."""
+        """End permanently: the job was stopped, parked or deleted."""
         self._is_stopped = True
         self._end_attempt.set()
         self._news.set()
@@ -316,7 +316,7 @@ class _Job:
         run = self._run or self._last
         progress = {} if run is None else run.progress
         if self._driver_report is not None:
-            # A transform with functions: what its driver counts, while it runs and when it has ended.
+            # A transform with functions: report the counts of its driver, while it runs and afterwards.
             found = self._driver_report
             return msgspec.structs.replace(
                 found,
@@ -354,7 +354,7 @@ class _Job:
                 except UnknownPipeline:
                     return
                 except Exception as error:
-                    # The catalog may be unavailable; nothing of a job may end the node.
+                    # The catalog may be unavailable; no error of a job may end the node.
                     known = isinstance(error, MillstreamError | OSError)
                     self._note(str(error))
                     _logger.warning(
@@ -362,7 +362,7 @@ class _Job:
                         extra={"pipeline": self.pipeline.name, "error": str(error)},
                         exc_info=None if known else error,
                     )
-                    self._be("retrying")
+                    self._set_state("retrying")
                     await self._wait(delay_after(failures, first_s=1.0, max_s=60.0))
                     failures += 1
         finally:
@@ -395,7 +395,7 @@ class _Job:
             )
         self._next_ms = due_ms or 0
         if due_ms is None or due_ms > now_ms:
-            self._be("idle")
+            self._set_state("idle")
             await self._wait(None if due_ms is None else (due_ms - now_ms) / 1000)
             return
         pin = None if last is None or last.state is RunState.SUCCEEDED else last.progress.get(PIN)
@@ -440,8 +440,8 @@ class _Job:
                 self._restarts_run = False
                 outcome = await self._attempt(self._run, settings)
                 if outcome.is_lost:
-                    # Two nodes may both think for a moment that they run the jobs; one of them is about to learn.
-                    self._be("waiting")
+                    # Two nodes may briefly both consider themselves the owner of the jobs.
+                    self._set_state("waiting")
                     await self._wait(LOST_S)
                     return
                 if self.is_leaving and not outcome.succeeded:
@@ -476,7 +476,7 @@ class _Job:
         elif outcome.fault is Fault.DECLARED or run.attempt > settings.retries:
             await self._finish(run, RunState.FAILED, outcome.error)
             return
-        self._be("retrying")
+        self._set_state("retrying")
         tries = self._failures if settings.continuous else run.attempt - 1
         self._end_attempt.clear()
         await self._wait(delay_after(tries, first_s=settings.retry_ms / 1000, max_s=RETRY_S_MAX), self._end_attempt)
@@ -495,7 +495,7 @@ class _Job:
         over = replace(
             run, state=state, ended_ms=self._child.now_ms(), error=error[:ERROR_LENGTH_MAX], progress=progress
         )
-        # There is nothing left to cancel, also while it is stored.
+        # While its end is being stored, the run can no longer be cancelled.
         self._last = over
         self._run = None
         self._next_ms = 0
@@ -505,7 +505,7 @@ class _Job:
                 await self._child.declared.update_run(run, over)
                 break
             except MillstreamError as failed:
-                # It would be repeated otherwise, which does no harm but takes time.
+                # Otherwise the run would be repeated, which is harmless but takes time.
                 _logger.warning("the end of a run is not stored yet", extra={"error": str(failed)})
                 if self.is_leaving:
                     return
@@ -522,7 +522,7 @@ class _Job:
         self._end_attempt.clear()
         if self._is_over or self._is_cancelled:
             return _Outcome(error="it was stopped")
-        self._be("starting")
+        self._set_state("starting")
         log = self._child.log_of(run.pipeline_id, run.number)
         began = datetime.now(UTC).isoformat(timespec="seconds")
         header = f"--- run {run.number}, attempt {run.attempt}, on node {run.node} at {began}, code {run.code_hash}\n"
@@ -548,13 +548,13 @@ class _Job:
             lock = await resolve(settings.requirements)
             self.pipeline = await self._child.declared.lock_requirements(self.pipeline, lock)
             if self._run is not None:
-                # What it runs with is known only now.
+                # The packages are known only now.
                 await self.keep(replace(self._run, code_hash=code_hash(settings.code, lock)))
         return await install(lock, self._child.folder / PACKAGES, needed=self._child.locks())
 
     @asynccontextmanager
     async def _access(self) -> AsyncIterator[dict[str, str]]:
-        """Yield what the process signs in by: a token of the job's owner, renewed while it is used."""
+        """Yield the credentials of the process: a token of the job's owner, renewed while it is used."""
         base = connection_access(NODE_CREDENTIALS.get())
         if self._child.security is None:
             yield base.as_options()
@@ -635,7 +635,7 @@ class _Job:
                     await process.stdin.drain()
             ending = loop.create_task(self._end_attempt.wait(), name="end of a job")
             tasks.append(ending)
-            # The process says how it ended; Java and workers that hold its output are no reason to wait.
+            # The process reports how it ended; do not wait for Java and workers that hold its output open.
             await asyncio.wait([tasks[0], ending], return_when=asyncio.FIRST_COMPLETED)
             if ending.done() and process.stdin is not None:
                 process.stdin.close()
@@ -653,7 +653,7 @@ class _Job:
         return watching.outcome(code)
 
     async def keep(self, run: JobRun) -> bool:
-        """Store what the run takes and how far it is; return whether it still is this node's."""
+        """Store the input and progress of the run; return whether this node still owns it."""
         before = self._run
         if before is None:
             return False
@@ -672,10 +672,10 @@ class _Job:
 
     def began(self) -> None:
         """Note that the code runs."""
-        self._be("running")
+        self._set_state("running")
 
     def take_report(self, report: PipelineReport) -> None:
-        """Take what the driver of a transform reports; a batch that succeeded ends its failures."""
+        """Take a report of a transform's driver; a successful batch resets its failures."""
         self._driver_report = report
         if report.batches:
             self._failing_ms, self._error, self._error_ms = 0, "", 0
@@ -684,7 +684,7 @@ class _Job:
     def end_attempt(self) -> None:
         self._end_attempt.set()
 
-    # -- how ------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------
 
     @property
     def _settings(self) -> JobSettings:
@@ -710,7 +710,7 @@ class _Job:
         self._error_ms = self._child.now_ms()
         self._failing_ms = self._failing_ms or self._error_ms
 
-    def _be(self, state: State) -> None:
+    def _set_state(self, state: State) -> None:
         self._state = state
         self._child.changed()
 
@@ -740,9 +740,9 @@ class _Watching:
             fault = Fault(self._ended.fault or "unknown")
             return _Outcome(error=self._ended.failed, fault=fault, is_parked=self._ended.parked)
         if code == -signal.SIGKILL:
-            return _Outcome(error="its process was killed, perhaps because the machine has no memory left")
+            return _Outcome(error="its process was killed, perhaps because the machine ran out of memory")
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return _Outcome(error=f"its process ended with {ended}; what it printed may say why: millstream pipeline logs")
+        return _Outcome(error=f"its process ended with {ended}; its output may say why: millstream pipeline logs")
 
     async def read_events(self) -> None:
         """Read what the process reports until it ends."""
@@ -774,7 +774,7 @@ class _Watching:
             try:
                 is_kept = await self._job.keep(replace(run, progress={**run.progress, PIN: pin}))
             except MillstreamError as error:
-                _logger.warning("what a run takes is not stored", extra={"error": str(error)})
+                _logger.warning("the input of a run is not stored yet", extra={"error": str(error)})
         if self._process.stdin is not None:
             with suppress(ConnectionError):
                 self._process.stdin.write(msgspec.json.encode(JobReply(pinned=is_kept)) + b"\n")
@@ -817,7 +817,7 @@ class _Watching:
 
 
 async def _copy(process: Process, log: _Log) -> None:
-    """Write what the process prints to the log."""
+    """Copy the output of the process to the log."""
     while process.stderr is not None:
         data = await process.stderr.read(64 * 1024)
         if not data:
@@ -847,5 +847,5 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return the environment of the code: without what configures the node, which may hold passwords."""
+    """Return the environment of the code, without the node's own settings, which may contain passwords."""
     return {name: text for name, text in os.environ.items() if not name.startswith(_SECRETS)}

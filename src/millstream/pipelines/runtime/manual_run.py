@@ -1,4 +1,4 @@
-"""A manual run of one pipeline in the calling thread: until nothing is left, or without end."""
+"""A manual run of one pipeline in the calling thread: until nothing is left, or indefinitely."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 END_S: Final = 5.0
-"""How long a run may take to notice that its Java is gone."""
+"""How long a run may take to notice that Java has ended."""
 
 
 class ManualRun:
@@ -62,7 +62,7 @@ class ManualRun:
             raise Stalled(self._given_up) from None
         finally:
             self.progress.rest()
-            # What it could not release ends with the process.
+            # Resources that could not be released end with the process.
             with suppress(Exception):
                 job.close()
 
@@ -115,7 +115,7 @@ class ManualRun:
     def give_up(self, reason: str) -> None:
         """Cancel the running step for a reason."""
         self._given_up = reason
-        # In a thread, since a Java that hangs would block the caller; the run is then ended with it.
+        # In a thread, since a hung Java process would block the caller.
         threading.Thread(target=self._try_to_cancel, name="cancel", daemon=True).start()
 
     def _try_to_cancel(self) -> None:
@@ -123,7 +123,7 @@ class ManualRun:
             self._cancel()
 
     def request_end(self, reason: str) -> None:
-        """Set the reason of an end that follows."""
+        """Set the reason before the run is ended."""
         self._given_up = reason
 
 
@@ -139,9 +139,7 @@ class ManualRunWatch:
         look_s: float = LOOK_S,
         cancel_s: float = CANCEL_S,
     ) -> None:
-        """Watch a run; `leave` ends the process, since what hangs although its Java is gone cannot be ended
-        otherwise.
-        """
+        """Watch a run; `leave` ends the process, the only way to end a step that hangs although Java has ended."""
         self._running = running
         self._spark = spark
         self._leave = leave

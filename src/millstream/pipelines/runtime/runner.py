@@ -94,7 +94,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.is_working = False
-        """False while it waits: for messages, for its turn, or for a pause to end."""
+        """False while it waits for messages, for its turn, or for a pause to end."""
         self.signs = 0
         self.still_s = 0.0
         """How long it has worked without a sign of progress, as the watch has seen."""
@@ -128,7 +128,7 @@ BACKOFF_S_MIN: Final = 1.0
 BACKOFF_S_MAX: Final = 60.0
 
 OCCUPIED_S: Final = 3.0
-"""How often to check whether another run still owns the pipeline, or its topic is still missing."""
+"""How often to check whether another run still owns the pipeline, or a topic is still missing."""
 
 
 class Stalled(MillstreamError):
@@ -162,7 +162,7 @@ class Surroundings:
 
     make: JobKind
     context: Callable[[Pipeline], JobContext]
-    """Returns the context of a pipeline's jobs, without what belongs to one run."""
+    """Returns the context of a pipeline's jobs, without the parts that belong to one run."""
     claim: Callable[[str, Callable[[], None]], HeldClaim]
     """Makes the claim on a group; the second argument is called when it is lost."""
     turn: Callable[[], None] = lambda: None
@@ -172,7 +172,7 @@ class Surroundings:
     ended: Callable[[bool], None] = lambda _well: None
     """Called after each step, or when it begins to wait for messages, with whether it succeeded."""
     lost: Callable[[], None] = lambda: None
-    """Called instead when Java was lost during it: the driver may end with it while the step is running."""
+    """Called instead when Java ended during the step: the driver may end while the step is running."""
     cancel: Callable[[], None] = lambda: None
     """Cancels Spark's jobs for this pipeline."""
     changed: Callable[[], None] = lambda: None
@@ -205,7 +205,7 @@ class Runner:
         self._given_up = ""
         """Why the running step was cancelled, if it was."""
         self._is_begun = False
-        """Whether a step works, and does not only wait."""
+        """Whether a step is working, not only waiting."""
         self.progress = Progress()
         self._state: State = "starting"
         self._error = ""
@@ -286,7 +286,7 @@ class Runner:
             self._claim.leave()
             self.progress.rest()
             if self._state != "parked":
-                self._be("stopped")
+                self._set_state("stopped")
 
     def _attempt(self) -> None:
         """Run one job, from its creation to its end."""
@@ -302,7 +302,7 @@ class Runner:
             job = self._around.make(pipeline, self._context(pipeline, stopping))
         except GroupNotEmpty as occupied:
             self._note(occupied)
-            self._be("waiting")
+            self._set_state("waiting")
             self._rest(stopping, self._around.occupied_s)
             return
         except Exception as error:
@@ -333,7 +333,7 @@ class Runner:
             self._end_step(is_well=False)
             return 0.0
         if self._state in ("starting", "waiting"):
-            self._be("running")
+            self._set_state("running")
         began = time.monotonic()
         try:
             step = job.step()
@@ -352,7 +352,7 @@ class Runner:
         self.progress.sign()
         self._given_up = ""
         self._failures = self._tries = self._failing_ms = 0
-        self._be("running")
+        self._set_state("running")
         return step.wait_s
 
     def _end_step(self, *, is_well: bool) -> None:
@@ -363,7 +363,7 @@ class Runner:
 
     def _failed(self, error: Exception, stopping: threading.Event) -> None:
         if self._ended.is_set():
-            # It was asked to end, and its work was cancelled.
+            # The runner was asked to end, and its work was cancelled.
             return
         if self._given_up:
             # A cancelled step's own error explains nothing.
@@ -372,7 +372,7 @@ class Runner:
         self._note(error)
         if isinstance(error, UnknownTopic):
             # The topic may be created later.
-            self._be("waiting")
+            self._set_state("waiting")
             self._rest(stopping, self._around.occupied_s)
             return
         self._restarts += 1
@@ -383,14 +383,14 @@ class Runner:
         self._failures += WEIGHTS[fault]
         if self._failures >= FAILURES_MAX:
             _logger.error("a pipeline is parked", extra={"pipeline": self._declared.name, "error": self._error})
-            self._be("parked")
+            self._set_state("parked")
             return
         _logger.warning(
             "a pipeline failed and is restarted",
             extra={"pipeline": self._declared.name, "error": self._error},
             exc_info=error if fault == Fault.UNKNOWN and not isinstance(error, MillstreamError) else None,
         )
-        self._be("retrying")
+        self._set_state("retrying")
         around = self._around
         self._rest(stopping, delay_after(self._tries - 1, first_s=around.backoff_s, max_s=around.backoff_max_s))
 
@@ -400,7 +400,7 @@ class Runner:
         self.progress.work()
 
     def _close(self, job: Job) -> None:
-        # What it could not release ends with the driver.
+        # Resources that could not be released end with the driver.
         with suppress(Exception):
             job.close()
 
@@ -422,6 +422,6 @@ class Runner:
         self._error = reason_of(error, name=self.name)
         self._error_ms = int(time.time() * 1000)
 
-    def _be(self, state: State) -> None:
+    def _set_state(self, state: State) -> None:
         self._state = state
         self._around.changed()

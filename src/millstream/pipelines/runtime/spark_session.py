@@ -69,11 +69,11 @@ _FOLDER_BYTES_MAX: Final = 60
 """Spark names a socket by a UUID with a few characters around it."""
 _LOG_TAIL: Final = 1000
 _JAVA_OPTIONS: Final = "-XX:+ExitOnOutOfMemoryError"
-"""A Java without memory would fail one pipeline after the other; the broker starts another driver."""
+"""A Java process without memory would fail one pipeline after the other; the broker starts another driver."""
 _SETTINGS: Final = {
     "spark.scheduler.mode": "FAIR",
     "spark.log.level": "ERROR",
-    # A task that continues after it was cancelled keeps its slot; on workers its executor is replaced.
+    # A cancelled task that runs on keeps its slot; on workers its executor is replaced.
     "spark.task.reaper.enabled": "true",
     "spark.task.reaper.killTimeout": "60s",
 }
@@ -91,9 +91,8 @@ def open_session(
 ) -> SparkSession:
     """Start Spark; without a master it runs in this process, on all cores but one.
 
-    Java's output goes to the file `log`; that of the previous run is kept next to it. Without one it goes where that of
-    this process goes. With `ends_with_java` the process
-    ends with its Java.
+    Java's output goes to the file `log`; that of the previous run is kept next to it. Without one it goes to the output
+    of this process. With `ends_with_java` the process ends when Java does.
     """
     if master.startswith(SPARK_CONNECT):
         raise InvalidRequest(NO_CONNECT)
@@ -119,7 +118,7 @@ class SparkFailed(MillstreamError):
 
 
 def close_session(spark: SparkSession) -> None:
-    """Stop Spark; Java ends when its standard input does, within a time limit."""
+    """Stop Spark; Java ends when its standard input is closed, within a time limit."""
     _closing.set()
     java = _java_of(spark)
     # From here on Spark's threads would complain that Java is gone.

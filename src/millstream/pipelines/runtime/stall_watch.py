@@ -1,6 +1,6 @@
 """Detects pipelines that make no progress: a job that hangs, a statement that never ends, a silent object store.
 
-Signs of progress are a pipeline's own and everything that Spark does for it: tasks that end, rows that are counted. A
+Signs of progress are those that the pipeline reports and those of Spark: finished tasks and counted rows. A
 pipeline without one for as long as its setting allows is cancelled, which counts as a failure. If it still hangs after
 that, the driver must be replaced: a thread cannot be ended from outside.
 """
@@ -29,14 +29,14 @@ class Activity:
     """Spark's activity at one moment, by pool; every pipeline has its own pool, under its name."""
 
     seen: Mapping[str, Hashable] = field(default_factory=dict)
-    """For each pool with work, a value that stays equal while nothing progresses."""
+    """For each pool with work, a value that stays the same while nothing progresses."""
     tasks: Mapping[str, int] = field(default_factory=dict)
-    """The running tasks of these pools; none for one that waits for others."""
+    """The running tasks of these pools; 0 for a pool that waits for others."""
     orphaned: Mapping[str, int] = field(default_factory=dict)
     """The tasks of pools that run on although they were cancelled."""
 
     def waits_for_pool(self, pool: str) -> bool:
-        """Whether a pool has work of which nothing runs, because others occupy all slots."""
+        """Whether a pool has work but no running task, because others occupy all slots."""
         taken = sum(self.tasks.values()) + sum(self.orphaned.values())
         return self.tasks.get(pool) == 0 and taken > 0
 
@@ -60,7 +60,7 @@ def activity_of(spark: SparkSession) -> Activity:
 
 
 def _orphaned(spark: SparkSession, store: Any) -> dict[str, int]:
-    """Return the tasks of cancelled stages; a task that ignores that runs on and keeps its slot."""
+    """Return the tasks of cancelled stages; a task that ignores the cancellation keeps its slot."""
     session: Any = spark
     jvm, gateway = session._jvm, session.sparkContext._gateway
     failed = jvm.java.util.List.of(jvm.org.apache.spark.status.api.v1.StageStatus.FAILED)
@@ -110,8 +110,8 @@ _logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
 CANCEL_S: Final = 240.0
-"""How long a cancelled or ending pipeline may take to end: a silent object store is asked for three minutes, and
-waiting for it takes no slot."""
+"""How long a cancelled or ending pipeline may take to end: requests to a silent object store are retried for three
+minutes, which takes no slot."""
 ORPHAN_S: Final = 60.0
 """How long cancelled tasks may take to end when others need their slots."""
 JAVA_S: Final = 120.0
@@ -165,7 +165,9 @@ class Watch:
         java_s: float = JAVA_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch pipelines; `replace` replaces the driver, because of a pipeline or of none, for a reason."""
+        """Watch pipelines; `replace` replaces the driver for a reason, and names the pipeline that caused it, if
+        any.
+        """
         self._working = working
         self._activity = activity
         self._replace = replace
@@ -178,7 +180,7 @@ class Watch:
         self._seen: dict[Working, _Seen] = {}
         self._known = Activity()
         self._answer: Future[Activity] | None = None
-        # A Java that does not answer must not block the thread that has to notice it.
+        # A hung Java process must not block the thread that has to detect it.
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="ask Spark")
         self._silent_s = 0.0
         self._orphaned_s: dict[str, float] = {}
@@ -215,7 +217,7 @@ class Watch:
                 self._replace("", f"the Java process has not answered for {self._silent_s:.0f} s")
             return
         except Exception as error:
-            # Java is ending, or has forgotten a job that it has just named.
+            # Java is ending, or no longer has a job that it has just listed.
             _logger.debug("Spark did not report its activity", extra={"error": str(error)})
         self._answer = None
         self._silent_s = 0.0
@@ -242,7 +244,7 @@ class Watch:
             one.give_up(f"{reason} and was cancelled")
 
     def _look_for_orphans(self, passed_s: float) -> None:
-        """Replace the driver if cancelled tasks run on and others lack their slots."""
+        """Replace the driver if cancelled tasks run on and other pipelines need their slots."""
         remains = self._known.orphaned if any(not running for running in self._known.tasks.values()) else {}
         self._orphaned_s = {name: self._orphaned_s.get(name, 0.0) + passed_s for name in remains}
         for name, lasting_s in self._orphaned_s.items():

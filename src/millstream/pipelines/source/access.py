@@ -1,8 +1,8 @@
 """How Spark's processes sign in at brokers.
 
-The driver signs in by what the options or the environment give: a password, a certificate or a token. Tasks sign in by
-API tokens that the driver creates for them: valid for some hours, and only for the topics of their query. What the
-driver signs in by does not leave its machine: pickling it is an error.
+The driver signs in with the credentials of the options or the environment: a password, a certificate or a token. Tasks
+sign in with API tokens that the driver creates for them: valid for some hours, and only for the topics of their query.
+The driver's credentials do not leave its machine: pickling them is an error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Access:
     """The credentials of a process; without any, it connects in plain text and anonymously."""
 
     ca: str = field(default="", repr=False)
-    """The authorities that are trusted, in PEM; empty for those of the machine."""
+    """The trusted certificate authorities, in PEM; empty for those of the machine."""
     tls: bool = False
     cluster: str = ""
     """The cluster whose nodes are trusted by their certificates, regardless of the address used."""
@@ -87,7 +87,7 @@ class Access:
 
     def __reduce__(self) -> tuple[Callable[..., Access], tuple[dict[str, Any]]]:
         if self.password or self.certificate or self.token_file:
-            raise InvalidRequest("what a driver signs in by is not passed on; tasks take `Access.for_tasks`")
+            raise InvalidRequest("the credentials of a driver cannot be pickled; tasks use `Access.for_tasks`")
         return _unpickled, ({name: getattr(self, name) for name in self.__dataclass_fields__},)
 
     @property
@@ -136,7 +136,7 @@ class Access:
     def as_options(self) -> dict[str, str]:
         """The options of a query of this process; only a file can be named there, since Spark keeps them in plans."""
         if self.is_known and not self.token_file:
-            raise InvalidRequest("a query is given a file that has a token, and never a secret")
+            raise InvalidRequest("the credentials of a query must be in a token file")
         found = {"tls": "true" if self.tls else "", _CA_TEXT: self.ca, "cluster": self.cluster}
         return {name: text for name, text in {**found, "tokenFile": self.token_file}.items() if text}
 
@@ -149,7 +149,7 @@ class Access:
         from millstream.pipelines.source.target_topic import supports_batch_commit
 
         link = link_to(brokers, client_id="millstream-spark", timeout_s=60.0, access=self)
-        refused = f"tasks sign in by API tokens that the driver creates, and the broker at {brokers} creates none"
+        refused = f"tasks sign in with API tokens that the driver creates, and the broker at {brokers} creates none"
         if not supports_batch_commit(link):
             raise InvalidSetting(f"{refused}: it is not Millstream")
         try:
@@ -163,10 +163,10 @@ NO_ACCESS: Final = Access()
 
 
 class TokenFiles:
-    """A token for each principal that pipelines run as, in files of this process, renewed before they expire."""
+    """A token file for each principal that pipelines run as; tokens are renewed before they expire."""
 
     def __init__(self, link: Link, folder: str, base: Access = NO_ACCESS) -> None:
-        """Create tokens over a link; `base` says how those who use them connect."""
+        """Create tokens over a link; `base` is how their users connect."""
         self.link = link
         self._folder = folder
         self._base = base
@@ -226,7 +226,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def connection_access(credentials: Credentials) -> Access:
-    """How others connect to the same brokers, without what these credentials sign in by."""
+    """Return how others connect to the same brokers, without these credentials."""
     context = credentials.tls_context
     if context is None:
         return NO_ACCESS
@@ -246,7 +246,7 @@ def may_read(topics: Iterable[str]) -> frozenset[Acl]:
 def may_write(
     topics: Iterable[str] | None, query: str, *, groups: Iterable[str] = (), sources: Iterable[str] = ()
 ) -> frozenset[Acl]:
-    """The scope of tasks that write a query's rows to topics, any if that depends on the rows, and of its commit."""
+    """Return the scope of a query's writing tasks and its commit: its topics, or all topics if the rows name them."""
     targets = [WILDCARD] if topics is None else list(topics)
     written = [
         _rule(operation, ResourceType.TOPIC, topic)
@@ -273,7 +273,7 @@ def _rule(operation: Operation, kind: ResourceType, name: str) -> Acl:
 
 
 def parse_access(given: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> Access:
-    """Read how to sign in from options, by the names of `ACCESS_OPTIONS`, and else from the environment."""
+    """Read the credentials from options, by the names of `ACCESS_OPTIONS`, or else from the environment."""
     options = {name: text.strip() for name, text in given.items() if text.strip()}
     if not options:
         return _from_environment(environment)
@@ -348,7 +348,7 @@ def _parse_jaas(text: str) -> tuple[str, str, str]:
     if module is None or not module[1].endswith(("PlainLoginModule", "ScramLoginModule")) or "username" not in found:
         # The text itself is not repeated: it holds a password.
         raise InvalidSetting(
-            f"option {_JAAS} is understood for PlainLoginModule and ScramLoginModule with username and password; "
+            f"option {_JAAS} is supported for PlainLoginModule and ScramLoginModule with username and password; "
             "for anything else, give the options user and password, or token"
         )
     user, password = (re.sub(r"\\(.)", r"\1", found.get(name, "")) for name in ("username", "password"))
@@ -356,7 +356,7 @@ def _parse_jaas(text: str) -> tuple[str, str, str]:
 
 
 def _trusted(options: Mapping[str, str], protocol: str) -> tuple[str, bool]:
-    """Return the authorities to trust, and whether there is TLS at all."""
+    """Return the trusted certificate authorities, and whether TLS is used at all."""
     own = options.get("tls", "")
     files = [name for name in _CA_FILES if name in options]
     if own.lower() not in ("", "true", "false"):

@@ -108,7 +108,7 @@ def abort_stream(
 
 
 def abort_undecided(options: WriteOptions, stream: str) -> bool:
-    """Abort undecided transactions of a stream's earlier runs; return whether all nodes could be asked."""
+    """Abort undecided transactions of a stream's earlier runs; return whether all nodes responded."""
     link = writing_link(options)
     if not supports_batch_commit(link):
         return True
@@ -116,7 +116,7 @@ def abort_undecided(options: WriteOptions, stream: str) -> bool:
     try:
         left = link.call(list_transactions(link.client, states=(ONGOING, PREPARED), matching=pattern))
     except (BrokerUnreachable, RequestTimedOut):
-        # A node is unavailable. Blocked offsets show when they are fetched.
+        # A node is unavailable. Fetching offsets reports those that are still blocked.
         return False
     found = (re.fullmatch(pattern, one.transactional_id) for one in left)
     for batch in {Batch(each[1], int(each[2]), each[3]) for each in found if each is not None}:

@@ -86,7 +86,7 @@ class LandedHistory:
                     raise nothing_since(topic, number, time_ms)
 
     def taken(self, starts: Offsets, ends: Offsets) -> Taken:
-        """Take what precedes the log from the tables, as far as they have it."""
+        """Take the messages before the log start from the tables that have them."""
         first = self._survey.earliest({topic: list(offsets) for topic, offsets in starts.items()})
         ranges: list[Range] = []
         left: dict[str, dict[int, int]] = {}
@@ -105,7 +105,7 @@ class LandedHistory:
                     left[topic][number] = reached
         return Taken(ranges, left)
 
-    # -- how ------------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     @property
     def _link(self) -> Link:

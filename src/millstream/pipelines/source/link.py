@@ -1,7 +1,7 @@
 """The broker connection of a Spark process, whose code is not asynchronous: an event loop in a thread.
 
 Spark creates readers and writers all the time and forks its workers, so clients are kept in the module, one per list of
-brokers and way to sign in. A forked process starts with none.
+brokers and credentials. A forked process starts with none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 LINKS_MAX: Final = 64
-"""How many clients one process keeps: of each cluster, one for each way to sign in."""
+"""How many clients one process keeps: one per cluster and credentials."""
 
 _PAUSE_S: Final = 0.2
 

@@ -88,7 +88,7 @@ class OffsetResolver:
         """Wait briefly until some partition may have grown beyond an offset; return False if none has."""
         return self.link.call(self._wait(ends, timeout_s))
 
-    # -- how ------------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     def _named(self, names: Sequence[str]) -> dict[str, list[int]]:
         found = self.link.call(self.link.client.metadata(names))

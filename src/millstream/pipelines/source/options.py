@@ -235,7 +235,7 @@ class ReadOptions:
     ending: Position = LATEST
     fail_on_data_loss: bool = True
     fail_on_unreadable: bool = True
-    """Whether batches that no reader can read end the query, or are passed over with a warning."""
+    """Whether unreadable batches fail the query, or are skipped with a warning."""
     offsets_max: int | None = None
     offsets_min: int | None = None
     trigger_delay_ms: int = 15 * 60_000
@@ -304,9 +304,10 @@ class WriteOptions:
     """What is committed together with the rows."""
 
     def for_tasks(self, query: str, topics: Iterable[str] | None = None) -> WriteOptions:
-        """Return the options of tasks, and of the commit: they sign in by a token for what the query writes.
+        """Return the options of tasks, and of the commit: they sign in with a token for what the query writes.
 
-        Topics are named where the rows name them. Without a query, which a stream does not know, any one is meant.
+        `topics` are those that the rows name. Without a query, which a stream does not know yet, the token is valid for
+        any.
         """
         named = topics if self.topic is None else [self.topic]
         scope = (
@@ -320,7 +321,7 @@ class WriteOptions:
 def read_options(given: Mapping[str, str], access: Access | None = None) -> ReadOptions:
     """Validate the options of a reader; raise `InvalidSetting` for unknown, missing or invalid ones.
 
-    Without an access, the options and the environment say how to sign in.
+    Without an access, the credentials come from the options and the environment.
     """
     found = _Given(_with_defaults(given), _READ, "read")
     topics = _topics(found)
@@ -414,7 +415,7 @@ def sample_size() -> int | None:
 
 
 def _with_defaults(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Add the options of the process, unless other brokers are named: what it signs in by is for its own."""
+    """Add the options of the process, unless other brokers are named: its credentials are for its own."""
     text = os.environ.get(DEFAULTS_VARIABLE, "")
     if not text or any(name.lower() == BROKERS for name in given):
         return given
@@ -462,7 +463,7 @@ class _Given:
         return self._texts.get(name, "").strip() or None
 
     def access(self) -> Access:
-        """How to sign in."""
+        """Return the credentials."""
         return parse_access({name: self._texts[name] for name in ACCESS_OPTIONS if name in self._texts})
 
     def flag(self, name: str, default: bool) -> bool:

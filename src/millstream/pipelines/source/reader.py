@@ -185,7 +185,7 @@ class TopicReader(DataSourceReader):
         return read_task(partition, self._options, self._shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what the driver signs in by: tasks find what they sign in by in their ranges."""
+        """Leave out the driver's credentials: tasks find their own in their ranges."""
         return {**self.__dict__, "_options": self._options.for_tasks()}
 
     def _narrowed(self, one: Range) -> Iterator[Range]:
@@ -359,10 +359,10 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read_task(partition, self._options, self._shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what the driver signs in by: tasks find what they sign in by in their ranges."""
+        """Leave out the driver's credentials: tasks find their own in their ranges."""
         return {**self.__dict__, "_options": self._options.for_tasks()}
 
-    # -- how --------------------------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------------------
 
     def _end(self, begin: StreamOffsets) -> StreamOffsets:
         """Return the available end offsets; never before the start, since partitions do not shrink for a reader."""

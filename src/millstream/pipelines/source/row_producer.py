@@ -36,8 +36,8 @@ BATCH_BYTES: Final = 900 * 1024
 """Less than the default of the largest batch that a topic accepts."""
 
 GATHERED_BYTES: Final = 3 * 1024 * 1024
-"""Rows are sent in amounts of this size: what Spark passes at a time, divided among partitions, is little for a batch,
-and every batch is a sync of the leader's disk."""
+"""Rows are sent in amounts of this size: Spark passes few rows at a time for each partition, and every batch costs the
+leader a sync of its disk."""
 
 GATHERED_BYTES_PER_PARTITION: Final = 64 * 1024
 
@@ -45,7 +45,7 @@ GATHERED_BYTES_MAX: Final = 16 * 1024 * 1024
 """With many partitions more is gathered, up to this limit."""
 
 PENDING_BYTES_MAX: Final = 32 * 1024 * 1024
-"""The most unacknowledged bytes of a task; it waits for answers before it encodes more."""
+"""The most unacknowledged bytes of a task; it waits for responses before it encodes more."""
 
 Target = tuple[str, int]
 
@@ -64,7 +64,7 @@ class RowProducer:
         transactional: bool,
         partitions: dict[str, int] | None = None,
     ) -> None:
-        """Write by a link; `partitions` has the known numbers of partitions of topics, and is added to."""
+        """Write over a link; `partitions` caches the number of partitions of topics."""
         self._link = link
         self._options = options
         self._identity = identity
@@ -94,7 +94,7 @@ class RowProducer:
         self._send_gathered()
         self._settle(0)
 
-    # -- how --------------------------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------------------
 
     def _send_gathered(self) -> None:
         for batch in pa.Table.from_batches(self._gathered).combine_chunks().to_batches() if self._gathered else ():
@@ -222,7 +222,7 @@ def _write_once(link: Link, options: WriteOptions, batch: Batch, iterator: Itera
     transactions = Transactions(link.client)
     context = TaskContext.get()
     transactional_id = batch.new_attempt(0 if context is None else context.partitionId())
-    # Sent together: the coordinator answers both, and neither needs the other.
+    # Sent together: the coordinator answers both, and they are independent.
     beginning = link.start(transactions.begin(transactional_id, timeout_ms=TASK_MS_MAX))
     if _last_batch(link, transactions, batch, beginning) >= batch.number:
         # Spark repeats a batch whose commit it has no record of; its rows are stored.

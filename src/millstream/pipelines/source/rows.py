@@ -84,7 +84,7 @@ def parse_payloads(values: pa.Array, columns: Sequence[Column]) -> list[pa.Array
 
 
 def _parse_together(values: pa.Array, schema: pa.Schema) -> list[pa.Array] | None:
-    """Parse everything at once; None if some payload is not regular."""
+    """Parse everything at once; None if Arrow's parser refuses a payload."""
     if not len(values):
         return [pa.array([], field.type) for field in schema]
     documents = values.fill_null(_EMPTY).to_pylist() if values.null_count else values.to_pylist()
@@ -179,8 +179,8 @@ def read_columns(
 ) -> Iterator[Columns]:
     """Yield the records of a range, in order, with some fields decoded.
 
-    Batches that cannot be read, or decompress to too much, and what the disk of the broker lost for good, are reported
-    to `skip` and passed over. Without it, the option `failOnUnreadable` decides.
+    Batches that cannot be read, or decompress to too much, and records that the broker's disk lost permanently, are
+    reported to `skip` and skipped. Without it, the option `failOnUnreadable` decides.
     """
     link = task_link(options)
     skip = skip or partial(_skip_unreadable, one, options)
@@ -199,7 +199,7 @@ def _skip_unreadable(one: Range, options: ReadOptions, batch: UnreadableBatch) -
     error = UnreadableData(one.topic, one.partition, batch.start, batch.end, batch.reason)
     if options.fail_on_unreadable:
         raise error
-    _logger.warning("%s, so they are passed over", error.finding)
+    _logger.warning("%s, so they are skipped", error.finding)
 
 
 class RowFilter:
@@ -238,7 +238,7 @@ def shaped(batch: pa.RecordBatch, shape: Shape, schemas: SchemaRows | None = Non
 
 
 def _decode_payloads(batch: pa.RecordBatch, columns: Sequence[Column], schemas: SchemaRows) -> list[pa.Array]:
-    """Return the fields of every payload, decoded by the schema that it names; none and a reason if it does not."""
+    """Return the fields of every payload, decoded by the schema that it names; no fields and a reason if that fails."""
     wanted = [pa.field(payload_field(column.name), column.kind) for column in columns if column.name != ERROR]
     read = schemas.read(batch.column("value"), batch.column("headers"))
     arrays = iter(columns_of(read, pa.schema(wanted)).flatten())
@@ -281,7 +281,7 @@ def _fetched(link: Link, one: Range, options: ReadOptions, skip: Skip) -> Iterat
         reached = batches.next_offset
         if reached is None:
             if _limit(answer, options) >= one.end:
-                # Everything up to the end was examined, and nothing is left of it.
+                # Everything up to the end was examined, and no record remains.
                 return
             if time.monotonic() > deadline:
                 raise RequestTimedOut(

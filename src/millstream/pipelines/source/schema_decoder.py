@@ -2,8 +2,8 @@
 
 Integers are long and floating-point numbers double, as in tables of JSON payloads, so that the promotions that schema
 evolution allows need no new column. Decimals, days and times keep their types; uuids and enums are text, maps are maps,
-and records are structs. A union of several types is a struct with a field per type, of which one is set. What a column
-cannot hold (a type that contains itself, a JSON Schema that leaves the type open) is text, its JSON.
+and records are structs. A union of several types is a struct with a field per type, of which one is set. A value that a
+column cannot hold (a type that contains itself, a JSON Schema that leaves the type open) is text, its JSON.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class SchemaRows:
         return read
 
     def _typed_of(self, framed: Framed) -> TypedSchema | str:
-        """Return the decoder of a schema, or why there is none."""
+        """Return the decoder of a schema, or why it has none."""
         place = (framed.named, ())
         known = self._typed.get(place)
         if known is None:
@@ -414,7 +414,7 @@ _PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 
 class _Budget:
-    """Bounds the parts of a schema, whose types may use each other again and again; the rest is text."""
+    """Bounds the parts of a schema, whose types may nest each other repeatedly; the rest is text."""
 
     def __init__(self) -> None:
         self._left = PARTS_MAX

@@ -120,7 +120,7 @@ _CREDENTIALS: Final = re.compile(r"secret|password|token|access[.]?key", re.IGNO
 
 
 def launch_settings(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that Java may start with: its arguments are seen by every user of the machine."""
+    """Return the settings that may be arguments of Java, which every user of the machine can see."""
     return {key: value for key, value in settings.items() if not _CREDENTIALS.search(key)}
 
 

@@ -26,7 +26,7 @@ _PROVIDER: Final = "provider"
 _OPTION: Final = "option."
 _TOPICS: Final = ("subscribe", "subscribepattern", "assign")
 ASSIGNED_BY_BROKER: Final = ("offset", "timestampType")
-"""Columns of a table that cannot be written; an INSERT has them nevertheless."""
+"""Columns that an INSERT includes although they cannot be written."""
 
 
 def declared_options(given: Mapping[str, str]) -> dict[str, str] | None:
@@ -40,7 +40,7 @@ def declared_options(given: Mapping[str, str]) -> dict[str, str] | None:
     secrets = sorted(name for name in declared if name.lower() in SECRET_OPTIONS)
     if secrets:
         raise InvalidSetting(
-            f"the option {secrets[0]} would be stored in Spark's catalog; let the table sign in by tokenFile, or by "
+            f"the option {secrets[0]} would be stored in Spark's catalog; let the table sign in with tokenFile, or with "
             "MILLSTREAM_USER and MILLSTREAM_PASSWORD or MILLSTREAM_TOKEN in the environment of the session"
         )
     names = {name.lower() for name in declared}
@@ -82,7 +82,7 @@ def with_options(schema: StructType, declared: Mapping[str, str]) -> StructType:
 
 
 def stored_options(schema: StructType) -> dict[str, str] | None:
-    """Return the options of the table that these columns are of; None if they are of none."""
+    """Return the options of the table that these columns belong to; None if they belong to none."""
     for one in schema.fields:
         if METADATA in one.metadata:
             found = json.loads(one.metadata[METADATA])["options"]
@@ -93,7 +93,7 @@ def stored_options(schema: StructType) -> dict[str, str] | None:
 def options_to_read(schema: StructType, given: Mapping[str, str]) -> Mapping[str, str]:
     """Return the options of a query: its own, and those of the table that it reads.
 
-    A query that names its source is not about the table, even if its schema is that of one.
+    A query that names its source does not read the table, even if it has the table's schema.
     """
     stored = None if _names(given, (*_TOPICS, BROKERS)) else stored_options(schema)
     if stored is None and not given:

@@ -83,7 +83,7 @@ def _check(
 
 AT_ONCE_MAX: Final = 100
 BY_BROKER: Final = -1
-"""Leaves a number to the broker."""
+"""Lets the broker choose a number."""
 
 _TIMEOUT: Final = timedelta(seconds=60)
 

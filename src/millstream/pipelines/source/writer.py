@@ -95,7 +95,7 @@ class TopicWriter(DataSourceArrowWriter):
     """Writes one DataFrame. Created on the driver; copies of the instance write in the tasks and commit."""
 
     def __init__(self, options: WriteOptions, *, left_out: Collection[str] = ()) -> None:
-        """Take the columns that are not written."""
+        """`left_out` has the columns that are not written."""
         self._left_out = left_out
         # Without an application id a write cannot be recognized: nothing partial becomes visible, but a repeated job
         # writes twice.

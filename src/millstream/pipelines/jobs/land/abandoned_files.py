@@ -1,6 +1,6 @@
 """Files of failed attempts, which will never be committed: deleted soon instead of by the vacuum after a week.
 
-When a task fails, other tasks of its job have written files that no one reports, and some continue for a while after
+When a task fails, other tasks of its job have written files that are never reported, and some run on for a while after
 they were cancelled. File names contain the attempt, so the files can be found: they are searched for at once, and again
 every minute until none has appeared for a while. Only attempts for which no commit was ever tried are tracked.
 """
@@ -25,11 +25,11 @@ _logger = logging.getLogger(__name__)
 KEPT_S: Final = 600.0
 """How long files of an attempt are looked for; later ones are left to the vacuum."""
 PAUSE_S: Final = 60.0
-"""The pause between two looks into a folder."""
+"""The pause between two listings of a folder."""
 LOOKS: Final = 3
-"""After this many looks in a row without a find a folder is forgotten; cancelled tasks have ended by then."""
+"""After this many listings in a row that find nothing, a folder is dropped; cancelled tasks have ended by then."""
 SWEEP_S: Final = 20.0
-"""The time limit of a sweep, except for looks in progress; the rest waits for the next one."""
+"""The time limit of a sweep, not counting listings in progress; the rest waits for the next sweep."""
 PLACES_MAX: Final = 1000
 """The most folders that are tracked; the oldest are left to the vacuum."""
 _AT_ONCE: Final = 8
@@ -46,9 +46,9 @@ class _Folder:
     attempts: dict[str, float] = field(default_factory=dict)
     """When to stop looking for the files of each attempt."""
     due: float = 0.0
-    """When to look next."""
+    """When to list it next."""
     in_vain: int = 0
-    """Looks in a row that found nothing."""
+    """Listings in a row that found nothing."""
 
     def is_wanted(self, now: float) -> bool:
         """Whether to look again; expired attempts are forgotten."""
@@ -97,23 +97,25 @@ class AbandonedFiles:
             return 0
         deleted = 0
         try:
-            looks = _Looks(self._clock, progress)
+            looks = _FolderListings(self._clock, progress)
             with ThreadPoolExecutor(min(_AT_ONCE, len(due)), thread_name_prefix="leftovers") as pool:
                 deleted = sum(pool.map(looks.look, due.values()))
         except Exception as error:
-            _logger.info("files of failed attempts could not be looked for: %s", error)
+            _logger.info("files of failed attempts could not be listed: %s", error)
         now = self._clock()
         for key, folder in due.items():
             if not folder.is_wanted(now):
                 self._folders.pop(key, None)
             elif folder.due > now and self._folders.pop(key, None) is not None:
-                # Folders without a turn come first the next time.
+                # Folders that this sweep did not reach come first the next time.
                 self._folders[key] = folder
         return deleted
 
 
-class _Looks:
-    """The looks of one sweep, several at a time; one failure ends them, since an unavailable store delays all."""
+class _FolderListings:
+    """The folder listings of one sweep, several at a time; one failure ends them, since an unavailable store delays
+    all.
+    """
 
     def __init__(self, clock: Callable[[], float], progress: Callable[[], None]) -> None:
         self._clock = clock
@@ -127,7 +129,7 @@ class _Looks:
             return 0
         deleted = 0
         try:
-            deleted = _swept(folder)
+            deleted = _delete_abandoned(folder)
             folder.in_vain = 0 if deleted else folder.in_vain + 1
         except Exception as error:
             self._is_over = True
@@ -147,12 +149,12 @@ def abandoned_files_of(pipeline_id: UUID) -> AbandonedFiles:
         return _known.setdefault(pipeline_id, AbandonedFiles())
 
 
-def _swept(folder: _Folder) -> int:
+def _delete_abandoned(folder: _Folder) -> int:
     """Delete the files of attempts in a folder."""
     found = [path for path in folder.storage.data_files(folder.path) if _is_of(path, folder.attempts)]
     if not found:
         return 0
-    # They are in no commit; if that were ever wrong, the table is worth more than the space.
+    # They should be in no commit; check all the same, since a table is worth more than the space.
     log = DeltaLog(folder.storage)
     log.refresh()
     left = set(found) - set(log.paths())

@@ -1,9 +1,8 @@
-"""Landing the past again while the pipeline runs: a range of time from the log, or what the quarantine has.
+"""Lands past messages again while the pipeline runs: a time range of the log, or the quarantined messages.
 
 A backfill never moves the next offsets of a table, which belong to the pipeline: it lands messages before them. In a
-table of every message it leaves out those that are there, in the table or in its quarantine, so that it can be
-repeated and interrupted at will. In a table with one row per key all changes are merged again, which changes nothing
-where they were.
+table of every message it skips those that the table or its quarantine has, so that it can be repeated and interrupted
+at will. In a table with one row per key all changes are merged again, which is idempotent.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class _PastBatch(TopicBatch):
         return {}
 
     def commit(self) -> bool:
-        """Commit what was written, if anything was."""
+        """Commit the written files, if any."""
         files = [file for report in self.reports for file in report.files]
         quarantined = [file for report in self.reports for file in report.quarantined]
         if not files and not quarantined and not self.requarantined:
@@ -83,7 +82,7 @@ class _PastBatch(TopicBatch):
 
 
 class _PastJob(LandJob):
-    """A job that lands what came before the next offsets."""
+    """A job that lands messages before the table's next offsets."""
 
     def _batch(self, source: Source) -> TopicBatch:
         batch = super()._batch(source)
@@ -106,12 +105,12 @@ class _PastJob(LandJob):
 
 
 class _Backfill(_PastJob):
-    """Lands the messages of a range of time that the table does not have."""
+    """Lands the messages of a time range that the table does not have."""
 
     def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
         super().__init__(pipeline, context)
         if context.window is None:
-            raise ValueError("a backfill has a range of time")
+            raise ValueError("a backfill needs a time range")
         if self._settings.format != "delta":
             raise InvalidPipeline("a backfill needs a table with format=delta")
         self._window = context.window
@@ -123,7 +122,7 @@ class _Backfill(_PastJob):
         starts, ends = self._offsets(source)
         plans = {}
         for number, plan in batch.plans.items():
-            # What the table has not reached yet is landed by the pipeline.
+            # The pipeline itself lands everything after the table's position.
             end = min(ends[number], plan.start or 0)
             first = max(starts[number], source.first[number], self._reached.get((source.topic_id, number), 0))
             plans[number] = PartitionPlan(first, first, max(first, end))
@@ -132,7 +131,7 @@ class _Backfill(_PastJob):
         return batch
 
     def _offsets(self, source: Source) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the offsets of the range of time, by partition."""
+        """Return the offsets of the time range, by partition."""
         link = self._sources.link
         found = []
         for time_ms in self._window:
@@ -146,7 +145,7 @@ class _Backfill(_PastJob):
         super()._run(batches)
 
     def _leave_out(self, batch: TopicBatch) -> None:
-        """Leave out the messages that the table or its quarantine has."""
+        """Skip the messages that the table or its quarantine has."""
         topic_id = batch.source.topic_id
         found = {}
         for number, plan in batch.plans.items():
@@ -169,7 +168,7 @@ class _UpsertBackfill(_Backfill, UpsertJob):
     """Merges the changes of a time range again."""
 
     def _leave_out(self, batch: TopicBatch) -> None:
-        """Merge all of them: a change that is there changes nothing."""
+        """Merge all of them: merging a change again has no effect."""
 
 
 class _Requarantine(_PastJob):
@@ -182,7 +181,7 @@ class _Requarantine(_PastJob):
         return batch
 
     def step(self) -> Step:
-        """Decode everything that was quarantined when it began."""
+        """Decode everything that was quarantined when the run began."""
         counts: Counter[str] = Counter()
         rows = 0
         batches = [self._batch(source) for source in self._topics()]
@@ -201,7 +200,7 @@ class _Requarantine(_PastJob):
         return Step(rows=rows, counts=counts)
 
     def _prepare_again(self, batch: TopicBatch) -> None:
-        """Do what is left to do with decoded messages before the commit."""
+        """Finish the decoded messages before the commit."""
 
     def _decode(self, batch: TopicBatch) -> None:
         files = _delta(batch).quarantine_files(batch.source.topic_id)
@@ -252,7 +251,7 @@ class _Decoded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _DecodeAgain:
-    """The work of tasks: decodes the messages of a quarantine's file."""
+    """The work of tasks: decodes the messages of one quarantine file."""
 
     topic: str
     work: Work
@@ -260,7 +259,7 @@ class _DecodeAgain:
     attempt: str
     brokers: str
     access: Access
-    """Where the schemas are that payloads may name."""
+    """How to reach the schema registry for the schemas that payloads name."""
 
     @property
     def output_folders(self) -> list[tuple[Storage, str]]:
@@ -312,5 +311,5 @@ def _past(batch: TopicBatch) -> _PastBatch:
 
 def _delta(batch: TopicBatch) -> DeltaTable:
     if not isinstance(batch.table, DeltaTable):
-        raise InvalidPipeline(f"the table of {batch.topic!r} has no format=delta, which is needed for this")
+        raise InvalidPipeline(f"the table of {batch.topic!r} is not a Delta table; this needs format=delta")
     return batch.table

@@ -30,7 +30,7 @@ Flags = npt.NDArray[np.bool_]
 _NO_VALUE: Final = b"null"
 _EMPTY: Final = b"{}"
 _OF_ENVELOPE: Final = ("source.", "transaction.", "ts_ms", "ts_us", "ts_ns")
-"""How fields of the envelope begin, by which changes may be ordered."""
+"""The prefixes of envelope fields by which changes may be ordered."""
 
 
 NO_ORDER: Final = ", which orders the changes of a key, is missing or null"
@@ -143,7 +143,7 @@ class ChangeRule:
     def _row(self, value: bytes | None, keys: pa.Array, row: int, deletes: Flags, ignored: Flags) -> bytes:
         """Return the row of one change event as JSON."""
         if value is None:
-            # It follows a delete that has the order value; alone, it holds only the key.
+            # A tombstone follows a delete event, which has the order value; the tombstone itself has only the key.
             ignored[row] = self.order is not None
             deletes[row] = True
             return (_key_document(keys[row].as_py()) if self.key else None) or _EMPTY
@@ -204,7 +204,7 @@ class ChangeRule:
 
 
 class _NotAChange(Exception):
-    """Why an event changes no row."""
+    """The reason why an event changes no row."""
 
 
 class _Event(msgspec.Struct):
@@ -278,7 +278,7 @@ def _key_document(key: bytes | None) -> bytes | None:
 
 
 def _first_reason(reasons: pa.Array, is_wrong: pa.Array, text: str) -> pa.Array:
-    """Add a reason where there is none yet."""
+    """Add a reason to rows that have none yet."""
     wrong = pc.and_(is_wrong, pc.is_null(reasons))
     return pc.if_else(wrong, pa.scalar(text, pa.string()), reasons) if pc.any(wrong).as_py() else reasons
 

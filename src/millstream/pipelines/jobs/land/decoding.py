@@ -1,11 +1,11 @@
 """JSON payloads as typed columns, with the reason for every payload that cannot be decoded.
 
 Whole batches go through Arrow's compiled parser. A batch that it refuses is divided, so that only the neighbours of an
-odd payload are decoded one by one. Both ways agree on everything that both accept, as a test shows: quarantine never
-depends on a message's neighbours.
+odd payload are decoded one by one. Both parsers agree on everything that both accept (a test verifies it), so
+quarantine never depends on a message's neighbours.
 
 Fields whose names differ from a column's in case alone go to that column, since readers of tables ignore case. The
-field spelled like the column comes first where it has a value; others follow in the order of their names.
+field spelled like the column takes precedence where it has a value; others follow in the order of their names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PATTERN_MAX: Final = 16_000
 """Longer patterns are not searched for in a single pass."""
 
 _NAMES_BYTES_MAX: Final = 256 * 1024
-"""In this little text, extracting all names is faster than compiling a pattern."""
+"""In texts up to this size, extracting all names is faster than compiling a pattern."""
 
 _ESCAPED: Final = r"\\u[0-9A-Fa-f]{4}"
 _LETTER_ESCAPED: Final = r"\\u00[4-7]"
@@ -41,7 +41,7 @@ _NAME: Final = re.compile(r'("(?:[^"\\]|\\.)*")\s*:')
 
 
 def picked(document: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return an object's values for these columns, under any spelling; None where there is none."""
+    """Return an object's values for these columns, under any spelling; None for missing ones."""
     values: dict[str, Any] = {}
     others: dict[str, Any] | None = None
     for name in names:
@@ -62,7 +62,7 @@ def _by_lower(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Spellings:
-    """Finds other spellings of column names in JSON texts, fast when there are none."""
+    """Finds other spellings of column names in JSON texts; fast if they have none."""
 
     def __init__(self, fields: pa.Schema) -> None:
         self._known = frozenset(_names(fields))
@@ -314,7 +314,7 @@ def _double(value: Any, name: str, path: str) -> float:
         number = float(value)
     except OverflowError:
         _refuse(value, name, path)
-    # A number that is written out is never infinite; only the word is.
+    # Only the word `Infinity` is infinite; a number that overflows does not fit.
     if isinstance(value, _Number) and number in (float("inf"), float("-inf")):
         _refuse(value, name, path)
     return number
@@ -337,7 +337,7 @@ def _day(value: str, path: str) -> date:
 
 
 def _by_arrow(value: str, kind: pa.DataType, name: str, path: str) -> Any:
-    """Read times with the parser of whole batches, so that both ways agree."""
+    """Read times with Arrow's parser, so that both parsers agree."""
     schema = pa.schema([pa.field("value", kind)])
     # Java and Go write nanoseconds, of which columns keep microseconds.
     text = json.dumps({"value": _FINER.sub(r"\1", value)}).encode()
@@ -385,7 +385,7 @@ class Decoded:
 
 
 class Decoder:
-    """Decodes payloads by known fields; with `evolves` it also finds new ones.
+    """Decodes payloads into known fields; with `evolves` it also finds new ones.
 
     With `widens`, long columns become double where a payload then fits, except at `fixed` paths, for which the reason
     is known.
@@ -399,7 +399,7 @@ class Decoder:
         self._widens = widens and evolves
         self._fixed = fixed or {}
         self._kind = pa.struct(list(fields))
-        # The parser accepts days only as numbers, and objects not as maps.
+        # The parser accepts days only as numbers, and does not read objects as maps.
         self._maps = [field for field in fields if pa.types.is_map(field.type)]
         self._parsed_as = pa.schema(
             [field.with_type(_parsed_type(field.type)) for field in fields if not pa.types.is_map(field.type)]
@@ -429,7 +429,7 @@ class Decoder:
     # -- all at once ----------------------------------------------------------------------------------------------
 
     def _together(self, values: pa.Array) -> Decoded | None:
-        """Decode everything at once; None if some payload is not regular."""
+        """Decode everything at once; None if Arrow's parser refuses a payload."""
         texts = _texts(values)
         text = None if texts is None else _lines(texts)
         if text is None:
@@ -581,7 +581,7 @@ def _texts(values: pa.Array) -> pa.Array | None:
     if not pc.all(pc.and_(pc.starts_with(texts, "{"), pc.ends_with(texts, "}"))).as_py() or is_too_deep(texts):
         return None
     if pc.any(pc.match_substring(texts, "\n")).as_py():
-        # Between JSON tokens either is white space, and neither may occur within one.
+        # Line breaks are white space between JSON tokens, and cannot occur within one.
         texts = pc.replace_substring(texts, "\n", "\r")
     return texts
 

@@ -18,13 +18,13 @@ from millstream.pipelines.lake.table_file import Written
 SAMPLED: Final = 100
 """The number of messages per partition in the sample."""
 SAMPLED_BYTES_MAX: Final = 16 * 1024 * 1024
-"""About the most bytes of a topic that are sampled; partitions with large messages get fewer of them."""
+"""The approximate maximum size of a topic's sample; partitions with large messages contribute fewer of them."""
 SAMPLED_TOPICS_MAX: Final = 20
 SHOWN: Final = 20
 CHARACTERS_MAX: Final = 1024
 """The most characters of a value that are shown."""
 ROW_BYTES_MAX: Final = 16 * 1024
-"""The most that is shown of a row: all rows together have to fit into one answer."""
+"""The most that is shown of a row: all rows together have to fit into one response."""
 
 
 class KeptRows:
@@ -38,11 +38,11 @@ class KeptRows:
         """Changes that delete their key; they have no row to show."""
         self.shown: list[dict[str, Any]] = []
         self.reasons: Counter[str] = Counter()
-        """Of rows in quarantine."""
+        """The reasons of quarantined rows."""
 
     @property
     def storage(self) -> Storage:
-        """There is none."""
+        """Not available: a dry run stores nothing."""
         raise NotImplementedError("rows of a dry run are not stored")
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -111,7 +111,7 @@ class LandedSample:
 
 
 def shown_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Make a row readable: bytes as text, and what JSON does not know as text too; cut what is long."""
+    """Make a row readable: bytes and types that JSON lacks as text; long values truncated."""
     shown: dict[str, Any] = {}
     left = ROW_BYTES_MAX
     for name, value in row.items():
@@ -133,7 +133,7 @@ def _shown(value: Any) -> Any:
         # A character has at most four bytes.
         return _cut(bytes(value[: 4 * (CHARACTERS_MAX + 1)]).decode("utf-8", "replace"))
     if isinstance(value, dict):
-        # Of an object whose field names are data, most fields are null.
+        # If field names are data, most fields of an object are null.
         return {name: _shown(part) for name, part in value.items() if part is not None}
     if isinstance(value, list) and value and isinstance(value[0], tuple):
         return {str(name): _shown(part) for name, part in value}

@@ -1,4 +1,4 @@
-"""Finds messages whose id was landed before, so that they are left out.
+"""Finds messages whose id was landed before, so that they are skipped.
 
 The ids of the deduplication window are kept in the driver. They are read from the table when the job starts, or when
 another run has landed something; the table records only the hour in which a message was landed, so ids are then
@@ -53,7 +53,7 @@ class IdTasks:
         asked = {BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)}
         options = read_options(asked, self._access)
         shape = shape_of(default_schema(options), options)
-        # A batch that cannot be read repeats nothing; the landing task puts it into the quarantine.
+        # An unreadable batch has no ids; the landing task puts it into the quarantine.
         for batch in read_range(one, options, shape, skip=lambda _batch: None):
             ids = ids_of(batch.column("headers"), self._header)
             rows = batch.drop_columns(["headers"]).append_column("id", ids)
@@ -61,7 +61,7 @@ class IdTasks:
 
 
 def ids_of(headers: pa.Array, name: str) -> pa.Array:
-    """Return the first header of a name for every message; null where there is none."""
+    """Return the first header of a name for every message; null for messages without one."""
     every = headers.flatten()
     is_id = pc.equal(every.field("key"), name)
     rows, first = np.unique(pc.list_parent_indices(headers).filter(is_id).to_numpy(), return_index=True)

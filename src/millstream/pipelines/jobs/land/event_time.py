@@ -29,12 +29,12 @@ TOO_MANY: Final = ", more than it may write folders for"
 """How the reason for a row ends whose event time would be one folder too many."""
 
 _PRESENT_HOURS: Final = 7 * 24
-"""Times this close to the present always get a folder, so that no producer can take it from the others."""
+"""Times this close to the present always get a folder, so that no producer can use up the limit for the others."""
 
 _UTC: Final = pa.timestamp("us", tz="UTC")
 _FIRST_US: Final = -62_135_596_800_000_000
 _LAST_US: Final = 253_402_300_799_999_999
-"""The years 1 to 9999: folders cannot be named after others."""
+"""The years 1 to 9999: folder names cannot represent others."""
 _MILLISECONDS_MIN: Final = 100_000_000_000
 """Smaller numbers are more likely seconds than milliseconds of 1973 or before."""
 _HOUR_US: Final = 3_600_000_000
@@ -97,7 +97,7 @@ class EventFolders:
         """The hours since 1970 that are not around the present."""
 
     def limit(self, rows: pa.RecordBatch, reasons: pa.Array) -> pa.Array:
-        """Return the reasons, with those for rows that would need a folder too many; folders of many rows go first."""
+        """Add reasons for rows whose folder would exceed the limit; folders with many rows take precedence."""
         hours = rows.column(EVENT_DAY).cast(pa.int32()).fill_null(0).to_numpy().astype(np.int64) * 24
         if EVENT_HOUR in rows.schema.names:
             hours = hours + rows.column(EVENT_HOUR).to_numpy()
@@ -153,7 +153,7 @@ def _from_milliseconds(values: pa.Array) -> pa.Array:
 
 
 def _from_text(texts: pa.Array) -> pa.Array:
-    """Parse texts with and without a zone, whichever each of them has; others become null."""
+    """Parse texts with or without a zone; others become null."""
     nothing = pa.scalar(None, texts.type)
     zoned, unzoned = (
         pc.if_else(pc.match_substring_regex(texts, pattern), texts, nothing).cast(kind).cast(pa.int64())

@@ -43,7 +43,7 @@ class FileTasks(Generic[Share]):
             results.extend(self._work(file) for file in files)
             return results
         except BaseException:
-            # The results of the other files are lost; what they wrote would keep a full disk full.
+            # The results of the other files are lost; their output would only fill the disk.
             self._work.discard(results)
             raise
 

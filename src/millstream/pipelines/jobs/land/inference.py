@@ -1,4 +1,4 @@
-"""The columns of landed tables: those of every record, and those inferred from payloads.
+"""The columns of landed tables: the record columns, and those inferred from payloads.
 
 Integers are long and other numbers double; what looks like a time is text, since the next value may not. A type never
 depends on which messages come in one batch: the first value of a field decides, by partition and offset, and values of
@@ -58,7 +58,7 @@ def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """Merge the schemas of messages in their order; of types that do not go together the first stays."""
+    """Merge the schemas of messages in their order; of incompatible types the first stays."""
     found: pa.DataType = pa.struct([])
     for schema in schemas:
         found = _joined(found, pa.struct(list(schema)), None)
@@ -66,7 +66,7 @@ def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def _joined(one: pa.DataType, other: pa.DataType, mixed: pa.DataType | None) -> pa.DataType:
-    """Return a type that holds the values of both, as far as there is one; otherwise `mixed`, or else the first."""
+    """Return a type that holds the values of both; if no such type exists, `mixed`, or else the first."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -85,7 +85,7 @@ def _joined(one: pa.DataType, other: pa.DataType, mixed: pa.DataType | None) -> 
 
 
 def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
-    """Extend the known schema by what was found; the same object if that is nothing new."""
+    """Extend the known schema by the found fields; return the same object if none is new."""
     room = LEAVES_MAX - _leaves(pa.struct(list(known)))
     once = _spelled_once(pa.struct(list(found)))
     fields, _ = _grown_fields(list(known), list(once), room, DEPTH_MAX)
@@ -99,7 +99,7 @@ def grown_by(known: pa.Schema, found: Sequence[pa.Schema]) -> pa.Schema:
 
 
 def dropped_fields(known: pa.Schema, found: pa.Schema) -> set[str]:
-    """Return the fields that were found and have no column: because of their names, or of the number of columns."""
+    """Return the found fields that have no column, because of their names or the number of columns."""
     columns = {field.name.lower() for field in known}
     named = {field.name for field in found if not pa.types.is_null(field.type) and field.name.lower() not in columns}
     inner: dict[str, pa.Field] = {field.name.lower(): field for field in found}
@@ -254,8 +254,8 @@ def sample_ranges(ranges: Iterable[Range]) -> list[Range]:
 def decide(documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects: bool) -> Decided:
     """Return the columns of a new table for a sample: the payloads of the first messages of every partition.
 
-    Which messages these are depends on the log alone, not on how it is divided into batches. Of values that do not go
-    together, the kind that most of them have decides, and the others do not fit.
+    Which messages these are depends on the log alone, not on how it is divided into batches. If values are
+    incompatible, the most frequent kind decides, and the others do not fit.
 
     With `detects`, text that always is a time becomes a timestamp, and numbers of more than 64 bits a decimal.
     """
@@ -307,7 +307,7 @@ class _Votes:
             self._digits = max(self._digits, len(str(abs(value))))
 
     def type(self) -> pa.DataType:
-        """Return the type that most values have, of equally many the first; null if nothing is known."""
+        """Return the most frequent type of the values, on a tie the first; null if nothing is known."""
         if not self._kinds:
             return pa.null()
         # A counter keeps the order in which kinds came first.

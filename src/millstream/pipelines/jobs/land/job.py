@@ -87,7 +87,7 @@ def given_fields(text: str) -> pa.Schema:
 
 
 def merge_schema(known: pa.Schema, given: pa.Schema) -> pa.Schema:
-    """Return the given fields under the names and types of the table.
+    """Return the given fields with the names and types of the table.
 
     Where the table has long and double is given the result is double, and structs gain fields; widening the table is
     left to the caller.
@@ -141,7 +141,7 @@ async def report_landed(
     report = Landed(pipeline_id=pipeline.pipeline_id, lake=lake, format=format, topics=topics)
     body = encode(report)
     nodes = (await client.metadata(())).nodes
-    # A node that misses it keeps more than it must until the next batch.
+    # A node that misses the report keeps data longer than necessary, until the next batch.
     await asyncio.gather(*(client.private(NodeId(node), LANDED_KEY, body) for node in nodes), return_exceptions=True)
 
 
@@ -171,7 +171,7 @@ class LandJob:
     """A pipeline that lands topics."""
 
     _tidies_always = False
-    """Whether files are tidied also while messages are waiting."""
+    """Whether files are compacted even while messages are waiting."""
 
     def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
         settings = LandSettings.from_strings(pipeline.overrides)
@@ -238,7 +238,7 @@ class LandJob:
         )
 
     def _prepare(self, batches: Sequence[TopicBatch]) -> None:
-        """Write everything that is to be committed; a failure leaves no files of any topic."""
+        """Write everything to be committed; a failure leaves no files of any topic."""
         try:
             for batch in batches:
                 self._sample(batch)
@@ -299,7 +299,7 @@ class LandJob:
     # -- planning -------------------------------------------------------------------------------------------------
 
     def _topics(self) -> list[Source]:
-        """Return the current topics; raise `UnknownTopic` if there is none and never was."""
+        """Return the current topics; raise `UnknownTopic` if none exists or ever existed."""
         found = self._sources.now()
         missing = self._sources.missing(found)
         if self._beginning is None:
@@ -387,7 +387,7 @@ class LandJob:
         )
 
     def _storage_options(self) -> dict[str, str]:
-        """Return the options by which tasks on other machines reach an object store as this process does."""
+        """Return the options with which tasks on other machines reach the same object store."""
         options = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         return {**options, **self._settings.storage_options()}
 
@@ -459,7 +459,7 @@ class LandJob:
                         with suppress(Misfit):
                             yield parsed(value)
             except LostData:
-                # Retention deletes it meanwhile; the tasks count the loss.
+                # Retention has deleted the range meanwhile; the tasks count the loss.
                 continue
 
     def _widen(self, batches: Iterable[TopicBatch]) -> None:
@@ -470,7 +470,7 @@ class LandJob:
             except Exception as error:
                 if kind_in(error) not in _DAMAGED:
                     raise
-                # It will fail in every batch. The other topics are landed, and so is what fits here.
+                # It would fail in every batch. Land the other topics, and the messages that fit.
                 _logger.warning("columns of %s are not widened: %s", batch.topic, reason_of(error))
                 batch.keep_narrow("a file of the table is missing, or cannot be read")
 
@@ -559,7 +559,7 @@ class LandJob:
         """Commit the batches that advance; return those committed by this run or without changes."""
         moving = [batch for batch in batches if batch.moves()]
         try:
-            # A topic that was deleted and recreated meanwhile has given messages of another topic.
+            # If a topic was recreated meanwhile, the messages are those of another topic.
             ids = self._sources.ids([batch.topic for batch in moving]) if moving else {}
         except BaseException:
             self._discard(moving)
@@ -605,7 +605,7 @@ class LandJob:
             batch.table.vacuum()
             self._context.progress()
         except (MillstreamError, DeltaError, OSError) as error:
-            # Nothing depends on it, and the next hour tries again.
+            # Nothing depends on the compaction; it is retried in the next hour.
             _logger.warning("pipeline %s: table %s was not compacted: %s", self._pipeline.name, batch.topic, error)
         self._tidied[batch.topic] = hour
 
@@ -618,7 +618,7 @@ class LandJob:
         link = self._sources.link
         try:
             if self._context.lake_is_shared or self._settings.lake:
-                # Nodes believe only each other about what retention may delete.
+                # Only nodes may report what retention may delete.
                 reports = self._context.node_link or link
                 place = {"lake": self._settings.lake, "format": self._settings.format}
                 reports.call(report_landed(reports.client, self._pipeline, by_id, **place))

@@ -28,7 +28,7 @@ _TIMEOUT_S: Final = 60.0
 _CONCURRENT_LOOKUPS: Final = 16
 _SAMPLE_BYTES: Final = 64 * 1024
 MESSAGE_BYTES: Final = 1000.0
-"""The assumed size of a message while none has been seen."""
+"""The assumed size of a message before any has been read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Sources:
                 client.fetch(source.topic, partition, start, max_bytes=_SAMPLE_BYTES, isolation=READ_COMMITTED)
             )
         except OffsetOutOfRange:
-            # Retention has deleted it since. The tasks continue without it, and so does this.
+            # Retention has deleted it since; the tasks skip it too.
             return None
         batches = find_batches(answer.records)
         if batches.next_offset is None or batches.next_offset <= start:

@@ -65,7 +65,7 @@ class Report:
     files: tuple[Written, ...] = ()
     quarantined: tuple[Written, ...] = ()
     fields: pa.Schema | None = None
-    """The payload fields including those without a column; the files of such a report do not count."""
+    """The payload fields including those without a column; the files of such a report are discarded."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Further counts by name."""
     dropped: frozenset[str] = frozenset()
@@ -256,7 +256,7 @@ class LandTasks:
 
 
 def _decoding(topic: str, work: Work, options: ReadOptions | None) -> Callable[[pa.Array, pa.RecordBatch], Decoded]:
-    """Return what decodes a column of payloads, given with their messages."""
+    """Return the function that decodes a column of payloads, given with their messages."""
     if work.by_schema and options is not None:
         by_schema = SchemaDecoder(work.fields, SchemaRows(task_link(options), topic), evolves=work.evolves)
         return lambda values, batch: by_schema.decode(values, batch.column("headers"))
@@ -321,7 +321,7 @@ class Landing:
             self._dropped.update(names)
 
     def _expect(self, batch: pa.RecordBatch, values: pa.Array, reasons: pa.Array) -> pa.Array:
-        """Check what messages should meet; return the reasons including those of violations."""
+        """Check the expectations on messages; return the reasons including those of violations."""
         if not self._work.expectations:
             return reasons
         at = batch.schema.get_field_index("value")
@@ -351,7 +351,7 @@ class Landing:
             self._work.quarantine.write(refused)
 
     def _write_changes(self, batch: pa.RecordBatch, changes: pa.RecordBatch, reasons: pa.Array, fits: Flags) -> None:
-        """Write changes to be merged, and the messages that are none to the quarantine."""
+        """Write changes to be merged, and messages that are not changes to the quarantine."""
         self._work.writer.write(changes.filter(pa.array(fits)))
         self._refuse(batch, reasons)
 
@@ -369,7 +369,7 @@ class Landing:
         self._work.quarantine.write(pa.RecordBatch.from_pylist([row], schema=_UNREADABLE))
 
     def keep_quarantined(self, rows: pa.RecordBatch) -> None:
-        """Leave rows of a quarantine that is decoded again as they are."""
+        """Keep rows of a quarantine that is decoded again unchanged."""
         if len(rows):
             self._rows += len(rows)
             self._work.quarantine.write(rows)
@@ -430,7 +430,7 @@ def reason_kind(reason: str) -> str:
 
 
 def _first_of(reasons: pa.Array, is_wrong: Flags, text: str) -> pa.Array:
-    """Add a reason where there is none yet."""
+    """Add a reason to rows that have none yet."""
     wrong = pc.and_(pa.array(is_wrong), pc.is_null(reasons))
     return pc.if_else(wrong, pa.scalar(text, pa.string()), reasons)
 

@@ -102,7 +102,7 @@ class TopicBatch:
         )
 
     def work_into(self, writer: RowWriter, quarantine: RowWriter) -> Work:
-        """Return the parameters of tasks that write to these."""
+        """Return the parameters of tasks that write with these writers."""
         return Work(
             writer=writer,
             quarantine=quarantine,
@@ -117,7 +117,7 @@ class TopicBatch:
             on_violation=self.on_violation,
             lifts_cloud_events=self.lifts_cloud_events,
             event_time=None if self.event_time is None else EventTimeRule(self.event_time),
-            # A deleted message may be the one whose repetitions were left out.
+            # A deleted message may be the one whose duplicates were skipped.
             skips_lost=self.ids is None,
         )
 
@@ -135,7 +135,7 @@ class TopicBatch:
         self.widened += len(places) - len(refused)
 
     def keep_narrow(self, reason: str) -> None:
-        """Leave columns as they are that the table should have widened."""
+        """Keep columns long that could not be widened."""
         places = [] if self.schema is None else narrower(self.schema, self.table_schema())
         refused = {(field_of(place[0]), *place[1:]): reason for place in places}
         self.fixed.update(refused)
@@ -148,7 +148,7 @@ class TopicBatch:
         return {**refused, **(self.table.widen(asked, run=run, bytes_max=bytes_max) if asked else {})}
 
     def take(self, reports: Sequence[Report]) -> bool:
-        """Take over the tasks' reports; False if they found new fields, so that everything has to be repeated."""
+        """Apply the tasks' reports; False if they found new fields, so that everything has to be repeated."""
         found = [report.fields for report in reports if report.fields is not None]
         if found:
             self.fields = grown_by(self.fields, found)

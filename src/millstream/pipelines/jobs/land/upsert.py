@@ -34,7 +34,7 @@ _RAW: Final = pa.schema([RAW.field(name) for name in (*KEYED_NAMES, "value", "he
 class UpsertJob(LandJob):
     """A pipeline that keeps one row per key."""
 
-    # Every step replaces files, so that old ones pile up fastest while it catches up.
+    # Every step replaces files, so old ones accumulate fastest while it catches up.
     _tidies_always = True
 
     def _open(self, topic: str) -> KeyedTable:

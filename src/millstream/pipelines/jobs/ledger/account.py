@@ -1,7 +1,7 @@
 """Account for the messages of one queue: fold its events into one outcome per offset. Pure: no I/O, no Spark.
 
-The fold is not the broker's. It knows only which outcome each event means, and compares itself with the windows
-that the broker recorded: whatever a window calls done must have ended in an event before it.
+The fold is independent of the broker's. It knows only which outcome each event means, and compares the result with the
+windows that the broker recorded: whatever a window calls done must have ended in an event before it.
 
     eligible     messages from where the queue started up to the cut
     lost         eligible, without an event that ended it, and not in the window
@@ -73,7 +73,7 @@ def apply_events(
     doubled: npt.NDArray[np.uint8],
     base: int,
 ) -> None:
-    """Apply events in order to the outcomes of the offsets from `base` on; windows are not among them."""
+    """Apply events other than windows, in order, to the outcomes of the offsets from `base` on."""
     size = len(outcomes)
     for at in range(len(codes)):
         code = codes[at]
@@ -140,7 +140,7 @@ class Account:
     """The position of the last letter of each dead-lettered message."""
     findings: list[Finding] = field(default_factory=list)
     counted: dict[str, int] = field(default_factory=dict)
-    """How many messages the findings of each kind are about, beyond those that are named too."""
+    """How many messages the findings of each kind concern, including those not listed."""
 
     def __post_init__(self) -> None:
         self._outcomes: Outcomes = np.zeros(self.size, np.uint8)
@@ -201,9 +201,9 @@ class Account:
     # -- what must not be missing -------------------------------------------------------------------------------
 
     def _check_sequences(self, codes: npt.NDArray[np.uint8], sequences: npt.NDArray[np.int64]) -> None:
-        """Find frames that are missing between two that are there."""
+        """Find frames that are missing between two others."""
         numbered = codes != DELETED
-        # A queue that was deleted counts from the beginning again.
+        # A queue that was deleted restarts its numbering.
         resets = np.concatenate(([0], np.flatnonzero(~numbered) + 1))
         for first, after in zip(resets.tolist(), [*resets[1:].tolist(), len(codes)], strict=True):
             part = sequences[first:after][numbered[first:after]]
@@ -220,7 +220,7 @@ class Account:
             self.sequence = int(part[-1])
 
     def _check_window(self, window: LedgerWindow, end: int, reason: str, gaps: list[str]) -> None:
-        """Compare the outcomes with what the queue itself had unfinished at this moment."""
+        """Compare the outcomes with the messages that the queue itself recorded as unfinished."""
         self.delivery, self.isolation = window.delivery, window.isolation
         self.dead_letter_topic = window.dead_letter_topic
         self.scanned = end
@@ -241,7 +241,7 @@ class Account:
         if ended.any():
             if is_known:
                 missing = f": {', '.join(gaps)} of the queue are missing" if gaps else ""
-                text = f"the queue has finished it, and no event says how{missing}"
+                text = f"the queue has finished it, but no event says how{missing}"
                 self._find_all("lost", ended, first, text)
                 outcomes[ended] = LOST
             else:
@@ -252,7 +252,7 @@ class Account:
         undone = unfinished & (outcomes > WAITING)
         if undone.any():
             if is_known:
-                self._find_all("unfinished", undone, first, "an event ended it, and the queue still has it")
+                self._find_all("unfinished", undone, first, "an event ended it, but the queue still has it")
             outcomes[undone] = WAITING
         outcomes[unfinished & (outcomes == UNSEEN)] = WAITING
 
@@ -277,7 +277,7 @@ class Account:
     def close(self, present: Iterable[OffsetRange] | None, *, first: int, cut: int, log_start: int) -> None:
         """Compare with the messages that the log and the lake have; offsets outside [first, cut) do not count.
 
-        `present` are the ranges of committed messages from `log_start` on; None if nothing but the ledger knows.
+        `present` has the ranges of committed messages from `log_start` on; None if only the ledger has them.
         """
         if present is not None:
             self._compare_with_log(present, cut, log_start)
@@ -301,7 +301,7 @@ class Account:
         part = outcomes[begin:after]
         wrong = there & (part == ABSENT)
         if wrong.any():
-            self._find_all("lost", wrong, begin, "the ledger calls it no message, and the log has it")
+            self._find_all("lost", wrong, begin, "the ledger records no message here, but the log has one")
             part[wrong] = LOST
         part[there & (part == UNSEEN)] = WAITING
         part[~there & (part == UNSEEN)] = ABSENT
@@ -358,7 +358,7 @@ def _integers(events: Any, name: str) -> npt.NDArray[np.int64]:
 
 
 def _marked(ranges: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.bool_]:
-    """Return which places below a size are in some ranges, which do not overlap."""
+    """Return which positions below a size are in the ranges, which do not overlap."""
     edges = np.zeros(size + 1, np.int32)
     bounds = np.clip(ranges, 0, size)
     np.add.at(edges, bounds[:, 0], 1)

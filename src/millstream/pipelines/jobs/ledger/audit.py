@@ -49,7 +49,7 @@ CLASSES: Final = ("accepted", "dead_lettered", "filtered", "skipped", "waiting",
 """What becomes of a published message: the counts add up to `published`."""
 COUNTS: Final = ("published", *CLASSES, "doubled", "dropped")
 HARMLESS: Final = frozenset({"expired"})
-"""Findings that name messages of a class that adds up."""
+"""Findings about messages that are accounted for."""
 _CLIENT_ID: Final = "millstream-audit"
 _TIMEOUT_S: Final = 60.0
 _FETCH_BYTES: Final = 4 * 1024 * 1024
@@ -114,7 +114,7 @@ class AuditReport:
         return any(row["published"] != sum(row[name] for name in CLASSES) for row in self.rows)
 
     def levels(self) -> dict[str, int]:
-        """Return what metrics show of the last audit, zeros included: an alert has to see them change."""
+        """Return the metrics of the last audit, including zeros, so that alerts see changes."""
         found = {f"audit_{name}": sum(row[name] for row in self.rows) for name in ("lost", "doubled", "expired")}
         faults = sum(one["kind"] not in HARMLESS for one in self.findings) + len(self.damage)
         return {**found, "audit_faults": faults}
@@ -132,7 +132,7 @@ class AuditReport:
 
 
 def mark(place: Place, names: Sequence[str] | None) -> tuple[str, list[MarkedQueue]]:
-    """Let every queue record its window; return the reason of these events, and the queues."""
+    """Make every queue record its window; return the reason of these events, and the queues."""
     name = uuid4().hex
     link = place.link()
     return f"{LEDGER_ASKED} {name}", link.call(mark_ledger(link.client, name, None if names is None else list(names)))
@@ -221,7 +221,7 @@ def _queues(
     names: Sequence[str] | None,
     since_ms: int | None,
 ) -> tuple[list[QueueAudit], list[dict[str, Any]]]:
-    """Return the queues that have events, in blocks, and findings about no queue in particular."""
+    """Return the queues that have events, in blocks, and findings that concern no single queue."""
     reason, asked = marked
     ends = {(one.subscription_id, one.topic_id, one.partition): one for one in asked}
     found, findings = _extents(table)
@@ -260,7 +260,7 @@ def _landed_in(landed: Sequence[tuple[LandSettings, str]], topic: str) -> tuple[
 
 
 def _first_since(link: Link, topic: str | None, partition: int, since_ms: int) -> int:
-    """Return the first offset published at a time or later; the end if there is none."""
+    """Return the first offset published at a time or later; the end if no message is that new."""
     if topic is None:
         return 0
     found = link.call(link.client.list_offsets(topic, {partition: since_ms}))[partition].offset
@@ -387,7 +387,7 @@ def _present(link: Link, queue: QueueAudit, account: Account, cut: int) -> tuple
 
 
 def _landed(queue: QueueAudit, log_start: int) -> tuple[int, list[OffsetRange]]:
-    """Return what the lake has of the offsets before the log; those that were landed late are not known."""
+    """Return the offsets before the log start that the lake has; those that were landed late are unknown."""
     if queue.lake is None:
         return log_start, []
     url, format_name = queue.lake
@@ -472,7 +472,7 @@ def missing_letters(link: Link, account: Account) -> list[int]:
 
 async def _missing_in(client: Client, topic: str, partition: int, letters: dict[int, int]) -> list[int]:
     if topic not in (await client.metadata([topic])).topics:
-        # The topic was deleted, letters and all; that is not the queue's doing.
+        # The dead letter topic was deleted with its letters, which is no fault of the queue.
         return []
     missing: list[int] = []
     for at in sorted(letters):

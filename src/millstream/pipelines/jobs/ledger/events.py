@@ -132,7 +132,7 @@ def _frame_rows(frame: Frame) -> Iterator[Row]:
             yield shared | one | {"row": number}
             number += 1
     if not number:
-        # A frame without events still has its number, which would be missed.
+        # A frame without events still has a number, whose absence would be a finding.
         time = frame.deltas[-1].time_ms if frame.deltas else 0
         yield shared | {"kind": "frame", "offset": 0, "end_offset": 0, "timestamp": _time(time), "row": 0}
 
@@ -170,7 +170,7 @@ def _delta_rows(delta: Delta) -> Iterator[Row]:
 
 
 def _published_rows(delta: Delta, row: Row) -> Iterator[Row]:
-    """Split scanned messages where the time of their batches differs; what holds no message has none."""
+    """Split scanned messages where the time of their batches differs; offsets without a message have no time."""
     start, after = delta.first, delta.last + 1
     run: Row | None = None
     for end, time_ms in PUBLISHED.iter_unpack(delta.extra):

@@ -1,7 +1,7 @@
-"""The life of one message from the ledger's table, for traces of what the broker no longer remembers.
+"""The history of one message from the ledger's table, for traces of deliveries that the broker no longer has.
 
-`python -m millstream.pipelines.jobs.ledger.history LAKE` completes the trace on standard input, for processes
-that are to stay small.
+`python -m millstream.pipelines.jobs.ledger.history LAKE` completes the trace on standard input, for processes that
+should not load the table libraries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Trace = dict[str, Any]
 def add_history(
     document: Trace, lake: str, options: Mapping[str, str] | None = None, *, adds_deleted: bool = True
 ) -> Trace:
-    """Complete a trace with what the table knows; with `adds_deleted`, subscriptions that are gone are added."""
+    """Complete a trace with the events of the table; with `adds_deleted`, deleted subscriptions are added."""
     table = LedgerTable(ledger_storage(lake, options))
     rows = _rows(table, document["topic_id"], document["partition"], document["offset"])
     lives: dict[str, list[Trace]] = {}
@@ -142,6 +142,6 @@ def _ms(moment: Any) -> int:
 
 
 if __name__ == "__main__":
-    # Whoever asks sees the subscriptions that it may describe, and no others.
+    # The caller sees only the subscriptions that it may describe.
     completed = add_history(json.load(sys.stdin), sys.argv[1], adds_deleted=False)
     json.dump(completed, sys.stdout)

@@ -1,6 +1,6 @@
 """Lands the events of deliveries in the ledger's table, and audits them from time to time.
 
-The events are read where the broker writes them for itself: the deltas in `__subscriptions`. As in landing, the table
+The events are the deltas that the broker writes to `__subscriptions` for itself. As in landing, the table
 is the source of truth for its progress, so every event is in it once, whatever happens to a run.
 """
 
@@ -99,7 +99,7 @@ class LedgerJob:
     """The running pipeline."""
 
     def __init__(self, pipeline: Pipeline, context: JobContext, runner: TaskRunner | None = None) -> None:
-        """Take what runs its tasks; by default that is the context's Spark."""
+        """Run tasks with the given runner; by default with the context's Spark."""
         settings = pipeline.settings
         if not isinstance(settings, LedgerSettings):
             raise TypeError("a ledger job takes a ledger pipeline")
@@ -114,7 +114,7 @@ class LedgerJob:
         self._table = LedgerTable(ledger_storage(self._lake, self._options))
 
     def step(self) -> Step:
-        """Land what has happened since the last step, and audit if that is due."""
+        """Land the events since the last step, and audit if an audit is due."""
         began = time.monotonic()
         found = self._sources.now()
         if not found:
@@ -194,7 +194,7 @@ class LedgerJob:
     # -- the audit ----------------------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """Land everything that has happened so far, without the pipeline's group: another run may have it."""
+        """Land all events so far, without the pipeline's group, which another run may hold."""
         while found := self._sources.now():
             (source,) = found
             planned = self._plan(source)
@@ -216,7 +216,7 @@ class LedgerJob:
         return audit(self._runner, place, marked=marked, names=names, since_ms=since_ms)
 
     def _audit_if_due(self) -> bool:
-        """Audit once in a while; what the last audit found is stored in the table, for every driver to come."""
+        """Audit if one is due; the result is stored in the table, for later drivers."""
         every_s, now_s = self._settings.audit_every_ms // 1000, int(time.time())
         if not self._settings.audit_every_ms or now_s < self._table.last_audit().get(AUDITED, 0) + every_s:
             return False

@@ -33,7 +33,7 @@ FIRST_SEAL: Final = ""
 AUDITED: Final = "audited_seconds"
 """When the pipeline last audited, in seconds since 1970."""
 AUDIT_LEVELS: Final = (AUDITED, "audit_lost", "audit_doubled", "audit_expired", "audit_faults")
-"""What is known of the last audit; each is an application version of the table."""
+"""The results of the last audit; each is an application version of the table."""
 _LEVEL: Final = "millstream/{}"
 _CHUNK_BYTES: Final = 1 << 20
 
@@ -108,7 +108,7 @@ class LedgerTable:
         return {name: value for name, value in found.items() if value is not None}
 
     def note_audit(self, levels: Mapping[str, int]) -> None:
-        """Record an audit; one that comes too late is left to the next."""
+        """Record an audit; if the commit comes too late, the next audit records its own."""
         table = self._delta.log.refresh()
         if table is not None:
             seal = Seal(self._last_seal(table.version()), {}, {})
@@ -172,7 +172,7 @@ class LedgerTable:
         active = set(self._delta.log.paths())
         for path in sorted(active):
             if path not in known:
-                found.append(Damage("added", path, "it belongs to the table, and no commit has sealed it"))
+                found.append(Damage("added", path, "it belongs to the table, but no commit has sealed it"))
                 continue
             try:
                 digest = self.digest(path)
@@ -182,7 +182,7 @@ class LedgerTable:
             if digest != known[path]:
                 found.append(Damage("changed", path, "its content is not what was landed"))
         for path in sorted(known.keys() - active):
-            found.append(Damage("missing", path, "it was landed, and the table no longer has it"))
+            found.append(Damage("missing", path, "it was landed, but the table no longer has it"))
         return found
 
     def _verify_chain(self, last_version: int) -> tuple[list[Damage], dict[str, str]]:
@@ -200,7 +200,7 @@ class LedgerTable:
             text = next((one["commitInfo"].get(SEAL) for one in actions if "commitInfo" in one), None)
             if text is None:
                 if added:
-                    found.append(Damage("unsealed", path, "it adds files, and has no seal"))
+                    found.append(Damage("unsealed", path, "it adds files, but has no seal"))
                 continue
             try:
                 seal, digest = _read_seal(text)

@@ -22,12 +22,12 @@ from millstream.pipelines.jobs.batch_loop import (
     BatchLoop,
     Plan,
     as_row,
-    few_at_a_time,
     parts_of,
     reading_options,
+    small_batch_slot,
 )
 from millstream.pipelines.jobs.job import JobContext, Step
-from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
+from millstream.pipelines.jobs.route.rule_set import RoutingRule, RuleSet, rule_set
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.batch_commit import Batch, Part
@@ -43,14 +43,14 @@ from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.decoder import FIELDS
 
 NAMES: Final = ("key", "value", "timestamp", "headers")
-"""What a message keeps when it is routed. Its key selects a new partition."""
+"""The columns that a routed message keeps. Its key selects a new partition."""
 
 _TOPIC: Final = pa.field("topic", pa.string())
 
 
 def routing(
     ranges: tuple[Range, ...],
-    ways: Mapping[str, tuple[Way, ...]],
+    routing_rules: Mapping[str, tuple[RoutingRule, ...]],
     options: WriteOptions,
     batch: Batch,
     access: Access = NO_ACCESS,
@@ -59,17 +59,20 @@ def routing(
 
     def route(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         mine = [ranges[number] for given in batches for number in given.column(0).to_pylist()]
-        yield from as_row(write_part(options, batch, routed(mine, ways, options.brokers, access)))
+        yield from as_row(write_part(options, batch, routed(mine, routing_rules, options.brokers, access)))
 
     return route
 
 
 def routed(
-    ranges: Sequence[Range], ways: Mapping[str, tuple[Way, ...]], brokers: str, access: Access = NO_ACCESS
+    ranges: Sequence[Range],
+    routing_rules: Mapping[str, tuple[RoutingRule, ...]],
+    brokers: str,
+    access: Access = NO_ACCESS,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the messages of ranges with the topics that they go to."""
     for one in ranges:
-        rules = rule_set(ways[one.topic])
+        rules = rule_set(routing_rules[one.topic])
         options = reading_options(brokers, (one.topic,), access)
         for columns in read_columns(one, options, FIELDS.intersection(NAMES)):
             rows = _sent(columns, one, rules)
@@ -103,7 +106,7 @@ class RouteJob:
         self._settings = RouteSettings.from_strings(pipeline.overrides)
         self._rules = context.rules or pipeline.rules
         self._loop = BatchLoop(pipeline, context, self._settings)
-        self._ways: dict[str, tuple[Way, ...]] = {}
+        self._routing_rules: dict[str, tuple[RoutingRule, ...]] = {}
         self._looked = 0.0
         self._missing = ""
         self._has_subscriptions = any(rule.subscription for rule in self._rules)
@@ -115,7 +118,7 @@ class RouteJob:
             self._context.stopping.wait(1.0)
             return Step()
         self._refresh_filters()
-        with few_at_a_time():
+        with small_batch_slot():
             plan = self._plan()
             is_idle = not plan.ranges and not self._loop.is_new(plan)
             if not is_idle and plan.rows <= ROWS_HERE_MAX:
@@ -132,11 +135,11 @@ class RouteJob:
     def close(self) -> None:
         """Nothing to release."""
 
-    # -- how ------------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     def _plan(self) -> Plan:
         """Plan the next batch; a missing topic is waited for without delaying the others."""
-        topics = list(self._ways)
+        topics = list(self._routing_rules)
         try:
             plan = self._loop.plan(topics)
             self._missing = ""
@@ -154,36 +157,38 @@ class RouteJob:
 
     def _routed_here(self, plan: Plan) -> int | None:
         options = self._loop.options
-        return self._loop.commit_here(plan, options, routed(plan.ranges, self._ways, options.brokers, options.access))
+        return self._loop.commit_here(
+            plan, options, routed(plan.ranges, self._routing_rules, options.brokers, options.access)
+        )
 
     def _parts(self, plan: Plan) -> Sequence[Part]:
         loop = self._loop
         writing = loop.options.for_tasks(plan.batch.query, {target for rule in self._rules for target in rule.targets})
         reading = loop.reading_access({one.topic for one in plan.ranges})
-        tasks = Marked(routing(plan.ranges, self._ways, writing, plan.batch, reading))
+        tasks = Marked(routing(plan.ranges, self._routing_rules, writing, plan.batch, reading))
         return parts_of(plan.numbers(self._context.spark).mapInArrow(tasks, PART_SCHEMA))
 
     def _refresh_filters(self) -> None:
         """Update rules that use a subscription's filter, which may change."""
         now = time.monotonic()
-        if self._ways and (not self._has_subscriptions or now - self._looked < LOOK_S):
+        if self._routing_rules and (not self._has_subscriptions or now - self._looked < LOOK_S):
             return
         self._looked = now
         filters = self._filters({rule.subscription for rule in self._rules if rule.subscription})
-        ways: dict[str, list[Way]] = {}
+        routing_rules: dict[str, list[RoutingRule]] = {}
         for rule in self._rules:
             condition = filters[rule.subscription] if rule.subscription else rule.condition.strip()
-            ways.setdefault(rule.topic, []).append(Way(condition, rule.targets))
-        grouped = {topic: tuple(listed) for topic, listed in ways.items()}
-        if grouped != self._ways:
+            routing_rules.setdefault(rule.topic, []).append(RoutingRule(condition, rule.targets))
+        grouped = {topic: tuple(listed) for topic, listed in routing_rules.items()}
+        if grouped != self._routing_rules:
             self._check(grouped.values())
             make_topics(self._loop.link, {target for rule in self._rules for target in rule.targets})
-            self._ways = grouped
+            self._routing_rules = grouped
 
-    def _check(self, listed: Iterable[tuple[Way, ...]]) -> None:
-        """Raise `FilterError`, which shows the place, before a task does."""
-        for ways in listed:
-            if RuleSet(ways).uses.payload and self._settings.decode == "none":
+    def _check(self, listed: Iterable[tuple[RoutingRule, ...]]) -> None:
+        """Raise `FilterError`, which shows the position, before a task does."""
+        for routing_rules in listed:
+            if RuleSet(routing_rules).uses.payload and self._settings.decode == "none":
                 raise InvalidSetting("a rule reads payloads: set decode=json, or delete the rule")
 
     def _filters(self, names: set[str]) -> dict[str, str]:

@@ -173,7 +173,7 @@ class Condition:
 
 
 def compile_condition(text: str) -> Condition:
-    """Compile a condition; raise `FilterError`, which shows the place."""
+    """Compile a condition; raise `FilterError`, which shows the position."""
     node = translate(text)
     program = Program(node)
     compiled = Filter(text, canonical_text(node), Uses.of((*program.columns, *program.of_batch)), program)
@@ -217,7 +217,7 @@ _KINDS: Final[dict[Kind, tuple[type, ...]]] = {Kind.TEXT: (str,), Kind.NUMBER: (
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RoutingRule:
     """The targets of messages that match a condition; an empty condition matches all."""
 
     condition: str
@@ -271,10 +271,10 @@ class Picked(DecodedBatch):
 class RuleSet:
     """Rules, compiled and grouped by the fields they compare."""
 
-    def __init__(self, ways: Sequence[Way]) -> None:
+    def __init__(self, routing_rules: Sequence[RoutingRule]) -> None:
         targets: dict[str, set[str]] = {}
         self._everything: set[str] = set()
-        for way in ways:
+        for way in routing_rules:
             if way.condition:
                 targets.setdefault(way.condition, set()).update(way.targets)
             else:
@@ -289,7 +289,7 @@ class RuleSet:
         for number, condition in enumerate(self._conditions):
             self._add(number, condition)
         self.uses: Uses = reduce(Uses.__or__, (one.filter.uses for one in self._conditions), Uses())
-        """What all conditions together read."""
+        """The parts of messages that the conditions read."""
 
     def matches(self, batch: DecodedBatch) -> dict[str, Rows]:
         """Return the rows of each target that gets any, in order."""
@@ -300,7 +300,7 @@ class RuleSet:
         # Several rules may send a message to the same target, which gets it once.
         return {target: _together(several, len(batch)) for target, several in found.items()}
 
-    # -- how ------------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     def _add(self, number: int, condition: Condition) -> None:
         handle = condition.handle
@@ -372,9 +372,9 @@ class RuleSet:
 
 
 @lru_cache(maxsize=RULE_SETS_KEPT)
-def rule_set(ways: tuple[Way, ...]) -> RuleSet:
+def rule_set(routing_rules: tuple[RoutingRule, ...]) -> RuleSet:
     """Return the compiled rules, once per process."""
-    return RuleSet(ways)
+    return RuleSet(routing_rules)
 
 
 def _together(several: Sequence[Rows], size: int) -> Rows:

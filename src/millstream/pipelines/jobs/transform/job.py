@@ -27,12 +27,12 @@ from millstream.pipelines.jobs.batch_loop import (
     TASK_ROWS_MIN,
     BatchLoop,
     Plan,
-    few_at_a_time,
     is_refused,
     parts_of,
     read_part,
     set_job_batch,
     skipping,
+    small_batch_slot,
     stream_of,
 )
 from millstream.pipelines.jobs.group_offsets import Offsets, commit_offsets
@@ -84,7 +84,9 @@ class StreamCheckpoint:
         return ends
 
     def is_at(self, committed: Offsets) -> bool:
-        """Whether the stream ended there: with its last batch, or the one before if the last is not committed."""
+        """Whether the stream ended at these offsets: with its last batch, or the one before if the last is not
+        committed.
+        """
         last = self._last()
         return any(_agree(self.ends(number), committed) for number in (last, last - 1))
 
@@ -98,7 +100,7 @@ class StreamCheckpoint:
             raise CorruptState(f"{self.folder / 'metadata'} has an unknown format") from None
 
     def archive_unless_at(self, committed: Offsets, *, last_batch: int = -1) -> bool:
-        """Archive the checkpoint if the stream did not end where the pipeline did; return whether that is so.
+        """Archive the checkpoint unless the stream ended at the pipeline's position; return whether it was archived.
 
         Another statement has continued since, the group was reset, or the folder is an old copy: its state does not
         belong to the messages that come next. A checkpoint with fewer batches than were committed is such a copy even
@@ -170,7 +172,7 @@ class StreamWriting:
         self._is_closed = False
         self._counted: Counter[str] = Counter()
         self.lost: Callable[[int, Ends], int] = lambda _number, _ends: 0
-        """Returns how many offsets a batch that ends there leaves out."""
+        """Returns how many offsets a batch that ends at these offsets skips."""
         self.failure: BaseException | None = None
         """Why the last batch was not written."""
 
@@ -197,11 +199,11 @@ class StreamWriting:
             return Counter(self._counted)
 
     def close(self) -> None:
-        """Commit nothing from here on; wait for a commit in progress."""
+        """Refuse further commits; wait for one in progress."""
         with self._lock:
             self._is_closed = True
 
-    # -- how ------------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     def _commit(self, frame: DataFrame, batch: Batch, ends: Ends) -> int | None:
         """Return the number of rows written; None if the batch was committed before."""
@@ -296,7 +298,7 @@ class StreamLoop:
             self._query.stop()
             self._query = None
 
-    # -- how ------------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     def _wait(self, query: StreamingQuery) -> None:
         from pyspark.errors import StreamingQueryException
@@ -488,7 +490,7 @@ class _Batches:
         """Process the available messages, up to the limit of a batch."""
         prepared = self._prepared
         prepared.accumulator.clear()
-        with few_at_a_time():
+        with small_batch_slot():
             plan = self._loop.plan(prepared.statement.topics)
             is_idle = not plan.ranges and not self._loop.is_new(plan)
             rows = None if is_idle or plan.rows > ROWS_HERE_MAX else prepared.rows_here(plan)
@@ -514,7 +516,7 @@ class _Batches:
     def _parts(self, plan: Plan) -> Sequence[Part]:
         prepared = self._prepared
         if plan.rows <= TASK_ROWS_MIN:
-            # They are one task anyway.
+            # Small batches are one task anyway.
             kept = prepared.result_of_job(plan.batch.query)
             if kept is not None:
                 set_job_batch(prepared.spark, plan)

@@ -3,8 +3,8 @@
 A job costs tens of milliseconds of CPU even for a single row, mostly for scheduling and for two Python workers. With
 many pipelines on a topic, each message would cost that once per pipeline.
 
-This calls methods of Spark that are not part of its public interface. If one of them is missing or fails, the caller
-runs a job instead, which gives the same rows or Spark's own error.
+This calls internal methods of Spark. If one of them is missing or fails, the caller runs a job instead, which gives the
+same rows or Spark's own error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LocalPlan:
         self._types_in = jvm.org.apache.spark.sql.types.DataType.fromJson(columns.json())
         self._arrow_in = to_arrow_schema(columns, timezone=_ZONE)
         self.view = DataFrame(session.internalCreateDataFrame(empty.rdd(), self._types_in, False), spark)
-        # While they run, expressions use the active session of this thread.
+        # Expressions use the active session of this thread while they run.
         jvm.org.apache.spark.sql.classic.SparkSession.setActiveSession(session)
         self._rows: Any = None
         self._types_out: Any = None

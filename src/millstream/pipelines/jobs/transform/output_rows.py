@@ -37,7 +37,7 @@ def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
         kinds = dict(frame.dtypes)
         names = [name for name in frame.columns if name != "key"]
         if not names:
-            raise InvalidSetting("the statement has only a key and nothing else; add a column `value`, or others")
+            raise InvalidSetting("the statement selects only a key; add a column `value`, or others")
         row = functions.struct(*(f"`{name}`" for name in names))
         columns = [(row if options.schema is not None else functions.to_json(row)).alias("value")]
         if "key" in frame.columns:

@@ -158,11 +158,11 @@ class LakeView:
 
     @property
     def shown(self) -> object:
-        """Return what changes with the rows that the view shows."""
+        """Return a value that changes with the rows that the view shows."""
         return self._frame
 
     def close(self) -> None:
-        """Release what was read."""
+        """Release the cached rows."""
         if self._frame is not None:
             self._frame.unpersist()
             self._frame = None
@@ -349,7 +349,7 @@ class QueryPlan:
         checker.checkForStreaming(self._plan, mode)
 
     def _inlined(self, plan: Any) -> Any:
-        """Inline the queries of WITH, which shows what passes through what."""
+        """Inline the queries of WITH, which shows through which operators messages pass."""
         if plan.nodeName() != _WITH:
             return plan
         loader = self._jvm.java.lang.Thread.currentThread().getContextClassLoader()
@@ -416,10 +416,10 @@ _SETTINGS: Final = {
     "spark.sql.runSQLOnFiles": "false",
 }
 _CALLS_OF_JAVA: Final = ("reflect", "java_method", "try_reflect")
-"""Functions by which a statement could do anything that the driver may."""
+"""Functions with which a statement could run arbitrary code in the driver."""
 
 _WHOLE: Final = ("key", "value", "headers", "timestamp")
-"""What is written of a message when all columns of its topic are selected; its key selects a new partition."""
+"""The columns that are written when all columns of a topic are selected; the key selects a new partition."""
 
 _SCHEMAS: Final = "schemas.json"
 
@@ -453,9 +453,9 @@ class PreparedQuery:
     """Whether running the statement's plan again gives what planning it again would."""
     output_mode: str = APPEND
     _kept: tuple[Any, DataFrame | None] = field(default=(None, None), init=False)
-    """A job for small batches, and what it depends on."""
+    """The planned job for small batches, and the state it depends on."""
     _local: tuple[Any, LocalPlan | None] = field(default=(None, None), init=False)
-    """A plan for smaller ones, and what it depends on."""
+    """The local plan for the smallest batches, and the state it depends on."""
 
     def rows_here(self, plan: Plan) -> list[pa.RecordBatch] | None:
         """Return the statement's output for a batch, evaluated in this process; None if it needs a job.
@@ -531,7 +531,8 @@ class PreparedQuery:
     def grow(self, found: Mapping[str, pa.Schema]) -> bool:
         """Add new payload fields; return whether they change the statement's result.
 
-        If the statement cannot be run with them it continues without them: a message must not break what worked.
+        If the statement cannot be run with them, it continues without them: a new message must not break a running
+        pipeline.
         """
         larger = self.schemas.grown_by(found)
         if larger is None:
@@ -596,7 +597,7 @@ class PreparedQuery:
             self.views = evolving
             self._check_stream()
 
-    # -- how ------------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     def _rows(self) -> DataFrame:
         text = self.statement.text
@@ -684,7 +685,7 @@ def prepare(
 
 
 def try_statement(spark: SparkSession, folder: str) -> None:
-    """Prepare and evaluate a statement over no topic at all, so that the first real one finds everything loaded."""
+    """Prepare and evaluate a statement over no topic, so that everything is loaded for the first real one."""
     settings = {
         "sql": "SELECT key, id + 1 AS id FROM warm WHERE id >= 0",
         "into": "out",
@@ -700,7 +701,7 @@ def try_statement(spark: SparkSession, folder: str) -> None:
 
 
 def _forbid_java(spark: SparkSession) -> None:
-    """Remove functions from a session, by whichever name and way a statement calls them."""
+    """Remove functions from a session, however a statement calls them."""
     jvm: Any = spark.sparkContext._jvm
     registry = spark._jsparkSession.sessionState().functionRegistry()
     catalog, schema = jvm.scala.Option.apply("system"), jvm.scala.Option.apply("builtin")
@@ -768,7 +769,7 @@ def returned_type(name: str, function: Any) -> str:
     """Return the type of a function's results, in Spark's notation, by its annotation."""
     given = getattr(function, "__annotations__", {}).get("return")
     if given is None:
-        raise InvalidSetting(f"say what function {name!r} returns: `def {name}(…) -> float`")
+        raise InvalidSetting(f"annotate what function {name!r} returns: `def {name}(…) -> float`")
     is_type = isinstance(given, type)
     text = given.__name__ if is_type else str(given).strip("'\"")
     found = _OPTIONAL.fullmatch(text)

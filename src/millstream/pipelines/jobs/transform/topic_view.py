@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 Findings = dict[str, Finding]
 
 
-class _Together(AccumulatorParam[Findings]):
+class _FindingsParam(AccumulatorParam[Findings]):
     def zero(self, value: Findings) -> Findings:
         return {}
 
@@ -63,7 +63,7 @@ class FindingsAccumulator:
     """Collects the findings of tasks; the driver reads them."""
 
     def __init__(self, spark: SparkSession) -> None:
-        self._noted: Accumulator[Findings] = spark.sparkContext.accumulator({}, _Together())
+        self._noted: Accumulator[Findings] = spark.sparkContext.accumulator({}, _FindingsParam())
 
     def note(self, topic: str, finding: Finding) -> None:
         """Add a finding, in a task."""
@@ -145,10 +145,10 @@ class TopicView:
         return tuple(name for name in TYPES if name in named)
 
     def narrowed(self, names: Collection[str]) -> TopicView:
-        """Keep only the columns of these names, since every column costs."""
+        """Keep only these columns, since decoding each of them costs time."""
         used = tuple(one for one in self.columns if one.name in names)
         read = {one.source for one in used if one.origin is Origin.FIELD}
-        # Whether a payload can be decoded concerns all of it, and new fields are unknown.
+        # Errors concern the whole payload, and new fields have no column yet.
         is_whole = self.evolves or any(one.origin in (Origin.ERROR, Origin.DOCUMENT) for one in used)
         fields = self.fields if is_whole else StructType([one for one in self.fields.fields if one.name in read])
         columns = used or tuple(one for one in self.columns if one.name == "offset")
@@ -222,7 +222,7 @@ def fetching(
 def rows_of_view(
     view: TopicView, ranges: Sequence[Range], options: WriteOptions, accumulator: FindingsAccumulator
 ) -> Rows:
-    """Yield the rows of some ranges in this process, which reads as it writes."""
+    """Yield the rows of some ranges in this process, over the client that it writes with."""
     read = _reading(view, options.brokers, options.access)
     return decoding(view, accumulator, options.brokers, options.access)(read(ranges))
 
