@@ -15,11 +15,11 @@ WILDCARD: Final = "*"
 EVERYONE: Final = "User:*"
 CLUSTER_NAME: Final = "kafka-cluster"
 NAME_CHARACTERS_MAX: Final = 1024
-"""Of principals and resources, so that a rule fits into every catalog."""
+"""The longest name of a principal or resource, so that a rule fits into every catalog."""
 
 
 class ResourceType(enum.IntEnum):
-    """What a rule is about; the numbers are Kafka's."""
+    """The type of resource that a rule applies to; the numbers are Kafka's."""
 
     ANY = 1
     TOPIC = 2
@@ -60,7 +60,7 @@ class Operation(enum.IntEnum):
 
 
 class Permission(enum.IntEnum):
-    """What a rule says; the numbers are Kafka's."""
+    """Whether a rule allows or denies; the numbers are Kafka's."""
 
     ANY = 1
     DENY = 2
@@ -145,7 +145,7 @@ class Acl:
     permission: Permission = Permission.ALLOW
 
     def check(self) -> Self:
-        """Raise `InvalidRequest` unless the rule could ever hold."""
+        """Raise `InvalidRequest` if the rule can never apply."""
         if self.resource_type not in OPERATIONS:
             raise InvalidRequest("a rule needs a type of resource, such as topic or group")
         if self.pattern not in (PatternType.LITERAL, PatternType.PREFIXED):
@@ -153,7 +153,9 @@ class Acl:
         if not 0 < len(self.resource_name) <= NAME_CHARACTERS_MAX:
             raise InvalidRequest(f"the name of a resource has 1 to {NAME_CHARACTERS_MAX} characters")
         if self.resource_type is ResourceType.CLUSTER and self.resource_name not in (CLUSTER_NAME, WILDCARD):
-            raise InvalidRequest(f"the only cluster to set rules for is {CLUSTER_NAME!r}, not {self.resource_name!r}")
+            raise InvalidRequest(
+                f"access rules can only be set for the cluster {CLUSTER_NAME!r}, not {self.resource_name!r}"
+            )
         check_principal(self.principal)
         if len(self.principal) > NAME_CHARACTERS_MAX or not 0 < len(self.host) <= NAME_CHARACTERS_MAX:
             raise InvalidRequest(f"a principal and a host have 1 to {NAME_CHARACTERS_MAX} characters")
@@ -175,7 +177,7 @@ class Acl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AclFilter:
-    """Which rules a request is about; None and `ANY` match everything."""
+    """Selects the rules that a request concerns; None and `ANY` match everything."""
 
     resource_type: ResourceType = ResourceType.ANY
     resource_name: str | None = None
@@ -209,7 +211,7 @@ class AclFilter:
 
 
 def role_operations(role: str, kind: ResourceType) -> tuple[Operation, ...]:
-    """Return what a role may do with a type of resource; raise `InvalidRequest` if that is nothing."""
+    """Return what a role may do with a type of resource; raise `InvalidRequest` if it has no rights on it."""
     if role not in ROLES:
         raise InvalidRequest(f"there is no role {role!r}; the roles are {', '.join(ROLES)}")
     if kind not in ROLES[role]:
@@ -226,12 +228,12 @@ def check_principal(principal: str) -> None:
 
 
 def name_of(value: enum.IntEnum) -> str:
-    """How people write an operation, a type or a permission: `describe_configs`."""
+    """Return an operation, a type or a permission as users write it: `describe_configs`."""
     return value.name.lower()
 
 
 def parse_name(kind: type[EnumT], text: str) -> EnumT:
-    """Read what `name_of` writes; dashes and capitals are taken too."""
+    """Parse what `name_of` returns; dashes and capitals are accepted too."""
     try:
         return kind[text.strip().upper().replace("-", "_")]
     except KeyError:
@@ -250,7 +252,7 @@ def canonical_host(text: str) -> str:
 def parse_rules(
     permission: Permission, principal: str, operations: str, resource: str, prefixed: bool, host: str
 ) -> list[Acl]:
-    """Read rules as people write them, one for each operation, or raise `InvalidRequest`."""
+    """Parse rules as users write them, one for each operation, or raise `InvalidRequest`."""
     kind, name = parse_resource(resource)
     return [
         Acl(
@@ -267,7 +269,7 @@ def parse_rules(
 
 
 def parse_resource(text: str) -> tuple[ResourceType, str]:
-    """Read TYPE:NAME, or raise `InvalidRequest`."""
+    """Parse TYPE:NAME, or raise `InvalidRequest`."""
     kind_text, colon, name = text.partition(":")
     kind = parse_name(ResourceType, "group" if kind_text == "subscription" else kind_text)
     if kind is ResourceType.CLUSTER:

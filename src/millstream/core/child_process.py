@@ -26,7 +26,7 @@ SETTLED_S = 30.0
 """A child that ran for this long was healthy: if it dies, the backoff starts again from the shortest delay."""
 
 KILLS_MAX = 10
-"""How often to look for processes that were started while their session was killed."""
+"""How often to search for processes that were started while their session was being killed."""
 
 STOP_S = 5.0
 """How long a child may take to finish its work before it is killed."""
@@ -77,7 +77,7 @@ class SupervisedChild(ABC):
         await self._spawned.wait()
 
     async def stop(self) -> None:
-        """Let the child finish its work, then end it."""
+        """Ask the child to finish its work; kill it if it takes too long."""
         self._stopping.set()
         await self._end()
 
@@ -142,7 +142,7 @@ class SupervisedChild(ABC):
 
 
 def processes_of_session(session: int) -> list[tuple[int, int]]:
-    """Return the running processes of a session with their resident pages: also those that lead their own groups."""
+    """Return the running processes of a session, in all its process groups, with their resident pages."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
@@ -158,9 +158,9 @@ def memory_of_session(session: int) -> int:
 
 
 def kill_session(session: int, *, but: int = 0) -> None:
-    """Kill a process with all that it has started, such as Java and its Python workers; `but` one of them.
+    """Kill a process and everything that it has started, such as Java and its Python workers, except `but`.
 
-    They are stopped first, so that none of them reports the end of another.
+    They are suspended first, so that none of them reports the end of another.
     """
     for _ in range(KILLS_MAX):
         pids = [pid for pid, _ in processes_of_session(session) if pid != but]

@@ -1,7 +1,7 @@
 """Plans: which partitions move where, and what that costs. Pure functions from the load of a cluster to moves.
 
-A plan never leaves a partition with fewer replicas or in fewer racks than before, except where it says so: a partition
-that cannot move is named with the reason. No replica moves to a machine that has one of the same partition. Moves that
+A plan never leaves a partition with fewer replicas or in fewer racks than before, unless it reports so: a partition
+that cannot move is listed with the reason. No replica moves to a machine that has one of the same partition. Moves that
 only change the preferred leader cost no bytes.
 """
 
@@ -25,7 +25,7 @@ THROTTLE_BYTES: Final = 32 * 1024 * 1024
 """How many bytes per second a node fetches for moves, unless the user says otherwise."""
 
 FULL: Final = 0.9
-"""A disk that a plan fills beyond this share is named as a risk."""
+"""A disk that a plan fills beyond this share is reported as a risk."""
 
 _STEPS_MAX: Final = 2000
 _CANDIDATES_MAX: Final = 256
@@ -37,12 +37,12 @@ _GAIN_MIN: Final = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
-    """A node, as far as a plan has to know it."""
+    """The properties of a node that matter for a plan."""
 
     node_id: NodeId
     rack: str | None = None
     machine: NodeId | None = None
-    """The first of the nodes that share its machine; None if it shares it with none."""
+    """The first of the nodes that share its machine; None if it has its own machine."""
     is_live: bool = True
     is_drained: bool = False
     """New leaders and replicas are kept away from it."""
@@ -57,13 +57,13 @@ class NodeLoad:
 
     @property
     def place(self) -> str | tuple[NodeId]:
-        """What replicas should not share while there is another: the rack, otherwise the machine."""
+        """The rack, otherwise the machine: replicas of a partition are spread over as many as there are."""
         return self.rack or (self.failure_domain,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionLoad:
-    """A partition, where it is, and how much it holds and takes."""
+    """A partition, its replicas, its size and its write rate."""
 
     topic: str
     topic_id: UUID
@@ -95,7 +95,7 @@ class ClusterLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One partition, and the replicas that it is to have; the preferred leader first."""
+    """One partition and its new replicas, the preferred leader first."""
 
     topic: str
     topic_id: UUID
@@ -143,7 +143,7 @@ class Plan:
 
 @dataclass(slots=True)
 class _Weights:
-    """What each node carries while a plan is computed."""
+    """The load of each node while a plan is computed."""
 
     size: Counter[NodeId] = field(default_factory=Counter)
     rate: dict[NodeId, float] = field(default_factory=dict)
@@ -175,12 +175,12 @@ class _Weights:
 
 
 def plan_drain(load: ClusterLoad, node: NodeId) -> Plan:
-    """Move every replica of a node elsewhere, as far as there is another place."""
+    """Move every replica of a node that another node can take."""
     return _vacate(load, node, DRAIN)
 
 
 def plan_remove(load: ClusterLoad, node: NodeId) -> Plan:
-    """Move every replica of a node elsewhere, so that it can leave for good; raise if one cannot move."""
+    """Move every replica of a node elsewhere, so that it can be removed; raise if one cannot move."""
     plan = _vacate(load, node, REMOVE)
     if plan.staying:
         more = f" (and {_counted(len(plan.staying) - 1, 'more partition')})" if len(plan.staying) > 1 else ""
@@ -203,7 +203,7 @@ def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
         taker = _best_taker(takers, rest, load, weights)
         if taker is None:
             machines = len({load.nodes[one].failure_domain for one in takers})
-            staying.append(f"{partition} has no other place: {_too_few(len(partition.replicas), machines)}")
+            staying.append(f"{partition} cannot move: {_too_few(len(partition.replicas), machines)}")
             continue
         target = tuple(taker if one == node else one for one in partition.replicas)
         if partition.replicas[0] == node:

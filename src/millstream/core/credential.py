@@ -1,4 +1,4 @@
-"""Passwords as SCRAM keeps them (RFC 5802), and API tokens: what proves them, never they themselves."""
+"""Passwords as SCRAM stores them (RFC 5802), and API tokens: verifiers, never the secrets themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSWORD_CHARACTERS_MIN: Final = 8
 NAME_CHARACTERS_MAX: Final = 128
 _SALT_BYTES: Final = 24
 TOKEN_PREFIX: Final = "mst_"
-"""By which an API token is recognised; no user's name begins like that."""
+"""The prefix of API tokens; no user's name begins with it."""
 _TOKEN_ID_BYTES: Final = 8
 _TOKEN_SECRET_BYTES: Final = 32
 _HASHES: Final = {SHA_256: "sha256", SHA_512: "sha512"}
@@ -34,7 +34,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScramCredential:
-    """What a broker keeps of one user's password for one mechanism."""
+    """The stored verifier of one user's password for one mechanism."""
 
     user: str
     mechanism: str
@@ -65,9 +65,9 @@ class Owner:
     """Who changed a pipeline or an endpoint last, and with whose rights it therefore acts."""
 
     principal: str = ""
-    """Empty if it was changed where clients are not known."""
+    """Empty if it was changed while clients were not authenticated."""
     has_password: bool = False
-    """Whether it was a user with a password then, so that it is gone when that user is."""
+    """Whether the owner was a user with a password; its rights then end when that user is deleted."""
 
 
 NO_OWNER: Final = Owner()
@@ -75,16 +75,16 @@ NO_OWNER: Final = Owner()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiToken:
-    """What a broker keeps of an API token: a secret that acts for its owner, within a scope, until it expires."""
+    """The stored form of an API token: a secret that acts for its owner, within a scope, until it expires."""
 
     token_id: str
     owner: str
     """The principal it acts for."""
     digest: bytes = field(repr=False)
     scope: frozenset[Acl] = frozenset()
-    """What it may do of what its owner may; empty for all of it. The rules are for everyone and allow."""
+    """The subset of its owner's rights; empty for all of them. The rules allow, and name no principal."""
     parent: str = ""
-    """The token that it was created with, whose scope holds for it too; empty if it was created without one."""
+    """The token with which it was created, whose scope applies too; empty if it was created without one."""
     created_ms: int
     expires_ms: int
 
@@ -157,7 +157,7 @@ def new_credentials(
 def new_token(
     owner: str, *, scope: Iterable[Acl] = (), parent: str = "", created_ms: int, expires_ms: int
 ) -> tuple[ApiToken, str]:
-    """Make an API token: what is kept of it, and its text, which is shown once."""
+    """Create an API token: its stored form, and its text, which is shown once."""
     token_id = TOKEN_PREFIX + secrets.token_hex(_TOKEN_ID_BYTES)
     secret = secrets.token_urlsafe(_TOKEN_SECRET_BYTES)
     token = ApiToken(
@@ -189,7 +189,7 @@ def hash_password(mechanism: str, password: str, salt: bytes, iterations: int) -
 
 
 def salted(credential: ScramCredential, password: str) -> bytes:
-    """Return a password, salted as a credential says."""
+    """Return a password, salted with a credential's salt and iterations."""
     return hash_password(credential.mechanism, password, credential.salt, credential.iterations)
 
 
@@ -218,5 +218,5 @@ def digest(mechanism: str, message: bytes) -> bytes:
 
 
 def is_same(one: bytes, other: bytes) -> bool:
-    """Compare without telling by the time it takes where they differ."""
+    """Compare in constant time."""
     return hmac.compare_digest(one, other)

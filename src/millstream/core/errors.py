@@ -45,7 +45,7 @@ MillstreamError
 │   ├── InvalidRecordState         the worker does not hold a lease on this message (any more)
 │   ├── StalePlan                  a lake table continues at other offsets than planned
 │   └── ColumnMismatch             a lake table has the column with another type
-├── GroupRejected                  what a group answers to one of its members
+├── GroupRejected                  errors that a group returns to its members
 │   ├── MemberIdRequired           join again with the id given
 │   ├── IllegalGeneration
 │   ├── RebalanceInProgress        join again
@@ -66,7 +66,7 @@ MillstreamError
 │   ├── OutOfOrderSequence
 │   ├── FencedProducer
 │   └── UnknownProducer
-├── TransactionRejected            what a transaction coordinator answers to a producer
+├── TransactionRejected            errors that a transaction coordinator returns to a producer
 │   ├── ProducerFenced             a newer producer runs under this transactional id
 │   ├── InvalidProducerMapping     the producer id is not the one of this transactional id
 │   ├── InvalidTransactionState    not allowed in the current state of the transaction
@@ -85,7 +85,7 @@ MillstreamError
 │   └── UnknownLeaderEpoch         the caller knows a newer one
 ├── NotEnoughReplicas
 ├── QuotaExceeded                  the client must wait until it is within its quota
-├── SchemaRegistryError            what the schema registry answers, with the code of Confluent's registry
+├── SchemaRegistryError            an error of the schema registry, with the code of Confluent's registry
 ├── ElectionRefused
 │   ├── ElectionNotNeeded          the requested replica already leads
 │   ├── PreferredUnavailable       the preferred replica is down or not in sync
@@ -197,7 +197,7 @@ class InvalidRegex(InvalidRequest):
 
 
 class ExpectationFailed(InvalidRequest):
-    """A message violates what its landing pipeline expects, and the pipeline is set to fail then."""
+    """A message violates what its landing pipeline expects, and the pipeline is configured to fail."""
 
 
 class FilterError(InvalidRequest):
@@ -231,7 +231,7 @@ class MirroredTopic(PolicyViolation):
 
 
 class NotFound(MillstreamError):
-    """The thing named does not exist."""
+    """The named resource does not exist."""
 
 
 class UnknownTopic(NotFound):
@@ -319,7 +319,7 @@ class ColumnMismatch(Conflict):
 
 
 class GroupRejected(MillstreamError):
-    """What a group answers to one of its members."""
+    """A group refuses a request of one of its members."""
 
 
 class MemberIdRequired(GroupRejected):
@@ -347,7 +347,7 @@ class FencedMemberEpoch(GroupRejected):
 
 
 class StaleMemberEpoch(GroupRejected):
-    """The member sent an epoch that it has left, or has not reached."""
+    """The member sent an epoch that is not its current one."""
 
 
 class UnreleasedInstance(GroupRejected):
@@ -411,7 +411,7 @@ class UnknownProducer(ProducerRejected):
 
 
 class TransactionRejected(MillstreamError):
-    """What a transaction coordinator answers to a producer."""
+    """The transaction coordinator refuses a request of a producer."""
 
 
 class ProducerFenced(TransactionRejected):
@@ -451,7 +451,7 @@ class RepairPending(StorageFailure):
 
 
 class InspectionPending(RepairPending):
-    """The disk could not read what was asked for; which offsets it lost is being found out."""
+    """A read from disk failed; the broker is determining which offsets were lost."""
 
 
 class OffsetOutOfRange(LogUnavailable):
@@ -501,7 +501,7 @@ class QuotaExceeded(MillstreamError):
 
 
 class SchemaRegistryError(MillstreamError):
-    """The schema registry cannot do what was asked; the code is the one that Confluent's registry has for it."""
+    """The schema registry refuses a request; the code is that of Confluent's registry."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
@@ -596,7 +596,7 @@ class LostData(MillstreamError):
     """Offsets that a reader expected are gone: topic, partition, start and end of each range."""
 
     REMEDY = "set failOnDataLoss to false"
-    """What a query does to continue without them; a caller that runs it for others gives its own advice."""
+    """How a query continues without them; callers that run queries for others give their own advice."""
 
     def __init__(self, lost: Sequence[tuple[str, int, int, int]]) -> None:
         listed = ", ".join(f"{topic}-{number}: offsets {first} to {end - 1}" for topic, number, first, end in lost[:10])

@@ -1,4 +1,4 @@
-"""What the garbage collector visits, and memory that the C allocator keeps after it was freed.
+"""Limits what the garbage collector visits, and returns freed memory that the C allocator keeps.
 
 Columns that grow to many megabytes move while they grow and leave holes that nothing else fills. The holes stay
 resident until the allocator is asked to return them.
@@ -54,7 +54,7 @@ def enable_trimming() -> None:
 
 
 class Trimmer:
-    """Returns freed memory to the system after the process has grown, while little is going on.
+    """Returns freed memory to the system after the process has grown, while it is mostly idle.
 
     A busy process would soon need the memory again, at a page fault per 4 KiB. Memory that was in use at the first
     attempt may be freed without the process growing again, so it is tried again after pauses that double.
@@ -62,7 +62,7 @@ class Trimmer:
 
     def __init__(self) -> None:
         self._floor_bytes = self._tried_bytes = resident_bytes()
-        """The least memory the process has used, and what it used when it was last trimmed, or less since."""
+        """The least memory the process has used, and its memory after the last trim, or the minimum since."""
         self._pause = self._calls_left = 0
 
     def trim_if_grown(self, moved_bytes: int) -> None:

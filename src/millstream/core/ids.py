@@ -52,8 +52,8 @@ _RANGES: Final = 2**31 - 1
 def first_producer_id(cluster_id: str) -> int:
     """Return where the producer ids of a cluster begin.
 
-    Each cluster has its own range, since mirrored batches keep the ids of their producers: one of 2^31 by its
-    id, above all ids that Apache Kafka gives out, which count from 0.
+    Each cluster has its own range, since mirrored batches keep the ids of their producers: one of 2^31 ranges, chosen
+    by the cluster's id, above the ids of Apache Kafka, which count from 0.
     """
     number = int.from_bytes(hashlib.sha256(cluster_id.encode()).digest()[:8], "big")
     return (1 + number % _RANGES) << _RANGE_BITS

@@ -24,7 +24,7 @@ MISSED: Final = (ONCE, SKIP, ALL)
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION: Final = re.compile(r"\s*(\d{1,12}(?:\.\d{1,3})?)\s*(ms|s|m|h|d)?\s*\Z")
 _YEARS_MAX: Final = 9
-"""Within which every date of a calendar occurs, 29 February included."""
+"""A period in which every date of the calendar occurs, including 29 February."""
 _MONTHS: Final = {
     name: at
     for at, name in enumerate(["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"], 1)
@@ -60,7 +60,7 @@ class Cron:
     weekdays: frozenset[int]
     """0 is Sunday."""
     either_day: bool
-    """Whether a day has to fit only one of `days` and `weekdays`, as cron has it when both are restricted."""
+    """Whether a day has to match only one of `days` and `weekdays`, as in cron when both are restricted."""
     zone: tzinfo
 
     @classmethod
@@ -83,11 +83,11 @@ class Cron:
             zone=_zone(zone),
         )
         if made.next_ms(0) is None:
-            raise InvalidSetting(f"cron {text!r} names a date that no year has")
+            raise InvalidSetting(f"cron {text!r} names a date that does not exist")
         return made
 
     def next_ms(self, after_ms: int) -> int | None:
-        """Return the first time after another one, in milliseconds; None if there is none for years."""
+        """Return the first time after another one, in milliseconds; None if the next years have none."""
         local = datetime.fromtimestamp(after_ms / 1000, UTC).astimezone(self.zone).replace(tzinfo=None)
         day = local.replace(hour=0, minute=0, second=0, microsecond=0)
         last = day + timedelta(days=_YEARS_MAX * 366)
@@ -95,7 +95,7 @@ class Cron:
             if day.month in self.months and self._has_day(day):
                 for hour in sorted(self.hours):
                     for minute in sorted(self.minutes):
-                        # A time that the change to summer time leaves out becomes the one after the gap.
+                        # A time that the change to summer time skips becomes the first time after the gap.
                         at = day.replace(hour=hour, minute=minute, tzinfo=self.zone)
                         at_ms = round(at.timestamp() * 1000)
                         if at_ms > after_ms:
@@ -156,14 +156,14 @@ class Schedule:
         return not self.every_ms and self.cron is None
 
     def due_ms(self, last_ms: int | None, *, created_ms: int, now_ms: int) -> int | None:
-        """Return the time of the next run, which may be past; None if there is none.
+        """Return the time of the next run, which may be past; None if no run is scheduled.
 
         `last_ms` is the time for which the last run was, not the time at which it began.
         """
         if self.is_empty:
             return None
         if last_ms is None and self.every_ms:
-            # At once, and then at that pace.
+            # The first run is due at once.
             return min(created_ms, now_ms)
         before_ms = created_ms if last_ms is None else last_ms
         due_ms = self._after(before_ms)
@@ -172,7 +172,7 @@ class Schedule:
         latest_ms, next_ms = self._around(due_ms, now_ms)
         if self.missed == ONCE or next_ms is None:
             return latest_ms
-        # A time that has only just come is not missed.
+        # A time that has only just passed is not missed.
         return latest_ms if now_ms - latest_ms < _LATE_MS else next_ms
 
     def _after(self, time_ms: int) -> int | None:
@@ -211,7 +211,7 @@ _UNIT: Final = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 class RunState(StrEnum):
-    """How far a run is."""
+    """The state of a run."""
 
     RUNNING = "running"
     SUCCEEDED = "succeeded"
@@ -234,9 +234,9 @@ class JobRun:
     attempt: int = 1
     node: int = -1
     code_hash: str = ""
-    """That of the code and the packages it runs with."""
+    """The hash of the code and its packages."""
     version: int = 0
-    """That of the pipeline's declaration."""
+    """The version of the pipeline's declaration."""
     request: int = 0
     """How many runs had been asked for when it began."""
     error: str = ""
@@ -273,7 +273,7 @@ def check_code(code: str, *, entry: str = ENTRY, file_name: str = "job.py") -> N
 
 
 def parse_functions(text: str, code: Mapping[str, str]) -> dict[str, str]:
-    """Parse `prices:vat, prices:net` into the module of each function; raise `InvalidSetting` for what cannot be.
+    """Parse `prices:vat, prices:net` into the module of each function; raise `InvalidSetting` if it is invalid.
 
     `code` has the source of modules by name; the others are in packages.
     """

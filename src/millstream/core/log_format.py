@@ -23,7 +23,7 @@ _LEVEL_COLUMN = 7
 
 
 def set_up_logging(level: str, line_format: str, *, stream: TextIO | None = None, node: int | None = None) -> None:
-    """Write log lines to `stream` (stderr), from `level` up; each names the `node` where several write there."""
+    """Write log lines to `stream` (stderr), from `level` up; each names the `node` if several nodes write there."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     if node is not None:
         handler.addFilter(lambda record: _name_node(record, node))

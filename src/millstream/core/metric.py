@@ -4,9 +4,9 @@ A part keeps plain ints (and a `Histogram` where a distribution matters) and han
 
     def metrics(self) -> Iterable[Metric]: ...
 
-Nothing is registered anywhere and nothing is exported from here: the node's status collects the metrics of all
-parts, the HTTP gateway turns them into Prometheus text. Samples may be a generator, so that a metric with one
-sample for each of very many partitions costs only as many as the reader takes.
+Nothing is registered anywhere and nothing is exported from here: the node's status collects the metrics of all parts,
+the HTTP gateway turns them into Prometheus text. Samples may be a generator, so that a metric with one sample per
+partition costs only as much as the reader consumes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Histogram:
         if list(bounds) != sorted(set(bounds)):
             raise ValueError(f"the bounds of a histogram must grow, these do not: {bounds}")
         self._bounds = bounds
-        # One more than there are bounds: the last bucket counts what exceeds them all.
+        # One more than the bounds: the last bucket counts values above all of them.
         self._counts = [0] * (len(bounds) + 1)
         self.observations = 0
         self.total = 0.0

@@ -183,18 +183,18 @@ class Mirror:
     overrides: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The settings that were given, by name."""
     is_wanted: bool = True
-    """Whether it should copy; one that is paused keeps what it has."""
+    """Whether it should copy; a paused mirror keeps its copies."""
     created_ms: int = 0
     version: int = 0
     """How often it has changed since it was declared."""
     cuts: TopicOffsets = field(default_factory=dict)
-    """Up to where each partition is certainly equal on both sides, from the last failover on."""
+    """The offset up to which each partition is certainly equal on both sides since the last failover."""
     dropped: TopicOffsets = field(default_factory=dict)
-    """As an old source that follows: where the ranges end that it has dropped; they begin at the cuts."""
+    """For an old source that now follows: the ends of the ranges that it has dropped, which begin at the cuts."""
     verified: TopicOffsets = field(default_factory=dict)
-    """Up to where each partition holds whole transactions; from there on, readers wait at a commit."""
+    """The offset up to which each partition holds complete transactions; from there on, readers wait at a commit."""
     gaps: TopicOffsets = field(default_factory=dict)
-    """From where on copies may lack values that the source has removed because of records that have not arrived."""
+    """The offset from which copies may lack values that the source compacted because of records yet to arrive."""
     is_gated: bool = False
     """Whether readers wait at commits at all: once the source was seen to be Millstream."""
     cut_epochs: TopicOffsets = field(default_factory=dict)
@@ -224,11 +224,11 @@ class Mirror:
         return {**hide_secrets(MirrorSettings, self.overrides), **dict.fromkeys(self.sealed, HIDDEN)}
 
     def verified_until(self, topic: str, partition: int) -> int | None:
-        """Return up to where a partition holds whole transactions; None if the source cannot say."""
+        """Return the offset up to which a partition holds complete transactions; None if it is unknown."""
         return self.verified.get(topic, {}).get(partition, 0) if self.is_gated else None
 
     def gap_of(self, topic: str, partition: int) -> int | None:
-        """Return from where on a copy may lack values of keys; None if it lacks none."""
+        """Return the offset from which a copy may lack values of keys; None if it lacks none."""
         return self.gaps.get(topic, {}).get(partition)
 
     def source_name(self, topic: Topic) -> str:
@@ -238,14 +238,14 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SightingChange:
-    """Which schemas or access rules were seen at the source for the first time, and which are deleted here."""
+    """Schemas or access rules that were seen at the source for the first time, and those to delete here."""
 
     mirror_id: UUID
     owner: str
-    """The node's claim on the sightings, which ends when another node makes one."""
+    """The node's claim on the sightings, which ends when another node claims them."""
     kind: str
     seen: frozenset[str] = frozenset()
-    """Hashes of what the source has."""
+    """Hashes of the items at the source."""
     forgotten: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
@@ -266,7 +266,7 @@ def check_mirror(name: str, overrides: Mapping[str, str]) -> MirrorSettings:
 
 
 def merged_offsets(before: TopicOffsets, after: TopicOffsets) -> dict[str, dict[int, int]]:
-    """Return offsets by topic and partition, the later ones in place of the earlier."""
+    """Merge offsets by topic and partition; later ones replace earlier ones."""
     merged = {topic: dict(offsets) for topic, offsets in before.items()}
     for topic, offsets in after.items():
         known: dict[int, int] = merged.setdefault(topic, {})

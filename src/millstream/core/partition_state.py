@@ -67,7 +67,7 @@ def sole(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
 
 
 def encode_value(value: Any) -> str:
-    """Encode a value of the coordination store: a dataclass, or what JSON has."""
+    """Encode a value of the coordination store: a dataclass or a JSON value."""
     return msgspec.json.encode(value, enc_hook=dict).decode()
 
 

@@ -1,7 +1,7 @@
 """Payload schemas in Spark's notation, parsed without Spark, and the event time of a landed table.
 
-It is the part of the notation that JSON payloads are decoded into, so that a node without Spark reports errors when a
-pipeline is declared. Spark parses everything that is accepted here in the same way.
+It supports the types that JSON payloads are decoded into, so that a node without Spark reports errors when a pipeline
+is declared. Spark parses everything that is accepted here in the same way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NESTED: Final[Mapping[str, str]] = {
     "map": "map<string, long>",
     "struct": "struct<name string>",
 }
-"""Each with an example."""
+"""Nested types, each with an example."""
 _REFUSED: Final = ("char", "character", "geography", "geometry", "interval", "time", "varchar", "variant", "void")
 """Spark types that payloads are not decoded into."""
 _KNOWN: Final = (*_SIMPLE, *_DECIMAL, *_NESTED)
@@ -74,7 +74,7 @@ class PayloadColumn:
 
 
 def parse_columns(text: str, *, about: str = "`schema`") -> tuple[PayloadColumn, ...]:
-    """Parse a schema; raise `InvalidSetting`, which shows the place, if it is invalid."""
+    """Parse a schema; raise `InvalidSetting`, which shows the position, if it is invalid."""
     found = _Reader(about, text).columns()
     names = [column.name for column in found]
     for name in names:

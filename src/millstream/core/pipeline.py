@@ -101,7 +101,7 @@ class Pipeline:
     is_wanted: bool = True
     """Whether it should run."""
     parked: str = ""
-    """Why it no longer runs although it should: it cannot run as declared."""
+    """Why it is parked: it cannot run as declared."""
     created_ms: int = 0
     rules: tuple[Rule, ...] = ()
     """The rules of a route, by name."""
@@ -231,7 +231,7 @@ class PipelineSettings:
         return True
 
     def unused_names(self) -> Iterator[tuple[str, str, Collection[str]]]:
-        """Yield settings that name something which the pipeline does not read: setting, name, names that it reads."""
+        """Yield settings that name something the pipeline does not read: setting, name, and the names that it reads."""
         return iter(())
 
 
@@ -836,7 +836,7 @@ class JobSettings(PipelineSettings):
 
     @property
     def names_every_topic(self) -> bool:
-        """Its code knows."""
+        """Return False: only the code of the job knows them."""
         return False
 
 

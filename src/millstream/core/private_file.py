@@ -18,9 +18,9 @@ _BYTES_MAX: Final = 1024 * 1024
 
 
 def exposure_of(found: os.stat_result) -> str:
-    """Return who else reads a file, as part of a sentence; empty if only its owner does.
+    """Return who else can read a file, as a clause; empty if only its owner can.
 
-    The group may read what belongs to root, as in volumes that Kubernetes and systemd hand to a service.
+    The group may read files of root, as in volumes that Kubernetes and systemd mount for a service.
     """
     mode = stat.S_IMODE(found.st_mode)
     allowed = 0o640 if found.st_uid == 0 and os.geteuid() != 0 else 0o600
@@ -32,7 +32,7 @@ def exposure_of(found: os.stat_result) -> str:
 
 
 def warn_if_exposed(path: str, *, flag: str) -> None:
-    """Warn about a private key that others can read; who runs a node may have reasons for the mode."""
+    """Warn about a private key that others can read; it is no error, since the mode may be intended."""
     try:
         exposed = exposure_of(os.stat(path))
     except OSError:
@@ -42,7 +42,7 @@ def warn_if_exposed(path: str, *, flag: str) -> None:
 
 
 def read_private(path: str | os.PathLike[str], *, flag: str) -> bytes:
-    """Read a file that only its owner may read; raise `InvalidSetting`, which never holds what is in it."""
+    """Read a file that only its owner may read; raise `InvalidSetting`, which never contains its content."""
     try:
         with open(path, "rb") as file:
             exposed = exposure_of(os.fstat(file.fileno()))
@@ -65,7 +65,7 @@ def read_secret(path: str | os.PathLike[str], *, flag: str) -> str:
 
 
 def write_private(path: Path, content: bytes, *, replace: bool = False) -> None:
-    """Write a file that only its owner may read, all of it or nothing; without `replace` it must not exist."""
+    """Write a file that only its owner may read, atomically; without `replace` it must not exist."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -20,7 +20,7 @@ IP = "ip"
 ENTITY_TYPES = (USER, CLIENT_ID, IP)
 ANONYMOUS = "ANONYMOUS"
 DEFAULT = None
-"""In place of a name: every client without its own quota."""
+"""Stands for every client without its own quota."""
 
 PRODUCER_BYTE_RATE = "producer_byte_rate"
 CONSUMER_BYTE_RATE = "consumer_byte_rate"
@@ -73,7 +73,7 @@ class QuotaEntity:
 
     @property
     def words(self) -> list[str]:
-        """What `parse` reads."""
+        """Return the text that `parse` accepts."""
         return [kind if name is DEFAULT else f"{kind}:{name}" for kind, name in self.parts]
 
     def __str__(self) -> str:

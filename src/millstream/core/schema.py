@@ -99,7 +99,7 @@ class SchemaReference(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaContent:
-    """What is registered: the text and everything that distinguishes it from others."""
+    """The registered content: the text and everything that distinguishes it from others."""
 
     schema_type: str
     text: str
@@ -109,13 +109,13 @@ class SchemaContent:
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes in memory: the text, and everything else as JSON."""
+        """Return its approximate memory: the text, and everything else as JSON."""
         others = [self.references, self.metadata, self.rule_set]
         return len(self.text.encode()) + (len(json.dumps(others)) if any(others) else 0)
 
     @property
     def guid(self) -> UUID:
-        """The same for equal content, in every context and cluster."""
+        """Return an id that is the same for equal content, in every context and cluster."""
         parts = [self.schema_type, self.text, self.references, self.metadata, self.rule_set]
         return UUID(bytes=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:16], version=5)
 
@@ -154,7 +154,7 @@ class SubjectSettings:
 
     @property
     def size_bytes(self) -> int:
-        """About what they take in memory: the subject, and the configuration as JSON."""
+        """Return their approximate memory: the subject, and the configuration as JSON."""
         return len(str(self.subject).encode()) + len(json.dumps(self.config))
 
 

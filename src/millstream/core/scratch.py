@@ -3,7 +3,7 @@
 A process locks its folder while it uses it. Before a process creates a folder, it removes those that no process locks,
 but only folders with the prefix that belong to the same user.
 
-All of it may block: code that runs on an event loop takes `temporary_folder_async`, or calls the rest in a thread.
+All of it may block: code on an event loop uses `temporary_folder_async`, or calls the rest in a thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from millstream.core.tasks import finish
 PREFIX: Final = "millstream-scratch-"
 
 REMOVE_S_MAX: Final = 5.0
-"""How long a folder is removed again and again while others still write into it."""
+"""How long the removal of a folder is retried while others still write to it."""
 _REMOVE_AGAIN_S: Final = 0.1
 
 REMOVED_MAX: Final = 100
@@ -43,7 +43,7 @@ class LockedFolder(NamedTuple):
     def remove(self, patience_s: float = REMOVE_S_MAX) -> bool:
         """Remove the folder with its files, then release it; return whether it is gone.
 
-        What is written into it meanwhile is removed too, for as long as the patience lasts.
+        Files written to it meanwhile are removed too, for as long as the patience lasts.
         """
         deadline = time.monotonic() + patience_s
         shutil.rmtree(self.path, ignore_errors=True)
@@ -104,8 +104,8 @@ async def _remove_created(creating: asyncio.Future[LockedFolder]) -> None:
 def remove_left_behind(patience_s: float = 0.0) -> None:
     """Remove folders of processes that have ended, at most `REMOVED_MAX`.
 
-    Each is tried once. With patience, which is for all of them together, those that are still written to are tried
-    again: for who has just killed their process.
+    Each is tried once. With patience, a time limit for all of them together, folders that are still written to are
+    retried, for callers that have just killed their process.
     """
     deadline = time.monotonic() + patience_s
     removed = 0

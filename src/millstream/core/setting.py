@@ -38,7 +38,7 @@ _PASSWORD = re.compile(r"([?&](?:ssl)?password=)[^&]*")
 
 
 def without_password(url: str) -> str:
-    """Return a URL, or several separated by commas, as it may be shown; also one that lacks its scheme."""
+    """Return a URL, or several separated by commas, without passwords; the scheme may be missing."""
     return _PASSWORD.sub(r"\1***", (_USERINFO if "://" in url else _BARE_USERINFO).sub(r"\1:***@", url))
 
 
@@ -64,7 +64,7 @@ class Setting:
     """Whether the default is the only allowed value; declared because tools send or show it."""
     needs_restart: bool = True
     is_secret: bool = False
-    """Whether the value is never shown, only that there is one."""
+    """Whether the value is secret: only its existence is shown."""
     is_url: bool = False
     """Whether the value is a URL that may contain a password, which is not shown."""
 
@@ -176,7 +176,7 @@ def milliseconds_text(seconds: float, declared: Setting, *, name: str) -> str:
 
 @contextmanager
 def named_by_caller(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace settings in errors with the caller's names for them, such as flags; `names` maps one to the other."""
+    """Replace the names of settings in errors with the caller's, such as flags; `names` maps one to the other."""
     try:
         yield
     except InvalidSetting as error:

@@ -1,6 +1,6 @@
 """Spark SQL, read by sqlglot on nodes that may have no Spark: tokens, and the relations that a SELECT statement reads.
 
-Spark's parser has the last word when a pipeline runs. A statement that is refused here is refused by Spark as well, and
+Spark's parser decides when a pipeline runs. A statement that is refused here is refused by Spark as well, and
 one that sqlglot cannot parse is left to Spark (`SelectStatement.is_clear`). sqlglot is imported on first use: most
 processes read no SQL.
 """
@@ -111,7 +111,7 @@ class SelectStatement:
     is_clear: bool
     """Whether `reads` is complete."""
     endless: tuple[tuple[str, frozenset[str]], ...] = ()
-    """What needs all messages at once, and so never ends over a topic: each with what it is applied to."""
+    """Operations that need all messages at once, and so never end over a topic, each with the names that it reads."""
 
 
 def sql_tokens(about: str, text: str) -> list[Token]:
@@ -121,7 +121,7 @@ def sql_tokens(about: str, text: str) -> list[Token]:
 
 @lru_cache(maxsize=1024)
 def read_select(text: str) -> SelectStatement:
-    """Read a statement; raise `InvalidSetting`, with the place where there is one, for what cannot be run."""
+    """Read a statement; raise `InvalidSetting`, with the position if known, for statements that cannot be run."""
     raw = _tokenize(ABOUT, text)
     tokens = [_token(text, one) for one in raw]
     ends_at = _check_single(tokens, text)
@@ -130,9 +130,7 @@ def read_select(text: str) -> SelectStatement:
         raise InvalidSetting(f"{ABOUT} is empty: give a SELECT statement")
     first = tokens[0]
     if not (first.says(*_BEGINS) or first.marks("(")):
-        raise setting_error_at(
-            ABOUT, text, first.start, first.end, "a transform's statement is a SELECT and nothing else"
-        )
+        raise setting_error_at(ABOUT, text, first.start, first.end, "a transform's statement must be a single SELECT")
     _check_brackets(tokens, text)
     _check_hyphens(tokens, text)
     tree = _parse(raw[: len(tokens)], text)
@@ -210,7 +208,7 @@ def _check_brackets(tokens: Sequence[Token], text: str) -> None:
 
 
 def _check_hyphens(tokens: Sequence[Token], text: str) -> None:
-    """Refuse `FROM orders-eu`, which topics are often called and SQL reads as a difference."""
+    """Refuse `FROM orders-eu`: a common form of topic names, which SQL parses as a subtraction."""
     for before, name, hyphen in zip(tokens, tokens[1:], tokens[2:], strict=False):
         if before.says("FROM", "JOIN") and hyphen.marks("-") and hyphen.start == name.end:
             end = re.compile(r"[\w.-]+").match(text, name.start)
@@ -259,7 +257,7 @@ def _adapted(raw: Sequence[sqlglot.Token]) -> Iterator[sqlglot.Token]:
 
 
 def _endless(tree: exp.Query) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield what needs all rows at once, with the names that it reads."""
+    """Yield the operations that need all rows at once, with the names that they read."""
     from sqlglot import exp
 
     kinds = {"OVER": exp.Window, "ORDER BY": exp.Order, "EXCEPT": exp.Except, "INTERSECT": exp.Intersect}

@@ -63,7 +63,7 @@ PAUSED = "millstream.paused"
 LEDGER = "millstream.ledger"
 
 NO_DEAD_LETTERS: Final = "none"
-"""In place of a dead letter topic: messages that fail for good are dropped."""
+"""Used in place of a dead letter topic: messages that fail permanently are dropped."""
 
 JITTER: Final = 0.2
 """The fraction by which a backoff is shortened at most, so that messages that failed together spread out."""
@@ -295,7 +295,7 @@ class SubscriptionSettings:
 
     @property
     def has_dead_letters(self) -> bool:
-        """Return whether messages that fail for good are kept in a dead letter topic."""
+        """Return whether messages that fail permanently are kept in a dead letter topic."""
         return self.dead_letter_topic != NO_DEAD_LETTERS
 
     def backoff_ms(self, attempt: int, now_ms: int) -> int:
@@ -365,7 +365,7 @@ class Subscription:
 
 @lru_cache(maxsize=1024)
 def _texts_of(settings: SubscriptionSettings) -> Mapping[str, str]:
-    """Return settings as text; most subscriptions have the same ones, and lists show all of them."""
+    """Return settings as text, cached: most subscriptions have the same ones, and lists show all of them."""
     return shown({declared.name: _as_text(getattr(settings, name)) for name, declared in settings_of(type(settings))})
 
 
@@ -380,7 +380,7 @@ def start_key(topic: str, topic_id: UUID) -> str:
 
 
 def topic_of_start(key: str) -> str:
-    """Return the topic's name in such a key."""
+    """Return the topic's name in a `start_key`."""
     return key.partition("/")[0]
 
 
@@ -392,7 +392,7 @@ class QueueKey(NamedTuple):
     partition: PartitionIndex
 
     def __hash__(self) -> int:
-        """Hash without a call for each id: every request looks up several tables by this key."""
+        """Hash without a call for each id: every request looks up this key in several tables."""
         return hash((self[0].int, self[1].int, self[2]))
 
 

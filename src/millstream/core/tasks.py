@@ -1,7 +1,7 @@
-"""Concurrent work: limits in time, groups of which the first failure ends the others, supervised background tasks.
+"""Concurrent work: time limits, groups that end with their first failure, supervised background tasks.
 
-A task group of Python 3.11 that ends because of an error forgets a cancellation that arrives meanwhile, so that the
-one who stops its task waits forever. Here the cancellation wins.
+A task group of Python 3.11 that ends because of an error loses a cancellation that arrives meanwhile, so that whoever
+cancelled its task waits forever. Here the cancellation wins.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ async def _ended(work: Iterable[Coroutine[Any, Any, _Result]], until: str) -> li
 
 
 Supervise = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
-"""Starts a background task under a name; its failure is that of the whole node."""
+"""Starts a named background task; its failure is a failure of the whole node."""
 
 
 class TaskSupervisor:
-    """Owns the background tasks of a node: none ends unseen, and the first failure is reported as the node's."""
+    """Owns the background tasks of a node: no failure is lost, and the first one is reported as the node's."""
 
     def __init__(self) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,9 +98,9 @@ async def keep_running(name: str, run: Callable[[], Coroutine[Any, Any, None]], 
 
 
 async def within(seconds: float | None, work: Awaitable[_Result]) -> _Result:
-    """Await work for a time, and raise `TimeoutError` after it; None means no limit.
+    """Await work, and raise `TimeoutError` after a time; None means no limit.
 
-    `asyncio.wait_for` of Python 3.11 forgets a cancellation that arrives together with the result; this does not.
+    `asyncio.wait_for` of Python 3.11 loses a cancellation that arrives together with the result; this does not.
     """
     async with asyncio.timeout(seconds):
         return await work
@@ -109,7 +109,7 @@ async def within(seconds: float | None, work: Awaitable[_Result]) -> _Result:
 async def finish(work: Coroutine[Any, Any, _Result]) -> _Result:
     """Complete work that must not be left half done, even if the caller is cancelled meanwhile."""
     task = asyncio.ensure_future(work)
-    # Retrieved here: a caller that was cancelled does not retrieve the outcome.
+    # Retrieved here, since a cancelled caller does not retrieve the outcome.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(task)
 

@@ -373,7 +373,7 @@ class TopicSettings:
             attribute, declared = by_name[name]
             values[attribute] = declared.parse(text)
         if values.get("flush_messages", INT64_MAX) != INT64_MAX:
-            # Whatever the node's default is: anything less would not keep what was asked for.
+            # Regardless of the node's default: no other value honours `flush.messages`.
             values.setdefault("flush", FLUSH_ALWAYS)
         settings = dataclasses.replace(base or cls(), **values)
         settings._check_together()
@@ -421,7 +421,7 @@ class TopicSettings:
             )
         if self.flush_messages != INT64_MAX and self.flush != FLUSH_ALWAYS:
             raise InvalidSetting(
-                f"flush.messages cannot be kept with flush={self.flush}, which syncs by time and not by messages; set "
+                f"flush.messages cannot be combined with flush={self.flush}, which does not sync by messages; set "
                 "flush=always to have every message synced, or leave flush.messages out"
             )
 

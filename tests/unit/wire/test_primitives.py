@@ -95,7 +95,7 @@ def test_any_bytes_give_values_or_a_violation(
 def test_a_reader_stops_at_its_end() -> None:
     reader = Reader(b"\0\0\0\1\0\0\0\2", end=4)
     assert reader.int32() == 1
-    with pytest.raises(ProtocolViolation, match="4 bytes are needed where 0 are left"):
+    with pytest.raises(ProtocolViolation, match="4 bytes are needed, but only 0 are left"):
         reader.int32()
 
 

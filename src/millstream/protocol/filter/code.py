@@ -1,9 +1,9 @@
 """From the tree of a filter to a Python function over columns.
 
-The function is put together from nodes of Python's own syntax tree, never from text; names in it are made here, and
-values of the filter are constants. NULL never shows up in conditions: an expression is turned into the question
-whether it is TRUE, or whether it is FALSE, and NOT turns one into the other. AND and OR of SQL are then those of
-Python. Only where a boolean is itself a value, as in `(a > 1) IS NULL`, the three-valued operations are called.
+The function is built from nodes of Python's own syntax tree, never from text; its names are generated here, and values
+of the filter are constants. NULL does not occur in conditions: an expression is compiled to a test whether it is TRUE,
+or whether it is FALSE, and NOT turns one into the other. AND and OR of SQL are then those of Python. Only where a
+boolean is itself a value, as in `(a > 1) IS NULL`, the three-valued operations are called.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Choices:
 _HASHED = frozenset({str, int, float, bool})
 
 Source = Column | Header | Payload
-"""What a filter reads of a message."""
+"""The parts of a message that a filter reads."""
 
 OF_BATCH = ("topic", "partition")
 """Columns with one value for a whole batch."""
@@ -156,7 +156,7 @@ def _comprehension(rows: list[str]) -> ast.comprehension:
 
 
 class _Coder:
-    """Turns nodes into Python expressions, and notes what they read and call."""
+    """Compiles nodes to Python expressions, and records what they read and call."""
 
     def __init__(self) -> None:
         self.sources: dict[Source, str] = {}
@@ -277,7 +277,7 @@ class _Coder:
         return _is(_call(self._constant(operation.comparison(symbol)), left_value, right_value), True)
 
     def _plain(self, symbol: str, left: ast.expr, right: ast.expr) -> ast.expr:
-        """Compare values of one kind: Python does it as SQL does, once neither is NULL."""
+        """Compare values of one kind: Python does so like SQL, unless one is NULL."""
         constants = isinstance(left, ast.Constant) + isinstance(right, ast.Constant)
         if symbol == "=" and constants == 1:
             return _compare(left, symbol, right)

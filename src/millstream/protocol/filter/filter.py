@@ -58,7 +58,8 @@ class Filter:
 
 
 def compile_filter(text: str, *, bare_fields: bool = False) -> Filter:
-    """Compile a filter; raise `FilterError`, which points at the location, for what the language does not have.
+    """Compile a filter; raise `FilterError`, which points at the location, for anything that is not part of the
+    language.
 
     It takes half a millisecond for an ordinary filter, a tenth of a second for the worst, and more for the first one of
     a process, which loads the parser and the evaluation. An event loop that must not stall compiles in a thread. With
@@ -100,9 +101,9 @@ class Messages:
     batches: Buffer
     start_offset: int = 0
     end_offset: int = SCAN_OFFSET_MAX
-    """Messages from this offset on are left out."""
+    """Messages from this offset on are excluded."""
     aborted: Collection[tuple[int, int]] = ()
-    """Aborted transactions, each as producer id and first offset, whose messages are left out."""
+    """Aborted transactions, each as producer id and first offset, whose messages are excluded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Evaluation:
 
 def evaluate(messages: Messages, filters: Sequence[Filter]) -> Evaluation:
     """Evaluate with the compiled codec, a few thousand messages at a time; raises `CorruptBatch`."""
-    # Loading the codec takes a while, and does not pay for a few batches.
+    # For a few batches, loading the codec takes longer than it saves.
     from millstream.protocol.records.decoder import decode_columns
 
     uses = used_by(filters)

@@ -1,6 +1,6 @@
 """The expression tree of a filter: small, typed, and independent of the parser.
 
-Every node has a kind, as far as it is known before a message is seen. The kind of a payload field is `ANY`. A timestamp
+Every node has a kind, if it is known before evaluation. The kind of a payload field is `ANY`. A timestamp
 is a number of microseconds since 1970 in UTC. `canonical_text` writes a tree as the one text that all spellings of the
 same filter share; it is itself a valid filter, here and in Spark.
 """

@@ -125,7 +125,7 @@ def _tokens(text: str) -> list[Token]:
 
 
 def _open_quote(text: str) -> int | None:
-    """Return where a quote is opened that is never closed."""
+    """Return the position of a quote that is never closed."""
     start, quote, escaped = None, "", False
     for at, character in enumerate(text):
         if escaped:

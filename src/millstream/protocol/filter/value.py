@@ -22,11 +22,11 @@ Matches = Callable[[str], bool]
 
 
 class InvalidPattern(ValueError):
-    """The pattern cannot be used; says why.
+    """The pattern is not supported; the message says why.
 
-    A text is matched in one pass: the parts between the `%` are searched from left to right, each at its first place
-    after the previous one, which finds a match whenever there is one. Only a part with `_` between two `%` is compared
-    again at every place; such parts must be short, so that the time per character is bounded.
+    A text is matched in one pass: the parts between the `%` are searched from left to right, each at its first position
+    after the previous one, which finds a match if one exists. Only a part with `_` between two `%` is compared at every
+    position; such parts must be short, so that the time per character is bounded.
     """
 
 

@@ -1,6 +1,6 @@
 """Frames, headers and bodies: bytes to kio's message classes and back.
 
-A frame is a 32-bit size, a header and a body. Headers are laid by hand, since every request has one; bodies are
+A frame is a 32-bit size, a header and a body. Headers are coded by hand, since every request has one; bodies are
 kio's dataclasses, whose modules are imported when a version of an API is first used. Which versions are
 "flexible" (compact lengths, tagged fields) is a table here, so that reading a header imports nothing.
 """

@@ -1,9 +1,9 @@
 """A bounds check that walks over the bytes of a message before kio reads them.
 
-kio's native reader takes an announced array length at its word and allocates for it, so a frame of nine bytes
-that announces four billion items ends the process. `guard_of` compiles, once per message class, a walk that
-steps over the same fields without building anything, and raises `ProtocolViolation` when a length does not fit
-into the bytes that are there, or when a message has so many items that building them would block the loop.
+kio's native reader trusts a declared array length and allocates memory for it, so a frame of nine bytes that declares
+four billion items ends the process. `guard_of` compiles, once per message class, a walk that steps over the same fields
+without building anything, and raises `ProtocolViolation` when a length exceeds the available bytes, or
+when a message has so many items that building them would block the loop.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _array(length_of: Length, item: Walk) -> Walk:
     def walk(span: Span, position: int) -> int:
         length, position = length_of(span, position)
         if length > span.end - position:
-            raise ProtocolViolation(f"an array of {length} items is announced with {span.end - position} bytes left")
+            raise ProtocolViolation(f"an array declares {length} items, but only {span.end - position} bytes are left")
         span.items_left -= length
         if span.items_left < 0:
             raise ProtocolViolation("the message has more items than are read at once; split it")
@@ -155,7 +155,7 @@ def _not_null(length_of: Length, array: Walk) -> Walk:
 
     def walk(span: Span, position: int) -> int:
         if length_of(span, position)[0] < 0:
-            raise ProtocolViolation("a list that must be there is null")
+            raise ProtocolViolation("a required list is null")
         return array(span, position)
 
     return walk
@@ -183,13 +183,15 @@ def _tags(known: dict[int, Walk]) -> Walk:
             return position + 1
         count, position = _uvarint(span, position)
         if count > span.end - position:
-            raise ProtocolViolation(f"{count} tagged fields are announced with {span.end - position} bytes left")
+            raise ProtocolViolation(
+                f"{count} tagged fields are declared, but only {span.end - position} bytes are left"
+            )
         for _ in range(count):
             tag, position = _uvarint(span, position)
             size, position = _uvarint(span, position)
             after = _step(span, position, size)
             if tag in known and known[tag](span, position) != after:
-                raise ProtocolViolation(f"tagged field {tag} is not {size} bytes long as announced")
+                raise ProtocolViolation(f"tagged field {tag} is not {size} bytes long as declared")
             position = after
         return position
 
@@ -244,5 +246,5 @@ def _uvarint(span: Span, position: int) -> tuple[int, int]:
 def _step(span: Span, position: int, size: int) -> int:
     after = position + size
     if after > span.end:
-        raise ProtocolViolation(f"{size} bytes are needed where {span.end - position} are left")
+        raise ProtocolViolation(f"{size} bytes are needed, but only {span.end - position} are left")
     return after

@@ -1,8 +1,8 @@
-"""Hand-laid readers and writers of the protocol's primitive types, for hot paths and private requests.
+"""Hand-coded readers and writers of the protocol's primitive types, for hot paths and private requests.
 
-A `Reader` walks over a frame and checks every bound before it looks, so any bytes give values or a
-`ProtocolViolation`; nothing is copied but strings. A `Writer` fills one growing buffer. Both are made for one
-message: `flexible` says whether lengths are compact (version "flexible" in Kafka's words) or of fixed width.
+A `Reader` checks every bound before it reads, so any bytes give values or a `ProtocolViolation`; only strings are
+copied. A `Writer` fills one growing buffer. Both serve one message: `flexible` says whether lengths are compact (a
+"flexible" version in Kafka's terms) or of fixed width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UVARINT_MAX: Final = 2**32 - 1
 _UVARINT_BYTES_MAX: Final = 5
 
 NULL: Final = -1
-"""The length that a null string, array or block of bytes is read as."""
+"""The length of a null string, array or block of bytes."""
 
 
 class Reader:
@@ -130,7 +130,7 @@ class Reader:
         """Read how many items follow, -1 for null; more than the bytes left can hold is a violation."""
         length = self.uvarint() - 1 if self.flexible else self.int32()
         if length < NULL or length * item_bytes_min > self.remaining:
-            raise ProtocolViolation(f"an array of {length} items is announced with {self.remaining} bytes left")
+            raise ProtocolViolation(f"an array declares {length} items, but only {self.remaining} bytes are left")
         return length
 
     def int32_array(self) -> list[int]:
@@ -159,28 +159,28 @@ class Reader:
                 self._advance(self.uvarint())
 
     def skip_no_tags(self) -> bool:
-        """Step over the mark that no tagged field follows, if it is there."""
+        """Step over the empty list of tagged fields, if the version has one."""
         if self.flexible and self.position < self.end and not self._view[self.position]:
             self.position += 1
             return True
         return False
 
     def rest(self) -> memoryview:
-        """Take all that is left, without copying it."""
+        """Return the remaining bytes without copying them."""
         start = self._advance(self.remaining)
         return self._view[start : self.end]
 
     def _tag_count(self) -> int:
         count = self.uvarint()
         if count * 2 > self.remaining:
-            raise ProtocolViolation(f"{count} tagged fields are announced with {self.remaining} bytes left")
+            raise ProtocolViolation(f"{count} tagged fields are declared, but only {self.remaining} bytes are left")
         return count
 
     def _advance(self, size: int) -> int:
         start = self.position
         after = start + size
         if size < 0 or after > self.end:
-            raise ProtocolViolation(f"{size} bytes are needed where {self.end - start} are left")
+            raise ProtocolViolation(f"{size} bytes are needed, but only {self.end - start} are left")
         self.position = after
         return start
 
@@ -286,7 +286,7 @@ class Writer:
         self.buffer += struct.pack(f">{len(values)}i", *values)
 
     def no_tags(self) -> None:
-        """Append the mark that no tagged field follows; nothing if not flexible."""
+        """Append an empty list of tagged fields; nothing if not flexible."""
         if self.flexible:
             self.buffer.append(0)
 
@@ -300,4 +300,6 @@ class Writer:
         try:
             self.buffer += width.pack(length)
         except struct.error:
-            raise InvalidRequest(f"{length} bytes or items are more than this version of the request can say") from None
+            raise InvalidRequest(
+                f"{length} bytes or items are more than this version of the request can encode"
+            ) from None

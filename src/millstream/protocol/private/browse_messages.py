@@ -76,7 +76,7 @@ class ListRightsResponse(Response, frozen=True, kw_only=True):
 
 
 class NoteReadingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Announces, for the audit log, that the client shows messages of a topic to a person."""
+    """Records in the audit log that the client shows messages of a topic to a user."""
 
     topic: str
     how: str
@@ -107,7 +107,7 @@ class NodeSumsResponse(Response, frozen=True, kw_only=True):
     bytes_out: int = 0
     stored_bytes: int = 0
     disk_bytes: int = 0
-    """The size of the disk of its data folder, and what is free on it; 0 if the disk does not say."""
+    """The size of the disk of its data folder, and its free space; 0 if unknown."""
     disk_free_bytes: int = 0
     leads: int = 0
     replicas: int = 0

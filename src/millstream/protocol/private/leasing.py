@@ -1,9 +1,9 @@
-"""Leases from the worker's point of view, and requests for leases that lose none.
+"""Leases from the worker's point of view, and requests that lose no granted leases.
 
 The clocks of broker and worker differ, so a lease is never compared with the broker's wall clock. The broker reports
 how long a request waited before its messages were leased; such a lease cannot end before that time plus the lease's
 duration have passed since the request was sent, by the worker's monotonic clock. Until then a message may be handed
-out. After that, another worker may have handled it: an extension shows whether it is still held.
+out. After that, another worker may hold it: an extension shows whether this one still does.
 
 The response to a request that its caller gives up on (cancelled or timed out) may carry leased messages. The request is
 withdrawn by closing the sending half of its connection: the broker stops waiting, and leases that it has granted by
@@ -87,7 +87,7 @@ class _Asking:
 
 
 class LeaseRequests:
-    """Requests messages from nodes; leases that arrive after the caller has left are returned."""
+    """Requests messages from nodes; leases that arrive after the caller has given up are returned."""
 
     def __init__(self) -> None:
         self._open: set[_Asking] = set()

@@ -72,28 +72,28 @@ class FailoverRequest(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     topics: list[str] | None = None
     is_planned: bool = False
-    """Whether the source is there, and offsets of groups and states of queues are to be carried over once more."""
+    """Whether the source is reachable, so that group offsets and queue states are copied once more."""
 
 
 class CutPartition(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a copy was cut."""
+    """The cut of one partition of a copy."""
 
     topic: str
     partition: int
     offset: int
-    """Everything below is here; records from here on are those of this cluster."""
+    """The cut: everything below was copied; records from here on are this cluster's own."""
     epoch: int
     """The epoch in which this cluster writes."""
     dropped: int = 0
-    """Offsets that had arrived of transactions whose other parts had not."""
+    """Offsets that had arrived of transactions that were incomplete."""
     aborted: int = 0
-    """Transactions that were open, and are aborted."""
+    """Open transactions, which are aborted."""
     source_end: int | None = None
-    """The source's high watermark, if it could be asked."""
+    """The source's high watermark, if it was reachable."""
 
     @property
     def missing(self) -> int | None:
-        """How many offsets the source had acknowledged that are not here; None if it could not be asked."""
+        """Return how many acknowledged offsets of the source are missing here; None if it was unreachable."""
         return None if self.source_end is None else max(0, self.source_end - self.offset)
 
 
@@ -102,7 +102,7 @@ class FailoverResponse(Response, frozen=True, kw_only=True):
 
     partitions: Sequence[CutPartition] = ()
     source_error: str = ""
-    """Why the source could not be asked for what is missing; empty if it could."""
+    """Why the missing offsets could not be determined; empty if they could."""
     waited_ms: int = 0
 
 
@@ -111,7 +111,7 @@ class ReverseRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     address: str = ""
-    """Where the old source reaches this cluster; empty for the addresses of its nodes."""
+    """The address at which the old source reaches this cluster; empty for the addresses of its nodes."""
     settings: dict[str, str] = {}
     """How it signs in here, and other settings of the mirror that is declared there."""
     save_to: str = ""
@@ -148,7 +148,7 @@ class CutRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The epoch in which this cluster continues the copy; the same each time a failover is repeated."""
     verified: int | None = None
     gap: int | None = None
-    """From where on the copy may lack values of keys."""
+    """The offset from which the copy may lack values of keys."""
 
 
 class CutResponse(Response, frozen=True, kw_only=True):
@@ -168,19 +168,19 @@ class ExposeRequest(msgspec.Struct, frozen=True, kw_only=True):
     revision: int = 0
     """The revision of the cluster's state that the caller knows."""
     is_readable: bool = False
-    """Whether clients have to be able to read up to there, and not only all replicas to have it."""
+    """Whether clients must be able to read up to these offsets; otherwise it suffices that all replicas have them."""
 
 
 class ExposeResponse(Response, frozen=True, kw_only=True):
-    """The copies that this node leads, and up to where all replicas have them or clients can read them."""
+    """The copies that this node leads, with the offsets that all replicas have or clients can read."""
 
     reached: Offsets = msgspec.field(default_factory=dict)
     waiting: Sequence[tuple[str, int]] = ()
-    """Those at which clients wait at a commit."""
+    """The copies on which clients wait at a commit."""
 
 
 class CommitNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells the owner of a mirror that clients wait at a commit on this node."""
+    """Notifies the owner of a mirror that clients wait at a commit on this node."""
 
     mirror: str
 
@@ -200,7 +200,7 @@ class OfferRequest(msgspec.Struct, frozen=True, kw_only=True):
     topics: Sequence[UUID] = ()
     """Topics whose queues are wanted."""
     known: Sequence[QueueKeyMessage] = ()
-    """What the caller has; unchanged queues are left out."""
+    """The queues that the caller has; unchanged ones are omitted."""
 
 
 class QueueSnapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -243,7 +243,7 @@ class RegistryRequest(msgspec.Struct, frozen=True, kw_only=True):
     since: int = -1
     """The change that the caller has seen; nothing is returned if there was none since."""
     offset: int = 0
-    """How many versions the caller has got already."""
+    """How many versions the caller already has."""
 
 
 class SettingsMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,7 +291,7 @@ class HoldResponse(Response, frozen=True, kw_only=True):
 
 
 class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a node of an old source whether it refuses clients of topics, and has acknowledged what it took before."""
+    """Asks a node of an old source whether it refuses writes to topics, and has acknowledged all earlier ones."""
 
     mirror: str
     topic_ids: Sequence[UUID] = ()
@@ -317,7 +317,7 @@ class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdoptResponse(Response, frozen=True, kw_only=True):
-    """What was done."""
+    """The result of an `AdoptRequest`."""
 
     ends: Offsets = msgspec.field(default_factory=dict)
     """After `fence`: where each partition ends."""

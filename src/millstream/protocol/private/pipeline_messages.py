@@ -163,7 +163,7 @@ class JobRunsResponse(Response, frozen=True, kw_only=True):
 
 
 class RunLogRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for what a run has printed; 0 is the last run."""
+    """Asks for the output of a run; 0 is the last run."""
 
     name: str
     run: int = 0
@@ -171,7 +171,7 @@ class RunLogRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunLogResponse(Response, frozen=True, kw_only=True):
-    """The end of what a run has printed; `run` is 0 if the node does not have it."""
+    """The end of a run's output; `run` is 0 if the node does not have it."""
 
     run: int = 0
     text: str = ""

@@ -20,11 +20,11 @@ NO_CREDENTIAL: Final = ""
 
 
 class AuthenticateRequest(msgspec.Struct, frozen=True):
-    """What a caller showed, and where it is."""
+    """The credentials and the address of a caller."""
 
     scheme: str
     """`basic` with a user and a password, `bearer` with a token, `session` with a session that a node of the cluster
-    has opened, or empty for a caller that showed nothing."""
+    has opened, or empty for a caller without credentials."""
     host: str
     user: str = ""
     secret: str = ""
@@ -88,7 +88,7 @@ TOKEN_LASTS_MS_MAX: Final = 366 * 86_400_000
 
 
 class ScopeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that a token may do."""
+    """One right of a token."""
 
     operation: str
     type: str
@@ -126,7 +126,7 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreateTokenResponse(Response, frozen=True, kw_only=True):
-    """A token as it is shown, once."""
+    """A new token; its text is shown only once."""
 
     token_id: str = ""
     token: str = ""
@@ -158,7 +158,7 @@ class TokenDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListTokensResponse(Response, frozen=True, kw_only=True):
-    """The tokens that the client may know of."""
+    """The tokens that the client may see."""
 
     tokens: Sequence[TokenDescription] = ()
 

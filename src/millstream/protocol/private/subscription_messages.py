@@ -68,7 +68,7 @@ class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
     message: str | None
     partitions: list[PartitionMessages] = []
     throttle_ms: int = 0
-    """How long the client's quota still forbids messages; there are none then."""
+    """How long the client's quota still forbids messages; the response then has none."""
     waited_ms: int = 0
     """How long the request waited, at least, before the first message was leased."""
 
@@ -214,7 +214,7 @@ class ReviveMessagesResponse(Response, frozen=True, kw_only=True):
 
 
 class AppendLetterRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A batch with a dead letter for a partition, from a node that shows its secret."""
+    """A batch with a dead letter for a partition, from a node that proves itself by a secret."""
 
     topic: str
     partition: int

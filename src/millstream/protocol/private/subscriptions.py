@@ -119,7 +119,7 @@ class TraceEvent(msgspec.Struct, frozen=True):
     worker: str = ""
     """`endpoint/member`, if a worker was involved."""
     until_ms: int = 0
-    """The end of the lease or of the delay; 0 if there is none."""
+    """The end of the lease or of the delay; 0 without either."""
     reason: str = ""
     leader_epoch: int = 0
     sequence: int = 0
@@ -473,7 +473,7 @@ class SubscriptionClient:
         return messages, failed
 
     async def confirmed(self, name: str, worker: str, messages: Sequence[LeasedMessage]) -> list[LeasedMessage]:
-        """Return the messages that are certainly held: if leases may have ended, extend all, and leave out the rest."""
+        """Return the messages that are certainly held: if leases may have ended, extend all, and drop the rest."""
         if all(message.is_fresh for message in messages):
             return list(messages)
         sent_at = monotonic()

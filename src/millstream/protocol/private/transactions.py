@@ -7,7 +7,7 @@
         await transactions.prepare(writer)
         await transactions.complete_batch("query", 7, [writer])
 
-Everything here may be repeated, so answers that were lost are asked for again.
+All requests are idempotent, so they are repeated if a response is lost.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ R = TypeVar("R", bound=Response)
 T = TypeVar("T")
 
 _ATTEMPT: Final = re.compile(r"spark/.+(?=/[0-9]{1,18}/[^/]+/[^/]+\Z)", re.DOTALL)
-"""What the transactional ids of a query's attempts begin with; they have one coordinator."""
+"""The prefix of the transactional ids of a query's attempts, which share one coordinator."""
 
 
 class TransactionalProducer(NamedTuple):
@@ -236,7 +236,7 @@ class Transactions:
 
 
 def shared_place(transactional_id: str) -> str:
-    """Return what all transactional ids with the same coordinator as this one share, as far as is known here."""
+    """Return the part of a transactional id that selects its coordinator, if it is known here; otherwise all of it."""
     attempt = _ATTEMPT.match(transactional_id)
     return transactional_id if attempt is None else attempt[0]
 
@@ -255,6 +255,6 @@ def _check(code: int, about: str, message: str | None = None) -> None:
         return
     error: MillstreamError = error_from_code(code, message, about=about)
     if isinstance(error, ConcurrentTransactions):
-        # It passes, like everything that a coordinator asks to retry.
+        # Transient, like every error that a coordinator asks to retry.
         raise CoordinatorUnavailable(str(error))
     raise error

@@ -21,7 +21,7 @@ from millstream.protocol.records.decoder import FIELDS, OFFSET_MAX, ROWS_MAX, Ba
 from millstream.protocol.records.layout import Bytes, Int32s, Int64s
 
 NAMES: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers")
-"""In their order; kept apart from what turns records into columns, since planning a query needs no more than this."""
+"""In order; separate from the conversion code, since planning a query needs only the names."""
 
 _HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
 
@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
         pa.field("headers", _HEADERS),
     ]
 )
-"""Everything a record has, as Spark's Kafka source shows it."""
+"""All columns of Spark's Kafka source."""
 
 _MILLISECONDS_MAX = (2**63 - 1) // 1000
 
@@ -106,7 +106,7 @@ def _buffer(array: np.ndarray[Any, Any] | None) -> pa.Buffer | None:
 
 
 def _timestamp_array(timestamps_ms: Int64s) -> pa.Array:
-    """Microseconds; null where they do not fit into 64 bits, which no clock gives but a producer can send."""
+    """Microseconds; null where they do not fit into 64 bits, which producers can send."""
     micros = timestamps_ms * 1000
     outside = (timestamps_ms > _MILLISECONDS_MAX) | (timestamps_ms < -_MILLISECONDS_MAX)
     return pa.array(micros, mask=outside if outside.any() else None).view(_TIMESTAMP)

@@ -75,7 +75,7 @@ class BatchHeader(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The whole batch, its first twelve bytes included."""
+        """The size of the whole batch, including its first twelve bytes."""
         return self.length + LOG_OVERHEAD_BYTES
 
     @property
@@ -185,7 +185,7 @@ def seal_batch(
     base_sequence: int,
     record_count: int,
 ) -> None:
-    """Write the header of a batch whose records are in place behind it; the CRC comes last."""
+    """Write the header of a batch whose records follow it in the buffer; the CRC is computed last."""
     try:
         BATCH_HEADER.pack_into(
             batch,

@@ -82,7 +82,7 @@ class HeaderColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Some records. A field that was not asked for is None; so is one that no record to be written has."""
+    """Some records. A field that was not requested is None; so is one that no record to be written has."""
 
     offsets: Int64s
     timestamps_ms: Int64s

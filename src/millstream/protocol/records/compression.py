@@ -1,4 +1,4 @@
-"""The four compressions of Kafka, with the decompressed size bounded before memory is asked for.
+"""The four compressions of Kafka, with the decompressed size bounded before memory is allocated.
 
 - gzip: one or several members.
 - snappy: written in the block framing of the Java library ("xerial"); read with or without it, since librdkafka
@@ -8,8 +8,8 @@
 
 The frames of lz4 and zstd are made of blocks of limited size, so that walking over the block headers gives an upper
 bound of the output. A batch that would decompress to more than the limits allow is `CorruptBatch`, never a huge
-allocation. The limits are the same for everyone who reads batches: a node sets them from its configuration, and hands
-them on to its child processes through the environment, where clients may set them too.
+allocation. All readers have the same limits: a node sets them from its configuration, and passes them to its child
+processes through the environment, where clients may set them too.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def _decompress_snappy(view: memoryview, bytes_max: int) -> memoryview:
         if size:
             cramjam.snappy.decompress_raw_into(block, output[position : position + size])
         elif len(block) != 1:
-            raise CorruptBatch("a snappy block declares to be empty and is not")
+            raise CorruptBatch("a snappy block declares that it is empty, but is not")
         position += size
     return output
 
@@ -347,7 +347,7 @@ def _walk_zstd(view: memoryview) -> Iterator[int]:
 
 
 def _zstd_descriptor(view: memoryview, position: int, flags: int) -> tuple[int, int]:
-    """The length of the frame descriptor behind its flags, and what a block of the frame decompresses to at most."""
+    """Return the length of the frame descriptor after its flags, and the maximum size of a decompressed block."""
     dictionary_bytes = (0, 1, 2, 4)[flags & 3]
     if not flags & 0x20:
         return 1 + dictionary_bytes + (0, 2, 4, 8)[flags >> 6], _ZSTD_BLOCK_BYTES

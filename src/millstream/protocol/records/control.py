@@ -2,7 +2,7 @@
 
 Key: version i16 | type i16 (0 abort, 1 commit). Value: version i16 | coordinator epoch i32. One record to a batch,
 which has the producer's id and epoch, no sequence, and both the transactional and the control flag. Kinds that only a
-quorum of controllers writes are passed over.
+quorum of controllers writes are skipped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Marker:
         if self.coordinator_epoch > latest:
             if self.coordinator_epoch != held:
                 raise UnknownLeaderEpoch(
-                    f"no coordinator is known that has the epoch {self.coordinator_epoch}; the latest has {latest}"
+                    f"no known coordinator has the epoch {self.coordinator_epoch}; the latest has {latest}"
                 )
             return replace(self, coordinator_epoch=latest)
         if self.coordinator_epoch < held <= latest:

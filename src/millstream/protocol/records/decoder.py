@@ -1,8 +1,8 @@
 """Fetch answers to columns, in compiled code.
 
 No Python runs per record: batches are found, records parsed and fields copied by kernels, a few thousand records at a
-time. Python runs per batch only to check its CRC and to decompress it. Every table is sized by bytes that are there,
-never by what a header claims.
+time. Python runs per batch only to check its CRC and to decompress it. Every table is sized by the bytes received,
+never by what a header declares.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from millstream.protocol.records.record import AbortedBatches
 
 KEY, VALUE, HEADER = "key", "value", "headers"
 FIELDS = frozenset({KEY, VALUE, HEADER})
-"""The fields of a record that are built only when asked for."""
+"""The fields of a record that are built only on request."""
 
 ROWS_MAX = 8192
 """Rows decoded at a time: few enough for the caches, and a size that suits Spark."""
@@ -106,8 +106,8 @@ def decode_columns(
     """Yield the records from `start_offset` up to `end_offset`, exclusive, at most `rows_max` at a time.
 
     Control batches are skipped unless requested, and so are batches of the aborted transactions in the response, each
-    given as producer id and first offset. A batch that cannot be read is reported to `skip` when it is
-    reached, and passed over; without `skip`, it raises `BatchRejected`.
+    given as producer id and first offset. A batch that cannot be read is reported to `skip` when it is reached, and
+    skipped; without `skip`, it raises `BatchRejected`.
     """
     batches = buffer if isinstance(buffer, Batches) else find_batches(buffer)
     table = batches.table
@@ -140,7 +140,7 @@ def decode_columns(
 def _decode_apart(
     table: Table, position: int, end_offset: int, decode: Callable[[Table, int], Iterator[Columns]], skip: Skip
 ) -> Iterator[Columns]:
-    """Decode batch by batch, so that those that can be read are."""
+    """Decode batch by batch, so that all readable ones are returned."""
     for row in range(table.size):
         batch = table[row]
         base_offset, end = int(batch["base_offset"]), int(batch["base_offset"] + batch["last_delta"]) + 1

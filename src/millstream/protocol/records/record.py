@@ -69,7 +69,7 @@ RECORD_BYTES_MIN = 7
 """No record is shorter: seven varints and bytes of one byte each."""
 
 HEADERS_MAX = 65_536
-"""A record with more headers is refused, so that a small batch cannot ask for a lot of memory."""
+"""A record with more headers is refused, so that a small batch cannot cause a large allocation."""
 
 Headers = tuple[tuple[str, bytes | None], ...]
 
@@ -93,7 +93,7 @@ headers start (which is the value's end), end."""
 
 
 class OversizedRecord(Exception):
-    """A record is larger than its reader takes; nothing of it was copied."""
+    """A record exceeds the reader's limit; nothing was copied."""
 
     def __init__(self, offset: int, size: int) -> None:
         super().__init__(f"the record at offset {offset} takes {size} bytes")
@@ -177,9 +177,9 @@ def decode_records(
 ) -> Iterator[Record]:
     """Yield the records of a fetch answer, without those of the aborted transactions that came with it.
 
-    A last batch that is cut off is ignored. Control batches are skipped unless asked for. The first batch may hold
+    A last batch that is cut off is ignored. Control batches are skipped unless requested. The first batch may hold
     records below the offset that was fetched: dropping them is the caller's job. A batch that cannot be read raises, or
-    is handed to `skip`, and what is behind it follows.
+    is passed to `skip`, and decoding continues after it.
     """
     left_out = AbortedBatches(aborted)
     for header in iterate_whole_headers(buffer):
@@ -241,7 +241,7 @@ def append_time_ms(header: BatchHeader) -> int | None:
 def walk_records(
     section: bytes, header: BatchHeader, ranges: Iterable[tuple[int, int]] = EVERY_OFFSET
 ) -> Iterator[Fields]:
-    """Find the fields of the records whose offsets lie in ascending ranges; headers are not looked into.
+    """Find the fields of the records whose offsets lie in ascending ranges; headers are not parsed.
 
     Most numbers take one or two bytes. These are read in place, since a call would cost more than all the rest.
     """
@@ -311,7 +311,7 @@ def walk_records(
 
 
 def _pass_records(section: bytes, header: BatchHeader, wanted: int) -> tuple[int, int]:
-    """Step over records before the one of an offset delta, if their places give their offsets.
+    """Step over the records before an offset delta, if offsets follow from their positions.
 
     Returns how many there are and where the next one starts.
     """

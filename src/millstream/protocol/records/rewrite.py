@@ -26,7 +26,7 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
 class RawRecord(NamedTuple):
-    """One record: its bytes in the section, and what is known of it."""
+    """One record: its bytes in the section, and its parsed fields."""
 
     start: int
     end: int
@@ -51,7 +51,7 @@ def rebuild_batch(
 ) -> bytearray:
     """Return the batch with some of its records: same offsets, producer, epoch, codec and timestamps.
 
-    With a delete horizon, the batch says from when on its tombstones may be removed. It replaces the base timestamp, as
+    With a delete horizon, the batch stores when its tombstones may be removed. It replaces the base timestamp, as
     in Kafka, and the records' deltas count from it.
     """
     base_timestamp_ms, attributes = header.base_timestamp_ms, header.attributes

@@ -49,7 +49,7 @@ class AvroField:
 
     @property
     def has_default(self) -> bool:
-        """Whether readers can do without it."""
+        """Whether readers can fill it in if it is missing."""
         return self.default is not _MISSING
 
 
@@ -97,7 +97,7 @@ class AvroSchema:
 
     @classmethod
     def parse(cls, text: str, references: Sequence[tuple[str, str]] = ()) -> AvroSchema:
-        """Parse a schema whose references, given as name and text, are in the order of their dependence."""
+        """Parse a schema whose references, given as name and text, are in dependency order."""
         names: dict[str, AvroType] = {}
         for _name, referenced in references:
             _Parser(names).parse(_decode(referenced), "", 0)

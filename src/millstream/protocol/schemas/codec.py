@@ -1,7 +1,9 @@
-"""Encodes and decodes values by a schema. One codec per schema; it needs no compiler, only what the registry compiled.
+"""Encodes and decodes values by a schema. One codec per schema; it needs no compiler, only the compiled form of the
+registry.
 
-Decoded values are what Python programs use: dictionaries, lists, `datetime`, `Decimal`, `UUID`, names of enum symbols.
-`from_json` converts what JSON has no types for, so that a document from HTTP or a terminal can be encoded.
+Decoded values are native Python types: dictionaries, lists, `datetime`, `Decimal`, `UUID`, names of enum symbols.
+`from_json` converts JSON documents from HTTP or a terminal, which lack some of these types, so that they can be
+encoded.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _UNREADABLE: Final = (
     ValueError,
     struct.error,
 )
-"""What decoders raise for bytes that are not theirs, and encoders for values that do not fit."""
+"""The errors of decoders for malformed bytes, and of encoders for values that do not fit."""
 
 
 class Codec(ABC):
@@ -105,7 +107,7 @@ class AvroCodec(Codec):
 
     @cached_property
     def _plain(self) -> Any:
-        """The schema without logical types, whose values may lie beyond what Python's types hold."""
+        """The schema without logical types, whose values may exceed the range of Python's types."""
         return _parse_avro(_without_logical_types(self.source))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The one entrance to the formats: parse a schema of any type, check it against earlier ones, print it otherwise."""
+"""The common interface of the formats: parse a schema of any type, check it against earlier ones, convert it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class InvalidSchema(Exception):
 class Difference(NamedTuple):
     """One reason why a reader's schema cannot read what a writer's schema wrote.
 
-    In the description, `{reader}` and `{writer}` stand for "new" and "old", whichever each of them is.
+    In the description, `{reader}` and `{writer}` are replaced by "new" and "old", or the reverse.
     """
 
     kind: str

@@ -27,7 +27,7 @@ _VARINT_BYTES_MAX: Final = 5
 
 
 class Framed(NamedTuple):
-    """A value with what names its schema: an id or a guid."""
+    """A value and the id or guid of its schema."""
 
     schema_id: int | None
     guid: str | None
@@ -37,12 +37,12 @@ class Framed(NamedTuple):
 
     @property
     def named(self) -> str:
-        """What names the schema, for messages."""
+        """Return the id or guid of the schema, for error messages."""
         return f"id {self.schema_id}" if self.guid is None else f"guid {self.guid}"
 
 
 def unframe(payload: bytes, header: bytes | None = None) -> Framed:
-    """Split a payload from what names its schema; raise `SchemaMismatch` if nothing does."""
+    """Split a payload into content and schema id; raise `SchemaMismatch` if it names no schema."""
     if header is not None:
         if len(header) >= GUID_BYTES and header[0] == GUID_MAGIC:
             guid = str(UUID(bytes=bytes(header[1:GUID_BYTES])))

@@ -123,7 +123,7 @@ class Node:
     """A JSON type; or true, false, enum, const, not, ref, or one of the combinations."""
     raw: Any
     parts: list[Node] = field(default_factory=list)
-    """What is combined, negated or, once it is resolved, referred to."""
+    """The parts that are combined or negated, or the target of a resolved reference."""
     properties: dict[str, Node] = field(default_factory=dict)
     patterns: list[tuple[str, Node]] = field(default_factory=list)
     dependencies: dict[str, Node] = field(default_factory=dict)
@@ -375,7 +375,7 @@ Found = list[tuple[str, str]]
 
 
 def compare(reader: JsonSchema, writer: JsonSchema) -> list[Difference]:
-    """Return why the reader does not allow all that the writer allows; empty if it does."""
+    """Return why the reader does not allow everything that the writer allows; empty if it does."""
     found = _Comparison().compare(writer.root, reader.root, "#/")
     return [Difference(kind, _describe(kind, path)) for kind, path in found if kind not in _COMPATIBLE]
 

@@ -1,8 +1,8 @@
 """Protobuf schemas: compiled by protoc, printed from the descriptor, compared field by field.
 
-Clients send the text of a `.proto` file, or its FileDescriptorProto in base 64. Both are compiled by protoc as it comes
-with grpcio-tools, so that what is registered is what every Protobuf compiler takes; the canonical text is printed from
-the descriptor, without comments.
+Clients send the text of a `.proto` file, or its FileDescriptorProto in base 64. Both are compiled by the protoc of
+grpcio-tools, so that every Protobuf compiler accepts what is registered; the canonical text is printed from the
+descriptor, without comments.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _compile(text: str, others: Mapping[str, str]) -> list[FileDescriptorProto]:
 
 
 def _with_errors(work: Callable[[], int]) -> tuple[int, str]:
-    """Run something native and catch what it writes to the standard error stream."""
+    """Run native code and capture its standard error."""
     with tempfile.TemporaryFile() as caught:
         kept = os.dup(2)
         os.dup2(caught.fileno(), 2)
@@ -394,7 +394,7 @@ def _with_known_options(files: Sequence[FileDescriptorProto]) -> Any:
         kind = message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.FileDescriptorProto"))
         return kind.FromString(files[-1].SerializeToString())
     except (TypeError, KeyError, DecodeError):
-        # A descriptor whose imports are not at hand; protoc says what is wrong with it.
+        # Imports of the descriptor are missing; protoc reports the error.
         return files[-1]
 
 
@@ -465,7 +465,7 @@ _DESCRIPTIONS: Final = {
     "MULTIPLE_FIELDS_MOVED_TO_ONEOF": "a oneof of the {reader} schema holds several fields of the {writer} one",
     "FIELD_MOVED_TO_EXISTING_ONEOF": "a oneof of the {reader} schema has one more field of the {writer} one",
 }
-"""The differences that make schemas incompatible; all others are compatible and not even noted."""
+"""The differences that make schemas incompatible; compatible ones are not recorded."""
 
 
 class _Comparison:
@@ -525,7 +525,7 @@ class _Comparison:
             self._note("REQUIRED_FIELD_REMOVED", path)
 
     def _oneofs(self, original: DescriptorProto, update: DescriptorProto, path: str) -> None:
-        """A oneof may take in one field that was in none, unless it also holds fields that were in one."""
+        """A oneof may gain one field that was in no oneof, unless it also holds fields that were in one."""
         before = {field.number: _oneof_of(original, field) for field in original.field}
         members: dict[str, list[int]] = {}
         for field in update.field:

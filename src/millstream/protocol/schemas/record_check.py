@@ -21,9 +21,9 @@ from millstream.protocol.schemas.framing import HEADERS, PREFIX_BYTES, Framed, s
 
 KEY, VALUE = "key", "value"
 ERRORS_MAX: Final = 1000
-"""The number of records that are reported; a batch with more wrong ones is refused for these."""
+"""The maximum number of records that are reported for a refused batch."""
 FEW_RECORDS: Final = 64
-"""Up to this many, looking at them one by one is faster than preparing arrays."""
+"""Up to this many records, checking them one by one is faster than preparing arrays."""
 
 
 class FieldRule(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 Requests are pipelined: each gets a correlation id, by which responses are matched. Nothing here runs as a task:
 responses arrive as callbacks of the transport and complete the callers' futures. A request that is not answered in time
-closes the connection, since everything behind it would wait as well.
+closes the connection, since all requests after it would wait too.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Channel(asyncio.BufferedProtocol):
     async def open(
         cls, host: str, port: int, *, client_id: str, timeout_s: float, credentials: Credentials | None = None
     ) -> Self:
-        """Connect, learn what the broker serves, and authenticate if there is something to authenticate with."""
+        """Connect, negotiate API versions, and authenticate if there are credentials."""
         credentials = credentials or NODE_CREDENTIALS.get()
         tls = credentials.tls_context
         address = f"{host}:{port}"
@@ -97,7 +97,7 @@ class Channel(asyncio.BufferedProtocol):
             ) from error
         except ssl.SSLError as error:
             reason = error.reason or str(error)
-            raise BrokerUnreachable(f"{address} does not take part in TLS ({reason}); is it a TLS port?") from error
+            raise BrokerUnreachable(f"{address} does not speak TLS ({reason}); is it a TLS port?") from error
         except OSError as error:
             raise BrokerUnreachable(f"{address}: {_reason(error)}") from error
         try:
@@ -200,7 +200,7 @@ class Channel(asyncio.BufferedProtocol):
         self.versions = {served.api_key: (served.min_version, served.max_version) for served in response.api_keys}
 
     async def _authenticate(self, credentials: Credentials, timeout_s: float) -> None:
-        """Go through the dialogue of a SASL mechanism, if there is something to authenticate with."""
+        """Run the exchange of a SASL mechanism, if there are credentials."""
         begun = credentials.begin()
         if begun is None:
             return
@@ -210,7 +210,7 @@ class Channel(asyncio.BufferedProtocol):
         offered = codec.read_response(_SASL_HANDSHAKE_KEY, 1, frame)
         if offered.error_code:
             choices = ", ".join(offered.mechanisms) or "none"
-            raise AuthenticationFailed(f"{self.address} does not take {mechanism}; it takes {choices}")
+            raise AuthenticationFailed(f"{self.address} does not support {mechanism}; it supports {choices}")
         version = self.version_for(_SASL_AUTHENTICATE_KEY, newest=2)
         request = codec.load_request_class(_SASL_AUTHENTICATE_KEY, version)
         with suppress(StopIteration):
@@ -247,7 +247,7 @@ class Channel(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def end_writing(self) -> None:
-        """Close the sending half: the broker answers what it can answer at once, and hangs up."""
+        """Close the sending half: the broker answers what it can at once, and closes the connection."""
         if self._transport is not None and self.is_open:
             self._has_ended_writing = True
             if self._transport.can_write_eof():
@@ -259,7 +259,7 @@ class Channel(asyncio.BufferedProtocol):
     def _gone(self) -> MillstreamError:
         return BrokerUnreachable(f"the connection to {self.address} was lost ({self._cause}); is the broker running?")
 
-    # -- what asyncio calls ---------------------------------------------------------------------------------
+    # -- callbacks of asyncio -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Store the transport, which other event loops do not derive from asyncio's class."""
@@ -364,7 +364,7 @@ def _not_kafka(head: bytes) -> str:
     if head == b"HTTP":
         return "an HTTP server answers there; give the Kafka address, which is another port than that of HTTP"
     if head[:2] in _TLS_HEADS:
-        return "a TLS server answers there, and this client was not given TLS"
+        return "a TLS server answers there, but this client does not use TLS"
     return f"the server there is not a Kafka broker: its answer starts with {head!r}"
 
 
@@ -380,7 +380,7 @@ POOL_MEMBERS_MAX: Final = 256
 """Members of one group wait for each other in JoinGroup, so more of these run concurrently."""
 
 MUTED_S_MAX: Final = 300.0
-"""The longest throttle time that is believed."""
+"""The longest throttle time that is honoured."""
 
 
 class Pool:

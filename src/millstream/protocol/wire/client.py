@@ -86,7 +86,7 @@ class Client:
         self._waiting_max = waiting_max
         self._credentials = credentials or NODE_CREDENTIALS.get()
         self._given_as = given_as
-        """How addresses are given, for the error that no broker answers."""
+        """How users give addresses, for the error that no broker answers."""
         self._pools: dict[tuple[str, int], Pool] = {}
         self._nodes: dict[NodeId, NodeMetadata] = {}
         self._leaders: dict[TopicPartition, NodeId] = {}
@@ -185,7 +185,7 @@ class Client:
 
     def throttle_of(self, topic: str) -> float:
         """Return for how many seconds the leaders of a topic's partitions throttle the client; the longest."""
-        # Asked before every publish over HTTP, and hardly ever is there one.
+        # Checked before every publish over HTTP; there hardly ever is a throttle.
         for pool in self._pools.values():
             if pool.muted_until:
                 break
@@ -291,7 +291,7 @@ class Client:
         async def attempt() -> Produced:
             nonlocal deadline
             pool = await self._reach(await self._leader(topic, partition, create=True))
-            # Waiting because the broker asks for it is no failure of the broker.
+            # A pause that the broker requests is not a failure.
             deadline += await pool.unmuted()
             left_s = max(PRODUCE_S_MIN, deadline - loop.time())
             if timeout_ms is not None:
@@ -535,7 +535,7 @@ class Client:
         return pool
 
     async def _first_answer(self) -> None:
-        """Find a broker that answers, while one may be starting; a silent one gets the time of a response."""
+        """Find a broker that answers, since one may be starting; a silent one is given the time of a response."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         backoff = Backoff(max_s=BACKOFF_S_MAX)
@@ -559,7 +559,8 @@ class Client:
     async def _anywhere(self, within: str = "") -> Pool:
         """Return a pool whose shared connection is open: an existing one, otherwise the first that can be opened."""
         nodes = [(node.host, node.port) for node in self._nodes.values()]
-        # Who is named is the nearest, of a gateway its own node; another one may hang without anybody knowing it yet.
+        # The given address is the nearest: for a gateway its own node. Another node may hang without being detected
+        # yet.
         for host, port in (*self._bootstrap, *nodes):
             if self._pool(host, port).is_open:
                 return self._pool(host, port)
@@ -613,7 +614,7 @@ class Client:
     # -- retries --------------------------------------------------------------------------------------------
 
     async def _retrying(self, attempt: Callable[[], Awaitable[T]], *, lost_is_transient: bool = True) -> T:
-        """Retry with backoff and fresh metadata while the failure may pass and time is left."""
+        """Retry transient failures with backoff and fresh metadata, while time is left."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         backoff = Backoff(max_s=BACKOFF_S_MAX)

@@ -1,8 +1,8 @@
 """How a client proves who it is: TLS, and SASL with a password or a token.
 
-A connection that is opened without credentials takes those of the node it works for, if it works for one:
-`NODE_CREDENTIALS` holds them for every task that a node or one of its child processes starts. Programs and commands
-always give theirs, so that they never act as their node.
+A connection that is opened without credentials uses those of the node that its process belongs to, if any:
+`NODE_CREDENTIALS` holds them for every task of a node and its child processes. Programs and commands always pass their
+own, so that they never act as a node.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from millstream.core.ids import NodeId
 PLAIN: Final = "PLAIN"
 OAUTHBEARER: Final = "OAUTHBEARER"
 ASSERTION: Final = "MILLSTREAM-ASSERTION"
-"""How a gateway acts for a caller: with what a node has signed about that caller."""
+"""The mechanism with which a gateway acts for a caller: an assertion that a node has signed."""
 _GS2_HEADER: Final = "n,,"
 _NONCE_BYTES: Final = 24
 _NODE_URI: Final = "millstream://"
 NODE_USER: Final = "__node"
-"""The name by which a node's own processes sign in; it is one of no listener that others reach."""
+"""The user name of a node's own processes, which no listener for others accepts."""
 _CHILD_VARIABLE: Final = "_MILLSTREAM_NODE_CREDENTIALS"
 
 Exchange = Generator[bytes, bytes, None]
-"""Yields what is sent, and is sent what the broker answers; ends when the client is content."""
+"""Yields what to send, and receives the broker's responses; ends when authentication is complete."""
 
 CheckPeer = Callable[[ssl.SSLObject | None], None]
 
@@ -43,17 +43,17 @@ class Credentials:
     """How a client connects; by default in plain text and anonymously."""
 
     tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None
-    """How connections are encrypted; a function is asked for each of them, since certificates are renewed."""
+    """How connections are encrypted; a function is called for each of them, since certificates are renewed."""
     user: str = ""
     password: str = field(default="", repr=False)
     token: Callable[[], str] | None = field(default=None, repr=False)
-    """Gives a bearer token or an API token; asked again for each connection, since tokens are short-lived."""
+    """Returns a bearer token or an API token; called for each connection, since tokens are short-lived."""
     mechanism: str = ""
     check_peer: CheckPeer | None = field(default=None, repr=False)
-    """Looks at who answers, where that is not checked by the name that was connected to."""
+    """Verifies the peer's certificate, where it is not checked against the host name."""
 
     exported: Mapping[str, str] | None = field(default=None, repr=False)
-    """What a child process needs to make the same of; None where it gets nothing."""
+    """What a child process needs to build the same credentials; None if it gets none."""
 
     @property
     def tls_context(self) -> ssl.SSLContext | None:
@@ -93,7 +93,7 @@ def client_tls(
     certificate: str | Path | None = None,
     key: str | Path | None = None,
 ) -> ssl.SSLContext:
-    """TLS that trusts an authority, or those that the machine trusts, and shows a certificate if it is given one."""
+    """Return TLS that trusts an authority, or those of the machine, and presents a certificate if one is given."""
     try:
         context = ssl.create_default_context(cafile=None if ca is None else str(ca), cadata=ca_text)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -146,12 +146,12 @@ class NodeName:
 
 
 def node_by_secret(secret: str) -> Credentials:
-    """How the processes of a node that is alone sign in at it."""
+    """Return the credentials of a single node's own processes."""
     return Credentials(user=NODE_USER, password=secret, mechanism=PLAIN, exported={"secret": secret})
 
 
 def node_by_certificate(certificate: str, key: str, ca: str, cluster: str) -> Credentials:
-    """How the nodes of a cluster, and their processes, sign in at each other."""
+    """Return the credentials with which nodes of a cluster, and their processes, sign in to each other."""
     exported = {"certificate": certificate, "key": key, "ca": ca, "cluster": cluster}
     load, check_peer = node_tls(cluster, lambda: client_tls(ca, certificate=certificate, key=key))
     return Credentials(tls=load, check_peer=check_peer, exported=exported)
@@ -169,13 +169,13 @@ def node_tls(cluster: str, make: Callable[[], ssl.SSLContext]) -> tuple[Callable
         shown: Any = {} if connection is None else connection.getpeercert() or {}
         name = NodeName.of(value for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
         if name is None or name.cluster != cluster:
-            raise AuthenticationFailed(f"what answers does not say by its certificate that it is a node of {cluster!r}")
+            raise AuthenticationFailed(f"the peer's certificate does not identify a node of {cluster!r}")
 
     return load, check_peer
 
 
 def on_behalf_of(assertion: Callable[[], str]) -> Credentials:
-    """How a process of this node connects for a caller that the node has authenticated: never with its own rights."""
+    """Return the credentials of a caller that the node has authenticated: never with the node's own rights."""
     node = NODE_CREDENTIALS.get()
     exported = node.exported or {}
     tls = None
@@ -191,7 +191,7 @@ def child_environment() -> dict[str, str] | None:
 
 
 def adopt_node_credentials() -> None:
-    """Take over, in a process that a node has started, what it signs in by."""
+    """Use the credentials of the node that has started this process."""
     text = os.environ.pop(_CHILD_VARIABLE, None)
     if text is None:
         return
@@ -200,7 +200,7 @@ def adopt_node_credentials() -> None:
     NODE_CREDENTIALS.set(node_by_secret(**exported) if is_alone else node_by_certificate(**exported))
 
 
-# -- the dialogues ------------------------------------------------------------------------------------------------
+# -- SASL exchanges -----------------------------------------------------------------------------------------------
 
 
 def _send_token(token: str) -> Exchange:
@@ -238,7 +238,7 @@ def _prove_password(mechanism: str, user: str, password: str) -> Exchange:
     except (KeyError, ValueError):
         raise AuthenticationFailed("the broker's answer to SCRAM cannot be read") from None
     if not full_nonce.startswith(nonce) or not ITERATIONS_MIN <= iterations <= 4 * ITERATIONS_MAX:
-        raise AuthenticationFailed("the broker's answer to SCRAM is not an answer to this client")
+        raise AuthenticationFailed("the broker's answer to SCRAM does not match this client's nonce")
     channel = base64.b64encode(_GS2_HEADER.encode()).decode()
     final = f"c={channel},r={full_nonce}"
     salted = hash_password(mechanism, password, salt, iterations)
@@ -249,11 +249,13 @@ def _prove_password(mechanism: str, user: str, password: str) -> Exchange:
     verdict = scram_fields((yield f"{final},p={proof}".encode()).decode())
     expected = mac(mechanism, derive(user, mechanism, salted).server_key, signed)
     if not is_same(verdict.get("v", "").encode(), base64.b64encode(expected)):
-        raise AuthenticationFailed("the broker does not know this user's password: it is not the one it claims to be")
+        raise AuthenticationFailed(
+            "the broker could not prove that it knows this user's password; it is not a genuine broker of the cluster"
+        )
 
 
 def scram_fields(message: str) -> dict[str, str]:
-    """Return the `name=value` fields of a SCRAM message, each of which is there once."""
+    """Return the `name=value` fields of a SCRAM message, each of which occurs once."""
     fields: dict[str, str] = {}
     for part in message.split(","):
         name, equals, value = part.partition("=")

@@ -95,14 +95,14 @@ CODES: Final[Mapping[type[errors.MillstreamError], int]] = {
     errors.TransactionRejected: 48,
     errors.LogUnavailable: 56,
     errors.OffsetOutOfRange: 1,
-    # Consumers raise this code to their user; a storage error they would retry forever.
+    # Consumers raise this code to the application; they would retry a storage error forever.
     errors.DamagedRange: 2,
-    # Sends the client back to the metadata, where the topic is deleted or has another leader.
+    # Makes the client refresh its metadata, where the topic is deleted or has another leader.
     errors.PartitionClosed: 6,
     errors.SchemaRegistryError: 42,
     errors.ElectionRefused: 84,
     errors.FilterUnavailable: 14,
-    # Both stores may be back soon, and administrators' clients try again after this.
+    # Both stores may recover soon, and admin clients retry after this code.
     errors.StoreUnavailable: 7,
     errors.CatalogUnavailable: 7,
     errors.ProtocolViolation: 42,
@@ -124,7 +124,7 @@ TRANSIENT: Final = (
     errors.NotEnoughReplicas,
     errors.BrokerUnreachable,
 )
-"""Errors that pass when the request is sent again with fresh metadata."""
+"""Transient errors: the request may succeed with fresh metadata."""
 
 
 def error_from_code(code: int, message: str | None, *, about: str = "") -> errors.MillstreamError:

@@ -19,7 +19,7 @@ OLDEST: Final = 2
 NEWEST: Final = 10
 
 PARTITIONS_MAX: Final = 500
-"""The maximum number of partitions in one request: a node answers it in one go, and does nothing else meanwhile."""
+"""The maximum number of partitions in one request: a node handles it without yielding to other work."""
 
 _CONSUMER: Final = -1
 

@@ -55,7 +55,7 @@ class BrokerStatusPipe:
         self.starting: str | None = None
         """Why the broker does not answer yet; None once it does."""
         self._says_why = says_why
-        """Whether everyone may know the reason, which may name other servers."""
+        """Whether the reason is public; it may name other servers."""
         self._line = line
         self._rest = b""
         self._status: dict[str, Any] = {}
@@ -154,7 +154,7 @@ class BrokerStatus:
         return status
 
     async def _ask_other(self, client: Client, node: NodeId) -> dict[str, Any] | None:
-        """Return the status of another node of the machine; None if it gives none, as while it is started again."""
+        """Return the status of another node of the machine; None if it does not respond, as while it restarts."""
         try:
             async with asyncio.timeout(self._answer_s):
                 return decode_document(await client.private(node, NODE_STATUS_KEY, encode(Nothing())))

@@ -4,12 +4,12 @@ The layout is Kafka's. A follower sends its node id and, as its epoch, the revis
 partition the leader epoch it knows, where its log ends and the epoch of its last record. The response has records, or
 the offset where the two histories diverge (KIP-595). Within a session (KIP-227) both name only what has changed.
 
-Two things are added: a response that an offset is out of range also says where the log starts. And a fetch without a
-session and without a leader epoch asks any replica, leader or not, for what the follower's disk has lost; if it asks
-its leader, the leader's epoch takes the place of the epoch of its last record.
+There are two extensions. A response that an offset is out of range also has the log start offset. A fetch without a
+session and a leader epoch asks any replica, leader or not, for records that the follower's disk has lost; if it asks
+the leader, the leader's epoch replaces the epoch of the last record.
 
-Every replicated megabyte passes here four times, so the usual messages are read with a few look-ups of fixed layouts.
-Anything else goes through the reader that checks every step.
+Every replicated megabyte passes here four times, so the usual messages are parsed with a few fixed layouts. All others
+go through the generic reader.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReplicaPosition(NamedTuple):
 
     offset: Offset
     last_epoch: Epoch
-    """The epoch of its last record; -1 if there is none."""
+    """The epoch of its last record; -1 if the log is empty."""
     leader_epoch: Epoch
     log_start: Offset
     max_bytes: int
@@ -84,7 +84,7 @@ class ReplicaFetch(NamedTuple):
 
     @property
     def is_repair(self) -> bool:
-        """Return whether it asks any replica for what a disk lost, and says nothing about the follower's position."""
+        """Return whether it requests records that a disk lost, and does not report the follower's position."""
         return self.session_epoch == CLOSED_SESSION_EPOCH and all(
             position.leader_epoch == NO_EPOCH for position in self.wanted.values()
         )
@@ -135,7 +135,7 @@ def _by_topic(partitions: Iterable[PartitionKey]) -> dict[UUID, list[PartitionKe
 
 
 def is_replica_fetch(frame: Buffer) -> bool:
-    """Return whether a request ends like a follower's; others may do so as well."""
+    """Return whether a request ends like a follower's; other requests may end like that too."""
     at = len(frame) - _FETCH_TAIL.size
     if at < 0:
         return False

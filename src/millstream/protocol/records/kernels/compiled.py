@@ -1,7 +1,7 @@
-"""How kernels are compiled: at their first call, once for all processes where the machine code can be kept.
+"""How kernels are compiled: at their first call, once for all processes if the machine code can be cached.
 
-It is kept next to the source or in the user's home. A service whose installation is read-only and whose user has no
-home has neither, and each process compiles.
+The cache is next to the source or in the user's home. A service with a read-only installation and no home has neither,
+so each process compiles.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def _read_big_endian(data: Bytes, position: int, size: int) -> int:
 
 @compiled
 def count_batches(data: Bytes) -> tuple[int, int]:
-    """How many whole batches there are, and 0 or a fault behind them; a last batch that is cut off is ignored."""
+    """Return the number of whole batches, and 0 or the fault after them; an incomplete last batch is ignored."""
     count = 0
     position = 0
     while data.size - position >= HEADER_BYTES:
@@ -121,7 +121,7 @@ def copy_fields(data: Bytes, positions: Int32s, offsets: Int32s, column: Bytes) 
 
 @compiled
 def _utf8_follows(data: Bytes, position: int, end: int) -> int:
-    """The bytes of the well-formed character that begins with the non-ASCII byte at `position`; 0 if there is none."""
+    """Return the size of the character that begins with the non-ASCII byte at `position`; 0 if it is malformed."""
     first = data[position]
     if first < 0xC2 or first > 0xF4:
         return 0
@@ -155,7 +155,7 @@ def all_utf8(data: Bytes, offsets: Int32s) -> bool:
 
 RECORD_BYTES_MIN = 7
 HEADERS_MAX = 65_536
-"""A record with more headers is refused, so that a small batch cannot ask for a lot of memory."""
+"""A record with more headers is refused, so that a small batch cannot cause a large allocation."""
 APPEND_TIME_FLAG = 0x08
 INT64_MAX = 2**63 - 1
 
@@ -171,7 +171,7 @@ FAULTS = {
     TIMESTAMP_OVERFLOW: "a timestamp overflows 64 bits",
     TOO_MANY_HEADERS: f"a record declares a negative number of headers or more than {HEADERS_MAX}",
     RECORD_END: "a record does not end where its length says",
-    BYTES_LEFT_OVER: "bytes lie behind its last record",
+    BYTES_LEFT_OVER: "bytes follow its last record",
     TOO_MANY_RECORDS: "it declares more records than its bytes can hold",
 }
 """What each fault means, as the end of a sentence. Faults are negative, unlike the positions that are returned."""
@@ -207,7 +207,7 @@ def _read_varlong(data: Bytes, position: int, end: int) -> tuple[int, int]:
             return 0, NUMBER_TOO_LARGE
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            # The highest bit is data here, not a sign, so it must not be drawn along by the shift.
+            # The highest bit is data here, not a sign, so the shift must not extend it.
             return ((value >> 1) & INT64_MAX) ^ -(value & 1), position
     return 0, NUMBER_TOO_LARGE
 
@@ -294,7 +294,7 @@ def _parse_record(data: Bytes, parsing: Row, batch: Row, record: Row) -> tuple[i
 
 @compiled
 def _begin_batch(parsing: Row, batch: Row) -> int:
-    """Stand before the first record of a batch; return 0 or a fault."""
+    """Move to the first record of a batch; return 0 or a fault."""
     parsing["position"] = batch["records_at"]
     parsing["delta"] = -1
     if batch["record_count"] * RECORD_BYTES_MIN > batch["records_end"] - batch["records_at"]:

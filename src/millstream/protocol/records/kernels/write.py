@@ -28,7 +28,7 @@ def _write_varint(target: Bytes, position: int, value: int) -> int:
     rest = (value << 1) ^ (value >> 63)
     while rest < 0 or rest > 0x7F:
         target[position] = uint8(0x80 | (rest & 0x7F))
-        # The highest bit is data here, not a sign, so it must not be drawn along by the shift.
+        # The highest bit is data here, not a sign, so the shift must not extend it.
         rest = (rest >> 7) & (INT64_MAX >> 6)
         position += 1
     target[position] = uint8(rest)
@@ -37,7 +37,7 @@ def _write_varint(target: Bytes, position: int, value: int) -> int:
 
 @compiled
 def _field_bytes(length: int) -> int:
-    """Return what a field of this length takes together with its length."""
+    """Return the encoded size of a field, including its length."""
     return _varint_bytes(length) + max(length, 0)
 
 
@@ -57,7 +57,7 @@ def _write_field(target: Bytes, position: int, data: Bytes, start: int, length: 
 
 @compiled
 def _body_bytes(record: Row, headers: Table, timestamp_delta: int, offset_delta: int) -> int:
-    """Return the bytes of a record behind its length."""
+    """Return the size of a record without its length prefix."""
     size = 1 + _varint_bytes(timestamp_delta) + _varint_bytes(offset_delta)
     size += _field_bytes(int64(record["key_length"])) + _field_bytes(int64(record["value_length"]))
     size += _varint_bytes(int64(record["header_count"]))
