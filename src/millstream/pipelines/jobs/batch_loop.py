@@ -281,9 +281,7 @@ class BatchLoop:
         prepare: Callable[[], tuple[list[TransactionalProducer], int] | None],
         give_up: Callable[[], None],
     ) -> int | None:
-        """Prepare and commit the members of a batch; return the number of their rows, None if they were committed
-        before.
-        """
+        """Prepare and commit the members of a batch; return how many rows they have, None if already committed."""
         known, self._is_idle = self._known, False
         # The state is unknown until the commit has succeeded.
         self._known = None
@@ -414,9 +412,7 @@ def members_of(parts: Iterable[Part]) -> list[TransactionalProducer]:
 
 
 def numbers_of(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
-    """Return the numbers of ranges as rows; few records form one task, since starting a task costs more than processing
-    them.
-    """
+    """Return the numbers of ranges as rows; few records form one task, since starting tasks costs more."""
     rows = sum(map(len, ranges))
     wished = min(ceil(rows / TASK_ROWS_MIN), spark.sparkContext.defaultParallelism * 2)
     return spark.range(0, len(ranges), 1, max(1, min(len(ranges), wished)))

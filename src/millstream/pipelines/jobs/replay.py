@@ -160,9 +160,7 @@ class Replay:
         return min(STEP_MESSAGES, max(1, round(self.order.rate))) if self.order.rate else STEP_MESSAGES
 
     def _known(self, link: Link) -> tuple[int, Offsets]:
-        """Return the number of the next step and the position, after aborting transactions that an earlier run left
-        open.
-        """
+        """Return the number of the next step and the position, after aborting open transactions of an earlier run."""
         transactions = Transactions(link.client)
         while True:
             number = link.call(transactions.last_batch(self._query)) + 1

@@ -394,9 +394,7 @@ def is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartiti
 
 
 def _manifest(log: DeltaLog, version: int, *, is_old: bool = False) -> list[Written]:
-    """Return the quarantined files that a commit names; an empty list if the commit is so old that it may have been
-    deleted.
-    """
+    """Return the quarantined files that a commit names; none if the commit is so old that it may have been deleted."""
     properties = log.commit_info(version)
     if _MANIFEST not in properties:
         if is_old:

@@ -165,9 +165,7 @@ class Watch:
         java_s: float = JAVA_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch pipelines; `replace` replaces the driver for a reason, and names the pipeline that caused it, if
-        any.
-        """
+        """Watch pipelines; `replace` replaces the driver for a reason, because of one pipeline or of none."""
         self._working = working
         self._activity = activity
         self._replace = replace

@@ -113,9 +113,7 @@ class AbandonedFiles:
 
 
 class _FolderListings:
-    """The folder listings of one sweep, several at a time; one failure ends them, since an unavailable store delays
-    all.
-    """
+    """The folder listings of one sweep, several at a time; one failure ends them, as the store may be down."""
 
     def __init__(self, clock: Callable[[], float], progress: Callable[[], None]) -> None:
         self._clock = clock

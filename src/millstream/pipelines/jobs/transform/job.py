@@ -84,9 +84,7 @@ class StreamCheckpoint:
         return ends
 
     def is_at(self, committed: Offsets) -> bool:
-        """Whether the stream ended at these offsets: with its last batch, or the one before if the last is not
-        committed.
-        """
+        """Whether the stream ended at these offsets, with its last batch or, if it is uncommitted, the one before."""
         last = self._last()
         return any(_agree(self.ends(number), committed) for number in (last, last - 1))
 
