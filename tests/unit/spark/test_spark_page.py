@@ -31,15 +31,15 @@ def table(title: str) -> dict[str, str]:
 
 
 def test_every_option_of_reading_is_on_the_page() -> None:
-    assert set(table("Options of reading")) == set(options._READ) - OWN_NAME - set(ACCESS_OPTIONS)
+    assert set(table("Options for reading")) == set(options._READ) - OWN_NAME - set(ACCESS_OPTIONS)
 
 
 def test_every_option_of_writing_is_on_the_page() -> None:
-    assert set(table("Options of writing")) == set(options._WRITE) - OWN_NAME - set(ACCESS_OPTIONS)
+    assert set(table("Options for writing")) == set(options._WRITE) - OWN_NAME - set(ACCESS_OPTIONS)
 
 
 def test_every_option_of_signing_in_is_on_the_page() -> None:
-    assert set(table("Options of signing in")) == set(ACCESS_OPTIONS)
+    assert set(table("Options for authentication")) == set(ACCESS_OPTIONS)
 
 
 def test_options_without_effect_are_named_on_the_page() -> None:
@@ -75,7 +75,7 @@ def test_every_column_is_on_the_page() -> None:
     ],
 )
 def test_the_defaults_of_reading_are_those_on_the_page(option: str, field: str) -> None:
-    said = table("Options of reading")[option]
+    said = table("Options for reading")[option]
     given = {"subscribe": "a", **({option: said} if said else {})}
     assert getattr(read_options(given), field) == getattr(ReadOptions(subscribe=("a",)), field)
     assert getattr(read_options({"subscribe": "a"}), field) == getattr(ReadOptions(subscribe=("a",)), field)
@@ -91,10 +91,10 @@ def test_the_defaults_of_reading_are_those_on_the_page(option: str, field: str) 
     ],
 )
 def test_the_defaults_of_writing_are_those_on_the_page(option: str, field: str) -> None:
-    said = table("Options of writing")[option]
+    said = table("Options for writing")[option]
     assert getattr(write_options({option: said}), field) == getattr(WriteOptions(), field)
     assert getattr(write_options({}), field) == getattr(WriteOptions(), field)
 
 
 def test_how_much_is_fetched_at_a_time_is_said_in_mebibytes() -> None:
-    assert table("Options of reading")["kafka.max.partition.fetch.bytes"] == f"{ReadOptions().fetch_bytes >> 20} MiB"
+    assert table("Options for reading")["kafka.max.partition.fetch.bytes"] == f"{ReadOptions().fetch_bytes >> 20} MiB"
