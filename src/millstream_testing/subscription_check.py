@@ -1,6 +1,6 @@
 """Checks that what workers of a subscription saw conforms to the promises of the subscription.
 
-What is allowed, and why (docs/subscriptions.md, "What is promised"):
+What is allowed, and why (docs/subscriptions.md, "Delivery guarantees"):
 
 - At least once, a lease is answered before it is durable. When a node was struck or the leader changed since then, the
   lease may be forgotten: the message comes again with the same attempt, and, in an ordered queue, messages before it

@@ -19,7 +19,7 @@ KIB, MIB = 1024, 1024 * 1024
     "row",
     [
         f"{gate.FRAME_BYTES_MAX // KIB} KiB; {gate.REQUESTS_MAX}; {gate.DEADLINE_S:g} s",
-        f"after {sasl._PAUSE_S_FIRST:g} s, then later and later, up to {sasl._PAUSE_S_MAX:g} s; "
+        f"after {sasl._PAUSE_S_FIRST:g} s, then with increasing delays, up to {sasl._PAUSE_S_MAX:g} s; "
         f"forgotten after {sasl._FORGIVEN_S:g} s",
         f"held back | {callers.PENDING_PER_HOST_MAX} |",
         f"waiting | {sasl._CHECKS_AT_ONCE}; {sasl._CHECKS_WAITING_MAX} |",
@@ -27,7 +27,7 @@ KIB, MIB = 1024, 1024 * 1024
         f"| {state.TOKENS_PER_OWNER_MAX:,} |",
         "| {:,}; {:,}; {:,} | 429".format(*pressure.REQUESTS_MAX),
         "| {} MiB; {} MiB; {} MiB | 429".format(*(one // MIB for one in pressure.BYTES_MAX)),
-        f"open connections | {protocol.CONNECTIONS_MAX:,} | one that has been idle or stalled for "
+        f"open connections | {protocol.CONNECTIONS_MAX:,} | a connection that has been idle or stalled for "
         f"{protocol.STALLED_S:g} s",
         f"| {protocol.HEAD_BYTES_MAX // KIB} KiB, {protocol.HEAD_S_MAX:g} s | 431",
         f"| {pressure.BODY_BYTES_MAX // MIB} MiB, {pressure.BODY_S_MAX:g} s | 413",

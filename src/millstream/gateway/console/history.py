@@ -1,7 +1,7 @@
 """The last hour in numbers, sampled by the gateway: what the small charts show.
 
 Totals and the busiest topics are sampled every ten seconds, all topics and subscriptions every minute, or less often
-where that would cost more than a hundredth of the gateway's processor time. Until somebody has visited the console,
+where that would cost more than a hundredth of the gateway's processor time. Before the console is first opened,
 everything is sampled every minute, or less often where that would cost more than a thousandth. Memory is bounded by the
 number of series.
 """
@@ -49,7 +49,7 @@ RECENT_S_MAX: Final = 300.0
 COST_MAX: Final = 0.01
 """The share of processor time that sampling everything may take, and that refreshing all pages may take together."""
 UNVISITED_COST_MAX: Final = 0.001
-"""The share that sampling may take while nobody has visited the console."""
+"""The share that sampling may take before the console is first opened."""
 
 
 class Counters(NamedTuple):
