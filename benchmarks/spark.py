@@ -325,16 +325,17 @@ def targets(found: Found, triggers: dict[str, list[Numbers]]) -> Table:
 
 def report(facts: dict[str, Any], tables: Sequence[Table], missing: dict[str, str]) -> str:
     """Everything as a page."""
-    text = ["# Spark: the numbers", "", "How they were found: `make bench-spark`, " + _METHOD, ""]
+    text = ["# Spark: the numbers", "", _METHOD, ""]
     text += [f"- {name}: {value}" for name, value in facts.items()]
     text += [f"- {name}: not measured: {reason}" for name, reason in missing.items()]
     return "\n".join([*text, "", *(table.markdown() for table in tables)]).rstrip() + "\n"
 
 
 _METHOD: Final = (
-    "every way in turn in one session, medians of the rounds, the first turn not counted. CPU is that of the driver, "
-    "the JVM, the Python workers and the broker together. Rows have all seven columns; keys and values are checked by "
-    "the sum of their hashes. Millstream syncs before it acknowledges, Apache Kafka leaves that to the system."
+    "These numbers are from `make bench-spark`, which runs all variants in turn in one session and discards the first "
+    "turn; the tables show medians of the rounds. CPU is that of the driver, the JVM, the Python workers and the "
+    "broker together. Rows have all seven columns; keys and values are checked by the sum of their hashes. Millstream "
+    "syncs before it acknowledges; Apache Kafka leaves syncing to the operating system."
 )
 
 

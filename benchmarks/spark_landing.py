@@ -247,9 +247,10 @@ def report(facts: dict[str, Any], tables: Sequence[Table]) -> str:
 
 
 _METHOD: Final = (
-    "How they were found: `make bench-spark`, every way in turn in one session, medians of the rounds, the first turn "
-    "not counted. CPU is that of driver, JVM, Python workers and broker together. The copy has the same "
-    "rows, columns, codec (zstd), size of row groups and statistics; both end when what they wrote is committed."
+    "These numbers are from `make bench-spark`, which runs all variants in turn in one session and discards the first "
+    "turn; the tables show medians of the rounds. CPU is that of the driver, the JVM, the Python workers and the "
+    "broker together. The copy has the same rows, columns, codec (zstd), size of row groups and statistics; both end "
+    "when what they wrote is committed."
 )
 
 
