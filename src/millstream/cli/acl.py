@@ -129,7 +129,7 @@ def revoke(given: GivenRole, common: Common = COMMON) -> None:
 
 @app.command("list")
 def list_(
-    principal: Annotated[str | None, typer.Option("--principal", help="Only the rules for this one.")] = None,
+    principal: Annotated[str | None, typer.Option("--principal", help="Only the rules for this principal.")] = None,
     resource: Annotated[
         str | None,
         typer.Option("--resource", metavar="TYPE:NAME", help="Only the rules that cover this resource."),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-app = typer.Typer(help="Make certificates to try TLS with.", no_args_is_help=True)
+app = typer.Typer(help="Create certificates for trying TLS.", no_args_is_help=True)
 
 _CLIENT_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _OWN_FILES: Final = re.compile(r"ca|node(-\d+)?")
@@ -42,7 +42,7 @@ def init(
     node_id: Annotated[int, typer.Option("--node-id", min=0, help="The number of the node in its cluster.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Make an authority (ca.pem, ca.key), if there is none yet, and a certificate for a node (node.pem, node.key).
+    """Create a certificate for a node (node.pem, node.key), and its authority (ca.pem, ca.key) if it does not exist.
 
     With another --node-id than 1 the files are called node-ID.pem and node-ID.key. Use them for trials; where
     others rely on them, have an authority of your own sign the certificates.
@@ -80,7 +80,7 @@ def client(
     dir: Folder,
     as_json: AsJson = False,
 ) -> None:
-    """Make a certificate for a client (NAME.pem, NAME.key), signed by the authority in DIR."""
+    """Create a certificate for a client (NAME.pem, NAME.key), signed by the authority in DIR."""
     if not _CLIENT_NAME.fullmatch(name) or _OWN_FILES.fullmatch(name):
         raise CommandFailed(
             f"{name!r} cannot be the name of a client's files; it takes letters, digits, '.', '_' and '-', and is not "

@@ -247,7 +247,7 @@ def rebuild(
     catalog: Annotated[str, flag("--catalog", "URL", "The catalog of the cluster.")] = "",
     cluster: Annotated[str, flag("--cluster", "NAME", "The name of the cluster.")] = "",
     config: Annotated[
-        Path | None, flag("--config", "FILE", "The config file of a node, which has these settings.")
+        Path | None, flag("--config", "FILE", "The config file of a node, to read these settings from.")
     ] = None,
     accept_loss: Annotated[
         bool, typer.Option("--accept-loss", help="Proceed without nodes that may hold the only copy of some messages.")
@@ -315,7 +315,7 @@ def adopt(
     catalog: Annotated[str, flag("--catalog", "URL", "An empty PostgreSQL database.")] = "",
     cluster: Annotated[str, flag("--cluster", "NAME", "The name of the cluster.")] = "",
     config: Annotated[
-        Path | None, flag("--config", "FILE", "The config file of a node, which has these settings.")
+        Path | None, flag("--config", "FILE", "The config file of a node, to read these settings from.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and change nothing.")] = False,
     undo: Annotated[

@@ -100,7 +100,7 @@ def show(
     ] = 10,
     common: Common = COMMON,
 ) -> None:
-    """Show open letters and why they died; they stay open."""
+    """Show open letters and the reasons for them; they stay open."""
 
     async def print_one(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
         _print(letter, as_json=common.as_json)

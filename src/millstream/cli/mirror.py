@@ -47,7 +47,7 @@ SECRETS = frozenset({"password", "token"})
 PARTITIONS_SHOWN_MAX = 50
 LONG_WAIT = Common(timeout=60.0)
 
-Name = Annotated[str, typer.Argument(metavar="MIRROR", help="The mirror's name.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="MIRROR", help="The name of the mirror.", show_default=False)]
 Topics = Annotated[
     list[str] | None,
     typer.Option(
@@ -72,7 +72,7 @@ class SourceAccess:
         str, typer.Option(metavar="NAME", help="The user to sign in as at the source.", show_default=False)
     ] = ""
     source_password_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Holds the user's password.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="The file with the user's password.", show_default=False)
     ] = None
     source_token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Holds an API token for the source.", show_default=False)
@@ -120,7 +120,7 @@ def create(
         str, typer.Option(metavar="PREFIX", help="Put this before the names of the copies.", show_default=False)
     ] = "",
     rate: Annotated[
-        int, typer.Option(metavar="BYTES", min=0, help="The most bytes per second and node; 0 for no limit.")
+        int, typer.Option(metavar="BYTES", min=0, help="The maximum bytes per second for each node; 0 means no limit.")
     ] = 0,
     schemas: Annotated[
         bool, typer.Option("--schemas", help="Also mirror the schema registry; the one of this cluster must be empty.")

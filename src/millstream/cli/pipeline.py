@@ -376,7 +376,7 @@ _KINDS: Final = {
     "the rules.",
     PipelineKind.JOB: "Run your own PySpark program: once, at an interval, on a schedule, or continuously.",
     PipelineKind.LEDGER: "Land the events of subscriptions with --ledger in a table, exactly once, and audit them "
-    "every night.",
+    "once a day.",
 }
 
 

@@ -113,7 +113,7 @@ class Flags:
         flag(
             "--schema",
             "[TOPIC=]COLUMNS",
-            'Columns of payloads, as in "id long, total double"; @FILE reads them. A transform has the topic before '
+            'Columns of payloads, as in "id long, total double"; @FILE reads them. A transform needs the topic before '
             'them, as in "orders=id long", and may have one for each topic. Default: as they are found.',
         ),
     ] = None

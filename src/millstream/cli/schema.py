@@ -48,7 +48,7 @@ SchemaType = Annotated[
     typer.Option(
         "--type",
         metavar="TYPE",
-        help="AVRO, JSON or PROTOBUF; otherwise the file's name says it (.avsc, .json, .proto).",
+        help="AVRO, JSON or PROTOBUF; by default, from the file name (.avsc, .json, .proto).",
     ),
 ]
 References = Annotated[
@@ -238,7 +238,7 @@ def import_(
     source: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="HOST:PORT", help="A broker of the cluster with the topic, if it is another one."
+            "--from", metavar="HOST:PORT", help="A broker of the cluster that has the topic, if it is a different one."
         ),
     ] = None,
     topic: Topic = "_schemas",

@@ -13,7 +13,7 @@ from millstream.cli.output import counted, print_answer, print_json, print_line,
 if TYPE_CHECKING:
     from millstream.protocol.private.security_messages import SecretsResponse
 
-app = Noun(help="Make and rotate the keys that seal secrets in the catalog.", no_args_is_help=True)
+app = Noun(help="Create and rotate the keys that seal secrets in the catalog.", no_args_is_help=True)
 
 KeyFile = Annotated[
     Path | None,
@@ -27,7 +27,7 @@ KeyFile = Annotated[
 
 @app.command("init")
 def init(file: KeyFile = None, as_json: AsJson = False) -> None:
-    """Make a file with a key. Give it to every node of a cluster, and keep it out of backups of the data."""
+    """Create a key file. Give it to every node of a cluster, and keep it out of backups of the data."""
     from millstream.broker.catalog.sealing import SecretKey, write_keys
 
     path, key = _path(file), SecretKey.new()
@@ -47,7 +47,7 @@ def init(file: KeyFile = None, as_json: AsJson = False) -> None:
 
 @app.command("rotate")
 def rotate(file: KeyFile = None, as_json: AsJson = False) -> None:
-    """Add a key to a file, which seals from now on; the earlier ones open what they have sealed.
+    """Add a key to a file. It seals secrets from now on; earlier keys still open what they sealed.
 
     Nodes that use this file follow it without a restart. Copy it to the other nodes of a cluster, then run
     `millstream secrets reseal`.

@@ -36,10 +36,11 @@ _JSON = "as_json"
 
 HELP = """Start a node.
 
-It serves Kafka clients, and health and metrics over HTTP, in the foreground until SIGTERM or Ctrl-C, which lets
-requests in progress finish and stops cleanly; a second one does not wait for them. Every setting can also be given as
-MILLSTREAM_NAME or in millstream.toml; a flag wins over the environment, which wins over the file. Logs go to stderr.
-With --json, one line with the real addresses goes to stdout once the node is ready."""
+It serves Kafka clients, and the API, the console, health checks and metrics over HTTP. It runs in the foreground until
+SIGTERM or Ctrl-C, then finishes requests in progress and stops cleanly; a second signal stops it without waiting. Every
+setting can also be given as MILLSTREAM_NAME or in millstream.toml; a flag takes precedence over the environment, which
+takes precedence over the file. Logs go to stderr. With --json, one line with the actual addresses goes to stdout once
+the node is ready."""
 
 
 def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:

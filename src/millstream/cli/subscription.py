@@ -438,7 +438,7 @@ def update(
     unset: Unset = None,
     common: Common = COMMON,
 ) -> None:
-    """Change a subscription; settings not named stay. Messages that were already filtered stay so."""
+    """Change a subscription; other settings stay. A new filter does not affect messages that were already filtered."""
     by_flags = flags.overrides()
     changes: dict[str, str | None] = {
         **by_flags,
@@ -508,7 +508,7 @@ def seek(
     ] = None,
     common: Common = COMMON,
 ) -> None:
-    """Move a subscription to another position, back or forth. Existing leases become void."""
+    """Move a subscription backward or forward to another position. Existing leases become invalid."""
     place = place_of(to)
     found = _ask(common, lambda subscriptions: subscriptions.seek(name, place, topic=topic, partition=partition))
     moved = sorted(found, key=lambda queue: (queue["topic"], queue["partition"]))

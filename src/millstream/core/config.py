@@ -115,20 +115,18 @@ class Config:
         "either, HTTP is served over TLS.",
     )
     http_tls_key: str = setting("http-tls-key", "", "File with the private key of `http-tls-cert`.")
-    console_read_only: bool = setting(
-        "console-read-only", False, "Whether the console under `/console` only shows, and changes nothing."
-    )
+    console_read_only: bool = setting("console-read-only", False, "Whether the console under `/console` is read-only.")
     console_session_ms: int = setting(
         "console-session-ms",
         8 * 3600 * 1000,
-        "How long a user stays signed in to the console, at most as long as the presented token is valid.",
+        "How long a user stays signed in to the console; not longer than the token used to sign in is valid.",
         minimum=60_000,
         maximum=30 * 86_400_000,
     )
     console_oidc_client_id: str = setting(
         "console-oidc-client-id",
         "",
-        "The client id of the console at the OpenID provider of `oauth-issuer`; empty offers users and tokens only.",
+        "The client id of the console at the OpenID provider of `oauth-issuer`; empty allows only users and tokens.",
     )
     console_oidc_secret_file: str = setting(
         "console-oidc-secret-file",
@@ -154,8 +152,8 @@ class Config:
         "auth",
         NO_AUTHENTICATION,
         "Whether clients have to authenticate: over Kafka by SASL or a certificate, over HTTP by a password or a "
-        "token. Without it, the node refuses to listen on an address that other machines reach, unless `insecure` "
-        "accepts it.",
+        "token. With `none`, the node refuses to listen on an address that other machines can reach, unless `insecure` "
+        "is set.",
         choices=(NO_AUTHENTICATION, AUTHENTICATION_REQUIRED),
     )
     tls_cert: str = setting("tls-cert", "", "File with the certificate of this node, and the chain to its authority.")
@@ -204,22 +202,22 @@ class Config:
     oauth_jwks: str = setting(
         "oauth-jwks",
         "",
-        "File or https URL with the keys that bearer tokens are signed by; empty takes no tokens.",
+        "File or https URL with the keys that sign bearer tokens; empty accepts no bearer tokens.",
     )
     oauth_issuer: str = setting("oauth-issuer", "", "The issuer (`iss`) of bearer tokens.")
-    oauth_audience: str = setting("oauth-audience", "", "The audience (`aud`) that bearer tokens are meant for.")
+    oauth_audience: str = setting("oauth-audience", "", "The audience (`aud`) of bearer tokens.")
     oauth_principal: str = setting(
         "oauth-principal",
         "oauth:{sub}",
-        "The principal's name that a token's claims become; `{sub}` alone makes a token's subject the same as the user "
-        "of that name.",
+        "The template for the principal of a bearer token, filled from its claims; with `{sub}` alone, a token's "
+        "subject is the same principal as the user of that name.",
     )
     secrets_key_file: str = setting(
         "secrets-key-file",
         "",
         "File with the keys that seal secrets in the catalog, such as those of push, outside the data folder; "
-        "`millstream secrets init` makes one. Empty means `millstream/secrets.keys` in `$XDG_STATE_HOME` or "
-        "`~/.local/state` on a single node, made when it is first needed; the nodes of a cluster need the same file.",
+        "`millstream secrets init` creates one. Empty means `millstream/secrets.keys` in `$XDG_STATE_HOME` or "
+        "`~/.local/state` on a single node, created when first needed; the nodes of a cluster need the same file.",
     )
     cores: str = setting(
         "cores",
@@ -267,7 +265,7 @@ class Config:
         "catalog-password-file",
         "",
         "File with the password of the catalog's user, which only this node's user may read. It is read for each "
-        "connection. Without it, `PGPASSFILE` and `PGPASSWORD` hold as in other clients of PostgreSQL.",
+        "connection. Without it, `PGPASSFILE` and `PGPASSWORD` apply, as in other PostgreSQL clients.",
     )
     rack: str = setting(
         "rack",
@@ -364,7 +362,7 @@ class Config:
         "ledger-bytes-max",
         256 * 1024 * 1024,
         "How much of each partition of `__subscriptions` is kept until the ledger has landed it, beyond what the node "
-        "needs itself. What exceeds it is deleted, and the ledger says so.",
+        "needs itself. What exceeds it is deleted, and the ledger records this.",
         minimum=1024 * 1024,
         maximum=2**50,
     )
@@ -516,8 +514,8 @@ class Config:
     push_private_addresses: bool = setting(
         "push-private-addresses",
         False,
-        "Whether messages may be pushed to private, loopback and link-local addresses, which the owner of a "
-        "subscription could otherwise not reach.",
+        "Whether messages may be pushed to private, loopback and link-local addresses, through which the owner of a "
+        "subscription could reach internal services.",
     )
     pipelines_enabled: bool = setting(
         "pipelines-enabled",
@@ -543,8 +541,8 @@ class Config:
         "auto",
         "Whether a second driver is kept ready, with Spark started, while pipelines run: when the first one dies, "
         "they resume at once. It takes as much memory as the first one, about 0.7 GB. `auto` keeps one if this node "
-        "has 8 GB of memory or more, by the limit of its container or service. Nodes of `millstream cluster up` share "
-        "a machine and keep none.",
+        "has 8 GB of memory or more, by the limit of its container or service. `millstream cluster up` turns it off "
+        "for its nodes, which share a machine.",
         choices=("auto", "on", "off"),
     )
     pipelines_lake: str = setting(

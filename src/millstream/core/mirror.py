@@ -56,7 +56,7 @@ class MirrorSettings:
     replication: int = setting(
         "replication",
         0,
-        "The number of replicas of each copy; 0 takes that of the source, as far as there are nodes.",
+        "The number of replicas of each copy; 0 uses that of the source, limited by the number of nodes.",
         minimum=0,
         maximum=32,
         needs_restart=False,
@@ -64,7 +64,7 @@ class MirrorSettings:
     rate: int = setting(
         "rate",
         0,
-        "The bytes per second that each node fetches from the source at most; 0 means no limit.",
+        "The maximum number of bytes per second that each node fetches from the source; 0 means no limit.",
         minimum=0,
         needs_restart=False,
     )
@@ -80,19 +80,19 @@ class MirrorSettings:
     returning: bool = setting(
         "returning",
         False,
-        "Whether topics are mirrored whose records came from this cluster: copies that the source has failed over.",
+        "Whether to mirror topics whose records came from this cluster: copies that the source has failed over.",
         needs_restart=False,
     )
     deletions: bool = setting(
         "deletions",
         False,
-        "Whether a topic or subscription that is deleted on the source is deleted here, too.",
+        "Whether a topic or subscription that is deleted on the source is also deleted here.",
         needs_restart=False,
     )
     schemas: bool = setting(
         "schemas",
         False,
-        "Whether the schema registry is mirrored; that of this cluster has to be empty, and the source Millstream.",
+        "Whether the schema registry is mirrored; this cluster's has to be empty, and the source has to be Millstream.",
         needs_restart=False,
     )
     acls: bool = setting(
@@ -111,12 +111,12 @@ class MirrorSettings:
     user: str = setting("user", "", "The user to sign in as at the source.", needs_restart=False)
     password: str = setting("password", "", "The user's password.", is_secret=True, needs_restart=False)
     token: str = setting(
-        "token", "", "An API token to sign in with, in place of a user.", is_secret=True, needs_restart=False
+        "token", "", "An API token to sign in with, instead of a user.", is_secret=True, needs_restart=False
     )
     mechanism: str = setting(
         "sasl.mechanism",
         "SCRAM-SHA-512",
-        "How the password is proved.",
+        "The SASL mechanism for the password.",
         choices=("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"),
         needs_restart=False,
     )

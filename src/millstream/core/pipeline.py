@@ -269,8 +269,8 @@ class LandSettings(PipelineSettings):
     lake_options: str = setting(
         LAKE_OPTIONS,
         "",
-        "Options of the object store that holds the tables, such as credentials, as a JSON object of texts: "
-        '{"AWS_ACCESS_KEY_ID": "…"}. They win over the environment of the driver, and are never shown.',
+        "Options of the object store that holds the tables, such as credentials, as a JSON object of strings: "
+        '{"AWS_ACCESS_KEY_ID": "…"}. They override the environment of the driver, and are never shown.',
         needs_restart=False,
         is_secret=True,
     )
@@ -292,8 +292,9 @@ class LandSettings(PipelineSettings):
     decode: str = setting(
         DECODE,
         NO_DECODING,
-        "Whether payloads become columns: `json` decodes them by `schema`, or by what they are found to have; `schema` "
-        "by the schemas of the registry that they name; `debezium` decodes the rows in the change events of Debezium.",
+        "Whether payloads become columns: `json` decodes them by the setting `schema`, or infers the columns; `schema` "
+        "decodes them by the registered schemas that they name; `debezium` decodes the rows in "
+        "Debezium's change events.",
         choices=(NO_DECODING, "json", BY_SCHEMA, DEBEZIUM),
         needs_restart=False,
     )
@@ -328,7 +329,7 @@ class LandSettings(PipelineSettings):
     delete_retention_ms: int = setting(
         "delete.retention.ms",
         7 * 24 * 3600 * 1000,
-        "With mode=upsert: how long a delete is remembered, so that a late update does not bring its key back.",
+        "With mode=upsert: how long a delete is remembered, so that a late update does not restore its key.",
         minimum=0,
         maximum=10 * 365 * 24 * 3600 * 1000,
         needs_restart=False,
@@ -361,14 +362,14 @@ class LandSettings(PipelineSettings):
         "schema",
         "",
         "The columns of decoded payloads in Spark's notation, for example `id long, customer struct<name string>`; "
-        "empty finds them in the payloads and adds new ones as they come.",
+        "empty infers them from the payloads and adds new ones as they appear.",
         needs_restart=False,
     )
     detect_types: bool = setting(
         "detect.types",
         False,
-        "Whether the sample that decides the columns of a new table also finds timestamps, in text that always is "
-        "one, and decimals, in whole numbers of more than 64 bits.",
+        "Whether the sample that decides the columns of a new table also detects timestamps, in text that is "
+        "always a time, and decimals, in whole numbers of more than 64 bits.",
         needs_restart=False,
     )
     maps: str = setting(
@@ -386,8 +387,8 @@ class LandSettings(PipelineSettings):
     expect: str = setting(
         EXPECT,
         "",
-        'Conditions that messages should meet, as a JSON list: ["total >= 0"]. One that is unknown, because a field '
-        "is missing, counts as met.",
+        'Conditions that messages should meet, as a JSON list: ["total >= 0"]. A condition that is unknown, because a '
+        "field is missing, counts as met.",
         needs_restart=False,
     )
     on_violation: str = setting(
@@ -584,16 +585,16 @@ class TransformSettings(MovingSettings):
     decode: str = setting(
         DECODE,
         "json",
-        "How payloads are read: `json` makes columns of them, `schema` does so by the schemas of the registry that "
-        "they name, `none` leaves key and value as they are.",
+        "How payloads are decoded: `json` decodes their fields into columns, `schema` uses the registered schemas "
+        "that they name, `none` leaves key and value unchanged.",
         choices=(NO_DECODING, "json", BY_SCHEMA),
         needs_restart=False,
     )
     schemas: str = setting(
         "schemas",
         "",
-        'The columns of payloads by topic, as a JSON object: {"orders": "id long, amount double"}; topics that are '
-        "not named have theirs found in a sample when the pipeline is first run.",
+        'The columns of payloads by topic, as a JSON object: {"orders": "id long, amount double"}; for other '
+        "topics, they are inferred from a sample when the pipeline first runs.",
         needs_restart=False,
     )
     tables: str = setting(
@@ -605,14 +606,14 @@ class TransformSettings(MovingSettings):
     watermarks: str = setting(
         "watermarks",
         "",
-        'For windows: how late rows may come, as a JSON object: {"orders": "placed_at 10 minutes"}.',
+        'For windows: how late rows may arrive, as a JSON object: {"orders": "placed_at 10 minutes"}.',
         needs_restart=False,
     )
     functions: str = setting(
         FUNCTIONS,
         "",
-        "Python functions that the statement calls, as module:function with commas between them. The pipeline then has "
-        "its own driver, as jobs do.",
+        "Python functions that the statement calls, as module:function, separated by commas. The pipeline then has "
+        "its own driver, like a job.",
         needs_restart=False,
     )
     functions_code: str = setting(
@@ -745,7 +746,7 @@ class JobSettings(PipelineSettings):
     every_ms: int = setting(
         "every.ms",
         0,
-        "The pace of runs: the first at once, then one after each such time; 0 for none.",
+        "The interval between runs; the first run starts at once. 0 means no interval.",
         minimum=0,
         maximum=366 * 24 * 3600 * 1000,
         needs_restart=False,
@@ -759,14 +760,14 @@ class JobSettings(PipelineSettings):
     continuous: bool = setting(
         "continuous",
         False,
-        "Whether it runs without end: its streaming queries are restarted when they fail.",
+        "Whether the job runs continuously: its streaming queries are restarted when they fail.",
         needs_restart=False,
     )
     missed: str = setting(
         "missed",
         ONCE,
-        "What to do when times were missed: `once` runs once for all of them, `skip` waits for the next, `all` runs "
-        "for each.",
+        "What to do when scheduled times were missed: `once` runs once for all of them, `skip` waits for the next, "
+        "`all` runs for each.",
         choices=MISSED,
         needs_restart=False,
     )
@@ -793,7 +794,10 @@ class JobSettings(PipelineSettings):
     memory: str = _memory("memory", "Java process")
     python_memory: str = _memory("python.memory", "Python: the code itself, and each worker that runs its functions")
     parameters: str = setting(
-        "parameters", "", 'Texts that the code is given, as a JSON object: {"day": "monday"}.', needs_restart=False
+        "parameters",
+        "",
+        'Parameters for the code, as a JSON object of strings: {"day": "monday"}.',
+        needs_restart=False,
     )
     spark: str = setting(
         "spark",
@@ -857,7 +861,7 @@ class LedgerSettings(PipelineSettings):
     lake_options: str = setting(
         LAKE_OPTIONS,
         "",
-        "Options of the object store that holds the table, as a JSON object of texts. They win over the environment "
+        "Options of the object store that holds the table, as a JSON object of strings. They override the environment "
         "of the driver, and are never shown.",
         needs_restart=False,
         is_secret=True,
@@ -873,7 +877,7 @@ class LedgerSettings(PipelineSettings):
     audit_every_ms: int = setting(
         "audit.every.ms",
         24 * 3600 * 1000,
-        "How often all messages are accounted for; findings are counted in metrics. 0 never does it.",
+        "How often all messages are accounted for; findings are counted in metrics. 0 disables the audit.",
         minimum=0,
         maximum=365 * 24 * 3600 * 1000,
         needs_restart=False,

@@ -18,7 +18,7 @@ _REMOTE = "retention through remote storage is not available; a topic keeps all 
 
 _RECOMPRESSION = "batches are stored as their producer compressed them; set the level in the producer"
 
-_THROTTLE = "replication is not throttled by topic, and a cluster of one node has none"
+_THROTTLE = "replication is not throttled by topic, and a single node does not replicate"
 
 _REMOVED = "Kafka 4.0 removed it too"
 
@@ -125,8 +125,8 @@ class TopicSettings:
         "retention.until.landed",
         False,
         "Whether records older than `retention.ms` are kept until every pipeline that lands the topic has them in "
-        "its table, but not longer than `retention.until.max.ms`; compaction keeps them as long, too. All of "
-        "them stay while no pipeline lands the topic. `retention.bytes` holds all the same.",
+        "its table, for at most `retention.until.max.ms`; compaction also keeps them until then. While no pipeline "
+        "lands the topic, all of them are kept. `retention.bytes` applies regardless.",
         needs_restart=False,
     )
     retention_until_max_ms: int = setting(
