@@ -22,6 +22,7 @@ from millstream.broker.cluster.declared_state import ClientQuotas, DeclaredState
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka import share_codec
 from millstream.broker.kafka.api import Api, ClientInfo
 from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
@@ -29,7 +30,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.reply import Buffers, Parked, Promise
 from millstream.broker.replication.partition import ACKS_ALL
 from millstream.broker.security.secrets import StoredSecrets
-from millstream.broker.subscriptions.delivery import Delivery
+from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import CoordinatorUnavailable, NotLeader
@@ -364,6 +365,33 @@ async def test_what_is_acknowledged_wrongly_is_refused_together_with_messages(on
     answer = read_response(FETCH, 1, b"".join(reply)[4:])
     assert refusals(answer) == [("none", int(ErrorCode.invalid_record_state))]
     assert ranges(answer) == [(4, 9, 1)]
+
+
+async def test_a_queue_that_fails_is_reported_together_with_acknowledgements(
+    one: Sharer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_delivery: Delivery, _demand: Demand) -> Received:
+        raise NotLeader("moved")
+
+    assert await one.got() == [(0, 9, 1)]
+    monkeypatch.setattr(Delivery, "try_receive", fails)
+    answer = await one.fetch((0, 9, ACCEPT))
+    assert (answer.error_code, refusals(answer)) == (ErrorCode.none, [("not_leader_or_follower", 0)])
+    assert await one.desk.starts(0) == [(0, 10)]
+
+
+async def test_a_response_that_cannot_be_encoded_is_an_error_and_returns_its_messages(
+    one: Sharer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
+    with monkeypatch.context() as broken:
+        broken.setattr(share_codec, "write_plain", lambda *_: 1 / 0)
+        reply = asks_for_more(one)
+    assert isinstance(reply, list)
+    assert read_response(FETCH, 1, b"".join(reply)[4:]).error_code == ErrorCode.unknown_server_error
+    two = Sharer(one.desk, "two")
+    await two.beat()
+    assert await two.got() == [(4, 9, 1)]
 
 
 async def test_a_member_that_leaves_while_it_waits_keeps_nothing(one: Sharer) -> None:

@@ -10,11 +10,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import WRITE_BUFFER_HIGH_BYTES, Answer, Connection, ConnectionLimits
+from millstream.broker.net.connection import WRITE_BUFFER_HIGH_BYTES, Answer, Connection, ConnectionLimits, Service
 from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import FRAME_COST_BYTES
+from millstream.broker.net.reply import Buffers, Parked, Promise, Stream
 
 LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024)
+MEGABYTE = bytes(1 << 20)
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -33,7 +35,7 @@ class Flood:
 
 
 @asynccontextmanager
-async def listening(budget: Budget, service: Size | Flood | None = None) -> AsyncIterator[tuple[Listener, int]]:
+async def listening(budget: Budget, service: Service | None = None) -> AsyncIterator[tuple[Listener, int]]:
     listener = Listener(service or Size(), limits=LIMITS, budget=budget, connections_max=100, idle_s=600)
     sock = bind("127.0.0.1", 0, flag="kafka")
     port = sock.getsockname()[1]
@@ -139,6 +141,54 @@ async def test_unread_replies_count_against_the_budget() -> None:
         await asyncio.sleep(0.05)
         # Nothing more is served while nothing is read.
         assert budget.used_bytes < 3 << 20
+
+
+class Behind:
+    """Promises an answer to P, parks Q, waits in a task for T, and answers all else with a megabyte."""
+
+    def __init__(self) -> None:
+        self.first = Promise()
+        self.parked = Parked()
+        self.answered = asyncio.Event()
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        match bytes(frame[:1]):
+            case b"P":
+                return self.first
+            case b"Q":
+                return self.parked
+            case b"T":
+                return self._answer()
+            case b"S":
+                return Stream([MEGABYTE])
+        return [MEGABYTE]
+
+    async def _answer(self) -> Buffers:
+        await self.answered.wait()
+        return [MEGABYTE]
+
+
+@pytest.mark.parametrize("kind", [b"Q", b"T", b"S", b"a"])
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_replies_behind_one_that_is_not_ready_count_against_the_budget(kind: bytes, is_closed: bool) -> None:
+    service, budget = Behind(), Budget(1 << 30)
+    async with listening(budget, service) as (listener, port), clients(port, 1) as ((reader, writer),):
+        writer.write(framed(b"P") + framed(kind))
+        if kind in (b"Q", b"T"):
+            await until_holding(budget, 1)
+            service.answered.set()
+            service.parked.keep([MEGABYTE])
+        await until_holding(budget, len(MEGABYTE))
+        await asyncio.sleep(0.01)
+        assert len(MEGABYTE) <= budget.used_bytes < 2 * len(MEGABYTE)
+        if is_closed:
+            for connection in list(listener.connections):
+                connection.abort()
+        else:
+            service.first.keep([framed(b"kept")])
+            assert await reader.readexactly(8 + len(MEGABYTE)) == framed(b"kept") + MEGABYTE
+        while budget.used_bytes:
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -607,6 +607,26 @@ async def test_transactions_are_delivered_when_they_are_committed(bench: Workben
     assert offsets(uncommitted.try_receive(wanted(9))) == [0, 2, 3]
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_all_who_wait_are_served_although_the_first_leaves_nothing_of_what_was_scanned(
+    bench: Workbench, ordered: bool
+) -> None:
+    """It takes a whole batch, or the key of all messages as far as the queue looks ahead at once."""
+    delivery = await bench.open(ordered=ordered)
+    bench.publish_in_transaction("open", producer_id=2, commit=None)
+    values = ["same key"] * driver.SCAN_OFFSETS_ORDERED if ordered else ["x" * (driver.SCAN_BYTES - 100), "y"]
+    bench.publish(*values, key=b"one")
+    bench.publish("behind", key=b"two")
+    demands = [wanted(1, f"w{number}")._replace(whole_batches=True) for number in range(3)]
+    waiting = [asyncio.ensure_future(receive([delivery], one, PLENTY, wait_s=WAIT_S)) for one in demands]
+    await turns()
+    assert delivery.waiting == 3
+    # All become visible at once, and nothing wakes the queue later.
+    bench.end_transaction(2, commit=True)
+    given = [given_offsets(one)[0] for one in await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S / 2)]
+    assert given == [0, 1, 1 + len(values)]
+
+
 async def test_a_queue_that_becomes_stricter_about_transactions_waits_for_them(bench: Workbench) -> None:
     delivery = await bench.open(isolation=READ_UNCOMMITTED)
     bench.publish_in_transaction("open", producer_id=2, commit=None)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from millstream.broker.net.budget import Budget
+from millstream.broker.net.presence import Presence
+from millstream.broker.net.reply import Buffers
 from millstream.broker.subscriptions import receiving
-from millstream.broker.subscriptions.receiving import Grant, receive
-from millstream.core.errors import NotLeader
+from millstream.broker.subscriptions.receiving import Grant, ParkedLease, receive
+from millstream.broker.subscriptions.state_store import PendingWrite
+from millstream.core.errors import MillstreamError, NotLeader
 from millstream.core.subscription import EXACTLY_ONCE
 from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
 
@@ -65,6 +69,86 @@ async def test_a_worker_waits_for_the_memory_of_all_clients(bench: Workbench) ->
     assert (budget.waiting, delivery.waiting) == (0, 0)
     await turns()
     assert budget.used_bytes == 1000
+
+
+# -- requests that wait without a task ---------------------------------------------------------------------------
+
+
+def sizes(grants: list[Grant], error: MillstreamError | None) -> Buffers:
+    return [b"%d" % len(given_offsets(grants)) if error is None else str(error).encode()]
+
+
+def fails(_grants: list[Grant], _error: MillstreamError | None) -> Buffers:
+    raise KeyError("a bug")
+
+
+def parked(budget: Budget, answer: Callable[[list[Grant], MillstreamError | None], Buffers] = sizes) -> ParkedLease:
+    return ParkedLease(budget, "one", Presence(), answer, lambda error: [type(error).__name__.encode()])
+
+
+@pytest.mark.parametrize("is_available", [True, False])
+async def test_an_answer_that_fails_is_refused_and_keeps_nothing(bench: Workbench, is_available: bool) -> None:
+    delivery, budget = await bench.open(), Budget(1 << 20)
+    if is_available:
+        bench.publish("a")
+    waiting = parked(budget, fails)
+    begun = waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0)
+    if not is_available:
+        assert begun is waiting
+        bench.publish("a")
+    assert await asyncio.wait_for(waiting, WAIT_S) == [b"KeyError"]
+    await turns()
+    assert (budget.used_bytes, delivery.is_closed) == (0, False)
+    (lease,) = delivery.try_receive(wanted(worker="two")).leases
+    assert (lease.first, lease.attempt) == (0, 1)
+
+
+async def test_messages_behind_a_write_are_held_and_counted_until_it_is_durable(bench: Workbench) -> None:
+    delivery, budget = await bench.open(), Budget(1 << 20)
+    bench.publish("a")
+    write, lost = PendingWrite(), PendingWrite()
+    waiting = parked(budget)
+    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0, writes=[write, lost]) is waiting
+    write.finish()
+    await turns()
+    assert (waiting.is_kept, budget.used_bytes > 0) == (False, True)
+    lost.finish(NotLeader("moved"))
+    assert (waiting.is_kept, waiting.buffers) == (True, [b"1"])
+    await turns()
+    assert budget.used_bytes == 0
+
+
+async def test_a_client_that_leaves_before_a_write_is_durable_keeps_nothing(bench: Workbench) -> None:
+    delivery, budget = await bench.open(), Budget(1 << 20)
+    bench.publish("a")
+    write, waiting = PendingWrite(), parked(budget)
+    waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0, writes=[write])
+    waiting.abandon()
+    write.finish()
+    waiting.abandon()
+    await turns()
+    assert (waiting.buffers, budget.used_bytes) == (None, 0)
+    (lease,) = delivery.try_receive(wanted(worker="two")).leases
+    assert (lease.first, lease.attempt) == (0, 1)
+
+
+async def test_messages_that_do_not_leave_the_connection_are_returned(bench: Workbench) -> None:
+    delivery, presence = await bench.open(), Presence()
+    bench.publish("a")
+    waiting = ParkedLease(PLENTY, "one", presence, sizes, lambda _error: [])
+    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0) == [b"1"]
+    presence.end()
+    (lease,) = delivery.try_receive(wanted(worker="two")).leases
+    assert (lease.first, lease.attempt) == (0, 1)
+
+
+async def test_queues_that_are_all_closed_are_answered_as_an_error(bench: Workbench) -> None:
+    delivery = await bench.open()
+    delivery.close(NotLeader("moved"))
+    write, waiting = PendingWrite(), parked(PLENTY)
+    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0, writes=[write]) is waiting
+    write.finish()
+    assert await waiting == [b"moved"]
 
 
 # -- several queues ----------------------------------------------------------------------------------------------

@@ -106,7 +106,12 @@ class Dispatch:
         if isinstance(answer, Started) and answer.is_abandoned_with_client:
             connection.presence.cancel_on_disconnect()
         elif isinstance(answer, Parked):
-            connection.presence.on_disconnect = answer.abandon
+            connection.presence.on_leave(answer.abandon)
+            try:
+                return await answer
+            finally:
+                # The task is cancelled when the connection is lost.
+                answer.abandon()
         if isinstance(answer, Awaitable):
             return await answer
         return answer

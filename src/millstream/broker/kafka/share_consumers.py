@@ -232,6 +232,11 @@ Settled = dict[SharePartition, "PendingWrite | MillstreamError | None"]
 """The queues in which it was settled, or why not."""
 
 
+def outcome_of(settled: PendingWrite | MillstreamError | None) -> MillstreamError | None:
+    """Return why acknowledgements were refused, or could not be stored; call this when their write is done."""
+    return settled if settled is None or isinstance(settled, MillstreamError) else settled.error
+
+
 class Leader(NamedTuple):
     """The leader of a partition."""
 
@@ -326,15 +331,11 @@ class ShareConsumers:
 
     async def confirm(self, settled: Settled) -> dict[SharePartition, MillstreamError | None]:
         """Wait until settlements are durable; return the error of each partition."""
-        results: dict[SharePartition, MillstreamError | None] = {}
-        for place, outcome in settled.items():
-            results[place] = outcome if isinstance(outcome, MillstreamError) else None
+        for outcome in settled.values():
             if outcome is not None and not isinstance(outcome, MillstreamError):
-                try:
+                with suppress(MillstreamError):
                     await outcome
-                except MillstreamError as error:
-                    results[place] = error
-        return results
+        return {place: outcome_of(outcome) for place, outcome in settled.items()}
 
     async def _settle(
         self,

@@ -243,6 +243,7 @@ class Connection(asyncio.BufferedProtocol):
         for reply in self._replies:
             if reply.is_kept:
                 self._turns.keep(self._flow, reply.cost_bytes)
+                self._budget.give_back(reply.held_bytes)
             else:
                 # It becomes durable in the same commit as everyone else's, so it counts until then.
                 reply.on_kept = partial(self._turns.keep, self._flow, reply.cost_bytes)
@@ -535,6 +536,7 @@ class Connection(asyncio.BufferedProtocol):
             self._replies.append(reply)
             reply.keep(answer)
             self._flush_replies()
+            self._hold_back(reply)
         elif answer is not None:
             promise = promise_of(answer, self.fail)
             promise.on_kept = self._promise_kept
@@ -546,13 +548,10 @@ class Connection(asyncio.BufferedProtocol):
         self._replies.append(reply)
         self._parked = reply
         self._budget.take(size + FRAME_COST_BYTES)
-        reply.on_kept = partial(self._unpark, size)
-        if self.presence.has_left:
-            self._loop.call_soon(reply.abandon)
-        else:
-            self.presence.on_disconnect = reply.abandon
+        reply.on_kept = partial(self._unpark, reply, size)
+        self.presence.on_leave(reply.abandon)
 
-    def _unpark(self, size: int) -> None:
+    def _unpark(self, reply: Parked, size: int) -> None:
         """Send the reply that the connection waited for; called in the middle of what brings it about."""
         self._parked = None
         self.presence.on_disconnect = None
@@ -561,6 +560,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         began, charged = self._turns.clock(), self._began
         self._flush_replies()
+        self._hold_back(reply)
         # Large responses are charged as they are sent, which moves `_began`.
         self._charge_wait(self._turns.clock() - began - (self._began - charged))
         if self._has_unserved:
@@ -605,6 +605,7 @@ class Connection(asyncio.BufferedProtocol):
             began, charged = self._turns.clock(), self._began
             reply.keep(buffers)
             self._flush_replies()
+            self._hold_back(reply)
             # Large responses are charged as they are sent, which moves `_began`.
             self._answering_s = self._turns.clock() - began - (self._began - charged)
 
@@ -711,6 +712,7 @@ class Connection(asyncio.BufferedProtocol):
             reply = Promise()
             self._replies.append(reply)
             reply.keep(buffers)
+            self._hold_back(reply)
         else:
             self._ready += buffers
         for buffer in buffers:
@@ -720,6 +722,13 @@ class Connection(asyncio.BufferedProtocol):
             self._flush_replies()
         elif not self._gathering:
             self._flush_soon()
+
+    def _hold_back(self, reply: Promise) -> None:
+        """Count the last response towards the memory of clients if it waits behind one that is not ready."""
+        if self._replies and self._replies[-1] is reply and reply.buffers is not None:
+            parts = reply.buffers.parts if isinstance(reply.buffers, Stream) else reply.buffers
+            reply.held_bytes = sum(len(part) for part in parts if isinstance(part, Piece))
+            self._budget.take(reply.held_bytes)
 
     def _promise_kept(self) -> None:
         # One commit keeps many promises; wait for the others of this turn of the loop.
@@ -750,10 +759,11 @@ class Connection(asyncio.BufferedProtocol):
         self._unsent_bytes = 0
         replies = self._replies
         is_stored = False
-        kept_bytes = 0
+        kept_bytes = held_bytes = 0
         while replies and replies[0].is_kept:
             reply = replies.popleft()
             kept_bytes += reply.cost_bytes
+            held_bytes += reply.held_bytes
             buffers = reply.buffers
             if isinstance(buffers, Stream):
                 is_stored = True
@@ -762,6 +772,8 @@ class Connection(asyncio.BufferedProtocol):
                 out += buffers
         if kept_bytes:
             self._turns.keep(self._flow, kept_bytes)
+        if held_bytes:
+            self._budget.give_back(held_bytes)
         if not out:
             return
         self._ready = []

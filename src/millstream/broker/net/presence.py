@@ -78,10 +78,15 @@ class Presence:
     def cancel_on_disconnect(self, task: asyncio.Task[Any] | None = None) -> None:
         """Cancel a task, or the current one, when its client leaves; after its first step if it has left already."""
         task = task or asyncio.current_task()
-        if task is not None and self.has_left:
-            asyncio.get_running_loop().call_soon(task.cancel)
-        elif task is not None:
-            self.on_disconnect = task.cancel
+        if task is not None:
+            self.on_leave(task.cancel)
+
+    def on_leave(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when the client leaves, or soon if it has left already; for the request that waits."""
+        if self.has_left:
+            asyncio.get_running_loop().call_soon(callback)
+        else:
+            self.on_disconnect = callback
 
 
 class Hangups:

@@ -49,13 +49,15 @@ Reply = Buffers | Stream
 class Promise:
     """A place in the order of a connection's replies, which is filled by `keep`."""
 
-    __slots__ = ("_latency", "_started", "buffers", "cost_bytes", "is_kept", "on_kept")
+    __slots__ = ("_latency", "_started", "buffers", "cost_bytes", "held_bytes", "is_kept", "on_kept")
 
     def __init__(self) -> None:
         self.buffers: Reply | None = None
         self.is_kept = False
         self.cost_bytes = 0
         """What the request counts as until its response leaves."""
+        self.held_bytes = 0
+        """What the response counts as while it waits behind others."""
         self.on_kept: Callable[[], None] | None = None
         """Called once, as soon as the promise is kept."""
         self._latency: Histogram | None = None

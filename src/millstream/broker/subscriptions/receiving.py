@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from millstream.broker.net.budget import Budget
+from millstream.broker.net.presence import Presence
+from millstream.broker.net.reply import Buffers, Parked
 from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
 from millstream.broker.subscriptions.lease import Settlement
+from millstream.broker.subscriptions.state_store import PendingWrite
 from millstream.core.errors import MillstreamError
 from millstream.core.subscription import AT_MOST_ONCE, Verb
+
+_logger = logging.getLogger(__name__)
 
 NO_QUEUE_WAIT_S: Final = 1.0
 """How long an answer is delayed at most if this node has no queue of the subscription."""
@@ -59,8 +66,9 @@ class _BudgetShare:
 
     def give_back_soon(self) -> None:
         """Release the memory in the loop's next turn: the answer is sent or abandoned by then."""
-        if self._taken_bytes:
-            asyncio.get_running_loop().call_soon(self.budget.give_back, self._taken_bytes)
+        taken_bytes, self._taken_bytes = self._taken_bytes, 0
+        if taken_bytes:
+            asyncio.get_running_loop().call_soon(self.budget.give_back, taken_bytes)
 
 
 class Wait:
@@ -138,34 +146,128 @@ class Wait:
             delivery.wake_waiting()
 
 
-def receive_or_wait(
-    deliveries: Sequence[Delivery],
-    demand: Demand,
-    budget: Budget,
-    finish: Callable[[Grant | None], object],
-    *,
-    wait_s: float,
-    first: int,
-    interrupt: asyncio.Future[None] | None = None,
-) -> list[Grant] | Wait:
-    """Lease messages that are available to a worker, or begin to wait for some; for leases that need not be durable.
+class ParkedLease(Parked):
+    """A request that leases messages, or waits for some and until writes are durable, without a task.
 
-    The messages count towards the memory of clients until the loop's next turn, so the caller and `finish` encode and
-    send them before that.
+    It owns what was leased until the connection has the response: the memory, the return of leases that do not reach
+    their worker, and every error on the way, which becomes the response. For leases that need not be durable.
     """
-    share = _BudgetShare(budget)
-    grants = _receive_from_any(deliveries, demand, first, share)
-    if grants:
-        share.give_back_soon()
-        return grants
 
-    def found(grant: Grant | None) -> None:
-        finish(grant)
-        share.give_back_soon()
+    __slots__ = (
+        "_answer",
+        "_error",
+        "_grants",
+        "_later",
+        "_presence",
+        "_refuse",
+        "_share",
+        "_unstored",
+        "_wait",
+        "_worker",
+    )
 
-    wait = Wait(deliveries, demand, share, found)
-    wait.begin(wait_s, interrupt)
-    return wait
+    def __init__(
+        self,
+        budget: Budget,
+        worker: str,
+        presence: Presence,
+        answer: Callable[[list[Grant], MillstreamError | None], Buffers | Coroutine[Any, Any, Buffers]],
+        refuse: Callable[[BaseException], Buffers],
+    ) -> None:
+        """`answer` encodes the leases, or why no queue could be asked, or goes on in a task if nothing is leased."""
+        super().__init__()
+        self._share = _BudgetShare(budget)
+        self._worker = worker
+        self._presence = presence
+        self._answer = answer
+        self._refuse = refuse
+        self._grants: list[Grant] | None = None
+        self._error: MillstreamError | None = None
+        self._unstored = 0
+        """How many writes are not durable yet."""
+        self._wait: Wait | None = None
+        self._later: asyncio.Task[Buffers] | None = None
+
+    def begin(
+        self,
+        deliveries: Sequence[Delivery],
+        demand: Demand,
+        *,
+        wait_s: float,
+        first: int,
+        interrupt: asyncio.Future[None] | None = None,
+        writes: Sequence[PendingWrite] = (),
+    ) -> Buffers | ParkedLease:
+        """Lease what is available, or wait for something; return the response if nothing is left to wait for."""
+        try:
+            self._grants = _receive_from_any(deliveries, demand, first, self._share) or None
+        except MillstreamError as error:
+            self._grants, self._error = [], error
+        if self._grants is None:
+            self._wait = Wait(deliveries, demand, self._share, self._found)
+            self._wait.begin(wait_s, interrupt)
+        self._unstored = len(writes)
+        for write in writes:
+            write.listen(self._stored)
+        self._answer_if_done()
+        return cast("Buffers", self.buffers) if self.is_kept else self
+
+    def abandon(self) -> None:
+        """Stop waiting: the client has left."""
+        if self.is_kept or (self._later is not None and self._later.done()):
+            return
+        if self._wait is not None:
+            self._wait.cancel()
+        if self._later is not None:
+            self._later.cancel()
+        grants, self._grants = self._grants, None
+        self._finish(None)
+        return_leases(grants or (), self._worker)
+
+    def _found(self, grant: Grant | None) -> None:
+        self._wait = None
+        self._grants = [] if grant is None else [grant]
+        self._answer_if_done()
+
+    def _stored(self, _error: MillstreamError | None) -> None:
+        self._unstored -= 1
+        self._answer_if_done()
+
+    def _answer_if_done(self) -> None:
+        if self._grants is None or self._unstored:
+            return
+        grants, self._grants = self._grants, None
+        try:
+            answer = self._answer(grants, self._error)
+        except Exception as error:
+            return_leases(grants, self._worker)
+            self._fail(error)
+            return
+        if isinstance(answer, list):
+            if grants:
+                self._presence.on_undelivered(partial(return_leases, grants, self._worker))
+            self._finish(answer)
+        else:
+            self._later = asyncio.get_running_loop().create_task(answer)
+            self._later.add_done_callback(self._answered_later)
+
+    def _answered_later(self, later: asyncio.Task[Buffers]) -> None:
+        if later.cancelled():
+            return
+        error = later.exception()
+        if error is None:
+            self._finish(later.result())
+        else:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, MillstreamError):
+            _logger.error("request failed unexpectedly", exc_info=error, extra={"worker": self._worker})
+        self._finish(self._refuse(error))
+
+    def _finish(self, buffers: Buffers | None) -> None:
+        self._share.give_back_soon()
+        self.keep(buffers)
 
 
 async def receive(

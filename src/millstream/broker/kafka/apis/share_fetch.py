@@ -23,7 +23,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
@@ -51,16 +51,16 @@ from millstream.broker.kafka.share_consumers import (
     SharePartition,
     ShareSession,
     check_member_id,
+    outcome_of,
 )
-from millstream.broker.net.budget import Budget
-from millstream.broker.net.reply import Buffers, Parked, Promise
+from millstream.broker.net.reply import Buffers, Promise
 from millstream.broker.subscriptions.lease import Lease, Origin
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
 from millstream.protocol.messages.codec import RequestHeader, write_response
 
 if TYPE_CHECKING:
-    from millstream.broker.subscriptions.receiving import Grant, Wait
+    from millstream.broker.subscriptions.receiving import Grant
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _RECORD_LIMIT: Final = 1
@@ -119,11 +119,6 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         self._quota = quota
         self._bytes_max = bytes_max
 
-    @property
-    def budget(self) -> Budget:
-        """The memory of all clients."""
-        return self._consumers.service.budget
-
     def answer_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
         """Answer a request that continues a session on open queues, without a task and the generic codec."""
         if client.rights is not None or self._quota.is_limiting:
@@ -150,7 +145,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             for place, ranges in request.acknowledged.items()
         }
         from millstream.broker.subscriptions.delivery import Demand
-        from millstream.broker.subscriptions.receiving import receive_or_wait
+        from millstream.broker.subscriptions.receiving import ParkedLease
 
         wanted = Demand(
             consumers.worker(request.member_id),
@@ -161,19 +156,28 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         )
         session.turn += 1
         client.fetch_requests += 1
-        waiting = _WaitingFetch(self, header, client, subscription, settled, lease_ms)
-        given = receive_or_wait(
+
+        def answer(grants: list[Grant], error: MillstreamError | None) -> Buffers:
+            results = _Results()
+            results.add(grants)
+            results.acknowledged = {place: outcome_of(one) for place, one in settled.items()}
+            if error is not None:
+                results.failed = dict.fromkeys(deliveries, error)
+            return self._encode(header, client, subscription, results, lease_ms)
+
+        def refuse(error: BaseException) -> Buffers:
+            response = _refused(error_code(error), error_message(error))
+            return [write_response(self.key, header.version, header.correlation_id, response)]
+
+        return ParkedLease(consumers.service.budget, wanted.worker, client.presence, answer, refuse).begin(
             list(deliveries.values()),
             wanted,
-            consumers.service.budget,
-            waiting.found,
             wait_s=min(request.max_wait_ms, _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX) / 1000,
             first=session.turn % len(deliveries),
+            writes=[one for one in settled.values() if one is not None and not isinstance(one, MillstreamError)],
         )
-        waiting.begin(given, wanted.worker)
-        return cast("Buffers", waiting.buffers) if waiting.is_kept else waiting
 
-    def encode(
+    def _encode(
         self,
         header: RequestHeader,
         client: ClientInfo,
@@ -188,7 +192,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             self._quota.take(client, size)
         # The group may be deleted meanwhile.
         results.lease_ms = results.lease_ms or lease_ms
-        if any(results.acknowledged.values()):
+        if results.failed or any(results.acknowledged.values()):
             response = self._answer(subscription, results, client)
             return [write_response(self.key, header.version, header.correlation_id, response)]
         places = list(dict.fromkeys([*results.acknowledged, *results.leases]))
@@ -264,15 +268,19 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         if remaining_ms is None:
             return
         session.turn += 1
-        given = await receive(
-            list(deliveries.values()),
-            wanted,
-            self._consumers.service.budget,
-            wait_s=remaining_ms / 1000,
-            first=session.turn % max(1, len(deliveries)),
-            also_after=partial(self._consumers.confirm, settled) if settled else None,
-        )
-        results.add(given)
+        try:
+            given = await receive(
+                list(deliveries.values()),
+                wanted,
+                self._consumers.service.budget,
+                wait_s=remaining_ms / 1000,
+                first=session.turn % max(1, len(deliveries)),
+                also_after=partial(self._consumers.confirm, settled) if settled else None,
+            )
+        except MillstreamError as error:
+            results.failed.update(dict.fromkeys(deliveries, error))
+        else:
+            results.add(given)
 
     async def _wait_for_quota(self, client: ClientInfo, wait_ms: int) -> int | None:
         """Wait until a client owes nothing of its quota; how much longer it waits then, or None if that took all."""
@@ -321,107 +329,6 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
                 for lease in results.leases.get(place, ())
             ),
         )
-
-
-class _WaitingFetch(Parked):
-    """A request that waits for messages, and until its acknowledgements are durable, without a task."""
-
-    __slots__ = (
-        "_api",
-        "_client",
-        "_grants",
-        "_header",
-        "_held_bytes",
-        "_lease_ms",
-        "_settled",
-        "_subscription",
-        "_unconfirmed",
-        "_wait",
-        "_worker",
-    )
-
-    def __init__(
-        self,
-        api: ShareFetch,
-        header: RequestHeader,
-        client: ClientInfo,
-        subscription: Subscription,
-        settled: Settled,
-        lease_ms: int,
-    ) -> None:
-        super().__init__()
-        self._api = api
-        self._header = header
-        self._client = client
-        self._subscription = subscription
-        self._settled = settled
-        self._lease_ms = lease_ms
-        self._unconfirmed = 0
-        """How many of the queues have not stored the acknowledgements yet."""
-        self._grants: list[Grant] | None = None
-        self._held_bytes = 0
-        self._wait: Wait | None = None
-        self._worker = ""
-
-    def begin(self, given: list[Grant] | Wait, worker: str) -> None:
-        """Wait for what is missing; answer at once if that is nothing."""
-        self._worker = worker
-        if isinstance(given, list):
-            self._hold(given)
-        else:
-            self._wait = given
-        for place, outcome in self._settled.items():
-            if outcome is not None and not isinstance(outcome, MillstreamError):
-                self._unconfirmed += 1
-                outcome.listen(partial(self._confirmed, place))
-        self._answer_if_done()
-
-    def found(self, grant: Grant | None) -> None:
-        """Take what was leased, or nothing because the time is up."""
-        self._wait = None
-        self._hold([] if grant is None else [grant])
-        self._answer_if_done()
-
-    def abandon(self) -> None:
-        """Stop waiting: the client has left."""
-        from millstream.broker.subscriptions.receiving import return_leases
-
-        if self.is_kept:
-            return
-        if self._wait is not None:
-            self._wait.cancel()
-            self._wait = None
-        grants, self._grants = self._grants, None
-        self._release()
-        self.keep(None)
-        if grants:
-            return_leases(grants, self._worker)
-
-    def _hold(self, grants: list[Grant]) -> None:
-        """Keep messages until the acknowledgements are durable; they count towards the memory of clients."""
-        self._grants = grants
-        self._held_bytes = sum(len(batch) for one in grants for batch in one.received.batches)
-        self._api.budget.take(self._held_bytes)
-
-    def _release(self) -> None:
-        self._api.budget.give_back(self._held_bytes)
-        self._held_bytes = 0
-
-    def _confirmed(self, place: SharePartition, error: MillstreamError | None) -> None:
-        self._settled[place] = error
-        self._unconfirmed -= 1
-        self._answer_if_done()
-
-    def _answer_if_done(self) -> None:
-        if self._grants is None or self._unconfirmed or self.is_kept:
-            return
-        results = _Results()
-        results.add(self._grants)
-        results.acknowledged = {
-            place: outcome if isinstance(outcome, MillstreamError) else None for place, outcome in self._settled.items()
-        }
-        self._release()
-        self.keep(self._api.encode(self._header, self._client, self._subscription, results, self._lease_ms))
 
 
 def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:

@@ -17,22 +17,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, check_needs, encode_private, with_owned_worker
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.net.reply import Buffers, Parked, Promise
+from millstream.broker.net.reply import Buffers, Promise
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Origin
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import InvalidRequest
+from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.subscription_messages import (
@@ -46,9 +45,7 @@ from millstream.protocol.private.subscription_messages import (
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Demand
     from millstream.broker.subscriptions.engine import Engine
-    from millstream.broker.subscriptions.receiving import Grant, Wait
-
-_logger = logging.getLogger(__name__)
+    from millstream.broker.subscriptions.receiving import Grant
 
 RECORDS_MAX = 100_000
 BYTES_MAX = 64 * 1024 * 1024
@@ -96,21 +93,28 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         deliveries = engine.ready(subscription, self._partitions(subscription.topics, request.partitions))
         if not deliveries or any(one.settings.delivery != AT_LEAST_ONCE for one in deliveries):
             return None
-        from millstream.broker.subscriptions.receiving import receive_or_wait
+        from millstream.broker.subscriptions.receiving import ParkedLease
 
+        arrived = monotonic()
         client.fetch_requests += 1
-        waiting = _WaitingReceive(self, request, header, client)
         demand = _demand(with_owned_worker(request, client), client)
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
         opening = engine.next_opening(subscription)
-        first = next(self._turn) % len(deliveries)
-        given = receive_or_wait(
-            deliveries, demand, service.budget, waiting.finish, wait_s=wait_s, first=first, interrupt=opening
+
+        def answer(grants: list[Grant], error: MillstreamError | None) -> Buffers | Coroutine[Any, Any, Buffers]:
+            if error is not None:
+                raise error
+            left_ms = int((arrived + wait_s - monotonic()) * 1000)
+            if not grants and left_ms > 0 and opening.done():
+                # Another queue has opened here.
+                return self.answer_later(msgspec.structs.replace(request, wait_ms=left_ms), header, client)
+            return encode_private(header, self._build_for(client, grants, arrived))
+
+        parked = ParkedLease(
+            service.budget, demand.worker, client.presence, answer, lambda error: self.refuse(error, header, client)
         )
-        if isinstance(given, list):
-            return encode_private(header, self.hand_over(given, demand.worker, client, waiting.arrived))
-        waiting.begin(given, wait_s, opening)
-        return waiting
+        first = next(self._turn) % len(deliveries)
+        return parked.begin(deliveries, demand, wait_s=wait_s, first=first, interrupt=opening)
 
     async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
         """Lease messages, or wait for some, once the client's quota allows it."""
@@ -131,12 +135,12 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
             bytes_max = self._quota.allowance(client, request.max_bytes)
             paid = msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max))
             grants = await self._lease(paid, client)
-        return self.hand_over(grants, request.worker, client, arrived)
-
-    def hand_over(self, grants: list[Grant], worker: str, client: ClientInfo, arrived: float) -> ReceiveAnswer:
-        """Build the response to a client; leases that do not reach it are returned."""
         if grants:
-            client.presence.on_undelivered(partial(self._give_back, grants, worker))
+            client.presence.on_undelivered(partial(_give_back, grants, request.worker))
+        return self._build_for(client, grants, arrived)
+
+    def _build_for(self, client: ClientInfo, grants: list[Grant], arrived: float) -> ReceiveAnswer:
+        """Build the response to a client, which counts towards its quota."""
         answer = build_answer(grants, arrived)
         size = sum(len(one.batches) for one in answer.partitions)
         client.fetched_bytes += size
@@ -187,12 +191,6 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
             interrupt=opening,
         )
 
-    @staticmethod
-    def _give_back(grants: list[Grant], worker: str) -> None:
-        from millstream.broker.subscriptions.receiving import return_leases
-
-        return_leases(grants, worker)
-
     def _partitions(self, topics: tuple[str, ...], wanted: list[tuple[str, int]] | None) -> list[Partition]:
         if wanted is not None:
             return [self._topics.partition(name, index) for name, index in wanted]
@@ -200,62 +198,10 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         return [one for topic in found for one in self._topics.partitions_of(topic) if one.is_leader]
 
 
-class _WaitingReceive(Parked):
-    """A request that waits for a message without a task."""
+def _give_back(grants: list[Grant], worker: str) -> None:
+    from millstream.broker.subscriptions.receiving import return_leases
 
-    __slots__ = ("_api", "_client", "_header", "_later", "_opening", "_request", "_until", "_wait", "arrived")
-
-    def __init__(self, api: SubscriptionReceive, request: Receive, header: RequestHeader, client: ClientInfo) -> None:
-        super().__init__()
-        self.arrived = monotonic()
-        self._api = api
-        self._request = request
-        self._header = header
-        self._client = client
-        self._wait: Wait | None = None
-        self._opening: asyncio.Future[None] | None = None
-        self._until = 0.0
-        self._later: asyncio.Task[Buffers] | None = None
-
-    def begin(self, wait: Wait, wait_s: float, opening: asyncio.Future[None]) -> None:
-        """Note what it waits for."""
-        self._wait = wait
-        self._until = self.arrived + wait_s
-        self._opening = opening
-
-    def finish(self, grant: Grant | None) -> None:
-        """Answer with what was leased, or with nothing; go on waiting if another queue has opened here."""
-        self._wait = None
-        left_ms = int((self._until - monotonic()) * 1000)
-        if grant is None and left_ms > 0 and self._opening is not None and self._opening.done():
-            again = msgspec.structs.replace(self._request, wait_ms=left_ms)
-            answer = self._api.answer_later(again, self._header, self._client)
-            self._later = asyncio.get_running_loop().create_task(answer)
-            self._later.add_done_callback(self._finish_later)
-            return
-        grants = [] if grant is None else [grant]
-        worker = with_owned_worker(self._request, self._client).worker
-        self.keep(encode_private(self._header, self._api.hand_over(grants, worker, self._client, self.arrived)))
-
-    def abandon(self) -> None:
-        """Stop waiting: the client has left."""
-        if self.is_kept or (self._later is not None and self._later.done()):
-            return
-        if self._wait is not None:
-            self._wait.cancel()
-            self._wait = None
-        if self._later is not None:
-            self._later.cancel()
-        self.keep(None)
-
-    def _finish_later(self, later: asyncio.Task[Buffers]) -> None:
-        self._later = None
-        if later.cancelled():
-            return
-        error = later.exception()
-        if error is not None:
-            _logger.error("request failed unexpectedly", exc_info=error, extra={"peer": self._client.address})
-        self.keep(later.result() if error is None else self._api.refuse(error, self._header, self._client))
+    return_leases(grants, worker)
 
 
 def _needs(subscription: str, topics: Iterable[str]) -> list[Need]:

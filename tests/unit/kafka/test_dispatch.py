@@ -1,0 +1,65 @@
+"""Requests that arrive before the broker is up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from kio.schema.api_versions.v0.request import ApiVersionsRequest
+
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.dispatch import Dispatch
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import ConnectionLimits
+from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.reply import Parked
+from millstream.protocol.messages.codec import API_VERSIONS_KEY, RequestHeader, write_request
+
+
+class Waiting(Parked):
+    """A request that waits for others until it is abandoned."""
+
+    def abandon(self) -> None:
+        if not self.is_kept:
+            self.keep(None)
+
+
+class Waits:
+    """Parks every request."""
+
+    key = API_VERSIONS_KEY
+    versions = (0, 4)
+
+    def __init__(self) -> None:
+        self.parked: list[Waiting] = []
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Parked:
+        self.parked.append(Waiting())
+        return self.parked[-1]
+
+
+@pytest.mark.parametrize("leaves", ["before the broker is up", "afterwards", "altogether"])
+async def test_a_request_that_came_before_the_broker_was_up_ends_with_its_client(leaves: str) -> None:
+    dispatch, api = Dispatch(), Waits()
+    limits = ConnectionLimits(frame_bytes_max=1000)
+    listener = Listener(dispatch, limits=limits, budget=Budget(1 << 20), connections_max=9, idle_s=600)
+    sock = bind("127.0.0.1", 0, flag="kafka")
+    await listener.start(sock)
+    _, writer = await asyncio.open_connection("127.0.0.1", sock.getsockname()[1])
+    writer.write(write_request(1, "test", ApiVersionsRequest()))
+    while not any(one._task for one in listener.connections):
+        await asyncio.sleep(0.001)
+    if leaves == "before the broker is up":
+        writer.write_eof()
+        while not any(one.presence.has_left for one in listener.connections):
+            await asyncio.sleep(0.001)
+    dispatch.serve([api])
+    while not api.parked:
+        await asyncio.sleep(0.001)
+    if leaves == "afterwards":
+        writer.write_eof()
+    elif leaves == "altogether":
+        writer.transport.abort()
+    await asyncio.wait_for(api.parked[0], 60)
+    writer.close()
+    await listener.drain(0)
