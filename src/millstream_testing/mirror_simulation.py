@@ -265,8 +265,9 @@ class Site:
     def partition(self, _name: str, index: int) -> Partition:
         return self.partitions_by_index[index]
 
-    async def list_offsets_of(self, _partitions: Any) -> Mapping[TopicPartition, Any]:
-        return {}
+    async def list_offsets_of(self, partitions: Iterable[TopicPartition]) -> Mapping[TopicPartition, Any]:
+        """Answer for partitions that this node does not lead: it was killed."""
+        return dict.fromkeys(partitions, NotLeader("the site is down"))
 
     states_revision = 0
 
@@ -742,7 +743,9 @@ class World:
                 raise Violation(f"{when}, {site.name} has {updates.get(key)} of {key}, and had stored {update}")
 
 
-async def _committed_by_group(client: Any, _names: Any) -> dict[str, dict[TopicPartition, int]]:
+async def _committed_by_group(client: Any, names: Any) -> dict[str, dict[TopicPartition, int]]:
+    if isinstance(client, Site):
+        return {name: dict(client.store.groups) for name in names}
     site: Site = client._site
     await client._world.pass_line(site)
     return {GROUP: dict(site.store.groups)}

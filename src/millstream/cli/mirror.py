@@ -38,7 +38,7 @@ from millstream.cli.output import (
 
 if TYPE_CHECKING:
     from millstream.client.admin.mirrors import MirrorClient
-    from millstream.protocol.private.mirror_messages import CutPartition, RemovedRange, ReverseRequest
+    from millstream.protocol.private.mirror_messages import CutPartition, FailoverResponse, RemovedRange, ReverseRequest
 
 app = Noun(help="Copy topics from another cluster, fail over from it, and switch back.", no_args_is_help=True)
 
@@ -243,10 +243,7 @@ def failover(name: Name, topics: Topics = None, yes: Yes = False, common: Common
         return
     print_line(f"{counted(len(report.partitions), 'partition')} can be written, after {report.waited_ms / 1000:.1f} s.")
     _print_cuts(report.partitions)
-    if report.source_error:
-        print_note(
-            f"It is unknown which acknowledged records of the source are missing: {one_line(report.source_error)}"
-        )
+    _note_unknown(report)
 
 
 @app.command("cutover")
@@ -275,15 +272,21 @@ def cutover(
     waited = _ask(
         common.waiting(wait + still), lambda mirrors: mirrors.settle(name, topics, wait_s=wait, still_s=still)
     )
-    if not common.as_json:
+    if waited is None:
+        print_note("An earlier attempt has begun to make the copies writable, so nothing is waited for.")
+    elif not common.as_json:
         print_line(f"The copies are complete, and nothing was written for {still:g} s (waited {waited:.1f} s).")
     report = _ask(common, lambda mirrors: mirrors.fail_over(name, topics, is_planned=True))
     late = [cut for cut in report.partitions if cut.missing]
     if common.as_json:
         cuts = [_cut_document(cut) for cut in report.partitions]
-        print_json({"mirror": name, "waited_s": waited, "partitions": cuts, "complete": not late})
+        is_known = all(cut.missing is not None for cut in report.partitions)
+        complete = (not late) if late or is_known else None
+        document = {"mirror": name, "waited_s": waited, "partitions": cuts, "complete": complete}
+        print_json({**document, "source_error": report.source_error})
     else:
         _print_cuts(report.partitions)
+        _note_unknown(report)
     if late:
         raise CommandFailed(
             f"the source was written to during the cutover: {late[0].topic}-{late[0].partition} lacks its last "
@@ -376,6 +379,13 @@ def _cut_document(cut: CutPartition) -> dict[str, Any]:
         "source_end": cut.source_end,
         "missing": cut.missing,
     }
+
+
+def _note_unknown(report: FailoverResponse) -> None:
+    unknown = sum(cut.missing is None for cut in report.partitions)
+    if report.source_error or unknown:
+        why = one_line(report.source_error) or f"it did not answer for {counted(unknown, 'partition')}"
+        print_note(f"It is unknown which acknowledged records of the source are missing: {why}")
 
 
 def _print_cuts(cuts: Iterable[CutPartition]) -> None:

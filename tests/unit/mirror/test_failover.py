@@ -409,6 +409,28 @@ async def test_a_switch_that_cannot_cut_every_copy_gives_the_source_its_role_bac
     assert target.copies == []
 
 
+async def test_a_cutover_that_is_repeated_does_not_need_the_source_again(
+    target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, target.has_leaders = FailoverRequest(name=NAME, is_planned=True), False
+    with pytest.raises(NotLeader):
+        await failover.fail_over(target.service, asked)
+    target.has_leaders = True
+    # The mirror does not run any more.
+    monkeypatch.delattr(OtherSide, "sync_all")
+    await failover.fail_over(target.service, asked)
+    assert target.copies == []
+
+
+async def test_a_cutover_of_a_mirror_that_does_not_run_is_refused_at_once(
+    target: Target, other_side: OtherSide
+) -> None:
+    await target.mirrors.want(NAME, is_wanted=False)
+    with pytest.raises(InvalidMirror, match="resume it first"):
+        await failover.fail_over(target.service, FailoverRequest(name=NAME, is_planned=True))
+    assert target.copies == [EU, EUX, US]
+
+
 async def test_a_switch_that_cannot_be_undone_leaves_the_source_fenced(
     target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +539,8 @@ async def test_the_owner_carries_out_what_concerns_a_fence(target: Target, is_dr
     await MirrorAdopt(service).handle(release())
     await MirrorFailover(service).handle(FailoverRequest(name=NAME))
     assert asked == [(OTHER, ADOPT_KEY), (OTHER, FAILOVER_KEY)][: 1 + is_draining]
+    await MirrorFailover(service).handle(FailoverRequest(name=NAME, is_planned=True))
+    assert asked[1 + is_draining :] == [(OTHER, FAILOVER_KEY)]
     service.membership.controller_id = NO_CONTROLLER
     with pytest.raises(CoordinatorUnavailable):
         await MirrorAdopt(service).handle(release())

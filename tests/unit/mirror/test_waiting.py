@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
 import pytest
 
+from millstream.broker.mirror import follower
 from millstream.broker.mirror.copier import Copier, Copy
 from millstream.broker.mirror.follower import Follower
+from millstream.cli import mirror as mirror_commands
+from millstream.cli.exit_code import CommandFailed
+from millstream.cli.options import Common
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.core.clock import SystemClock
 from millstream.core.errors import InvalidMirror, RequestTimedOut
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import encode
-from millstream.protocol.private.mirror_messages import ExposeRequest, ExposeResponse, MirrorDescriptions
+from millstream.protocol.private.mirror_messages import (
+    CutPartition,
+    ExposeRequest,
+    ExposeResponse,
+    FailoverResponse,
+    MirrorDescriptions,
+)
 from millstream.protocol.records.batch import iterate_whole_headers, place_batch
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
@@ -191,6 +203,7 @@ def described_by(node: int, copies: int, *lags: int | None) -> dict[str, Any]:
         "topics": ["orders"],
         "copies": {"orders": copies, "other": 1},
         "cuts": {},
+        "cutting": [],
         "notes": [],
         "report": {**report, **numbers},
     }
@@ -232,4 +245,115 @@ async def test_a_cutover_waits_for_nodes_that_do_not_answer() -> None:
     with pytest.raises(InvalidMirror, match="no copies that match order"):
         await MirrorClient(client).settle("paris", ["order"], wait_s=60.0, still_s=0.0)
     client = Nodes(described_by(0, 2, 0, 0))
-    await MirrorClient(client).settle("paris", ["orders"], wait_s=60.0, still_s=0.0)
+    assert await MirrorClient(client).settle("paris", ["orders"], wait_s=60.0, still_s=0.0) is not None
+
+
+@pytest.mark.parametrize("topics", [None, ["orders|other"]])
+@pytest.mark.parametrize("is_writable", [True, False])
+async def test_a_cutover_that_has_begun_waits_for_nothing(topics: list[str] | None, is_writable: bool) -> None:
+    described = described_by(0, 4)
+    described["report"] = None
+    if is_writable:
+        described |= {"copies": {}, "cuts": {"orders": {0: 5}}}
+    else:
+        described["cutting"] = ["orders", "other"]
+    client: Any = Nodes(described)
+    assert await MirrorClient(client).settle("paris", topics, wait_s=60.0, still_s=60.0) is None
+
+
+@pytest.mark.parametrize(
+    ("source_ends", "complete"),
+    [([5, 5], True), ([5, None], None), ([None, None], None), ([None, 7], False)],
+)
+def test_a_cutover_is_complete_only_if_the_source_has_said_so(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source_ends: list[int | None],
+    complete: bool | None,
+) -> None:
+    cuts = [
+        CutPartition(topic="orders", partition=at, offset=5, epoch=3, source_end=end)
+        for at, end in enumerate(source_ends)
+    ]
+    answers: list[Any] = [1.0, FailoverResponse(partitions=cuts)]
+    monkeypatch.setattr(mirror_commands, "_ask", lambda *_: answers.pop(0))
+    with nullcontext() if complete is not False else pytest.raises(CommandFailed, match="lacks its last 2 offsets"):
+        mirror_commands.cutover("paris", yes=True, common=Common(as_json=True))
+    assert json.loads(capsys.readouterr().out)["complete"] is complete
+
+
+# -- offsets of groups --------------------------------------------------------------------------------------------
+
+
+class Groups:
+    """A follower of a source with one group, which is also a group here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_millstream: bool = False) -> None:
+        self.here: dict[TopicPartition, int] = {}
+        self.there = {WHERE: 30}
+        self.is_there, self.mirror = True, SimpleNamespace(name="m", cuts={})
+        service = SimpleNamespace(
+            mirrors=SimpleNamespace(get=lambda _: self.mirror),
+            copied_topics=lambda _: [ORDERS],
+            exposed_offsets=self.exposed_offsets,
+            client=lambda: self,
+        )
+        settings = SimpleNamespace(rename="", groups=True, subscriptions=False)
+        self.run = SimpleNamespace(
+            service=service, settings=settings, mirror=self.mirror, groups={}, notes={}, wants_barrier=asyncio.Event()
+        )
+        make: Any = Follower
+        self.follower: Any = make(self.run, SimpleNamespace(client=None, is_millstream=is_millstream))
+        for name in ("list_groups", "committed_by_group", "commit_offsets"):
+            monkeypatch.setattr(follower, name, getattr(self, name))
+
+    async def exposed_offsets(self, _where: Any) -> dict[TopicPartition, int]:
+        return {WHERE: 100}
+
+    async def list_groups(self, _client: Any) -> list[tuple[str, str, str]]:
+        return [("g", "", "classic")]
+
+    async def committed_by_group(self, client: Any, names: list[str]) -> dict[str, dict[TopicPartition, int]]:
+        return {name: dict(self.there if client is None else self.here) for name in names}
+
+    async def commit_offsets(self, _client: Any, _group: str, offsets: dict[TopicPartition, int]) -> None:
+        self.here |= offsets
+
+
+async def test_a_group_that_has_read_further_here_is_not_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Groups(monkeypatch)
+    # It has moved here, and another node was the owner then.
+    groups.here[WHERE] = 50
+    await groups.follower.sync_all()
+    assert (groups.here[WHERE], list(groups.run.notes)) == (50, ["group g"])
+    groups.there[WHERE] = 60
+    await groups.follower.sync_all()
+    assert (groups.here[WHERE], groups.run.notes) == (60, {})
+    # What the mirror has applied itself follows the source.
+    groups.there[WHERE] = 10
+    await groups.follower.sync_all()
+    assert groups.here[WHERE] == 10
+
+
+@pytest.mark.parametrize("stale", ["dropped by a reverse", "beyond the end"])
+async def test_offsets_of_records_that_are_not_here_are_replaced(monkeypatch: pytest.MonkeyPatch, stale: str) -> None:
+    groups = Groups(monkeypatch)
+    groups.here[WHERE] = 50 if stale == "dropped by a reverse" else 101
+    if stale == "dropped by a reverse":
+        groups.mirror.cuts = {"orders": {0: 20}}
+    await groups.follower.sync_all()
+    assert groups.here[WHERE] == 30
+
+
+async def test_a_cutover_applies_offsets_only_when_the_transactions_that_committed_them_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = Groups(monkeypatch, is_millstream=True)
+
+    async def expose() -> None:
+        raise RequestTimedOut("orders-0 has not arrived")
+
+    groups.follower._expose_transactions = expose
+    with pytest.raises(RequestTimedOut):
+        await groups.follower.sync_all()
+    assert groups.here == {}

@@ -77,8 +77,13 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
         return FailoverResponse(partitions=earlier, source_error="the source was not contacted again")
     topics = chosen_topics(service, mirror, request.topics)
     if request.is_planned:
-        follower = await service.follower_of(mirror, started + TURN_S)
-        await follower.sync_all()
+        # An earlier attempt may have got further, also on another node; then everything was carried over.
+        await service.mirrors.load()
+        mirror = await service.mirrors.find(mirror.name)
+        if any(topic.name not in mirror.cut_epochs for topic in topics):
+            _check_running(service, mirror)
+            follower = await service.follower_of(mirror, started + TURN_S)
+            await follower.sync_all()
     # Nothing is verified from here on, so every copy is cut at the same moment.
     mirror = await service.begin_cut(mirror, topics, is_partial=request.topics is not None)
     ends, source_error = await _source_ends(mirror, topics)
@@ -262,13 +267,7 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
     mirror = await service.mirrors.find(request.name)
     _check_reversible(mirror)
     topics = chosen_topics(service, mirror, None)
-    if not mirror.is_due:
-        raise InvalidMirror(f"mirror {mirror.name!r} does not run; resume it first, or fail over")
-    if service.unfinished_cuts(mirror):
-        raise InvalidMirror(
-            f"a failover of mirror {mirror.name!r} has begun; finish it with `{service.failover_command(mirror)}`. "
-            f"Once all copies are writable, let the old source follow with `millstream mirror reverse {mirror.name}`"
-        )
+    _check_running(service, mirror)
     deadline = started + request.timeout_ms / 1000
     await service.follower_of(mirror, deadline)
     async with Source(mirror.settings, name=mirror.name) as source:
@@ -350,6 +349,16 @@ def _would_drop(mirror: Mirror, removed: Sequence[RemovedRange]) -> InvalidMirro
         f"{first.partition}, offsets {first.start} to {first.end - 1}), so a switch would lose these records. Run "
         f"`millstream mirror failover {mirror.name}` and `millstream mirror reverse {mirror.name} --save-to TOPIC`"
     )
+
+
+def _check_running(service: MirrorService, mirror: Mirror) -> None:
+    if service.unfinished_cuts(mirror):
+        raise InvalidMirror(
+            f"a failover of mirror {mirror.name!r} has begun; finish it with `{service.failover_command(mirror)}`. "
+            f"Once all copies are writable, let the old source follow with `millstream mirror reverse {mirror.name}`"
+        )
+    if not mirror.is_due:
+        raise InvalidMirror(f"mirror {mirror.name!r} does not run; resume it first, or fail over")
 
 
 def _check_reversible(mirror: Mirror) -> None:

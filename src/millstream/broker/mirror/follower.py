@@ -84,6 +84,8 @@ class Follower:
         """The offsets of groups on the source, as of the last look."""
         self._applicable: dict[str, dict[TopicPartition, int]] = {}
         """Those that may be applied: all transactions that committed them are readable here."""
+        self._syncing = asyncio.Lock()
+        """Held while offsets of groups are carried over: none are applied that were read before those applied last."""
         self._waiting_at: set[tuple[str, int]] = set()
         """The copies at which clients wait at a commit."""
         self._queues: dict[QueueKey, int] = {}
@@ -144,10 +146,11 @@ class Follower:
             await asyncio.sleep(pause_s)
 
     async def sync_all(self) -> None:
-        """Carry over everything but records a last time, for a planned switch."""
+        """Carry over everything but records a last time, for a planned switch or failover."""
         if self._settings.groups:
             await self._sync_groups()
-            await self._apply_groups(self._committed)
+            if self._source.is_millstream:
+                await self._sync_transactions()
         if self._source.is_millstream and self._settings.subscriptions and not self._settings.rename:
             await self._sync_subscriptions()
 
@@ -270,6 +273,10 @@ class Follower:
         reach them, whatever is committed below has arrived as a whole. That is recorded before clients see it, so that
         a failover cuts every copy at the same moment.
         """
+        async with self._syncing:
+            await self._expose_transactions()
+
+    async def _expose_transactions(self) -> None:
         committed = self._committed
         if not await self._waiting() and committed == self._applicable:
             return
@@ -370,6 +377,11 @@ class Follower:
 
     async def _sync_groups(self) -> None:
         """Carry over the committed offsets of groups, never beyond what clients can read here."""
+        async with self._syncing:
+            await self._read_groups()
+            await self._apply_groups(self._applicable)
+
+    async def _read_groups(self) -> None:
         prefix = self._settings.rename
         names = [name for name, _, kind in await list_groups(self._source.client) if kind != "share"]
         copied = {topic.name: topic.partitions for topic in self._service.copied_topics(self._run.mirror.name)}
@@ -390,11 +402,11 @@ class Follower:
         elif found != self._applicable:
             # A transaction that committed offsets may have records that have not arrived.
             self._run.wants_barrier.set()
-        await self._apply_groups(self._applicable)
 
     async def _apply_groups(self, groups: Mapping[str, Mapping[TopicPartition, int]]) -> None:
         wanted = {where for offsets in groups.values() for where in offsets}
         exposed = await self._service.exposed_offsets(wanted)
+        changes: dict[str, dict[TopicPartition, int]] = {}
         for group, offsets in groups.items():
             known = self._run.groups.get(group, {})
             changed = {
@@ -402,11 +414,21 @@ class Follower:
                 for where, offset in offsets.items()
                 if where in exposed and known.get(where) != min(offset, exposed[where])
             }
-            if not changed:
-                continue
-            key = f"group {group}"
+            if changed:
+                changes[group] = changed
+        for group, here in (await committed_by_group(self._service.client(), list(changes))).items():
+            key, changed, known = f"group {group}", changes[group], self._run.groups.get(group, {})
             try:
-                await commit_offsets(self._service.client(), group, changed)
+                if isinstance(here, MillstreamError):
+                    raise here
+                own = {
+                    where: offset
+                    for where, offset in here.items()
+                    if changed.get(where, offset) < offset <= exposed[where] and self._is_own(where, offset, known)
+                }
+                changed = {where: offset for where, offset in changed.items() if where not in own}
+                if changed:
+                    await commit_offsets(self._service.client(), group, changed)
             except GroupNotEmpty:
                 self._run.notes[key] = f"group {group!r} has members here, so its offsets are not mirrored"
                 continue
@@ -414,7 +436,17 @@ class Follower:
                 self._run.notes[key] = f"group {group!r}: {error}"
                 continue
             self._run.notes.pop(key, None)
+            if own:
+                self._run.notes[key] = f"group {group!r} has read further here than at the source; it is not set back"
             self._run.groups[group] = {**known, **changed}
+
+    def _is_own(self, where: TopicPartition, offset: int, known: Mapping[TopicPartition, int]) -> bool:
+        """Whether a group has committed an offset here itself, in records that this cluster has only copied.
+
+        An old source that follows may have offsets of records that it has dropped.
+        """
+        mirror = self._service.mirrors.get(self._run.mirror.name) or self._run.mirror
+        return known.get(where) != offset and where.topic not in mirror.cuts
 
     # -- subscriptions --------------------------------------------------------------------------------------
 

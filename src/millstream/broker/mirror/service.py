@@ -432,6 +432,7 @@ class MirrorService:
             "topics": [topic.name for topic in copied],
             "copies": {topic.name: topic.partitions for topic in copied if not topic.is_draining},
             "cuts": {topic: dict(offsets) for topic, offsets in mirror.cuts.items()},
+            "cutting": self.unfinished_cuts(mirror),
             "notes": list(self._notes(mirror)),
             "report": None if run is None else run.describe(self.clock.now_ms()),
         }

@@ -80,10 +80,13 @@ class MirrorClient:
         """Turn a mirror around without losing anything."""
         return await self._ask(None, SWITCH_KEY, request, ReverseResponse)
 
-    async def settle(self, name: str, topics: Sequence[str] | None = None, *, wait_s: float, still_s: float) -> float:
+    async def settle(
+        self, name: str, topics: Sequence[str] | None = None, *, wait_s: float, still_s: float
+    ) -> float | None:
         """Wait until copies have everything and their originals were not written to for a while; return how long.
 
-        Topics are regular expressions for names, None means all. Raise `RequestTimedOut` if that took too long.
+        Topics are regular expressions for names, None means all. None is returned if a failover of all of them has
+        begun or ended: nothing is copied any more. Raise `RequestTimedOut` if it took too long.
         """
         patterns = [compile_regex(pattern) for pattern in topics or ()]
         loop = asyncio.get_running_loop()
@@ -93,8 +96,10 @@ class MirrorClient:
             (described,) = await self.describe([name])
             if topics is not None:
                 described = _narrowed(described, lambda topic: any(one.fullmatch(topic) for one in patterns))
-                if not described["copies"]:
+                if not described["copies"] and not described["cuts"]:
                     raise InvalidMirror(f"mirror {name!r} has no copies that match {', '.join(topics)}")
+            if described["copies"].keys() <= set(described["cutting"]) and (described["copies"] or described["cuts"]):
+                return None
             now = {(one["topic"], one["partition"]): one["source_end"] for one in described["partitions"]}
             if now != ends or not now or described["lag"] or described["lag_unknown"] or described["error"]:
                 ends, still_since = now, loop.time()
@@ -156,7 +161,9 @@ def _narrowed(described: dict[str, Any], is_wanted: Callable[[str], bool]) -> di
     error = next((one["error"] for one in partitions if one["error"]), "") or (
         "" if described["error"] in elsewhere else described["error"]
     )
-    return {**described, **_lags(copies, partitions), "copies": copies, "partitions": partitions, "error": error}
+    cuts = {topic: offsets for topic, offsets in described["cuts"].items() if is_wanted(topic)}
+    changed = {"copies": copies, "cuts": cuts, "partitions": partitions, "error": error}
+    return {**described, **_lags(copies, partitions), **changed}
 
 
 def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
@@ -197,5 +204,6 @@ def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
         "overrides": newest["overrides"],
         "created_ms": newest["created_ms"],
         "cuts": newest["cuts"],
+        "cutting": newest["cutting"],
         "partitions": partitions,
     }

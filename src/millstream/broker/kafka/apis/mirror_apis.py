@@ -159,12 +159,14 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
 
         {"names": ["paris"]}, or null for all
         answer: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
-        "wanted": true, "problem": "", "version": …, "topics": […], "copies": {"orders": 3}, "cuts": {…}, "notes": […],
+        "wanted": true, "problem": "", "version": …, "topics": […], "copies": {"orders": 3}, "cuts": {…},
+        "cutting": ["orders"], "notes": […],
         "report": {"node": 1, "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "notes": […],
         "partitions": [{"topic": …, "partition": …, "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …,
         "epoch": …, "error": ""}]}}]}
 
-    Every node knows all mirrors and reports on the partitions that it leads, so a client asks all nodes.
+    `cutting` are copies whose failover has begun. Every node knows all mirrors and reports on the partitions that it
+    leads, so a client asks all nodes.
     """
 
     key = LIST_KEY
@@ -191,9 +193,10 @@ class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
     changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: FailoverRequest) -> FailoverResponse:
-        if not self._mirrors.is_fenced(request.name):
+        if not request.is_planned and not self._mirrors.is_fenced(request.name):
             return await fail_over(self._mirrors, request)
-        return await self._run_on_owner(request, FailoverResponse, fail_over)
+        # Only the owner knows what was carried over, and waits for a fence that is under way.
+        return await self._run_on_owner(request, FailoverResponse, fail_over, 2 * TURN_S)
 
 
 class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
