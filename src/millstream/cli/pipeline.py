@@ -189,7 +189,7 @@ def runs(name: Name, limit: Limit = 20, common: Common = COMMON) -> None:
 
 @app.command("logs")
 def logs(name: Name, run: Run = 0, common: Common = COMMON) -> None:
-    """Show what a run of a job has printed: the last 256 KiB of it."""
+    """Show the output of a job run: the last 256 KiB of it."""
     found = ask_pipelines(common, lambda pipelines: pipelines.run_log(name, run))
     if common.as_json:
         print_json({"pipeline": name, **found})

@@ -33,7 +33,7 @@ class LeaderAppender:
             await self._client.close()
 
     async def append(self, topic: str, index: int, batch: bytearray) -> Offset:
-        """Append a batch; return its offset, also if it is an idempotent producer's and was stored before."""
+        """Append a batch; return its offset, or that of the stored copy for a duplicate of an idempotent producer."""
         try:
             partition = self._topics.partition(topic, index)
             if partition.is_leader:

@@ -1,8 +1,8 @@
 """The runtime of everything whose state is a fold over an internal topic: groups, transactions, queue states.
 
 It owns a shard for each partition of the topic that this node leads, creates the topic when it is first needed, and
-finds the shard of a name. Shards start and stop with the leadership, so a coordinator fails over by being read back
-elsewhere.
+finds the shard of a name. Shards start and stop with the leadership: after a failover, the new leader reads the state
+back from the log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def java_hash(text: str) -> int:
 def partition_for(name: str, partitions: int) -> PartitionIndex:
     """Return the partition that stores the state of this name."""
     hashed = java_hash(name)
-    # Kafka takes the absolute value, and zero for the one number without one.
+    # Kafka takes the absolute value, and zero for the minimum, which has none.
     return PartitionIndex((0 if hashed == _MINIMUM else abs(hashed)) % partitions)
 
 
@@ -104,7 +104,7 @@ class Runtime(Generic[S]):
         self._resigning: set[asyncio.Task[None]] = set()
         self._is_watching = False
         self._creating = asyncio.Lock()
-        # Loading uses this process's one core: loading shards one by one makes the first ones available sooner.
+        # Loading is CPU-bound in this process: loading shards one by one makes the first ones available sooner.
         self._load_slot = asyncio.Semaphore(1)
         self._closed = False
 
@@ -141,7 +141,7 @@ class Runtime(Generic[S]):
         """Create the topic on its first use."""
         if self._is_watching and self._topics.get(self._topic.name) is not None:
             return
-        # The rest may need a task, and the request may have been started without one.
+        # The rest may need a task, but the request may have been started without one.
         await asyncio.sleep(0)
         async with self._creating:
             if self._closed:

@@ -7,8 +7,8 @@ reports something that a crash can undo, whether the operation wrote it or only 
 A state machine may keep superseded records for readers of the log (`Retention`). Loading then starts at the last
 rewrite all the same: the last record of every batch carries its offset in a header.
 
-When an append fails, memory would hold what the log does not: the state is discarded, all waiting clients are sent to
-find the coordinator again, and the shard is read back from the log.
+When an append fails, memory would be ahead of the log: the state is discarded, waiting clients are told to find the
+coordinator again, and the shard is read back from the log.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _LOAD_START: Final = "load-start"
 
 
 def find_load_start(log: ReadableLog) -> Offset:
-    """Return where loading has to start: at the last rewrite, or at the start of the log if that is unknown."""
+    """Return the offset at which loading starts: the last rewrite, or the log start if that is unknown."""
     if log.high_watermark <= log.log_start:
         return log.log_start
     try:
@@ -92,7 +92,7 @@ def find_load_start(log: ReadableLog) -> Offset:
 
 
 class Replayable(Protocol):
-    """What records can be replayed into."""
+    """A state into which records can be replayed."""
 
     def replay(self, record: StateRecord) -> None:
         """Apply one record."""
@@ -176,7 +176,7 @@ BATCH_RECORDS = 200
 
 
 class Retention(Protocol):
-    """Says what of a rewritten log is kept for its readers."""
+    """Decides which part of a rewritten log is kept for its readers."""
 
     def keep_from(self, state: Any, partition: Any, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
         """Return from which offset on the log is kept, at most `rewritten`, and records that say what is not."""
@@ -397,7 +397,7 @@ class Shard(Generic[S]):
         self._closed = False
         self._failures = 0
         self._is_refusing = False
-        # Operations after a failure must not be mistaken for those before it.
+        # Distinguishes operations after a failure from those before it.
         self._incarnation = 0
         self._written = Offset(0)
         self._acknowledged = Offset(0)
@@ -710,8 +710,8 @@ def _client_error(name: str, error: MillstreamError) -> MillstreamError:
 
 
 def complete(future: asyncio.Future[Any], later: Deferred[Any]) -> None:
-    """Pass an answer on to a future."""
-    # The caller may have left, which cancels the future.
+    """Complete a future with a response."""
+    # The future is cancelled if the caller has gone.
     if future.done():
         return
     if later.error is not None:

@@ -80,7 +80,7 @@ Operation = Callable[[S], Outcome[T]]
 
 
 class Confirmation(NamedTuple):
-    """Errors that a leader must be certain of: it sends them once the log has accepted one more record.
+    """Errors that only a current leader may send: they are released once the log has accepted one more record.
 
     A node that was replaced and does not know it still has its old state. Its appends are never acknowledged, so it
     cannot end the session of a live client.

@@ -1,6 +1,4 @@
-"""The group coordinator of this node: checks requests as far as that is possible without the state, and finds the
-shard.
-"""
+"""The group coordinator of this node: checks requests independently of the state, and finds the shard."""
 
 from __future__ import annotations
 

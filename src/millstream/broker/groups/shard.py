@@ -537,7 +537,7 @@ class GroupShard:
         self._to_sweep = self._groups.ids()
         self._timers.schedule(_SWEEP, 0, self._sweep, pure=True)
 
-    # Below: how
+    # Internals
 
     def _group_with_members(self, who: MemberRef) -> Group:
         group = self._groups.get(who.group_id)
@@ -568,7 +568,7 @@ class GroupShard:
         left = UnknownMember(f"the member left group {group.group_id!r}")
         member_id = leaver.member_id
         if not member_id and leaver.instance_id in group.static_members:
-            # An operator removes a static member, whose current id is not known outside.
+            # An operator removes a static member by its instance id; its current member id is internal.
             member_id = group.static_members[leaver.instance_id]
         elif member_id not in group.pending_members:
             try:
@@ -606,8 +606,8 @@ class GroupShard:
         self._rebalance.keep_alive(group, member)
 
     def _check_transactional_commit(self, request: CommitRequest) -> None:
-        """Check a transactional commit like other commits, but producers of old clients name no member, and a rebalance
-        does not hinder them.
+        """Check a transactional commit like other commits, except that producers of old clients name no member, and a
+        rebalance does not block them.
         """
         who = request.member
         if who.generation < 0 and not who.member_id and who.instance_id is None:
@@ -667,7 +667,7 @@ class GroupShard:
     def _drop_stored(self, group: Group) -> None:
         self._groups.drop(group.group_id)
         if self._offsets.of_group(group.group_id):
-            # Not written by this broker, which deletes the offsets first; they stay unchanged.
+            # Another broker wrote this: Millstream deletes the offsets first. They stay unchanged.
             self._groups.put(Group(group.group_id))
 
     def _deliver_assignments(self, group: Group, stored: StoredGroup) -> None:

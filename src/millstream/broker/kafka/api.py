@@ -1,4 +1,4 @@
-"""What every API of the Kafka front door has in common.
+"""The base of all APIs of the Kafka front end.
 
 An API serves a range of versions but is written once, against the newest of them: `upgrade` turns a request of
 any version into that one, `handle` answers it, `downgrade` turns the answer back. `answer` does all three.
@@ -90,14 +90,14 @@ Need = tuple[Operation, ResourceType, str]
 
 
 def check_needs(needs: Iterable[Need], rights: Rights) -> None:
-    """Raise the error of the first thing that a client may not do."""
+    """Raise the error of the first permission that a client lacks."""
     for operation, kind, name in needs:
         rights.require(operation, kind, name)
 
 
 @dataclass(slots=True, kw_only=True)
 class RefusedBatch:
-    """A batch of an idempotent producer that was refused and is to be sent again."""
+    """A batch of an idempotent producer that was refused and will be sent again."""
 
     epoch: int
     sequence: int
@@ -120,17 +120,17 @@ class ClientInfo:
     listener: str = ""
     """The listener that it connected to."""
     rights: Rights | None = None
-    """What it may do; None where every client may do everything."""
+    """Its rights; None if clients are not authorized."""
     session: Session | None = None
-    """How it has authenticated, where it has to."""
+    """How it has authenticated, if that is required."""
     software_name: str = "unknown"
     software_version: str = "unknown"
     mute: Callable[[float], None] = _cannot_mute
     """Stops reading requests from the client for some seconds."""
     count_as_follower: Callable[[], None] = lambda: None
-    """Serves the connection out of the share of those who replicate."""
+    """Charges the connection to the account of replication."""
     presence: Presence = field(default_factory=Presence)
-    """Whether the client is there to wait for an answer."""
+    """Whether the client is still connected."""
     refused_batches: dict[tuple[str | UUID, int, int], RefusedBatch] = field(default_factory=dict)
     """By topic, partition and producer id."""
     produce_requests: int = 0
@@ -140,7 +140,7 @@ class ClientInfo:
 
     @property
     def user(self) -> str:
-        """The name of its principal, by which quotas know it."""
+        """The name of its principal, which quotas use."""
         return ANONYMOUS if self.rights is None else self.rights.principal.removeprefix("User:")
 
 
@@ -148,16 +148,16 @@ W = TypeVar("W", Receive, SettleRequest)
 
 
 def with_owned_worker(request: W, client: ClientInfo) -> W:
-    """Name the worker of a request after its principal too, so that others of that name cannot settle its leases."""
+    """Prefix the worker of a request with its principal, so that other principals cannot settle its leases."""
     rights = client.rights
     if rights is None or rights.node_id is not None:
         return request
-    # The principal has no space then, so it ends with the first one.
+    # The quoted principal has no spaces, so it ends at the first one.
     return msgspec.structs.replace(request, worker=f"{quote(rights.principal, safe=':=,@')} {request.worker}")
 
 
 def owner_of(client: ClientInfo) -> Owner | None:
-    """Return the client as the owner of what it declares; None where it is not known, or acts for others."""
+    """Return the client as the owner of its declarations; None if it is not authenticated, or acts for others."""
     return None if client.rights is None else client.rights.owner
 
 
@@ -202,7 +202,7 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         return reshape(response, load_response_class(self.key, version))
 
     def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
-        """Answer a request that failed as a whole; an API whose answer can say so overrides this."""
+        """Answer a request that failed as a whole; APIs whose response has an error field override this."""
         raise error
 
     async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
@@ -256,7 +256,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         return False
 
     def redact(self, response: ResponseT, rights: Rights) -> ResponseT:
-        """Leave out of a response what the client may not know of."""
+        """Remove from a response what the client may not see."""
         return response
 
     async def handle_from(self, client: ClientInfo, request: RequestT) -> ResponseT:
@@ -264,7 +264,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         return await self.handle(request)
 
     def answer_at_once(self, request: RequestT, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
-        """Answer or promise an answer without a coroutine, or return None where that takes one."""
+        """Answer, or promise an answer, without a coroutine; return None if a coroutine is needed."""
         return None
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
@@ -284,7 +284,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         return encode_private(header, self.response_type(error=int(error_code(error)), message=error_message(error)))
 
     async def answer_later(self, request: RequestT, header: RequestHeader, client: ClientInfo) -> Buffers:
-        """Carry out a request, as far as the client may."""
+        """Authorize and carry out a request."""
         response: Any
         try:
             if not self.starts_at_once(request):
@@ -341,14 +341,14 @@ _FENCED: Final = frozenset({ErrorCode.producer_fenced, ErrorCode.invalid_produce
 
 
 def fenced_code(code: ErrorCode, version: int, *, first: int) -> ErrorCode:
-    """PRODUCER_FENCED from version `first` on, INVALID_PRODUCER_EPOCH before; all other codes as they are."""
+    """Return PRODUCER_FENCED from version `first` on, INVALID_PRODUCER_EPOCH before; other codes unchanged."""
     if code is ErrorCode.producer_fenced and version < first:
         return ErrorCode.invalid_producer_epoch
     return code
 
 
 def log_fenced(code: ErrorCode, reason: str, client: ClientInfo, *, transactional_id: str | None = None) -> None:
-    """Log a refusal that ends a producer; the reason holds its ids and epochs. Other codes leave no line."""
+    """Log a refusal that ends a producer; the reason holds its ids and epochs. Other codes are not logged."""
     if code in _FENCED:
         named = {"client": client.address, "client_id": client.client_id, "reason": reason}
         if transactional_id is not None:
@@ -363,14 +363,14 @@ _DEADLINE_S_MAX: Final = 120.0
 
 
 class RequestDeadline:
-    """The end of the time that a request allows for all it asks for; some clients send 0 and expect the usual."""
+    """The deadline of a request; some clients send a timeout of 0 and expect the default."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._time = asyncio.get_running_loop().time
         self._end = self._time() + min(max(timeout.total_seconds(), _DEADLINE_S_MIN), _DEADLINE_S_MAX)
 
     def left_s(self, what: str) -> float:
-        """Return the time that is left for a change; raise `RequestTimedOut` if it cannot begin any more."""
+        """Return the time that is left for a change; raise `RequestTimedOut` if it is too late to begin."""
         left = self._end - self._time()
         if left <= 0:
             raise RequestTimedOut(f"{what}: not begun within the time that the request allows; send it again")

@@ -1,13 +1,14 @@
 """Fetch by a follower, versions 15 to 18: the basis of replication.
 
-Fetch hands a request over that names a replica. It reads up to the end of the log, not only to the high watermark, and
-its fetch offset shows the leader how far the follower has replicated. It is therefore accepted only from the process
-that registered last as the node it names, and only for partitions of which that node has a replica. The leader epoch
-must be the current one; a follower whose log has diverged gets the diverging epoch (KIP-595). Quotas do not apply.
+Fetch passes requests that name a replica to this module. It reads up to the end of the log, not only to the high
+watermark, and its fetch offset shows the leader how far the follower has replicated. It is therefore accepted only from
+the process that registered last as the node it names, and only for partitions of which that node has a replica. The
+leader epoch must be the current one; a follower whose log has diverged gets the diverging epoch (KIP-595). Quotas do
+not apply.
 
 A fetch that finds nothing waits for an append. It is also answered when only a high watermark has moved, a little
-later, so that a busy follower learns of it with the records that follow (KIP-1166). Followers get through when the
-budget for bytes in flight is used up: producers that wait for `acks=all` may be what uses it.
+later, so that a busy follower learns of it with the records that follow (KIP-1166). Followers are served even when the
+budget for bytes in flight is used up: producers that wait for `acks=all` may be using it.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class FollowerSession:
 SESSIONS_MAX = 1000
 
 WATERMARK_DELAY_S = 0.02
-"""How long a fetch waits for records to go with the news that only a high watermark has moved."""
+"""How long a fetch that only reports a new high watermark waits for records to send with it."""
 
 BYTES_MIN = 1024 * 1024
 """The minimum that a follower gets."""
@@ -218,7 +219,7 @@ class FollowerFetch:
             session.wake()
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo | None = None) -> Answer:
-        """Answer immediately if there is news, otherwise let the connection wait.
+        """Answer immediately if there is something to report, otherwise let the connection wait.
 
         A client that is known to be a node can follow only as that node.
         """
@@ -282,7 +283,7 @@ class FollowerFetch:
         session = self._sessions[node] = FollowerSession(node, self._new_id())
         return session
 
-    # -- looking --------------------------------------------------------------------------------------------
+    # -- reading --------------------------------------------------------------------------------------------
 
     def _read_pending(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
         """Read the partitions with events, within the byte limits."""
@@ -292,7 +293,7 @@ class FollowerFetch:
         found: dict[PartitionKey, ReplicaAnswer] = {}
         for key in tuple(islice(session.unread, PARTITIONS_PER_ANSWER_MAX)):
             followed = session.partitions[key]
-            # A partition whose turn comes when nothing is left still notes where the follower is.
+            # The position of the follower is recorded even if the byte limit is used up.
             answer = self._read_partition(session, key, followed, fetch.registration, remaining, at_least_one=is_first)
             remaining -= len(answer.records)
             is_first = is_first and not answer.records
@@ -480,12 +481,12 @@ def _has_more(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
 
 
 def _is_urgent(answer: ReplicaAnswer) -> bool:
-    """Whether the follower has something to do, more than to note a number."""
+    """Whether the follower has to act on the response, not only to record a high watermark."""
     return bool(answer.records) or answer.code != ErrorCode.none or answer.diverging is not None
 
 
 def _unregistered_answers(fetch: ReplicaFetch) -> ReplicaAnswers:
-    """A session of an earlier registration is over; a request in it that names nothing would else never wait."""
+    """Refuse a session of an earlier registration; an empty request in it would otherwise never wait."""
     if fetch.session_epoch not in (FIRST_SESSION_EPOCH, CLOSED_SESSION_EPOCH):
         return ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)
     return ReplicaAnswers(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _UNREGISTERED))
@@ -496,7 +497,7 @@ def _encode(header: RequestHeader, answers: ReplicaAnswers) -> Buffers:
 
 
 def _check_follower(rights: Rights, node: NodeId) -> None:
-    """Raise `ProtocolViolation` unless a client may follow, and as the node that it says it is."""
+    """Raise `ProtocolViolation` unless a client may follow as the node that it claims to be."""
     if not rights.check(Operation.CLUSTER_ACTION, ResourceType.CLUSTER):
         raise ProtocolViolation(f"{rights.principal} may not follow partitions: it is not a node of this cluster")
     if rights.node_id is not None and rights.node_id != node:

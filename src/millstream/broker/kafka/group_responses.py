@@ -1,4 +1,4 @@
-"""What heartbeats and descriptions of consumer groups and of share groups have in common.
+"""Common parts of the heartbeats and descriptions of consumer groups and share groups.
 
 Kafka has separate messages for both, with the same fields; so the caller passes the class to build.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def check_text(name: str, text: str | None) -> None:
-    """Raise `InvalidRequest` for a name or id that is given and cannot be one."""
+    """Raise `InvalidRequest` for an invalid name or id; None is valid."""
     if text is None:
         return
     if not text.strip():
@@ -53,7 +53,7 @@ def named_partitions(part: Callable[..., T], named: Iterable[tuple[UUID, str, Se
 
 
 def describe_failure(group: Callable[..., T], group_id: str, error: MillstreamError) -> T:
-    """Why a group is not described."""
+    """Return the response for a group that cannot be described."""
     return group(
         error_code=error_code(error),
         error_message=error_message(error),

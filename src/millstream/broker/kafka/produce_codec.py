@@ -1,8 +1,8 @@
-"""How Produce requests and their answers are laid out in bytes, versions 3 to 13.
+"""The encoding of Produce requests and responses, versions 3 to 13.
 
-What clients send all day long has no tagged fields, and is read by `read_plain` with fixed structs and without a call
-per field. It gives None for anything else, which `read_any` then reads or refuses. In the same way
-the answer to a request for one partition is laid out by `write_one`, and every other one by `write_any`.
+Ordinary requests have no tagged fields, and `read_plain` reads them with fixed structs, without a call per field. It
+returns None for all others, which `read_any` reads or refuses. Likewise, `write_one` encodes the response to a request
+for one partition, and `write_any` every other one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Portion:
         """The records for which the batch was refused, if it is only some of them."""
 
     def fail(self, code: ErrorCode, message: str) -> None:
-        """Note why nothing was stored, or why that is not known."""
+        """Record why nothing was stored, or why the outcome is unknown."""
         self.code = code
         self.message = message[:MESSAGE_CHARACTERS_MAX]
         self.appended = None

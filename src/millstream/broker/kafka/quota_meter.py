@@ -1,9 +1,9 @@
 """Enforce client quotas as Kafka does: a client over its quota gets a throttle time, and its connection is muted for
 that time.
 
-A quota is a bucket that fills with `rate` bytes a second and holds those of ten seconds, which is the time over which
-Kafka measures a rate too. A request takes its bytes out whether they are there or not. If the bucket is then in debt,
-the client waits for as long as the debt takes to fill up: the answer says so (`throttle_time_ms`, which clients heed by
+A quota is a token bucket that fills with `rate` bytes per second and holds ten seconds' worth, the window over which
+Kafka measures rates too. A request takes its bytes even if the bucket does not have them. If the bucket is then in
+debt, the client waits until the debt is refilled: the answer says so (`throttle_time_ms`, which clients heed by
 themselves) and the connection is muted for that time.
 """
 
@@ -25,7 +25,7 @@ WINDOW_S: Final = 10.0
 """How many seconds' worth of bytes a client may take at once after it was silent."""
 
 THROTTLE_MS_MAX: Final = 300_000
-"""No client is muted for longer, however large its debt: it has to notice that the broker is there."""
+"""No client is muted for longer, however large its debt, or it would consider the broker dead."""
 
 CLIENTS_MAX: Final = 10_000
 """The number of users' client ids that are remembered; beyond it, the oldest one starts over."""
@@ -47,7 +47,7 @@ class Bucket:
         return int(self._rate * WINDOW_S)
 
     def take(self, size: int, now: float) -> float:
-        """Take bytes out; return how many seconds it takes until they are there."""
+        """Take bytes; return how many seconds it takes to refill the debt."""
         filled = self._level + (now - self._at) * self._rate
         self._level = min(filled, self._rate * WINDOW_S) - size
         self._at = now
@@ -64,14 +64,14 @@ class QuotaMeter:
         self._by_client: OrderedDict[tuple[str, str], Bucket | None] = OrderedDict()
         self.key = key
         self.is_limiting = False
-        """Whether there is any quota of this kind. While there is none, nothing else here is touched."""
+        """Whether any quota of this kind exists. If not, nothing else is computed."""
         self.throttled = 0
         self.throttled_ms = 0
         quotas.on_change(self._reset)
         self._reset()
 
     def charge(self, client: ClientInfo, size: int) -> int:
-        """Account for bytes of a client; if that is too much, mute it, and return for how many milliseconds."""
+        """Account for bytes of a client; if it exceeds its quota, mute it, and return for how many milliseconds."""
         throttle_ms = self.take(client, size)
         if throttle_ms:
             client.mute(throttle_ms / 1000)

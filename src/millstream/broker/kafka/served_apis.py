@@ -1,4 +1,4 @@
-"""Every API that is served, each given just the parts it needs."""
+"""Every served API, each with just the dependencies it needs."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class ServedApis:
         )
         self._subscriptions.share_topics.members = self._groups.share_topics
         self.pipeline_board = PipelineBoard(parts.declared.pipelines.all)
-        """How the pipelines do that this node runs."""
+        """The state of the pipelines that this node runs."""
         self._mirrors = MirrorService(
             parts.topics,
             parts.membership,
@@ -486,7 +486,7 @@ class ServedApis:
         yield DescribeClientQuotas(self._parts.declared.quotas)
         yield AlterClientQuotas(self._parts.declared.quotas, has_users=self._parts.config.authorizes)
         security = self._parts.declared.security
-        # Rules that are not enforced would be worse than none.
+        # Unenforced rules would be worse than none.
         rules = security if self._parts.config.authorizes else None
         yield DescribeAcls(rules)
         yield CreateAcls(rules)

@@ -1,4 +1,4 @@
-"""Settings as Kafka's tools show them: value, type, where the value comes from, and what it would be otherwise."""
+"""Settings as Kafka's tools show them: value, type, source and synonyms."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _MISSING: Final[Mapping[str, str]] = MappingProxyType(
         "num.network.threads": "a node runs in one event loop",
     }
 )
-"""Settings of Kafka's brokers that are changed while they run there, and what there is here instead."""
+"""Settings of Kafka's brokers that can be changed at run time there, and the alternative here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,12 @@ class SettingView:
 
     @property
     def value(self) -> str | None:
-        """The value that holds; None for a secret."""
+        """The effective value; None for a secret."""
         return self.synonyms[0].value
 
     @property
     def source(self) -> int:
-        """Where the value that holds comes from."""
+        """The source of the effective value."""
         return self.synonyms[0].source
 
     @property
@@ -152,7 +152,7 @@ def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
 
 
 def _changed_while_running(settings: BrokerSettings, name: str) -> list[Synonym]:
-    """Return what was set for this node, and for all nodes."""
+    """Return the run-time settings of this node, and of all nodes."""
     found = ((settings.own.get(name), SOURCE_BROKER), (settings.of(ALL_NODES).get(name), SOURCE_ALL_BROKERS))
     return [Synonym(name, value, source) for value, source in found if value is not None]
 
@@ -190,7 +190,7 @@ def node_settings(config: Config, topic_defaults: TopicSettings, settings: Broke
 
 
 def how_to_change(name: str) -> str:
-    """Explain where a node setting, by our name or Kafka's, is changed that a running node does not change."""
+    """Explain where to change a node setting that needs a restart, given by Millstream's name or Kafka's."""
     if (dynamic := _KAFKA_NAMES.get(name)) in DYNAMIC:
         return f"{name}: set {dynamic} instead, or {name} in the node's configuration, and restart it"
     own = next((own for own, kafka_name in _KAFKA_NAMES.items() if name == kafka_name), name)

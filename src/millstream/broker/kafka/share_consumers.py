@@ -1,4 +1,4 @@
-"""What the APIs of share groups have in common: sessions, the queues behind partitions, acknowledgements, offsets."""
+"""Common parts of the share group APIs: sessions, the queues of partitions, acknowledgements, offsets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ R = TypeVar("R", bound=Response)
 
 
 class QueueOffset(NamedTuple):
-    """Where a group is on one partition."""
+    """The position of a group on one partition."""
 
     start: int
     backlog: int
@@ -66,7 +66,7 @@ class ShareOffsets:
         found, stored = await self._ask_all(name, set())
         closed = stored - found.keys()
         if closed:
-            # They were not opened since their leader took over.
+            # These queues were not opened since their leader was elected.
             found, _ = await self._ask_all(name, closed)
         return found
 
@@ -200,7 +200,7 @@ if TYPE_CHECKING:
 GAP: Final = 0
 RENEW: Final = 4
 _VERBS: Final = {GAP: Verb.ACCEPT, 1: Verb.ACCEPT, 2: Verb.RELEASE, 3: Verb.REJECT, RENEW: Verb.EXTEND}
-"""A gap is an offset without a message: nothing is left to be done about it."""
+"""A gap is an offset without a message: there is nothing to settle."""
 _KINDS: Final = frozenset(_VERBS)
 _WITHOUT_RENEW: Final = _KINDS - {RENEW}
 
@@ -248,7 +248,7 @@ NO_LEADER: Final = Leader(-1, -1)
 
 
 class ShareConsumers:
-    """Where share consumers come in; one for a node."""
+    """The entry point of share consumers; one per node."""
 
     def __init__(self, service: SubscriptionService, membership: Membership) -> None:
         self.service = service
@@ -372,12 +372,12 @@ class ShareConsumers:
             # Leases of a queue that another node leads expire there.
             found = engine.opened(QueueKey(subscription.subscription_id, topic_id, PartitionIndex(index)))
             if found is not None:
-                # A queue that has just closed keeps no other from hearing of it.
+                # A closed queue must not prevent the release in others.
                 with suppress(MillstreamError):
                     found.release_worker(self.worker(member_id))
 
     def leader(self, place: SharePartition, error: MillstreamError | None) -> Leader:
-        """Return where to ask instead, for a partition that is not led here."""
+        """Return the current leader of a partition that is not led here."""
         topics = self.service.topics
         topic = topics.by_id(place[0]) if error is not None and error_code(error) in _MOVED else None
         state = None if topic is None else topics.state_of(topic, place[1])
@@ -386,7 +386,7 @@ class ShareConsumers:
     def leaders(
         self, errors: Mapping[SharePartition, MillstreamError | None], client: ClientInfo
     ) -> list[tuple[Node, str, int]]:
-        """Return the nodes to ask instead, each with its address for this client."""
+        """Return the current leaders, each with its address for this client."""
         leaders = {self.leader(place, error).node_id for place, error in errors.items() if error is not None}
         if not leaders:
             return []
@@ -435,7 +435,7 @@ def _check_batch(batch: AcknowledgementBatch, before: int, *, renews: bool) -> N
 
 
 def _runs(batch: AcknowledgementBatch) -> list[tuple[int, int]]:
-    """Kinds of acknowledgements, each with how many messages in a row have it."""
+    """Yield runs of equal acknowledgement types, each with its length."""
     types = batch.acknowledge_types
     if len(types) == 1:
         return [(types[0], batch.last_offset - batch.first_offset + 1)]

@@ -1,7 +1,6 @@
 """The subscriptions of a node: declarations, queues, and the store of their states.
 
-The queues work on columns, and the libraries for that take a while to load and some memory to hold. A node that has no
-subscriptions never loads them.
+The queues use columnar libraries, which take time and memory to load. A node without subscriptions never loads them.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ AskNode = Callable[[NodeId, int, bytes], Awaitable[memoryview]]
 
 
 class ShareTopics:
-    """The topics of subscriptions that declare none. Each node knows some of them."""
+    """The topics of share groups, which declare none. Each node knows some of them."""
 
     def __init__(
         self, topics: Topics, states: StateCoordinator, membership: Membership, clock: Clock, ask_node: AskNode
@@ -110,7 +109,7 @@ class ShareTopics:
         body = encode(ListSubscriptionsRequest([subscription.name]))
         for node in self._membership.nodes():
             if node.node_id != self._membership.me.node_id:
-                # What an unavailable node knows is found again when it returns.
+                # The topics of an unavailable node are found again when it returns.
                 with suppress(MillstreamError):
                     response = decode(await self._ask_node(node.node_id, LIST_KEY, body), ListSubscriptionsResponse)
                     found |= {topic for one in response.subscriptions for topic in one["topics"]}
@@ -236,7 +235,7 @@ class SubscriptionService:
         return found
 
     async def check_letters_kept(self, topic: str) -> None:
-        """Raise `PolicyViolation` for a dead letter topic that holds open letters, which would go with it."""
+        """Raise `PolicyViolation` for a dead letter topic with open letters, which would be deleted with it."""
         writers = [one.name for one in self.declared.all() if self.declared.settings_of(one).dead_letter_topic == topic]
         if not writers and self.declared.get(LETTERS_PREFIX + topic) is None:
             return
@@ -311,7 +310,7 @@ class SubscriptionService:
 
     @property
     def loaded(self) -> Engine | None:
-        """The queues, if they were needed so far."""
+        """Return the queues, if they were loaded."""
         return self._engine
 
     def release_worker(self, worker: str) -> None:
@@ -355,14 +354,14 @@ class SubscriptionService:
         self._engine = engine
 
     def _floor(self, place: TopicPartition) -> int | None:
-        """From where on subscriptions need a partition; all of it while that is not known."""
+        """Return the first offset that subscriptions need; the log start while that is unknown."""
         topic = self.topics.get(place.topic)
         if topic is None:
             return None
         try:
             partition = self.topics.partition(place.topic, place.partition)
         except MillstreamError:
-            # The partition is arriving or leaving; nothing of it may be deleted by age until then.
+            # The partition is being added or removed; nothing may be deleted by age until that is done.
             return 0
         subscribed = [one for one in self.declared.all() if place.topic in one.topics]
         if not partition.is_leader or (subscribed and self._engine is None):

@@ -1,4 +1,4 @@
-"""The transactions of a node: the coordinator, its markers, and the gate."""
+"""The transactions of a node: the coordinator, its markers, and the gate that verifies transactions."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def _answers(response: Any) -> Answers:
 
 
 class OffsetTransactions(Protocol):
-    """The groups of this node, as far as transactions commit offsets of theirs."""
+    """The groups of this node whose offsets transactions commit."""
 
     async def end_transaction(self, index: int, marker: Marker) -> None:
-        """A transaction that may have committed offsets in one partition of the offsets topic has ended."""
+        """Apply the end of a transaction that may have committed offsets in one partition of the offsets topic."""
 
 
 class PartitionMarkers:

@@ -452,7 +452,7 @@ class TransactionShard:
         _log_fenced(transaction, ended, reason)
         return ended
 
-    # Below: how
+    # Internals
 
     def _check_may_begin(self, transactional_id: str, known: Transaction | None) -> None:
         attempt = attempt_of(transactional_id)

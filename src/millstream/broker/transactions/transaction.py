@@ -228,7 +228,7 @@ class Transaction:
                 raise ProducerFenced(
                     f"producer {self.producer_id} of {self.transactional_id!r} is at epoch {self.epoch}, not {expected}"
                 )
-            # It asked before and did not get the response; no other producer has started since.
+            # The response to its earlier request was lost; no other producer has started since.
             epoch, last_epoch = self.epoch, self.last_epoch
         elif expected is not None:
             last_epoch = self.epoch

@@ -413,6 +413,6 @@ def _find_leaving(group: ConsumerGroup, leaver: Leaver) -> ConsumerMember:
         return group.find(leaver.member_id)
     static = group.find_static(leaver.instance_id)
     if static is not None and not leaver.member_id:
-        # An operator removes a static member, whose current id is not known outside.
+        # An operator removes a static member by its instance id; its current member id is internal.
         return static
     return group.find_sender(leaver.member_id, leaver.instance_id)

@@ -59,7 +59,7 @@ class ConsumerGroup:
         self.has_old_topics = False
         self._classic_support: Counter[str] = Counter()
         self._owners: dict[tuple[UUID, int], str] = {}
-        # Soft: up to which version of the topics this group, and each of its expressions, is known to be right.
+        # Soft: the version of the topics up to which this group, and each of its expressions, is current.
         self.checked_version: int | None = None
         self.checked_expressions: dict[str, int] = {}
         self.refreshed_ms = 0
@@ -95,7 +95,7 @@ class ConsumerGroup:
             self.resolved.pop(expression, None)
             self.checked_expressions.pop(expression, None)
 
-    # Looking
+    # Queries
 
     @property
     def is_empty(self) -> bool:
@@ -192,7 +192,7 @@ class ConsumerGroup:
         for expression in self.resolved:
             yield ConsumerKey(Kind.EXPRESSION, self.group_id, expression)
 
-    # Below: how
+    # Internals
 
     def _matches(self, expression: str, topic: str) -> bool:
         resolved = self.resolved.get(expression)

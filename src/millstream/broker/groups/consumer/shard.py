@@ -356,7 +356,7 @@ class ConsumerShard:
         group = self.get(key.group_id)
         return None if group is None else record_of(group, key)
 
-    # Below: how
+    # Internals
 
     def _has_since(self, member: ConsumerMember, topic: str, partition: int, epoch: int) -> bool:
         known = self._topics.get(topic)

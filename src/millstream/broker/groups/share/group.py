@@ -1,8 +1,7 @@
 """One share group: its members and their assignments. No time, no log, no timers.
 
 Several members of a share group may be assigned the same partition: its queue delivers each message to one of them. So
-partitions are never revoked before others get them, and assignments follow from the current members; they are not
-stored.
+partitions are never revoked first, and assignments are derived from the current members, not stored.
 """
 
 from __future__ import annotations

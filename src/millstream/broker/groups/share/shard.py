@@ -181,7 +181,7 @@ class ShareShard:
         member = group.members.get(key.member_id)
         return None if member is None else member_record(group.group_id, member)
 
-    # Below: how
+    # Internals
 
     def _find(self, request: ShareHeartbeat) -> ShareGroup:
         group = self._groups.get(request.group_id)

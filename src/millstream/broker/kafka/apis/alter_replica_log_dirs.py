@@ -22,7 +22,7 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 
 
 class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsResponse]):
-    """Leaves replicas in the one folder there is."""
+    """Leaves replicas in the only folder."""
 
     key = 34
     versions = (1, 2)

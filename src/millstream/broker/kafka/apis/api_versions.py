@@ -59,11 +59,11 @@ KAFKA_4_0: Final = 25
 class Feature(NamedTuple):
     """A feature, the levels that this release knows, and the one in force; 0 means that it is off.
 
-    What clients make of them: a Java producer uses the second version of the transaction protocol when
-    `transaction.version` is finalized at 2, and tools derive the version and capabilities of a broker from the
-    finalized `metadata.version`. Here that level says which Kafka the APIs are those of; there is no metadata log
-    behind it, and so no `kraft.version`. `group.version` is there once the consumer group protocol of KIP-848 is
-    served, `share.version` once the share groups of KIP-932 are.
+    How clients use them: a Java producer uses the second version of the transaction protocol when `transaction.version`
+    is finalized at 2, and tools derive the version and capabilities of a broker from the finalized `metadata.version`.
+    Here that level only states which Kafka version the APIs correspond to; there is no metadata log, and so no
+    `kraft.version`. `group.version` is listed if the consumer group protocol of KIP-848 is served, `share.version` if
+    the share groups of KIP-932 are.
 
     A level is fixed by the release: it rises with a newer Millstream and is not changed by UpdateFeatures.
     """
@@ -111,7 +111,7 @@ class ServedApi(Protocol):
 class ApiVersions:
     """Reports what is served. `served` may still grow until the first request; this API belongs in it too.
 
-    Every client begins with it, at times all of them at once, so responses are encoded once.
+    Every client sends it first, at times all of them at once, so responses are encoded once.
     """
 
     key = API_VERSIONS_KEY

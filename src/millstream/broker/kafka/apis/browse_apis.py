@@ -43,7 +43,7 @@ from millstream.protocol.private.message import Nothing
 
 _FILTER_CHARACTERS_MAX: Final = 1000
 _TURN: Final = 250
-"""Topics that are worked on before others get their turn of the loop."""
+"""The number of topics that are processed before other tasks run."""
 
 
 class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
@@ -66,7 +66,7 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
         self._topics = topics
 
     async def needs(self, request: ListTopicsRequest) -> Sequence[Need]:
-        """Nothing: topics that the client may not describe are left out."""
+        """Nothing: topics that the client may not describe are omitted."""
         return []
 
     async def handle(self, request: ListTopicsRequest) -> ListTopicsResponse:
@@ -120,7 +120,7 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
             await asyncio.sleep(0)
         sizes: dict[int, int] = {}
         records = size = records_in = bytes_in = bytes_out = 0
-        # It may have been changed or deleted during another turn.
+        # It may have been changed or deleted while other tasks ran.
         for one in self._topics.partitions_of(topic) if self._topics.get(topic.name) is topic else ():
             if one.is_leader:
                 records += max(0, one.high_watermark - one.log.start_offset)
@@ -243,7 +243,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
                 elif len(state.in_sync) < len(state.replicas):
                     lacking += 1
         found = _Partitions(known, without_leader, lacking)
-        # Kept under the version that held before: what changed meanwhile is counted by the next request.
+        # Stored with the version from before the count: later changes are counted by the next request.
         self._counted = (version, found)
         return found
 
@@ -269,7 +269,7 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
         return ListRightsResponse(allowed=[True] * len(_checked(request)))
 
     async def handle_from(self, client: ClientInfo, request: ListRightsRequest) -> ListRightsResponse:
-        """Look up each one; this is a query, so denials are not recorded."""
+        """Look up each right; this is a query, so denials are not audited."""
         rights = client.rights
         if rights is None:
             return await self.handle(request)
@@ -290,7 +290,7 @@ class NoteReading(PrivateApi[NoteReadingRequest, NoteReadingResponse]):
         return [(Operation.READ, ResourceType.TOPIC, request.topic)]
 
     async def handle(self, request: NoteReadingRequest) -> NoteReadingResponse:
-        """Return: `changes` records the request."""
+        """Do nothing: `changes` records the request."""
         return NoteReadingResponse()
 
     @staticmethod

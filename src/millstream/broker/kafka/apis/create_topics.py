@@ -85,7 +85,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
                     results[wanted.name] = _refused(wanted, outcome)
                     continue
                 results[wanted.name] = self._created(wanted, outcome)
-                # Describing the settings of thousands of topics takes a while, and others go on meanwhile.
+                # Describing the settings of thousands of topics takes a while; let other tasks run meanwhile.
                 await asyncio.sleep(0)
         ordered = tuple(results[name] for name in named)
         return CreateTopicsResponse(throttle_time=NO_THROTTLE, topics=ordered)

@@ -48,7 +48,7 @@ class DeleteGroups(Api[DeleteGroupsRequest, DeleteGroupsResponse]):
         )
 
     async def _delete(self, group_id: str) -> ErrorCode:
-        """What a share group has delivered goes with it; a subscription that was declared with topics stays."""
+        """Delete a share group with its delivery state; a subscription that was declared with topics stays."""
         service = self._service
         declared = None if service is None else service.declared.get(group_id)
         has_queues = service is not None and declared is not None and not declared.topics

@@ -23,7 +23,7 @@ from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 
 
 class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGroupOffsetsResponse]):
-    """Forgets where share groups are."""
+    """Deletes the offsets of share groups."""
 
     key = 92
     versions = (0, 0)

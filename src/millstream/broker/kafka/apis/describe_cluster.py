@@ -32,7 +32,7 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
         self._membership = membership
 
     async def handle(self, request: DescribeClusterRequest, client: ClientInfo) -> DescribeClusterResponse:
-        """Describe the cluster, unless something else than brokers is wanted."""
+        """Describe the cluster; only brokers can be requested."""
         if request.endpoint_type == _CONTROLLERS:
             return _refused(
                 ErrorCode.mismatched_endpoint_type, "controllers were requested; this endpoint serves brokers"

@@ -34,10 +34,10 @@ _NO_SEQUENCE: Final = -1
 
 
 class OffsetTransactions(Protocol):
-    """The groups of this node, as far as transactions commit offsets of theirs."""
+    """The groups of this node whose offsets transactions commit."""
 
     async def pending_producers(self, index: int) -> list[PendingProducer]:
-        """Whose transactions have committed offsets in one partition of the offsets topic, and are not decided."""
+        """Return the producers of undecided transactions with offsets in a partition of the offsets topic."""
 
 
 class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]):

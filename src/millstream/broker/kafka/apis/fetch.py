@@ -261,7 +261,7 @@ class _Wait:
 
     def advanced(self, partition: Partition) -> None:
         self.moved[self._partitions[partition]] = None
-        # Records behind an open transaction are no reason to wake up.
+        # Records after the start of an open transaction do not wake the request.
         if self._bounds is None or not partition.is_leader or self._bounds_of(partition) != self._bounds[partition]:
             self.finish()
 
@@ -368,7 +368,7 @@ class Fetch:
         share_bytes = self._budget.share_bytes
         left = min(context.bytes_max, share_bytes) - size
         committed = context.request.read_committed
-        # A single partition's records are one piece, and sooner read at once than found first.
+        # The records of a single partition are one piece; reading them at once is faster than locating them first.
         at_once_max = READ_BYTES_MAX if len(context.positions) > 1 else READ_ALL_BYTES_MAX
         # As in Kafka, only the first partition with records may exceed the limits, by its first batch: the client makes
         # progress, and every other partition keeps to what is left of `max_bytes` and to its own.
@@ -524,7 +524,7 @@ class Fetch:
 
 
 def _is_full(context: _Context, found: _FoundByKey) -> bool:
-    """Whether a partition has records that did not fit in: waiting would not bring more."""
+    """Whether a partition has records that did not fit, so that waiting is pointless."""
     positions = context.positions
     return any(
         not result.size

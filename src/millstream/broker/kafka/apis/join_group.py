@@ -27,7 +27,7 @@ _FIRST_WITH_SKIP_ASSIGNMENT: Final = 9
 
 
 class JoinGroup(Api[Versioned[JoinGroupRequest], JoinGroupResponse]):
-    """Lets consumers into their group."""
+    """Adds consumers to their group."""
 
     key = 11
     versions = (0, 9)

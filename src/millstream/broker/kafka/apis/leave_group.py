@@ -24,7 +24,7 @@ _FIRST_WITH_MANY: Final = 3
 
 
 class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
-    """Lets members go."""
+    """Removes members."""
 
     key = 13
     versions = (0, 5)

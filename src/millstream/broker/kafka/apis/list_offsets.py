@@ -150,7 +150,7 @@ def _marked(version: int, wanted: ListOffsetsPartition) -> ListOffsetsPartition:
 
 
 def _readable_end(partition: Partition, request: ListOffsetsRequest) -> Offset:
-    """Return how far the client may read: followers everything, consumers what is acknowledged or committed."""
+    """Return the end that the client may read to: the log's for followers, else what is acknowledged or committed."""
     if request.replica_id != _CONSUMER:
         return partition.log.end_offset
     if request.isolation_level == _READ_COMMITTED:
@@ -159,7 +159,7 @@ def _readable_end(partition: Partition, request: ListOffsetsRequest) -> Offset:
 
 
 def _is_uncertain(partition: Partition, timestamp_ms: int, found: _Found, request: ListOffsetsRequest) -> bool:
-    """Whether the answer rests on where the log ends for consumers, and the leader does not know that yet."""
+    """Whether the answer depends on the end of the log for consumers, which the leader does not know yet."""
     if request.replica_id != _CONSUMER or partition.is_settled:
         return False
     return timestamp_ms in (LATEST, MAX_TIMESTAMP) or (timestamp_ms >= 0 and found is _NONE)

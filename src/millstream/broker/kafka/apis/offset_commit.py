@@ -107,7 +107,7 @@ class _Pending(Promise):
         return self.write()
 
     def write(self) -> Buffers:
-        """Lay out the reply, in the order of the request."""
+        """Encode the reply, in the order of the request."""
         header, refused = self._header, self._refused
         writer = Writer(flexible=header.flexible)
         if header.version >= _FIRST_WITH_THROTTLE:
@@ -129,7 +129,7 @@ class _Pending(Promise):
 
 
 class OffsetCommit:
-    """Keeps offsets."""
+    """Stores committed offsets."""
 
     key = _KEY
     versions = (2, 10)
@@ -139,7 +139,7 @@ class OffsetCommit:
         self._topics = topics
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Keep the offsets of partitions that exist."""
+        """Store the offsets of partitions that exist."""
         call = read(frame, header)
         names = [self._name_of(topic.topic) for topic in call.topics]
         valid: dict[str, list[PartitionCommit]] = {}
@@ -190,7 +190,7 @@ class OffsetCommit:
 
 
 def _check_allowed(rights: Rights, group_id: str, name: str | None) -> ErrorCode | None:
-    """Ask for READ on the group and on a topic; one that is unknown hides nothing."""
+    """Require READ on the group and on a topic; an unknown topic reveals nothing."""
     if not rights.check(Operation.READ, ResourceType.GROUP, group_id):
         return ErrorCode.group_authorization_failed
     if name is not None and not rights.check(Operation.READ, ResourceType.TOPIC, name):

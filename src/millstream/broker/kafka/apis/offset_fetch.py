@@ -93,13 +93,13 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
         return tuple(await asyncio.gather(*(self._fetch(query) for query in request)))
 
     def refuse(self, query: GroupQuery, code: ErrorCode) -> GroupAnswer:
-        """Answer the question about a group with one code."""
+        """Return an error for a group."""
         in_partitions = query.version < _FIRST_WITH_GROUP_ERROR
         topics = tuple(_refused(topic, code) for topic in query.topics or ()) if in_partitions else ()
         return GroupAnswer(group_id=query.group_id, topics=topics, code=code)
 
     def refuse_topic(self, topic: TopicQuery, code: ErrorCode) -> TopicAnswer:
-        """Answer the question about one of its topics with one code."""
+        """Return an error for one topic of a group."""
         return _refused(topic, code)
 
     def upgrade(self, version: int, request: Any) -> tuple[GroupQuery, ...]:

@@ -214,7 +214,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
         self._board = board
 
     async def needs(self, request: PipelineNames) -> Sequence[Need]:
-        """Nothing: the list contains the pipelines whose group the client may describe."""
+        """Nothing: only pipelines whose group the client may describe are listed."""
         return ()
 
     def redact(self, response: ListPipelinesResponse, rights: Rights) -> ListPipelinesResponse:
@@ -338,7 +338,7 @@ class PipelineRuns(_JobRequest[JobRuns, JobRunsResponse]):
 
 
 class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
-    """Returns the end of what a run of a job has printed.
+    """Returns the end of a job run's output.
 
         {"name": "nightly", "run": 7, "bytes_max": 262144}, or run 0 for the last one
         answer: {"error": 0, "message": null, "run": 7, "text": "…", "is_cut": false}
@@ -350,7 +350,7 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
     changes = None
 
     async def needs(self, request: RunLogRequest) -> Sequence[Need]:
-        """READ on the pipeline's group: what a job prints may be the messages that it reads."""
+        """READ on the pipeline's group: the output of a job may contain the messages that it reads."""
         return [(Operation.READ, ResourceType.GROUP, f"{GROUP_PREFIX}{request.name}")]
 
     async def handle(self, request: RunLogRequest) -> RunLogResponse:

@@ -95,7 +95,7 @@ OPENING_TIMEOUT_S = 30.0
 
 OPENING_RETRY_S: Final = 0.02
 OPENING_RETRIES_MAX: Final = 5
-"""While the transaction before it is still being ended, a new one waits a moment; sending it all again costs more."""
+"""While the previous transaction is still being ended, a new one waits a moment, which is cheaper than a retry."""
 
 BATCHES_BEHIND_MAX: Final = 4
 """How many batches a producer can have sent behind one that was refused: it has at most five in flight."""
@@ -109,7 +109,7 @@ _Answers = dict[TopicPartition, MillstreamError | None]
 
 
 def is_open(topics: Topics, request: Request) -> bool:
-    """Whether the transaction is open on every partition of a request already, so that there is nothing to ask."""
+    """Whether the transaction is open on every partition of a request, so that the coordinator need not be asked."""
     for portion in request.portions:
         records = portion.records
         if records is None or len(records) < HEADER_BYTES:
@@ -144,12 +144,12 @@ class _Beginning(NamedTuple):
 class Opening:
     """The partitions of one request on which a transaction starts, and the producer.
 
-    Each partition gives a guard before the question and takes the batch only under it, so that nothing begins on a
-    partition whose marker came in between. Under transaction version 2 the guard is taken after the answer: what comes
-    in between then is at most the marker of the transaction before, which the answer may even have waited for, while
-    the marker of this one would have a later epoch and fence the batch. Refusals are translated for the version of the
-    producer, as in Kafka: what it should simply try again is NOT_ENOUGH_REPLICAS, since older clients know to do so
-    then.
+    Each partition issues a guard before the request to the coordinator and accepts the batch only under it, so that
+    nothing begins on a partition whose marker was written in between. Under transaction version 2 the guard is taken
+    after the response: only the marker of the previous transaction can come in between, for which the response may even
+    have waited, while the marker of this one would have a later epoch and fence the batch. Refusals are translated for
+    the version of the producer, as in Kafka: errors that it should simply retry become NOT_ENOUGH_REPLICAS, which older
+    clients retry.
     """
 
     def __init__(self, topics: Topics, request: Request, version: int) -> None:
@@ -179,7 +179,7 @@ class Opening:
     def _begin(self, topics: Topics, portion: Portion, header: BatchHeader) -> None:
         partition = _partition(topics, portion)
         if partition.topic.is_internal:
-            # Nothing is appended to it, so there is nothing to ask.
+            # Nothing is appended to it, so the coordinator need not be asked.
             return
         guard = self._guard(partition, header)
         if guard is not None:
@@ -396,7 +396,7 @@ class Produce:
             elif name is not None and not rights.check(write, ResourceType.TOPIC, name):
                 portion.fail(ErrorCode.topic_authorization_failed, _NOT_ALLOWED)
             if portion.code is not ErrorCode.none:
-                # So that neither the log nor the coordinator of the transaction gets to see them.
+                # So that neither the log nor the coordinator of the transaction sees them.
                 portion.records = None
 
     async def _prepare(
@@ -431,7 +431,7 @@ class Produce:
         return await answer if isinstance(answer, Promise) else answer
 
     def _is_heavy(self, portion: Portion) -> bool:
-        """Whether looking at the records, where the topic needs it, would block the loop."""
+        """Whether checking the records, if the topic requires it, would block the loop."""
         records = portion.records
         if records is None or not (len(records) >= _MANY_RECORDS_BYTES or _flags(records) & COMPRESSION_MASK):
             return False
@@ -442,7 +442,7 @@ class Produce:
             return False
 
     def _is_doubtful(self, portion: Portion) -> bool:
-        """Whether the topic has a schema rule and it takes more than a look to see that the records conform."""
+        """Whether the topic has a schema rule that cannot be checked quickly."""
         if self._rules is None or portion.records is None:
             return False
         try:
@@ -467,7 +467,7 @@ class Produce:
         waiting: list[tuple[Partition, Portion]] = []
         if request.transactional_id is not None and client.presence.has_ended:
             # The client may have aborted this transaction through another connection since, and begun the next one with
-            # the same epoch: nothing else would tell that these batches do not belong to it.
+            # the same epoch: nothing else would show that these batches do not belong to it.
             for portion in request.portions:
                 portion.fail(ErrorCode.request_timed_out, _CLIENT_LEFT)
         for portion in request.portions:
@@ -533,7 +533,7 @@ class Produce:
         return self._topics.partition_by_id(portion.topic, portion.index)
 
     def _is_behind_refused(self, portion: Portion, client: ClientInfo) -> bool:
-        """Refuse a batch that was sent behind a refused one, for the same reason; return whether it is one."""
+        """Refuse a batch that was sent after a refused one, for the same reason; return whether it was."""
         header = _sequenced(portion)
         if header is None:
             return False
@@ -584,7 +584,7 @@ class Produce:
     def send_reply(self, pending: _Pending) -> None:
         """Answer a request that no longer waits."""
         del self._pending[pending]
-        # Each of them refers back to the request: apart, both are freed at once and the collector has nothing to find.
+        # Breaks the reference cycle with the request, so that both are freed without the garbage collector.
         pending.waiting.clear()
         pending.keep(write(pending.header, pending.portions, pending.throttle_ms))
 

@@ -46,7 +46,7 @@ _ACKS_ALL: Final = -1
 
 
 class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
-    """Stores messages that are not there yet."""
+    """Stores messages that are not stored yet."""
 
     key = PUBLISH_ONCE_KEY
     changes = None
@@ -121,7 +121,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
         ids = self._ids_of(partition)
         async with ids.lock:
             await ids.catch_up()
-            # From here to the append nothing is awaited, so nothing can come in between.
+            # No await from here to the append, so that nothing can come in between.
             known: dict[bytes, Published] = {}
             new: list[Record] = []
             named = [id_of(record.headers) or b"" for record in records]

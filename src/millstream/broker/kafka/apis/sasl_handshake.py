@@ -19,7 +19,7 @@ from millstream.broker.kafka.api import Api, ClientInfo, Versioned
 
 
 class SaslHandshake(Api[Versioned[SaslHandshakeRequest], SaslHandshakeResponse]):
-    """Begins the dialogue of a mechanism."""
+    """Begins the exchange of a mechanism."""
 
     key = 17
     versions = (0, 1)

@@ -1,4 +1,4 @@
-"""Private requests about schemas, which carry what Confluent's REST API asks and answers.
+"""Private requests about schemas, which mirror Confluent's REST API.
 
 A subject is authorized as the topic that it is for: `orders-key` and `orders-value` as `orders`, any other as a topic
 of its own name. A refusal of the registry has Confluent's code.
@@ -64,7 +64,7 @@ EVERY_CONTEXT: Final = ":*:"
 LISTED_AT_ONCE: Final = 500
 SCHEMAS_MAX: Final = 1000
 SCHEMAS_CHARACTERS_MAX: Final = 16 * 1024 * 1024
-"""What one response lists of schemas; the rest is asked for with an offset."""
+"""How many schemas one response lists; the rest is requested with an offset."""
 
 T = TypeVar("T")
 RequestT = TypeVar("RequestT")
@@ -72,7 +72,7 @@ AnswerT = TypeVar("AnswerT", bound=RegistryResponse)
 
 
 def subject_need(operation: Operation, subject: str) -> Need:
-    """Return what a request about a subject needs; one about a context needs the cluster."""
+    """Return the permissions for a request about a subject; one about a context needs them on the cluster."""
     if not QualifiedSubject.parse(subject).name:
         return (operation, ResourceType.CLUSTER, CLUSTER_NAME)
     return (operation, ResourceType.TOPIC, subject_topic(subject))
@@ -104,7 +104,7 @@ class RegistryApi(PrivateApi[RequestT, AnswerT]):
     async def needs_on(
         self, operation: Operation, subject: str, references: Iterable[SchemaReference] = ()
     ) -> list[Need]:
-        """Return what a request about a subject, or about what it is an alias of, needs; DESCRIBE on references."""
+        """Return the permissions for a request about a subject, or its alias target; DESCRIBE on references."""
         qualified = QualifiedSubject.parse(subject)
         if not self._registry.versions(qualified):
             # The answer will look in the catalog, too, where the subject may have become an alias.
@@ -307,7 +307,7 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
         return ()
 
     def redact(self, response: SubjectsResponse, rights: Rights) -> SubjectsResponse:
-        """Leave out the subjects that the client may not describe."""
+        """Omit the subjects that the client may not describe."""
         visible = [subject for subject in response.subjects if may_describe(rights, subject)]
         return msgspec.structs.replace(
             response,
@@ -322,7 +322,7 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
         subjects: list[str] = []
         for number, subject in enumerate(self._starting_with(request.prefix)):
             if not number % LISTED_AT_ONCE:
-                # Others have their turn between the parts of a long list.
+                # Let other tasks run between the parts of a long list.
                 await asyncio.sleep(0)
             found = self._registry.held(subject)
             versions = found.select(deleted=request.deleted, deleted_only=request.deleted_only)

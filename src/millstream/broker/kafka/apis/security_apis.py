@@ -74,7 +74,7 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
         raise InvalidRequest("this node does not authenticate its clients; tokens need --auth required")
 
     async def handle_from(self, client: ClientInfo, request: NewToken) -> CreateTokenResponse:
-        """Store what is kept of a new token, and show it."""
+        """Store a new token, and show its text."""
         rights = client.rights
         if rights is None:
             return await self.handle(request)
@@ -127,11 +127,11 @@ class TokenList(PrivateApi[Nothing, ListTokensResponse]):
         self._state = state
 
     async def needs(self, request: Nothing) -> Sequence[Need]:
-        """Nothing: what a client may not know of is left out."""
+        """Nothing: tokens that the client may not see are omitted."""
         return ()
 
     def redact(self, response: ListTokensResponse, rights: Rights) -> ListTokensResponse:
-        """Leave out the tokens of others."""
+        """Omit the tokens of others."""
         if rights.cluster(Operation.DESCRIBE):
             return response
         own = [one for one in response.tokens if rights.has_token(self._state.tokens.get(one.token_id))]
@@ -169,7 +169,7 @@ class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
         return Response()
 
     async def handle_from(self, client: ClientInfo, request: RevokeTokenRequest) -> Response:
-        """Remove a token that the client may know of."""
+        """Remove a token that the client may see."""
         await self._state.find_token(request.token_id)
         token, rights = self._state.tokens.get(request.token_id), client.rights
         is_own = rights is None or rights.has_token(token)
@@ -258,7 +258,7 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
         return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: AuthenticateRequest) -> AuthenticateResponse:
-        """Verify what the caller showed."""
+        """Verify the credentials of the caller."""
         knowledge = self._knowledge
         if knowledge is None:
             raise InvalidRequest("this node does not authenticate its clients; start it with --auth required")

@@ -48,7 +48,7 @@ class TxnOffsetCommitCall(NamedTuple):
 
 
 class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
-    """Keeps offsets provisionally."""
+    """Stores pending offsets."""
 
     key = 28
     versions = (0, 5)
@@ -145,7 +145,7 @@ def _client_code(code: ErrorCode, version: int) -> ErrorCode:
         return ErrorCode.coordinator_not_available
     if code is ErrorCode.transaction_abortable and version < _FIRST_WITH_ABORTABLE:
         return ErrorCode.invalid_txn_state
-    # Producers know this one from appends, but not from here.
+    # Producers handle this code for appends, but not here.
     return ErrorCode.coordinator_not_available if code is ErrorCode.not_enough_replicas else code
 
 

@@ -344,7 +344,7 @@ ROUTES: Final = (
     Route("POST", f"{_ONE}/start", "Start a pipeline; one that is parked is retried", start, PipelineWanted),
     Route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineWanted),
     Route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery),
-    Route("GET", f"{_ONE}/runs/{{run}}/log", "Read what a run of a job has printed", read_log, RunLog),
+    Route("GET", f"{_ONE}/runs/{{run}}/log", "Read the output of a job run", read_log, RunLog),
     Route("POST", f"{_ONE}/trigger", "Run a job now", request_run, RunRequested, status=HTTPStatus.ACCEPTED),
     Route("POST", f"{_ONE}/cancel", "Cancel the run of a job that is in progress", cancel_run, RunCancelled),
     Route("GET", f"{_ONE}/rules", "List the rules of a route", list_rules, RuleList),
