@@ -129,14 +129,14 @@ _CLUSTER_NAME = "cluster-name"
 _SCHEMA_VERSION = "schema-version"
 
 _AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
-"""What SQLAlchemy raises when the database is gone, going, or cannot take changes."""
+"""The errors of SQLAlchemy when the database is unavailable, shutting down, or read-only."""
 
 _DENIED = re.compile(
     r"authentication failed|no password supplied|pg_hba\.conf|not permitted to (log in|connect)"
     r"|(role|user|database) .* does not exist|permission denied",
     re.IGNORECASE,
 )
-"""How a server says that retrying is pointless. A connection that was never made has no code, only a text."""
+"""The error texts for which retrying is pointless. A connection that was never made has no code, only a text."""
 
 _PREPARE_LOCK = 0x6D696C6C
 """The PostgreSQL advisory lock of the node that creates the tables."""
@@ -237,7 +237,7 @@ class Catalog:
             self.cluster_id = _metadata_value(connection, _CLUSTER_ID) or ""
 
     def _claim(self, connection: Connection) -> None:
-        """Raise if another cluster uses this catalog, since it would carry out what this one declares."""
+        """Raise if another cluster uses this catalog, since it would apply this cluster's declarations."""
         if not self._cluster:
             return
         claimed = self._insert(about).values(name=_CLUSTER_NAME, value=self._cluster)
@@ -257,7 +257,7 @@ class Catalog:
         return catalog
 
     def take_over(self, source: Catalog, *, flush: str) -> None:
-        """Take everything that another catalog has, its counters and cluster id too, in place of what is here."""
+        """Replace the contents with those of another catalog, including its counters and cluster id."""
         with source._read() as theirs, self._change() as mine:
             copy_tables(theirs, mine, flush=flush)
             here = about.c.name == _CLUSTER_ID
@@ -276,7 +276,7 @@ class Catalog:
     def restore(self, cluster_id: str, known: Iterable[Topic]) -> int:
         """Make this the catalog of a cluster whose own was lost: take its id, and topics that are not declared here.
 
-        Return how many topics were added. One whose name was given to another topic meanwhile is left out.
+        Return how many topics were added. One whose name was taken by another topic meanwhile is skipped.
         """
         added = 0
         with self._change() as connection:
@@ -307,7 +307,7 @@ class Catalog:
 
     def add_topics(self, declared: Sequence[Topic]) -> set[UUID]:
         """Declare topics, durably; return those whose names and ids were free."""
-        # All nodes take the names in the same order, so that no two wait for each other.
+        # All nodes lock the names in the same order, so that they cannot deadlock.
         rows = [row_of(topic) for topic in sorted(declared, key=lambda topic: topic.name)]
         try:
             with self._change() as connection:
@@ -319,7 +319,7 @@ class Catalog:
     def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Store the partitions and overrides that `change` computes from a topic as it is declared now.
 
-        Several nodes may do so at once: each sees what the one before it has stored.
+        Several nodes may do so concurrently: each sees the changes of the previous one.
         """
         changed: list[Topic] = []
         self._even_on_a_full_disk(lambda: changed.append(self._alter_topic(topic_id, change)))
@@ -343,7 +343,7 @@ class Catalog:
 
     def _delete_topics(self, doomed: Sequence[Topic], now_ms: int) -> list[UUID]:
         with self._change() as connection:
-            # All nodes lock them in the same order, so that no two wait for each other.
+            # All nodes lock them in the same order, so that they cannot deadlock.
             deleted = [
                 topic
                 for topic in sorted(doomed, key=lambda topic: topic.name)
@@ -372,14 +372,14 @@ class Catalog:
                 connection.execute(delete(deleted_topics).where(here))
 
     def take_producer_ids(self, count: int) -> int:
-        """Take some producer ids, which are never given out again, and return the first.
+        """Allocate some producer ids, which are never allocated again, and return the first.
 
-        They come from the range of this cluster, so that those of a mirrored cluster are never among them.
+        They come from the range of this cluster, so that they never collide with those of a mirrored cluster.
         """
         return self.take_block(_PRODUCER_IDS, count, first=first_producer_id(self.cluster_id))
 
     def take_block(self, counter: str, size: int, *, first: int = 0) -> int:
-        """Take `size` numbers of a counter and return the first of them; they are never given out again."""
+        """Allocate `size` numbers of a counter and return the first; they are never allocated again."""
         with self._change() as connection:
             # One statement, which locks the row for all others until the end of the transaction.
             taken = self._insert(counters).values(name=counter, next_value=first + size)
@@ -396,7 +396,7 @@ class Catalog:
     def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
         """Store the limits of some entities, all or none; an entity without limits is removed."""
         with self._change() as connection:
-            # In one order, so that two nodes cannot wait for each other.
+            # In a fixed order, so that nodes cannot deadlock.
             for entity, limits in sorted(
                 (json.dumps(entity.parts), dict(limits)) for entity, limits in changes.items()
             ):
@@ -422,14 +422,14 @@ class Catalog:
             connection.execute(stored.on_conflict_do_update(index_elements=[group_settings.c.group_id], set_=replaced))
 
     def broker_settings(self) -> dict[str, dict[str, str]]:
-        """Return what was set for all nodes, and for each of them."""
+        """Return the settings of all nodes, and of each of them."""
         with self._read() as connection:
             return {row.scope: dict(row.overrides) for row in connection.execute(select(broker_settings))}
 
     def change_broker_settings(
         self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
     ) -> dict[str, str]:
-        """Set some settings of a scope, worked out from what is stored now; None, and `replace` all others, unset."""
+        """Change the settings of a scope, computed from the stored ones; None unsets one, `replace` all others."""
         changed: list[dict[str, str]] = []
         self._even_on_a_full_disk(lambda: changed.append(self._change_broker_settings(scope, changes, replace)))
         return changed[-1]
@@ -455,7 +455,7 @@ class Catalog:
             )
 
     def change_security(self, change: SecurityChange, sightings: SightingChange | None = None) -> None:
-        """Store a change of users, tokens and access rules, all of it or nothing.
+        """Store a change of users, tokens and access rules atomically.
 
         With what a mirror has seen at its source, if the change comes from there.
         """
@@ -571,7 +571,7 @@ class Catalog:
         return [secret for one in found for secret in self._sealing.describe(one)]
 
     def reseal(self) -> int:
-        """Seal with the newest key what older keys have sealed; return how many secrets that were."""
+        """Reseal secrets of older keys with the newest key; return how many."""
         count = 0
         with self._change() as connection:
             kinds: tuple[tuple[Table, Callable[[], Iterable[Sealable]]], ...] = (
@@ -583,7 +583,7 @@ class Catalog:
                 (mirrors, lambda: read_mirrors(connection)),
             )
             for table, read in kinds:
-                # First the lock, then what it protects.
+                # Take the lock before reading what it protects.
                 connection.execute(select(table.c.name).with_for_update())
                 for stored in read():
                     overrides = self._sealing.reseal(stored)
@@ -632,7 +632,7 @@ class Catalog:
             return read_runs(connection, pipeline_id, limit)
 
     def begin_job_run(self, run: JobRun) -> bool:
-        """Store that a run begins; return whether it does: another node may have begun it, or deleted the job."""
+        """Store the start of a run; return False if another node has started it, or deleted the job."""
         with self._change() as connection:
             return begin_run(connection, self._insert(job_runs), run)
 
@@ -649,7 +649,7 @@ class Catalog:
     def change_schemas(
         self, since: int, work: Callable[[SchemaTransaction], None], sightings: SightingChange | None = None
     ) -> SchemaChanges:
-        """Change the schema registry in one transaction, while no other node does; return all that is new.
+        """Change the schema registry in an exclusive transaction; return all changes.
 
         With what a mirror has seen at its source, if the change comes from there.
         """
@@ -674,7 +674,7 @@ class Catalog:
         store: Callable[[Connection, N, N], None],
         change: Callable[[N], N],
     ) -> N:
-        """Store what `change` computes from what is declared now, with its secrets sealed; `hold` locks it."""
+        """Store what `change` computes from the current declaration, with its secrets sealed; `hold` locks it."""
         with self._change() as connection:
             stored = hold(connection)
             before = self._sealing.open_all(stored)
@@ -701,7 +701,7 @@ class Catalog:
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Turn errors of an unavailable database or a full disk into errors that clients can read."""
+        """Convert errors of an unavailable database or a full disk to errors for clients."""
         try:
             yield
         except _AWAY as error:
@@ -777,7 +777,7 @@ def _credential_row(credential: ScramCredential) -> dict[str, Any]:
 
 
 def _delete_tokens(connection: Connection, change: SecurityChange) -> None:
-    """Delete tokens, those of users that have no password any more included."""
+    """Delete tokens, including those of users that no longer have a password."""
     for user in sorted({user for user, _ in change.delete_credentials}):
         if connection.execute(select(scram_credentials).where(scram_credentials.c.user_name == user)).first() is None:
             connection.execute(delete(api_tokens).where(api_tokens.c.owner == user_principal(user)))
@@ -834,7 +834,7 @@ def _insert_subscription(connection: Connection, subscription: Subscription) -> 
 
 
 def _counted(change: Callable[[V], V]) -> Callable[[V], V]:
-    """Increment the version of what a change changes."""
+    """Increment the version with each change."""
 
     def counted(now: V) -> V:
         after = change(now)

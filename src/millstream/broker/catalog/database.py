@@ -27,9 +27,9 @@ _FLUSH: Final = "flush"
 
 
 def copy_tables(source: Connection, target: Connection, *, flush: str) -> None:
-    """Replace what the target declares by what the source does.
+    """Replace the contents of the target with those of the source.
 
-    A topic without its own `flush` gets the one given, which it had by default where it comes from.
+    A topic without its own `flush` gets the given one, its default at the source.
     """
     for table in metadata.sorted_tables:
         if table is about:
@@ -98,7 +98,7 @@ def _open_postgres(url: URL, password_file: str) -> Engine:
         # Statements are few, and a pooler between us and the server cannot keep prepared ones.
         "prepare_threshold": None,
     }
-    # What the operator says in the URL counts.
+    # Options in the operator's URL take precedence.
     own = {name: value for name, value in connection.items() if name not in url.query}
     engine = create_engine(
         url.set(drivername="postgresql+psycopg"),
@@ -107,7 +107,7 @@ def _open_postgres(url: URL, password_file: str) -> Engine:
         max_overflow=POOL_OVERFLOW,
         pool_timeout=CONNECT_S_MAX,
         isolation_level="READ COMMITTED",
-        # What is stored is no part of an error, which is logged.
+        # Errors are logged, so they must not contain stored values.
         hide_parameters=True,
     )
     if password_file:
@@ -135,7 +135,7 @@ def _begin_call(connection: Any, record: Any, _proxy: Any) -> None:
         connection.rollback()
     except Exception as error:
         _drop_deadline(record)
-        # The pool then opens a new connection, and reports if it cannot.
+        # The pool then opens a new connection, or reports that it cannot.
         raise DisconnectionError(str(error)) from error
 
 
@@ -151,10 +151,10 @@ def _drop_deadline(record: Any) -> None:
 
 
 class _Deadline:
-    """Closes a connection when its call takes too long, so that the thread that waits for it continues."""
+    """Closes a connection when its call takes too long, to unblock the waiting thread."""
 
     def __init__(self, handle: int) -> None:
-        # A handle of our own: the number may mean another connection by the time the limit is reached.
+        # A duplicate handle: the number may belong to another connection by the time the limit is reached.
         self._socket = socket.socket(fileno=os.dup(handle))
         self._timer = threading.Timer(CALL_S_MAX, self._cut)
         self._timer.daemon = True
@@ -192,16 +192,16 @@ RESERVE_BYTES = 512 * 1024
 
 
 class Reserve:
-    """A file that only takes up space. Giving it up makes room for a change that matters."""
+    """A file that reserves space, which is freed for an important change on a full disk."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def fill(self) -> None:
-        """Take the space, if it is not taken and the disk has it."""
+        """Reserve the space, if the disk has it."""
         if self._path is None or self._path.exists():
             return
-        # A disk without room for the reserve is no reason to stop; the next change tries again.
+        # A disk without room for the reserve is no error; the next change tries again.
         with suppress(OSError):
             try:
                 self._path.touch(mode=0o600, exist_ok=False)
@@ -214,7 +214,7 @@ class Reserve:
                 raise
 
     def give_up(self) -> bool:
-        """Free the space; return False if there is none to free."""
+        """Free the space; return False if nothing was reserved."""
         if self._path is None:
             return False
         try:

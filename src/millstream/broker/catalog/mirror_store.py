@@ -1,4 +1,4 @@
-"""Mirrors in the catalog, and what they have seen at their sources."""
+"""Mirrors in the catalog, and their sightings: the schemas and access rules seen at their sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def insert_mirror(connection: Connection, mirror: Mirror) -> None:
 
 
 def hold_mirror(connection: Connection, mirror_id: UUID) -> Mirror:
-    """Return a mirror as stored, which no other node changes until the end of the transaction."""
+    """Return a mirror as stored, locked until the end of the transaction."""
     return declared_of(Mirror, _held(connection, mirror_id))
 
 
@@ -34,19 +34,19 @@ def update_mirror(connection: Connection, before: Mirror, after: Mirror) -> None
 
 def delete_mirror(connection: Connection, mirror_id: UUID) -> None:
     """Delete a mirror with its sightings."""
-    # Everyone locks the mirror before its sightings, so that no two transactions wait for each other.
+    # All transactions lock the mirror before its sightings, so that they cannot deadlock.
     _held(connection, mirror_id)
     connection.execute(delete(mirror_sightings).where(mirror_sightings.c.mirror_id == str(mirror_id)))
     connection.execute(delete(mirrors).where(_here(mirror_id)))
 
 
-# -- what was seen at the source ----------------------------------------------------------------------------------
+# -- sightings ----------------------------------------------------------------------------------------------------
 
 
 def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, owner: str) -> dict[str, set[str]]:
     """Return what was seen at a source, by kind; from now on, only this owner may change it.
 
-    What was seen at another cluster is forgotten.
+    Sightings at another cluster are discarded.
     """
     of_mirror = mirror_sightings.c.mirror_id == str(mirror_id)
     if _held(connection, mirror_id).sightings_source != source:

@@ -1,6 +1,6 @@
 """Pipelines, their rules and the runs of jobs in the catalog.
 
-The row of a run is written before it begins, and changed by comparison.
+The row of a run is written before it begins, and changed by compare-and-swap.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def read_runs(connection: Connection, pipeline_id: UUID, limit: int) -> list[Job
 
 
 def begin_run(connection: Connection, into: postgresql.Insert | sqlite.Insert, run: JobRun) -> bool:
-    """Store that a run begins; return whether it does: another node may have begun it, or deleted the job."""
+    """Store the start of a run; return False if another node has started it, or deleted the job."""
     row = row_of(run)
     # The lock keeps the job from being deleted meanwhile, which would leave its run behind.
     declared = select(pipelines.c.pipeline_id).where(pipelines.c.pipeline_id == row["pipeline_id"])

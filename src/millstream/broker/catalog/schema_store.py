@@ -105,7 +105,7 @@ class SchemaTransaction:
         return stored
 
     def put_version(self, version: SubjectVersion) -> None:
-        """Store a version of a subject; one that is gone takes its schema along, if no other version has it."""
+        """Store a version of a subject; a permanent deletion also drops the schema, if no other version has it."""
         state = _GONE if version.is_gone else _DELETED if version.is_deleted else _LIVE
         values = {"schema_id": version.schema_id, "state": state, "change": self._number}
         self._put(schema_versions, version.subject, values, version=version.version)

@@ -1,8 +1,8 @@
 """Secrets at rest: the catalog holds them sealed, by keys in a file outside the data folder.
 
-A sealed secret names its key and is bound to its place: copied to another subscription or setting, it does not
-open. The last key of the file seals, all of them open, so that keys are rotated without a moment in which secrets
-cannot be read. The file is read again when it changes.
+A sealed secret names its key and is bound to its setting: copied to another subscription or setting, it cannot be
+opened. The last key of the file seals and all of them open, so that keys can be rotated without downtime. The file is
+read again when it changes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_KEY: Final = (
 
 
 class Sealable(Protocol):
-    """What the catalog declares with settings of which some are secrets; a frozen dataclass."""
+    """A declaration with settings of which some are secrets; a frozen dataclass."""
 
     noun: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -161,7 +161,7 @@ class Sealing:
         return cls(path, is_created=not key_file)
 
     def has_changed(self) -> bool:
-        """Whether the file is another one than when it was last read, or tried to."""
+        """Whether the file has changed since it was last read, successfully or not."""
         return self._stamp_now() != self._tried
 
     def current(self) -> SecretKey:
@@ -187,14 +187,14 @@ class Sealing:
         key_id, encoded = _parse_sealed(sealed)
         with self._lock:
             if self.path is None:
-                raise CannotOpen(f"it is sealed by key {key_id}, and this node was given no {FLAG}")
+                raise CannotOpen(f"it is sealed with key {key_id}, but this node has no {FLAG}")
             try:
                 keys = self._read()
             except InvalidSetting as error:
                 raise CannotOpen(str(error)) from None
         key = next((one for one in keys if one.key_id == key_id), None)
         if key is None:
-            raise CannotOpen(f"it is sealed by key {key_id}, which is not in {self.path}")
+            raise CannotOpen(f"it is sealed with key {key_id}, which is not in {self.path}")
         try:
             content = _cipher(key).decrypt(encoded[:_NONCE_BYTES], encoded[_NONCE_BYTES:], _place(noun, name, setting))
         except (InvalidTag, ValueError):
@@ -202,7 +202,7 @@ class Sealing:
         return str(content, "utf-8")
 
     def open_all(self, stored: N) -> N:
-        """Open the secrets of what the catalog declares; those that cannot be opened stay sealed, with the reason."""
+        """Open the secrets of a declaration; those that cannot be opened stay sealed, with the reason."""
         overrides, sealed = dict(stored.overrides), dict[str, SealedValue]()
         for setting in secret_names(stored.settings_class) & overrides.keys():
             text = overrides[setting]
@@ -230,7 +230,7 @@ class Sealing:
         return texts
 
     def describe(self, stored: Sealable) -> list[SealedSecret]:
-        """Return the secrets of what the catalog declares, without their values."""
+        """Return the secrets of a declaration, without their values."""
         problems = self.open_all(stored).sealed
         return [
             SealedSecret(
@@ -257,7 +257,7 @@ class Sealing:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_keys(path, [SecretKey.new()])
         except FileExistsError:
-            # Another node of this user was faster.
+            # Another node of this user has created it.
             pass
         except OSError as error:
             raise InvalidSetting(
@@ -303,7 +303,7 @@ def _key_id_of(text: str) -> str:
 
 
 def _cipher(key: SecretKey) -> Any:
-    # Cryptography takes a while to import, and most catalogs hold no secret.
+    # Imported on use: it takes a while, and most catalogs hold no secret.
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     return AESGCM(key.key)

@@ -11,7 +11,8 @@ from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, Str
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
-"""Incremented with every change of the tables after a release, together with a step from the version before."""
+"""Incremented with every change of the tables after a release, which also needs a migration from the previous
+version."""
 
 metadata = MetaData()
 
@@ -52,7 +53,7 @@ counters = Table(
     Column("name", String(64), primary_key=True),
     Column("next_value", BigInteger, nullable=False),
 )
-"""Numbers that are given out once, in blocks."""
+"""Counters whose numbers are allocated once, in blocks."""
 
 client_quotas = Table(
     "client_quotas",
@@ -180,7 +181,7 @@ mirror_sightings = Table(
     Column("kind", String(16), primary_key=True),
     Column("item_id", String(64), primary_key=True),
 )
-"""Schemas and access rules that the source of a mirror has had, by hash: only these may a mirror delete."""
+"""Schemas and access rules that the source of a mirror has had, by hash: a mirror may delete only these."""
 
 scram_credentials = Table(
     "scram_credentials",
@@ -265,13 +266,13 @@ schema_contexts = Table(
     Column("context", String(255), primary_key=True),
     Column("last_id", Integer, nullable=False),
 )
-"""The last schema id that was given out in each context."""
+"""The last allocated schema id of each context."""
 
 
 def row_of(declared: Any) -> dict[str, Any]:
     """Return the row of a declaration: its fields by name, and two columns for its owner.
 
-    Secrets that this node could not open are left out, and so are `rules`, which have their own table.
+    Secrets that this node could not open are omitted, and so are `rules`, which have their own table.
     """
     stored = (one.name for one in dataclasses.fields(declared) if one.name not in ("sealed", "rules", "owner"))
     row = {name: msgspec.to_builtins(getattr(declared, name), str_keys=True, enc_hook=dict) for name in stored}

@@ -1,8 +1,8 @@
 """Turning a stopped machine into the first member of a cluster: its stores move, its data stays.
 
-The steps run in the order of `Adoption.run`, each of which can be repeated. A mark in the folder refuses every start
-until the last one is done. The cluster's id is the last key that etcd gets: with it, the stores are complete, and a
-repeated attempt leaves them alone, since nodes may have changed them.
+The steps run in the order of `Adoption.run`, each of which can be repeated. A mark in the folder prevents every start
+until the last step is done. The cluster's id is the last key written to etcd: once it exists, the stores are complete,
+and a repeated attempt does not touch them, since nodes may have changed them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CARRIED: Final = (
     keys.DRAINED,
     keys.ADMITTED,
 )
-"""What the nodes have agreed on, apart from sessions, in the order in which it is written; `PLAN` with its moves."""
+"""The agreed state apart from sessions, in the order in which it is written; `PLAN` with its moves."""
 
 
 class _Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class Adopted:
     topics: int
     partitions: int
     has_secrets: bool
-    """Whether the catalog has secrets, which every node needs the keys of."""
+    """Whether the catalog has secrets, so that every node needs their keys."""
 
 
 class Adoption:
@@ -101,7 +101,7 @@ class Adoption:
             self._files.close(lock)
 
     async def undo(self) -> None:
-        """Make the folder that of a single machine again, as long as no node has started in the cluster."""
+        """Turn the folder back into that of a standalone machine, unless a node has started in the cluster."""
         lock = self._files.lock(f"{self._data}/{LOCK_NAME}")
         try:
             await self._undo()
@@ -160,10 +160,10 @@ class Adoption:
             for key, entry in entries.items()
             if key.startswith(prefix)
         ]
-        # An attempt that was undone may have left others.
+        # An undone attempt may have left other keys.
         left = (await self._store.read("")).entries.keys() - {change.key for change in carried}
         changes: list[Change] = [*map(Delete, sorted(left)), *carried]
-        # The last one says that all others are there.
+        # Written last: it marks all others as complete.
         changes.append(Put(keys.CLUSTER_ID, cluster_id))
         rest = iter(changes)
         while some := list(islice(rest, CHANGES_MAX)):
@@ -173,7 +173,7 @@ class Adoption:
     def _carried(self, key: str, value: str) -> str:
         if key.startswith(keys.TOPICS):
             topic = topic_from_json(value)
-            # Where a topic has no setting, the default of a cluster promises less.
+            # For a topic without a setting, the default of a cluster guarantees less.
             return topic_to_json(replace(topic, overrides=with_flush(dict(topic.overrides), self._flush)))
         if not key.startswith(keys.PARTITIONS):
             return value
@@ -217,7 +217,7 @@ class Adoption:
                 "go back by copying topics with a mirror instead"
             )
 
-    # -- what is there --------------------------------------------------------------------------------------
+    # -- the current state ----------------------------------------------------------------------------------
 
     def _nodes(self) -> Mapping[str, int]:
         return Layout(self._data, {}).present(self._files)
@@ -259,7 +259,7 @@ class Adoption:
             raise DataFolderInvalid(f"a change of --cores in {data} was interrupted; start it once, and stop it")
 
     def _source(self) -> Catalog:
-        """Open the catalog of the machine, which an attempt before may have put aside."""
+        """Open the catalog of the machine, which an earlier attempt may have renamed."""
         path = Path(self._data, CATALOG_NAME)
         return Catalog.of_file(path if path.exists() else path.with_name(CATALOG_NAME + ADOPTED_SUFFIX))
 
@@ -267,7 +267,7 @@ class Adoption:
         return {key: entry.value for key, entry in (await self._store.read(prefix)).entries.items()}
 
     async def _check_store(self, cluster_id: str) -> bool:
-        """Check that etcd knows no other cluster of this name; return whether it has everything already."""
+        """Check that etcd has no other cluster of this name; return whether it already has the complete state."""
         found = (await self._known(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)
         if found == cluster_id:
             return True
@@ -288,7 +288,7 @@ class Adoption:
 
 
 async def adopt(config: Config, data: Path, *, dry_run: bool, undo: bool) -> Adopted | None:
-    """Adopt a machine, or undo it; returns what was moved."""
+    """Adopt a machine, or undo that; return what was moved."""
     if not config.etcd or not config.catalog:
         raise InvalidSetting("name the etcd and catalog of the cluster with --etcd and --catalog, or --config FILE")
     clock = SystemClock()
@@ -296,7 +296,7 @@ async def adopt(config: Config, data: Path, *, dry_run: bool, undo: bool) -> Ado
     catalog = Catalog.of_cluster(config)
     try:
         catalog.prepare()
-        # What topics without a setting were promised on a standalone machine.
+        # The guarantee of topics without a setting on a standalone machine.
         flush = config.replace(etcd="").topic_flush
         adoption = Adoption(str(data), config.cluster, store, catalog, clock, flush=flush)
         if undo:

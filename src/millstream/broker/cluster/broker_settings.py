@@ -1,7 +1,7 @@
-"""Settings of nodes that are changed while they run: declared in the catalog, agreed on like topics, held in memory.
+"""Settings of nodes that are changed while they run: declared in the catalog, published like topics, held in memory.
 
-A scope is the id of a node, or `ALL_NODES`. What is set for a node holds before what is set for all of them, and both
-before the node's own configuration. Most of them are what topics have that set nothing themselves.
+A scope is the id of a node, or `ALL_NODES`. The settings of a node take precedence over those of all nodes, and both
+over the node's own configuration. Most of them are defaults of topic settings.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def _declared() -> dict[str, Setting]:
 
 
 DECLARED: Final[Mapping[str, Setting]] = MappingProxyType(_declared())
-"""Every setting that is taken over while a node runs, by Kafka's name."""
+"""Every setting that can be changed while a node runs, by Kafka's name."""
 
 
 def check_changes(scope: str, changes: Mapping[str, str | None]) -> None:
-    """Raise for a value that a setting cannot have, or not for one node alone; all names are in `DECLARED`."""
+    """Raise for an invalid value, or a setting that one node alone cannot have; all names are in `DECLARED`."""
     for name, text in changes.items():
         if scope != ALL_NODES and name in _OF_THE_CLUSTER:
             raise InvalidRequest(
@@ -100,7 +100,7 @@ class BrokerSettings:
 
     @property
     def topic_defaults(self) -> dict[str, str]:
-        """What topics have here that set nothing themselves, by the names of their settings."""
+        """Return the defaults of topic settings on this node, by their names."""
         found: dict[str, str] = {}
         for name, text in self._in_force.items():
             if name in TOPIC_DEFAULTS:

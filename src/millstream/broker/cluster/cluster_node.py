@@ -50,7 +50,7 @@ Links = Callable[[Callable[[NodeId], Node | None]], ReplicaLinks]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterDependencies:
-    """What a cluster node is built on; a simulation passes its own."""
+    """The dependencies of a cluster node; a simulation passes its own."""
 
     config: Config
     clock: Clock
@@ -65,7 +65,7 @@ class ClusterDependencies:
     boot_id: str
     supervise: Supervise
     catalog_away_since_ms: Callable[[], int | None] = lambda: None
-    """Since when the catalog does not answer, if so."""
+    """Since when the catalog has not answered; None if it answers."""
     is_single: bool = False
     """Whether the cluster never has another node, so that no other node needs notifications."""
     node_listener: str = DEFAULT_LISTENER
@@ -123,9 +123,9 @@ class ClusterNode:
         )
 
     async def open(self) -> None:
-        """Follow the coordination store, and open what this node hosts. Nothing is led or followed yet."""
+        """Follow the coordination store, and open the hosted partitions. None is led or followed yet."""
         if not self._config.in_cluster:
-            # A catalog on this machine answers, so no client comes before what is declared is known.
+            # A catalog on this machine answers at once, so the declarations are known before clients connect.
             await self.declared.load()
         self._start("view of the cluster", self.view.run())
         self._start("changes of the catalog", self._announcer.run())
@@ -158,7 +158,7 @@ class ClusterNode:
     async def join(self, me: Node, http: str) -> None:
         """Register, and wait until the cluster has admitted this node.
 
-        A single node also waits until it has carried out what is declared, which a crash may have left undone.
+        A single node also waits until it has applied the declarations, which a crash may have left undone.
         """
         dependencies = self._dependencies
         self._registration = registration = Registration(
@@ -200,7 +200,7 @@ class ClusterNode:
             await controller.carried_out()
 
     def pipeline_owner(self, *, is_candidate: bool) -> ElectedOwner:
-        """Return who runs the pipelines; a single node is always a candidate.
+        """Return the election of the node that runs the pipelines; a single node is always a candidate.
 
         A single node reports on its pipelines even while it cannot run them, and runs them once it can.
         """
@@ -216,7 +216,7 @@ class ClusterNode:
         return owner
 
     async def leave(self) -> None:
-        """Move this node's leaderships to others, as far as that is possible, for a bounded time."""
+        """Move this node's leaderships to others where possible, within a bounded time."""
         registration = self._registration
         if registration is not None and not registration.is_fenced and len(self.view.live) > 1:
             await registration.leave(
@@ -264,7 +264,7 @@ class ClusterNode:
             yield "this node is not currently admitted to the cluster"
 
     def warnings(self) -> Iterable[str]:
-        """Yield problems of the cluster that do not keep this node from working."""
+        """Yield problems of the cluster that do not prevent this node from working."""
         away = self._store.unavailable_since_ms
         if away is not None:
             store = "etcd" if self._config.in_cluster else "the coordination store in the data folder"
@@ -281,7 +281,7 @@ class ClusterNode:
         if under_min:
             yield f"{under_min} partitions that this node leads have too few replicas in sync for acks=all"
         for node in sorted(self.view.drained & self.view.live.keys()):
-            yield f"node {node} is drained: it gets no leaders and replicas until `millstream cluster undrain {node}`"
+            yield f"node {node} is drained: it gets no leaders or replicas until `millstream cluster undrain {node}`"
 
     def metrics(self) -> Iterable[Metric]:
         """Return the metrics of the node's place in the cluster."""

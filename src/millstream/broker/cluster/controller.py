@@ -1,4 +1,4 @@
-"""The node that decides for the cluster: which nodes are admitted, which replica leads, which topics exist.
+"""The controller: decides which nodes are admitted, which replica leads, and which topics exist.
 
 Every node runs a candidate; the one that creates the key `controller` is active. Every decision is computed from the
 view of the cluster, compared before it is written, and fenced by the election, so it can be interrupted and repeated at
@@ -49,7 +49,7 @@ MinInSync = Callable[[UUID], int]
 async def admit(
     joining: Sequence[NodeRegistration], term: Term, alive: Collection[NodeId], min_in_sync: MinInSync
 ) -> None:
-    """Admit nodes; those that registered again meanwhile are left out."""
+    """Admit nodes, except those that have registered again meanwhile."""
     rewritten: set[PartitionKey] = set()
     while proposals := await _needed_proposals(joining, term, alive, rewritten, min_in_sync):
         overtaken = {one.partition for one in await term.propose(proposals)}
@@ -78,7 +78,7 @@ async def _needed_proposals(
             partition = parse_partition(key.removeprefix(keys.PARTITIONS))
             before = PartitionState.from_json(entry.value)
         except (CorruptState, ValueError) as error:
-            # It cannot be read, so no node leads by it.
+            # No node leads by a state that cannot be read.
             _logger.error("a key cannot be read", extra={"key": key, "error": str(error)})
             continue
         state, is_needed = before, False
@@ -95,7 +95,7 @@ async def _needed_proposals(
 def _without_node(
     state: PartitionState, registered: NodeRegistration, alive: Collection[NodeId], min_in_sync: int
 ) -> PartitionState | None:
-    """Return the state in which the node neither leads nor, if it cannot be trusted, may; None if it is so already."""
+    """Return the state without the node as leader and, if it is untrusted, as a candidate; None if nothing changes."""
     node = registered.node.node_id
     if state.replicas == (node,) and not registered.unclean:
         # Nothing was lost, and no other node could have led meanwhile.
@@ -119,7 +119,7 @@ class Balance:
         return min(self._due.values(), default=None)
 
     def note(self, partition: PartitionKey, *, preferred_can_lead: bool, now: float) -> None:
-        """Note a partition; its time begins when the preferred replica can lead, and again after each setback."""
+        """Record a partition; its delay starts when the preferred replica can lead, and restarts when it cannot."""
         if not preferred_can_lead:
             self._due.pop(partition, None)
         elif self._after_s > 0:
@@ -165,7 +165,7 @@ class Controller:
     ) -> None:
         """`registered` returns this process's registration; without one it neither decides nor interferes.
 
-        `author` is the name of this process in what it announces: its own changes come through `note_declared`.
+        `author` is the name of this process in its announcements: its own changes come through `note_declared`.
         """
         self._me = me
         self._registered = registered
@@ -190,11 +190,11 @@ class Controller:
 
     @property
     def is_active(self) -> bool:
-        """Return whether this node is the controller, as far as it knows."""
+        """Return whether this node believes that it is the controller."""
         return self._term is not None
 
     async def carried_out(self) -> None:
-        """Wait until this node is the controller and has carried out what the catalog said then, or has failed to."""
+        """Wait until this node is the controller and has applied the catalog once, successfully or not."""
         while self._reconciliation is None or self._term is None:
             self._changed.clear()
             await self._changed.wait()
@@ -202,17 +202,17 @@ class Controller:
         await self._seen(self._term.last_revision)
 
     def note_declared(self, declared: Declared) -> None:
-        """Carry out what this process has declared, if it is the controller."""
+        """Apply a declaration of this process, if it is the controller."""
         if self._reconciliation is not None:
             self._reconciliation.wake_for(declared)
 
     def metrics(self) -> Iterable[Metric]:
-        """Return whether this node is the controller, and what it did."""
+        """Return whether this node is the controller, and its number of elections."""
         yield gauge("millstream_active_controller", "1 on the node that is the controller.", int(self.is_active))
         yield counter("millstream_elections_total", "Changes of leader that this node decided.", self.elections)
 
     async def run(self) -> None:
-        """Be the controller whenever there is no other; runs forever."""
+        """Become the controller whenever there is none; runs forever."""
         backoff = Backoff(self._random)
         while True:
             try:
@@ -221,12 +221,12 @@ class Controller:
             except _Deposed:
                 _logger.info("this node is no longer the controller")
             except StoreUnavailable as error:
-                # A refusal is an answer, mostly that this node has no session now, which is reported elsewhere.
+                # The store has answered: usually this node has no session, which is reported elsewhere.
                 level = logging.INFO if isinstance(error, StoreRefused) else logging.WARNING
                 _logger.log(level, "the controller waits for the store", extra={"error": str(error)})
                 await backoff.pause()
             except Exception:
-                # Whatever the error is, a cluster without a controller is worse than one that retries.
+                # Retry after any error: the cluster needs a controller.
                 _logger.exception("the controller failed; restarting it")
                 await backoff.pause()
             finally:
@@ -241,7 +241,7 @@ class Controller:
             self._changed.clear()
             registered = self._registered()
             if registered is not None and view.controller == me:
-                # Left over from a run of this node that is over, or from an attempt whose answer was lost.
+                # Left over from an earlier run of this node, or from an attempt whose response was lost.
                 await self._store.change([Delete(keys.CONTROLLER)], [Expect(keys.CONTROLLER, view.controller_revision)])
             elif view.controller is None and registered is not None and me not in view.leaving:
                 revision = await self._store.change(
@@ -302,7 +302,7 @@ class Controller:
         if change.settings:
             self._dirty.update(self._view.states)
         if change.topics:
-            # Their settings may say something else about elections now.
+            # Settings about elections may have changed.
             self._dirty.update(key for key in self._view.states if key[0] in change.topics)
         if self._dirty or change.nodes or change.moved:
             self._wake.set()
@@ -325,7 +325,7 @@ class Controller:
                     # Otherwise partitions would lose their leaders to nodes that are admitted but not seen yet.
                     await self._seen(term.last_revision)
                 if not self._view.live.keys() <= self._view.leaving:
-                    # If every live node is leaving, the nodes that start next take over what they led.
+                    # If every live node is leaving, the nodes that start next take over their partitions.
                     await self._elect(term)
                 await self._finish_moves(term)
                 await self._balance(term)
@@ -427,7 +427,7 @@ class Controller:
     async def _propose(self, term: Term, proposals: list[Proposal]) -> None:
         if not proposals:
             return
-        # Overtaken proposals are checked again when the view shows the other change.
+        # Proposals that lost a race are checked again when the view shows the other change.
         overtaken = await term.propose(proposals)
         self.elections += len(proposals) - len(overtaken)
         _logger.info("leaders elected", extra={"partitions": len(proposals), "overtaken": len(overtaken)})

@@ -1,4 +1,4 @@
-"""What users declare, as the cluster reads it: the catalog behind an asynchronous interface."""
+"""The declarations of users: an asynchronous interface to the catalog."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Declarations:
     """Calls the methods of the catalog without blocking the loop."""
 
     async def call(self, method: Callable[Concatenate[Catalog, P], T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a method that reads, or that changes what nodes do not have to read at once."""
+        """Call a method that reads, or whose changes nodes need not read at once."""
         return await self.run(lambda catalog: method(catalog, *arguments, **named))
 
     async def change(self, method: Callable[Concatenate[Catalog, P], T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a method that changes what the nodes of a cluster read."""
+        """Call a method whose changes all nodes must read."""
         return await self.call(method, *arguments, **named)
 
     async def run(self, ask: Callable[[Catalog], T]) -> T:
@@ -40,7 +40,7 @@ class Declarations:
 
 
 class Holder:
-    """Holds in memory what is declared of a noun; the catalog is the source of truth.
+    """Holds the declarations of one kind in memory; the catalog is the source of truth.
 
     The catalog is changed by one task at a time, and readers never wait for that.
     """
@@ -70,7 +70,7 @@ N = TypeVar("N", bound=Named)
 
 
 class NamedHolder(Holder, Generic[N]):
-    """Holds everything that is declared of a noun, by name."""
+    """Holds the declarations of one kind, by name."""
 
     def __init__(self, declarations: Declarations, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4) -> None:
         super().__init__(declarations)
@@ -83,7 +83,7 @@ class NamedHolder(Holder, Generic[N]):
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def get(self, name: str) -> N | None:
-        """Return what has this name, if it exists."""
+        """Return the declaration with this name, if it exists."""
         return self._by_name.get(name)
 
     async def _load(self, read: Callable[[Catalog], list[N]]) -> None:
@@ -98,7 +98,7 @@ class NamedHolder(Holder, Generic[N]):
         try:
             await self._declarations.change(delete, declared)
         finally:
-            # Also if another node was faster.
+            # Also if another node has deleted it.
             self._by_name.pop(declared.name, None)
 
 
@@ -107,7 +107,7 @@ class CatalogDeclarations(Declarations):
 
     def __init__(self, catalog: Catalog, *, is_prepared: bool = True, clock: Clock | None = None) -> None:
         self.unavailable_since_ms: int | None = None
-        """Since when, on the wall clock, it does not answer; None while it does."""
+        """Since when, on the wall clock, it has not answered; None while it answers."""
         self._catalog = catalog
         self._clock = clock or SystemClock()
         self._is_prepared = is_prepared
@@ -122,7 +122,7 @@ class CatalogDeclarations(Declarations):
             if self.unavailable_since_ms is None:
                 self.unavailable_since_ms = self._clock.now_ms()
                 if self._answered_once:
-                    # Before that, the task that waits for the first answer reports it.
+                    # Until then, the task that waits for the first response reports it.
                     how = "refuses this node" if isinstance(error, CatalogDenied) else "is unavailable"
                     _logger.warning(
                         "the catalog %s; data flows, changes of topics and quotas wait",
@@ -156,15 +156,15 @@ class Announcer:
         self._wanted = asyncio.Event()
         self._is_certain = True
         self.author = new_text()
-        """The name of this process in what it announces; it has applied its own changes already."""
+        """The name of this process in its announcements; it has already applied its own changes."""
 
     def announce(self, *, is_certain: bool) -> None:
-        """Announce a change before long; one that may have failed concerns this process too."""
+        """Announce a change soon; after a possible failure, this process reads it back too."""
         self._is_certain &= is_certain
         self._wanted.set()
 
     async def run(self) -> None:
-        """Announce changes when asked to; runs forever."""
+        """Announce requested changes; runs forever."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -194,7 +194,7 @@ class AnnouncedDeclarations(Declarations):
         try:
             answer = await self.call(method, *arguments, **named)
         except BaseException:
-            # The failure may have come too late to stop the change.
+            # The change may have been made before the failure.
             self._announcer.announce(is_certain=False)
             raise
         self._announcer.announce(is_certain=True)

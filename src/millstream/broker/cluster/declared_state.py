@@ -1,4 +1,4 @@
-"""What a node holds in memory of the catalog, except topics: quotas, settings of groups, and every other noun."""
+"""The catalog in a node's memory, except topics: quotas, group settings, subscriptions, pipelines and more."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class DeclaredGroups(Holder):
             SESSION: config.group_consumer_session_ms,
             HEARTBEAT: config.group_consumer_heartbeat_ms,
         }
-        """What applies to groups without settings."""
+        """The settings of groups without their own."""
         super().__init__(declarations)
         self._overrides: dict[str, dict[str, str]] = {}
         self._parsed: dict[str, Mapping[str, int]] = {}
@@ -170,7 +170,7 @@ class DeclaredState:
 
     @property
     def with_secrets(self) -> tuple[SecretHolder, ...]:
-        """The holders of nouns whose settings may be secrets."""
+        """Return the holders of declarations whose settings may be secrets."""
         return (self.subscriptions, self.pipelines, self.mirrors)
 
     async def load(self) -> None:

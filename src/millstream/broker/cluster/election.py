@@ -1,7 +1,7 @@
 """Decisions of the controller: which replica leads a partition, how reassignments proceed, and its fenced writes.
 
 Only a replica that has everything that was acknowledged may lead: one that is in sync or, if none of these is alive,
-one that is still eligible. All functions return None if the state is right as it is.
+one that is still eligible. All functions return None if the state need not change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Term:
         return True
 
     async def propose(self, proposals: Iterable[Proposal]) -> list[Proposal]:
-        """Change the states of partitions, many at once; return those that another change has overtaken."""
+        """Change the states of many partitions concurrently; return those that lost a race against another change."""
         left = iter(proposals)
         overtaken: list[Proposal] = []
 
@@ -65,7 +65,7 @@ class Term:
             return []
         if len(batch) == 1:
             return batch
-        # An overtaken proposal must not delay the others.
+        # A proposal that lost a race must not delay the others.
         return [proposal for proposal in batch if not await self._carry_out([proposal])]
 
     async def _carry_out(self, batch: list[Proposal]) -> bool:

@@ -1,8 +1,8 @@
 """The coordination store of one machine: the service, the file that makes it durable, and each node's access to it.
 
-A change is in the file, synced, before any reader sees it. Keys of sessions are not in it, since sessions end with the
-process that held them: a node that starts again and again on a full disk uses next to none of the space that is left.
-So that no revision is given out twice, the file says how far revisions may have come.
+A change is in the file, synced, before any reader sees it. Keys of sessions are not stored, since sessions end with
+their process: a node that restarts repeatedly on a full disk uses almost no space. So that no revision is used twice,
+the file stores an upper bound of the revisions.
 
 Everything that would cross a network goes through `_ask` and `_deliver`; a store with faults overrides these two.
 """
@@ -47,7 +47,7 @@ RESERVE_BYTES = 64 * 1024
 """Space is reserved ahead, so that a full disk can still record deletions, which make room again."""
 
 REVISIONS_AHEAD = 1 << 20
-"""How many revisions may be given out to changes of sessions' keys before the file is written for them."""
+"""How many revisions changes of sessions' keys may use before the file is written for them."""
 
 _MAGIC = b"MSco"
 _HEADER = struct.Struct(">4sII")
@@ -68,9 +68,9 @@ class _StoredChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
-    """The changes of one revision, or with `entries` everything that there was at it.
+    """The changes of one revision, or with `entries` all keys as of that revision.
 
-    Without any, it only says that no higher revision has been given out.
+    Without any, it only records that no higher revision has been used.
     """
 
     revision: int
@@ -114,7 +114,7 @@ class CoordinationFile:
     def append(self, revision: int, changes: Sequence[tuple[str, str | None, bool]]) -> None:
         """Store the changes of one revision (key, value, whether a session holds it), durably.
 
-        Raise `OSError` if that failed: then it is not certain what a crash would leave.
+        Raise `OSError` if that failed: the state after a crash is then unknown.
         """
         stored = [
             _StoredChange(key, None if leased else value)
@@ -226,7 +226,7 @@ class _Lease:
 
 
 class EmbeddedService:
-    """Keys, their history and the leases of some of them. Every call is done before it returns.
+    """Keys, their history and the leases of some of them. All calls are synchronous.
 
     Without a file it forgets everything with the process.
     """
@@ -247,7 +247,7 @@ class EmbeddedService:
             self._entries, self.revision = file.entries, file.revision
 
     def close(self) -> None:
-        """End all leases, without a trace in the file, and close it."""
+        """End all leases, without recording that in the file, and close it."""
         self._leases.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -95,7 +95,7 @@ class EtcdAddress:
         return read_secret(self.password_file, flag="--etcd-password-file")
 
     def stamp(self) -> tuple[int, ...]:
-        """Return what changes with the files of TLS."""
+        """Return a value that changes with the TLS files."""
         found = (os.stat(name) for name in (self.ca, self.key, self.certificate) if name)
         return tuple(number for one in found for number in (one.st_ino, one.st_mtime_ns))
 
@@ -119,7 +119,7 @@ class EtcdCredentials:
             raise InvalidSetting(f"etcd cannot be queried: {error}") from error
 
     def follow(self) -> bool:
-        """Take over files that have changed; return whether there are others than before."""
+        """Load files that have changed; return whether any did."""
         if not self._address.encrypted:
             return False
         try:
@@ -128,7 +128,7 @@ class EtcdCredentials:
                 return False
             self.current = self._address.credentials()
         except OSError:
-            # Being replaced: the last ones stay in use.
+            # The files are being replaced: the last ones stay in use.
             return False
         self._stamp = stamp
         return True

@@ -1,8 +1,8 @@
 """The coordination store on etcd, version 3: requests, leases, watches.
 
-A lease is kept alive by its own thread for as long as the event loop is alive. A loop that is busy for a second
-does not lose its lease, because the thread continues. A loop that hangs for as long as the lease holds does: the thread
-then revokes the lease, so that others take over.
+A lease is kept alive by its own thread for as long as the event loop is alive. A loop that is busy for a second does
+not lose its lease, because the thread continues. If the loop hangs for the duration of the lease, the thread revokes
+the lease, so that others take over.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def diagnose_endpoint(endpoint: str, *, with_tls: bool) -> str:
     except TimeoutError:
         return f"{endpoint} did not answer"
     except OSError as error:
-        # The loop's own words repeat the address; a name that is not found has no number.
+        # The loop's own message repeats the address; a name that is not found has no errno.
         number = error.errno or 0
         why = os.strerror(number) if number > 0 else error.strerror or str(error)
         return f"{endpoint} cannot be reached ({why})"
@@ -105,7 +105,7 @@ OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-    # Only we know which requests may be repeated.
+    # Only the caller knows which requests may be repeated.
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -166,8 +166,8 @@ Call = Callable[[EtcdMember], Any]
 class EtcdMembers:
     """Asks one member after another until one answers.
 
-    What is known about a failed request decides everything. One that never left, or that etcd certainly did not carry
-    out, may go to the next member; one whose response was lost is repeated only if doing it twice does no harm.
+    A failed request that was never sent, or that etcd certainly did not execute, may go to the next member; one whose
+    response was lost is repeated only if it is idempotent.
     """
 
     def __init__(self, address: EtcdAddress, health: StoreHealth, *, request_s_max: float) -> None:
@@ -215,7 +215,7 @@ class EtcdMembers:
         return member
 
     async def ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
-        """Send a request and return its response; a repeatable one to every member, any other until it has left."""
+        """Send a request and return its response; try every member if it is repeatable, otherwise until it was sent."""
         reason = unreachable = ""
         maybe_done = False
         for attempt in range(ROUNDS * len(self.address.endpoints)):
@@ -279,7 +279,7 @@ class EtcdMembers:
 
     def _member(self, endpoint: str) -> EtcdMember:
         if self.credentials.follow():
-            # What waits on a connection made with the old files keeps it.
+            # Requests that wait on a connection with the old files keep it.
             self._members.clear()
         member = self._members.get(endpoint)
         if member is None:
@@ -288,7 +288,7 @@ class EtcdMembers:
 
 
 def wants_login(error: Any) -> bool:
-    """Whether another token would help."""
+    """Whether a new token could make the request succeed."""
     details = str(error.details())
     return error.code() == _CODE.UNAUTHENTICATED or "auth store is old" in details or "name is empty" in details
 
@@ -370,7 +370,7 @@ class EtcdSession:
     def _keep_alive(self) -> None:
         """Renew the lease until the session ends; runs in the thread."""
         try:
-            # A loop that was closed raises RuntimeError: the process ends, and the lease ends by its time.
+            # A closed loop raises RuntimeError: the process ends, and the lease expires.
             with suppress(RuntimeError):
                 while not self._ended.wait(self._ttl_s / RENEWALS):
                     if not self._renew():
@@ -401,7 +401,7 @@ class EtcdSession:
                 answer = self._call(endpoint, f"Lease/{method}", request, kind)
             except grpc.RpcError as error:
                 if is_final(error):
-                    # Still an answer, for example that the lease no longer exists.
+                    # An error response is an answer too, for example that the lease no longer exists.
                     self._loop.call_soon_threadsafe(self._members.health.answered)
                     return None
                 reason = str(error.details())
@@ -587,7 +587,7 @@ class EtcdWatch:
         return events
 
     async def _rest(self) -> None:
-        """Wait before the next connection, longer each time, and not in step with other nodes."""
+        """Wait before the next connection, longer each time, with jitter."""
         await self._backoff.pause()
 
 
@@ -674,7 +674,7 @@ class EtcdStore(HealthReporting):
         """Begin a session. etcd counts in whole seconds, at least two."""
         if self._session is not None and self._session.live:
             raise StoreRefused("the previous session has not ended")
-        # A lease whose answer was lost ends by its time, so asking twice does no harm.
+        # A lease whose response was lost expires, so asking twice is harmless.
         request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         granted = await self._members.ask(lambda member: member.leases.LeaseGrant, request, repeatable=True)
         self._session = EtcdSession(self._members, granted.ID, granted.TTL, self._clock, on_lost)

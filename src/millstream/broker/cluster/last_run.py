@@ -1,8 +1,8 @@
 """What a data folder records about the last node on it, to decide whether its log may have a hole.
 
-Under `flush=os` a machine that goes down loses what was not written back, while a process that is killed loses nothing.
+Under `flush=os` a machine crash loses records that were not written back, while a killed process loses nothing.
 The folder therefore holds the boot id of the machine, and the incarnations under which it was last admitted to the
-cluster, so that an empty folder or an old copy is noticed too.
+cluster, so that an empty folder or an old copy is detected too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FolderOwner:
 
 
 def change_owner(files: Files, folder: str, owner: FolderOwner) -> None:
-    """Assign the folder of a stopped node durably to another cluster, or to none; what its log may lack stays known."""
+    """Assign the folder of a stopped node durably to another cluster, or to none; a possible hole stays recorded."""
     found = _read(files, folder)
     if found is None:
         found = _Content(boot_id="", incarnations=[])
@@ -76,8 +76,8 @@ def change_owner(files: Files, folder: str, owner: FolderOwner) -> None:
 class LastRun:
     """The file that one run leaves for the next.
 
-    Created when the log has been opened, because it records at once, durably, what an unclean stop may have cost: later
-    runs stop in other ways, and may do so before the cluster has learned of it.
+    Created when the log has been opened, because it records at once, durably, that an unclean stop may have lost
+    records: later runs may stop cleanly before the cluster has learned of it.
     """
 
     def __init__(self, files: Files, folder: str, *, boot_id: str, stopped_clean: bool) -> None:
@@ -87,7 +87,7 @@ class LastRun:
         found = _read(files, folder)
         self._incarnations = found.incarnations if found is not None else []
         self._whole = found.whole if found is not None else []
-        """The incarnations of which everything that they ever claimed is here."""
+        """The incarnations whose log is certainly complete here."""
         self._owner = FolderOwner.read(files, folder)
         self.was_admitted = found is not None and found.admitted
         """Whether a cluster has ever relied on the contents of this folder."""
@@ -102,7 +102,7 @@ class LastRun:
         return incarnation in self._incarnations
 
     def is_unclean(self, admitted: str | None) -> bool:
-        """Whether the log may lack what this node had claimed.
+        """Whether the log may lack records that this node has acknowledged.
 
         `admitted` is the incarnation that the cluster last admitted under this node's id.
         """
@@ -110,7 +110,7 @@ class LastRun:
 
     @property
     def whole_incarnation(self) -> str:
-        """The last incarnation of which everything is here; empty if the log may have a hole."""
+        """Return the last incarnation whose log is complete; empty if the log may have a hole."""
         return self._whole[-1] if self._whole else ""
 
     def set_owner(self, owner: FolderOwner) -> None:
@@ -120,7 +120,7 @@ class LastRun:
     def begin(self, incarnation: str) -> None:
         """Record, durably, under which incarnation the node is about to register.
 
-        A disk that fails does not keep it from registering: the next run then misses the incarnation, and counts as
+        A failing disk does not prevent the registration: the next run then lacks the incarnation, and counts as
         unclean.
         """
         self._incarnations = [*self._incarnations, incarnation][-_KEPT:]
@@ -183,7 +183,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _read(files: Files, folder: str) -> _Content | None:
-    """Return what the folder records; None if it has no record. One that is damaged may hide the folder's owner."""
+    """Return the record of the folder; None if it has none. Raise if it is damaged, since the owner is then unknown."""
     path = f"{folder}/{FILE_NAME}"
     try:
         content = read_whole(files, path)

@@ -99,7 +99,7 @@ class Layout:
         return found
 
     def check_owner(self, files: Files, *, in_cluster: bool) -> None:
-        """Raise if the folder belongs to a cluster and is started without one, or the other way round."""
+        """Raise if the folder belongs to a cluster and is started without one, or vice versa."""
         if files.exists(f"{self.data}/{ADOPTING_NAME}"):
             raise ClusterMismatch(
                 f"{self.data} is being adopted by a cluster, which was interrupted; repeat `millstream cluster adopt "
@@ -158,7 +158,7 @@ async def adopt_known_topics(store: CoordinationStore, catalog: Catalog) -> None
 
 
 def spread(current: Mapping[PartitionKey, NodeId], nodes: Sequence[NodeId]) -> dict[PartitionKey, NodeId]:
-    """Return the node of each partition: balanced by topic and in total, with as few moves as that takes."""
+    """Return the node of each partition: balanced by topic and in total, with the fewest moves."""
     per_node_max = -(-len(current) // len(nodes))
     topic_sizes = Counter(topic_id for topic_id, _ in current)
     total: Counter[NodeId] = Counter()
@@ -277,7 +277,7 @@ class FolderSettlement:
                 raise ClusterMismatch("the state of a partition was changed meanwhile; start again")
 
     async def _change_records(self, present: Mapping[str, NodeId]) -> None:
-        """Forget nodes that this machine no longer has, and let its first one remove what they still had to."""
+        """Drop nodes that this machine no longer has; its first node takes over their pending removals."""
         layout, first = self._layout, self._layout.nodes[0]
         kept = {node for folder, node in present.items() if layout.folders.get(node) == folder}
         gone = self._mine - set(layout.nodes)
@@ -324,7 +324,7 @@ class FolderSettlement:
                 self._remove_emptied(folder)
 
     def _remove_emptied(self, folder: str) -> None:
-        """Remove what a node left in a folder that no node has any more."""
+        """Remove the remains in a folder that no longer belongs to a node."""
         files = self._files
         for name in files.names(f"{folder}/{PARTITIONS_NAME}"):
             # Of a topic whose last log was moved when this was interrupted.
@@ -397,11 +397,11 @@ async def settle(
 
 
 async def move_logs(layout: Layout, files: Files, clock: Clock, service: EmbeddedService, catalog: Catalog) -> None:
-    """Bring a machine, none of whose nodes runs, to a layout; after an interruption, the next start continues."""
+    """Convert a stopped machine to a layout; after an interruption, the next start continues."""
     mark(layout, files)
     await FolderSettlement(layout, files, clock, EmbeddedStore(service, clock)).run(catalog)
 
 
 def mark(layout: Layout, files: Files) -> None:
-    """Note in the folder that logs are being moved, before the stores in it are opened."""
+    """Mark the folder as being converted, before its stores are opened."""
     replace_file(files, layout.data, MARK_NAME, b"logs are moved between the folders of nodes\n")

@@ -33,9 +33,9 @@ class Node:
     assertion_key: str = ""
     """The public key that verifies this node's assertions; empty if it makes none."""
     machine: NodeId | None = None
-    """The first of the nodes that share its machine; None if it shares it with none."""
+    """The first of the nodes that share its machine; None if it has its own machine."""
     secret: str = field(default="", repr=False)
-    """Proves to other nodes that a request is this node's, also without authentication; new with each start."""
+    """Proves to other nodes that a request comes from this node, even without authentication; new with each start."""
 
     @property
     def failure_domain(self) -> NodeId:
@@ -45,7 +45,7 @@ class Node:
     def reached_at(self, listener: str) -> Node:
         """Return the node with the address at which nodes that use a listener reach it.
 
-        While a cluster moves its nodes to another listener, each meets the others where its own settings say.
+        While a cluster moves its nodes to another listener, each node uses the listener of its own settings.
         """
         host, port = self.endpoints.get(listener, (self.host, self.port))
         return replace(self, host=host, port=port)
@@ -95,7 +95,7 @@ class Membership:
         return [live[node] for node in sorted(live)] or [self.me]
 
     def addresses(self) -> str:
-        """Return where live nodes are reached by other nodes, as a client takes it."""
+        """Return the addresses of live nodes for other nodes, in the form that clients take."""
         return ",".join(f"{node.host}:{node.port}" for node in self.nodes())
 
     def nodes_of(self, listener: str, reached_at: str) -> list[tuple[Node, str, int]]:

@@ -1,4 +1,4 @@
-"""What may become a topic: the checks of names, partitions and replicas before a topic is declared."""
+"""New topics: checks of names, partitions and replicas before a topic is declared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAFE_IN_SYNC: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTopic:
-    """What a topic is created from; -1 stands for the default of the node."""
+    """The parameters of a new topic; -1 means the default of the node."""
 
     name: str
     partitions: int = -1
@@ -42,11 +42,11 @@ class NewTopic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What the cluster has and allows at this moment."""
+    """The current resources and limits of the cluster."""
 
     names: Collection[str]
     metric_names: Mapping[str, str]
-    """The names of topics, by those that metrics use."""
+    """The names of topics, by their metric names."""
     config: Config
     defaults: TopicSettings
     failure_domains: int
@@ -70,7 +70,7 @@ class Terms:
         return outcomes
 
     def _declare(self, new: NewTopic, taken: Mapping[str, str]) -> Topic:
-        """Return the topic that is asked for; `taken` are the names declared with it, by those that metrics use."""
+        """Return the requested topic; `taken` maps the metric names of topics declared with it to their names."""
         check_topic_name(new.name)
         if new.name in self.names:
             raise exists_error(new.name)

@@ -1,9 +1,9 @@
-"""Rebuilding what the nodes had agreed on from their logs and the catalog, after etcd has lost it.
+"""Rebuilds the agreed state from the nodes' logs and the catalog, after etcd has lost it.
 
 Of each partition, the log that ends in the latest epoch, and of these the longest, has everything that was
 acknowledged: the leader of an epoch had all of the epochs before it, and every log of one epoch is a prefix of its
-leader's. That holds if all replicas are given, or at least one that was in sync. Which were in sync is no longer known,
-so only replicas with the same log as that one begin in sync; the others fetch what they lack.
+leader's. That holds if all replicas are given, or at least one that was in sync. Which replicas were in sync is no
+longer known, so only those with the same log begin in sync; the others fetch the rest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReplicaFound(msgspec.Struct, frozen=True, kw_only=True):
     partition: int
     end: int
     epoch: int
-    """The epoch of the leader that wrote its last record; -1 if there is none."""
+    """The epoch of the leader that wrote its last record; -1 if the log is empty."""
     damaged: bool
     """Whether the disk lost records in the middle of it."""
 
@@ -52,7 +52,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str
     cluster_id: str
     whole: str
-    """An incarnation of which everything that it claimed is here; empty if a log may have a hole."""
+    """An incarnation whose logs are complete; empty if a log may have a hole."""
     replicas: list[ReplicaFound]
 
     def to_json(self) -> str:
@@ -108,7 +108,7 @@ def replicas_of(store: LogStore) -> list[ReplicaFound]:
 
 
 EPOCHS_SKIPPED = 1000
-"""Epochs in which no record was written left no trace, but clients may know them: none is given out twice."""
+"""Added to epochs: those without records left no trace, but clients may know them, so none may be reused."""
 
 NOT_WHOLE = "rebuilt"
 """The incarnation of a node whose log may have a hole: no node has this name, so it is not trusted."""
@@ -119,7 +119,7 @@ Found = Mapping[NodeId, ReplicaFound]
 
 @dataclass(slots=True)
 class Rebuilt:
-    """What the coordination store is to hold, and what speaks against it."""
+    """The new contents of the coordination store, and the problems found."""
 
     states: dict[PartitionKey, PartitionState] = field(default_factory=dict)
     topics: list[Topic] = field(default_factory=list)
@@ -181,7 +181,7 @@ def state_of(found: Found, index: int, replication: int, replaced: Collection[No
     """
     best = max((log.epoch, log.end) for log in found.values())
     same = [node for node, log in found.items() if (log.epoch, log.end) == best]
-    # One whose disk lost something would not get it back if it led.
+    # A damaged replica could not be repaired if it led.
     in_sync = [node for node in same if not found[node].damaged] or same
     by_worth = sorted(found, key=lambda node: (node in in_sync, found[node].epoch, found[node].end), reverse=True)
     turn = index % max(len(replaced), 1)
@@ -231,7 +231,7 @@ async def write(store: CoordinationStore, rebuilt: Rebuilt, cluster_id: str) -> 
     changes: list[Change] = [Delete(key) for key in left]
     changes += [Put(partition_key(key), state.to_json()) for key, state in rebuilt.states.items()]
     changes += [Put(keys.topic_key(topic.topic_id), topic_to_json(topic)) for topic in rebuilt.topics]
-    # What lets the nodes start comes last, so that an attempt that was cut short can only be made again.
+    # The key that lets nodes start is written last, so that an interrupted attempt must be repeated.
     changes += [Put(keys.admitted_key(node), incarnation) for node, incarnation in rebuilt.admitted.items()]
     changes.append(Put(keys.CLUSTER_ID, cluster_id))
     rest = iter(changes)

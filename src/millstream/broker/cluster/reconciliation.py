@@ -1,4 +1,4 @@
-"""From the catalog, which users change, to the coordination store, which nodes follow.
+"""Applies the catalog, which users change, to the coordination store, which nodes follow.
 
 Topics are created, grown and changed as they are declared. A topic is deleted only by its deletion record, never
 because a row is missing, and its record stays until every node that may have files of it has removed them.
@@ -44,7 +44,7 @@ from millstream.core.topic import Topic
 
 @dataclass(slots=True)
 class Load:
-    """How much each node hosts already."""
+    """The current load of each node."""
 
     leaders: Counter[NodeId] = field(default_factory=Counter)
     """Partitions that prefer this node as their leader."""
@@ -104,7 +104,7 @@ def _choose(replication: int, nodes: Mapping[NodeId, Node], load: Load) -> tuple
     while len(chosen) < replication:
         node = min(
             (one for one in nodes if nodes[one].failure_domain not in domains),
-            # Of equals, those behind the leader come first, so that its followers differ from partition to partition.
+            # On a tie, nodes after the leader come first, so that followers vary between partitions.
             key=lambda one: (used[_rack(nodes[one])], load.replicas[one], one < leader, one),
         )
         chosen.append(node)
@@ -125,7 +125,7 @@ Declared = Topic | UUID | None
 """What this process has declared: a topic, the deletion of one, or settings of nodes."""
 
 _CHANGES_OF_TOPIC = 2
-"""What is changed beside the partitions when a topic is published."""
+"""Further changes when a topic is published."""
 _CHANGES_OF_DELETION = 3
 
 
@@ -142,7 +142,7 @@ class _Publication:
         return len(self.proposals) + _CHANGES_OF_TOPIC
 
     def changes(self) -> Iterator[Change]:
-        """Yield the changes that publish it; replicas chosen by the user are no longer to be heeded then."""
+        """Yield the changes that publish it, which also remove the placement chosen by the user."""
         for one in self.proposals:
             yield Put(partition_key(one.partition), one.state.to_json())
         yield Put(topic_key(self.topic.topic_id), topic_to_json(self.topic))
@@ -151,7 +151,7 @@ class _Publication:
 
 
 class Reconciliation:
-    """Carries out what the catalog says, for the duration of one term."""
+    """Applies the catalog for the duration of one controller term."""
 
     def __init__(
         self,
@@ -174,17 +174,17 @@ class Reconciliation:
         self._wanted.set()
         self._reads_catalog = True
         self.attempted = asyncio.Event()
-        """Set once the catalog was carried out for the first time, or that has failed."""
+        """Set once the catalog was applied for the first time, successfully or not."""
         self._declared: dict[UUID, Topic | None] = {}
         """Topics that this process declared; None if it deleted them."""
 
     def wake(self) -> None:
-        """Read the catalog again before long."""
+        """Read the catalog again soon."""
         self._reads_catalog = True
         self._wanted.set()
 
     def wake_for(self, declared: Declared) -> None:
-        """Carry out what this process has declared before long."""
+        """Apply a declaration of this process soon."""
         if declared is None:
             self.wake()
         elif isinstance(declared, Topic):
@@ -250,16 +250,16 @@ class Reconciliation:
         await self._view.until(lambda: self._view.revision >= last, 60.0, what="the changes of the controller")
 
     async def _carry_out_settings(self) -> None:
-        """Publish the settings of nodes before the topics that they affect; what is missing in the catalog stays."""
+        """Publish the settings of nodes before the topics that they affect; keys missing in the catalog stay."""
         for scope, overrides in (await self._declarations.call(Catalog.broker_settings)).items():
             if overrides != self._view.settings.get(scope):
                 await self._term.change([Put(settings_key(scope), settings_to_json(overrides))])
                 _logger.info("settings of nodes agreed on", extra={"node": scope or "all", "settings": str(overrides)})
 
-    # -- topics that come and grow --------------------------------------------------------------------------
+    # -- new and growing topics ----------------------------------------------------------------------------
 
     async def _carry_out(self, declared: Iterable[Topic]) -> None:
-        """Publish topics that the cluster does not know as they are declared, several with each change."""
+        """Publish declared topics that the cluster does not know yet, several with each change."""
         changed = [topic for topic in declared if topic != self._view.topics.get(topic.topic_id)]
         if not changed:
             return
@@ -278,7 +278,7 @@ class Reconciliation:
             # The partitions come first or with it, so that a node that sees the topic sees all of them.
             if len(proposals) > CHANGES_MAX - _CHANGES_OF_TOPIC:
                 if await self._term.propose(proposals):
-                    # An earlier attempt got further than the view shows; the next one sees it.
+                    # An earlier attempt is ahead of the view; the next attempt sees its changes.
                     self.wake()
                     continue
                 proposals = []
@@ -299,7 +299,7 @@ class Reconciliation:
                 _logger.info("topic agreed on", extra=extra)
             self._on_placed()
         elif len(batch) > 1:
-            # One that was overtaken must not delay the others.
+            # One that lost a race must not delay the others.
             for publication in batch:
                 await self._publish([publication])
         elif proposals:
@@ -337,7 +337,7 @@ class Reconciliation:
         )
         await self._carry_out([changed])
 
-    # -- topics that go -------------------------------------------------------------------------------------
+    # -- deleted topics -------------------------------------------------------------------------------------
 
     async def _delete(self, topic_ids: Sequence[UUID]) -> None:
         prefix = f"{keys.PARTITIONS}{topic_ids[0]}/" if len(topic_ids) == 1 else keys.PARTITIONS

@@ -1,7 +1,7 @@
-"""A node's membership: it verifies its stores, registers, is admitted, registers again after it was lost, and leaves.
+"""A node's membership: startup checks, registration, admission, reregistration after a lost session, and leaving.
 
-A node that registers is only joining. The controller first makes sure that nothing in the cluster relies on what the
-node was before: it leads nothing, and if its log may have a hole it is in no in-sync set. Then it admits the node.
+A node that registers is only joining. The controller first ensures that the cluster does not rely on the node's earlier
+incarnation: the node leads nothing, and if its log may have a hole it is in no in-sync set. Then it admits the node.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class Registration:
 
     @property
     def is_fenced(self) -> bool:
-        """Return whether the cluster currently does not rely on this node, as far as it knows."""
+        """Return whether this node believes that the cluster does not currently rely on it."""
         if self.mine is None or self._session is None or not self._session.live:
             return True
         return not self._view.is_live(self._me.node.node_id)
 
     @property
     def is_certain(self) -> bool:
-        """Whether the store has recently confirmed this node's session; otherwise others may have dropped it."""
+        """Whether the store has recently confirmed this node's session; otherwise the cluster may have dropped it."""
         return self._session is not None and self._session.confirmed
 
     def on_admitted(self, listener: Callable[[], None]) -> None:
@@ -158,7 +158,7 @@ class Registration:
         admitted = await self._read(keys.admitted_key(self._me.node.node_id))
         if admitted is None and self._last_run.was_admitted:
             raise cluster_forgotten(self._me.node.node_id)
-        # What this process lacked at its start counts once: since its admission it has everything it claims.
+        # A hole at the start counts only once: since its admission, this process has everything it acknowledged.
         unclean = not self._admitted.is_set() and self._last_run.is_unclean(admitted[0] if admitted else None)
         incarnation = self._new_incarnation()
         self._last_run.begin(incarnation)
@@ -214,12 +214,12 @@ class Registration:
         try:
             self._last_run.note_admitted()
         except OSError as error:
-            # On a full disk the node is still of use; the note only guards against a store that loses its data.
+            # A node with a full disk is still useful; the record only guards against a store that loses its data.
             _logger.warning("the admission of this node could not be recorded", extra={"error": str(error)})
 
 
 def cluster_forgotten(node: NodeId) -> ClusterForgotten:
-    """Return the error of a node that etcd does not know; electing without it, full logs could follow empty ones."""
+    """Return the error for a node that etcd does not know; elections without its state could truncate full logs."""
     return ClusterForgotten(
         f"node {node} was part of a cluster, and etcd does not know it: check --etcd and --cluster; if etcd lost "
         "its data, restore it, or see `millstream cluster rebuild`. To start from scratch, give an empty --data"
@@ -239,7 +239,7 @@ CATALOG_S_MAX = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """What the node was started as."""
+    """The identity with which the node was started."""
 
     node_id: NodeId
     cluster: str
@@ -251,7 +251,7 @@ class NodeIdentity:
 
 
 class StartupChecks:
-    """What a starting node verifies before it opens its log: that its folder, etcd and the catalog belong together.
+    """Verifies, before a starting node opens its log, that its folder, etcd and the catalog belong together.
 
     A wrong setting fails at once, a store that does not answer after the configured wait. A node that was admitted
     before starts without the catalog, because all declarations are in etcd too.
@@ -280,7 +280,7 @@ class StartupChecks:
         self._report = report
 
     async def check(self) -> None:
-        """Return when the node may start; raise if its settings are wrong, or etcd did not answer."""
+        """Wait until the node may start; raise if its settings are wrong, or etcd does not answer."""
         self._check_folder()
         known = await self._ask_store()
         self._check_known(known)
@@ -324,7 +324,7 @@ class StartupChecks:
     # -- the stores -----------------------------------------------------------------------------------------
 
     async def _ask_store(self) -> dict[str, str]:
-        """Return what etcd knows of this node and its cluster; wait until it answers, or as long as configured."""
+        """Return the state of this node and its cluster in etcd; wait for an answer as long as configured."""
         claim, backoff = self._claim, self._backoff()
         began, since_ms = self._clock.monotonic(), self._clock.now_ms()
         while True:

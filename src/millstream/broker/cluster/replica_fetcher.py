@@ -1,4 +1,4 @@
-"""Following: one task per leader fetches what this node's replicas lack and appends it.
+"""Following: one task per leader fetches the records that this node's replicas lack, and appends them.
 
 All partitions of one leader share one fetch and one session, in which only changes are sent. A failure of one partition
 suspends that one for a while, longer each time, and never delays the others. A failure of the link ends the session and
@@ -78,7 +78,7 @@ class ReplicaLinks(Protocol):
 class WireLink:
     """A link over its own connection, opened when it is first needed and again after it was lost.
 
-    Responses are received into the same memory again and again, because fresh memory costs more than the work on it.
+    Responses reuse the same memory, because allocating it costs more than processing them.
     The records of a response are therefore valid until the next fetch.
     """
 
@@ -100,7 +100,7 @@ class WireLink:
             channel = self._channel = await self._connect()
         self._small_answers += 1
         if self._small_answers > SMALL_ANSWERS_MAX:
-            # Little comes this way, so nothing is kept for it.
+            # Such responses are rare and small, so no memory is kept for them.
             self._room = None
         self._expect_answer(fetch.max_wait_ms / 1000 + ANSWER_S)
         try:
@@ -172,7 +172,7 @@ _logger = logging.getLogger(__name__)
 HOLD_FIRST_S = 0.05
 HOLD_MAX_S = 5.0
 GRACE_S = 5.0
-"""How long a leader may not know of a partition, or of leading it, before that is logged as a warning."""
+"""How long a leader may be unaware of a partition, or of its leadership, before a warning is logged."""
 
 BYTES_BETWEEN_YIELDS = 2 * 1024 * 1024
 PARTITIONS_BETWEEN_YIELDS = 200
@@ -215,7 +215,7 @@ class _Followed:
         self.asked_epoch: Epoch = NO_EPOCH
         """The leader epoch of the last request, to which a response belongs."""
         self.is_damaged = False
-        """Whether its disk lost something that the leader was informed of and that is not repaired yet."""
+        """Whether damage was reported to the leader and is not repaired yet."""
         self.watermark: Offset = NO_OFFSET
         """The leader's high watermark when it was informed of damage; -1 before that."""
         self.failures = 0
@@ -232,7 +232,7 @@ class _Followed:
 
     @property
     def is_stored(self) -> bool:
-        """Whether all of the log is as durable as the topic requires, so that the leader may count it."""
+        """Whether the whole log is as durable as the topic requires, so that the leader may count it."""
         return self.partition.promised_offset >= self.partition.log.end_offset
 
 
@@ -271,7 +271,7 @@ class ReplicaFetcher:
         """Return how many partitions are fetched."""
         return len(self._followed)
 
-    # -- what is followed -----------------------------------------------------------------------------------
+    # -- followed partitions --------------------------------------------------------------------------------
 
     def follow(self, partition: Partition) -> None:
         """Fetch a partition from now on; a known one is requested again, because its epoch may differ."""
@@ -319,7 +319,7 @@ class ReplicaFetcher:
         self._forgotten[key] = None
 
     def _report(self, followed: _Followed, error: MillstreamError) -> None:
-        """Log a failure, once; one that passes as soon as every node knows of a change, only if it lasts."""
+        """Log a failure once; a transient one, until every node knows of a change, only if it lasts."""
         now = asyncio.get_running_loop().time()
         if not followed.failures:
             followed.failing_since, followed.is_reported = now, False
@@ -375,12 +375,12 @@ class ReplicaFetcher:
             self._begin_session()
 
     def resend_position(self, key: PartitionKey) -> None:
-        """Send the leader the position of a partition again: its disk lost something, or was repaired."""
+        """Send the leader the position of a partition again: it was damaged or repaired."""
         followed = self._followed.get(key)
         if followed is not None:
             followed.failures = 0
             self._release(key, followed)
-            # The leader then sends its high watermark again, which a damaged replica took only in part.
+            # The leader then sends its high watermark again, which a damaged replica applied only in part.
             self._forgotten[key] = None
 
     async def _truncate_damage(self) -> None:
@@ -396,7 +396,7 @@ class ReplicaFetcher:
                 await self._until_done(key, followed, cut)
 
     async def _stored(self) -> None:
-        """Wait until everything that will be stated as stored is: an earlier fetcher may not have waited for it."""
+        """Wait until everything that will be reported as stored is durable: an earlier fetcher may not have waited."""
         while unstored := [(key, self._followed[key]) for key in self._changed if not self._followed[key].is_stored]:
             for key, followed in unstored:
                 await self._until_done(key, followed, followed.partition.stored())
@@ -429,7 +429,7 @@ class ReplicaFetcher:
         )
 
     def _position(self, partition: Partition) -> ReplicaPosition:
-        """Return the position of a replica. A damaged one states so and asks for no records."""
+        """Return the position of a replica. A damaged one reports that and requests no records."""
         log, offset = partition.log, partition.intact_until
         is_whole = offset == log.end_offset
         return ReplicaPosition(
@@ -443,7 +443,7 @@ class ReplicaFetcher:
     # -- answers --------------------------------------------------------------------------------------------
 
     async def _take(self, answers: ReplicaAnswers) -> None:
-        """Carry out a response, and wait until it is as durable as the next fetch will state."""
+        """Apply a response, and wait until it is as durable as the next fetch will report."""
         if answers.code:
             raise error_from_code(answers.code, None, about=f"fetch from node {self.leader}")
         self._session_id = answers.session_id

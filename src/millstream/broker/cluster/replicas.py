@@ -69,7 +69,7 @@ class DamageRepair:
     place. If several replicas lost different ranges, each gets what the others still have. A follower takes what its
     leader has; otherwise only acknowledged records are repaired, because all replicas are identical below the high
     watermark. A leader that cannot repair a range that others have hands over to one of them. A range that no other
-    replica has is beyond repair, which readers see from then on.
+    replica has is permanently lost, and reported as such to readers.
     """
 
     def __init__(self, me: NodeId, links: ReplicaLinks, *, random: Random, registration: Callable[[], int]) -> None:
@@ -84,7 +84,7 @@ class DamageRepair:
         self._repaired = 0
 
     def check_soon(self, partition: Partition) -> None:
-        """Repair a partition next, if its disk lost something and others host it, too."""
+        """Repair a partition next, if it is damaged and other nodes host it."""
         log = partition.log
         timer = self._retries.pop(partition, None)
         if timer is not None:
@@ -360,7 +360,7 @@ class InSyncWriter:
                 await self._backoff.pause()
 
     async def _read_back(self, one: _PendingChange) -> None:
-        """Resolve a failed condition: the state was changed by another, or a joining node is another process now.
+        """Resolve a failed condition: another node changed the state, or a joining node was restarted.
 
         Either way the change, and any earlier attempt of it that is still under way, never takes effect.
         """
@@ -461,7 +461,7 @@ class Replicas:
     def _spawn(self, part: InSyncWriter | DamageRepair | ReplicaFetcher, name: str) -> None:
         self._tasks[part] = asyncio.get_running_loop().create_task(keep_running(name, part.run), name=name)
 
-    # -- what the cluster has agreed on ---------------------------------------------------------------------
+    # -- agreed states --------------------------------------------------------------------------------------
 
     def apply(self, partitions: Iterable[Partition]) -> None:
         """Fetch each partition from the leader of its new state, if that has changed."""
@@ -475,7 +475,7 @@ class Replicas:
             self._watch_damage(partition)
 
     def _watch_damage(self, partition: Partition) -> None:
-        """Repair what the disk lost of a partition from other replicas, if there are any."""
+        """Repair the damage of a partition from other replicas, if there are any."""
         partition.log.damage.on_change = lambda: self._damage_changed(partition)
         self._repair.check_soon(partition)
 
@@ -549,7 +549,7 @@ class Replicas:
             throttle=self._throttle,
         )
 
-    # -- the followers of what is led here ------------------------------------------------------------------
+    # -- followers of led partitions -------------------------------------------------------------------------
 
     def behind(self, partition: Partition) -> None:
         """Check a partition until all in-sync replicas have caught up."""

@@ -1,8 +1,8 @@
 """The coordination store of a machine with several processes: the service in one, the nodes in others.
 
 The supervising process gives each node one end of a socket before it starts, and serves the other with `StoreServer`.
-The socket is the session too: a node that dies closes it, so that its keys are removed at once, and a supervisor that
-dies is noticed at once by its nodes. Nothing is renewed.
+The socket is the session too: a node that dies closes it, so that its keys are removed at once, and nodes detect at
+once that their supervisor has died. No lease is renewed.
 
 A frame: length u32, then a MessagePack array: a request is [number, method, arguments], an answer [number, error,
 result], and what a watch reports comes as further answers with its number.
@@ -39,7 +39,7 @@ from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 FRAME_BYTES_MAX: Final = 256 * 1024 * 1024
 ANSWER_S: Final = 30.0
 BATCHES_MAX: Final = 1000
-"""What a watch may lag before it has to read everything again."""
+"""How far a watch may lag before it has to read everything again."""
 
 _TOO_LATE: Final = [WatchLost.__name__, "the node was too slow to follow"]
 _LENGTH = struct.Struct(">I")
@@ -91,7 +91,7 @@ class StoreServer:
         self._watches: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, connected: socket.socket) -> None:
-        """Answer requests; when the node is gone, its session and its keys are too."""
+        """Answer requests; when the node disconnects, its session ends and its keys are removed."""
         channel = await _Channel.over(connected)
         try:
             while (frame := await channel.read()) is not None:
@@ -275,7 +275,7 @@ class SocketStore(HealthReporting):
                 if answers.qsize() < BATCHES_MAX:
                     answers.put_nowait(frame)
                 elif answers.qsize() == BATCHES_MAX:
-                    # The watch ends here, so that it does not skip the batches that are dropped.
+                    # End the watch, so that it does not silently miss the dropped batches.
                     answers.put_nowait([number, _TOO_LATE, None])
             elif (future := self._calls.get(number)) is not None and not future.done():
                 future.set_result((error, result))

@@ -1,4 +1,4 @@
-"""What the cluster needs of its coordination service: a small ordered store with compare-and-swap.
+"""The interface of the coordination store: a small ordered key-value store with compare-and-swap.
 
 It has two back ends: `embedded_store` in the memory of the process, and `etcd_store`.
 
@@ -80,11 +80,11 @@ class Event(NamedTuple):
 
 
 class Session(Protocol):
-    """A lease that is kept alive while the process is well; keys put with `leased` are removed when it ends."""
+    """A lease that is kept alive while the process is healthy; keys put with `leased` are removed when it ends."""
 
     @property
     def live(self) -> bool:
-        """Return whether it holds, as far as this node knows. Safety relies only on compare-and-swap."""
+        """Return whether this node believes that it holds. Safety relies only on compare-and-swap."""
 
     @property
     def confirmed(self) -> bool:
@@ -147,7 +147,7 @@ class CoordinationStore(Protocol):
 
 
 def check_changes(changes: Sequence[Change], expect: Sequence[Expect]) -> None:
-    """Check what every back end requires of its caller, so that a mistake shows in all of them."""
+    """Check the limits that all back ends share, so that a mistake fails with each of them."""
     if len(changes) > CHANGES_MAX or len(expect) > EXPECTS_MAX:
         raise ValueError(
             f"{len(changes)} changes (at most {CHANGES_MAX}), {len(expect)} expectations (at most {EXPECTS_MAX})"
@@ -194,7 +194,7 @@ class StoreHealth:
             return
         self.unavailable_since_ms = self._clock.now_ms()
         if self._answered_once:
-            # Before that, the task that waits for the first answer reports it.
+            # Until then, the task that waits for the first response reports it.
             _logger.warning(
                 "%s is unavailable; data flows with the current leaders, cluster changes wait",
                 self._name,
@@ -208,7 +208,7 @@ class StoreHealth:
 
 
 class HealthReporting:
-    """A store that reports its health; what every back end has in common."""
+    """A store that reports its health; the common base of the back ends."""
 
     def __init__(self, clock: Clock, *, name: str = "etcd") -> None:
         self._health = StoreHealth(clock, name)

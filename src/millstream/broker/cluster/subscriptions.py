@@ -111,7 +111,7 @@ class Subscriptions(NamedHolder[Subscription]):
         """Return the subscription with this name; if it does not exist, declare it without topics, as a share group."""
         with suppress(UnknownSubscription):
             return await self.find(name)
-        # Another node may be faster.
+        # Another node may declare it first.
         with suppress(SubscriptionExists):
             return await self.create(name, (), {})
         return await self.find(name)
@@ -135,7 +135,7 @@ class Subscriptions(NamedHolder[Subscription]):
         """
         subscription_id = subscription_id or self._new_id()
         settings = _completed(name, topics, overrides, self._dead_letter_topic(name, subscription_id, topics))
-        # In a thread, since the language of filters is loaded when the first one is read.
+        # In a thread, since the filter language is loaded on first use.
         await asyncio.to_thread(self._check, name, topics, settings)
         async with self._changing:
             if name in self._by_name:
@@ -170,7 +170,7 @@ class Subscriptions(NamedHolder[Subscription]):
         validate_only: bool = False,
         owner: Owner | None = None,
     ) -> Subscription:
-        """Set some settings of a subscription, durably; None resets a setting to what a new one has.
+        """Set some settings of a subscription, durably; None resets a setting to the default of new subscriptions.
 
         `starts` says where the queues of further topics begin.
         """
@@ -190,7 +190,7 @@ class Subscriptions(NamedHolder[Subscription]):
                 now, overrides=overrides, topics=wanted, starts=kept, sealed=sealed, owner=owner or now.owner
             )
 
-        # Checked before the catalog is asked, and again with what it declares by then.
+        # Checked before the catalog is asked, and again with the current declaration.
         preview = await asyncio.to_thread(changed, found)
         if validate_only:
             return preview

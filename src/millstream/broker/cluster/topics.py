@@ -140,7 +140,7 @@ class Topics:
 
     async def load(self) -> None:
         """Open what this node hosts according to the first view of the cluster, and follow it from there."""
-        # First: no topic is opened with another retention than was set for it.
+        # Loaded first, so that no topic is opened with the wrong retention.
         self.broker_settings.show(self._view.settings)
         for topic in tuple(self._view.topics.values()):
             self._take_topic(topic)
@@ -157,7 +157,7 @@ class Topics:
         self._view.listen(self.apply)
 
     def activate(self) -> None:
-        """Take the roles that the cluster has given this node: it was admitted."""
+        """Assume the assigned roles: the cluster has admitted this node."""
         self._active = True
         self._notify_roles([self._take_state(one.topic, one.index) for one in tuple(self.hosted())])
 
@@ -274,9 +274,9 @@ class Topics:
         return self.partition(topic.name, index)
 
     def may_follow(self, node: NodeId, registration: int) -> bool:
-        """Whether a fetch may be that of a follower: from the process that registered last as this node.
+        """Whether a fetch may be a follower's: it must come from the latest registration of that node.
 
-        Liveness does not matter: a node that has just lost its lease continues, and is not waited for.
+        Liveness does not matter: a node that has just lost its lease continues, but is not waited for.
         """
         return self._view.registrations.get(node) == registration
 
@@ -371,7 +371,7 @@ class Topics:
     async def _change_state(
         self, topic: Topic, index: int, decide: Callable[[PartitionKey, PartitionState], list[Change]]
     ) -> None:
-        """Change the agreed state of a partition, computed again if another node was faster."""
+        """Change the agreed state of a partition; recompute the change if another node came first."""
         self._check_index(topic, index)
         key = topic.topic_id, PartitionIndex(index)
         for _ in range(_ATTEMPTS_MAX):
@@ -517,10 +517,10 @@ class Topics:
     async def create_all(
         self, wanted: Sequence[NewTopic], *, validate_only: bool = False, timeout_s: float = AGREEMENT_S
     ) -> list[Topic | MillstreamError]:
-        """Declare topics durably and together, then open their partitions; return each topic, or why there is none."""
+        """Declare topics durably and together, then open their partitions; return each topic, or why it failed."""
         if validate_only:
             return self._terms.declare_all(wanted)
-        # A client that leaves meanwhile must not leave a topic behind that only the catalog knows.
+        # A client that disconnects meanwhile must not leave a topic that only the catalog knows.
         outcomes = await finish(self._add_all(wanted))
         waiting = {outcome.topic_id: outcome for outcome in outcomes if isinstance(outcome, Topic)}
         timed_out = await self._await_creation(waiting, timeout_s)
@@ -532,7 +532,7 @@ class Topics:
         ]
 
     async def _add_all(self, wanted: Sequence[NewTopic]) -> list[Topic | MillstreamError]:
-        """Store new topics in the catalog, and tell the controller of them."""
+        """Store new topics in the catalog, and notify the controller."""
         has_ids = any(one.topic_id is not None for one in wanted)
         deleted = await self._declarations.call(Catalog.deleted_topic_ids) if has_ids else ()
         async with self._changing:
@@ -555,7 +555,7 @@ class Topics:
         ]
 
     async def _await_creation(self, waiting: dict[UUID, Topic], timeout_s: float) -> RequestTimedOut | None:
-        """Wait until the cluster has agreed on new topics; `waiting` has those left that it has not in time."""
+        """Wait until the cluster has agreed on new topics; those that time out remain in `waiting`."""
 
         def agreed() -> bool:
             for topic in [topic for topic_id, topic in waiting.items() if topic_id in self._by_id]:
@@ -593,7 +593,7 @@ class Topics:
     async def delete_all(
         self, wanted: Sequence[str | Topic], *, timeout_s: float = AGREEMENT_S
     ) -> list[Topic | MillstreamError]:
-        """Delete topics together; return what each of them was, or why it was not deleted."""
+        """Delete topics together; return each deleted topic, or why it was not deleted."""
         outcomes = await finish(self._delete_declared(wanted))
         waiting = {outcome.topic_id for outcome in outcomes if isinstance(outcome, Topic)}
 
@@ -753,7 +753,7 @@ class Topics:
         for partition in self.hosted():
             partition.close()
 
-    # -- when a declaration takes effect: once all nodes have agreed ----------------------------------------
+    # -- waiting for the cluster to agree on a declaration --------------------------------------------------
 
     @property
     def _terms(self) -> Terms:
@@ -815,7 +815,7 @@ class Topics:
                 extra={"topic_ids": ", ".join(sorted(map(str, unknown))[:_NAMES_SHOWN_MAX]), "count": len(unknown)},
             )
 
-    # -- what is hosted here --------------------------------------------------------------------------------
+    # -- hosted partitions ----------------------------------------------------------------------------------
 
     def _register(self, topic: Topic) -> None:
         self._by_name[topic.name] = topic
@@ -864,7 +864,7 @@ class Topics:
         if not self._active:
             return None
         partition.apply(versioned, me=self._me)
-        # Also if this changes nothing: a change of the in-sync set may have given the partition its role before.
+        # Also if nothing changes: a change of the in-sync set may already have given the partition its role.
         self._notify_leadership(partition)
         return partition
 

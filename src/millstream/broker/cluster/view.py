@@ -1,6 +1,6 @@
 """One node's view of the cluster: everything in the coordination store, read once and then followed.
 
-One task feeds it. While the store is unavailable the last view stays, and data flows by it.
+One task feeds it. While the store is unavailable, the last view stays in effect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ViewChange:
-    """What one batch of events changed."""
+    """The changes of one batch of events."""
 
     nodes: set[NodeId] = field(default_factory=set)
     """Nodes that joined, left, were admitted, or are leaving."""
@@ -55,7 +55,7 @@ class ViewChange:
     """Settings of nodes."""
     controller: bool = False
     catalog: set[str] = field(default_factory=set)
-    """Who changed the catalog; empty names are unknown."""
+    """The authors of catalog changes; an empty name means unknown."""
     plan: bool = False
     """The plan, or the moves of it."""
 
@@ -149,7 +149,7 @@ class ClusterView:
         await self._ready.wait()
 
     async def until(self, condition: Callable[[], bool], timeout_s: float, *, what: str) -> None:
-        """Wait until a condition holds; raise `RequestTimedOut` if it does not in time."""
+        """Wait until a condition holds, or raise `RequestTimedOut`."""
         if condition():
             return
         seen: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -183,7 +183,7 @@ class ClusterView:
                 await self._backoff.pause()
 
     def show(self, snapshot: Snapshot) -> None:
-        """Take over everything that a read found, as if each difference were an event."""
+        """Apply a complete read, treating each difference as an event."""
         entries = snapshot.entries
         gone = [Event(key, None, snapshot.revision) for key in self._known if key not in entries]
         new = [
@@ -192,7 +192,7 @@ class ClusterView:
             if self._known.get(key) != entry.revision
         ]
         if self._known:
-            # Of several announcements only the last is found.
+            # A read shows only the last of several announcements.
             new = [event._replace(value="") if event.key == keys.CATALOG_VERSION else event for event in new]
         self.apply([*gone, *new])
         self.revision = max(self.revision, snapshot.revision)

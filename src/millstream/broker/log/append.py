@@ -1,6 +1,6 @@
 """Appends: validation, offsets and the write, on three paths into the log.
 
-The fast path takes the batch that a producer sends all day long, if nothing about it needs a decision. The checked path
+The fast path handles the ordinary batch of a producer, if nothing about it needs a decision. The checked path
 handles every other batch of a client or coordinator; its checks are authoritative, and each condition of the fast path
 is the negation of one of them. A follower stores batches as its leader wrote them, offsets, epochs and timestamps
 included, so replicas of a topic that is not compacted are identical byte for byte.
@@ -373,12 +373,12 @@ _EMPTY_OFFSETS_MAX = 2**31 - 1
 
 
 def append_replica(log: Log, batches: Buffer, leader_epoch: int, compacted_until: int, files: Files) -> None:
-    """Validate batches from a leader and write them behind the last; nothing is synced yet."""
+    """Validate batches from a leader and write them at the end of the log; nothing is synced yet."""
     headers, in_row = _checked(log, batches, leader_epoch)
     start_offset = log.start_offset
     if not in_row:
         if headers[0].base_offset < start_offset == log.end_offset:
-            # The leader's log begins within a batch; this one must begin there too.
+            # The leader's log starts within a batch; this log must start there too.
             log.maintenance.truncate_now(begin_restart(log, headers[0].base_offset, files))
         batches = _continued(log, batches, headers)
         headers = list(iterate_headers(batches))
@@ -436,7 +436,7 @@ def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearr
     expected = int(log.end_offset)
     for header in headers:
         if header.next_offset <= expected:
-            # The log has it already.
+            # The log already has it.
             continue
         if header.base_offset < expected and header.record_count:
             raise CorruptBatch(

@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class IndexWrite(NamedTuple):
-    """New entries of an index, to be written behind the stored ones."""
+    """New entries of an index, to be appended to the stored ones."""
 
     segment: Segment
     stored: int

@@ -70,7 +70,7 @@ AbortedRange = tuple[int, int, int]
 
 
 class CleanedTransactions:
-    """Follows the transactions through one pass over a log, batch by batch."""
+    """Tracks the transactions of a log during one pass, batch by batch."""
 
     def __init__(self, aborted: Iterable[AbortedRange]) -> None:
         self._aborted: dict[int, list[tuple[int, int]]] = {}
@@ -105,7 +105,7 @@ _EMPTY_OFFSETS_MAX = 2**31 - 1
 
 
 class DamagedSource(MillstreamError):
-    """A segment is not what the log believes it to be; nothing was changed."""
+    """A segment differs from what the log expects; nothing was changed."""
 
     def __init__(self, base_offset: int, position: int) -> None:
         super().__init__(f"the segment {base_offset} is damaged at byte {position}")

@@ -28,7 +28,7 @@ from millstream.broker.log.files import DiskFiles
 
 NICENESS = 10
 BYTES_PER_S_MAX = 64 * 1024 * 1024
-"""The most that is read of the log, for mapping and copying together, so that the disk stays usable for others."""
+"""The maximum read rate, for mapping and copying together, so that the disk stays usable for others."""
 
 _PAUSE_S = 0.01
 _LENGTH_BYTES = 4
@@ -106,7 +106,7 @@ def _run(work: Callable[[], MapResult | CleanResult]) -> Response:
 
 def main() -> None:
     """Serve one pass."""
-    # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
+    # Ctrl-C in a terminal reaches the whole process group; the broker decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
     requests, responses = sys.stdin.buffer, sys.stdout.buffer

@@ -31,7 +31,7 @@ class TailRewrite:
         self._generation = log.generation
         self._old = segment
         self._descriptor = log.open_files.pin(segment)
-        # A sync in another thread that began earlier may still succeed; its bytes are copied all the same.
+        # A sync that began earlier in another thread may still succeed; its bytes are copied nevertheless.
         self._start = segment.synced_bytes
         self._start_offset = segment.synced_offset
         self._new = Segment(log.directory, segment.synced_offset)
@@ -212,7 +212,7 @@ class Commit:
         return True
 
     def file_synced(self, capture: Capture, error: OSError | None) -> None:
-        """Account for the one file; called on the loop, in the middle of anything."""
+        """Account for the one file; called on the loop, possibly in the middle of other work."""
         capture.targets[0].segment.sync_ended(error)
         if error is None:
             capture.synced_files = 1

@@ -195,7 +195,7 @@ class WorkerJob(Generic[_Result]):
         """Do nothing: the caller uses the result."""
 
 
-# -- when -------------------------------------------------------------------------------------------------------
+# -- scheduling -------------------------------------------------------------------------------------------------
 
 
 def is_compacted(log: Log) -> bool:
@@ -278,11 +278,11 @@ def is_due(log: Log, ratio: float) -> bool:
     return ready and ratio > 0 and ratio >= log.settings.min_cleanable_dirty_ratio
 
 
-# -- what -------------------------------------------------------------------------------------------------------
+# -- selection --------------------------------------------------------------------------------------------------
 
 
 def _groups(log: Log, segments: list[Segment]) -> list[list[Segment]]:
-    """Group neighbours that become one segment. A damaged one stays as it is: its holes are known by position."""
+    """Group adjacent segments that become one. A damaged one stays unchanged: its holes are recorded by position."""
     groups: list[list[Segment]] = []
     room = 0
     last: Segment | None = None
@@ -407,7 +407,7 @@ class Compaction:
             aborted.discard(cleaned.ended)
 
     def _discard(self, at: int) -> None:
-        """Remove the new file of a group that is given up; the next unclean start would do so, too."""
+        """Remove the new file of an abandoned group; the next unclean start would do so too."""
         with suppress(OSError):
             self._files.remove(cleaned_path(self.log.directory, self._groups[at][0].base_offset, self._pass.token))
 

@@ -1,4 +1,4 @@
-"""The ranges of offsets that the disk lost. They are reported and never served; the records behind them are."""
+"""The ranges of offsets that the disk lost. They are reported, never served; the records after them are served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LostRange(msgspec.Struct, frozen=True, array_like=True, order=True):
     start: int
     end: int
     unread: bool = False
-    """Whether it was lost before it was ever read, so that its producers are not known."""
+    """Whether it was lost before it was read, so that its producers are unknown."""
 
     @property
     def offsets(self) -> OffsetRange:
@@ -61,7 +61,7 @@ class Damage:
         return [lost for lost in self._lost if lost.offsets not in self.beyond_repair]
 
     def replace(self, lost: LostRange, left: Iterable[LostRange]) -> None:
-        """Remove a range, and all others of its segment but those that are left."""
+        """Remove a range, and all others of its segment except `left`."""
         kept = [one for one in self._lost if one != lost and (one.segment != lost.segment or one.segment < 0)]
         self._lost = sorted([*kept, *left])
 

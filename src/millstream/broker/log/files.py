@@ -1,4 +1,4 @@
-"""The file layer: everything the log asks of a disk, as a parameter, so that tests can inject faults.
+"""The file layer: all disk operations of the log, as a parameter, so that tests can inject faults.
 
 Descriptors are plain numbers and the calls mirror `os`, so the real layer adds nothing to the hot path. Every call may
 raise `OSError`; a write may be short, as the operating system's may.
@@ -59,7 +59,7 @@ STAMP_NS = 50_000_000
 
 
 class Files(Protocol):
-    """What the log asks of a disk."""
+    """The disk operations of the log."""
 
     def open(self, path: str, /, *, create: bool = False) -> int:
         """Open a file for reading and writing; create it if asked to."""
@@ -238,7 +238,7 @@ class DiskFiles:
 
 
 def _has_ended(written: bytes) -> bool:
-    """Whether the process that wrote its id into a lock file is gone, as far as can be seen from here."""
+    """Whether the process that wrote its id into a lock file has ended, if that is visible from here."""
     text = written.decode(errors="replace").strip()
     if not text.isdigit() or not os.path.isdir("/proc/self"):
         return False
@@ -270,12 +270,12 @@ def _describe_holder(written: bytes) -> str:
 
 
 def is_out_of_space(error: OSError) -> bool:
-    """Whether the disk, or what its user may use of it, is full."""
+    """Whether the disk, or the user's quota on it, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 WRITE_BYTES = 1024 * 1024
-"""Larger writes are split: the system finds room for these in memory that it has used before."""
+"""Larger writes are split, so that the system can reuse page cache memory for them."""
 
 
 def write_fully(files: Files, descriptor: int, data: Readable, position: int) -> None:
@@ -301,14 +301,14 @@ class SyncListener(Protocol):
     """Waits for one sync."""
 
     def sync_ended(self, error: OSError | None) -> None:
-        """Take the outcome at once; nothing else may happen here, since the loop may be in the middle of something."""
+        """Record the outcome; nothing else may happen here, since the loop may be in the middle of other work."""
 
     def proceed(self) -> None:
         """Act on the outcome."""
 
 
 class BackgroundSync(Protocol):
-    """What syncs files in the background."""
+    """Syncs files in the background."""
 
     def begin(self, descriptor: int, listener: SyncListener) -> bool:
         """Begin to sync a file; return False if that has to be done otherwise."""
@@ -339,7 +339,7 @@ _no_wait = ctypes.create_string_buffer(16)
 
 
 class KernelSync:
-    """Has the kernel sync files in the background: no thread, and one wake-up of the loop for each.
+    """Lets the kernel sync files in the background: no thread, and one wake-up of the loop per sync.
 
     A thread that syncs has to take the interpreter's lock before and after the call, and a busy loop keeps it for up to
     five milliseconds at a time; its hand-overs also cost more CPU time than the sync. Linux syncs a file asynchronously
@@ -433,14 +433,14 @@ def _call(number: int, *arguments: int) -> int:
 
 
 class OpenFile(Protocol):
-    """What can be held open; `descriptor` is -1 while it is not."""
+    """A file that can be held open; `descriptor` is -1 while it is closed."""
 
     path: str
     descriptor: int
     used: bool
     pins: int
     released: bool
-    """Whether it is no longer part of anything, so that its path may belong to something else."""
+    """Whether it was removed, so that its path may belong to another file."""
 
     def closed(self) -> None:
         """Drop the state that is in memory only while the file is open."""

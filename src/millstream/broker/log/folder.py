@@ -31,7 +31,7 @@ DELETED_SUFFIX = ".deleted"
 
 
 class CleanStop(msgspec.Struct, frozen=True):
-    """What a clean stop leaves behind: the size of the ledger, and the logs that were never opened to be recovered."""
+    """The record of a clean stop: the size of the ledger, and the logs that were never opened for recovery."""
 
     ledger_bytes: int
     unrecovered: list[tuple[UUID, int]]
@@ -134,7 +134,7 @@ class DataFolder:
         topic = new.rpartition("/")[0]
         if not self._files.exists(topic):
             self._files.make_directory(topic)
-        # Also if it exists: a process that was killed may have made it and not synced it.
+        # Also if it exists: a killed process may have created it without syncing it.
         self._files.sync_directory(to.partitions)
         self._files.rename(old, new)
         self._files.sync_directory(topic)

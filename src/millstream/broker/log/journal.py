@@ -343,7 +343,7 @@ def _read_file(files: Files, path: str) -> Iterator[tuple[Entry, bytes]]:
             if len(data) != length or head[_HEAD.size :] != _CRC.pack(checksum):
                 return
             if expected is not None and (journal_id, sequence) != expected:
-                # What follows is left over from the last time that the file was used.
+                # The rest is left over from the previous use of the file.
                 return
             expected = (journal_id, sequence + 1)
             yield Entry(journal_id, sequence, UUID(bytes=topic_id), partition, base_offset, at), data

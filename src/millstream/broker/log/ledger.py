@@ -117,10 +117,10 @@ class Ledger:
         """Close the file."""
         self._files.close(self._descriptor)
 
-    # -- inside ---------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------
 
     def _append(self, states: list[tuple[LogKey, bytes]]) -> list[tuple[LogKey, _Place]]:
-        """Write one group behind the last. Its entries count once it is synced."""
+        """Append one group. Its entries count once it is synced."""
         body = b"".join(_ENTRY.pack(key[0].bytes, key[1], len(state)) + state for key, state in states)
         size = len(body).to_bytes(4, "big")
         group = _MAGIC + crc32c(body, crc32c(size)).to_bytes(4, "big") + size + body
@@ -161,7 +161,7 @@ class Ledger:
                 self._place(key, place)
             self._end = end
         if content[self._end :].strip(b"\0"):
-            # Bytes of a torn group could be taken for one once the end has moved on.
+            # Bytes of a torn group could be mistaken for a group once the end has advanced.
             self._files.truncate(self._descriptor, self._end)
         else:
             self._reserved = size

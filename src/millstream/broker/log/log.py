@@ -61,7 +61,7 @@ class Maintenance(Protocol):
     floors: RetentionFloors
 
     def note_dirty(self, log: Log) -> None:
-        """Take note that a log holds bytes that are not synced."""
+        """Record that a log has unsynced bytes."""
 
     def checkpoint_soon(self, log: Log) -> None:
         """Write a checkpoint of a log before long."""
@@ -73,7 +73,7 @@ class Maintenance(Protocol):
         """Capture a checkpoint for the caller to carry out."""
 
     def inspect(self, log: Log, segment: Segment, position: int) -> bool:
-        """Find out which offsets are lost where a segment could not be read; False while that is not known."""
+        """Determine which offsets are lost where a segment could not be read; False while that is unknown."""
 
     def truncate_now(self, cut: Truncation) -> None:
         """Carry out a truncation before this returns."""
@@ -83,7 +83,7 @@ class Maintenance(Protocol):
 
 
 class LogHealth:
-    """Whether a log takes writes, and what its disk last failed at."""
+    """Whether a log accepts writes, and the last failure of its disk."""
 
     __slots__ = (
         "blocks_writes",
@@ -117,11 +117,11 @@ class LogHealth:
         return not (self.closed or self.broken or self.repairing or self.is_truncating)
 
     def fail(self, failure: str, now: float) -> None:
-        """Remember what the disk failed at."""
+        """Record a failure of the disk."""
         self.failure, self.failed_at = failure, now
 
     def succeed(self) -> None:
-        """Forget the last failure, unless a broken segment is still to be repaired."""
+        """Clear the last failure, unless a broken segment is still to be repaired."""
         if not self.broken:
             self.failure = None
 
@@ -130,7 +130,7 @@ class LogHealth:
         self.broken = self.blocks_writes = True
 
     def begin_repair(self) -> None:
-        """Keep the log as it is while the tail is copied."""
+        """Freeze the log while the tail is copied."""
         self.repairing = True
 
     def end_repair(self, *, is_repaired: bool) -> None:
@@ -220,7 +220,7 @@ class Log:
     def __repr__(self) -> str:
         return f"Log({self.partition}, offsets {self.start_offset}..{self.end_offset})"
 
-    # -- what is known --------------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -356,7 +356,7 @@ class Log:
         return segment
 
     def write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
-        """Write behind the last batch, or leave the segment as it was; return its index."""
+        """Append to the segment, or leave it unchanged on failure; return its index."""
         segment.used = True
         try:
             index = segment.index
@@ -579,7 +579,7 @@ class Log:
             self.fail_sync(FileNotFoundError(ENOENT, "the file was removed"), f"syncing {segment.path}")
             self.health.succeed()
         if segment is self.segments.active:
-            # If the disk takes no new file, the next write reports it.
+            # If the disk accepts no new file, the next write reports it.
             with suppress(StorageFailure):
                 self.roll()
 
@@ -711,7 +711,7 @@ class Log:
         self.advance_synced(end_offset)
 
     def note_failure(self, what: str) -> None:
-        """Remember what the disk failed at; the next attempt waits a little."""
+        """Record a failure of the disk; the next attempt waits a little."""
         self.health.fail(what, self.clock.monotonic())
 
     def mark_unsynced_segment(self, segment: Segment) -> None:
@@ -810,7 +810,7 @@ class Log:
         self.damage.clear()
 
     def close(self) -> None:
-        """Close the files; the log takes and gives nothing from here on."""
+        """Close the files and the log."""
         self.health.close()
         self.segments.close()
 

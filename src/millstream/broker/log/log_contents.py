@@ -1,4 +1,4 @@
-"""What opening or recovering the folder of a log found, and the producers that its batches describe."""
+"""The result of opening or recovering the folder of a log, and the producer state rebuilt from its batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ON_LOOP_BYTES = 256 * 1024
 
 
 def replay_batch(producers: Producers, header: BatchHeader, window: Window, now_ms: int) -> None:
-    """Remember a batch of a file; only of a marker more than the header is read."""
+    """Replay a batch of a file; more than the header is read only for a marker."""
     if header.producer_id < 0:
         return
     append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else -1
@@ -89,7 +89,7 @@ class ProducerReplay:
         self._base_offset, self._position, self._expected = segment.base_offset, size, next_offset
 
     def has_caught_up(self) -> bool:
-        """Whether all was read, or cannot be; what little was appended meanwhile is read here, on the loop."""
+        """Whether everything was read, or cannot be; the few bytes appended meanwhile are read here, on the loop."""
         if self.error is None:
             self._capture()
             if self._left_bytes > _ON_LOOP_BYTES:
@@ -138,7 +138,7 @@ class LogContents:
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryReport:
-    """What opening a log after an unclean stop did."""
+    """The outcome of opening a log after an unclean stop."""
 
     directory: str
     topic: str = ""

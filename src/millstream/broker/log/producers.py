@@ -136,7 +136,7 @@ class Producers:
             )
 
     def check_epoch(self, producer_id: int, epoch: int) -> None:
-        """Raise `FencedProducer` for an epoch that is over."""
+        """Raise `FencedProducer` for an outdated epoch."""
         known = self._by_id.get(producer_id)
         if known is not None and epoch < known.epoch:
             raise FencedProducer(
@@ -218,7 +218,7 @@ class Producers:
         try:
             marker = read_marker(batches, header)
         except CorruptBatch as error:
-            # Its checksum is right, so it was written like this; it has no effect.
+            # Its checksum is valid, so it was written this way; it has no effect.
             _logger.warning("a control batch is ignored", extra={"offset": base_offset, "error": str(error)})
             return
         if marker is not None:

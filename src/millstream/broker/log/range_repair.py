@@ -2,7 +2,7 @@
 
 If they take as many bytes as were lost, they are written in place; until the next checkpoint the range counts as lost,
 so a crash in between leaves it lost. Otherwise (the file is gone, or the replica was compacted at another time) the
-segment is rewritten with them and swapped in as compaction does. The bytes before and behind the range do not change.
+segment is rewritten with them and swapped in as compaction does. The bytes before and after the range do not change.
 """
 
 from __future__ import annotations

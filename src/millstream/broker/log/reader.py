@@ -1,4 +1,4 @@
-"""Finding whole batches in a segment, to be read in one call: no work per batch in what is returned.
+"""Finds whole batches in a segment, to be read in one call without work per batch.
 
 Everything that was not just written is verified before it is served (CRC, offsets, epochs), which finds bits that
 flipped on disk and writes by others. Verified bytes are served for `VERIFIED_S` without verifying them again, unless
@@ -42,7 +42,7 @@ COLD_BYTES_MAX = 2 * 1024 * 1024
 """The maximum number of bytes verified for one response, because that happens on the loop."""
 
 VERIFIED_S = 60.0
-"""A bit can flip on disk, and the verified page can leave memory, without a write that would show."""
+"""Verification expires: a bit can flip on disk after the verified page was evicted, without any write."""
 
 
 class Reader:
@@ -253,7 +253,7 @@ class Reader:
     # -- verifying ------------------------------------------------------------------------------------------
 
     def _is_verified(self, segment: Segment, start: int, stop: int) -> bool:
-        """Whether the batches between two positions are verified; forget what no longer is."""
+        """Whether the batches between two positions are verified; drop expired verifications."""
         stamp, now = self._files.stamp(self._open_files.descriptor(segment)), self._clock.monotonic()
         verification = segment.verification
         if stamp < 0 or stamp != verification.stamp or now - verification.verified_at > VERIFIED_S:
@@ -315,11 +315,11 @@ class HeavyBatch(NamedTuple):
 
     @property
     def roughly(self) -> Found:
-        """The first of its offsets for the record: nothing finer than the batch is known."""
+        """Return the first offset of the batch, as an approximation of the record."""
         return Offset(self.offsets.start), self.max_timestamp_ms, self.epoch
 
     async def find_record(self) -> Found | None:
-        """Find the record, in the thread; one that cannot be read is known by its batch."""
+        """Find the record, in the thread; an unreadable batch yields its first offset."""
         try:
             found = await asyncio.get_running_loop().run_in_executor(_thread, _first_in_columns, self)
         except BatchRejected:
@@ -394,7 +394,7 @@ class Lookup:
                         return record.offset, record.timestamp_ms, epoch
                 return None
             except BatchRejected:
-                # Perhaps only too large.
+                # The batch may only be too large.
                 pass
         return HeavyBatch(data, offsets, timestamp_ms, frame.max_timestamp_ms, epoch)
 

@@ -181,7 +181,7 @@ class OpenOptions:
     producer_expiry_ms: int
     index_interval_bytes: int
     durable: bool = False
-    """Whether everything in the folder is known to be on disk, not only in memory."""
+    """Whether everything in the folder is known to be on disk, not only in the page cache."""
 
 
 def open_contents(
@@ -359,7 +359,7 @@ class Recovery:
     # -- batches --------------------------------------------------------------------------------------------
 
     def _scan(self, segment: Segment, limit: int, *, replay: bool) -> int | None:
-        """Account for the valid batches behind the known part of a file; return where a bad end of it ends, if any."""
+        """Account for the valid batches after the known part of a file; return where a bad tail ends, if any."""
         descriptor = self._files.open(segment.path)
         try:
             window = Window(self._files, descriptor, self._files.size(descriptor))
@@ -375,7 +375,7 @@ class Recovery:
                     bad_end = found.end
             self._report.scanned_bytes += window.end - start
             if not self._opening.durable:
-                # After a kill the bytes may be in memory only, and from here on they count as durable.
+                # After a kill the bytes may only be in the page cache, but from here on they count as durable.
                 self._files.sync(descriptor)
         finally:
             self._files.close(descriptor)
@@ -434,7 +434,7 @@ class Recovery:
         if self._report.cut_bytes and self._report.cut_from_offset < 0:
             self._report.cut_from_offset = contents.end_offset
         if contents.changed and not self._opening.durable:
-            # Names may be in memory only, too.
+            # Names may only be in the page cache too.
             for folder in (self._directory, *folders_above(self._directory)):
                 self._files.sync_directory(folder)
         elif self._names_changed:

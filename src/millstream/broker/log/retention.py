@@ -27,7 +27,7 @@ def _retain_everything(_partition: TopicPartition) -> int:
 
 @dataclass(slots=True)
 class RetentionFloors:
-    """Where retention asks from which offset on a partition is still needed, for topics that want this."""
+    """The offsets from which partitions are still needed, for topics whose retention depends on them."""
 
     delivery: DeliveryFloor = _retain_everything
     """The first offset that a subscription has not finished; None if no subscription has the partition."""

@@ -1,4 +1,4 @@
-"""Scanning a segment file batch by batch: what is valid, and where it becomes valid again; indexes are rebuilt from it.
+"""Scans a segment file batch by batch: finds valid batches, and where they resume after bad bytes; rebuilds indexes.
 
 Used wherever bytes are not trusted: after a crash, when a read found damage, and when a file whose sync failed is
 copied. The CRC of a batch does not cover its base offset and leader epoch, so these are checked against the batches
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 def valid_run(data: bytes, stop: int, expected: int, epochs: EpochHistory) -> Run:
     """Verify the batches from the start of a buffer up to one that begins at `stop` or does not fit in it.
 
-    This is the one loop over batches on the way to a reader, so it is laid out for speed. Each batch has to continue at
+    This is the only loop over batches on the read path, so it is optimized for speed. Each batch has to continue at
     the expected offset, in the epoch that wrote there, and its CRC has to be right.
     """
     view = memoryview(data)
@@ -119,7 +119,7 @@ class Bad(NamedTuple):
 
 
 UNREADABLE_ERRORS = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO, errno.EILSEQ})
-"""What reading fails with where a disk or a file system has lost some bytes, while others can be read."""
+"""The errors of reads where a disk or file system has lost some bytes, while others are readable."""
 _SECTOR_BYTES = 4096
 _SECTORS_BYTES = 1024 * 1024
 
@@ -325,7 +325,7 @@ class Scan:
         if not self.expected <= found.base_offset or found.next_offset > self._limit:
             return False
         if found.base_offset == 0:
-            # Something lies before it, so it cannot be the first: zeros are what a page reads as that was not written.
+            # Bytes precede it, so it cannot be the first batch: a page that was never written reads as zeros.
             return False
         if self._epochs is not None:
             if self._epochs.epoch_at(found.base_offset) != found.leader_epoch:

@@ -48,7 +48,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspection:
-    """Finds out in a thread which offsets a segment lost, from a batch on whose offset is known."""
+    """Determines in a thread which offsets a segment has lost, starting at a batch with a known offset."""
 
     def __init__(self, log: Log, segment: Segment, position: int, offset: int) -> None:
         self.log = log
@@ -139,8 +139,8 @@ class Inspection:
         )
 
     def _note(self) -> None:
-        # What cannot be read of a disk that fails as a whole may be readable later, and is not passed over, unless
-        # another replica gives it.
+        # Bytes of a disk that fails as a whole may be readable later, so they are not recorded as lost unless another
+        # replica can restore them.
         if self.bad is not None and not (self._is_disk_dead and not self.log.damage.has_replicas):
             self.log.record_damage(self.segment, self.bad)
             self.is_lost = True
@@ -239,7 +239,7 @@ class Scrubber:
         """How long until the next pass is due; 0 within one."""
         if self._is_under_way:
             return 0.0
-        # A clock that was set back does not put it off for longer than an interval.
+        # A clock that was set back delays the pass by at most one interval.
         waited_ms = max(0, self._clock.now_ms() - self._progress.finished_ms)
         return max(0, self._interval_ms - waited_ms) / 1000
 
@@ -289,7 +289,7 @@ class Scrubber:
         )
 
     def _check_file_exists(self, log: Log, segment: Segment) -> bool:
-        """Whether the file still has its name; record a removed one, which is gone when it is next closed."""
+        """Whether the file still exists under its name; record a removed one, which is lost once it is closed."""
         if any(swap.segment is segment for swap in log.segments.swaps) or self._files.exists(segment.path):
             return True
         log.record_missing_file(segment)
@@ -315,7 +315,7 @@ class Scrubber:
         elif step.bad is not None:
             self._position, self._offset = step.bad.end, step.bad.next_offset
         elif step.is_broken:
-            # It is no longer broken; the next pass verifies the rest.
+            # The segment is no longer broken; the next pass verifies the rest.
             self._position = step.segment.size
         else:
             self._position, self._offset = step.end, step.next_offset

@@ -367,8 +367,8 @@ class Segment:
     def sync(self, files: Files, descriptor: int) -> None:
         """Sync the file; called in a thread. After a failure the file is never trusted again.
 
-        The kernel reports an error once; a second sync would succeed over pages that it has dropped. The lock keeps a
-        sync in another thread from being believed in that moment.
+        The kernel reports an error once; a second sync would succeed over pages that it has dropped. The lock prevents
+        a concurrent sync in another thread from being trusted.
         """
         with self._sync_lock:
             if self.broken:
@@ -548,7 +548,7 @@ class SegmentList:
         if old and ([*map(id, self[at : at + len(old)])] != [*map(id, old)] or not old[-1].sealed):
             return False
         new.path = cleaned_path(self.directory, new.base_offset, token)
-        # Pinned until it is renamed: in that moment nothing can open it by name.
+        # Pinned until it is renamed: meanwhile it cannot be opened by name.
         self._open_files.pin(new)
         for segment in old:
             self._open_files.release(segment)

@@ -1,7 +1,7 @@
-"""The state of a log at a checkpoint: what can be trusted without looking, and where to start looking after a crash.
+"""The state of a log at a checkpoint: what needs no verification, and where recovery starts after a crash.
 
 Everything below `recovery_offset` is synced in the segment files themselves. Without a state (or with a broken one) the
-segments are scanned from the start, which costs little but time.
+segments are scanned from the start, which only takes time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All logs of a data folder, and everything that happens to them in the background.
+"""All logs of a data folder, and their background work.
 
 The parts that decide are synchronous and run on the loop (`commit_once`, `checkpoint_once`, `delete_expired`); `run` is
-the thin shell that moves their slow halves into threads.
+the thin shell that runs their slow parts in threads.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LogStore:
         """Logs with a commit under way, and since when; what is requested meanwhile waits for their next one."""
         self._commits_in_thread = 0
         self._commits_ended: asyncio.Future[None] | None = None
-        """Done when the last commit of a store that closes is, or has the error that a commit raised."""
+        """Completes with the last commit of a closing store, or with the error of a failed commit."""
         self._upkeep_wake = asyncio.Event()
         self._compact_wake = asyncio.Event()
         self._compact_at = math.inf
@@ -331,10 +331,10 @@ class LogStore:
         for group in (self._to_commit, self._stale, self._to_checkpoint, self._catch_up):
             group.pop(log, None)
 
-    # -- what logs ask for ----------------------------------------------------------------------------------
+    # -- requests of logs -----------------------------------------------------------------------------------
 
     def sync_soon(self, log: Log) -> None:
-        """Make everything in the log durable, together with what other logs ask for."""
+        """Make everything in the log durable, together with other requested syncs."""
         self._to_commit[log] = None
         if not self._is_commit_due and self._loop is not None:
             self._is_commit_due = True
@@ -375,8 +375,8 @@ class LogStore:
     def inspect(self, log: Log, segment: Segment, position: int) -> bool:
         """Locate the offsets that are lost where a segment could not be read; return whether they are known now.
 
-        A thread does it, and those who wait for records of the log look again when it is done. Without a loop it is
-        done here, and `StorageFailure` says that nothing was found to be lost.
+        A thread does it, and requests that wait for records of the log retry when it is done. Without a loop it is done
+        here, and `StorageFailure` means that nothing was found to be lost.
         """
         if segment in self._inspections:
             return False
@@ -452,7 +452,7 @@ class LogStore:
     # -- the synchronous cores ------------------------------------------------------------------------------
 
     def commit_once(self) -> bool:
-        """Commit everything that was asked for; return False if there was nothing."""
+        """Commit everything that was requested; return False if there was nothing."""
         return self._run_job(self._begin_commit())
 
     def checkpoint_once(self) -> bool:
@@ -569,7 +569,7 @@ class LogStore:
         self._background = self._files.background_sync()
         for log in list(self._to_commit):
             self.sync_soon(log)
-        # What became dirty before the loop ran has no timer yet.
+        # Logs that became dirty before the loop ran have no timer yet.
         stale, self._stale = self._stale, {}
         for log in {**stale, **{log: None for log in self._logs.values() if log.is_dirty}}:
             self.note_dirty(log)
@@ -642,7 +642,7 @@ class LogStore:
             self._fail_commits(error)
 
     def _fail_commits(self, error: Exception) -> None:
-        """Stop the store, and with it the node: a commit has failed in a way that it does not handle."""
+        """Stop the store, and with it the node: a commit has failed unexpectedly."""
         if self._commits_ended is not None and not self._commits_ended.done():
             self._commits_ended.set_exception(error)
 
@@ -831,14 +831,15 @@ class LogStore:
 
     @property
     def free_bytes(self) -> int:
-        """How much the disk can still take."""
+        """The free space of the disk."""
         return self._files.free_bytes(self._folder.path)
 
     @property
     def failures(self) -> dict[TopicPartition, str]:
         """The partitions that the disk currently fails, and how.
 
-        A refused write counts for a while only: there may be no further write that would find the disk working again.
+        A refused write counts only for a while: there may be no further write that would show that the disk works
+        again.
         """
         since = self._clock.monotonic() - FAILURE_S
         return {

@@ -184,7 +184,7 @@ class Guard:
     """One request to the coordinator about whether a transaction may begin here.
 
     It is void once a marker or a batch of the transaction is written. A response from before a marker therefore cannot
-    admit a batch after it, which nothing would ever end.
+    admit a batch after it, whose transaction would never end.
     """
 
     __slots__ = ("bumps_epoch", "epoch", "lowest_sequence", "started_ms")
@@ -286,7 +286,7 @@ class Transactions:
         while unsettled and unsettled[0].marker_offset < acknowledged:
             self.unsettled_from = unsettled.popleft().marker_offset + 1
 
-    # -- what was written -----------------------------------------------------------------------------------
+    # -- appended batches -----------------------------------------------------------------------------------
 
     def began(self, producer: Producer, offset: int) -> None:
         """Note a transactional batch at an offset; it begins a transaction if none is open."""

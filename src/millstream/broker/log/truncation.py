@@ -56,7 +56,7 @@ class Truncation:
         if self.replay is None:
             self._capture()
         else:
-            # Under way: neither a write nor another truncation may repeat it while the producers are read.
+            # In progress: neither a write nor another truncation may repeat it while the producers are read.
             log.health.truncation_captured()
 
     def take_producers(self) -> None:
@@ -175,9 +175,10 @@ def _check_can_truncate(log: Log) -> None:
 
 
 def retry_truncation(log: Log, files: Files) -> bool:
-    """Repeat a truncation that the disk refused, once in a while; return whether the log takes writes again.
+    """Repeat a truncation that the disk refused, from time to time; return whether the log accepts writes again.
 
-    The truncated bytes are still in the files. Written over, they would be found behind the new records after a crash.
+    The truncated bytes are still in the files: if only overwritten, their rest would be found after the new records
+    after a crash.
     """
     health = log.health
     if not health.truncation_failed or health.closed or health.broken or health.repairing:

@@ -42,7 +42,7 @@ class AcknowledgementListener(Protocol):
         """Whether it no longer waits, for example because it timed out."""
 
     def acknowledged(self, error: MillstreamError | None) -> None:
-        """Take the outcome, once, on the loop; the error says why the append never will be acknowledged."""
+        """Receive the outcome, once, on the loop; the error says why the append never will be acknowledged."""
 
 
 class AcknowledgementFuture:
@@ -101,7 +101,7 @@ class AcknowledgementQueue:
         # The same queue, because a listener that is being called may add another one.
         self._queue.clear()
         self._queue.extend(left)
-        # The next scan then costs no more than adding them did.
+        # The next scan then costs no more than the additions since.
         self._discard_at = max(DISCARD_MIN, 2 * len(self._queue))
 
     def acknowledge(self, offset: Offset) -> None:

@@ -1,10 +1,10 @@
 """Which replicas are in sync with the leader of a partition, and what may be acknowledged because of it.
 
 A leader has one of these for each epoch in which it leads with followers. It holds no clock, no log and no connection:
-it takes the positions of followers and the states of the coordination store, and says how far the high watermark may
+from the positions of followers and the states of the coordination store, it computes how far the high watermark may
 advance and which change of the in-sync set to request.
 
-The rules, each of which a planted bug in the simulation breaks:
+The rules, each verified by a mutation in the simulation:
 
 - The high watermark needs every replica that the store may consider in sync. While the outcome of a change is unknown,
   these are the members of the old set and of the new one.
@@ -46,7 +46,7 @@ class Follower:
 
     node: NodeId
     caught_up_at: float
-    """When it last had everything that the log held; it is in sync as of then."""
+    """When it last had the whole log; it is in sync as of then."""
     offset: Offset = UNKNOWN_POSITION
     """Everything below it is in the follower's log, as durably as the topic's `flush` requires."""
     registration: int = NOT_REGISTERED
@@ -87,7 +87,7 @@ class InSync:
     def __init__(self, me: NodeId, versioned: Versioned, *, epoch_start: Offset, min_in_sync: int, now: float) -> None:
         self.state, self.revision = versioned
         self.pending: PartitionState | None = None
-        """What was asked for and may hold, or come to hold."""
+        """The requested change, which may be in effect or take effect later."""
         self._me = me
         self._epoch_start = epoch_start
         self._min_setting = min_in_sync
@@ -95,7 +95,7 @@ class InSync:
         self._waited_for: tuple[Follower, ...] = ()
         self._update_followers(now)
 
-    # -- what is known --------------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------------
 
     @property
     def min_in_sync(self) -> int:
@@ -139,7 +139,7 @@ class InSync:
         """Whether every replica that is waited for has all of the log."""
         return all(follower.offset >= end for follower in self._waited_for)
 
-    # -- what happens ---------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------
 
     def fetched(self, node: NodeId, offset: Offset, *, end: Offset, now: float, registration: int) -> bool:
         """Record that a follower, whose history agrees, has everything below an offset; False if it is unknown."""
@@ -229,14 +229,14 @@ class InSync:
             self._update_waited_for()
 
     def learned(self, versioned: Versioned, *, now: float) -> None:
-        """Take over a later state of the same epoch, which settles a pending change."""
+        """Apply a later state of the same epoch, which settles a pending change."""
         if versioned.revision <= self.revision:
             return
         self.state, self.revision = versioned
         self.pending = None
         self._update_followers(now)
 
-    # -- inside ---------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------
 
     def _has_lost(self, node: NodeId, high_watermark: Offset) -> bool:
         follower = self._followers.get(node)

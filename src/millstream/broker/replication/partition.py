@@ -1,11 +1,11 @@
-"""One partition of this node and its role: appends, the high watermark, and those who wait for it to advance.
+"""One partition of this node and its role: appends, the high watermark, and the requests that wait for it.
 
-This is the one place where the reply to a producer waits. What this node itself guarantees follows from the topic's
-`flush` setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high
-watermark; with followers it is the least that all in-sync replicas have (`in_sync`). `acks=1` waits for this node's own
-guarantee, `acks=all` for the high watermark.
+This is the only place where the reply to a producer waits. This node's own guarantee follows from the topic's `flush`
+setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high watermark; with
+followers it is the least that all in-sync replicas have (`in_sync`). `acks=1` waits for this node's own guarantee,
+`acks=all` for the high watermark.
 
-Nothing here waits for the network or asks the coordination store: `apply` takes what the store says,
+Nothing here waits for the network or asks the coordination store: `apply` takes the states of the store,
 `read_for_follower` serves a follower's fetch, `append_fetched` takes the response to one.
 """
 
@@ -69,10 +69,10 @@ class InSyncManager(Protocol):
     """Maintains the in-sync sets of the partitions that this node leads."""
 
     def behind(self, partition: Partition) -> None:
-        """Note that an in-sync replica lacks part of the log; called once until all have caught up."""
+        """Handle an in-sync replica that lacks part of the log; called once until all have caught up."""
 
     def wants_change(self, partition: Partition) -> None:
-        """Note that the partition may want a change of its in-sync set now."""
+        """Handle a partition that may need a change of its in-sync set."""
 
 
 ACKS_ALL = -1
@@ -145,11 +145,11 @@ class Partition(Replica):
         self._listeners: dict[AdvanceListener, None] = {}
         self._append_listeners: dict[AppendListener, None] = {}
         self.exposed: Offset | None = None
-        """Up to where clients may read a mirrored partition; None if all that is acknowledged."""
+        """The offset up to which clients may read a mirrored partition; None for all acknowledged records."""
         self.awaits_exposure = False
-        """Whether this leader of a mirrored partition does not know yet up to where clients may read."""
+        """Whether this leader of a mirrored partition does not know its exposed offset yet."""
         self._arriving: AcknowledgementQueue | None = None
-        """Those who wait for mirrored records that clients may not read yet."""
+        """Listeners that wait for mirrored records that clients may not read yet."""
         self.bytes_out = 0
         self.records_in = 0
         log.damage.on_change = self.damage_changed
@@ -284,7 +284,7 @@ class Partition(Replica):
 
     @property
     def last_stable_offset(self) -> Offset:
-        """Up to where `read_committed` consumers may read: the outcome of all transactions below is acknowledged."""
+        """The end for `read_committed` consumers: the outcome of all transactions below is acknowledged."""
         transactions = self.log.producers.transactions
         if not transactions.has_unsettled:
             return self.high_watermark
@@ -349,7 +349,7 @@ class Partition(Replica):
             raise self._not_leader()
         log = self.log
         if self.topic.mirror and not self.topic.is_draining:
-            # The cluster that writes the topic now has ended all transactions that it got, and has no others.
+            # The cluster that now writes the topic has ended all transactions that it copied, and has no others.
             return AppendedRange(log.end_offset, Offset(0), -1, log.start_offset, True)
         admitted = log.producers.check_marker(marker)
         if admitted is not None:
@@ -365,10 +365,10 @@ class Partition(Replica):
     ) -> asyncio.Future[None] | None:
         """Append batches as the source of a mirror has them: offsets, epochs and producers included.
 
-        `exposed` is up to where clients may read from now on. Records may be missing because of later ones below
-        `compacted_until`. The future is done when this node has them as durably
-        as the topic requires. An epoch above this partition's has to be raised first (`Topics.raise_epoch`), so that
-        followers and consumers never see a batch from a later epoch than its leader's.
+        `exposed` is the offset up to which clients may read from now on. Records may be missing because of later ones
+        below `compacted_until`. The future is done when this node has them as durably as the topic requires. An epoch
+        above this partition's has to be raised first (`Topics.raise_epoch`), so that followers and consumers never see
+        a batch from a later epoch than its leader's.
         """
         if not self.is_leader:
             raise self._not_leader()
@@ -385,7 +385,7 @@ class Partition(Replica):
 
     @property
     def replicated_offset(self) -> Offset:
-        """Up to where every replica that counts has the log, whether clients may read it or not."""
+        """The offset up to which all in-sync replicas have the log, whether clients may read it or not."""
         own = self.promised_offset
         return own if self._in_sync is None else Offset(max(self._in_sync.acknowledged(own), self.high_watermark))
 
@@ -418,7 +418,7 @@ class Partition(Replica):
             await done
 
     async def restart_mirrored(self, offset: Offset) -> None:
-        """Drop everything and restart where the source's log begins: it no longer has what comes next here."""
+        """Drop everything and restart at the source's log start: the source no longer has the next records."""
         done = self._cut(self.log.begin_restart(offset))
         if done is not None:
             await done
@@ -460,10 +460,10 @@ class Partition(Replica):
             f"it writable here with `millstream mirror failover {self.topic.mirror}`"
         )
 
-    # -- what others ask for --------------------------------------------------------------------------------
+    # -- other requests -------------------------------------------------------------------------------------
 
     def check_leader_epoch(self, epoch: int) -> None:
-        """Raise if the caller knows another leader epoch than this one; -1 means that it does not say."""
+        """Raise if the caller knows another leader epoch than this one; -1 means that it does not check."""
         if epoch in (-1, self.leader_epoch):
             if not self.is_leader:
                 raise self._not_leader()
@@ -499,7 +499,7 @@ class Partition(Replica):
             self._store.sync_soon(self.log)
 
     def close(self, reason: MillstreamError | None = None) -> None:
-        """Refuse further writes and fail those who wait: the partition was deleted, or the broker stops."""
+        """Refuse further writes and fail waiting requests: the partition was deleted, or the broker stops."""
         self._closed = True
         self.is_leader = False
         self._in_sync = None
@@ -510,7 +510,7 @@ class Partition(Replica):
     # -- roles ----------------------------------------------------------------------------------------------
 
     def apply(self, versioned: Versioned, *, me: NodeId, inherited: bool = False) -> None:
-        """Take over a state of the coordination store: lead, follow, or neither. Older revisions change nothing.
+        """Apply a state of the coordination store: lead, follow, or neither. Older revisions are ignored.
 
         `inherited` is a state from before this process registered. If it names this node as the leader, that was an
         earlier process, whose last records may be lost; this one leads only in a later epoch, for which it has to be
@@ -580,7 +580,7 @@ class Partition(Replica):
         return self.high_watermark >= known
 
     async def settled(self) -> None:
-        """Wait until everything that the log holds now is acknowledged; raise `NotLeader` if that may never be.
+        """Wait until everything that the log holds now is acknowledged; raise `NotLeader` if that may never happen.
 
         A new leader's log may hold records that were never acknowledged. Code that builds state from the log has to
         wait until they are known to stay.
@@ -609,7 +609,7 @@ class Partition(Replica):
     ) -> FollowerRead:
         """Read from an offset up to the end of the log, for a replica of this partition.
 
-        Asking for an offset states that the replica has everything before it, as durably as the topic requires; its
+        A fetch at an offset implies that the replica has everything before it, as durably as the topic requires; its
         position is recorded once both logs are known to agree up to there.
         """
         in_sync, log = self._in_sync, self.log
@@ -645,15 +645,15 @@ class Partition(Replica):
             try:
                 records = log.read(offset, max_bytes=max_bytes, up_to=up_to)
             except InspectionPending:
-                # Whether it was lost here, too, is not known yet.
+                # It is not known yet whether it was lost here too.
                 raise
             except RepairPending as error:
-                # It was lost here, too; the replica that asks must not wait for this one.
+                # It was lost here too; the replica that asks must not wait for this one.
                 raise DamagedRange(str(error), first=offset, next_offset=offset + 1) from error
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
 
     def damage_changed(self) -> None:
-        """Wake those who wait for records: a range was lost, repaired or given up."""
+        """Wake requests that wait for records: a range was lost, repaired or abandoned."""
         if not self.log.damage.repairable:
             self._wants_handover = False
         self._notify_listeners()
@@ -661,7 +661,7 @@ class Partition(Replica):
     def _read_shared(
         self, in_sync: InSync, offset: Offset, max_bytes: int, reads: SharedReads | None, *, at_least_one: bool
     ) -> Buffer:
-        """Read up to the end of the log, or reuse what another follower was given."""
+        """Read up to the end of the log, or reuse the read of another follower."""
         log = self.log
         if reads is None or in_sync.follower_count == 1:
             return log.read(offset, max_bytes=max_bytes, up_to=log.end_offset, at_least_one=at_least_one)
@@ -758,7 +758,7 @@ class Partition(Replica):
         return self._in_sync is not None and self._in_sync.pending is change.state
 
     def change_ended(self, versioned: Versioned) -> None:
-        """Take over the state that the store shows now; a later revision ends a change.
+        """Apply the current state of the store; a later revision ends a change.
 
         After a lost response the same revision as before proves nothing: the change may still be on its way.
         """
@@ -787,7 +787,7 @@ class Partition(Replica):
             f"min.insync.replicas requires {in_sync.min_in_sync}"
         )
 
-    # -- what moves -----------------------------------------------------------------------------------------
+    # -- the high watermark ---------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         log = self.log

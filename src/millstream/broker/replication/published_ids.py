@@ -1,7 +1,7 @@
 """The ids of recent messages of a partition, so that a repeated one is recognised.
 
-This only reads the leader's own log, so messages from every front door count, and a new leader learns the same by
-reading. It begins where the log was one window ago, and is brought up to the end of the log before it is asked. A
+This only reads the leader's own log, so messages from every front end count, and a new leader obtains the same ids by
+reading. It begins at the log's position one window ago, and catches up with the end of the log before each lookup. A
 message of a transaction counts once the transaction is committed.
 
 The number of ids is bounded: beyond it, the oldest are forgotten, and counted.
@@ -58,7 +58,7 @@ class PublishedIds:
         self._epoch = partition.leader_epoch
         self._generation = partition.log.generation
         self._found: dict[bytes, Published] = {}
-        # By producer: what transactions hold that have not ended.
+        # By producer: the ids of open transactions.
         self._open: dict[int, list[tuple[bytes, Published]]] = {}
         self.window_ms = window_ms
         self.lock = asyncio.Lock()
@@ -132,7 +132,7 @@ class PublishedIds:
                 found[key] = place
 
     def _forget(self) -> None:
-        """Forget what is older than the window, and what is too much."""
+        """Drop ids that are older than the window or exceed the limit."""
         found, oldest_ms = self._found, self._now_ms - self.window_ms
         while found:
             key, place = next(iter(found.items()))

@@ -1,4 +1,4 @@
-"""A replica of a partition as a follower has it: its log, and how that comes to agree with its leader's."""
+"""The follower's side of a replica: its log, and how it is made to agree with the leader's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def diverging_end(log: Log, offset: Offset, last_epoch: int) -> EpochEnd | None:
     """
     latest = log.latest_epoch
     if last_epoch < 0 or latest == NO_EPOCH:
-        # One of the two holds nothing, so there is nothing to compare but where the leader's log ends.
+        # One of the two is empty, so only the end of the leader's log can be compared.
         return None if offset <= log.end_offset else EpochEnd(Epoch(last_epoch), log.end_offset)
     if last_epoch > latest:
         return EpochEnd(latest, log.end_offset)
@@ -51,7 +51,7 @@ _NO_REVISION = -1
 
 
 class Replica:
-    """The log of a partition on this node, and what was agreed on about it."""
+    """The log of a partition on this node, and its agreed state."""
 
     __slots__ = (
         "_closed",
@@ -74,7 +74,7 @@ class Replica:
         self.topic = topic
         self.index = index
         self.log = log
-        # The epoch is kept in the log, so it never decreases, whatever the catalog says.
+        # The epoch is stored in the log, so it never decreases, regardless of the store.
         self.leader_epoch = Epoch(max(FIRST_EPOCH, log.latest_epoch))
         self.is_leader = alone
         self.state: PartitionState | None = None
@@ -84,14 +84,14 @@ class Replica:
         self._me: NodeId | None = None
         self._store = store
         self._waiting = AcknowledgementQueue()
-        """Those who wait for the high watermark."""
+        """Listeners that wait for the high watermark."""
         self._waiting_locally = AcknowledgementQueue()
-        """Those who wait for this node only: `acks=1`, and a follower that has to sync before it fetches on."""
+        """Listeners that wait for this node only: `acks=1`, and a follower that has to sync before its next fetch."""
         self._closed = False
 
     @property
     def promised_offset(self) -> Offset:
-        """Up to where this node itself has the log, as durably as the topic's `flush` requires."""
+        """The offset up to which this node has the log, as durably as the topic's `flush` requires."""
         log = self.log
         return log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
 
@@ -135,7 +135,7 @@ class Replica:
     def append_fetched(
         self, records: Buffer, *, leader_epoch: Epoch, high_watermark: Offset, log_start: Offset
     ) -> asyncio.Future[None] | None:
-        """Append what the leader of an epoch sent; the future is done when the next fetch may state it as stored."""
+        """Append records of the leader of an epoch; the future is done when the next fetch may report them."""
         self._check_following(leader_epoch)
         log = self.log
         if records:
@@ -149,7 +149,7 @@ class Replica:
         return self.stored()
 
     def note_watermark(self, high_watermark: Offset) -> None:
-        """Take over the leader's high watermark, as far as this replica is intact."""
+        """Apply the leader's high watermark, up to the first damage of this replica."""
         known = max(min(high_watermark, self.intact_until), self.log.start_offset)
         if known > self.high_watermark:
             self.high_watermark = Offset(known)
@@ -166,7 +166,7 @@ class Replica:
     def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
         """Truncate what the leader of an epoch does not have; the next fetch shows whether the rest agrees.
 
-        The log is shorter at once, and takes no writes until the future, if there is one, reports that it is durable.
+        The log is shorter at once, and refuses writes until the future, if any, reports that this is durable.
         """
         self._check_following(leader_epoch)
         point = truncation_point(self.log, diverging)
@@ -200,7 +200,7 @@ class Replica:
 
     @property
     def intact_until(self) -> Offset:
-        """Up to where this replica has everything: the end of its log, or the first offset that its disk lost.
+        """The offset up to which this replica is complete: the end of its log, or the first offset that its disk lost.
 
         Ranges that no other replica has either do not count: no replica could ever have more.
         """
@@ -214,12 +214,13 @@ class Replica:
         await self._store.repair_range(RangeRepair(self.log, lost, fitted, next_offset))
 
     def abandon_range(self, lost: LostRange) -> None:
-        """Report to readers that a range is lost for good: no other replica has it either."""
+        """Report to readers that a range is lost permanently: no other replica has it either."""
         self.log.damage.beyond_repair.add(lost.offsets)
         self.log.damage.on_change()
 
     def truncate_damage(self, watermark: Offset) -> asyncio.Future[None] | None:
-        """Truncate a log that lost unacknowledged records, to fetch them again; not while the rest is counted on.
+        """Truncate a log that lost unacknowledged records, to fetch them again; not while the leader counts on the
+        rest.
 
         The leader, whose high watermark is given, learns of it by `intact_until`, and then stops counting on the rest.
         Acknowledged records are repaired in place instead, from any replica, and never truncated: what follows them may
@@ -238,7 +239,7 @@ class Replica:
         return self._cut(log.begin_truncation(first))
 
     def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
-        """Restart where the leader's log begins, because it no longer has what comes next here.
+        """Restart at the leader's log start, because the leader no longer has the next records.
 
         The future is that of `truncate`.
         """

@@ -1,7 +1,7 @@
-"""Reads for one follower, kept for a moment for the others: followers in step ask for the same bytes.
+"""Reads for one follower, cached briefly for the others: followers in step ask for the same bytes.
 
 With three replicas each part of a log is then read once instead of twice. An entry is removed by the read that it
-serves. What is not requested again is pushed out by later reads, and all of it together is small.
+serves. Entries that are not requested again are evicted by later reads; the cache is small.
 """
 
 from __future__ import annotations
