@@ -165,7 +165,7 @@ def test_tls_to_a_plain_port_is_closed(locked: Locked) -> None:
     log = Log(locked)
     with connect(locked.clear) as plain, pytest.raises((ssl.SSLError, ConnectionError)):
         client_tls(locked.certificates.ca).wrap_socket(plain, server_hostname="localhost")
-    log.await_line("connection closed", "the client speaks TLS, and this listener does not")
+    log.await_line("connection closed", "the client speaks TLS, but this listener does not")
 
 
 def test_a_request_sent_with_the_end_of_the_handshake_is_answered(locked: Locked) -> None:

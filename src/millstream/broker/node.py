@@ -1,4 +1,4 @@
-"""The composition root: builds every part, wires them top to bottom, starts and stops them in a visible order."""
+"""The composition root: builds and wires every part, and starts and stops them in a visible order."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _REASONS_MAX = 10
-"""How many failed partitions are named."""
+"""How many failed partitions a report lists."""
 
 _RECOVERED_AT_ONCE = 100
-"""How many logs are recovered before a gateway could be up to report it."""
+"""Up to this many logs are recovered before a gateway could start to report progress."""
 
 _SPAWN_S_MAX = 5.0
 _PROBE_S_MAX = 1.0
@@ -84,10 +84,10 @@ class GatewayProcess(ChildProcess, Protocol):
     """The process that serves HTTP, also while the node is still starting."""
 
     def report_starting(self, starting: str) -> None:
-        """Let it answer why the node does not serve yet."""
+        """Make it report why the node does not serve yet."""
 
     def serve_status(self, status: Callable[[], Mapping[str, Any]]) -> None:
-        """Let it answer with the node's status from now on."""
+        """Make it report the node's status from now on."""
 
     async def spawned(self) -> None:
         """Wait until the process has been started."""
@@ -110,7 +110,7 @@ class GatewaySockets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningNode:
-    """What a child process may use of the node that runs it."""
+    """The parts of a node that its child processes may use."""
 
     config: Config
     kafka_address: str
@@ -126,7 +126,7 @@ class RunningNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildProcesses:
-    """How the child processes of a node are created: the table that the composition root takes."""
+    """The table of child processes that the composition root takes."""
 
     gateway: Callable[[GatewaySockets, str, Config], GatewayProcess] | None = None
     beside: Mapping[str, Callable[[RunningNode], ChildProcess]] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class ChildProcesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineShare:
-    """What the supervisor of a machine gives each of its broker processes."""
+    """The parameters that the supervisor of a machine passes to each of its broker processes."""
 
     data: str
     """The folder of the machine, with the stores that its nodes share."""
@@ -155,7 +155,7 @@ class MachineShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Core:
-    """What the APIs are built on."""
+    """The dependencies of the APIs."""
 
     node: ClusterNode
     membership: Membership
@@ -164,7 +164,7 @@ class _Core:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stores:
-    """What the nodes of a cluster share, and a single node has for itself."""
+    """The stores that the nodes of a cluster share, or that a single node has for itself."""
 
     coordination: CoordinationStore
     catalog: Catalog
@@ -174,8 +174,7 @@ class _Stores:
 class Broker:
     """One node: everything between its sockets and its data folder.
 
-    As a guest in another program's process it leaves alone what belongs to the whole process: memory trimming and
-    garbage collection.
+    Embedded in another program, it does not touch process-wide state: memory trimming and garbage collection.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class Broker:
         )
         self._sealing = Sealing(None)
         self._gateway_sockets: GatewaySockets | None = None
-        # Kept, because the addresses are still asked for after the sockets are closed.
+        # Kept, because the addresses are still needed after the sockets are closed.
         self._kafka_at = self._registry_at = ""
         self._http_at = "" if machine is None else machine.http
         self._revoked: RevokedSessions | None = None
@@ -222,7 +221,7 @@ class Broker:
         self._supervise = self._background.start
         self._undo = AsyncExitStack()
         self.failed = self._background.failed
-        """Fails with the reason when a part that the node cannot do without has died."""
+        """Fails with the reason when an essential part has died."""
 
     # -- start and stop -------------------------------------------------------------------------------------
 
@@ -284,7 +283,7 @@ class Broker:
         self._supervise("sealed secrets", core.secrets.run())
         store.finish_recovery()
         if self._is_single:
-            # No other node waits for this one, so that its clients find it admitted.
+            # No other node needs the APIs of this one first; clients then find it admitted.
             await core.node.join(core.membership.me, self.http_address)
             undo.push_async_callback(core.node.leave)
         self._report_start("the logs are open, the APIs are loading")
@@ -348,7 +347,7 @@ class Broker:
         self._gateway = make(self._gateway_sockets, self._listeners.internal_address, self._config)
 
     def _report_start(self, starting: str) -> None:
-        """Let the gateway, if there is one, answer why the node is not up yet."""
+        """Make the gateway, if any, report why the node is not up yet."""
         if self._gateway is not None:
             self._gateway.report_starting(starting)
 
@@ -383,7 +382,7 @@ class Broker:
         )
 
     async def _reach_cluster(self) -> _Stores:
-        """Connect to what the nodes of a cluster share, once it belongs to this node's folder."""
+        """Connect to the stores of the cluster, after checking that they belong to this node's folder."""
         # Without this, gRPC's own handlers crash the gateway's process when it is forked off.
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
         # Not needed on a single node, where they may not even be installed.
@@ -441,7 +440,7 @@ class Broker:
 
     @property
     def _shared_data(self) -> str:
-        """The folder with what the nodes of this machine share."""
+        """The folder with the stores that the nodes of this machine share."""
         return self._data if self._machine is None else self._machine.data
 
     async def _open_embedded(self) -> _Stores:
@@ -533,7 +532,7 @@ class Broker:
             freeze_heap()
 
     def _unready_reasons(self, store: LogStore, node: ClusterNode) -> Iterable[str]:
-        """Yield why the node should get no traffic: its own reasons, and nodes of its machine that do not run."""
+        """Yield why the node should get no traffic: its own reasons, and other nodes of its machine that are down."""
         yield from node.unready_reasons()
         for other in () if self._machine is None else self._machine.nodes:
             if other != self._config.node_id and other not in node.view.live:
@@ -595,7 +594,7 @@ class Broker:
             self._supervise("HTTP gateway", gateway.run())
 
     async def _serve_start_report(self, reason: str) -> None:
-        """Let the gateway say why the node is not up yet, before the loop is busy."""
+        """Make the gateway report why the node is not up yet, before the loop is busy."""
         if self._gateway is None or self._gateway_sockets is None:
             return
         self._gateway.report_starting(reason)
@@ -605,7 +604,7 @@ class Broker:
             await within(_SPAWN_S_MAX, self._gateway.spawned())
 
     def _has_much_to_recover(self) -> bool:
-        """Whether opening the logs may take long enough for users to ask why."""
+        """Whether opening the logs may take long enough to report progress."""
         folder = f"{self._data}/{PARTITIONS_NAME}"
         if self._files.exists(f"{self._data}/{CLEAN_STOP_NAME}") or not self._files.exists(folder):
             return False
@@ -614,7 +613,8 @@ class Broker:
 
     async def _close_served(self) -> None:
         if self._serving is not None:
-            # Clients that came while the APIs were loaded are answered too, and not kept waiting until they are cut.
+            # Clients that connected while the APIs were loading are answered too, instead of waiting until they are
+            # disconnected.
             await asyncio.wait([self._serving])
         if self._served is not None:
             await self._served.close()
@@ -674,7 +674,7 @@ class Broker:
 
 
 def not_running(node: NodeId) -> str:
-    """Return why a machine is not ready: one of its nodes is away."""
+    """Return why a machine is not ready: one of its nodes is down."""
     return f"node {node} of this machine is not running"
 
 

@@ -1,4 +1,4 @@
-"""The budget of bytes in flight: what all clients together may make the broker hold in memory."""
+"""The budget of bytes in flight: the memory that all clients together may use."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ ROOM_SHARE = 4
 
 
 class Budget:
-    """Counts bytes and queues those that find no room.
+    """Counts bytes and queues those who wait for room.
 
-    A partly received frame must not wait for what other partly received frames hold, or all of them would wait forever.
+    Partly received frames must not wait for memory that other partly received frames hold, or they would deadlock.
     Frames may therefore grow only up to three quarters of the budget, which leaves room for small requests, and beyond
     that one at a time: the holder of the pass may exceed the limits, finish, and hand the pass on.
     """
@@ -28,7 +28,7 @@ class Budget:
 
     @property
     def has_room(self) -> bool:
-        """Whether anything may be taken now. The last one may overshoot, so that a large request is never stuck."""
+        """Whether anything may be taken now. The last one may exceed the limit, so that no large request is stuck."""
         return self.used_bytes < self.limit_bytes
 
     @property
@@ -45,7 +45,7 @@ class Budget:
     def share_bytes(self) -> int:
         """How much one response may take, so that clients that do not read leave some for others.
 
-        At least one byte while there is any room, and nothing when there is none.
+        At least one byte while there is room, otherwise 0.
         """
         return -(-self.room_bytes // ROOM_SHARE)
 

@@ -1,15 +1,15 @@
 """One client connection: frames in, replies out, in order.
 
 A frame is four bytes of length and that many bytes of body. Small frames are served from one scratch buffer that all
-connections of the loop share; a large one is received straight into its own buffer, from which the log later
-writes to disk, so the payload is never copied in Python. A service must be done with a frame when it returns: its
-memory is reused. A partly received frame costs little more than what has arrived of it.
+connections of the loop share; a large one is received straight into its own buffer, from which the log later writes to
+disk, so the payload is never copied in Python. A service must be done with a frame when it returns: its memory is
+reused. A partly received frame takes little more memory than the bytes received.
 
 A large response is handed to the transport piece by piece, as the client reads it; parts in files are read only then.
 
 Requests are served one after the other, as Kafka does, with one exception: after a promised reply the next request is
 served at once. Produce and settlements use this, so that pipelined requests share one sync. A long poll is a parked
-reply, which holds up what is behind it, or a task. Replies always leave in the order of their requests.
+reply, which blocks later requests, or a task. Replies always leave in the order of their requests.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ START_BYTES = 20 * 1024
 """How much of a frame is copied if the one before was large: enough for a large buffer, which takes the rest."""
 
 WRITE_BUFFER_HIGH_BYTES = 64 * 1024
-"""A client that leaves more than this unread is not served until it has caught up; all of it then counts."""
+"""A client that leaves more than this unread is not served until it has caught up; all unread bytes then count."""
 
 SHORT_PIECE_BYTES = 256 * 1024
 """How much of a large response is sent at a time while many wait for their turn."""
@@ -105,8 +105,8 @@ PIECES_MAX = 4
 """More small pieces than this are joined, because each one costs the transport more than its bytes."""
 
 DOUBT_S = 0.02
-"""In a crowd, a client that was silent for longer gets one response before the rest of its requests are served: the end
-of its stream is behind all that it sent, so only a response shows that it has left."""
+"""Under load, a client that was silent for longer gets one response before the rest of its requests are served: the end
+of its stream follows everything it sent, so only a response shows whether it has left."""
 
 LAST_ANSWERS_S = 5.0
 """How long a client whose connection failed may take to read earlier responses."""
@@ -150,9 +150,9 @@ class Connection(asyncio.BufferedProtocol):
         self._flow: Flow
         self._awaits_turn = False
         self._has_ended = False
-        """Whether the client sends nothing more, as far as its last turn showed."""
+        """Whether the client had sent nothing more at its last turn."""
         self._began = self._answering_s = 0.0
-        """When the turn began, less what was charged meanwhile; and what sending the answer of a task took."""
+        """When the turn began, minus the time charged meanwhile; and how long sending the answer of a task took."""
         self._serve_until = 0.0
         self._read_bytes_max = 0
         self._hangups = hangups
@@ -165,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         self._whole: tuple[memoryview, bytearray] | None = None
         """A frame in its own buffer that has not been served yet."""
         self._unserved: memoryview | None = None
-        """What was read behind the last frame that was served; nothing more is read meanwhile."""
+        """Bytes read after the last served frame; nothing more is read meanwhile."""
         self._unserved_bytes = 0
         self._replies: deque[Promise] = deque()
         self._ready: list[Piece | Stored] = []
@@ -187,13 +187,13 @@ class Connection(asyncio.BufferedProtocol):
         self.reached_at = ""
         """The address of this machine that the client connected to."""
         self.state: Any = None
-        """What the service remembers about this client."""
+        """The service's state for this client."""
         self.session: Any = None
-        """How far the client is in authenticating, where it has to."""
+        """The client's authentication state, if authentication is required."""
         self.opened: Callable[[Connection], None] | None = None
         """Called when the connection is established, which with TLS is after the handshake."""
         self.counted_as = ""
-        """The address that it counts for; empty where addresses do not count."""
+        """The address it is counted for; empty where addresses are not counted."""
         self.known: Callable[[Connection], None] | None = None
         """Called when the client has authenticated."""
         self.listener = ""
@@ -202,7 +202,7 @@ class Connection(asyncio.BufferedProtocol):
         """The deadline for authentication; None once authenticated, and where that is not required."""
         self.last_activity = self._loop.time()
 
-    # -- what asyncio calls ---------------------------------------------------------------------------------
+    # -- callbacks of asyncio -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the transport and the client's address."""
@@ -245,7 +245,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._turns.keep(self._flow, reply.cost_bytes)
                 self._budget.give_back(reply.held_bytes)
             else:
-                # It becomes durable in the same commit as everyone else's, so it counts until then.
+                # Its records become durable in the same commit as those of others, so they count until then.
                 reply.on_kept = partial(self._turns.keep, self._flow, reply.cost_bytes)
         self._replies.clear()
         self._ready.clear()
@@ -274,18 +274,19 @@ class Connection(asyncio.BufferedProtocol):
         self.last_activity = self._loop.time()
         if self.presence.has_undelivered:
             self._note_delivered()
-        # A small request with none before it and none behind it is one that its client waits for.
+        # The client waits for a small request with none before and none after it.
         is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and len(self._replies) < LIGHT_REPLIES_MAX
         turns = self._turns
         frames_before = self._traffic.frames_in
         self._began = began = turns.clock()
-        # In a round that has taken too long, none but light requests are served.
+        # In a round that has taken too long, only light requests are served.
         is_allowed = is_light or turns.spent_s <= ROUND_SPENT_MAX_S
         self._serve_until = began + turns.quantum_s if is_allowed else 0.0
         if is_allowed and not is_light and turns.is_crowded and not self._flow.used_s:
-            # A new client gets one response at once; the rest waits like that of everyone else.
+            # A new client gets one response at once; its other requests wait like those of other clients.
             self._serve_until = began
-        # Replies to requests that arrived together leave together: a system call for each costs more than they do.
+        # Replies to requests that arrived together are sent together: a system call per reply costs more than the
+        # reply.
         self._gathering = True
         try:
             if self._partial is not None:
@@ -307,7 +308,7 @@ class Connection(asyncio.BufferedProtocol):
         self._spend(now - self._began + nbytes * BYTE_S, now, is_light=is_light)
 
     def eof_received(self) -> bool:
-        """Let pending replies leave before the connection closes, and wait for nothing else."""
+        """Send pending replies before closing the connection, and wait for nothing else."""
         self._draining = True
         self._note_delivered()
         self.presence.leave()
@@ -316,7 +317,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None and self.ssl_object is None
 
     def pause_writing(self) -> None:
-        """Stop serving requests: the client reads slower than it asks."""
+        """Stop serving requests: the client reads too slowly."""
         self._write_paused = True
         if self._transport is not None:
             self._count_unread(self._transport.get_write_buffer_size())
@@ -330,24 +331,24 @@ class Connection(asyncio.BufferedProtocol):
         self._resume_sending()
         self._note_delivered()
 
-    # -- what the listener and the service use --------------------------------------------------------------
+    # -- for the listener and the service ------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, and the client is not being throttled."""
+        """Whether no request is in progress and the client is not throttled."""
         if self._muted is not None or self._replies or self._ready or self._has_unserved or self._outgoing:
             return False
         return not (self._is_waiting or self._write_paused or self._partial is not None)
 
     def stalled(self, now: float, *, pressed: bool = False) -> bool:
-        """Whether the client has left something unfinished and makes no progress; `pressed` is less patient."""
+        """Whether the client makes no progress with something unfinished; `pressed` shortens the patience."""
         if self._write_paused:
             unread = self._transport.get_write_buffer_size() if self._transport is not None else 0
             if unread < self._unread_bytes:
                 self._count_unread(unread)
                 self.last_activity = now
         elif self._read_paused or (self._partial is None and not self._length_bytes):
-            # Nothing is unfinished, or the broker itself throttles the client.
+            # Nothing is unfinished, or the broker is throttling the client.
             return False
         limits = self._limits
         if pressed and self._partial is not None and now - self._partial.since > limits.pressed_frame_s:
@@ -360,7 +361,7 @@ class Connection(asyncio.BufferedProtocol):
         return None if self._transport is None else self._transport.get_extra_info("ssl_object")
 
     def serve_with(self, service: Service, limits: ConnectionLimits) -> None:
-        """Let another service answer from the next request on, with other limits and without a deadline."""
+        """Use another service from the next request on, with other limits and without a deadline."""
         self._service = service
         self._limits = limits
         self.deadline = None
@@ -462,7 +463,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._serve(view, partial_frame.buffer)
 
     def _may_grow(self) -> bool:
-        # Only a frame that is served as soon as it is complete may have the pass, which others wait for.
+        # Only a frame that is served as soon as it is complete may hold the pass, since others wait for it.
         is_busy = self._is_waiting or self._has_unserved or self._draining
         return self._budget.has_room_to_grow or (not is_busy and self._budget.take_pass(self))
 
@@ -496,7 +497,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._whole is not None or self._unserved is not None
 
     def _keep_unserved(self, data: memoryview) -> None:
-        """Keep a copy of what cannot be served yet; the scratch buffer is reused at once."""
+        """Keep a copy of requests that cannot be served yet; the scratch buffer is reused at once."""
         if not self._unserved_bytes:
             data = memoryview(bytearray(data))
             self._unserved_bytes = len(data) + FRAME_COST_BYTES
@@ -543,7 +544,7 @@ class Connection(asyncio.BufferedProtocol):
             self._replies.append(promise)
 
     def _park(self, reply: Parked, size: int) -> None:
-        """Make the connection wait for a reply that others bring about; the request counts against the budget."""
+        """Make the connection wait for a reply that other events complete; the request counts against the budget."""
         self._turns.begin_task(self._flow)
         self._replies.append(reply)
         self._parked = reply
@@ -552,7 +553,7 @@ class Connection(asyncio.BufferedProtocol):
         self.presence.on_leave(reply.abandon)
 
     def _unpark(self, reply: Parked, size: int) -> None:
-        """Send the reply that the connection waited for; called in the middle of what brings it about."""
+        """Send the reply that the connection waited for; called from within the event that completes it."""
         self._parked = None
         self.presence.on_disconnect = None
         self._budget.give_back(size + FRAME_COST_BYTES)
@@ -572,7 +573,7 @@ class Connection(asyncio.BufferedProtocol):
         self._turns.end_task(self._flow, cost_s)
         self._spend(cost_s, self._turns.clock(), is_light=not self._has_unserved)
         if self._has_unserved and (self._turns.is_crowded or self._turns.spent_s > ROUND_SPENT_MAX_S):
-            # What the next one takes is spent after the round that begins it, so it waits for a round to count it.
+            # The next request's cost arises after the round that starts it, so it waits for a round to account for it.
             self._await_turn_if_free()
 
     def _begin_task(self, answer: Started, size: int, buffer: bytearray | None) -> None:
@@ -591,7 +592,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             buffers = await answer
         except asyncio.CancelledError:
-            # The client no longer waits for it, but perhaps for the replies behind it.
+            # The client no longer waits for it, but perhaps for later replies.
             reply.keep(None)
             self._promise_kept()
             raise
@@ -601,7 +602,7 @@ class Connection(asyncio.BufferedProtocol):
             _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
             self.fail(error)
         else:
-            # Nothing else is answered by this step, so there is nothing to wait for that could leave with it.
+            # This step answers nothing else, so there is no reply to combine it with.
             began, charged = self._turns.clock(), self._began
             reply.keep(buffers)
             self._flush_replies()
@@ -610,7 +611,8 @@ class Connection(asyncio.BufferedProtocol):
             self._answering_s = self._turns.clock() - began - (self._began - charged)
 
     def _after_task(self, answer: Started, size: int, buffer: bytearray | None) -> None:
-        # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
+        # A task that was cancelled before its first step has not awaited the coroutine; close it, so that it never
+        # runs.
         answer.close()
         self._task = None
         self.presence.on_disconnect = None
@@ -628,7 +630,7 @@ class Connection(asyncio.BufferedProtocol):
         self._close_when_drained()
 
     def _serve_unserved(self) -> None:
-        """Serve what was read earlier, as far as the turn allows."""
+        """Serve requests that were read earlier, within the turn."""
         if not self._has_unserved or self._is_blocked or self._transport is None:
             return
         self._began = began = self._turns.clock()
@@ -680,7 +682,7 @@ class Connection(asyncio.BufferedProtocol):
             self._turns.wait(self._flow)
 
     def _await_turn_if_free(self) -> None:
-        """Wait for a turn to serve the rest, unless something else will serve it when it finishes."""
+        """Wait for a turn to serve the rest, unless an unfinished request will continue with it."""
         if not self._is_blocked:
             self._await_turn()
 
@@ -693,7 +695,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _take_turn(self) -> None:
         """Continue after others had their turn, unless the client has left meanwhile."""
-        # While nothing is read, the transport does not notice.
+        # The transport does not notice this while it does not read.
         self._awaits_turn = False
         if self._transport is None:
             return
@@ -707,7 +709,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- replies --------------------------------------------------------------------------------------------
 
     def _answer(self, buffers: Buffers) -> None:
-        """Send a response that is ready, behind those that are not."""
+        """Send a response that is ready, after earlier ones that are not."""
         if self._replies:
             reply = Promise()
             self._replies.append(reply)
@@ -718,7 +720,7 @@ class Connection(asyncio.BufferedProtocol):
         for buffer in buffers:
             self._unsent_bytes += len(buffer)
         if self._unsent_bytes > WRITE_BUFFER_HIGH_BYTES:
-            # Large ones leave at once: only the transport knows whether the client reads, and blocks the next ones.
+            # Large ones are sent at once: only the transport knows whether the client reads, and applies backpressure.
             self._flush_replies()
         elif not self._gathering:
             self._flush_soon()
@@ -799,7 +801,7 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 pieces = self._outgoing.take(wanted)
             except (OSError, MillstreamError) as error:
-                # The client was promised more bytes, so closing is the only way left to report it.
+                # The response announced more bytes, so closing is the only way to report the error.
                 self.fail(error)
                 return
             size = sum(map(len, pieces))
@@ -815,7 +817,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._await_turn()
 
     def _resume_sending(self) -> None:
-        """Send the rest of a large response, then serve what waits behind it."""
+        """Send the rest of a large response, then serve the waiting requests."""
         if self._transport is not None:
             self._send_pieces(self._transport)
             self._flush_replies()
@@ -837,11 +839,11 @@ class Connection(asyncio.BufferedProtocol):
             self._loop.call_soon(self._note_delivered)
 
     def _note_delivered(self) -> None:
-        """Find out whether all responses have left for the client."""
+        """Check whether all responses have been sent."""
         transport = self._transport
         if transport is None or self._ready or self._outgoing or any(reply.is_kept for reply in self._replies):
             return
-        # One that was reset has thrown away what it could not write.
+        # A reset transport has discarded what it could not write.
         if not transport.is_closing() and not transport.get_write_buffer_size():
             self.presence.delivered()
 
@@ -863,7 +865,7 @@ class Connection(asyncio.BufferedProtocol):
         partial_frame = self._partial
         if partial_frame is not None and partial_frame.is_full and self._may_grow():
             partial_frame.grow()
-        # A frame that is under way fills a buffer that is counted already, so only the next one has to wait.
+        # A frame in progress fills a buffer that is already counted, so only the next one has to wait.
         is_full = partial_frame is not None and partial_frame.is_full
         no_room = partial_frame is None and not self._budget.has_room
         hold = (

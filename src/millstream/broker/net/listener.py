@@ -31,20 +31,20 @@ CROWD_MAX: Final = 1024
 """If more connections than this wait for their turn, those that their clients have half-closed are closed as well:
 the clients are most likely gone, and the connections would keep new ones from being accepted."""
 ACCEPTS_PER_ROUND = 64
-"""uvloop accepts one connection per handle and round of the loop, so the listening socket has several: with one, a busy
-node would keep new clients waiting behind those who connect and hang up all the time."""
+"""uvloop accepts one connection per handle and round of the loop, so the listening socket has several: with one,
+clients that connect and hang up all the time would keep new clients waiting on a busy node."""
 HANDSHAKE_S = 10.0
-"""How long the handshake of TLS may take."""
+"""How long the TLS handshake may take."""
 _TLS_REASONS: Final[Mapping[str, str]] = {
     "HTTP_REQUEST": "the client speaks HTTP without TLS",
     "WRONG_VERSION_NUMBER": "the client does not speak TLS, and this listener requires it",
     "UNSUPPORTED_PROTOCOL": "the client offers no version of TLS from 1.2 on",
     "TLSV1_ALERT_UNKNOWN_CA": "the client does not trust the authority of this node's certificate",
 }
-"""By what OpenSSL calls it: why a handshake failed."""
+"""Why a handshake failed, by OpenSSL's name."""
 UNKNOWN_PER_ADDRESS_MAX = 256
-"""How many clients of one address may be without authentication, where they need it: in the handshake of TLS, in that
-of SASL, or held back after a failure. Their buffers of TLS take up to 256 KiB each."""
+"""How many clients of one address may be unauthenticated where authentication is required: in the TLS or SASL
+handshake, or delayed after a failure. Their TLS buffers take up to 256 KiB each."""
 ORPHAN_S: Final = 10.0
 """How long a start after a kill retries an address that a process of the last run may still hold."""
 _TAKEN_LOOK_S: Final = 0.1
@@ -62,14 +62,14 @@ class _Refused(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """What is particular to one listening socket."""
+    """The properties of one listening socket."""
 
     service: Service
     limits: ConnectionLimits
     name: str = ""
     tls: ssl.SSLContext | None = None
     deadline_s: float | None = None
-    """How long a client may stay unknown; None where clients need not authenticate."""
+    """How long a client may stay unauthenticated; None where clients need not authenticate."""
     is_limited: bool = True
     """Whether connections are counted by address; not on the listener for the node's own processes."""
 
@@ -108,7 +108,7 @@ class Listener:
         self._turns = turns or Turns()
         self._trimmer = Trimmer()
         self._traffic_bytes = 0
-        """What `traffic` had counted at the last sweep."""
+        """The counts of `traffic` at the last sweep."""
         self._look_for_gone_at = LOOK_FOR_GONE_MIN
         self._all_closed = asyncio.Event()
         self._all_closed.set()
@@ -122,7 +122,7 @@ class Listener:
         self.traffic = Traffic()
 
     async def start(self, listening: socket.socket, door: Door | None = None) -> None:
-        """Accept connections on a socket that is bound already; several may be."""
+        """Accept connections on a bound socket; may be called for several sockets."""
         loop = asyncio.get_running_loop()
         door = door or self._door
         if door.tls is not None:
@@ -225,7 +225,7 @@ class Listener:
         return self._by_address[host] < self.per_address_max and self._unknown[host] < UNKNOWN_PER_ADDRESS_MAX
 
     def _enter(self, connection: Connection, host: str, door: Door) -> None:
-        """Count a connection for its address, as unknown until it has authenticated or its handshake is over."""
+        """Count a connection for its address, as unauthenticated until it authenticates or its handshake is over."""
         if not door.is_limited:
             return
         connection.counted_as = host
@@ -269,7 +269,7 @@ class Listener:
     # -- TLS ------------------------------------------------------------------------------------------------
 
     def _accept(self, listening: socket.socket, door: Door) -> None:
-        """Accept connections that begin with a handshake, which is when their addresses count already."""
+        """Accept connections that begin with a handshake, during which they already count for their address."""
         for _ in range(ACCEPTS_PER_ROUND):
             try:
                 accepted, address = listening.accept()
@@ -304,7 +304,7 @@ class Listener:
                 lambda: connection, accepted, ssl=door.tls, ssl_handshake_timeout=HANDSHAKE_S
             )
         except ConnectionResetError:
-            # Port scanners and simple probes do that.
+            # Port scanners and simple probes cause this.
             self.traffic.handshakes_failed += 1
         except OSError as error:
             self.traffic.handshakes_failed += 1
@@ -350,7 +350,7 @@ def _take_one(counter: Counter[str], key: str) -> None:
 
 
 def bind(host: str, port: int, *, flag: str, listening: bool = True) -> socket.socket:
-    """Bind a socket, so that the address is known before anything is served; name the flag if it is taken.
+    """Bind a socket, so that the address is known before anything is served; name the flag if the address is taken.
 
     Unless it listens, clients are refused and retry, instead of waiting for a node that is not ready.
     """

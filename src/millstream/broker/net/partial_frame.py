@@ -1,4 +1,4 @@
-"""A partly received frame, in a buffer that grows with what has arrived, never with what was announced.
+"""A partly received frame, in a buffer that grows with the received bytes, never with the announced size.
 
 Large buffers are reused, because fresh memory costs page faults for every megabyte.
 """
@@ -38,7 +38,7 @@ LARGE_BYTES = 64 * 1024
 """A frame gets a buffer for large ones once a quarter of this has arrived."""
 
 _TLS_HANDSHAKE = 0x1603
-"""How a client's first message of TLS begins."""
+"""The first bytes of a TLS client."""
 
 _buffers = FrameBuffers()
 
@@ -78,7 +78,7 @@ class PartialFrame:
         release_buffer(self._budget, before)
 
     def _room(self, *, may_grow: bool) -> bytearray:
-        """Return a buffer for four times what has arrived, if there is memory for it."""
+        """Return a buffer for four times the received bytes, if there is memory for it."""
         filled = self._filled
         size = min(self.size, max(FRAME_BYTES_MIN, 4 * filled if may_grow else filled + 1))
         is_large = may_grow and size >= LARGE_BYTES and filled < BUFFER_BYTES
@@ -96,7 +96,7 @@ def release_buffer(budget: Budget, buffer: bytearray) -> None:
 def invalid_size(size: int, bytes_max: int) -> ProtocolViolation:
     """Return the error for a frame of that size."""
     if size >> 16 == _TLS_HANDSHAKE:
-        return ProtocolViolation("the client speaks TLS, and this listener does not")
+        return ProtocolViolation("the client speaks TLS, but this listener does not")
     return ProtocolViolation(
         f"a request of {size} bytes was announced; 1 to {bytes_max} are allowed "
         "(is the client speaking the Kafka protocol without TLS?)"

@@ -1,7 +1,7 @@
-"""Whether a client is still connected and waits for a response, also while nothing is read from it.
+"""Detects whether a client is still connected and waits for a response, even while nothing is read from it.
 
-The end of a stream is behind everything that was sent before it, and a connection that waits for a response may have
-stopped reading. Linux reports it as an event (`Hangups`); elsewhere it is noticed with the next read.
+The end of a stream follows everything that was sent before, and a connection that waits for a response may have stopped
+reading. Linux reports it as an event (`Hangups`); elsewhere it is noticed with the next read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Presence:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the client has ended its side by now, also if that has not been read yet."""
+        """Whether the client has ended its side by now, even if that has not been read yet."""
         return self.has_left or self.is_gone or (self.descriptor >= 0 and find_end(self.descriptor) is not End.NONE)
 
     def leave(self) -> None:
-        """Note that the client has closed the connection, or its half of it."""
+        """Record that the client has closed the connection, or its half of it."""
         self.has_left = True
         on_disconnect, self.on_disconnect = self.on_disconnect, None
         if on_disconnect is not None:
@@ -68,7 +68,7 @@ class Presence:
 
     @property
     def has_undelivered(self) -> bool:
-        """Whether a response that may have to be undone has not left yet, as far as is known."""
+        """Whether a response that may have to be undone is not known to have been sent."""
         return bool(self._undelivered)
 
     def delivered(self) -> None:
@@ -76,7 +76,7 @@ class Presence:
         self._undelivered.clear()
 
     def cancel_on_disconnect(self, task: asyncio.Task[Any] | None = None) -> None:
-        """Cancel a task, or the current one, when its client leaves; after its first step if it has left already."""
+        """Cancel a task, or the current one, when its client leaves; after its first step if it has already left."""
         task = task or asyncio.current_task()
         if task is not None:
             self.on_leave(task.cancel)
@@ -137,7 +137,7 @@ class Hangups:
 
 
 class End(Enum):
-    """How far a client has left."""
+    """Whether a client has left."""
 
     NONE = 0
     SENT_ALL = 1

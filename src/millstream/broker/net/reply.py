@@ -1,7 +1,7 @@
 """Replies of a connection: promised ones, and large ones that are read from files while they are sent.
 
-A promise does what an asyncio future does at a fraction of the cost: its one waiter is called at once, without a turn
-of the loop in between.
+A promise is like an asyncio future at a fraction of the cost: its one waiter is called at once, without a turn of the
+loop in between.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Promise:
         self.buffers: Reply | None = None
         self.is_kept = False
         self.cost_bytes = 0
-        """What the request counts as until its response leaves."""
+        """The size that the request counts as until its response is sent."""
         self.held_bytes = 0
-        """What the response counts as while it waits behind others."""
+        """The size that the response counts as while it waits behind others."""
         self.on_kept: Callable[[], None] | None = None
         """Called once, as soon as the promise is kept."""
         self._latency: Histogram | None = None
@@ -150,7 +150,7 @@ class Started:
         self.is_abandoned_with_client = is_abandoned_with_client
         """Whether its task is cancelled when the client leaves."""
         self.spent_s = 0.0
-        """How long its steps in a task have taken, without what it waited for."""
+        """How long its steps in a task have taken, without waits."""
         self._coroutine = coroutine
         self._waits_for = waits_for
         self._is_continued = False
@@ -168,7 +168,7 @@ class Started:
         step: Callable[[Any], Any] = self._coroutine.send
         sent: Any = None
         waits_for = self._waits_for
-        # It may have waited for nothing but a task.
+        # It may only have waited for a task.
         may_continue = waits_for is None
         try:
             while True:
@@ -202,7 +202,7 @@ class Started:
 
 
 PIECE_BYTES = 1024 * 1024
-"""How much is read and handed to the transport at a time: less costs more calls, more costs more memory."""
+"""How much is read and passed to the transport at a time: a trade-off between calls and memory."""
 
 SLACK = 2
 """A piece may be larger by half, so that a part hardly larger than a piece leaves no remainder."""

@@ -1,11 +1,11 @@
 """Fair turns for the connections of one event loop.
 
 What a connection costs is measured in seconds: the time that serving it took, in tasks too, plus its bytes at `BYTE_S`
-each, for what follows from them later. A connection that has used up its quantum is neither read nor sent to until its
-turn comes, so its backlog stays in the socket buffers. Turns are given as in start-time fair queueing: first to the
+each, for the later work that they cause. A connection that has used up its quantum is neither read nor sent to until
+its turn comes, so its backlog stays in the socket buffers. Turns are given as in start-time fair queueing: first to the
 client address that has used least, then to that address's connection that has used least; an address does not get more
 by opening more connections. Between two rounds the loop polls, so everything else waits for one round at most. The
-connections by which other nodes fetch what they replicate share a separate account, `FOLLOWERS`.
+connections over which other nodes replicate share a separate account, `FOLLOWERS`.
 
 A light request, one that is small and leaves nothing behind it in the socket, is served when it arrives and is not
 charged, as long as all light requests of its address together take no more than `LIGHT_SHARE` of the loop. A connection
@@ -23,36 +23,35 @@ from itertools import count
 from typing import Final
 
 QUANTUM_S: Final = 0.001
-"""What a connection may use before waiting ones get their turn."""
+"""How much a connection may use before waiting ones get their turn."""
 QUANTUM_ALONE_S: Final = 0.010
 """The same while none waits."""
 CROWD: Final = 8
 READ_BYTES_MAX: Final = 32 * 1024
 READ_BYTES_MIN: Final = 4 * 1024
 READ_AHEAD_BYTES: Final = 32 * 1024 * 1024
-"""What a connection reads at a time while others wait, so that all that wait hold little of the memory of those who do
-not."""
+"""How much a connection reads at a time while others wait, so that waiting connections leave memory for the others."""
 ROUND_S: Final = 0.005
 """How long one round of the loop should take; turns per round adapt to it."""
 ROUND_SPENT_MAX_S: Final = 2 * ROUND_S
 QUANTA_MAX: Final = 64
 CHARGE_QUANTA_MAX: Final = 2
-"""The most that is charged at once: the time may have gone to a slow disk, another process, or the collector."""
+"""The most that is charged at once: the time may be due to a slow disk, another process, or garbage collection."""
 BYTE_S: Final = 4e-9
 TASK_S: Final = 0.0001
-"""What a request that a task answers costs, in addition to the steps of that task."""
+"""The cost of a request that a task answers, in addition to the steps of that task."""
 
 LIGHT_BYTES: Final = 16 * 1024
 LIGHT_ANSWER_BYTES: Final = 256 * 1024
 LIGHT_REPLIES_MAX: Final = 3
-"""A client with more requests under way does not wait for a single one of them."""
+"""A client with more requests in progress does not wait for a single one of them."""
 LIGHT_SHARE: Final = 0.5
 LIGHT_BURST_S: Final = 0.02
 
 UNDER_WAY_BYTES_MAX: Final = 8 * 1024 * 1024
 UNDER_WAY_BYTES_MIN: Final = 64 * 1024
-"""What all connections together, and each one at least, may have promised: it becomes durable in one commit, and a
-commit that takes long delays everyone's."""
+"""How much all connections together, and each one at least, may have promised: it becomes durable in one commit, and a
+long commit delays everyone."""
 PROMISE_COST_BYTES: Final = 8 * 1024
 
 FOLLOWERS: Final = "followers"
@@ -98,7 +97,7 @@ class _Address:
         self.light_at = now
         if self.light_s <= 0:
             return False
-        # Its time may have gone to a slow disk or to another process, so one alone may exceed the share.
+        # Its time may be due to a slow disk or another process, so a single one may exceed the share.
         self.light_s = max(self.light_s - cost_s, -LIGHT_BURST_S)
         return True
 
@@ -218,8 +217,8 @@ class Turns:
         if not address.has_waiting:
             address.used_s = max(address.used_s, self._floor_s)
             heappush(self._queue, (address.used_s, next(self._order), address))
-        # What it used while few others were there counts as no more than it may use now, or they would all have as
-        # many turns as fit into it before it has its own.
+        # Usage from when there were few others is capped at the current quantum, or all others would get many turns
+        # before this one.
         flow.used_s = min(flow.used_s, address.floor_s + CHARGE_QUANTA_MAX * self.quantum_s)
         if is_light:
             address.light.append(flow)
@@ -241,7 +240,7 @@ class Turns:
         left = self.waiting
         until = self.clock() + self._quanta * QUANTUM_S
         try:
-            # By time, since the turn of one that has little to do, or has left, takes a fraction of a quantum.
+            # Limited by time, since a connection that has little to do, or has left, uses a fraction of a quantum.
             while left and self._queue:
                 flow = self._next()
                 if flow is not None:
@@ -280,7 +279,7 @@ class Turns:
         elif took_s < ROUND_S and self._quanta < QUANTA_MAX:
             self._quanta += 1
 
-    # -- what is promised -----------------------------------------------------------------------------------
+    # -- promised replies -----------------------------------------------------------------------------------
 
     def promise(self, flow: Flow, size_bytes: int) -> int:
         """Count a request whose response is promised; return what to pass to `keep` when it is answered."""

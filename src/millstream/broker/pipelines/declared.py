@@ -146,7 +146,7 @@ class Pipelines(NamedHolder[Pipeline]):
         def changed(now: Pipeline) -> Pipeline:
             merged: dict[str, str | None] = {**now.overrides, **changes}
             if "requirements" in changes and "lock" not in changes:
-                # It was that of the requirements before.
+                # The lock belonged to the previous requirements.
                 merged.pop("lock", None)
             overrides = {key: text for key, text in merged.items() if text is not None}
             check_pipeline(name, now.kind, overrides)
@@ -192,7 +192,7 @@ class Pipelines(NamedHolder[Pipeline]):
         return await self._declarations.call(Catalog.job_runs, pipeline.pipeline_id, limit=limit)
 
     async def begin_run(self, run: JobRun) -> bool:
-        """Store durably that a run begins; return whether it does, and not another node's."""
+        """Store the start of a run durably; return False if another node has started it."""
         return await self._declarations.call(Catalog.begin_job_run, run)
 
     async def update_run(self, before: JobRun, after: JobRun) -> bool:

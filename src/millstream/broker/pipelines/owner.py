@@ -1,7 +1,7 @@
 """The node that runs a cluster's pipelines: the one that created the key `pipelines-owner`, until its session ends.
 
 The key only decides who tries. That no batch is committed twice is ensured by the pipelines' groups, which have one
-member, and by the comparisons of each commit; so a node that does not know yet that it was replaced does no harm.
+member, and by the comparisons of each commit; so a node that does not know yet that it was replaced is harmless.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PipelineOwner(Protocol):
 
     @property
     def is_mine(self) -> bool:
-        """Whether it does, as far as it knows."""
+        """Whether this node believes that it runs the pipelines."""
 
     @property
     def is_elsewhere(self) -> bool:
@@ -67,7 +67,7 @@ class ElectedOwner:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this node runs the pipelines, as far as it knows."""
+        """Whether this node believes that it runs the pipelines."""
         return self._revision is not None and not self._has_resigned
 
     @property
@@ -80,7 +80,7 @@ class ElectedOwner:
         self._listeners.append(listener)
 
     async def run(self) -> None:
-        """Become the owner whenever there is no other, forever."""
+        """Become the owner whenever there is none; runs forever."""
         backoff = Backoff(self._random)
         while True:
             try:
@@ -116,7 +116,7 @@ class ElectedOwner:
             self._changed.clear()
             registered = None if self._has_resigned or me in view.leaving else self._registered()
             if registered is not None and view.pipelines_owner == me:
-                # Left over from an earlier run of this node, or from an attempt whose answer was lost.
+                # Left over from an earlier run of this node, or from an attempt whose response was lost.
                 expected = Expect(keys.PIPELINES_OWNER, view.pipelines_owner_revision)
                 await self._store.change([Delete(keys.PIPELINES_OWNER)], [expected])
             elif registered is not None and view.pipelines_owner is None:

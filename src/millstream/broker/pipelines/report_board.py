@@ -23,7 +23,7 @@ NAMED_MAX: Final = 5
 """The most topics named in a note."""
 
 Routes = Mapping[str, Mapping[str, str]]
-"""For each topic, the topics that its messages reach and the pipeline that takes them there."""
+"""For each topic, the topics that its messages reach, and through which pipeline."""
 
 
 class PipelineAdvice:
@@ -130,7 +130,7 @@ class LandedBoard:
         self._topics_version = -1
 
     def start(self) -> None:
-        """Let retention ask here."""
+        """Register as the source of retention floors."""
         self._read()
         self._pipelines.on_change(self._read)
         self._topics.use_landed_floor(self.floor)
@@ -157,7 +157,7 @@ class LandedBoard:
             # The partition is moving, and nothing of it may be deleted meanwhile.
             return 0
         if not partition.is_leader:
-            # The leader knows, and followers start where it does.
+            # Only the leader knows; followers start where it does.
             return partition.log_start
         landed = [one.landed.get(topic.topic_id, {}).get(place.partition, 0) for one in self._landing(place.topic)]
         return min(landed, default=0)
@@ -229,7 +229,7 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int] = {}
     """Further counts by name: files, quarantined rows …"""
     levels: dict[str, int] = {}
-    """Numbers that hold until the next ones, by name: what the last audit of a ledger found …"""
+    """Gauges by name, each valid until the next value: what the last audit of a ledger found …"""
     facts: dict[str, str] = {}
     """Further texts by name: the columns of tables …"""
     node: int = -1
@@ -247,15 +247,15 @@ class JobControl(Protocol):
         """Cancel the run of a job that is in progress; return its number, None if none runs here."""
 
     async def read_log(self, pipeline_id: UUID, run: int, bytes_max: int) -> JobLog | None:
-        """Return the end of what a run has printed; None if this node does not have it."""
+        """Return the end of a run's output; None if this node does not have it."""
 
 
 class JobLog(msgspec.Struct, frozen=True):
-    """What a run of a job has printed."""
+    """The output of a run of a job."""
 
     text: str
     is_cut: bool
-    """Whether it is only the end of it."""
+    """Whether it was cut to its end."""
 
 
 class PipelineBoard:

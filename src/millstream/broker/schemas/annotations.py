@@ -1,7 +1,8 @@
-"""Metadata, rule sets and configuration as clients send them: checked, brought into one form, and merged.
+"""Metadata, rule sets and configuration as clients send them: checked, normalized, and merged.
 
-Equal annotations have equal forms, so that a schema is found again whichever defaults its client writes out. A value of
-another type is refused with 400, as Confluent's server refuses it; a rule set that contradicts itself with 42210.
+Equal annotations have equal normal forms, so that a schema is found again whether or not its client spells out
+defaults. A value of another type is refused with 400, as Confluent's server refuses it; a rule set that contradicts
+itself with 42210.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ T = TypeVar("T")
 
 
 def parse_metadata(value: Any) -> dict[str, Any]:
-    """Return metadata in its one form."""
+    """Return metadata in its normal form."""
     given = _convert(value, _Metadata, "metadata")
     return _without_empty(
         {
@@ -82,7 +83,7 @@ def parse_metadata(value: Any) -> dict[str, Any]:
 
 
 def parse_rule_set(value: Any) -> dict[str, Any]:
-    """Return a rule set in its one form; raise the error of one whose rules are invalid."""
+    """Return a rule set in its normal form; raise an error if its rules are invalid."""
     given = _convert(value, _RuleSet, "the rule set")
     names: set[str] = set()
     return _without_empty(
@@ -96,7 +97,7 @@ def parse_rule_set(value: Any) -> dict[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what changes in a configuration, without what the registry does not know; None resets a setting."""
+    """Return the changes of a configuration, without unknown settings; None resets a setting."""
     given = _convert(config, _Config, "the configuration")
     if given.compatibility_level is not None and given.compatibility_level not in LEVELS:
         raise SchemaRegistryError(

@@ -1,4 +1,4 @@
-"""A small pool of child processes that answer requests: what a hostile one can cost is bounded.
+"""A small pool of child processes that answer requests: the cost of a hostile request is bounded.
 
 Processes are started on demand and end after a while without work. The numbers of processes and of waiting requests are
 limited. A request that takes longer than `USUAL_S_MAX` is killed with its process and restarted in a separate queue, so
@@ -153,7 +153,7 @@ class ChildPool:
         )
 
     async def _take(self) -> tuple[_Worker, bool]:
-        """Return a worker, and whether it has yet to say that it has started."""
+        """Return a worker, and whether it is still starting."""
         while self._idle:
             worker, timer = self._idle.pop()
             timer.cancel()
@@ -218,7 +218,7 @@ async def _end(worker: _Worker) -> None:
 
 def serve_parent(answer: Callable[[bytes], bytes], *, memory_bytes_max: int = MEMORY_BYTES_MAX) -> None:
     """Answer requests one by one until the broker closes the pipe; then remove the folder for temporary files."""
-    # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
+    # Ctrl-C in a terminal reaches the whole process group; the broker decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
     folder = tempfile.tempdir = sys.argv[1]
@@ -229,7 +229,7 @@ def serve_parent(answer: Callable[[bytes], bytes], *, memory_bytes_max: int = ME
             body = _read(requests, int.from_bytes(head, "big"))
             if body is None:
                 return
-            # Ends this process, as the broker does sooner if it is still there.
+            # Ends this process; a running broker does so earlier.
             signal.setitimer(signal.ITIMER_REAL, _CHILD_ANSWER_S_MAX)
             response = answer(body)
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -51,7 +51,7 @@ class RecordsResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def schema_key(rule: FieldRule, schema_id: int) -> str:
-    """Name a schema by all that distinguishes it: an id may be given again after a restored backup."""
+    """Identify a schema by all its properties: an id may be reused after a backup is restored."""
     return f"{rule.context}/{schema_id}/{rule.guids[schema_id]}"
 
 

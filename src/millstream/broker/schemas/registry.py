@@ -1,7 +1,7 @@
-"""What is registered: every schema, version and setting in memory, changed through the catalog.
+"""The schema registry: every schema, version and setting in memory, changed through the catalog.
 
-Reads are answered from memory, also while the catalog is unavailable. A change is prepared from what is known, and
-stored only if the catalog says that the subject has not changed since; otherwise it is prepared again.
+Reads are answered from memory, also while the catalog is unavailable. A change is prepared from the state in memory,
+and stored only if the subject has not changed in the catalog since; otherwise it is prepared again.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class SchemaRegistry:
         self._changing = asyncio.Lock()
 
     async def load(self) -> None:
-        """Read what the catalog has stored since the last time."""
+        """Read the changes of the catalog since the last call."""
         arrived = self._loads
         async with self._changing:
             if self._loads > arrived:
@@ -418,7 +418,7 @@ class SchemaRegistry:
     async def _registered(
         self, subject: QualifiedSubject, new: NewSchema, own: SchemaContent, completed: SchemaContent
     ) -> SubjectVersion | None:
-        """Return the version that has a schema, as it was sent or with what would be added to it."""
+        """Return the version that has a schema, as it was sent or with the additions of the settings."""
         live = self.held(subject).live
         if new.version is not None:
             is_import = self.mode(subject) in (IMPORT, FORWARD)
@@ -432,7 +432,7 @@ class SchemaRegistry:
         return None
 
     async def _is_equal(self, content: SchemaContent, stored: StoredSchema) -> bool:
-        """Whether content is that of a stored schema, which may say its version, and refer to what is sent inline."""
+        """Whether content equals a stored schema, which may include its version, and refer to parts sent inline."""
         other = stored.content
         if property_of(content, CONFLUENT_VERSION) is None:
             other = dataclasses.replace(other, metadata=without_version(other.metadata))
@@ -558,7 +558,7 @@ class SchemaRegistry:
             )
 
     def check_writable(self, subject: QualifiedSubject) -> None:
-        """Raise the error of a subject that only takes reads."""
+        """Raise an error if a subject is read-only."""
         if self.mode(subject) in (READONLY, READONLY_OVERRIDE):
             raise _not_permitted(f"Subject {subject} is in read-only mode")
 
@@ -709,7 +709,7 @@ class SchemaRegistry:
         return modes[-1] if modes else READWRITE
 
     async def configure(self, subject: QualifiedSubject, config: Mapping[str, Any] | None) -> SubjectSettings:
-        """Change some of a subject's configuration, None resetting a setting, or reset all; return what was before."""
+        """Change some of a subject's configuration (None resets a setting), or reset all; return the previous one."""
         changes = {} if config is None else parse_config(config)
         check_subject(subject)
         self.check_writable(subject)
@@ -781,7 +781,7 @@ class SchemaRegistry:
         gone: Collection[tuple[QualifiedSubject, int]],
         sightings: SightingChange,
     ) -> None:
-        """Become equal to the registry of a mirror's source, ids included, in one step with what was seen there.
+        """Copy the registry of a mirror's source, including ids, in one transaction with its sightings.
 
         Versions among `gone` that the source does not have are deleted permanently. Others that only this registry has
         stay.
@@ -840,7 +840,7 @@ class SchemaRegistry:
             for reference in schema.content.references:
                 place = (_within(schema.context, reference.subject), reference.version)
                 self._referrers.setdefault(place, set()).add(key)
-        # What is gone comes last: a schema that another version has taken over is not dropped in between.
+        # Deletions come last, so that a schema that moves to another version is not dropped in between.
         for version in sorted(changes.versions, key=lambda one: one.is_gone):
             self._apply_version(version)
         for settings in changes.settings:
@@ -955,7 +955,7 @@ def _within(context: str, subject: str) -> QualifiedSubject:
 
 
 def _scopes(subject: QualifiedSubject) -> list[QualifiedSubject]:
-    """Return where settings of a subject are looked for, the closest last."""
+    """Return the scopes in which settings of a subject are looked up, the most specific last."""
     scopes = [QualifiedSubject(GLOBAL_CONTEXT, ""), QualifiedSubject(subject.context, "")]
     return [*scopes, subject] if subject.name else scopes
 

@@ -1,7 +1,7 @@
 """Schema rules of topics: checks records before they are stored.
 
-Ids in uncompressed batches are checked on the loop. Whatever has to be decompressed or decoded goes to a child process,
-and so does a batch that fails, to name the records at fault; the connection that sent it waits meanwhile.
+Ids in uncompressed batches are checked on the loop. Batches that have to be decompressed or decoded go to a child
+process, and so do those that fail, to name the records at fault; the connection that sent it waits meanwhile.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SchemaRules:
         await self._children.close()
 
     def conforms(self, records: Buffer, settings: TopicSettings) -> bool:
-        """Whether a batch conforms, as far as can be decided at once; False means that `check` has to decide."""
+        """Whether a batch certainly conforms, decided at once; otherwise `check` has to decide."""
         rule = self._rule(settings)
         if rule.checks_content:
             return False
@@ -99,7 +99,7 @@ class SchemaRules:
                 not check_ids(section, header, rule.fields) if few else have_known_ids(section, header, rule.fields)
             )
         except BatchRejected:
-            # Not what a producer may send, which the log says in its own words.
+            # Producers may not send this; the log reports the error.
             return False
         self.checked_on_loop += is_known
         return is_known

@@ -1,15 +1,16 @@
-"""Assertions: a node's signed word on who a caller is, with which a gateway acts for that caller on every node.
+"""Assertions: signed statements of a node about a caller's identity, with which a gateway acts for that caller on every
+node.
 
-Each node signs with a key that exists only in its memory, another one with each start. The public part is in the node's
+Each node signs with a key that exists only in its memory, and is new with each start. The public part is in the node's
 registration, so every node verifies the assertions of every other, and a gateway, which has neither, can make none. The
 broker processes of a machine have one key, which lasts as long as their supervisor.
 
 An assertion refers to the password or the API token that was shown, and says nothing about rights. The node that
-receives it finds the scope of the token, or the password, in the catalog as it knows it, so a change or deletion holds
-at once, regardless of what was signed before.
+receives it finds the scope of the token, or the password, in its copy of the catalog, so a change or deletion takes
+effect at once, regardless of earlier signatures.
 
-A session is the same for a person at a browser, who keeps it in a cookie: it lasts for hours, holds for no address, and
-ends when the node that signed it stops, since its key does.
+A session is an assertion for a user of a browser, stored in a cookie: it lasts for hours, is not bound to an address,
+and ends when the node that signed it stops, since its key is lost.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ASSERTION_BYTES_MAX: Final = 4096
 _SIGNATURE_BYTES: Final = 64
 _PURPOSE: Final = b"millstream assertion 1\0"
 _SESSION_PURPOSE: Final = b"millstream session 1\0"
-"""Signed with every assertion or session, so that a signature is of no use for anything else."""
+"""Part of every signed text, so that a signature is not valid for any other purpose."""
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True):
@@ -142,7 +143,7 @@ class Assertions:
         return found
 
     async def _proved(self, found: Assertion, who: Verified) -> Verified:
-        """Look up what was proved, as it is stored now."""
+        """Look up the current credential."""
         proof = found.proof
         if proof is None:
             return who

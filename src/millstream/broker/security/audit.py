@@ -1,8 +1,8 @@
 """The audit log: sign-ins, denials and changes as OCSF events in the internal topic `__audit`.
 
 Recording an event never waits and never fails: events are held in a bounded buffer, and one task writes them. Denials
-and failed sign-ins recur, so each is written when it first happens and then at most once a minute, with a count. What
-does not fit into the buffer is counted, and the next event says how many were dropped.
+and failed sign-ins recur, so each is written when it first happens and then at most once a minute, with a count. Events
+that do not fit into the buffer are counted, and the next event says how many were dropped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REPEATED_PER_SOURCE_MAX: Final = 100
 WINDOW_S: Final = 60.0
 OTHERS: Final = "(others)"
 HTTP: Final = "http"
-"""In place of a listener: the gateway, acting for a caller."""
+"""Used instead of a listener's name: the gateway, acting for a caller."""
 _BATCH_EVENTS_MAX: Final = 500
 _NAME_CHARACTERS_MAX: Final = 256
 _CLOSE_S: Final = 5.0
@@ -292,7 +292,7 @@ class AuditTrail:
 
 
 class AuditLog:
-    """Writes what a trail has collected to the topic, which it creates."""
+    """Writes the events of a trail to the topic, which it creates."""
 
     def __init__(self, trail: AuditTrail, topics: Topics, appender: LeaderAppender, config: Config) -> None:
         self._trail = trail
@@ -328,7 +328,7 @@ class AuditLog:
                 await self._backoff.pause()
 
     async def close(self) -> None:
-        """Write what is left, for a few seconds at most."""
+        """Write the remaining events, for a few seconds at most."""
         self._is_closing = True
         self._trail.flush()
         self._trail.changed.set()

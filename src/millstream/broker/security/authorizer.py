@@ -52,7 +52,7 @@ _NO_RULE: Final = Decision(is_allowed=False)
 
 
 class AclSnapshot:
-    """An immutable set of rules, indexed by what they are about."""
+    """An immutable set of rules, indexed by resource."""
 
     __slots__ = ("_by_prefix", "_by_type", "_exact", "_lengths", "acls", "super_users")
 
@@ -114,7 +114,7 @@ class AclSnapshot:
     def _about(self, kind: ResourceType, name: str) -> Iterator[Acl]:
         """Yield every rule whose pattern covers a resource."""
         yield from self._exact.get((kind, name), ())
-        # Names of groups may begin with an asterisk; Kafka does not count those among what the wildcard covers.
+        # Names of groups may begin with an asterisk; in Kafka, the wildcard does not cover those.
         if not name.startswith(WILDCARD):
             yield from self._exact.get((kind, WILDCARD), ())
         for length in self._lengths.get(kind, ()):
@@ -136,7 +136,7 @@ def _allows(acl: Acl, operation: Operation, kind: ResourceType, name: str) -> bo
 
 
 def _is_open(acl: Acl, denied: Mapping[PatternType, set[str]]) -> bool:
-    """Whether a rule that allows leaves something that no rule of a wider pattern denies."""
+    """Whether an allowing rule covers something that no rule of a wider pattern denies."""
     name = acl.resource_name
     if acl.pattern is PatternType.LITERAL:
         if name == WILDCARD:

@@ -1,8 +1,8 @@
-"""What a request changes of what is declared, as the audit log records it.
+"""The changes of declarations by requests, as the audit log records them.
 
-Each API declares its `changes`: None, or a function that reads off a request and its response what has been changed; a
-test fails for an API that declares neither. Values of settings are recorded for topics, nodes and quotas only: those
-of subscriptions and pipelines may be secrets.
+Each API declares its `changes`: None, or a function that derives the changes from a request and its response; a test
+fails for an API that declares neither. Values of settings are recorded for topics, nodes and quotas only: those of
+subscriptions and pipelines may be secrets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DETAILS: Final = ("topics", "topic", "kind", "wanted", "parked", "to", "version
 
 
 class Changes(Protocol):
-    """Reads off a request and its response what has been changed."""
+    """Derives the changes from a request and its response."""
 
     def __call__(self, request: Any, response: Any, users: Users, /) -> Iterable[Change]: ...
 
@@ -38,7 +38,7 @@ async def record_changes(
 ) -> Any:
     """Await the response of an API, and record what was changed.
 
-    A change is carried out and recorded even if the client leaves meanwhile, or it could leave to hide what it did.
+    A change is carried out and recorded even if the client disconnects meanwhile, which could otherwise hide it.
     """
     if changes is None or getattr(request, "validate_only", False):
         return await work
@@ -79,7 +79,7 @@ def _details(request: Any) -> dict[str, Any]:
 
 
 def carried_out(results: Iterable[Any]) -> Iterator[Any]:
-    """Yield the results of what was done; after a timeout, it may have been."""
+    """Yield the results of changes that were made or, after a timeout, may have been."""
     return (result for result in results if result.error_code in (0, TIMED_OUT))
 
 

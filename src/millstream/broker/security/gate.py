@@ -42,7 +42,7 @@ CERTIFICATE: Final = "TLS"
 """The mechanism of clients that authenticate by certificate, in the audit log."""
 _BEFORE: Final = frozenset({API_VERSIONS_KEY, SASL_HANDSHAKE_KEY})
 _IN_DIALOGUE: Final = frozenset({SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY})
-"""What a client may request before it has chosen a mechanism, and after that; a second handshake is answered."""
+"""The allowed requests before a client has chosen a mechanism, and after that; a second handshake is answered."""
 LIMITS: Final = ConnectionLimits(frame_bytes_max=FRAME_BYTES_MAX)
 
 
@@ -55,7 +55,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knowledge:
-    """What a node authenticates its clients with."""
+    """The state with which a node authenticates its clients."""
 
     state: SecurityState
     authenticator: Authenticator
@@ -64,7 +64,7 @@ class Knowledge:
     cluster: str
     node_id: NodeId
     node_secret: bytes
-    """The secret by which this node's own processes sign in; new with each start."""
+    """The secret with which this node's own processes sign in; new with each start."""
     assertions: Assertions
     connections_max: int = 2**31
     """How many connections one principal may have open."""
@@ -156,7 +156,7 @@ class Session:
 
     @property
     def _is_default(self) -> bool:
-        """Whether the client is anonymous because it has said nothing yet, on a listener that lets it."""
+        """Whether the client is anonymous because it has not authenticated yet, on a listener that allows that."""
         return not self._gate.requires and self._mechanism_name in ("", ASSERTION)
 
     @property
@@ -165,7 +165,7 @@ class Session:
         return self._gate.offered if self._gate.requires else ()
 
     def may_begin(self, *, bare: bool) -> bool:
-        """Whether this is the time for a handshake: at first, and again in a session that has an end (KIP-368)."""
+        """Whether a handshake is allowed now: first, and again in a session that expires (KIP-368)."""
         if self.has_begun or (bare and self.is_known):
             self._connection.drain()
             return False
@@ -224,7 +224,7 @@ class Session:
         try:
             said, _ = await self.step(message)
         except AuthenticationFailed as error:
-            # There is no room for an error in bare messages.
+            # Bare messages cannot carry an error.
             raise ProtocolViolation(str(error)) from error
         return [len(said).to_bytes(4, "big") + said]
 
@@ -312,7 +312,7 @@ class Session:
 
     def _expire(self, *, is_last: bool = False) -> None:
         if self.has_begun and not is_last:
-            # The client authenticates again, and has the time that a new one has.
+            # The client is reauthenticating, and has as much time as a new one.
             again = partial(self._expire, is_last=True)
             self._ends = asyncio.get_running_loop().call_later(DEADLINE_S, again)
             return
@@ -345,7 +345,7 @@ def _subject(certificate: Any) -> str:
 
 
 class _NodeSecret:
-    """The mechanism of a node's own processes, on a listener that only they know: as the node, or by an API token."""
+    """The mechanism of a node's own processes, on a listener that only they know: as the node, or with an API token."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._authenticator = knowledge.authenticator
@@ -362,7 +362,7 @@ class _NodeSecret:
 
 
 class _Asserted:
-    """How a gateway acts for a caller: by what a node has signed."""
+    """The mechanism of a gateway that acts for a caller: an assertion of a node."""
 
     def __init__(self, assertions: Assertions) -> None:
         self._assertions = assertions

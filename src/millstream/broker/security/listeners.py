@@ -90,7 +90,7 @@ class Listeners:
         """Identifies accepted clients; None without authentication."""
 
     def check(self) -> None:
-        """Raise `InvalidSetting` for listeners that cannot work, and for those that let everyone in."""
+        """Raise `InvalidSetting` for invalid listeners, and for those that are open to everyone."""
         config = self._config
         if config.authorizes:
             from millstream.broker.security.tls import PrincipalRules
@@ -158,7 +158,7 @@ class Listeners:
         return INTERNAL if self._has_internal else self._config.node_listener
 
     def bind(self) -> None:
-        """Take every address, so that they are known; clients are refused until `listen`."""
+        """Bind every address, so that they are known; clients are refused until `listen`."""
         listeners = list(self._config.all_listeners)
         if self._has_internal:
             listeners.append(
@@ -215,7 +215,7 @@ class Listeners:
 
     @cached_property
     def node_credentials(self) -> Credentials:
-        """How this node and its processes sign in at it and at others."""
+        """Return the credentials of this node and its processes, for itself and other nodes."""
         if self._has_internal:
             return node_by_secret(self._secret)
         listener = self._node_listener
@@ -249,7 +249,7 @@ class Listeners:
         membership: Membership,
         supervise: Supervise,
     ) -> RevokedSessions | None:
-        """Accept connections everywhere; returns a function that closes those no longer allowed."""
+        """Accept connections on all listeners; return a function that closes those no longer allowed."""
         if not self._config.authorizes:
             for bound in self._bound:
                 tls = None if bound.tls is None else bound.tls.context
@@ -327,7 +327,7 @@ class Listeners:
 
 
 def address_of(bound: socket.socket) -> str:
-    """Return the address that a socket is bound to, as people write it."""
+    """Return the address that a socket is bound to, as HOST:PORT."""
     host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -1,6 +1,6 @@
-"""Bearer tokens: JSON web tokens of a trusted issuer, checked by its published keys.
+"""Bearer tokens: JSON web tokens of a trusted issuer, verified with its published keys.
 
-Only asymmetric algorithms are taken, so a public key can never pass for a secret, and `alg: none` is rejected.
+Only asymmetric algorithms are accepted, so a public key can never be used as a secret, and `alg: none` is rejected.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Bearer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OAuthSettings:
-    """Which tokens are taken."""
+    """Which tokens are accepted."""
 
     jwks: str
     """A file or an https URL."""
     issuer: str
     audience: str
     principal: str = "oauth:{sub}"
-    """The name that a token's claims become; the prefix keeps it apart from users with passwords."""
+    """The principal's name as a template of claims; the prefix distinguishes it from users with passwords."""
 
     def check(self) -> None:
         """Raise `InvalidSetting` unless tokens can be checked."""
@@ -79,7 +79,7 @@ class OAuthSettings:
 
 
 class TokenChecker:
-    """Checks tokens by keys that may change at any time."""
+    """Verifies tokens with keys that may change at any time."""
 
     def __init__(self, settings: OAuthSettings) -> None:
         settings.check()
@@ -112,7 +112,7 @@ class TokenChecker:
 
     def _verify(self, token: str) -> Bearer:
         if self._keys is None:
-            raise _UnknownKey("the keys that tokens are checked by are not known yet")
+            raise _UnknownKey("the keys that verify tokens are not known yet")
         try:
             checked = jwt.decode(token, self._keys, algorithms=list(ALGORITHMS))
         except InvalidKeyIdError:

@@ -1,4 +1,4 @@
-"""What the client of a connection may do; where clients do not authenticate, connections have no rights."""
+"""The rights of a connection's client; where clients do not authenticate, connections have no `Rights`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from millstream.core.subscription import LETTERS_PREFIX
 
 ANONYMOUS: Final = "User:ANONYMOUS"
 OWNER_HOST: Final = "127.0.0.1"
-"""Where pipelines and push are, for rules that name a host."""
+"""The host of pipelines and push, for rules that name a host."""
 _REMEMBERED_MAX: Final = 10_000
 _ERRORS: Final[dict[ResourceType, type[MillstreamError]]] = {
     ResourceType.TOPIC: TopicNotAuthorized,
@@ -41,7 +41,7 @@ _NOUNS: Final = {
 
 
 def _resource(kind: ResourceType, name: str) -> tuple[ResourceType, str]:
-    """Return the resource whose rules hold: what tracks the letters of a dead letter topic is a part of the topic."""
+    """Return the resource whose rules apply: the subscription that tracks a dead letter topic counts as the topic."""
     if kind is ResourceType.GROUP and name.startswith(LETTERS_PREFIX):
         return ResourceType.TOPIC, name.removeprefix(LETTERS_PREFIX)
     return kind, name
@@ -66,7 +66,7 @@ class Rights:
         self.node_id = node_id
         """The node of this cluster that the client is; nodes may do everything."""
         self.tokens = tuple(tokens)
-        """The API token that the client has shown and those it was created with: the scope of each holds."""
+        """The API token of the client and those it was created with: the scope of each applies."""
         self._scopes = tuple(AclSnapshot(token.scope) for token in tokens if token.scope)
         self._state = state
         self._snapshot: AclSnapshot | None = None
@@ -91,7 +91,7 @@ class Rights:
         return decision
 
     def check(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:
-        """Return the same as `allows`, and record a denial: the request is refused, not just answered with less."""
+        """Return the same as `allows`, and audit a denial: the request is refused, not just filtered."""
         is_allowed = self.allows(operation, kind, name)
         if not is_allowed:
             self._state.audit.deny(self.actor, operation, kind, name)
@@ -119,7 +119,7 @@ class Rights:
         return all(one.decide_any(self.principal, self.host, operation, kind) for one in rules)
 
     def has_token(self, token: ApiToken | None) -> bool:
-        """Whether an API token is the client's own; within a scope, only the one it shows and those made with it."""
+        """Whether an API token is the client's own; for a scoped token, only itself and those created with it."""
         if token is None or token.owner != self.principal:
             return False
         chain = self._state.token_chain(token.token_id)

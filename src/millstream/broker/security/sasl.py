@@ -70,7 +70,7 @@ class Verified:
 
 
 UNAUTHENTICATED: Final = Verified(principal=ANONYMOUS)
-"""A client that shows nothing, where it need not."""
+"""A client without credentials, where they are not required."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +95,11 @@ class Mechanism(Protocol):
     """The user that the client claims to be; empty until it has said so."""
 
     async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
-        """Answer a message of the client; the last answer comes with the principal."""
+        """Answer a message of the client; the last answer is returned with the principal."""
 
 
 class Passwords:
-    """Checks passwords in threads, a few at a time, and caches those that were right."""
+    """Checks passwords in threads, a few at a time, and caches correct ones."""
 
     def __init__(self, state: SecurityState) -> None:
         self.state = state
@@ -113,7 +113,7 @@ class Passwords:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def decoy(self, user: str, mechanism: str) -> ScramCredential:
-        """Return a credential for an unknown user: the same for each name, and proved by no password."""
+        """Return a decoy credential for an unknown user: always the same for a name, and matched by no password."""
         salt = hmac.digest(self._key, f"{mechanism}:{user}".encode(), "sha256")[:_SALT_BYTES]
         size = len(digest(mechanism, b""))
         return ScramCredential(
@@ -192,7 +192,7 @@ class _Scram:
         authorized, comma, first = rest.partition(",")
         if flag not in ("n", "y") or not comma:
             raise AuthenticationFailed("SCRAM with channel binding is not served")
-        # What comes behind the nonce are extensions, whose names are longer.
+        # Extensions, which have longer names, follow the nonce.
         named = scram_fields(",".join(first.split(",", 2)[:2]))
         name, nonce = _decode_name(named.get("n", "")), named.get("r", "")
         if not name or not nonce or len(nonce) > 256 or authorized not in ("", f"a={named['n']}"):
@@ -249,7 +249,7 @@ class _Bearer:
 
 
 class Authenticator:
-    """Verifies what clients show, by each mechanism and at each door."""
+    """Verifies credentials of all mechanisms and endpoints."""
 
     def __init__(self, passwords: Passwords, tokens: TokenChecker | None) -> None:
         self._passwords = passwords

@@ -1,4 +1,4 @@
-"""The secrets of the catalog while a node runs: follows the key file, and reports what cannot be opened."""
+"""The secrets of the catalog while a node runs: follows the key file, and reports secrets that cannot be opened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED_MAX: Final = 10
 
 
 class SecretHolder(Protocol):
-    """A node's copy of a noun that has secrets."""
+    """A node's copy of declarations that have secrets."""
 
     def all(self) -> Iterable[Sealable]: ...
     async def load(self) -> None: ...
@@ -28,7 +28,7 @@ class SecretHolder(Protocol):
 
 
 class StoredSecrets:
-    """What the catalog holds sealed, and whether this node can open it."""
+    """The sealed secrets of the catalog, and whether this node can open them."""
 
     def __init__(self, catalog: Catalog, sealing: Sealing, holders: Sequence[SecretHolder]) -> None:
         self._catalog = catalog
@@ -45,7 +45,7 @@ class StoredSecrets:
         return await asyncio.to_thread(self._catalog.secrets)
 
     async def reseal(self) -> int:
-        """Seal with the newest key what older ones have sealed; return how many secrets that were."""
+        """Reseal secrets of older keys with the newest key; return how many."""
         resealed = await asyncio.to_thread(self._catalog.reseal)
         _logger.info("secrets sealed again", extra={"count": resealed, "key": self.newest_key_id()})
         return resealed
@@ -58,7 +58,7 @@ class StoredSecrets:
             return ""
 
     def warnings(self) -> Iterable[str]:
-        """Yield what this node cannot open, and why."""
+        """Yield the secrets that this node cannot open, and why."""
         for place, problem in sorted(self._problems.items())[:_NAMED_MAX]:
             yield f"{place}: {problem}"
 

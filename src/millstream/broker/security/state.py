@@ -123,7 +123,7 @@ class SecurityState(Holder):
         return self.token_chain(token_id)
 
     def owner(self, principal: str) -> Owner:
-        """Return a principal as the owner of what it changes."""
+        """Return a principal as an owner of declarations."""
         return Owner(principal=principal, has_password=self._has_password(principal))
 
     def is_gone(self, owner: Owner) -> bool:
@@ -179,7 +179,7 @@ class SecurityState(Holder):
         return gone
 
     async def follow(self, wanted: Iterable[Acl], gone: Iterable[Acl], sightings: SightingChange) -> None:
-        """Add and delete rules as the source of a mirror has, in one step with what was seen there."""
+        """Add and delete rules as at the source of a mirror, in one transaction with its sightings."""
         here = self.snapshot.acls
         added, removed = frozenset(wanted) - here, frozenset(gone) & here
         if len(here) + len(added) > ACLS_MAX:

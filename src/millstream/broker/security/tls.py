@@ -1,4 +1,4 @@
-"""TLS of the listeners and between nodes: contexts that follow their files, and who a certificate names.
+"""TLS of the listeners and between nodes: contexts that follow their files, and the principals of certificates.
 
 Files are checked when a client begins a handshake, so a renewed certificate is used from the next connection on, and
 connections that are open continue. Files that do not fit together are refused, and the last ones that did stay in use.
@@ -26,7 +26,7 @@ _RULE: Final = re2.compile(r"\s*(?:(DEFAULT)|RULE:((?:\\.|[^\\/])*)/((?:\\.|[^\\
 
 
 class DirectConnection(ssl.SSLObject):
-    """TLS that reads and writes without a Python function around each call.
+    """A TLS connection that reads and writes without a Python wrapper around each call.
 
     OpenSSL decrypts one record of TLS per call, and producers send a record or two per message.
     """
@@ -48,12 +48,12 @@ class TlsFiles:
     client_ca: str = ""
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Return what changes with the files."""
+        """Return a value that changes with the files."""
         found = (os.stat(path) for path in (self.certificate, self.key, self.client_ca) if path)
         return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
 
     def load(self, *, is_server: bool) -> ssl.SSLContext:
-        """Make a context of the files as they are now."""
+        """Create a context from the current files."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.sslobject_class = DirectConnection
@@ -70,7 +70,7 @@ class TlsFiles:
 
 
 class FollowedTls:
-    """A context for servers that is always that of the files as they are now."""
+    """A server context that follows its files."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files

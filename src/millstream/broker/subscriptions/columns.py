@@ -131,7 +131,7 @@ class Columns:
         self.holders.insert(index, 0)
         self.first_delivered.insert(index, 0)
 
-    # -- changing them ---------------------------------------------------------------------------------------
+    # -- changes ---------------------------------------------------------------------------------------------
 
     def set_state(self, start: int, end: int, state: int) -> None:
         """Set the state of messages."""
@@ -178,7 +178,7 @@ class Columns:
         if attempt == 1:
             self.first_delivered[start:end] = array("q", (now_ms,)) * count
 
-    # -- looking at them -------------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------------------
 
     def first_unfinished(self, start: int) -> int:
         """Return the first index from `start` on that is not done."""

@@ -199,7 +199,7 @@ class Delivery:
         self._filter = queue_filter
         self._opener = opener
         self._scanning: asyncio.Task[None] | None = None
-        # What was scanned last, while it is being leased, so that it is read once.
+        # The last scanned range, while it is being leased, so that it is read only once.
         self._scanned: ScannedRange | None = None
         # By worker: those with leases, and some that had some.
         self._origins: dict[str, Origin] = {}
@@ -218,7 +218,7 @@ class Delivery:
         # The size of a message, estimated from the last read.
         self._message_bytes = 1024
         self._last_write: PendingWrite | None = None
-        # What requests wait for that came while the last write was under way: it is written as a whole after that.
+        # Waiters of requests that arrived during the last write; their changes are written together after it.
         self._next_write: PendingWrite | None = None
         self.outcomes = OutcomeHistory()
         self._marked_sequence = 0
@@ -419,11 +419,11 @@ class Delivery:
     def change(self, settings: SubscriptionSettings, queue_filter: QueueFilter | None) -> None:
         """Apply changed settings; messages that were scanned already keep their state."""
         if self.settings.ledger and not settings.ledger:
-            # The last event, so that what follows is not missed.
+            # The last event, so that later ones are not expected.
             self.mark_window(LEDGER_OFF)
             self.queue_changed()
         if settings.delivery != self.settings.delivery:
-            # When a worker may be answered depends on it, so those who wait ask again.
+            # It determines when a worker may be answered, so waiting workers must ask again.
             self._end_waits(CoordinatorUnavailable("the delivery mode of the subscription has changed"))
         self.queue.settings = settings
         if self._filter is not None:
@@ -473,7 +473,7 @@ class Delivery:
             waiter.reject(reason)
 
     def queue_changed(self) -> None:
-        """Write changes made to the queue from outside, and wake who can continue."""
+        """Write changes made to the queue from outside, and wake waiting workers."""
         self._after_change()
 
     # Internals
@@ -867,7 +867,7 @@ class Delivery:
         if demand is None:
             return False
         if not self._has_available:
-            # Those before it took more than they asked for, or hold the keys of what was scanned.
+            # Earlier workers took more than they asked for, or hold the keys of the scanned messages.
             self._prepare(demand.max_records)
         found = self._lease(demand if demand.max_records <= share else demand._replace(max_records=share))
         if found.leases:

@@ -104,7 +104,7 @@ class Expiry:
             elif used_here_ms - max(subscription.used_ms, subscription.created_ms) > lifetime_ms / NOTES_PER_LIFETIME:
                 await self._subscriptions.note_use(subscription.name, used_here_ms)
         except UnknownSubscription:
-            # Another node was faster.
+            # Another node has deleted it.
             return
         except MillstreamError as error:
             _logger.warning(
@@ -604,7 +604,7 @@ def delivery_metrics(deliveries: Iterable[Delivery], name_of: NameOf, clock: Clo
     by_name: dict[str, list[Delivery]] = {}
     for delivery in deliveries:
         name = name_of(delivery.key.subscription_id)
-        # Dead letters wait for people rather than workers, and have separate metrics.
+        # Dead letters wait for operators rather than workers, and have separate metrics.
         if name is not None and not name.startswith(LETTERS_PREFIX):
             by_name.setdefault(name, []).append(delivery)
     for suffix, kind, help_text, count in _COUNTED:

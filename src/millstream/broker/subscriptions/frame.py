@@ -6,8 +6,8 @@
     rows     48 bytes each: kind, attempt, worker, reason, extra (numbers of texts and extras), first, last, due, time
     texts    in UTF-8, concatenated; then the extras
 
-A frame of a queue with a ledger ends its texts with the names of the subscription and the topic, which nothing else in
-it needs: those who read it later may no longer find them by their ids.
+A frame of a queue with a ledger ends its texts with the names of the subscription and the topic, for later readers of
+the ledger, who may no longer find them by their ids.
 
 Rows have a fixed width, so that numpy can read many at once. If what follows the header is large, it is compressed, and
 preceded by the lowest and the highest offset of its rows.
@@ -83,7 +83,7 @@ class Frame(NamedTuple):
     header: FrameHeader
     deltas: list[Delta]
     encoded_names: Sequence[bytes] = ()
-    """Decoded only for those who ask: every frame is read when it is stored, and only the ledger needs its names."""
+    """Decoded on demand: every frame is read when it is stored, and only the ledger needs its names."""
 
     @property
     def names(self) -> LedgerNames | None:

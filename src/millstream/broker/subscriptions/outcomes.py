@@ -274,11 +274,11 @@ def _final_state(final: Delta) -> MessageState:
     return MessageState(_FINAL_STATES[final.kind], final.attempt, is_final=True)
 
 
-# The life of a message in one queue, as far as its delivery state and the last frames of deltas know it.
+# The history of a message in one queue, from its delivery state and the last frames of deltas.
 #
 # The state knows everything about unfinished messages except earlier deliveries, and nothing about finished ones; the
 # frames that `OutcomeHistory` holds know the rest for a while, and with a ledger those in `__subscriptions` do until
-# they have landed. What none of them knows is said in `unknown`.
+# they have landed. `unknown` says what is missing.
 
 _ENDS: Final = {
     DeltaKind.ACCEPTED: "accepted",

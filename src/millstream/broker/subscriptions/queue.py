@@ -164,7 +164,7 @@ class Queue:
         elif not holding:
             self._supply.admit_key_holders(self._order)
 
-    # -- what it says of itself ------------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------------------------
 
     @property
     def fold(self) -> Fold:
@@ -251,7 +251,7 @@ class Queue:
     def _unscanned(self, end_offset: int) -> int:
         return max(0, end_offset - self._fold.window.end)
 
-    # -- looking ahead ---------------------------------------------------------------------------------------
+    # -- scanning --------------------------------------------------------------------------------------------
 
     def begin(self, offset: int, *, now_ms: int) -> None:
         """Start at an offset."""
@@ -336,7 +336,7 @@ class Queue:
         edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])))) + (window.base + start)
         return [(first, after - 1) for first, after in edges.reshape(-1, 2).tolist()]
 
-    # -- giving messages out ---------------------------------------------------------------------------------
+    # -- leasing --------------------------------------------------------------------------------------------
 
     @property
     def next_available(self) -> Offset | None:
@@ -400,7 +400,7 @@ class Queue:
             taken += last - first + 1
         return taken
 
-    # -- taking them back ------------------------------------------------------------------------------------
+    # -- settling --------------------------------------------------------------------------------------------
 
     def settle(self, worker: str, verbs: Sequence[Settlement], *, now_ms: int) -> list[InvalidRecordState | None]:
         """Settle messages of a worker; return None or the error for each settlement."""
@@ -711,7 +711,7 @@ class Queue:
         end = fold.window.end
         self._record(Delta(DeltaKind.WINDOW, end, end, 0, 0, "", now_ms, reason, extra))
 
-    # -- what has to be stored -------------------------------------------------------------------------------
+    # -- pending deltas --------------------------------------------------------------------------------------
 
     @property
     def is_urgent(self) -> bool:

@@ -457,7 +457,7 @@ FRAMES_BYTES_MAX: Final = 16 * 1024 * 1024
 class LedgerRetention:
     """Keeps superseded deltas in the log until the ledger has landed them, within a number of bytes.
 
-    Beyond that the oldest ones go, whole segments at a time, and a record in the log says which.
+    Beyond that the oldest ones are deleted, whole segments at a time, and a record in the log says which.
     """
 
     def __init__(self, clock: Clock, bytes_max: int) -> None:

@@ -57,7 +57,7 @@ class QueueWrite(NamedTuple):
 
 
 class PendingWrite:
-    """A write on its way to the store; several requests may wait for it, each as it likes.
+    """A write on its way to the store; several requests may wait for it, with a listener or by awaiting it.
 
     Listeners are called in the moment when it is durable or has failed, without a turn of the loop in between. A
     request that awaits it and is cancelled leaves it as it is.
