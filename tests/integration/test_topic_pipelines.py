@@ -417,12 +417,12 @@ def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
 @pytest.mark.parametrize(
     ("sql", "message"),
     [
-        ("INSERT INTO orders SELECT 1", "a SELECT and nothing else"),
+        ("INSERT INTO orders SELECT 1", "a single SELECT"),
         ("SELECT 1", "reads no topic"),
         ("SELECT id FROM a.orders", "backquotes"),
         ("SELECT id FROM orders WHERE id IN (SELECT id FROM orders)", "join it instead"),
         ("SELECT id, total AS id FROM orders", "two columns"),
-        ("SELECT key FROM orders", "nothing else"),
+        ("SELECT key FROM orders", "selects only a key"),
         ("SELECT value, id FROM orders", "not part of a message"),
         ("SELECT reflect('java.lang.System', 'getProperty', 'user.dir') AS id FROM orders", "reflect"),
         ("SELECT identifier('java_' || 'method')('java.lang.System', 'exit') AS id FROM orders", "java_method"),

@@ -66,7 +66,7 @@ def test_cron_keeps_to_the_clock_of_its_time_zone() -> None:
         ("0 3 * *", "five fields"),
         ("60 * * * *", "the minute of a cron expression is between 0 and 59, not '60'"),
         ("0 5-3 * * *", "ends before it begins"),
-        ("0 0 30 2 *", "no year has"),
+        ("0 0 30 2 *", "does not exist"),
         ("0 0 * foo *", "the month"),
         ("*/0 * * * *", "the minute"),
     ],

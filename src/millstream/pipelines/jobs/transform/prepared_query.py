@@ -769,7 +769,7 @@ def returned_type(name: str, function: Any) -> str:
     """Return the type of a function's results, in Spark's notation, by its annotation."""
     given = getattr(function, "__annotations__", {}).get("return")
     if given is None:
-        raise InvalidSetting(f"annotate what function {name!r} returns: `def {name}(…) -> float`")
+        raise InvalidSetting(f"say what function {name!r} returns: `def {name}(…) -> float`")
     is_type = isinstance(given, type)
     text = given.__name__ if is_type else str(given).strip("'\"")
     found = _OPTIONAL.fullmatch(text)
