@@ -4,7 +4,7 @@
         await ms.publish("orders", {"order_id": 1}, key="customer-7")
         subscriber = await ms.subscribe("orders", bill, name="billing")
 
-It does little itself: payloads become bytes here, and the parts that publish and receive do the rest.
+This module encodes payloads; the publisher and the receivers do the rest.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Wanted(TypedDict, total=False):
     backoff: Seconds | tuple[Seconds, Seconds] | None
     """The delay before the next attempt: the first, or the first and the longest; it doubles."""
     dead_letter: str | None
-    """The topic for messages that fail for good."""
+    """The topic for messages that fail permanently."""
     start: Start | None
     """Where a new subscription starts."""
     expires: Seconds | None
@@ -289,11 +289,11 @@ def connect(
     together. `timeout` bounds requests, in seconds; `publish_timeout` bounds a publish, which is retried through
     failures until then. `linger` makes messages wait for others; without it they are sent at once, and batches grow
     under load. `acks` is "all" (or -1) for all in-sync replicas, 1 for the leader alone, 0 for no acknowledgement.
-    `receipts` names a file in which every acknowledged message is recorded, to be checked against the log later.
-    `tls` is a file with the authority that signed the brokers' certificates, True for those that the machine trusts, or
-    a context of your own, which may hold a certificate of the client. `user` and `password` authenticate by SCRAM,
-    `token` by a bearer token, or a function that gives one when it is needed. `profile` names what else is taken from
-    the user's profiles: addresses, TLS and identity that are not given here.
+    `receipts` names a file in which every acknowledged message is recorded, to be checked against the log later. `tls`
+    is a file with the authority that signed the brokers' certificates, True for those that the machine trusts, or a
+    context of your own, which may hold a certificate of the client. `user` and `password` authenticate by SCRAM,
+    `token` by a bearer token, or a function that returns one when it is needed. `profile` names the user's profile from
+    which addresses, TLS and identity are taken if they are not given here.
     """
     if profile is not None:
         chosen = load_profile(profile)
@@ -396,7 +396,7 @@ class Connection:
         self, client: Client, publisher: Callable[[], Publisher], *, client_id: str, book: ReceiptBook | None = None
     ) -> None:
         self.client = client
-        """The underlying client of the wire protocol, for what this class does not offer."""
+        """The underlying client of the wire protocol, for operations that this class does not offer."""
         self._client_id = client_id
         self._make_publisher = publisher
         self._publisher: Publisher | None = None
@@ -547,7 +547,7 @@ class Connection:
         return await _delivery(self.client, receipt, subscription, wait)
 
     async def leases(self, subscription: str, *, limit: int = 1000) -> HeldLeases:
-        """Who holds which messages of a subscription, until when and in which attempt; at most `limit` ranges."""
+        """Return who holds which messages of a subscription, until when, in which attempt; at most `limit` ranges."""
         check_text("subscription", subscription)
         check_integer("limit", limit, 1)
         return await self._subscriptions.leases(subscription, limit=limit)
@@ -756,7 +756,7 @@ def _check_handler(handler: object) -> None:
     try:
         signature = inspect.signature(handler)
     except ValueError:
-        return  # Python does not know what a function of another language takes.
+        return  # The signature of a function in another language is unknown.
     try:
         signature.bind(None)
     except TypeError:

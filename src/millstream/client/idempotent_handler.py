@@ -5,11 +5,11 @@
     await ms.subscribe("orders", handle, name="billing")
 
 `IdempotentHandler` claims the id of a message before the handler runs and marks it after. A duplicate waits while
-another worker is at it, and is then accepted without being handled. A handler that fails gives its claim back. If a
-worker dies after the effect and before the mark, the effect happens again.
+another worker handles the message, and is then accepted without being handled. A handler that fails releases its claim.
+If a worker dies after the effect and before the mark, the effect happens again.
 
-`TransactionalHandler` gives the handler a connection of SQLAlchemy's, in whose transaction the mark is written. What
-the handler writes there happens exactly once, whenever anybody dies.
+`TransactionalHandler` gives the handler a connection of SQLAlchemy's, in whose transaction the mark is written. The
+handler's writes there happen exactly once, whichever process crashes.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class HandledTable:
            ▲                 │ give back, or the end of the lease
            └─────────────────┘
 
-    `decide` says what becomes of a row and knows nothing of databases. Many operations are one transaction. Each row is
-    written only if it is still as it was read; if another worker was faster, everything is read and decided again.
+    `decide` computes the new state of a row, independently of the database. Many operations are one transaction. Each
+    row is written only if it has not changed since it was read; otherwise everything is read and decided again.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -269,7 +269,7 @@ def _make_durable(connection: Any, _record: Any) -> None:
 
 
 def _begin_to_write(connection: Connection) -> None:
-    # A transaction that reads before it writes fails at once if another one writes; this one waits its turn.
+    # A transaction that reads before it writes fails at once if another one is writing; this one waits instead.
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 

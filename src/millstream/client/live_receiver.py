@@ -52,7 +52,7 @@ class LiveReceiver:
         self.error: MillstreamError | None = None
 
     async def start(self) -> None:
-        """Note the current ends of the topics, and follow them."""
+        """Record the current ends of the topics, and follow from there."""
         await self._find(Offset(_LATEST))
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)

@@ -76,7 +76,7 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise InvalidRequest(
-                "this would wait for itself: an async handler runs on the client's own loop; make it a plain function"
+                "this would deadlock: an async handler runs on the client's own loop; make it a plain function"
             )
         future = self.start(coroutine)
         try:
@@ -109,8 +109,8 @@ class LoopThread:
         if threading.current_thread() is not self._thread:
             self.call(closing)
             return
-        # The garbage collector may find a forgotten iterator in any thread, including the one that must not wait for
-        # itself.
+        # The garbage collector may finalize an iterator in any thread, including the loop's own, which must not wait
+        # for itself.
         task = self._loop.create_task(closing)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

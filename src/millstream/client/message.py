@@ -115,7 +115,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
     def __repr__(self) -> str:
         return f"<Message {self.topic}/{self.partition}@{self.offset} attempt {self.attempt}>"
 
-    # -- where it is from -----------------------------------------------------------------------------------
+    # -- origin ---------------------------------------------------------------------------------------------
 
     @property
     def topic(self) -> str:
@@ -148,7 +148,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
         deadline_ms = self._lease.deadline_ms
         return None if deadline_ms is None else datetime.fromtimestamp(deadline_ms / 1000, UTC)
 
-    # -- what is in it --------------------------------------------------------------------------------------
+    # -- contents -------------------------------------------------------------------------------------------
 
     @property
     def key_text(self) -> str | None:
@@ -204,7 +204,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     @property
     def correlation_id(self) -> str | None:
-        """Return what this message belongs to; a handler's publishes carry it on."""
+        """Return the correlation id; messages published by its handler inherit it."""
         return self.header_text(CORRELATION_ID)
 
     @property
@@ -212,7 +212,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
         """Return the trace it was published in."""
         return self.header_text(TRACEPARENT)
 
-    # -- what became of it ----------------------------------------------------------------------------------
+    # -- settlement -----------------------------------------------------------------------------------------
 
     async def ack(self) -> None:
         """Accept: it is not delivered again. Returns when that is durable."""
@@ -287,7 +287,7 @@ _NO_SETTLER: Final = NoSettler()
 class Lease:
     """Messages of one partition from one response, all with the same delivery attempt.
 
-    What they have in common is stored once. Leases of unsettled messages are renewed when half of their time has
+    Their common properties are stored once. Leases of unsettled messages are renewed when half of their time has
     passed, so that a long handler, or a message waiting behind one, keeps its lease. Times are monotonic.
     """
 

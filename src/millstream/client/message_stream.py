@@ -74,7 +74,7 @@ class Source(Protocol):
         """Stop, return messages that were not taken, and close when the others are settled or their leases end."""
 
     async def close(self) -> None:
-        """Stop, and give up what is not settled."""
+        """Stop, and abandon unsettled messages."""
 
 
 class MessageStream:

@@ -73,7 +73,7 @@ class NodeSender:
         self._version = channel.version_for(produce.PRODUCE_KEY, newest=newest, oldest=oldest)
 
     def notify(self, queue: PartitionQueue) -> None:
-        """Send what waits for a partition of this node, with everything else of this turn of the loop."""
+        """Send the waiting batches of a partition of this node, together with others of this turn of the loop."""
         self._ready[queue] = None
         if self._turn is None:
             if self._linger_s and len(queue.waiting) < 2:

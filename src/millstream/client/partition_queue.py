@@ -4,8 +4,8 @@ Every batch carries a producer id and a sequence, so the broker recognises one t
 flight at once. When one fails for the moment, those after it are rejected as well, because their sequences come too
 early; then nothing new is sent, and once all answers have arrived they are sent again in order, one at a time.
 
-Non-obvious: the first batch of a producer id is sent alone. A broker without state of a producer accepts any sequence,
-so a second batch could be stored although the first was rejected.
+The first batch of a producer id is sent alone: a broker without state of a producer accepts any sequence, so a second
+batch could be stored although the first was rejected.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class OutgoingBatch:
 
 
 def _cut(share: Share, numbers: Mapping[int, int]) -> Share | None:
-    """Return the records of a share that belong to another batch, where they are consecutive too."""
+    """Return the records of a call that belong to another batch, in which they are consecutive too."""
     start, shared, indexes = share
     kept = [(numbers[place], index) for place, index in enumerate(indexes, start) if place in numbers]
     return (kept[0][0], shared, [index for _, index in kept]) if kept else None
@@ -292,7 +292,7 @@ class PartitionQueue:
         self.troubled = False
         """Whether nothing can be sent until the leader and the producer id are known again."""
         self.cause = "the broker temporarily refuses it"
-        """Why nothing gets through."""
+        """Why sending fails."""
         self.failures = 0
         """How often sending has failed since the last success."""
         self.given_up: MillstreamError | None = None
@@ -379,7 +379,7 @@ class PartitionQueue:
         self.recovering = self.troubled = True
         if maybe_stored and (self.identity is None or self.identity == NOT_IDEMPOTENT):
             # It cannot be sent again with the id that the broker would recognise.
-            self._give_up(batch, RequestTimedOut("the answer was lost; whether the messages were stored is not known"))
+            self._give_up(batch, RequestTimedOut("the answer was lost; it is unknown whether the messages were stored"))
 
     def refused(self, batch: OutgoingBatch, error: MillstreamError) -> None:
         """Handle a batch that the broker rejects."""
@@ -399,7 +399,7 @@ class PartitionQueue:
             self._give_up(batch, error)
 
     def expire(self, now: float) -> float | None:
-        """Give up what has waited too long, also if it is in flight; return when the next one expires."""
+        """Fail batches that have waited too long, even in flight; return when the next one expires."""
         while (first := self._first()) is not None and first.deadline <= now:
             cause = "the broker does not answer" if first.in_flight else self.cause
             first.maybe_stored |= first.in_flight
@@ -417,7 +417,7 @@ class PartitionQueue:
         return None if first is None else first.deadline
 
     def fail_all(self, error: MillstreamError) -> None:
-        """Give up everything that waits or is in flight, and accept nothing more; report what is in doubt."""
+        """Fail everything that waits or is in flight, and accept nothing more; report unknown outcomes."""
         unsure = _unsure(error)
         self.given_up = error
         batches = [*self.sent, *self.waiting]

@@ -1,4 +1,4 @@
-"""Encodes what programs publish: JSON, text or bytes, with headers that say which."""
+"""Encodes the payloads that programs publish: JSON, text or bytes, with a header that names the type."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NewMessage:
 
 
 def encoded(value: Any) -> tuple[bytes | None, Headers]:
-    """Return the encoded value, and the header that says what it is.
+    """Return the encoded value, and the header with its content type.
 
     Bytes stay as they are; None stores no value, which deletes the key in a compacted topic; a string becomes UTF-8;
     everything else JSON, including dataclasses, times and `msgspec.Struct`. Numbers that JSON cannot represent are
@@ -57,7 +57,7 @@ def encoded(value: Any) -> tuple[bytes | None, Headers]:
         content = _encode(value)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"this {type(value).__name__} cannot be published as JSON: {error}") from error
-    # The encoder writes null for NaN and infinities, so they are looked for only where it has done so.
+    # The encoder writes null for NaN and infinities, so search for them only if the output contains null.
     if b"null" in content and not _is_finite(msgspec.to_builtins(value)):
         raise InvalidRequest(
             f"this {type(value).__name__} cannot be published as JSON, which has no NaN and no infinity; "

@@ -44,7 +44,7 @@ class Profile:
     token_file: str = ""
 
     def check(self, name: str) -> None:
-        """Raise `InvalidSetting` for what does not go together."""
+        """Raise `InvalidSetting` for contradictory fields."""
         has_password, has_token = bool(self.password or self.password_file), bool(self.token or self.token_file)
         if has_password != bool(self.user):
             raise InvalidSetting(f"profile {name!r} needs both a user and its password or password-file")
@@ -73,13 +73,13 @@ class Profile:
         return read_secret(self.token_file, flag="token-file") if self.token_file else self.token
 
     def shown(self) -> dict[str, Any]:
-        """Return what is set, without secrets."""
+        """Return the settings that are given, without secrets."""
         values = {one.name.replace("_", "-"): getattr(self, one.name) for one in fields(self)}
         return {name: HIDDEN if name in _SECRETS else value for name, value in values.items() if value}
 
 
 def profile_file() -> Path:
-    """Return where this user's profiles are."""
+    """Return the path of this user's profiles."""
     if named := os.environ.get(FILE_VARIABLE):
         return Path(named)
     config = os.environ.get("XDG_CONFIG_HOME")
@@ -87,7 +87,7 @@ def profile_file() -> Path:
 
 
 def read_profiles() -> dict[str, Profile]:
-    """Read every profile of this user; none if there is no file. No error holds a secret."""
+    """Read every profile of this user; none if there is no file. No error contains a secret."""
     path = profile_file()
     try:
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """Publishes messages in batches, each message once and in order per partition.
 
-A publisher is one idempotent producer. No task runs while all is well: a publish writes its record into the batch of
+A publisher is one idempotent producer. No task runs in normal operation: a publish writes its record into the batch of
 its partition, the next turn of the loop sends what has accumulated, and the answer completes the callers' futures. When
 a node is gone or a leader has moved, one task finds the new leaders and resumes.
 """
@@ -244,7 +244,7 @@ class Publisher:
         try:
             for index, (key, value, headers, _) in enumerate(records):
                 if index % _TURN == _TURN - 1:
-                    # What is encoded is sent, and other tasks get a turn.
+                    # Send what is encoded so far, and let other tasks run.
                     await asyncio.sleep(0)
                 while self._buffered >= self._buffer_bytes and not self._closed:
                     await self._room()
@@ -276,7 +276,7 @@ class Publisher:
         if self._expiry is None:
             self._expiry = self._loop.call_at(batch.deadline, self._expire)
         shares = batch.shares
-        # While this caller waited for room, another's message may have come between.
+        # While this caller waited for room, another caller may have published.
         if shares and shares[-1][1] is shared and shares[-1][0] + len(shares[-1][2]) == position:
             shares[-1][2].append(index)
         else:
@@ -333,7 +333,7 @@ class Publisher:
     # -- room -----------------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
-        """Give up what has waited too long: every publish has an answer by then."""
+        """Fail messages that have waited too long: every publish gets an answer by then."""
         now = self._loop.time()
         next_due: float | None = None
         for route in self._topics.values():
@@ -376,7 +376,7 @@ class Publisher:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    # -- where things are -----------------------------------------------------------------------------------
+    # -- topics and leaders ---------------------------------------------------------------------------------
 
     async def _open_topic(self, topic: str) -> None:
         opening = self._opening.get(topic)
@@ -392,7 +392,7 @@ class Publisher:
     def _opened(self, topic: str, opening: asyncio.Task[None]) -> None:
         self._opening.pop(topic, None)
         if not opening.cancelled():
-            # Callers that still wait get the error; if there are none, it is no fault.
+            # Callers that still wait get the error; without any, it is ignored.
             opening.exception()
 
     async def _find_topic(self, topic: str) -> None:
@@ -553,7 +553,7 @@ class Publisher:
             self._recover(queue)
 
     async def _recover_all(self) -> None:
-        """Find out where to send what failed, until it is in flight."""
+        """Find the new leaders of failed batches, until they are in flight."""
         while self._troubled:
             tried = min(queue.failures for queue in self._troubled)
             max_s = min(BACKOFF_S_MAX, self._timeout_s / 4)
@@ -570,7 +570,7 @@ class Publisher:
                         queue.failures += 1
                         queue.cause = str(error)
                 except Exception as error:
-                    # It would fail again. Other topics may fare better.
+                    # It would fail again; other topics may succeed.
                     self._forget(topic, _as_millstream_error(error))
 
     async def _recover_topic(self, topic: str, queues: Sequence[PartitionQueue]) -> None:
@@ -578,7 +578,7 @@ class Publisher:
         for queue in queues:
             if queue.needs_identity:
                 queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._take_identity())
-        # What waits is for the existing topic: a deletion must not be undone.
+        # Waiting messages are for the existing topic: it must not be created again after a deletion.
         found = await self._ask_topic(topic, create=False)
         senders = await self._senders_for(found)
         for queue in queues:
@@ -587,7 +587,7 @@ class Publisher:
         self._place(queues, found, senders)
 
     def _renew(self, topic: str, found: TopicMetadata) -> None:
-        """Take in a topic that was recreated, or has new partitions."""
+        """Update a topic that was recreated, or has new partitions."""
         route = self._topics.get(topic)
         if route is None:
             return
@@ -600,7 +600,7 @@ class Publisher:
                 self._recover(queue)
 
     def _forget(self, topic: str, error: MillstreamError) -> None:
-        """Give up what is published to a topic; the next publish looks it up again.
+        """Fail everything that is published to a topic; the next publish looks it up again.
 
         Partitions may hold batches of this topic's producer id, so new queues get another one: sequences counted from 0
         again would look like duplicates of stored batches. Queues of other topics keep their id, which no partition of

@@ -1,4 +1,4 @@
-"""A file of receipts: what was acknowledged to this program, kept to be compared with the log later.
+"""A file of receipts: the messages acknowledged to this program, to be compared with the log later.
 
 Every line is JSON: the id of a message, its position, and a digest of its value. A publisher that keeps such a book
 can show, without trusting the broker, that everything that was acknowledged is stored, once and unchanged:
@@ -9,9 +9,9 @@ can show, without trusting the broker, that everything that was acknowledged is 
     findings = await millstream.check_receipts("localhost:9092", "receipts.jsonl")
 
 A line is written when the acknowledgement has arrived and before the publisher is notified. A crash of the program may
-leave a line torn: the publisher was not notified of that message, and it is left out when the book is read. What the
-machine had not written when its power failed may be missing. The book grows until it is moved away: it is the
-publisher's own, and opened again each time. It is checked a part at a time, so that its size does not matter.
+leave a line torn: the publisher was not notified of that message, and it is skipped when the book is read. Lines that
+were not on disk at a power failure may be missing. The book grows until it is moved away: it is the publisher's own,
+and opened again each time. It is checked a part at a time, so that its size does not matter.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class KeptReceipt(msgspec.Struct, frozen=True, array_like=False):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A message that the log does not hold as the book says."""
+    """A message that the log does not hold as recorded in the book."""
 
     kept: KeptReceipt
     problem: str
@@ -99,7 +99,7 @@ class ReceiptBook:
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":
-                # The last run was cut off within a line, which must not spoil the next one.
+                # The last run ended within a line, which must not corrupt the next one.
                 self._file.write(b"\n")
         return self
 

@@ -244,7 +244,7 @@ class Receiver:
         self._unconfirmed: set[Message] = set()
         """Messages that are held back until it is known whether they are leased."""
         self._confirmations: set[asyncio.Task[None]] = set()
-        """The tasks that find out."""
+        """The tasks that confirm leases."""
         self._lost_in_progress: dict[tuple[bytes, int, int], Message] = {}
         """Messages in the hands of a handler although their lease was lost."""
         self._limit: int | None = None
@@ -482,7 +482,7 @@ class Receiver:
         """Request no more; waiting messages may still be taken."""
         self._stopping = True
         await self._polls.stop()
-        # Nothing is known of what these would have confirmed: they return it.
+        # The leases that these tasks would have confirmed are unknown: the tasks return them.
         confirmations = list(self._confirmations)
         for confirmation in confirmations:
             confirmation.cancel()
@@ -600,7 +600,7 @@ class Receiver:
                     return []
         return messages
 
-    # -- what comes again -----------------------------------------------------------------------------------
+    # -- redeliveries ----------------------------------------------------------------------------------------
 
     def _without_duplicates(self, lease: Lease, asked: float) -> list[Message]:
         """Return the messages that are neither held nor settled; after a node's restart, messages are leased again.
@@ -662,7 +662,7 @@ class Receiver:
     async def _confirm_leases(self, lease: Lease, messages: list[Message]) -> None:
         """Hand out the messages that are leased once every pending settlement of them has its response.
 
-        The broker knows: it does not extend the lease of a message that is settled, or leased by another worker.
+        The broker decides: it does not extend the lease of a message that is settled, or leased to another worker.
         """
         offsets = {message.offset for message in messages}
         try:

@@ -22,7 +22,7 @@ from millstream.protocol.wire.client import Client
 
 KEPT_MAX: Final = 1000
 LATEST_S: Final = 30.0
-"""How long the latest version of a subject, or that an id is unknown, is taken for granted."""
+"""How long the latest version of a subject, or an unknown id, is cached."""
 _COMPILED: Final = "compiled"
 _KEPT_TYPES: Final = (bytes, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, Decimal, UUID)
 
@@ -40,12 +40,12 @@ class SchemaCodecs:
     def __init__(self, client: Client) -> None:
         self._schemas = SchemaClient(client)
         self._by_name: OrderedDict[tuple[str, str], RegisteredCodec] = OrderedDict()
-        """By what names a schema, an id or a guid, and by the subject in whose context that is."""
+        """By schema id or guid, and by the subject that determines the context."""
         self._latest: OrderedDict[str, tuple[float, RegisteredCodec]] = OrderedDict()
         self._unknown: OrderedDict[tuple[str, str], tuple[float, SchemaRegistryError]] = OrderedDict()
 
     async def latest(self, subject: str) -> RegisteredCodec:
-        """Return the latest version of a subject, known for half a minute at most."""
+        """Return the latest version of a subject, cached for at most half a minute."""
         now = asyncio.get_running_loop().time()
         known = self._latest.get(subject)
         if known is not None and known[0] > now:

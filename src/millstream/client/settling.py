@@ -152,7 +152,7 @@ class Completion:
             return
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
-        # There may be several waiters.
+        # Several callers may wait.
         await asyncio.wait([self._ended])
 
 
@@ -598,7 +598,7 @@ class Settler:
                     lease.node = NodeId(leader)
                     self._lane(lease.node).add(settlement)
 
-    # -- when it is not known what was carried out ----------------------------------------------------------------
+    # -- settlements with an unknown outcome ----------------------------------------------------------------------
 
     def _verify_later(self, settlement: Settlement) -> None:
         """Look up the delivery state of a settlement's messages."""

@@ -3,8 +3,8 @@
 A handler that fails for everything, as when a service it needs is down, would exhaust the attempts of all messages
 within moments. Its circuit breaker then opens: waiting messages are returned for other workers, without counting as
 delivered, and after pauses that double a few messages are tried, each of them another one, until one succeeds. A try
-that fails does not count as delivered either, but delays its message, so that messages which are themselves to blame do
-not hide others that would succeed. Only when nothing has succeeded for a day do tries count, so that all of them end.
+that fails does not count as delivered either, but delays its message, so that messages which cause the failures do not
+hide others that would succeed. Only when nothing has succeeded for a day do tries count, so that all of them end.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Breaker:
         self._may_probe = False
 
     def taken(self, message: Message) -> None:
-        """Note the message that is tried while the breaker is open; no other one comes meanwhile."""
+        """Record the message that is tried while the breaker is open; no other one is taken meanwhile."""
         self._probe = message
         self._may_probe = False
         self._throttle(0)
@@ -203,8 +203,7 @@ class Subscriber:
         self._handler = handler
         self._is_async = _is_async(handler)
         self._concurrency = concurrency
-        # A thread for each message that is handled at once, so that neither other subscribers nor the program's own
-        # work in threads hold it up.
+        # One thread per concurrent message, so that neither other subscribers nor the program's own threads delay it.
         self._threads = (
             None if self._is_async else ThreadPoolExecutor(concurrency, thread_name_prefix="millstream handler")
         )
@@ -345,7 +344,7 @@ class Subscriber:
             except (GeneratorExit, KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:
-                # Including errors that are no `Exception`, such as those of `pytest.fail`.
+                # Including errors that are not an `Exception`, such as those of `pytest.fail`.
                 self._failed(message, error)
             else:
                 accept(message)

@@ -1,4 +1,4 @@
-"""What a message takes along from the work it came out of: a correlation id and the trace.
+"""Context propagation: a message inherits a correlation id and the trace of the work that publishes it.
 
     with tracing.publish_span("orders") as span:        # only if tracing.is_on()
         headers = tracing.outgoing(headers)             # correlation-id, traceparent, tracestate
@@ -7,8 +7,8 @@
     with tracing.handling(message):                     # around a handler
         await handler(message)                          # what it publishes carries the ids of `message` on
 
-OpenTelemetry is asked only in a program that has imported it and has set a tracer provider up. Everywhere else a
-publish costs one look into a dictionary, and the trace of a handled message is still passed on as it came.
+OpenTelemetry is used only in a program that has imported it and has set up a tracer provider. Everywhere else a publish
+costs one dictionary lookup, and the trace of a handled message is still passed on unchanged.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ async def test_one_acknowledgement_without_sequences_doubles_nothing(ledger: Pro
     async with ledger.publishing(acks=1) as publisher:
         await publisher.publish("orders", record("a"), partition=0)
         ledger.faults = ["hang up after"]
-        with pytest.raises(RequestTimedOut, match="not known"):
+        with pytest.raises(RequestTimedOut, match="unknown"):
             await publisher.publish("orders", record("b"), partition=0)
         ledger.faults = ["not leader"]
         await publisher.publish("orders", record("c"), partition=0)

@@ -23,7 +23,7 @@ from millstream.protocol.wire.list_offsets import ListedOffset
 
 
 class Reader(NamedTuple):
-    """What a pipeline reads, as far as known without Spark."""
+    """The topics that a pipeline reads, if they are known without Spark."""
 
     name: str
     kind: PipelineKind
@@ -87,7 +87,7 @@ class Backlogs:
     async def lags(self, readers: Sequence[Reader]) -> dict[str, int]:
         """Return the lag of each reader over everything it reads.
 
-        Readers whose position is unknown, or whose topics are all missing, are left out.
+        Readers whose position is unknown, or whose topics are all missing, are omitted.
         """
         has_pattern = any(one.pattern is not None for one in readers)
         named = None if has_pattern else sorted(set().union(*(one.topics for one in readers)))
@@ -96,7 +96,7 @@ class Backlogs:
         return {name: one.left for name, one in (await self._of(read, asks_passed=False)).items()}
 
     async def in_topic(self, readers: Sequence[Reader], topic: TopicMetadata) -> dict[str, Backlog]:
-        """Return each reader's position in a topic; readers whose position is unknown are left out."""
+        """Return each reader's position in a topic, except readers whose position is unknown."""
         return await self._of({one: [topic] for one in readers}, asks_passed=True)
 
     async def _of(self, read: Mapping[Reader, Sequence[TopicMetadata]], *, asks_passed: bool) -> dict[str, Backlog]:

@@ -60,7 +60,7 @@ async def topics_page(
 ) -> TopicsPage:
     """Return a page of the topics that the client may describe, on request with the size of each partition.
 
-    In a cluster, an order by what nodes count needs every topic of every node, up to `PAGE_MAX`.
+    In a cluster, an order by counts of nodes needs every topic of every node, up to `PAGE_MAX`.
     """
     nodes = sorted((await client.metadata([])).nodes)
     request = ListTopicsRequest(
@@ -91,7 +91,7 @@ async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRe
 
 
 async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
-    """Return which of these topics exist, as far as the client may describe them."""
+    """Return which of these topics exist and may be described by the client."""
     found: list[str] = []
     nodes = sorted((await client.metadata([])).nodes) if names else []
     for at in range(0, len(names), PAGE_MAX):
@@ -123,7 +123,7 @@ async def _first_answer(
 
 
 def _sum(answers: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
-    """Add up what the nodes report of each topic."""
+    """Sum up the reports of the nodes for each topic."""
     found: dict[str, ListedTopic] = {}
     for answer in answers:
         for one in answer.topics:

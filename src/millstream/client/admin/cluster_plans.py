@@ -60,7 +60,7 @@ class _Disk:
 
 
 async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -> ClusterLoad:
-    """Ask every node how much it holds, twice, so that the difference shows what is written."""
+    """Ask every node for its sizes twice; the difference gives the write rates."""
     metadata = await client.metadata()
     plan = await current_plan(client)
     first = await _disks(client, metadata)
@@ -164,7 +164,7 @@ async def propose_plan(client: Client, plan: Plan, *, throttle_bytes: int = THRO
 
 
 async def apply_plan(client: Client, plan_id: str = "", *, throttle_bytes: int | None = None) -> PlanResponse:
-    """Let the cluster carry out a plan; it returns when that has begun."""
+    """Make the cluster carry out a plan; return when that has begun."""
     return await _ask(client, APPLY_KEY, ApplyPlanRequest(plan_id=plan_id, throttle_bytes=throttle_bytes), PlanResponse)
 
 
@@ -208,7 +208,7 @@ def describe_plan(plan: Plan, *, plan_id: str | None, throttle_bytes: int) -> di
 
 
 def describe_progress(current: PlanResponse) -> dict[str, Any]:
-    """Return the last plan of a cluster, and how far it is, as a document."""
+    """Return the last plan of a cluster and its progress as a document."""
     states = Counter(move.state for move in current.moves)
     sizes: Counter[str] = Counter()
     for one in current.moves:

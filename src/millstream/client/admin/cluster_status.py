@@ -22,7 +22,7 @@ NODE_STATUS_KEY = 32000
 
 
 class DamagedOffsets(NamedTuple):
-    """Offsets of a partition that the disk lost; others are unharmed."""
+    """Offsets of a partition that the disk lost; others are intact."""
 
     topic: str
     partition: int
@@ -86,7 +86,7 @@ def damage_in(status: dict[str, Any]) -> list[DamagedOffsets]:
 
 
 async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable[int]) -> list[DamagedOffsets] | None:
-    """Return what the leaders of some partitions lost of them; None if a leader does not report it."""
+    """Return the damage of some partitions on their leaders; None if a leader does not report it."""
     wanted = set(partitions)
     leaders = {one.leader_id for one in topic.partitions.values() if one.partition in wanted and one.leader_id >= 0}
     lost: list[DamagedOffsets] = []
@@ -240,7 +240,7 @@ def _node(
 
 
 def _behind(answer: dict[str, Any]) -> list[ReplicaView]:
-    """Return what replicas lack of the partitions that a node leads."""
+    """Return the replicas that lag behind a node, and by how much."""
     return [ReplicaView(**{field: one[field] for field in _REPLICA_FIELDS}) for one in answer.get("behind", ())]
 
 

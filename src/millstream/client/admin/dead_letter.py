@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class DeadLetterProducer:
-    """An idempotent producer: what is sent again after a failover is stored once."""
+    """An idempotent producer: a message resent after a failover is stored once."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -249,7 +249,7 @@ class DeadLetterDesk:
             extending.cancel()
             with suppress(asyncio.CancelledError):
                 await extending
-            # Leases that cannot be returned expire, and this must not hide how the work went.
+            # Leases that cannot be returned expire; this error must not hide the outcome of the work.
             with suppress(MillstreamError, TimeoutError):
                 async with asyncio.timeout(min(RELEASE_S_MAX, self._patience_s)):
                     await self._give_back()
@@ -271,7 +271,7 @@ class DeadLetterDesk:
             if some:
                 self._held.update({_place(letter): letter for letter in some})
                 yield some
-                # Letters that are still held are only settled from here on.
+                # From here on, held letters are only settled.
                 for letter in some:
                     if _place(letter) in self._held:
                         self._held[_place(letter)] = without_content(letter)
@@ -294,7 +294,7 @@ class DeadLetterDesk:
             await self._settle(letters[start : start + BATCH], Verb.RETURN, delay_ms=SKIPPED_MS)
 
     async def redrivable_from(self, queue: Queue) -> tuple[int, str]:
-        """Return from which offset on messages of a queue can be redelivered, and why those before it cannot."""
+        """Return the first offset whose message can be redelivered in a queue, and why earlier ones cannot."""
         needed = (
             (Operation.READ, ResourceType.GROUP, queue.subscription),
             (Operation.READ, ResourceType.TOPIC, queue.topic),
@@ -492,7 +492,7 @@ async def _patiently(
 
 
 async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list[DeadLetterTopic]:
-    """Every topic that is declared as a dead letter topic; partitions without an answer are asked again for a while."""
+    """Return every dead letter topic; partitions without an answer are asked again for a while."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
@@ -503,7 +503,7 @@ async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list
 
 
 async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> list[DeadLetterTopic]:
-    """Return the dead letter topics of all subscriptions, as these were just described."""
+    """Return the dead letter topics of the given subscriptions, with their open letters."""
     writers: dict[str, list[dict[str, Any]]] = {}
     opened: dict[str, list[dict[str, Any]]] = {}
     for one in described:
@@ -532,7 +532,7 @@ async def _counted(
     writers: Sequence[dict[str, Any]],
     queues: Sequence[dict[str, Any]] | None,
 ) -> DeadLetterTopic:
-    """Count the letters of a topic, by the queues that have begun to count them, if some have."""
+    """Count the letters of a topic, from the queues that track them, if any."""
     unreached = set() if found is None else set(found.partitions)
     letters = 0
     if queues is not None:
@@ -624,7 +624,7 @@ class Outcome:
     """Letters that are processed at the moment; after an interruption they may or may not be closed."""
 
     def end(self, desk: DeadLetterDesk) -> None:
-        """Note which letters a desk did not reach, and which it held back."""
+        """Record which letters a desk did not reach, and which it held back."""
         self.held, self.held_back, self.unreached = desk.held_by_others, desk.held_back, desk.unreached
 
 
@@ -636,7 +636,7 @@ def undeliverable_note(refused: dict[str, int], remedy: str) -> str:
 
 
 async def letters_wanted(condition: str | None) -> Wanted | None:
-    """Return what selects letters by a filter; None if all are wanted."""
+    """Return the predicate of a filter on letters; None if all are wanted."""
     return None if condition is None else await asyncio.to_thread(_matcher, condition)
 
 

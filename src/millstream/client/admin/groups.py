@@ -251,7 +251,7 @@ def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
 
 
 async def share_offsets(client: Client, name: str) -> Committed:
-    """Return the oldest message that a share group is not done with, in every partition that it has begun."""
+    """Return the oldest unfinished message of a share group in every partition on which it has started."""
     from kio.schema.describe_share_group_offsets.v1 import request
 
     messages: Any = request
@@ -269,7 +269,7 @@ async def share_offsets(client: Client, name: str) -> Committed:
 
 
 async def progress_of(client: Client, group: Group) -> list[Progress]:
-    """Return how far a group is in every partition that it reads or has committed."""
+    """Return a group's progress in every partition that it reads or has committed."""
     ask_offsets = share_offsets if group.kind == SHARE else committed_offsets
     committed = await ask_offsets(client, group.name)
     read = {where for member in group.members for where in member.partitions}
@@ -297,7 +297,7 @@ async def _bounds(client: Client, topic: str, partitions: list[int]) -> Mapping[
 
 
 async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None:
-    """Raise `GroupNotEmpty` when the group is in use, `UnknownGroup` when it has to exist and does not."""
+    """Raise `GroupNotEmpty` if the group is in use, `UnknownGroup` if it must exist but does not."""
     try:
         group = await describe_group(client, name)
     except UnknownGroup:

@@ -1,4 +1,4 @@
-"""What became of a message in every subscription: asked of the broker that leads its partition."""
+"""The history of a message in every subscription, from the broker that leads its partition."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def _is_number(text: str) -> bool:
 
 
 async def trace_message(client: Client, position: str) -> dict[str, Any]:
-    """Return the life of the message at a position, as programs see it."""
+    """Return the trace of the message at a position as a document."""
     parsed = parse_position(position)
     return await trace_at(client, parsed._replace(topic=await _topic_name(client, parsed.topic)))
 
 
 def lacks_history(document: dict[str, Any]) -> bool:
-    """Whether the ledger's table may know more about a message than the trace that the broker gave."""
+    """Whether the ledger's table may have more events of a message than the broker's trace."""
     is_unfinished = any(one["ledger"] and not one["is_complete"] for one in document["subscriptions"])
     return is_unfinished or document["published_ms"] is None
 
 
 async def find_by_id(client: Client, wanted: str, topic: str, since: str, until: str = "end") -> list[Position]:
-    """Find the messages of a topic with an id, published in a time: the log is read from beginning to end of it."""
+    """Find the messages of a topic with an id in a time range, by reading that part of the log."""
     found = await find_topic(client, topic)
     places: list[Position] = []
     for partition in sorted(found.partitions):
@@ -94,7 +94,7 @@ async def _offset_at(client: Client, topic: str, partition: int, when: str) -> i
         return position.value
     offset = (await client.list_offsets(topic, {partition: timestamp}))[partition].offset
     if offset < 0:
-        # No message is that young.
+        # No message is that new.
         offset = (await client.list_offsets(topic, {partition: LATEST_TIMESTAMP}))[partition].offset
     return int(offset)
 
@@ -102,7 +102,7 @@ async def _offset_at(client: Client, topic: str, partition: int, when: str) -> i
 async def trace_at(
     client: Client, at: Position, *, reading: Client | None = None, read_record: ReadRecord = read_record
 ) -> dict[str, Any]:
-    """Return the life of the message at a position of a topic; messages are read through `reading`."""
+    """Return the trace of the message at a position of a topic; messages are read through `reading`."""
     topic = await find_topic(client, at.topic)
     if at.partition not in topic.partitions:
         raise UnknownTopic(f"topic {topic.name!r} has no partition {at.partition}; the last is {max(topic.partitions)}")

@@ -111,7 +111,7 @@ class StoredMessage:
 
     @property
     def timestamp_type(self) -> str:
-        """Return whose time the message carries, in the words of Kafka's setting."""
+        """Return the timestamp type of the message, by the name in Kafka's setting."""
         return "LogAppendTime" if self.batch.attributes & TIMESTAMP_TYPE_FLAG else "CreateTime"
 
     def batch_document(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class MirrorClient:
         await self._ask(None, ALTER_KEY, MirrorChanges(name=name, settings=dict(settings)), Response)
 
     async def want(self, name: str, *, is_wanted: bool) -> None:
-        """Pause a mirror, or let it continue."""
+        """Pause or resume a mirror."""
         await self._ask(None, ALTER_KEY, MirrorChanges(name=name, wanted=is_wanted), Response)
 
     async def delete(self, name: str) -> None:
@@ -73,11 +73,11 @@ class MirrorClient:
         return await self._ask(None, FAILOVER_KEY, body, FailoverResponse)
 
     async def reverse(self, request: ReverseRequest) -> ReverseResponse:
-        """Let the old source follow this cluster."""
+        """Make the old source follow this cluster."""
         return await self._ask(None, REVERSE_KEY, request, ReverseResponse)
 
     async def switch(self, request: ReverseRequest) -> ReverseResponse:
-        """Turn a mirror around without losing anything."""
+        """Reverse the direction of a mirror without losing anything."""
         return await self._ask(None, SWITCH_KEY, request, ReverseResponse)
 
     async def settle(
@@ -167,7 +167,7 @@ def _narrowed(described: dict[str, Any], is_wanted: Callable[[str], bool]) -> di
 
 
 def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
-    """Combine what all nodes say about one mirror."""
+    """Combine the reports of all nodes on one mirror."""
     newest = max(found, key=lambda one: int(one["version"]))
     reports = [one["report"] for one in found if one["report"] is not None]
     partitions = sorted(

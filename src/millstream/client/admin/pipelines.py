@@ -62,7 +62,7 @@ WARNED_MAX: Final = 5
 """Warnings of one kind: more have the same cause."""
 
 _FAULTS: Final = "audit_faults"
-"""The level with what the last audit of a ledger found."""
+"""The gauge with the findings of a ledger's last audit."""
 
 
 class PipelineMade(NamedTuple):
@@ -70,7 +70,7 @@ class PipelineMade(NamedTuple):
 
     pipeline_id: UUID
     notes: list[str]
-    """What its owner should know, such as missing topics."""
+    """Notes for its owner, such as missing topics."""
 
 
 class RulesChanged(NamedTuple):
@@ -197,7 +197,7 @@ class PipelineClient:
         return found
 
     async def request_run(self, name: str) -> None:
-        """Ask for a run of a job now; if one is running, the next follows it."""
+        """Request a run of a job now; if one is in progress, the next follows it."""
         await self._ask(None, REQUEST_RUN_KEY, JobName(name=name))
 
     async def cancel_run(self, name: str) -> int:
@@ -209,9 +209,9 @@ class PipelineClient:
         return int(found[0])
 
     async def run_log(self, name: str, run: int = 0, *, bytes_max: int = 256 * 1024) -> dict[str, Any]:
-        """Return the end of what a run has printed, from the node that has it: `run`, `text` and `is_cut`.
+        """Return the end of a run's output, from the node that has it: `run`, `text` and `is_cut`.
 
-        0 is the last run. If several nodes made attempts at it, theirs follow each other.
+        0 is the last run. If several nodes made attempts at it, their outputs are concatenated.
         """
         answers = await self._ask_all(RUN_LOG_KEY, RunLogRequest(name=name, run=run, bytes_max=bytes_max))
         found = [answer for answer in answers if answer["run"]]
@@ -264,7 +264,7 @@ def _newer(known: dict[str, Any] | None, described: dict[str, Any]) -> dict[str,
     newest = described if described["version"] > known["version"] else known
     reports = [report for report in (known["report"], described["report"]) if report is not None]
     lags = [lag for lag in (known.get("lag"), described.get("lag")) if lag is not None]
-    # A node that has it waiting says why; another one may be running it.
+    # A node on which it waits reports why; another node may be running it.
     report = min(reports, key=lambda report: report["state"] == "waiting", default=None)
     return {**newest, "report": report, "lag": lags[-1] if lags else None}
 

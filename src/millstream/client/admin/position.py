@@ -1,4 +1,4 @@
-"""A position in a topic as people name it: the start, the end, an offset or a time."""
+"""A position in a topic as users give it: the start, the end, an offset or a time."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from millstream.protocol.wire.client import Client
 R = TypeVar("R", bound=RegistryResponse)
 
 _EXAMINING: Final = frozenset({REGISTER_KEY, LOOKUP_KEY, CHECK_KEY})
-"""Requests that wait until a schema is examined, so that others should not wait behind them."""
+"""Requests that wait until a schema is examined; other requests should not queue behind them."""
 
 
 class SchemaClient:
@@ -113,7 +113,7 @@ class SchemaClient:
         body = await self._client.private(None, key, encode(request), waits=key in _EXAMINING)
         response = decode_response(body, kind)
         if response.code:
-            raise SchemaRegistryError(response.message or "the registry refuses this", code=response.code)
+            raise SchemaRegistryError(response.message or "the registry refused the request", code=response.code)
         return response
 
 
@@ -133,7 +133,7 @@ def parse_reference(text: str) -> tuple[str, str, int]:
 
 
 def readable(schema: SchemaMessage) -> str:
-    """Return a schema as people read it: JSON is indented."""
+    """Return a schema as readable text: JSON is indented."""
     if schema.schema_type == PROTOBUF:
         return schema.schema
     return json.dumps(json.loads(schema.schema), indent=2, ensure_ascii=False)

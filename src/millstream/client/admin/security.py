@@ -114,7 +114,7 @@ async def create_token(
 
 
 async def list_tokens(client: Client) -> Sequence[TokenDescription]:
-    """Return the API tokens that the client may know of."""
+    """Return the API tokens that the client may see."""
     return (await _ask(client, LIST_TOKENS_KEY, Nothing(), ListTokensResponse)).tokens
 
 
@@ -157,7 +157,7 @@ async def add_acls(client: Client, acls: Iterable[Acl]) -> None:
 
 
 async def remove_acls(client: Client, filters: Iterable[AclFilter]) -> int:
-    """Remove the access rules that filters select; returns how many there were."""
+    """Remove the access rules that filters select; return how many there were."""
     from kio.schema.delete_acls.v3.request import DeleteAclsFilter, DeleteAclsRequest
 
     wanted = tuple(DeleteAclsFilter(**filter_fields(one)) for one in filters)

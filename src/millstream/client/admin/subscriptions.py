@@ -29,7 +29,7 @@ def differences(
 ) -> list[str]:
     """Return how an existing subscription differs from what is requested, a phrase each.
 
-    `spelled` has what the caller calls settings, such as flags, where times are in seconds.
+    `spelled` has the caller's names of settings, such as flags, for which times are in seconds.
     """
     known: dict[str, str] = described["settings"]
 

@@ -77,7 +77,8 @@ class Tailer:
         self._is_whole = is_whole
         """Whether it reads the whole topic, so that new partitions belong to it."""
         self.lost: list[str] = []
-        """What was skipped because the broker's disk lost it or its batch is unreadable."""
+        """Descriptions of offsets that were skipped because the broker's disk lost them or their batch is
+        unreadable."""
         self._positions = {
             TopicPartition(topic, PartitionIndex(partition)): Offset(offset) for partition, offset in starts.items()
         }
@@ -148,7 +149,7 @@ class Tailer:
                 if fetched:
                     yield fetched
                 if any(one.has_moved for one in polled):
-                    # Perhaps no leader is elected yet.
+                    # The leader may not be elected yet.
                     await asyncio.sleep(_RETRY_S)
                 elif loop.time() - looked < LOOK_S:
                     continue
@@ -232,7 +233,7 @@ class Tailer:
             return {}
 
     async def _step_over(self) -> bool:
-        """Skip what the broker's disk lost, and note it; return False if the broker knows of no damage there."""
+        """Skip offsets that the broker's disk lost, and record them; return False if it reports no damage there."""
         passed = await step_over_damage(self._client, self._topic, self._positions)
         for one in passed:
             self.lost.append(str(one))
@@ -240,7 +241,7 @@ class Tailer:
         return bool(passed)
 
     async def _start_over(self) -> None:
-        """Continue after retention has overtaken a slow reader."""
+        """Continue after retention has deleted the next records of a slow reader."""
         from millstream.client.admin.topics import offset_bounds
 
         bounds = await offset_bounds(self._client, self._topic, [where.partition for where in self._positions])
@@ -257,7 +258,7 @@ class Tailer:
 
 
 async def step_over_damage(client: Client, topic: str, positions: dict[TopicPartition, Offset]) -> list[DamagedOffsets]:
-    """Move positions past what the brokers' disks lost; return what was passed over, nothing if no damage is known."""
+    """Move positions past damage on the brokers' disks; return the damage that was skipped, if any."""
     from millstream.client.admin.cluster_status import find_damage
     from millstream.client.admin.topics import find_topic
 

@@ -88,7 +88,7 @@ async def change_notes(
 
 
 async def deletion_notes(client: Client, topic: TopicMetadata) -> list[str]:
-    """Return who reads a topic that is about to be deleted, and what they have not read."""
+    """Return the readers of a topic that is about to be deleted, and what they have not read."""
     pipelines = [one.sentence(topic.name) for one in await pipelines_reading(client, topic)]
     return [*pipelines, *await _subscriptions(client, topic)]
 

@@ -75,7 +75,7 @@ class _Value(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class _Kept(NamedTuple):
-    """What a topic holds once it is read to its end."""
+    """The contents of a topic, read to its end."""
 
     schemas: list[_Value]
     configs: dict[str, dict[str, Any]]
@@ -221,7 +221,7 @@ def _place(subject: str, context: str) -> QualifiedSubject:
 
 
 def _settings_records(subject: str | None, settings: SettingsResponse) -> list[NewRecord]:
-    # A context has a mode in any case; that of a new one goes without saying.
+    # A context always has a mode; the default one is not exported.
     mode = None if subject is None and settings.mode == READWRITE else settings.mode
     found = {"CONFIG": settings.config, "MODE": {"mode": mode} if mode else None}
     return [

@@ -97,7 +97,7 @@ async def find_topic(client: Client, name: str, *, advice: str | None = None) ->
 async def create_topic(
     client: Client, name: str, *, partitions: int, replication: int, settings: Mapping[str, str]
 ) -> Any:
-    """Create a topic; -1 leaves a number to the broker."""
+    """Create a topic; -1 lets the broker choose a number."""
     from kio.schema.create_topics.v7 import request
 
     messages: Any = request
@@ -174,7 +174,7 @@ async def default_replication(client: Client, node: NodeId) -> int | None:
 
 
 async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
-    """Return `min.insync.replicas` of some topics, as far as the broker reports it."""
+    """Return `min.insync.replicas` of those topics for which the broker reports it."""
     from kio.schema.describe_configs.v4 import request
 
     messages: Any = request
