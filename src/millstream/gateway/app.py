@@ -2,7 +2,7 @@
 
 GET /         what is served here
      /registry/…  Confluent Schema Registry's API, also at the root of its own port
-     /console/…  pages for people, with the rights of who is signed in
+     /console/…  the web console, with the rights of the signed-in user
      /v1/…    the API, whose routes are in `table.py`, with the rights of the caller
 GET /openapi.json  what the API takes and gives
 GET /healthz  200 while the node works, however busy it is; for restarting a node that is stuck. 503 with the reason
@@ -10,8 +10,8 @@ GET /healthz  200 while the node works, however busy it is; for restarting a nod
 GET /readyz   200 while the broker takes traffic, with warnings, else 503 with the reasons; for load balancers
 GET /metrics  every number of the node as Prometheus text, for callers that may describe the cluster
 
-Where clients authenticate, everything else is open: it holds nothing but the state of the process and documentation.
-Health checks of callers that are not known say whether, not why, since reasons name topics.
+Where clients authenticate, everything else stays open: it exposes only the state of the process and documentation.
+Health checks of unauthenticated callers report the status without reasons, since reasons name topics.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""For whom the gateway acts: it has its node authenticate each caller, and uses connections with that caller's rights.
+"""The callers of a gateway: its node authenticates each of them, and the gateway uses connections with their rights.
 
-The gateway forwards what the caller shows and gets an assertion that the node has signed, with which it connects to
-every node of the cluster. It cannot assert identities. What was verified is remembered for a short time under a
-keyed hash of the credential, never the credential itself, and callers that are equal share their connections.
+The gateway forwards the caller's credentials and gets an assertion that the node has signed, with which it connects to
+every node of the cluster. It cannot assert identities itself. Results are cached for a short time under a keyed hash of
+the credential, never the credential itself, and equal callers share their connections.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Shown(NamedTuple):
-    """What a caller shows, and from where."""
+    """The credentials of a caller, and its address."""
 
     scheme: str
     user: str
@@ -74,7 +74,7 @@ class OpenedSession(NamedTuple):
 
 
 class Caller:
-    """Someone the gateway acts for, with the services that do."""
+    """A caller that the gateway acts for, and the services that it uses."""
 
     def __init__(self, principal: str, assertion: str, gateway: Services) -> None:
         self.principal = principal
@@ -113,10 +113,10 @@ class Callers:
 
     @asynccontextmanager
     async def acting_as(self, shown: Shown) -> AsyncIterator[Caller]:
-        """Authenticate what a caller shows, as `acting_for` does."""
+        """Authenticate given credentials, as `acting_for` does."""
         caller = (await self._find(shown)).caller
         while caller.is_closed:
-            # Another one needed the room before this request began.
+            # Another caller needed the room before this request began.
             caller = (await self._find(shown)).caller
         caller.requests += 1
         caller.closing.cancel()
@@ -128,7 +128,7 @@ class Callers:
                 caller.closing = self._close_later(caller)
 
     async def until_lapsed(self, shown: Shown) -> Refused:
-        """Wait until a caller cannot be authenticated any more with what it showed; return why."""
+        """Wait until the credentials of a caller are no longer valid; return why."""
         now = asyncio.get_running_loop().time
         verified_at = now()
         while True:
@@ -146,16 +146,16 @@ class Callers:
             await asyncio.sleep(RETRY_S if refused is not None else max(LOOK_S_MIN, found.until - now()))
 
     async def verify_again(self, headers: Headers, host: str) -> None:
-        """Forget what is remembered of a caller whose assertion a node has refused, and ask again.
+        """Drop the cached result of a caller whose assertion a node has refused, and ask again.
 
-        Raise `Refused` unless it was refused only for now, as by a node that does not know a change yet.
+        Raise `Refused` unless the refusal was temporary, as by a node that does not know a change yet.
         """
         shown = self.read(headers, host)
         self._remembered.pop(self._mark(shown), None)
         await self._find(shown)
 
     async def open_session(self, shown: Shown, lasts_s: int) -> OpenedSession:
-        """Let the node open a session for a caller's credentials; raise `Refused` if they are not valid."""
+        """Make the node open a session for a caller's credentials; raise `Refused` if they are not valid."""
         self._admit(shown.host)
         try:
             answer = await self._authenticate(shown, session_s=lasts_s)
@@ -172,10 +172,10 @@ class Callers:
         if self._closing:
             await asyncio.wait(self._closing)
 
-    # -- who it is ------------------------------------------------------------------------------------------
+    # -- authentication -------------------------------------------------------------------------------------
 
     def read(self, headers: Headers, host: str) -> Shown:
-        """Read what a request shows; raise `Refused` if that is nothing, and something is required."""
+        """Read the credentials of a request; raise `Refused` if it has none, and some are required."""
         given = [value for name, value in headers if name == b"authorization"]
         if len(given) > 1:
             raise Refused(HTTPStatus.BAD_REQUEST, "a request has one Authorization header, not several")
@@ -232,7 +232,7 @@ class Callers:
         client = self._gateway.client
         answer = decode(await client.private(None, AUTHENTICATE_KEY, encode(request), waits=True), AuthenticateResponse)
         if answer.error == AUTHENTICATION_FAILED:
-            # Held back here and not by the node, whose connections others need.
+            # Delayed here and not by the node, whose connections others need.
             await asyncio.sleep(answer.pause_ms / 1000)
             raise unauthorized(answer.message or "authentication failed")
         if answer.error:

@@ -3,7 +3,7 @@
 The broker binds the listening socket, so it knows the address at once; the child inherits it. The child lives as long
 as its standard input is open: a socket whose other end only the broker holds, so the child ends with the broker even if
 that is killed. Connections that arrive while no child runs wait in the socket's backlog. On a machine with several
-broker processes, their supervisor is in the broker's place.
+broker processes, their supervisor takes the broker's role.
 
 Through that socket the broker reports its state, one JSON line each time: the reason why it is not ready while it
 starts (also while its loop is blocked by recovery), then its status whenever the child asks. Clients cannot load this
@@ -29,7 +29,7 @@ from millstream.protocol.wire.credentials import child_environment
 MODULE = "millstream.gateway.process"
 
 _STDERR = 2
-"""The descriptor: in a notebook or a test, `sys.stderr` may be an object without one."""
+"""The descriptor itself: in a notebook or a test, `sys.stderr` may be an object without one."""
 _REASON_MAX = 500
 """The length of a reason, so that a line is written to the socket as a whole or not at all."""
 
@@ -173,7 +173,7 @@ class HttpChild(SupervisedChild):
             "starting": None if self._starting is None else self._starting[:_REASON_MAX],
             "status": None if self._status is None else _clip(self._status()),
         }
-        # Never wait for a child that does not read; one that has gone is restarted and gets the state then.
+        # Never wait for a child that does not read; one that has exited gets the state when it is restarted.
         with suppress(OSError):
             self._line.send((json.dumps(line, ensure_ascii=False) + "\n").encode())
 

@@ -35,8 +35,8 @@ from millstream.protocol.wire.node_status import BrokerStatusPipe
 
 DRAIN_S = 3
 ACCEPTS_PER_ROUND = 16
-"""uvloop accepts one connection per handle and round of the loop; a health check has to pass those who connect and hang
-up all the time."""
+"""uvloop accepts one connection per handle and round of the loop; clients that connect and hang up all the time must
+not block health checks."""
 HANDSHAKE_S = 10.0
 OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX)
 """Client connections, and the connections to brokers that requests wait on."""
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
         """Called first on stop, to release requests that wait for messages."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen as uvicorn does, and with a deadline for the handshake of TLS, which it has none for."""
+        """Listen as uvicorn does, but with a deadline for the TLS handshake."""
         config, loop = self.config, asyncio.get_running_loop()
 
         def create_protocol() -> asyncio.Protocol:
@@ -112,7 +112,7 @@ async def serve(
     tls: ssl.SSLContext | None,
     console: ConsoleSettings,
 ) -> None:
-    """Serve until the broker closes the pipe; what arrives at `registry` is for the schema registry."""
+    """Serve until the broker closes the pipe; requests to `registry` are for the schema registry."""
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     line.setblocking(False)
     broker = BrokerStatusPipe(line, says_why=authenticates is None)

@@ -88,7 +88,7 @@ HEAD_BYTES_MAX: Final = 64 * 1024
 
 HEAD_STEP_BYTES: Final = 1024
 BODY_STEP_BYTES: Final = 8 * 1024
-"""What is read in one step; whether requests were sent ahead is seen between two."""
+"""How much is read in one step; between steps, requests sent ahead are detected."""
 
 HEAD_S_MAX: Final = 30.0
 """A connection that has not completed the head of its first request, or of one it has started, is closed after this
@@ -119,7 +119,7 @@ class Protocol(HttpToolsProtocol):
     _stuck: asyncio.TimerHandle | None = None
     _joined: JoinedTransport
     _ahead: bytes = b""
-    """What came behind requests that are not answered yet."""
+    """Bytes received after requests that are not answered yet."""
     _last_data_at = 0.0
     """When the client last sent something or was answered."""
     surplus: ClassVar[dict[Protocol, None]] = {}
@@ -316,7 +316,7 @@ class Protocol(HttpToolsProtocol):
         self._refused_bytes = 0
         self._head_received()
         if self.cycle is not None and not self.cycle.response_complete:
-            # A response is being sent, into which this one would be mixed.
+            # A response is being sent; this one would be mixed into it.
             self.transport.close()
             return
         self._answer(status, detail)

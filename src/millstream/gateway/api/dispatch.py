@@ -134,7 +134,7 @@ def _encode(answer: Any) -> bytes:
 
 
 class _Exchange(NamedTuple):
-    """One request as ASGI passes it on."""
+    """One ASGI request."""
 
     scope: Scope
     headers: dict[bytes, bytes]
@@ -197,7 +197,7 @@ class Api:
             await self._serve_with(caller.services, reader, path, exchange)
 
     async def _still_known(self, callers: Callers, scope: Scope, refused: Refused) -> Refused:
-        """Authenticate the caller of a failed request again: its session may have ended, as by another password."""
+        """Authenticate the caller of a failed request again: its session may have ended, as by a password change."""
         try:
             await callers.verify_again(scope["headers"], _host(scope))
         except Refused as error:
@@ -264,7 +264,7 @@ class Api:
                 await gone
 
     async def _stream(self, answer: StreamResponse, gone: asyncio.Future[None], scope: Scope, send: Send) -> None:
-        """Send events for as long as the client listens and may."""
+        """Send events while the client is connected and authorized."""
         stopping = self._services.stopping
         if self._callers is None:
             await send_events(send, answer.pieces, gone, stopping)
@@ -401,6 +401,6 @@ async def _send(
     await send({"type": "http.response.start", "status": int(status), "headers": headers})
     if len(content) > PIECE_BYTES:
         await send({"type": "http.response.body", "body": content, "more_body": True})
-        # The end is sent once the client has taken most of the content, so that its memory is accounted for until then.
+        # The end is sent once the client has read most of the content, so that its memory is accounted for until then.
         content = b""
     await send({"type": "http.response.body", "body": content})

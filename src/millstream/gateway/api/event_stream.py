@@ -36,7 +36,7 @@ async def send_events(
 ) -> None:
     """Send pieces as fast as the client reads them, until it disconnects or the gateway stops.
 
-    It also ends, with a last piece, when `lapsed` has that.
+    It also ends, with a last piece, when `lapsed` returns one.
     """
     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
     # Sent at once, so that the client knows that it is subscribed.

@@ -126,7 +126,7 @@ class Leasing:
                     refused.append(error)
             wanted = _fitting(messages, request)
         finally:
-            # Surplus, or all of it when the client has gone or another node refuses.
+            # Surplus messages, or all of them if the client has gone or another node refuses.
             await self.give_back(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 
@@ -161,7 +161,7 @@ class Leasing:
             received = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
             messages += chain.from_iterable(received)
             wanted = _fitting(messages, request) if is_wanted else 0
-            # Surplus, or all of it when the client has gone.
+            # Surplus messages, or all of them if the client has gone.
             await self.give_back(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 

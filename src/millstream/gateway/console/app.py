@@ -1,8 +1,8 @@
-"""The console as an ASGI application: signs people in, finds the page, carries out changes, renders.
+"""The console as an ASGI application: signs users in, finds the page, carries out changes, renders.
 
 Every answer has a strict Content-Security-Policy: pages run the console's own script and nothing else, whatever
-messages, names and headers contain. Changes need the token that the person's own pages carry, and are made with the
-person's rights by the operations that commands and the API use.
+messages, names and headers contain. Changes need the token in the user's own pages, and are made with the user's rights
+by the operations that commands and the API use.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ConsoleApp:
         self._services = services
         self._site = site
         self._callers = callers
-        """Authenticates people; None where everyone may do everything."""
+        """Authenticates users; None where everyone may do everything."""
         self._settings = settings or ConsoleSettings()
         self.history = History(services)
         self.recent = Recent()
@@ -185,7 +185,7 @@ class ConsoleApp:
                 if route.lane is Lane.WAIT:
                     await self._wait(exchange, route, visit, signed_in)
                 elif route.method == "POST":
-                    # Carried out even if the browser leaves meanwhile.
+                    # Carried out even if the browser disconnects meanwhile.
                     await self._answer(exchange, visit, signed_in, await route.handle(visit))
                 else:
                     await self._answer(exchange, visit, signed_in, await _unless_gone(exchange, route, visit))
@@ -206,7 +206,7 @@ class ConsoleApp:
 
     @asynccontextmanager
     async def _acting_on(self, exchange: _Exchange, signed_in: SignedIn) -> AsyncIterator[Acting]:
-        """Act for a person beyond a request, until their session ends."""
+        """Act for a user beyond a request, until the session ends."""
         async with self._acting_for(exchange, signed_in) as (services, _):
             lapsed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             if self._callers is not None:
@@ -242,7 +242,7 @@ class ConsoleApp:
         return form
 
     async def _wait(self, exchange: _Exchange, route: PageRoute, visit: Visit, signed_in: SignedIn) -> None:
-        """Serve a stream, for as long as the browser is there and the person may see it."""
+        """Serve a stream while the browser is connected and the user may see it."""
         gone = asyncio.ensure_future(_disconnected(exchange.receive))
         lapsed: asyncio.Future[bytes] | None = None
         if self._callers is not None:
@@ -325,7 +325,7 @@ class ConsoleApp:
     async def send_page(
         self, exchange: Any, status: HTTPStatus, template: str, context: Mapping[str, Any], headers: Headers
     ) -> None:
-        """Send a page that is not part of a visit, for people who are not signed in."""
+        """Send a page that is not part of a visit, to a user who is not signed in."""
         shown = {
             "section": "",
             "live": False,
@@ -386,7 +386,7 @@ class ConsoleApp:
 
 
 def host_of(scope: Scope) -> str:
-    """Return where the person is, as access rules name it."""
+    """Return the host of the user, as access rules name it."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
 

@@ -1,4 +1,4 @@
-"""The last hour in numbers, sampled by the gateway: what the small charts show.
+"""The metrics of the last hour, sampled by the gateway for the small charts.
 
 Totals and the busiest topics are sampled every ten seconds, all topics and subscriptions every minute, or less often
 where that would cost more than a hundredth of the gateway's processor time. Before the console is first opened,
@@ -43,7 +43,7 @@ RECENT_MAX: Final = 200
 RECENT_S: Final = 60.0
 """A page that was not refreshed for so long is closed, or hidden."""
 RECENT_S_MIN: Final = 1.0
-"""The shortest time for which an answer is shared, also with those who have waited for it."""
+"""The shortest time for which an answer is shared, also with requests that have waited for it."""
 RECENT_S_MAX: Final = 300.0
 """The longest time for which an answer is shared."""
 COST_MAX: Final = 0.01
@@ -69,7 +69,7 @@ class Rates(NamedTuple):
 
 
 class Samples(Generic[T]):
-    """Values of the last hour, each with the time for which it holds; equal neighbours are one."""
+    """Values of the last hour, each with its time span; equal neighbours are merged."""
 
     __slots__ = ("_samples",)
 
@@ -145,7 +145,7 @@ class Recent:
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
 
     async def get(self, key: tuple[str, str], ask: Callable[[], Awaitable[T]]) -> T:
-        """Return what is known for a session and a page, or ask; those who come meanwhile wait for the answer."""
+        """Return the cached answer for a session and a page, or ask; concurrent requests wait for the same answer."""
         now = self._clock()
         kept = self._kept.setdefault(key, _Kept())
         kept.asked_at = now
@@ -215,7 +215,7 @@ class History:
         self._task = asyncio.create_task(self._run())
 
     def note_visit(self) -> None:
-        """Sample often from now on, if that has not happened yet."""
+        """Start sampling often, after the first visit."""
         self._visited.set()
 
     async def close(self) -> None:
@@ -248,7 +248,7 @@ class History:
             self._sampled.set()
             self._sampled = asyncio.Event()
             if self._visited.is_set():
-                # Rates need two samples; the second follows at once, for the person who has just come.
+                # Rates need two samples; the second follows at once, for the first visitor.
                 pause_s = SAMPLE_S if self._samples > 1 else FIRST_S
                 await asyncio.sleep(max(1.0, pause_s - (self._clock() - started)))
             else:

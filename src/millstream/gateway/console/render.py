@@ -113,7 +113,7 @@ def prose(text: str) -> Markup:
 
 
 def plain(value: object) -> str:
-    """Show the value of a setting as people write it."""
+    """Show the value of a setting as users write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

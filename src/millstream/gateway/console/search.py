@@ -61,7 +61,7 @@ class Progress:
     """Offsets to search."""
     matched: int = 0
     skipped: list[str] = field(default_factory=list)
-    """What could not be read, and why; the first few."""
+    """The first few unreadable places, with the reasons."""
 
     def skip(self, text: str) -> None:
         """Note what could not be read."""
@@ -153,7 +153,7 @@ class Searches:
                     if left <= 0:
                         return
             if not has_moved:
-                # What is left can no longer be read, its transaction is open, or its leader has moved.
+                # The rest can no longer be read, its transaction is open, or its leader has moved.
                 for where in open_places.keys() - answers.keys():
                     progress.skip(f"{where} has no leader that answers now; load the page again")
                 return
@@ -161,7 +161,7 @@ class Searches:
     async def _step_over(
         self, services: Services, topic: TopicMetadata, positions: dict[TopicPartition, Offset], progress: Progress
     ) -> bool:
-        """Pass over what disks lost, and note it; return False if no damage is known."""
+        """Skip offsets that disks lost, and record them; return False if no damage is known."""
         passed = await step_over_damage(services.reading, topic.name, positions)
         for one in passed:
             progress.skip(str(one))
@@ -244,7 +244,7 @@ class Searches:
                     if (limit is not None and len(found) >= limit) or size > FOUND_BYTES_MAX:
                         return found, record.offset + 1
                 if read.next_offset <= start:
-                    # Nothing of the batch can be read from here on; without this, the loop would not end.
+                    # The rest of the batch cannot be read; skip it, or the loop would not end.
                     break
                 start = read.next_offset
         return found, None

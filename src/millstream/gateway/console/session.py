@@ -50,12 +50,12 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(slots=True)
 class SignedIn:
-    """What the browser's cookies say."""
+    """The contents of the browser's cookies."""
 
     cookie: str = ""
     """The signed session; empty for users who are not signed in."""
     form_key: str = ""
-    """Random, for the forms of people without a session."""
+    """Random, for the forms of users without a session."""
     is_new: bool = False
     notice: str = ""
     attempt: str = ""
@@ -75,7 +75,7 @@ class SignedIn:
 
 
 class Sessions:
-    """Signs people in and out."""
+    """Signs users in and out."""
 
     def __init__(self, services: Services, callers: Callers | None, settings: ConsoleSettings, *, is_tls: bool) -> None:
         self._services = services
@@ -130,7 +130,7 @@ class Sessions:
     # -- pages ----------------------------------------------------------------------------------------------
 
     async def serve(self, exchange: Any, signed_in: SignedIn, app: ConsoleApp) -> bool:
-        """Serve the pages that sign people in and out; return False for all others."""
+        """Serve the pages that sign users in and out; return False for all others."""
         path, method = exchange.scope["path"].rstrip("/"), exchange.scope["method"]
         if path not in (LOGIN, LOGOUT, OIDC, CALLBACK):
             return False
@@ -195,7 +195,7 @@ class Sessions:
             "has_oidc": self._has_oidc,
             "oidc": OIDC,
         }
-        # Sent each time: a form of another session must not keep anyone out.
+        # Sent each time: the form of an old session must not prevent a sign-in.
         cookies = [self._cookie(_FORM, fresh.form_key), *(headers or [])]
         await app.send_page(exchange, status, "login.html", context, cookies)
 
@@ -286,7 +286,7 @@ class Sessions:
         cookie: tuple[bytes, bytes] | None = None
         refused: Refused | None = None
         host = _host(exchange.scope)
-        # Providers that know the API issue an access token for it; others name the client in the identity token.
+        # Providers that are configured for the API issue an access token; others name the client in the identity token.
         for token in (tokens.get("access_token", ""), tokens.get("id_token", "")):
             if cookie is None and isinstance(token, str) and token.count(".") == 2:
                 try:

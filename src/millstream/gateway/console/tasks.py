@@ -1,6 +1,6 @@
 """Tasks that continue when their page is left: redriving many dead letters, dry runs.
 
-A task runs in the gateway with the rights of the person who started it. It ends early when these lapse, when it is
+A task runs in the gateway with the rights of the user who started it. It ends early when these lapse, when it is
 stopped, or with the gateway. Its page shows its progress, and its result for an hour.
 """
 
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
 
 class Acting(NamedTuple):
-    """Services with a person's rights, and what ends when the person has lost them."""
+    """Services with a user's rights, and a future that completes when they have lapsed."""
 
     services: Services
     lapsed: asyncio.Future[Any]
@@ -68,7 +68,7 @@ class Task:
         """What the page shows of it in addition to the text."""
         self.measure: Callable[[], Measured | None] = lambda: None
         self.on_stop: Callable[[], None] | None = None
-        """Asks the task to end at the next good moment; without it, it is cancelled."""
+        """Asks the task to end at the next opportunity; without it, the task is cancelled."""
         self.is_stopping = False
         self.started_s = time.time()
         self.ended_s: float | None = None
@@ -137,7 +137,7 @@ class Tasks:
     """The tasks of one gateway."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        """Take what is called when a task has ended, and pages may show something else."""
+        """`on_end` is called when a task has ended, since pages may have changed."""
         self._on_end = on_end
         self._tasks: dict[str, Task] = {}
 
@@ -168,7 +168,7 @@ class Tasks:
         return found
 
     def running(self, person: str) -> list[Task]:
-        """Return what runs for a person now."""
+        """Return the running tasks of a user."""
         return [one for one in self._tasks.values() if one.is_running and one.person == person]
 
     async def close(self) -> None:
@@ -179,7 +179,7 @@ class Tasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _forget(self) -> None:
-        """Forget what ended long ago, and the oldest of too many."""
+        """Drop tasks that ended long ago, and the oldest beyond the limit."""
         ended = sorted((one.ended_s, one.id) for one in self._tasks.values() if one.ended_s is not None)
         expired = [key for at, key in ended if at < time.time() - KEPT_S]
         for key in {*expired, *(key for _, key in ended[: max(0, len(ended) - KEPT_MAX)])}:

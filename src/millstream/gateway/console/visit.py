@@ -62,20 +62,20 @@ class Visit:
     searches: Searches
     tasks: Tasks
     acting: Start
-    """Acts for the person beyond this request."""
+    """Acts for the user beyond this request."""
     settings: ConsoleSettings
     principal: str = ""
     """Who is signed in; empty where everyone may do everything."""
     host: str = ""
     """Where the browser is."""
     is_refresh: bool = False
-    """Whether a page that is open asks for new numbers, and not a person for the page."""
+    """Whether an open page refreshes its numbers, as opposed to a user opening the page."""
     can_sign_out: bool = False
     csrf: str = ""
     notice: str = ""
     _rights: dict[Right, bool] = field(default_factory=dict)
 
-    # -- what was asked for ---------------------------------------------------------------------------------
+    # -- request parameters ---------------------------------------------------------------------------------
 
     def text(self, name: str, default: str = "", *, length_max: int = 4096) -> str:
         """Return a parameter of the query, or a field of the form."""
@@ -117,7 +117,7 @@ class Visit:
         return rows[self.page * PAGE_ROWS : (self.page + 1) * PAGE_ROWS]
 
     def confirm(self, name: str) -> None:
-        """Refuse a destructive change unless its form repeats the name of what it destroys."""
+        """Refuse a destructive change unless its form repeats the name of the resource."""
         if self.text("confirm") != name:
             raise invalid(f"type {name!r} to confirm; nothing was changed")
 
@@ -131,22 +131,22 @@ class Visit:
 
     @property
     def person(self) -> str:
-        """Whose searches are counted together: the principal, or everyone at an address."""
+        """The key by which searches are counted: the principal, or everyone at an address."""
         return self.principal or self.host
 
     async def note_reading(self, topic: str, how: str, *, client: Client | None = None, **more: Any) -> None:
-        """Record that the person is shown messages, where there is an audit log; by another client after the visit."""
+        """Record in the audit log, if any, that the user is shown messages; another client does so after the visit."""
         if self.principal:
             await note_reading(client or self.services.client, NoteReadingRequest(topic=topic, how=how, **more))
 
     async def shared(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return what the page shows: fresh when a person opens it, possibly shared when an open page refreshes."""
+        """Return the data of the page: fresh when a user opens it, possibly shared when an open page refreshes."""
         if not self.is_refresh or (self.principal and not self.can_sign_out):
             return await ask()
         # By session, since the rights of a token are a part of its owner's.
         return await self.recent.get((self.csrf if self.principal else "", self.path), ask)
 
-    # -- what may be done -----------------------------------------------------------------------------------
+    # -- rights ---------------------------------------------------------------------------------------------
 
     async def look_up(self, *asked: Right) -> None:
         """Look up the rights that decide what the page shows, in one request."""
@@ -159,12 +159,12 @@ class Visit:
         self._rights.update(zip(unknown, await allowed_rights(self.services.client, unknown), strict=True))
 
     async def may(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:
-        """Return whether the person may do something."""
+        """Return whether the user may do something."""
         await self.look_up((operation, kind, name))
         return self._rights[operation, kind, name]
 
     async def may_change(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:
-        """Return whether to offer a change: the person may do it, and the console is not read-only."""
+        """Return whether to offer a change: the user may make it, and the console is not read-only."""
         return not self.settings.read_only and await self.may(operation, kind, name)
 
 
@@ -228,14 +228,14 @@ def command(*words: object) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for a shell: conditions, which have single quotes, are easier to read in double ones."""
+    """Quote a word for a shell: conditions contain single quotes, so double quotes are easier to read."""
     if "'" in word and word.isprintable() and not any(one in word for one in '"$`\\!'):
         return f'"{word}"'
     return shlex.quote(word)
 
 
 def refuse_read_only() -> Refused:
-    """Refuse a change on a console that only shows."""
+    """Refuse a change on a read-only console."""
     return Refused(
         HTTPStatus.FORBIDDEN,
         "this console is read-only (setting console-read-only); use the command line or the API to change things",

@@ -2,7 +2,7 @@
 
 The declaration of a subscription decides where this node sends requests. Unless the node permits it, they do not go to
 addresses that only the node can reach: those in IANA's registries of special-purpose addresses (private, loopback,
-link-local, where clouds keep a machine's credentials, shared, reserved …), and IPv6 addresses that embed an IPv4
+link-local (where clouds serve a machine's credentials), shared, reserved …), and IPv6 addresses that embed an IPv4
 address, unless that is public. The tables are spelled out here, since Python's change between releases and follow the
 registries' column "globally reachable", which also holds for addresses that no endpoint has.
 """

@@ -1,10 +1,11 @@
-"""How much an endpoint can take, learned from its answers as TCP learns the capacity of a network.
+"""The capacity of an endpoint, estimated from its answers as TCP estimates the capacity of a network.
 
 It starts with one request at a time. While requests succeed the limit grows, first by one per answer, later by one per
 round; a failure halves it. When everything in flight fails, and at least three requests, the endpoint counts as down:
-it rests for a while and is then probed with one message until it answers. An endpoint that refuses connections is down
-at once. When five different messages have failed in a row, the endpoint is to blame rather than the messages, and
-further failures use no attempts; so an endpoint that is down does not exhaust the attempts of waiting messages.
+no requests are sent for a while, and then it is probed with one message until it answers. An endpoint that refuses
+connections is down at once. When five different messages have failed in a row, the endpoint is to blame rather than the
+messages, and further failures use no attempts; so an endpoint that is down does not exhaust the attempts of waiting
+messages.
 """
 
 from __future__ import annotations
@@ -135,11 +136,11 @@ class Endpoint:
         return 0 if now < self._resting_until else max(0, self.limit - under_way)
 
     def rest_left(self, now: float) -> float:
-        """Return how much longer the endpoint rests."""
+        """Return how much longer requests are paused."""
         return max(0.0, self._resting_until - now)
 
     def rest(self, seconds: float, now: float) -> None:
-        """Let the endpoint rest, as it asked."""
+        """Pause requests, as the endpoint asked."""
         self._resting_until = max(self._resting_until, now + min(seconds, REST_S_MAX))
 
     def succeeded(self, under_way: int) -> None:
@@ -151,7 +152,7 @@ class Endpoint:
             self.is_down = False
             self._limit, self._rest_s = 1.0, REST_S_MIN
             self._resting_until = float("-inf")
-        # A limit that is not reached says nothing about a higher one.
+        # An unreached limit is no evidence that a higher one works.
         if 2 * under_way >= int(self._limit):
             step = 1.0 if self._limit < self._threshold else 1.0 / self._limit
             self._limit = min(self._cap, self._limit + step)

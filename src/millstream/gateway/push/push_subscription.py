@@ -10,7 +10,7 @@ from millstream.core.subscription import Subscription, SubscriptionSettings
 
 
 class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of push; secrets go through the pipe and nowhere else, not even into a log by `repr`."""
+    """The settings of push; secrets are only sent through the pipe, and are excluded from `repr`."""
 
     name: str
     subscription_id: str

@@ -399,7 +399,7 @@ class Pusher:
             return
         declared = self.declared
         if declared.delivery == AT_MOST_ONCE:
-            # It was done when it was delivered.
+            # The message was finished when it was delivered.
             return
         if answer.verdict in _OF_ENDPOINT and endpoint.is_to_blame:
             # Delayed, so that another message is tried first.

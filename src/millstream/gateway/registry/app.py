@@ -44,7 +44,7 @@ from millstream.protocol.private.schema_messages import (
 INVALID_BODY: Final = 400
 MISSING_BODY: Final = 422
 _LEVEL_SENT: Final = "compatibility"
-"""What requests that set a level call it; responses call it `compatibilityLevel`."""
+"""The name of the level in requests; responses call it `compatibilityLevel`."""
 _NUMBER: Final = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -94,7 +94,7 @@ class RegistryRequest:
 
     @property
     def prefix(self) -> str:
-        """What listed subjects begin with: unless the request says so, they may be in any context."""
+        """The prefix of listed subjects: unless the request names a context, they may be in any."""
         if self.context or "subjectPrefix" in self.query:
             return self.qualified(self.text("subjectPrefix"))
         return ":*:"
@@ -309,7 +309,7 @@ async def _register(client: SchemaClient, request: RegistryRequest) -> Any:
     body: _Schema = request.decode(_Schema)
     number = body.id if body.id is not None and body.id > 0 else None
     made = await client.register(RegisterSchema(**_sent(request), id=number, version=body.version or None))
-    # Without the text: clients take it for what they sent, a descriptor in the case of Protobuf.
+    # Without the text: clients expect the text that they sent, a descriptor in the case of Protobuf.
     return {"id": made.id, "version": made.version, "guid": made.guid}
 
 
@@ -611,7 +611,7 @@ def _check_body_type(headers: dict[bytes, bytes]) -> None:
 
 
 def _phrase(error: Refused) -> str:
-    """Return what Confluent's server says of requests that reach none of its resources."""
+    """Return the error message of Confluent's server for requests that match none of its resources."""
     if error.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
         return f"HTTP {int(error.status)} {error.status.phrase}"
     return error.detail

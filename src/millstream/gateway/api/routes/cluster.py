@@ -96,7 +96,7 @@ class ConnectedClientDocument(msgspec.Struct, frozen=True):
 
 
 class ClientList(msgspec.Struct, frozen=True):
-    """Connections to all nodes, and how many were left out of the list."""
+    """Connections to all nodes, and how many the list omits."""
 
     clients: list[ConnectedClientDocument]
     left_out: int

@@ -1,4 +1,4 @@
-"""One stored message, and what became of it."""
+"""One stored message, and its history in subscriptions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HISTORY_S: Final = 30.0
 """How long reading the ledger's table may take."""
 _HISTORY: Final = "millstream.pipelines.jobs.ledger.history"
 _READING: Final = asyncio.Semaphore(1)
-"""One table is read at a time: it takes a process with as much memory as the gateway itself."""
+"""One table is read at a time: the process takes as much memory as the gateway itself."""
 
 
 class BatchDescription(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ async def show(services: Services, request: Request[Show, NoFields]) -> StoredDo
 
 
 class TraceDocument(msgspec.Struct, frozen=True):
-    """The life of a message in every subscription that the caller may describe."""
+    """The history of a message in every subscription that the caller may describe."""
 
     topic: str
     topic_id: str
@@ -103,7 +103,7 @@ async def trace(services: Services, request: Request[NoFields, NoFields]) -> Tra
 
 
 async def with_history(services: Services, found: dict[str, Any]) -> dict[str, Any]:
-    """Complete a trace from the ledger's table, as far as this machine has it, in a process that ends with that."""
+    """Complete a trace from the ledger's table, if this machine has it, in a process of its own."""
     try:
         async with asyncio.timeout(HISTORY_S):
             await _READING.acquire()
@@ -129,7 +129,7 @@ async def with_history(services: Services, found: dict[str, Any]) -> dict[str, A
                 await process.wait()
     finally:
         _READING.release()
-    # Without a table, or without the packages that read it, the broker's answer has to do.
+    # Without a table, or the packages to read it, the broker's answer is all there is.
     return dict(msgspec.json.decode(text)) if process.returncode == 0 and text else found
 
 

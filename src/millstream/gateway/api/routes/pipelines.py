@@ -162,7 +162,7 @@ class RunQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunLog(msgspec.Struct, frozen=True):
-    """The end of what a run has printed."""
+    """The end of a run's output."""
 
     run: int
     text: str
@@ -292,7 +292,7 @@ async def list_runs(services: Services, request: Request[RunQuery, NoFields]) ->
 
 
 async def read_log(services: Services, request: Request[NoFields, NoFields]) -> RunLog:
-    """Return the end of what a run has printed."""
+    """Return the end of a run's output."""
     number = request.path["run"]
     if not number.isdecimal() or len(number) > 15:
         raise invalid(f"the number of a run is a whole number, not {number!r}; 0 is the last run")

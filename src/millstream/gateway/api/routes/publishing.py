@@ -134,7 +134,7 @@ async def _encoded(services: Services, subject: str, placed: Placed) -> Placed:
         return placed
     document = read_json(_any_decoder, value)
     content = await codecs_of(services.publishing).encode(subject, document, is_json=True)
-    # It is no longer what the request says it is.
+    # The content type of the request no longer applies.
     headers = tuple(pair for pair in placed.record.headers if pair[0] != CONTENT_TYPE)
     return placed._replace(record=placed.record._replace(value=content, headers=headers))
 

@@ -78,7 +78,7 @@ async def show(visit: Visit) -> Answer:
 
 
 def _words(rule: Acl) -> tuple[str, ...]:
-    """Return a rule as `acl remove` takes it, beginning with what it says."""
+    """Return a rule as the words of `acl remove`, beginning with its permission."""
     flags = ["--prefixed"] if rule.pattern is PatternType.PREFIXED else []
     if rule.host != WILDCARD:
         flags += ["--host", rule.host]

@@ -1,4 +1,4 @@
-"""The overview: rates, backlogs, nodes, and warnings with what helps; and the stream that keeps pages fresh."""
+"""The overview: rates, backlogs, nodes, and warnings with remedies; and the stream that refreshes pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OLD_S: Final = 300.0
 
 
 class Warned(NamedTuple):
-    """A problem, in plain words, and the page that helps."""
+    """A problem, as a sentence, and the page that helps to solve it."""
 
     text: str
     href: str
@@ -44,7 +44,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
     if may_describe:
         visit.history.note_visit()
         nodes = await node_sums(visit.services.client)
-    # People open this page when a node is down, so what needs that node is left out, not an error.
+    # Users open this page when a node is down, so parts that need that node are omitted instead of failing.
     missing: list[str] = []
     described = await _or_empty(visit.services.subscriptions.describe(without_silent=True), missing)
     rows = rows_of(described)
@@ -73,7 +73,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
 
 
 async def _or_empty(asked: Any, missing: list[str]) -> list[Any]:
-    """Return what the person may see; nothing if that is nothing, or cannot be reached now, which is noted."""
+    """Return what the user may see; nothing without rights, or if it is unavailable, which is recorded."""
     try:
         found: list[Any] = await asked
     except NotAuthorized:

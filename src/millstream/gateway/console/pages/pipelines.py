@@ -168,7 +168,7 @@ async def alter(visit: Visit) -> Answer:
 
 
 async def dry_run(visit: Visit) -> Answer:
-    """Try a pipeline on the newest messages, in its own process and with the rights of the person."""
+    """Try a pipeline on the newest messages, in its own process and with the rights of the user."""
     name, client = visit.names["pipeline"], visit.services.client
     (described,) = await PipelineClient(client).describe([name])
     pipeline = pipeline_of(described)
@@ -222,7 +222,7 @@ def dry_run_refusal(described: Mapping[str, Any], settings: ConsoleSettings) -> 
 
 
 async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, is_guarded: bool) -> dict[str, Any]:
-    """Run the process of a dry run; where people have rights, it gets a token that may only read."""
+    """Run the process of a dry run; where users are authorized, it gets a read-only token."""
     from millstream.pipelines.runtime.dry_run import DryRunAnswer, DryRunOrder
     from millstream.pipelines.source.access import connection_access
 
@@ -339,7 +339,7 @@ async def cancel_run(visit: Visit) -> Answer:
 
 
 async def show_run(visit: Visit) -> Answer:
-    """Show a run of a job, and what it has printed."""
+    """Show a run of a job and its output."""
     name, number = visit.names["pipeline"], visit.names["run"]
     if not number.isascii() or not number.isdigit() or len(number) > 9:
         raise invalid(f"{number!r} is not the number of a run")
