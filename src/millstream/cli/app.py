@@ -78,7 +78,7 @@ _PLAIN_NUMBER: Final = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 
 
 class InOrder(TyperGroup):
-    """Lists commands in the order in which people need them."""
+    """Lists commands in the order in which users need them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in declared order."""
@@ -274,6 +274,6 @@ def _fail(message: str, code: ExitCode, error: BaseException) -> int:
 
 
 def _reader_left() -> int:
-    # The reader of a pipe, such as `head`, has what it wanted. Python would complain again when it flushes at exit.
+    # The reader of a pipe, such as `head`, has closed it. Python would report that again when it flushes at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.OK

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SMALL_BYTES: Final = 16 * 1024 * 1024
 """A ledger up to this size is audited without Spark, in this process."""
 SHOWN_MAX: Final = 50
-"""How many findings people are shown; programs get all of them."""
+"""How many findings are printed as text; JSON has all of them."""
 
 
 def audit(
@@ -78,7 +78,7 @@ def _since_ms(text: str) -> int:
 
 
 def find_lake(common: Common, given: str | None) -> tuple[str, Pipeline | None]:
-    """Return where the ledger's table is: where its pipeline lands it, unless a place is given."""
+    """Return the location of the ledger's table: that of its pipeline, unless one is given."""
 
     async def question(client: Client) -> tuple[Pipeline | None, PipelineStorage]:
         from millstream.client.admin.pipelines import ledger_pipeline, storage_of
@@ -192,7 +192,7 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
 
 
 def _named(row: dict[str, Any]) -> str:
-    """Return the name of a subscription; a deleted one, of which there may be several, is told apart."""
+    """Return the name of a subscription; deleted ones, which may share a name, are distinguished."""
     return f"{row['subscription']} (deleted)" if row["deleted"] else str(row["subscription"])
 
 

@@ -63,7 +63,7 @@ _TOPICS_MAX = 1000
 
 async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
     """Check a broker; an unreachable one is the only finding."""
-    # Loading this takes longer than most answers, and is not the broker's time.
+    # Loading this takes longer than most answers, and must not count as the broker's time.
     import_lean_kio()
     started = time.monotonic()
     try:
@@ -206,7 +206,7 @@ def _samples(status: Mapping[str, Any], metric: str) -> Iterator[tuple[float, di
 
 
 def _refused_letters(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Messages that failed for good and are not dead letters yet, since the topic does not take them."""
+    """Messages that failed permanently and are not dead letters yet, since the topic refuses them."""
     refused: Counter[str] = Counter()
     for status in statuses:
         for value, labels in _samples(status, "millstream_subscription_refused_letters"):

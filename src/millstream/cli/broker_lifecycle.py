@@ -20,7 +20,7 @@ class BrokerState(Enum):
     STARTING = auto()
     SERVING = auto()
     SILENT = auto()
-    """Ready, but it has not answered the last question about its health in time."""
+    """Ready, but it has not answered the last health request in time."""
     STOPPING = auto()
     """Asked to end; it is paused afterwards."""
     PAUSED = auto()
@@ -33,14 +33,14 @@ class BrokerState(Enum):
 
 
 class BrokerEvent(Enum):
-    """What happens to a broker process, or is asked of it."""
+    """An event or request that changes the state of a broker process."""
 
     SPAWN = auto()
     SPAWN_FAILED = auto()
     READY = auto()
     ANSWERED = auto()
     TIMED_OUT = auto()
-    """A question about its health was not answered in time."""
+    """A health request was not answered in time."""
     EXITED = auto()
     PAUSE = auto()
     RESUME = auto()
@@ -83,7 +83,7 @@ _NEXT: Final[Mapping[BrokerEvent, Mapping[BrokerState, BrokerState]]] = {
 
 
 class BrokerLifecycle:
-    """The state of one broker process. An event that has no meaning in a state, such as a late answer, is ignored."""
+    """The state of one broker process. Events that do not apply to a state, such as a late answer, are ignored."""
 
     def __init__(self, failed_starts_max: int) -> None:
         self.state = BrokerState.DUE

@@ -456,7 +456,7 @@ class LocalCluster:
             self._write_profile()
 
     def _prepare_locked(self) -> None:
-        """Make what a locked cluster needs and does not have yet: certificates, and a user that may do everything."""
+        """Create the missing certificates and the administrator of a locked cluster."""
         for number in range(1, self._plan.nodes + 1):
             if not Path(self._tls_files(number)[0]).exists():
                 make_node_certificate(self._certificates, ["localhost", _HOST], self._plan.name, NodeId(number))

@@ -37,7 +37,7 @@ _given: dict[str, str] = {}
 def take_credentials(arguments: list[str]) -> list[str]:
     """Remove the connection flags from a command line, wherever they are; return the rest.
 
-    `--password-file` after the command `user` is that of the user it is about, not of the caller.
+    After the command `user`, `--password-file` is the password of that user, not of the caller.
     """
     _given.clear()
     command, rest, left = "", list[str](), list(arguments)
@@ -59,7 +59,7 @@ def take_credentials(arguments: list[str]) -> list[str]:
 
 
 def command_credentials() -> Credentials:
-    """How a command connects: by its flags, MILLSTREAM_TLS_CA, _USER, _PASSWORD and _TOKEN, or its profile."""
+    """Return a command's credentials: its flags, MILLSTREAM_TLS_CA, _USER, _PASSWORD and _TOKEN, or its profile."""
     from millstream.client.profile import Profile
     from millstream.protocol.wire.credentials import Credentials, client_tls
 
@@ -101,7 +101,7 @@ def chosen_profile() -> Profile | None:
 
 
 def _secret(flag: str, variable: str) -> str:
-    """Return a secret of a file or of the environment; never of the command line, which others can see."""
+    """Return a secret from a file or the environment; never from the command line, which others can see."""
     path = _given.get(flag)
     if path is None:
         return os.environ.get(variable, "")

@@ -132,7 +132,7 @@ class Shipping:
 
 
 class Webhook:
-    """An endpoint that orders are pushed to; it trusts only what is signed with its secret."""
+    """An endpoint that orders are pushed to; it accepts only requests signed with its secret."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -678,7 +678,7 @@ class Story:
             f"it does not add up: {report['findings'] or report['damage']}",
         )
 
-    # -- what the steps are made of ---------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------------------
 
     async def _publish(self, numbers: range, **other: object) -> None:
         for start in range(numbers.start, numbers.stop, _BATCH):
@@ -734,7 +734,7 @@ class Story:
         )
 
     async def _catch_up(self, missed: range, members: int = 1) -> None:
-        """Let members of the group read what it has not read yet, and only that."""
+        """Let members of the group read exactly the messages that it has not read yet."""
         changed = asyncio.Condition()
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks, asyncio.timeout(_STEP_S_MAX):
             group = [await self._member(stack, changed) for _ in range(members)]

@@ -1,10 +1,10 @@
-"""Becomes another command that ends when the process that started it ends, however that ends.
+"""Becomes another command that ends when the process that started it ends, however it ends.
 
     python die_with_parent.py PARENT_PID SIGNAL USER COMMAND [ARGUMENT ...]
 
-It is run as a file, imports the standard library only and is gone as soon as the command runs. SIGNAL is what the
-command gets when the parent is gone. USER is the name of an account to run as, or `-`: PostgreSQL refuses to run as
-root. The command then keeps root's right to pass folders, since its own files may lie in one that is closed to others.
+It is run as a file, imports only the standard library and is replaced by the command. SIGNAL is sent to the command
+when the parent ends. USER is the name of an account to run as, or `-`: PostgreSQL refuses to run as root. The command
+then keeps root's right to traverse folders, since its files may be in one that is closed to others.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """`millstream serve --cores N`: a supervising process, and one broker process for each core.
 
-The supervisor holds the lock of the machine's data folder, the coordination store and the HTTP gateway, and does
-nothing else. Each broker is a node with its own port and subfolder. It inherits the lock, so that nothing can
-run on the folder while an old broker is left, and it ends when its supervisor does: the kernel kills it, and its socket
-to the store closes. A broker that dies closes that socket too, is noticed at once and started again on the same port.
-One that cannot start is given up: its logs go to the folders of the others (`machine_folder.py`), which are stopped
-for as long as that takes.
+The supervisor only holds the lock of the machine's data folder, the coordination store and the HTTP gateway. Each
+broker is a node with its own port and subfolder. It inherits the lock, so that nothing can run on the folder while an
+old broker is left, and it ends when its supervisor does: the kernel kills it, and its socket to the store closes. A
+broker that dies closes that socket too, is noticed at once and started again on the same port. A broker that cannot
+start is abandoned: its logs are moved to the folders of the others (`machine_folder.py`), which are stopped meanwhile.
 
 Between the supervisor and a broker there are two pipes. The broker's input has its settings, then a line for each time
 the supervisor asks for its health; it ends when the broker is to stop. Its output has where it listens, once it is
@@ -86,10 +85,10 @@ class BrokerProcess(SupervisedChild):
         self._listening: asyncio.Task[None] | None = None
         self._lifecycle = BrokerLifecycle(FAILED_STARTS_MAX)
         self._answer: asyncio.Future[None] | None = None
-        """Done when the question about the broker's health that is open is answered; None if none is open."""
+        """Done when the pending health request is answered; None if none is pending."""
         self._health: dict[str, Any] | None = None
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        """What the broker announced when it was ready for the first time, or why it never was."""
+        """The broker's announcement when it was first ready, or why it never was."""
         self.internal_address = ""
         """Where the gateway reaches the broker, which keeps it when it is started again."""
         self.exit_code = 0
@@ -105,7 +104,7 @@ class BrokerProcess(SupervisedChild):
         return self._config.node_id
 
     def configure(self, config: Config) -> None:
-        """Set what the next process gets, except for the ports, which it keeps."""
+        """Set the settings of the next process, except for the ports, which it keeps."""
         bound = [self._config.kafka, *(one.address for one in self._config.listeners)]
         self._config = with_addresses(config, bound)
 
@@ -116,7 +115,7 @@ class BrokerProcess(SupervisedChild):
 
     @property
     def health(self) -> dict[str, Any] | None:
-        """Return what the broker last said about itself; None while it does not serve, or is silent."""
+        """Return the broker's last health report; None while it does not serve, or does not answer."""
         return self._health if self.state is BrokerState.SERVING else None
 
     async def pause(self) -> None:
@@ -146,7 +145,7 @@ class BrokerProcess(SupervisedChild):
             await within(self.stop_s, self._lifecycle.until((BrokerState.RETIRED,)))
 
     async def refresh(self) -> None:
-        """Wait for what the broker says about itself now; one that does not answer in time is silent."""
+        """Request a health report; a broker that does not answer in time counts as silent."""
         process = self._process
         is_ready = self.state in (BrokerState.SERVING, BrokerState.SILENT)
         if not is_ready or process is None or process.stdin is None or process.stdin.is_closing():
@@ -156,7 +155,7 @@ class BrokerProcess(SupervisedChild):
             process.stdin.write(QUESTION)
         answered, _ = await asyncio.wait([self._answer], timeout=_ANSWER_S)
         if not answered:
-            # The question stays open: the answer counts when it comes.
+            # The request stays pending: a late answer still counts.
             self._lifecycle.apply(BrokerEvent.TIMED_OUT)
 
     async def _wanted(self) -> None:
@@ -200,7 +199,7 @@ class BrokerProcess(SupervisedChild):
         return process
 
     async def _listen(self, process: Process) -> None:
-        """Take what the broker prints: where it listens, which it keeps when it is started again, and its health."""
+        """Read the broker's output: its addresses, which it keeps when it is restarted, and its health."""
         if process.stdout is None:
             return
         line = await process.stdout.readline()
@@ -229,8 +228,7 @@ class BrokerProcess(SupervisedChild):
             await self._end()
         code = self.exit_code = await super()._ended(process)
         if self._listening is not None:
-            # All that it said is read before anything else is concluded from its end. A process that it started may
-            # still hold its output.
+            # Read all its output before acting on its end. A process that it started may still hold the pipe.
             await asyncio.wait([self._listening], timeout=_LAST_LINES_S)
             self._listening.cancel()
         self._health = None
@@ -238,7 +236,7 @@ class BrokerProcess(SupervisedChild):
         is_failed_start = self.state is BrokerState.STARTING
         self._lifecycle.apply(BrokerEvent.EXITED)
         if is_failed_start and not self.ready.done():
-            # Its first start failed, and it has said why: restarting would not help.
+            # Its first start failed with a reason: restarting would not help.
             self.ready.set_exception(CommandFailed(f"node {self.node_id} did not start", _exit_code(code)))
             self.retire()
         return code
@@ -278,7 +276,7 @@ class Machine:
         self._gateway_runs = False
         self._starting = "the machine is starting"
         self._given_up: dict[NodeId, str] = {}
-        """Nodes that could not be started, and what became of their logs."""
+        """Nodes that could not be started, and the state of their logs."""
         self._changing = asyncio.Lock()
         self._is_stopping = False
 
@@ -434,16 +432,16 @@ class Machine:
             "warnings": list(warnings),
         }
 
-    # -- a broker that stays dead ---------------------------------------------------------------------------
+    # -- abandoned brokers ----------------------------------------------------------------------------------
 
     def started(self, node: NodeId) -> None:
-        """Note that a broker is ready, perhaps one that had been given up."""
+        """Record that a broker is ready, possibly one that had been abandoned."""
         self._given_up.pop(node, None)
 
     async def hand_over(self, lost: BrokerProcess) -> None:
         """Move the logs of a broker that cannot be started to the folders of the others, if they can be read.
 
-        Others that are lost too wait for their turn: they count as paused meanwhile, and stay lost when the others are
+        Other lost brokers wait for their turn: they count as paused meanwhile, and stay lost when the others are
         resumed.
         """
         node = NodeId(lost.node_id)
@@ -514,7 +512,7 @@ class Machine:
 
         self.service = open_coordination(files, self._data, self.clock)
         self._stack.callback(self.service.close)
-        # Its tables are made here, once, and not by all brokers at the same time.
+        # Its tables are created here once, not by all brokers concurrently.
         catalog = Catalog.open_folder(Path(self._data), sealing=self._sealing())
         try:
             await adopt_known_topics(EmbeddedStore(self.service, self.clock), catalog)
@@ -592,7 +590,7 @@ def with_addresses(config: Config, bound: Sequence[str]) -> Config:
 
 
 def main() -> None:
-    """Run one broker until the supervisor hangs up."""
+    """Run one broker until the supervisor closes the pipe."""
     import uvloop
 
     from millstream.cli.app import run_reporting
@@ -602,7 +600,7 @@ def main() -> None:
     _die_with_parent()
     descriptor, lock = map(int, sys.argv[1:])
     for inherited in (descriptor, lock):
-        # Else the processes of this broker would have them too: its end would be noticed only when theirs is.
+        # Otherwise this broker's children would inherit them, and its end would be noticed only when they end.
         os.set_inheritable(inherited, False)
     share = json.loads(sys.stdin.buffer.readline())
     if os.getppid() != share["supervisor"]:
@@ -666,7 +664,7 @@ async def _watch_input(broker: Broker, hung_up: asyncio.Future[None]) -> None:
 
 
 def _supervisor_lost() -> None:
-    # What was acknowledged is stored. Without its supervisor this process must stop at once.
+    # Acknowledged data is stored. Without its supervisor this process must stop at once.
     _logger.error("the supervising process is gone")
     os._exit(ExitCode.FAILED)
 

@@ -1,4 +1,4 @@
-"""Messages as text for people."""
+"""Messages as readable text."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
     facts = _facts(described)
     width = max(10, *map(len, facts))
     for word, text in facts.items():
-        # Spark's errors about a statement point at the place on lines below each other.
+        # Spark's errors about a statement mark the position on the lines below.
         for at, line in enumerate(text.splitlines() or [""]):
             print_line(f"{('' if at else word).ljust(width)}  {one_line(line)}")
     print_line()

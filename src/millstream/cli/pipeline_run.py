@@ -194,7 +194,7 @@ class Stages:
             self._file.flush()
 
     def move(self, note: str, *, is_news: bool = True) -> None:
-        """Report progress in the stage; without news, only the live line changes."""
+        """Report progress in the stage; without `is_news`, only the live line changes."""
         if self._shown is not None or (is_news and time.monotonic() - self._shown_at >= PROGRESS_S):
             self.show(note)
 
@@ -355,7 +355,7 @@ def run_job(
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
     if not ended.succeeded:
-        raise CommandFailed(ended.failed or "the process of the job ended; what it printed may say why")
+        raise CommandFailed(ended.failed or "the process of the job ended; its output may say why")
     what = "would have succeeded" if dry else "succeeded"
     text = f"Job {one_line(pipeline.name)} {what}."
     print_answer({"pipeline": pipeline.name, "kind": "job", "dry_run": dry}, text, as_json=as_json)
@@ -457,7 +457,7 @@ async def look_up(
 
 @contextmanager
 def signed_in(brokers: str, scratch: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[tuple[Link, Access]]:
-    """Connect as the command's user; Spark's queries sign in by a token in a file of the run."""
+    """Connect as the command's user; Spark's queries sign in with a token in a file of the run."""
     from millstream.pipelines.source.access import TokenFiles, connection_access
     from millstream.pipelines.source.link import Link
 
@@ -468,7 +468,7 @@ def signed_in(brokers: str, scratch: str, timeout_s: float = DEFAULT_TIMEOUT_S) 
     try:
         access = tokens.access_of("")
     except InvalidRequest:
-        # The brokers do not know who this is, and need not.
+        # The brokers do not authenticate clients, so no token is needed.
         access = base
     try:
         yield link, access
@@ -491,7 +491,7 @@ class ByHand:
         window: TimeWindow | None = None,
         jobs: Mapping[PipelineKind, JobKind] | None = None,
     ) -> None:
-        """Run a pipeline; `window` limits it to a part of the past, and `jobs` are others than its own."""
+        """Run a pipeline; `window` limits it to a time range, and `jobs` replaces its own kind of job."""
         self._pipeline = pipeline
         self._window = window
         self._jobs = jobs

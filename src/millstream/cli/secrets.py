@@ -1,4 +1,4 @@
-"""`millstream secrets`: the keys that seal secrets in the catalog, and what they have sealed."""
+"""`millstream secrets`: the keys that seal secrets in the catalog, and the sealed secrets."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ class _StopSignal:
             _logger.info("stopping", extra={"signal": number.name})
             self.stop.set_result(None)
             return
-        # What was acknowledged is stored already. Only the mark of a clean stop is missing, so the next start verifies
-        # the log.
+        # Acknowledged data is already stored. Only the mark of a clean stop is missing, so the next start verifies the
+        # log.
         _logger.warning("stopped without waiting for requests in progress; the next start checks the log")
         os._exit(ExitCode.INTERRUPTED)
 

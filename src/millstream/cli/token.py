@@ -123,7 +123,7 @@ def revoke(
     """Revoke a token and those that were created with it; their connections are closed."""
     from millstream.client.admin.security import list_tokens, revoke_token
 
-    # A user who pastes the whole token means its id, and the secret must not reach a log.
+    # If a user pastes the whole token, use only its id: the secret must not reach a log.
     token_id, _ = split_token(token_id)
     try:
         ask(common, lambda client: revoke_token(client, token_id))

@@ -243,7 +243,7 @@ def alter(
         from millstream.client.admin.topics import alter_topic, check_settings_exist, find_topic, grow_topic
 
         topic = await find_topic(client, name, advice=_LIST_ADVICE)
-        # The broker accepts removing settings that it does not know, like Kafka; report typing errors here.
+        # The broker, like Kafka, accepts the removal of unknown settings; report typing errors here.
         await check_settings_exist(client, name, unset or [])
         if changes:
             await alter_topic(client, name, changes)

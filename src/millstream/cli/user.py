@@ -1,4 +1,4 @@
-"""`millstream user`: create, list and delete users, and give them other passwords.
+"""`millstream user`: create, list and delete users, and change their passwords.
 
 The first user of a cluster is created while its node is stopped, straight in the catalog: `--data DIR`, or `--catalog`
 for the nodes of a cluster.
