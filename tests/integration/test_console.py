@@ -677,7 +677,7 @@ def test_live_tails_are_bounded_and_end_with_their_browsers(console: Console) ->
         kept = [follow(client, stack) for _ in range(TAILS_PER_PERSON_MAX)]
         assert [next(one) for one in kept] == [": listening"] * TAILS_PER_PERSON_MAX
         refused = list(islice(follow(client, stack), 4))
-        assert "live tails of one person" in refused[-1], refused
+        assert "live tails per user" in refused[-1], refused
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         # The server learns of closed connections in its own time.
@@ -686,7 +686,7 @@ def test_live_tails_are_bounded_and_end_with_their_browsers(console: Console) ->
             ExitStack() as stack,
             suppress(httpx.ReadTimeout),
         ):
-            if any("of one person" in line for line in follow(client, stack)):
+            if any("per user" in line for line in follow(client, stack)):
                 continue
         return
     pytest.fail("the tails of browsers that are gone still count")

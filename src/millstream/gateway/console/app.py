@@ -224,7 +224,7 @@ class ConsoleApp:
 
     def _callers_required(self) -> Callers:
         if self._callers is None:
-            raise Refused(HTTPStatus.NOT_FOUND, "this node authenticates no one")
+            raise Refused(HTTPStatus.NOT_FOUND, "this node does not authenticate clients")
         return self._callers
 
     async def _form(self, exchange: _Exchange, signed_in: SignedIn, memory: RequestMemory) -> dict[str, str]:

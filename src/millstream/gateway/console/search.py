@@ -264,8 +264,8 @@ def _counted(running: Counter[str], person: str, each_max: int, all_max: int, no
     if running[person] >= each_max or running.total() >= all_max:
         raise Refused(
             HTTPStatus.TOO_MANY_REQUESTS,
-            f"{each_max} {noun} of one person, and {all_max} of all, run at the same time; stop one of yours, or try "
-            "again later",
+            f"at most {each_max} {noun} per user, and {all_max} in total, can run at the same time; stop one of "
+            "yours, or try again later",
         )
     running[person] += 1
     try:

@@ -224,7 +224,7 @@ class Sessions:
 
     async def _open(self, shown: Shown) -> tuple[bytes, bytes]:
         if self._callers is None:
-            raise Refused(HTTPStatus.NOT_FOUND, "this node authenticates no one")
+            raise Refused(HTTPStatus.NOT_FOUND, "this node does not authenticate clients")
         opened = await self._callers.open_session(shown, self._settings.session_s)
         left_s = max(1, int(opened.expires_ms / 1000 - time.time()))
         return self._cookie(_SESSION, opened.session, max_age_s=left_s)
@@ -276,7 +276,7 @@ class Sessions:
         except (ValueError, TypeError):
             raise invalid("signing in took too long, or began in another browser; try again") from None
         if not hmac.compare_digest(str(state).encode(), query.get("state", "").encode()):
-            raise Refused(HTTPStatus.FORBIDDEN, "the answer of the OpenID provider is not for this browser; try again")
+            raise Refused(HTTPStatus.FORBIDDEN, "the OpenID provider's response is not for this browser; try again")
         if "code" not in query:
             reason = query.get("error_description") or query.get("error") or "it sent no code"
             raise Refused(HTTPStatus.FORBIDDEN, f"the OpenID provider did not sign you in: {reason[:300]}")
@@ -328,7 +328,7 @@ class Sessions:
                 answer = await client.request(method, url, data=form)
                 found = json.loads(answer.content[:OIDC_BYTES_MAX])
         except (httpx.HTTPError, ValueError) as error:
-            raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider cannot be asked: {error}") from None
+            raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider cannot be reached: {error}") from None
         if answer.is_error or not isinstance(found, dict):
             said = found.get("error", answer.status_code) if isinstance(found, dict) else answer.status_code
             raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider refuses: {said}")

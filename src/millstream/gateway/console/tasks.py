@@ -112,7 +112,7 @@ class Task:
                     if acting.done():
                         self._end(STOPPED if self.is_stopping else DONE, acting.result())
                     else:
-                        self._end(STOPPED, "Stopped, because the session of the person who started it has ended.")
+                        self._end(STOPPED, "Stopped, because the session of the user who started it has ended.")
                 finally:
                     acting.cancel()
                     with suppress(asyncio.CancelledError, Exception):
@@ -148,8 +148,8 @@ class Tasks:
         if len(running) >= TASKS_MAX or sum(one.person == task.person for one in running) >= TASKS_PER_PERSON_MAX:
             raise Refused(
                 HTTPStatus.TOO_MANY_REQUESTS,
-                f"{TASKS_PER_PERSON_MAX} tasks of one person, and {TASKS_MAX} of all, run at the same time; wait until "
-                "one has ended, or stop one",
+                f"at most {TASKS_PER_PERSON_MAX} tasks per user, and {TASKS_MAX} in total, can run at the same time; "
+                "wait until one has ended, or stop one",
             )
         self._tasks[task.id] = task
         task.running = asyncio.create_task(task.run(act, start), name=f"task of the console: {task.title}")

@@ -249,7 +249,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
 
 
 class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
-    """Says what the client itself may do.
+    """Returns the rights of the client itself.
 
         {"asked": [[3, 2, "orders"], …]}     each the numbers of an operation and a resource type, and a name
         answer: {"error": 0, "message": null, "allowed": [true, …], "principal": "User:alice"}
@@ -278,7 +278,7 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
 
 
 class NoteReading(PrivateApi[NoteReadingRequest, NoteReadingResponse]):
-    """Records in the audit log that a person is shown messages; the console sends it before it shows them.
+    """Records in the audit log that a user views messages; the console sends it before it shows them.
 
     {"topic": "orders", "how": "message", "partition": 0, "offset": 42, "filter": ""}
     answer: {"error": 0, "message": null}

@@ -1,4 +1,4 @@
-"""CreateTopics (key 19), versions 2 to 7: creates topics, durably: all of those that can be created, at once.
+"""CreateTopics (key 19), versions 2 to 7: creates topics durably; each succeeds or fails on its own.
 
 -1 partitions or -1 replicas use the node's default. Instead of numbers, a request may place every partition on nodes;
 both numbers must then be -1. A name that occurs twice in a request is refused. `validate_only` checks everything and

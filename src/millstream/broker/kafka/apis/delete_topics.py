@@ -1,4 +1,4 @@
-"""DeleteTopics (key 20), versions 1 to 6: deletes topics and all their records: those that can be.
+"""DeleteTopics (key 20), versions 1 to 6: deletes topics with all their records, each on its own.
 
 A topic is given by its name or, from version 6 on, by its id; giving both, neither, or the same topic twice is refused.
 

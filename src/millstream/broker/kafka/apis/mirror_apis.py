@@ -215,7 +215,7 @@ class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
 
 
 class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
-    """Says how far a node's copies are; then exposes transactions that have arrived as a whole everywhere.
+    """Reports the progress of a node's copies; then exposes transactions that have arrived completely everywhere.
 
     {"mirror": "paris", "offsets": {"orders": {0: 4711}}, "is_verified": false, "wait_ms": 1000, "is_readable": false}
     answer: {"error": 0, "message": null, "reached": {"orders": {0: 4720}}, "waiting": [["orders", 0]]}
@@ -230,7 +230,7 @@ class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
 
 
 class MirrorNotice(_MirrorApi[CommitNotice, Response]):
-    """Tells the owner of a mirror that clients wait at a commit on the node that sends it.
+    """Notifies the owner of a mirror that clients on the sending node wait for a commit.
 
     {"mirror": "paris"}     answer: {"error": 0, "message": null}
     """
@@ -355,7 +355,7 @@ class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):
 
 
 class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
-    """Turns a mirror around without losing anything.
+    """Switches the direction of a mirror without loss.
 
         as MirrorReverse, with "timeout_ms": 60000
         answer: as MirrorReverse, with "partitions": [{"topic": …, "partition": 0, "offset": 4720, …}]

@@ -367,7 +367,7 @@ LOG_BYTES_MAX = 1024 * 1024
 
 
 class PipelineRequestRun(_JobRequest[JobName, Response]):
-    """Asks for a run of a job now; if one is running, the next follows it.
+    """Requests a run of a job now; if one is running, the new one follows it.
 
     {"name": "nightly"}     answer: {"error": 0, "message": null}
     """

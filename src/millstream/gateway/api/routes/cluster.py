@@ -27,7 +27,7 @@ from millstream.gateway.api.services import Services
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
-    """One node; `reasons` say why it should get no traffic now."""
+    """One node; `reasons` explain why it should get no traffic now."""
 
     id: int
     address: str | None
@@ -111,7 +111,7 @@ class PlanToCompute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ComputedMove(msgspec.Struct, frozen=True):
-    """A partition, its replicas, and those that it is to have."""
+    """A partition, its current replicas, and its planned replicas."""
 
     topic: str
     partition: int
@@ -135,7 +135,7 @@ class ComputedPlan(msgspec.Struct, frozen=True):
 
 
 class MovingPartition(msgspec.Struct, frozen=True):
-    """A partition that moves now."""
+    """A partition that is being moved."""
 
     topic: str
     partition: int
@@ -144,7 +144,7 @@ class MovingPartition(msgspec.Struct, frozen=True):
 
 
 class PlanProgress(msgspec.Struct, frozen=True):
-    """The last plan and how far it is, and the drained nodes."""
+    """The last plan, its progress, and the drained nodes."""
 
     plan: str | None
     kind: str | None
@@ -247,7 +247,7 @@ async def undrain_node(services: Services, request: Request[NoFields, NodeToUndr
 ROUTES: Final = (
     Route("GET", "/cluster", "Describe the cluster", status, ClusterDescription),
     Route("GET", "/clients", "List connected clients", clients, ClientList, query=Measuring, tag="cluster"),
-    Route("GET", "/cluster/plan", "Show the last plan of moves, and how far it is", show_plan, PlanProgress),
+    Route("GET", "/cluster/plan", "Show the last plan and its progress", show_plan, PlanProgress),
     Route(
         "POST",
         "/cluster/plan",

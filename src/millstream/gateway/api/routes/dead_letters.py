@@ -33,7 +33,7 @@ WORKED_ON_MAX: Final = 1000
 
 Condition = Annotated[str, Meta(max_length=8192, description="A condition in the filter language.")]
 ShortCondition = Annotated[
-    str, Meta(max_length=4096, description="A condition in the filter language, as long as fits into an address.")
+    str, Meta(max_length=4096, description="A condition in the filter language, limited to the length of a URL.")
 ]
 Number = Annotated[int, Meta(ge=1, le=WORKED_ON_MAX)]
 

@@ -45,7 +45,7 @@ PARTITIONS_NAMED_MAX: Final = 16
 """With more partitions, only the last of the events that are sent together has an id."""
 
 _PLACES: Final = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*\Z")
-DecodeValues = Annotated[Decode | None, Meta(description="`schema` adds the value as its schema decodes it.")]
+DecodeValues = Annotated[Decode | None, Meta(description="`schema` adds the value, decoded by its schema.")]
 _encode = msgspec.json.Encoder().encode
 
 

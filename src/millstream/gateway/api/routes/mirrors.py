@@ -23,7 +23,7 @@ class NewMirror(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: MirrorName
     settings: GivenSettings
-    wanted: Annotated[bool, Meta(description="Whether to copy at once.")] = True
+    wanted: Annotated[bool, Meta(description="Whether to start copying at once.")] = True
 
 
 class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,10 +42,13 @@ class Failover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Reversal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the old source follows this cluster."""
 
-    address: Annotated[str, Meta(description="Where it reaches this cluster; empty for its nodes' addresses.")] = ""
+    address: Annotated[
+        str,
+        Meta(description="Where it reaches this cluster; by default, at the addresses of the nodes."),
+    ] = ""
     settings: GivenSettings = {}
-    """How it signs in here."""
-    save_to: Annotated[str, Meta(description="A topic of it for records that only it has.")] = ""
+    """How the old source authenticates here."""
+    save_to: Annotated[str, Meta(description="The topic of the old source for records that it drops.")] = ""
 
 
 class MirrorSummary(msgspec.Struct, frozen=True):
@@ -107,7 +110,7 @@ class MirrorDescription(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """Where a copy was cut; `missing` is what the source had beyond, null if it could not be asked."""
+    """Where a copy was cut; `missing` is what the source had beyond it, null if the source did not answer."""
 
     topic: str
     partition: int
@@ -137,7 +140,7 @@ class Removed(msgspec.Struct, frozen=True):
 
 
 class ReversalReport(msgspec.Struct, frozen=True):
-    """What the old source gives up, and where this cluster took over."""
+    """What the old source drops, and where this cluster took over."""
 
     mirror: str
     removed: list[Removed]
@@ -234,9 +237,9 @@ ROUTES: Final = (
     Route("GET", _ONE, "Describe a mirror and its copies", describe, MirrorDescription),
     Route("PATCH", _ONE, "Change settings of a mirror", change, MirrorDescription, body=MirrorChanges),
     Route("DELETE", _ONE, "Delete a mirror without copies", delete, None, status=HTTPStatus.NO_CONTENT),
-    Route("POST", f"{_ONE}/pause", "Stop copying for now", pause, MirrorDescription),
-    Route("POST", f"{_ONE}/resume", "Continue copying", resume, MirrorDescription),
+    Route("POST", f"{_ONE}/pause", "Pause copying", pause, MirrorDescription),
+    Route("POST", f"{_ONE}/resume", "Resume copying", resume, MirrorDescription),
     Route("POST", f"{_ONE}/failover", "Make copies writable", fail_over, FailoverReport, body=Failover),
-    Route("POST", f"{_ONE}/reverse", "Let the old source follow", reverse, ReversalReport, body=Reversal),
-    Route("POST", f"{_ONE}/switch", "Turn a mirror around", switch, ReversalReport, body=Reversal),
+    Route("POST", f"{_ONE}/reverse", "Make the old source follow this cluster", reverse, ReversalReport, body=Reversal),
+    Route("POST", f"{_ONE}/switch", "Switch sides without loss", switch, ReversalReport, body=Reversal),
 )

@@ -39,7 +39,7 @@ class RoutingRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     topic: TopicName
     targets: Annotated[list[TopicName], Meta(min_length=1, max_length=TARGETS_MAX)]
     condition: Annotated[
-        str, Meta(max_length=CONDITION_LENGTH_MAX, description="A condition in SQL; empty takes all messages.")
+        str, Meta(max_length=CONDITION_LENGTH_MAX, description="A condition in SQL; empty matches all messages.")
     ] = ""
     subscription: Annotated[str, Meta(description="A subscription whose filter is used as the condition.")] = ""
 
@@ -171,7 +171,7 @@ class RunLog(msgspec.Struct, frozen=True):
 
 
 class RunRequested(msgspec.Struct, frozen=True):
-    """A run that was asked for."""
+    """A requested run."""
 
     pipeline: str
     requested: bool
@@ -341,7 +341,7 @@ ROUTES: Final = (
     Route("GET", _ONE, "Describe a pipeline", describe, PipelineDescription),
     Route("PATCH", _ONE, "Change settings of a pipeline", change, PipelineDescription, body=PipelineChanges),
     Route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None, status=HTTPStatus.NO_CONTENT),
-    Route("POST", f"{_ONE}/start", "Start a pipeline; one that is parked is retried", start, PipelineWanted),
+    Route("POST", f"{_ONE}/start", "Start a pipeline; a parked pipeline is retried", start, PipelineWanted),
     Route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineWanted),
     Route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery),
     Route("GET", f"{_ONE}/runs/{{run}}/log", "Read the output of a job run", read_log, RunLog),

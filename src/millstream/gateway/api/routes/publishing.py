@@ -62,14 +62,14 @@ class PublishQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool,
         Meta(
             description="Skip messages whose id was published within the topic's `deduplication.window.ms`; the "
-            "answer says where the original is stored. Every message needs an id."
+            "response contains the position of the original. Every message needs an id."
         ),
     ] = False
     schema: Annotated[
         Annotated[str, Meta(min_length=1, max_length=SCHEMA_SUBJECT_LENGTH_MAX)] | None,
         Meta(
-            description="A subject of the schema registry: the values are JSON documents, and are stored as its latest "
-            "schema encodes them.",
+            description="A subject of the schema registry: the values are JSON documents, which are encoded with its "
+            "latest schema.",
         ),
     ] = None
 
@@ -292,7 +292,7 @@ ROUTES: Final = (
         headers=MessageHeaders,
         other_answer=PublishedBatch,
         status=HTTPStatus.CREATED,
-        more={HTTPStatus.OK: "All messages had been stored before."},
+        more={HTTPStatus.OK: "All messages were already stored."},
         lane=Lane.PUBLISH,
     ),
 )

@@ -130,7 +130,7 @@ WorkerName = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many messages to lease, and how long to wait for some."""
+    """How many messages to lease, and how long to wait for them."""
 
     max: Annotated[int, Meta(ge=1, le=PULL_MAX)] = 10
     wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
@@ -279,7 +279,7 @@ ROUTES: Final = (
     Route(
         "POST",
         "/subscriptions/{subscription}/messages:pull",
-        "Lease messages, and wait for some",
+        "Lease messages, waiting until some are available",
         pull,
         PulledMessages,
         tag="messages",
@@ -289,7 +289,7 @@ ROUTES: Final = (
     Route(
         "POST",
         "/subscriptions/{subscription}/messages:settle",
-        "Accept, release, reject or extend what was leased",
+        "Accept, release, reject or extend leased messages",
         settle_leases,
         SettledLeases,
         tag="messages",

@@ -278,7 +278,7 @@ async def delete(services: Services, request: Request[Deletion, NoFields]) -> No
 
 
 async def seek(services: Services, request: Request[NoFields, Seek]) -> Moved:
-    """Move a subscription to another position; open leases become void."""
+    """Move a subscription to another position; open leases become invalid."""
     name, body = request.path["subscription"], request.body
     moved = await services.subscriptions.seek(name, place_of(body.to), topic=body.topic, partition=body.partition)
     if not moved:

@@ -245,7 +245,7 @@ ROUTES: Final = (
     Route(
         "PATCH",
         "/topics/{topic}",
-        "Change a topic's settings, or give it more partitions",
+        "Change a topic's settings, or add partitions",
         alter,
         TopicChanged,
         body=TopicChanges,

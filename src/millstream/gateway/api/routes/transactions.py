@@ -82,8 +82,8 @@ class HangingList(msgspec.Struct, frozen=True):
 
 
 class AbortHanging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The transaction to abort on one partition; `force` does so although a coordinator knows it, which makes it
-    non-atomic.
+    """The transaction to abort on one partition; `force` aborts it there even if a coordinator knows it, which breaks
+    its atomicity.
     """
 
     topic: Annotated[str, Meta(min_length=1, max_length=249)]

@@ -112,7 +112,7 @@ def _warnings(
     for one in letters:
         if one.letters:
             named = ", ".join(one.subscriptions[:3]) or one.topic
-            text = f"{counted(one.letters, 'open dead letter')} of {named}: these messages have failed for good."
+            text = f"{counted(one.letters, 'open dead letter')} of {named}: these messages have failed permanently."
             found.append(Warned(text, address("dead-letters", one.topic), "See why and redrive"))
         for refusal in one.refusals:
             found.append(
@@ -130,7 +130,7 @@ def _warnings(
             found.append(Warned(text, page, "Resume it"))
         elif row["backlog"] and (row["oldest_s"] or 0) > OLD_S:
             who = (
-                "no worker asks for messages"
+                "no worker is waiting for messages"
                 if not row["leased"] and not row["waiting_workers"]
                 else "see who holds it"
             )

@@ -173,7 +173,10 @@ async def dry_run(visit: Visit) -> Answer:
     (described,) = await PipelineClient(client).describe([name])
     pipeline = pipeline_of(described)
     if not _has_dry_run(described):
-        raise invalid(f"{name} has no dry run here; millstream pipeline run {name} --dry-run may know one")
+        raise invalid(
+            f"{name} has no dry run in the console; for a job or a transform with functions, use millstream "
+            f"pipeline run {name} --dry-run"
+        )
     if not await visit.may_change(Operation.ALTER, ResourceType.CLUSTER):
         raise NotAuthorized("a dry run starts a process on this node, which needs ALTER on the cluster")
     if refusal := dry_run_refusal(described, visit.settings):
