@@ -55,7 +55,7 @@ def test_a_semicolon_may_end_it() -> None:
         ("-- nothing", "is empty"),
         (";", "is empty"),
         ("SELECT 1 FROM a; SELECT 2", "column 18: a second statement starts here"),
-        ("INSERT INTO b SELECT * FROM a", "column 1: a transform's statement is a SELECT"),
+        ("INSERT INTO b SELECT * FROM a", "column 1: a transform's statement must be a single SELECT"),
         ("SELECT x,\n  (y FROM a", "line 2, column 3: this '(' is not closed"),
         ("SELECT y) FROM a", "nothing is closed by this ')'"),
         ("SELECT 'y FROM a", "this quote is not closed"),

@@ -78,7 +78,7 @@ def test_a_topic_that_syncs_by_messages_is_synced_always() -> None:
     assert TopicSettings.from_strings({"flush.messages": "1"}, base=lazy).flush == "always"
     assert TopicSettings.from_strings({"flush.messages": str(2**63 - 1)}, base=lazy).flush == "os"
     assert TopicSettings.from_strings({"flush.messages": "5"}).as_strings()["flush.messages"] == "5"
-    with pytest.raises(InvalidSetting, match=r"flush\.messages cannot be kept with flush=interval"):
+    with pytest.raises(InvalidSetting, match=r"flush\.messages cannot be combined with flush=interval"):
         TopicSettings.from_strings({"flush.messages": "5", "flush": "interval"})
 
 
