@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from conformance.question import Broker
 from kio.schema.delete_records.v2.request import DeleteRecordsPartition, DeleteRecordsRequest, DeleteRecordsTopic
 from kio.schema.types import TopicName
 from kio.static.primitive import i32, i32Timedelta, i64
@@ -17,7 +18,7 @@ from millstream.client.admin import dead_letter
 from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk, Outcome, process_letters
 from millstream.client.admin.topics import delete_topic
 from millstream.core.errors import InvalidRequest, PolicyViolation
-from millstream.core.subscription import ATTEMPTS, EARLIEST, LEASE, START, Verb
+from millstream.core.subscription import ATTEMPTS, DEAD_LETTER_TOPIC, EARLIEST, LEASE, START, Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine
@@ -35,7 +36,7 @@ def millstream(server: Server) -> CommandLine:
 @pytest.fixture
 def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
     """A subscription with dead letters; its topic is called the same, and theirs has `-dead` behind it."""
-    name = str(request.node.name).replace("_", "-")[-40:].strip("-")
+    name = re.sub("[^a-z0-9]+", "-", str(request.node.name))[-40:].strip("-")
     assert millstream("topic", "create", name).code == 0
     dead = ("--dead-letter", f"{name}-dead")
     assert millstream("subscription", "create", name, "--topic", name, "--start", "start", *dead).code == 0
@@ -228,6 +229,33 @@ def test_letters_are_not_sent_to_a_topic_that_is_not_there(millstream: CommandLi
     refused = millstream("dlq", "redrive", name)
     assert (refused.code, "no longer has the original" in refused.err) == (5, True)
     assert len(millstream("dlq", "show", name, "-n", 50, "--json").documents) == LETTERS, "all were given back"
+
+
+@pytest.mark.parametrize("how", ["update", "alter", "delete"])
+def test_letters_that_no_subscription_names_any_more_stay_open(
+    server: Server, millstream: CommandLine, name: str, how: str
+) -> None:
+    dead = f"{name}-dead"
+    if how == "update":
+        changed = millstream("subscription", "update", name, "--dead-letter", "none")
+        assert (changed.code, f"Topic {dead} keeps {LETTERS} open dead letters" in changed.err) == (0, True)
+    elif how == "alter":
+        setting = {"name": DEAD_LETTER_TOPIC, "config_operation": 0, "value": "none"}
+        group = {"resource_type": 32, "resource_name": name, "configs": [setting]}
+        (altered,) = Broker(server.kafka).ask(44, 1, {"resources": [group]})["responses"]
+        assert altered["error_code"] == "none"
+    else:
+        assert millstream("subscription", "delete", name, "--yes", "--force").code == 0
+    left = next(one for one in millstream("dlq", "list", "--json").document["dead_letters"] if one["topic"] == dead)
+    assert (left["subscriptions"], left["letters"], left["unreached"]) == ([], LETTERS, [])
+    assert f'millstream_dead_letters_open{{topic="{dead}"}} {LETTERS}.0' in server.metrics()
+    refused = millstream("topic", "delete", dead, "--yes")
+    assert (refused.code, f"{LETTERS} open dead letters" in refused.err) == (5, True)
+    with pytest.raises(PolicyViolation, match=f"{LETTERS} open dead letters"):
+        asyncio.run(delete_by_kafka(server, dead))
+    if how != "delete":
+        assert millstream("dlq", "redrive", dead).code == 0
+        assert len(pulled(millstream, name, LETTERS, "--accept")) == LETTERS
 
 
 def test_open_letters_are_not_lost_without_force(server: Server, millstream: CommandLine, name: str) -> None:

@@ -451,8 +451,11 @@ def update(
     async def question(client: Client) -> str | None:
         from millstream.protocol.private.subscriptions import SubscriptionClient
 
-        await SubscriptionClient(client).alter(name, changes, topics=topic)
-        return await push_note(client, changes)
+        subscriptions = SubscriptionClient(client)
+        before = (await subscriptions.describe([name]))[0]["settings"] if DEAD_LETTER_TOPIC in changes else {}
+        await subscriptions.alter(name, changes, topics=topic)
+        left = await _left_letters(client, before.get(DEAD_LETTER_TOPIC), changes.get(DEAD_LETTER_TOPIC))
+        return left or await push_note(client, changes)
 
     with named_by_caller({name: _FLAGS.get(name, name) for name in by_flags}):
         note = ask(common, question)
@@ -466,6 +469,18 @@ def update(
 
 
 app.command("update")(spread(update, without=("start",)))
+
+
+async def _left_letters(client: Client, before: str | None, after: str | None) -> str | None:
+    """Describe the open letters that a subscription leaves in its previous dead letter topic."""
+    from millstream.client.admin.dead_letter import dead_letter_topics
+
+    if before is None or before == after:
+        return None
+    letters = next((one.letters for one in await dead_letter_topics(client) if one.topic == before), 0)
+    if not letters:
+        return None
+    return f"Topic {before} keeps {counted(letters, 'open dead letter')}; see millstream dlq show {before}."
 
 
 @app.command("pause")

@@ -321,7 +321,7 @@ class ServedApis:
         yield DescribeConfigs(
             topics, membership, self._parts.config, self._parts.declared.groups, self._parts.declared.subscriptions
         )
-        yield IncrementalAlterConfigs(topics, self._parts.declared.groups, self._parts.declared.subscriptions)
+        yield IncrementalAlterConfigs(topics, self._parts.declared.groups, self._subscriptions)
         yield AlterConfigs(topics)
         yield ListConfigResources(topics, membership, self._parts.declared.groups, self._parts.declared.subscriptions)
         yield DescribeProducers(topics, self._groups)

@@ -27,20 +27,24 @@ from millstream.broker.subscriptions.state_store import QueueImage, QueueWrite
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.clock import Clock
 from millstream.core.config import Config
+from millstream.core.credential import Owner
 from millstream.core.errors import (
     GroupNotEmpty,
     MillstreamError,
     PartitionClosed,
     PolicyViolation,
+    SubscriptionExists,
     UnknownSubscription,
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.subscription import (
+    ATTEMPTS,
     DEAD_LETTER_TOPIC,
     EARLIEST,
     LETTERS_PREFIX,
     READ_COMMITTED,
+    START,
     QueueKey,
     Subscription,
     SubscriptionSettings,
@@ -262,10 +266,40 @@ class SubscriptionService:
             )
 
     async def delete(self, name: str, *, force: bool = False) -> None:
-        """Delete a subscription; one with open letters only by force."""
-        if not force:
+        """Delete a subscription; one with open letters only by force, and they stay open."""
+        if force:
+            await self._track_letters(name)
+        else:
             await self.check_no_letters(name)
         await self.declared.delete(name)
+
+    async def alter(
+        self,
+        name: str,
+        changes: Mapping[str, str | None],
+        *,
+        topics: Sequence[str] | None = None,
+        validate_only: bool = False,
+        owner: Owner | None = None,
+    ) -> None:
+        """Change a subscription; letters in a topic that it no longer names stay open."""
+        found = await self.declared.find(name)
+        further = [topic for topic in topics or () if topic not in found.topics]
+        starts = await self.starts(further, found.settings) if further else None
+        if DEAD_LETTER_TOPIC in changes and not validate_only:
+            await self._track_letters(name)
+        await self.declared.alter(name, changes, topics=topics, starts=starts, validate_only=validate_only, owner=owner)
+
+    async def _track_letters(self, name: str) -> None:
+        """Declare the queue of a subscription's open letters, which is then independent of the subscription."""
+        settings = self.declared.settings_of(await self.declared.find(name))
+        topic = self.topics.get(settings.dead_letter_topic)
+        if settings.has_dead_letters and topic is not None:
+            starts = {start_key(topic.name, topic.topic_id): (0,) * topic.partitions}
+            with suppress(SubscriptionExists):
+                await self.declared.create(
+                    LETTERS_PREFIX + topic.name, [topic.name], {START: EARLIEST, ATTEMPTS: "0"}, starts=starts
+                )
 
     async def topic_deleted(self, topic: str) -> None:
         """Forget which letters of a dead letter topic were open."""
@@ -273,9 +307,11 @@ class SubscriptionService:
             await self.declared.delete(LETTERS_PREFIX + topic)
 
     def _letter_topics(self) -> set[str]:
-        """Return every topic that is declared as a dead letter topic."""
-        settings = [self.declared.settings_of(one) for one in self.declared.all()]
-        return {one.dead_letter_topic for one in settings if one.has_dead_letters}
+        """Return every topic that is declared as a dead letter topic, or was and has a queue of open letters."""
+        declared = self.declared.all()
+        settings = [self.declared.settings_of(one) for one in declared]
+        tracked = {one.name.removeprefix(LETTERS_PREFIX) for one in declared if one.name.startswith(LETTERS_PREFIX)}
+        return tracked | {one.dead_letter_topic for one in settings if one.has_dead_letters}
 
     def _open_letters(self) -> Iterator[tuple[Partition, Delivery | None]]:
         """Yield the partitions of dead letter topics that this node leads, each with the queue of its open letters."""

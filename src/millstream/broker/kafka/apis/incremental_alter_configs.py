@@ -30,7 +30,6 @@ from kio.schema.incremental_alter_configs.v1.response import (
 
 from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
 from millstream.broker.cluster.declared_state import DeclaredGroups
-from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import (
     NO_THROTTLE,
@@ -48,7 +47,7 @@ from millstream.broker.kafka.apis.describe_configs import (
     check_group_name,
 )
 from millstream.broker.kafka.setting_view import how_to_change, is_list
-from millstream.broker.kafka.subscription_service import letter_needs
+from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.security.changes import settings_changed
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType
@@ -71,10 +70,10 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
     versions = (0, 1)
     changes = staticmethod(settings_changed)
 
-    def __init__(self, topics: Topics, groups: DeclaredGroups, subscriptions: Subscriptions | None = None) -> None:
+    def __init__(self, topics: Topics, groups: DeclaredGroups, service: SubscriptionService | None = None) -> None:
         self._topics = topics
         self._groups = groups
-        self._subscriptions = subscriptions
+        self._service = service
 
     async def handle(
         self, request: IncrementalAlterConfigsRequest, client: ClientInfo
@@ -92,8 +91,8 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         return IncrementalAlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
 
     async def _alter(self, resource: AlterConfigsResource, rights: Rights | None, *, validate_only: bool) -> None:
-        if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
-            await self._alter_group(self._subscriptions, resource, rights, validate_only=validate_only)
+        if resource.resource_type == GROUP_RESOURCE and self._service is not None:
+            await self._alter_group(self._service, resource, rights, validate_only=validate_only)
             return
         check_alterable(resource.resource_type, (config.name for config in resource.configs))
         if resource.resource_type == NODE_RESOURCE:
@@ -122,7 +121,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
 
     async def _alter_group(
         self,
-        subscriptions: Subscriptions,
+        service: SubscriptionService,
         resource: AlterConfigsResource,
         rights: Rights | None,
         *,
@@ -149,13 +148,13 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         if own:
             await self._groups.alter(name, own, validate_only=True)
         if shared:
-            await self._alter_share_group(subscriptions, name, shared, rights, validate_only=validate_only)
+            await self._alter_share_group(service, name, shared, rights, validate_only=validate_only)
         if own:
             await self._groups.alter(name, own, validate_only=validate_only)
 
     async def _alter_share_group(
         self,
-        subscriptions: Subscriptions,
+        service: SubscriptionService,
         name: str,
         changes: dict[str, str | None],
         rights: Rights | None,
@@ -163,7 +162,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         validate_only: bool,
     ) -> None:
         wanted = {key: value for key, value in changes.items() if value is not None}
-        found = subscriptions.get(name)
+        found = service.declared.get(name)
         owner = None
         if rights is not None:
             # Settings may push messages elsewhere, so this needs what SubscriptionAlter does.
@@ -171,9 +170,9 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             check_needs(letter_needs(wanted), rights)
             owner = rights.owner
         if found is not None:
-            await subscriptions.alter(name, changes, validate_only=validate_only, owner=owner)
+            await service.alter(name, changes, validate_only=validate_only, owner=owner)
         elif wanted:
-            await subscriptions.create(name, (), wanted, validate_only=validate_only, owner=owner)
+            await service.declared.create(name, (), wanted, validate_only=validate_only, owner=owner)
 
     def _changes(self, topic: Topic, configs: tuple[AlterableConfig, ...]) -> dict[str, str | None]:
         changes: dict[str, str | None] = {}

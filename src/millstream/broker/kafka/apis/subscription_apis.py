@@ -176,13 +176,10 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
         ]
 
     async def handle(self, request: AlterSubscriptionRequest, owner: Owner | None = None) -> Response:
-        found = await self._subscriptions.find(request.name)
-        further = [topic for topic in request.topics or () if topic not in found.topics]
-        await self._subscriptions.alter(
+        await self._service.alter(
             request.name,
             request.settings,
             topics=request.topics,
-            starts=await self._service.starts(further, found.settings) if further else None,
             validate_only=request.validate_only,
             owner=owner,
         )
