@@ -22,7 +22,7 @@ from millstream.broker.log.store import LogStore
 from millstream.broker.mirror import failover
 from millstream.broker.mirror.copier import Copier, Copy
 from millstream.broker.mirror.declared import Mirrors
-from millstream.broker.mirror.service import MirrorService
+from millstream.broker.mirror.service import MirrorRun, MirrorService
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.replica import diverging_end
 from millstream.core.clock import SystemClock
@@ -229,6 +229,8 @@ async def test_a_copy_that_cannot_be_read_to_its_end_is_named(target: Target) ->
     where = TopicPartition(EU, PartitionIndex(1))
     await target.mirrors.note_gaps(mirror, {where: 40, TopicPartition(EU, PartitionIndex(0)): 7})
     await target.mirrors.note_gaps(mirror, {TopicPartition(EU, PartitionIndex(0)): None})
+    # A later leader finds one further up.
+    await target.mirrors.note_gaps(mirror, {where: 45})
     (note,) = await target.notes()
     assert note.startswith(f"{EU}-1 can be read up to offset 40 until its copy has caught up")
     await target.fail_over(PATTERN)
@@ -708,3 +710,59 @@ async def test_only_what_no_side_has_acknowledged_is_truncated(
     with pytest.raises(CopyDiverged) if diverged else nullcontext():
         await copier._check_history(copy)
     assert log.end_offset == kept
+
+
+# -- a new leader of a compacted copy -----------------------------------------------------------------------------
+
+
+class NewLeader(OldSource):
+    """A node that becomes the leader of a compacted copy, and has not heard of a gap that the last one recorded."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        super().__init__()
+        self.partition_0.log.change_settings(TopicSettings(flush="os", cleanup_policy="compact"))
+        self.catalog_mirrors = Mirrors(CatalogDeclarations(catalog), SystemClock())
+        self.mirrors = Mirrors(CatalogDeclarations(catalog), SystemClock())
+        self.service = service_of(self, self.mirrors)
+
+    def all(self) -> list[Topic]:
+        return [self.topic]
+
+    def partitions_of(self, _topic: Topic) -> list[Partition]:
+        return [self.partition_0]
+
+    def become_leader(self) -> None:
+        self.lead(OTHER, epoch=4)
+        self.partition_0.high_watermark = Offset(1)
+        self.lead(ME, epoch=5)
+        self.service._roles_changed([self.partition_0])
+
+
+async def test_a_new_leader_reads_the_gaps_before_it_exposes_a_compacted_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = Catalog.open_folder(tmp_path)
+    node = NewLeader(catalog)
+    running = asyncio.create_task(node.logs.run())
+    mirror = await node.catalog_mirrors.create(NAME, {"from": "paris:9092"}, is_wanted=True)
+    await node.mirrors.load()
+    await node.catalog_mirrors.note_gaps(mirror, {TopicPartition(EU, PartitionIndex(0)): 3})
+    node.become_leader()
+    partition, run = node.partition_0, MirrorRun(mirror, node.service)
+    assert (partition.high_watermark, list(run._led(mirror))) == (1, [])
+
+    async def fail() -> None:
+        raise StoreUnavailable("the catalog is away")
+
+    with monkeypatch.context() as away:
+        away.setattr(node.mirrors, "load", fail)
+        await node.service._restrict_compacted()
+    assert (partition.high_watermark, partition.awaits_exposure) == (1, True)
+    await node.service._restrict_compacted()
+    assert (partition.high_watermark, partition.log.end_offset) == (3, 5)
+    (copy,) = run._led(await node.mirrors.find(NAME))
+    assert copy.gap == 3
+    running.cancel()
+    await asyncio.wait([running])
+    node.logs.close_now()
+    catalog.close()

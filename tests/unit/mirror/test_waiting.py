@@ -180,6 +180,16 @@ async def test_clients_read_up_to_a_gap_until_all_records_are_here_that_may_have
     assert (noted, partition.exposed[-1]) == ([{WHERE: 4}, {WHERE: None}], None)
 
 
+async def test_a_copy_takes_a_gap_from_the_declaration() -> None:
+    partition: Any = CopiedPartition()
+    make: Any = Copier
+    copier = make(None, None, SystemClock(), rate=0, gates=False, cut_of=None, note_gaps=None, on_commit=None)
+    copier.follow([Copy(partition, WHERE)])
+    copier.follow([Copy(partition, WHERE, gap=2)])
+    (copy,) = copier.copies.values()
+    assert (copy.gap, partition.exposed) == (2, [2])
+
+
 # -- lags that are not known ------------------------------------------------------------------------------------
 
 

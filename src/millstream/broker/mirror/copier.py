@@ -201,12 +201,18 @@ class Copier:
         self.bytes_copied += size
 
     def follow(self, copies: Iterable[Copy]) -> None:
-        """Copy these partitions from now on, and no others; known ones keep their state."""
-        wanted = {copy.key: copy for copy in copies}
-        self.copies = {key: self.copies.get(key, copy) for key, copy in wanted.items()}
-        for key, copy in wanted.items():
-            if self.copies[key].partition is not copy.partition:
-                self.copies[key] = copy
+        """Copy these partitions from now on, and no others; known ones keep their state, but not a gap.
+
+        An earlier leader may have recorded one of which this node has not heard before.
+        """
+        followed: dict[CopyKey, Copy] = {}
+        for copy in copies:
+            known = self.copies.get(copy.key, copy)
+            followed[copy.key] = copy if known.partition is not copy.partition else known
+            if followed[copy.key].gap != copy.gap:
+                known.gap = copy.gap
+                known.partition.expose(known.exposed)
+        self.copies = followed
         self._changed.set()
 
     def verify(self, offsets: TopicOffsets) -> None:
@@ -602,3 +608,30 @@ def commits_from(partition: Partition, offset: int) -> array[int]:
         if not records:
             break
     return found
+
+
+def awaits_gaps(partition: Partition) -> bool:
+    """Whether an earlier leader of a compacted copy may have recorded a gap since this node has read the catalog."""
+    return partition.is_leader and partition.awaits_exposure and partition.log.settings.compacts
+
+
+class Readable:
+    """Waits until clients can read copies up to some offsets, or this node leads them no longer."""
+
+    def __init__(self, wanted: Mapping[Partition, Offset]) -> None:
+        self._wanted = wanted
+        self._changed = asyncio.Event()
+
+    def advanced(self, partition: Partition) -> None:
+        self._changed.set()
+
+    async def wait(self) -> None:
+        for partition in self._wanted:
+            partition.listen(self)
+        try:
+            while any(one.is_leader and one.high_watermark < offset for one, offset in self._wanted.items()):
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            for partition in self._wanted:
+                partition.forget(self)

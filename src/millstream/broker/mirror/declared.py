@@ -106,7 +106,8 @@ class Mirrors(NamedHolder[Mirror]):
     async def note_gaps(self, mirror: Mirror, gaps: Mapping[TopicPartition, int | None]) -> None:
         """Record durably from where on copies may lack values of keys, or that they lack none.
 
-        Not once the mirror is stopped: a failover that has begun would not learn of it.
+        A recorded gap is never moved up: an earlier leader may have found it. Nothing is recorded once the mirror is
+        stopped: a failover that has begun would not learn of it.
         """
 
         def noted(now: Mirror) -> Mirror:
@@ -115,9 +116,9 @@ class Mirrors(NamedHolder[Mirror]):
             merged: dict[str, dict[int, int]] = {topic: dict(starts) for topic, starts in now.gaps.items()}
             for where, start in gaps.items():
                 of_topic = merged.setdefault(where.topic, {})
-                of_topic.pop(where.partition, None)
-                if start is not None:
-                    of_topic[where.partition] = start
+                known = of_topic.pop(where.partition, start)
+                if start is not None and known is not None:
+                    of_topic[where.partition] = min(start, known)
             return dataclasses.replace(now, gaps={topic: starts for topic, starts in merged.items() if starts})
 
         async with self._changing:

@@ -20,7 +20,7 @@ from uuid import UUID
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
-from millstream.broker.mirror.copier import Copier, Copy, CopyKey, commits_from, offset_in
+from millstream.broker.mirror.copier import Copier, Copy, CopyKey, Readable, awaits_gaps, commits_from, offset_in
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.source import Source
 from millstream.broker.replication.partition import Partition
@@ -79,6 +79,7 @@ FENCE_S: Final = 10.0
 NOTICE_S: Final = 0.05
 """The shortest time between two notices to the owner that clients of this node wait at a commit."""
 NOTICE_RETRY_S: Final = 0.5
+LOAD_RETRY_S: Final = 1.0
 HOLDS_MAX: Final = 100
 TRUNCATED_AT_ONCE: Final = 32
 NAMED_MAX: Final = 5
@@ -189,7 +190,7 @@ class MirrorRun:
         for partition in self.service.led(mirror.name):
             topic, key = partition.topic, (partition.topic.topic_id, partition.index)
             is_cut = partition.index in mirror.cut_epochs.get(topic.name, ())
-            if not is_cut and key not in self.service.cutting.get(mirror.mirror_id, ()):
+            if not is_cut and not awaits_gaps(partition) and key not in self.service.cutting.get(mirror.mirror_id, ()):
                 yield Copy(
                     partition,
                     TopicPartition(mirror.source_name(topic), partition.index),
@@ -283,7 +284,7 @@ class MirrorService:
 
     def start(self) -> None:
         """Restrict what clients may read, then run the declared mirrors."""
-        self._restrict(self.topics.hosted())
+        self._restrict(partition for partition in self.topics.hosted() if not awaits_gaps(partition))
         self.topics.on_roles_change(self._roles_changed)
         self.topics.on_dropped(self._dropped)
         self.mirrors.on_change(self._changed.set)
@@ -345,7 +346,9 @@ class MirrorService:
 
     def _roles_changed(self, partitions: Sequence[Partition]) -> None:
         """Follow the partitions that this node leads now, and no others."""
-        self._restrict(partitions)
+        self._restrict(partition for partition in partitions if not awaits_gaps(partition))
+        if any(awaits_gaps(partition) for partition in partitions):
+            self._changed.set()
         self._forget_cuts(partition for partition in partitions if not partition.topic.mirror)
         for name in {partition.topic.mirror for partition in partitions}:
             run = self._runs.get(name)
@@ -374,6 +377,19 @@ class MirrorService:
             verified = mirror.verified_until(partition.topic.name, partition.index)
             partition.expose(_whole_until(partition, verified, mirror.gap_of(partition.topic.name, partition.index)))
 
+    async def _restrict_compacted(self) -> None:
+        """As a new leader of compacted copies, read which gaps earlier leaders have recorded, then restrict them."""
+        awaiting = [(one, one.leader_epoch) for one in self.topics.hosted() if awaits_gaps(one)]
+        if not awaiting:
+            return
+        try:
+            await self.mirrors.load()
+        except MillstreamError as error:
+            _logger.warning("compacted copies wait for the catalog to be read on", extra={"error": str(error)})
+            asyncio.get_running_loop().call_later(LOAD_RETRY_S, self._changed.set)
+        else:
+            self._restrict(one for one, epoch in awaiting if awaits_gaps(one) and one.leader_epoch == epoch)
+
     async def _run(self) -> None:
         try:
             while True:
@@ -386,7 +402,8 @@ class MirrorService:
 
     async def _apply(self) -> None:
         """Start, restart and stop what the declarations have changed."""
-        self._restrict(self.topics.hosted())
+        await self._restrict_compacted()
+        self._restrict(partition for partition in self.topics.hosted() if not awaits_gaps(partition))
         self._forget_given_up()
         declared = {mirror.name: mirror for mirror in self.mirrors.all() if mirror.is_due}
         for name, run in list(self._runs.items()):
@@ -664,7 +681,7 @@ class MirrorService:
                     await self.topics.await_revision(request.revision)
                     wanted = {one: offset_in(request.offsets, one) for one in self.led(request.mirror)}
                     if request.is_readable:
-                        await _Readable(wanted).wait()
+                        await Readable(wanted).wait()
                     else:
                         arrivals = [partition.arrived(offset) for partition, offset in wanted.items()]
                         await asyncio.gather(*(arrival for arrival in arrivals if arrival is not None))
@@ -939,28 +956,6 @@ class MirrorService:
             "Copies that cannot be continued now.",
             [Sample(sum(bool(copy.error) for copy in run.copies()), (("mirror", name),)) for name, run in runs],
         )
-
-
-class _Readable:
-    """Waits until clients can read copies up to some offsets, or this node leads them no longer."""
-
-    def __init__(self, wanted: Mapping[Partition, Offset]) -> None:
-        self._wanted = wanted
-        self._changed = asyncio.Event()
-
-    def advanced(self, partition: Partition) -> None:
-        self._changed.set()
-
-    async def wait(self) -> None:
-        for partition in self._wanted:
-            partition.listen(self)
-        try:
-            while any(one.is_leader and one.high_watermark < offset for one, offset in self._wanted.items()):
-                self._changed.clear()
-                await self._changed.wait()
-        finally:
-            for partition in self._wanted:
-                partition.forget(self)
 
 
 def _is_cut_in(mirror: Mirror, request: CutRequest) -> bool:
