@@ -457,6 +457,24 @@ def test_a_snapshot_of_another_queue_is_refused() -> None:
         Queue(other, SubscriptionSettings(), leader_epoch=1, snapshot=write_snapshot(make_queue(3).fold))
 
 
+def test_an_image_with_a_frame_that_cannot_be_applied_never_has_a_snapshot() -> None:
+    queue, image = make_queue(3), FoldImage(KEY)
+    frames = []
+    for offset in range(3):
+        queue.acquire("a", now_ms=NOW_MS, max_records=1)
+        queue.settle("a", [settle(offset, offset, Verb.ACCEPT)], now_ms=NOW_MS)
+        frames.append(queue.drain())
+    for frame in (frames[0], frames[2]):
+        assert frame is not None
+        image.replay(frame)
+    for _ in range(2):
+        # Otherwise the second snapshot would be stored, and forget what the last frame has made durable.
+        with pytest.raises(CorruptState):
+            image.snapshot()
+    image.replay(write_snapshot(queue.fold))
+    assert image.snapshot() == write_snapshot(queue.fold)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_large_queue_agrees_with_arrays(seed: int) -> None:
     chance = random.Random(seed)

@@ -251,9 +251,11 @@ class FoldImage:
         return self._fold
 
     def _fold_frames(self) -> None:
-        frames, self._unfolded, self._unfolded_bytes = self._unfolded, [], 0
-        for frame in frames:
+        # They stay until all are applied, so that a frame which cannot be applied is an error every time; those that
+        # were applied before are ignored.
+        for frame in self._unfolded:
             self._fold.replay(frame)
+        self._unfolded, self._unfolded_bytes = [], 0
 
     def replay(self, data: bytes) -> None:
         """Apply a frame of deltas, or a snapshot, which replaces everything before it."""
