@@ -154,8 +154,8 @@ class SubjectSettings:
 
     @property
     def size_bytes(self) -> int:
-        """Return their approximate memory: the subject, and the configuration as JSON."""
-        return len(str(self.subject).encode()) + len(json.dumps(self.config))
+        """Return their approximate memory: the subject, the mode, and the configuration as JSON."""
+        return len(str(self.subject).encode()) + len(self.mode or "") + len(json.dumps(self.config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

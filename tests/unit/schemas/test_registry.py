@@ -11,6 +11,7 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.schemas import registry as registry_module
 from millstream.broker.schemas.child_pool import WORKERS_MAX, ChildPool
 from millstream.broker.schemas.registry import NewSchema, SchemaExaminer, SchemaRegistry
 from millstream.core.errors import CatalogUnavailable, QuotaExceeded, SchemaRegistryError
@@ -252,3 +253,29 @@ async def test_the_child_process_leaves_nothing_behind_when_the_broker_is_gone(e
     worker.process.stdin.close()
     assert await worker.process.wait() == 0
     assert not Path(worker.folder).exists()
+
+
+@pytest.mark.parametrize("kind", ["mode", "configuration"])
+async def test_subjects_without_a_version_count_with_their_settings(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    registry = nodes[0].registry
+    monkeypatch.setattr(registry_module, "REGISTERED_BYTES_MAX", 1000)
+
+    async def declare(name: str) -> None:
+        subject = QualifiedSubject.parse(name)
+        if kind == "mode":
+            await registry.set_mode(subject, "IMPORT")
+        else:
+            await registry.configure(subject, {"compatibilityLevel": "FULL"})
+
+    for number in range(4):
+        await declare(f"{'s' * 200}{number}")
+    for _ in range(2):
+        with pytest.raises(SchemaRegistryError, match="its maximum"):
+            await declare("s" * 200)
+    # What was set can be reset, and a subject without settings takes no room.
+    assert (await registry.set_mode(QualifiedSubject.parse("t" * 200), None)).mode is None
+    for number in range(4):
+        await registry.set_mode(QualifiedSubject.parse(f"{'s' * 200}{number}"), None)
+    assert len(registry.all_settings()) == 4

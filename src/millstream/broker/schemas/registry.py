@@ -550,7 +550,7 @@ class SchemaRegistry:
             raise _not_permitted(f"Subject {subject} is not in read-write mode")
 
     def _check_room(self, added_bytes: int) -> None:
-        if self._held_bytes + added_bytes > REGISTERED_BYTES_MAX:
+        if added_bytes > 0 and self._held_bytes + added_bytes > REGISTERED_BYTES_MAX:
             raise SchemaRegistryError(
                 f"the registry holds {REGISTERED_BYTES_MAX} bytes of schemas and settings, its maximum; "
                 "delete subjects permanently",
@@ -719,7 +719,6 @@ class SchemaRegistry:
             kept = {key: value for key, value in merged.items() if value is not None}
             after = dataclasses.replace(before, config=kept)
             _check_size("a configuration", after.size_bytes)
-            self._check_room(after.size_bytes - before.size_bytes)
             return after
 
         return await self._set(subject, changed)
@@ -756,11 +755,15 @@ class SchemaRegistry:
     ) -> SubjectSettings:
         await self.load()
         before = self.settings(subject)
+        after = change(before)
+        if after == before and not gone:
+            return before
+        self._check_room(self._growth_bytes(after))
 
         def work(transaction: SchemaTransaction) -> None:
             for version in gone:
                 transaction.put_version(version)
-            transaction.put_settings(change(before))
+            transaction.put_settings(after)
 
         await self._change(work)
         _logger.info("schema settings changed", extra={"subject": str(subject)})
@@ -844,9 +847,14 @@ class SchemaRegistry:
         for version in sorted(changes.versions, key=lambda one: one.is_gone):
             self._apply_version(version)
         for settings in changes.settings:
-            self._held_bytes += settings.size_bytes - self.settings(settings.subject).size_bytes
+            self._held_bytes += self._growth_bytes(settings)
             self._settings[settings.subject] = settings
         self._last = changes.last
+
+    def _growth_bytes(self, settings: SubjectSettings) -> int:
+        """Return by how much the registry grows with settings; a subject that had none before counts with its name."""
+        before = self._settings.get(settings.subject)
+        return settings.size_bytes - (0 if before is None else before.size_bytes)
 
     def _apply_version(self, version: SubjectVersion) -> None:
         versions = self._subjects.setdefault(version.subject, {})
