@@ -154,6 +154,28 @@ class SlowFiles(MemoryFiles):
         super().sync(descriptor)
 
 
+@pytest.mark.parametrize(
+    ("in_sync", "eligible", "end"),
+    [((LEADER, ME), (), 1), ((LEADER,), (ME,), 1), ((LEADER,), (), 0)],
+    ids=["in sync", "eligible", "neither"],
+)
+async def test_a_compacted_log_is_not_dropped_while_it_is_counted_on(
+    in_sync: tuple[NodeId, ...], eligible: tuple[NodeId, ...], end: int
+) -> None:
+    """Found with gaps after a crash, a log may be compacted up to its end, which the high watermark never reached."""
+    store = LogStore.open(
+        Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
+    )
+    partition = follower(store, "os")
+    partition.apply(Versioned(dataclasses.replace(STATE, in_sync=in_sync, eligible=eligible), 2), me=ME)
+    partition.log.append(encode_batch([NewRecord(None, b"y", (), 1000)]), leader_epoch=Epoch(0))
+    partition.log.note_superseding(int(partition.log.end_offset))
+    cut = partition.truncate(EpochEnd(Epoch(0), Offset(1)), leader_epoch=Epoch(1))
+    if cut is not None:
+        await cut
+    assert partition.log.end_offset == end
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(restarted: bool) -> None:
     files = SlowFiles()

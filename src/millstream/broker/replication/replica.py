@@ -181,6 +181,12 @@ class Replica:
                 "epoch": leader_epoch,
             },
         )
+        state = self.state
+        is_counted = state is not None and self._me in (*state.in_sync, *state.eligible)
+        if is_counted and not self.topic.mirror and point >= self.high_watermark:
+            # It agrees with its leader up to the high watermark at least, and compaction has read no further, so
+            # nothing below is missing. Without its log it could be elected before its next fetch takes it out.
+            return self._cut(self.log.begin_truncation(point))
         return self._truncate_to_fetch(point)
 
     def _truncate_to_fetch(self, point: Offset) -> asyncio.Future[None] | None:
