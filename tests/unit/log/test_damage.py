@@ -218,6 +218,16 @@ def test_a_log_that_is_cut_where_damage_begins_goes_on_there(clean: bool) -> Non
     store.close_now()
 
 
+def test_damage_is_not_taken_for_compaction() -> None:
+    """Otherwise a follower would drop its whole log to be truncated, and with it what only it may have left."""
+    files = MemoryFiles()
+    batches, _ = fill(files, [50, 50, 50, 50], checkpoint_after=-1, clean=False)
+    path = next(path for path in files.walk() if path.endswith(".log"))
+    files.flip_bit(path, len(batches[0][1]) + 70, 2)
+    _, log = open_log(files)
+    assert (len(log.damaged_ranges), log.superseded_by) == (1, 0)
+
+
 def test_a_batch_whose_offset_was_never_written_is_not_taken_for_the_first() -> None:
     """A machine crashed, and a page was never written, with the first bytes of the batch that begins at its end."""
     files = MemoryFiles()

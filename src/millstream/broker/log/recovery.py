@@ -245,8 +245,10 @@ class Recovery:
         self._tail: tuple[Segment, int] | None = None
         self._names_changed = False
         self._has_gaps = False
-        """Whether records are missing among those that the checkpoint does not know: compaction has removed them, here
-        or where they were fetched."""
+        """Whether records are missing among those that the checkpoint does not know, and not because of damage:
+        compaction has removed them, here or where they were fetched, also if the topic does not compact any more."""
+        self._lost_until = 0
+        """Where the last range ends that was found to be damaged."""
         self._swaps = state.swaps if state is not None else []
         if state is not None:
             self._contents = _trust_state(opening, directory, state)
@@ -397,7 +399,8 @@ class Recovery:
         if segment.first_append_ms < 0:
             segment.first_append_ms = now_ms
         segment.last_append_ms = now_ms
-        self._has_gaps |= header.record_count != header.next_offset - segment.next_offset
+        if replay and header.record_count != header.next_offset - max(segment.next_offset, self._lost_until):
+            self._has_gaps = True
         segment.note(header, header.base_offset, header.position, index, self._opening.index_interval_bytes)
         self._report.scanned_batches += 1
         if replay:
@@ -408,6 +411,7 @@ class Recovery:
 
     def _record_damage_at(self, segment: Segment, bad: Bad) -> None:
         segment.holes[bad.start] = (bad.end, bad.next_offset)
+        self._lost_until = bad.next_offset
         self._record_damage(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))
 
     def _record_damage(self, lost: LostRange) -> None:
