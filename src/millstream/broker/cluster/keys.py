@@ -1,19 +1,23 @@
 """The keys of the coordination store, their contents, and the JSON encoding of values.
 
-nodes/<id>                      a running node, as JSON; leased admitted/<id>                   the incarnation of that
-node which the controller has admitted leaving/<id>                    a node that is about to stop and should lead
-nothing; leased controller                      the id of the node that decides; leased. Its revision fences the node
-before it topics/<topic id>               a topic as the catalog declares it, as JSON partitions/<topic id>/<index>
-the `PartitionState` of a partition, as JSON reassignments/<topic id>/<index>     a move of a partition to other nodes
-that is under way, as JSON removed/<topic id>/<index>/<id>      a node that no longer hosts the partition, and may
-remove its files placements/<topic id>           replicas that a user chose for partitions that do not exist yet, as
-JSON deleted/<topic id>              a topic whose files may be removed, as JSON deleted/<topic id>/done/<id>    a node
-that has no files of it left drained/<id>                    a node that gets no new leaders and replicas plan
-the last plan of moves that was proposed, without its moves, as JSON plan-moves/<plan id>/<number>   some of its moves,
-as JSON settings/<id>, settings/default      settings of a node, or of all nodes, that were changed at run time, as JSON
-pipelines-owner                 the id of the node that runs the pipelines; leased catalog-version
-changed after each change of the catalog: its author, whether it succeeded, and a unique text cluster-id
-the id that clients see
+nodes/<id>                      a running node, as JSON; leased
+admitted/<id>                   the incarnation of that node which the controller has admitted
+leaving/<id>                    a node that is about to stop and should lead nothing; leased
+controller                      the id of the node that decides; leased. Its revision fences the node before it
+topics/<topic id>               a topic as the catalog declares it, as JSON
+partitions/<topic id>/<index>   the `PartitionState` of a partition, as JSON
+reassignments/<topic id>/<index>     a move of a partition to other nodes that is under way, as JSON
+removed/<topic id>/<index>/<id>      a node that no longer hosts the partition, and may remove its files
+placements/<topic id>           replicas that a user chose for partitions that do not exist yet, as JSON
+deleted/<topic id>              a topic whose files may be removed, as JSON
+deleted/<topic id>/done/<id>    a node that has no files of it left
+drained/<id>                    a node that gets no new leaders and replicas
+plan                            the last plan of moves that was proposed, without its moves, as JSON
+plan-moves/<plan id>/<number>   some of its moves, as JSON
+settings/<id>, settings/default      settings of a node, or of all nodes, changed at run time, as JSON
+pipelines-owner                 the id of the node that runs the pipelines; leased
+catalog-version                 changed after each catalog change: its author, its success, and a unique text
+cluster-id                      the id that clients see
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ partitions.
 No list of topics means all topics; an empty list means none, but all in version 0, which has no null list. A topic
 without name and id is ignored. A missing topic is created if both the request and the node's `auto-create-topics` allow
 it, and is then described like any other; if the cluster does not agree on it in time, it is LEADER_NOT_AVAILABLE, so
-that clients retry. A partition without a leader has that error too, and
-replicas on unavailable nodes are listed as offline.
+that clients retry. A partition without a leader has that error too, and replicas on unavailable nodes are listed as
+offline.
 
 Version notes: 4 adds `allow_auto_topic_creation` (older clients always allow it), 8 to 10 can ask for what the client
 may do with the cluster, 10 adds topic ids, and from 12 on a topic can be asked for by its id. 10 and 11 have the field,
