@@ -1,10 +1,10 @@
-"""`make chaos-cluster`: let at least 200 faults happen to a loaded cluster, and check every acknowledged message.
+"""`make chaos-cluster`: inject at least 200 faults into a loaded cluster, and check every acknowledged message.
 
     python -m trials.chaos_cluster [--faults N] [--seed S] [--minutes M] [--kinds kill,pause] [--keep FOLDER]
 
 What is tried, and how it is judged: `src/millstream_testing/cluster_trial.py`. As root on Linux the nodes run in
-network namespaces and on file systems of their own; else links are relays, and no disk gets full. The exit code is 1,
-and the seed is printed, when something was lost, doubled, out of order or skipped, when replicas differ, or when the
+network namespaces and on file systems of their own; otherwise links are relays, and no disk is filled. The exit code is
+1, and the seed is printed, when something was lost, doubled, out of order or skipped, when replicas differ, or when the
 cluster did not heal.
 """
 
@@ -90,7 +90,7 @@ def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> in
 
 
 def account(struck: Sequence[Struck]) -> list[str]:
-    """How long producers waited, by kind of fault."""
+    """Return how long producers waited, by kind of fault."""
     lines = [f"{'kind of fault':32} count  next produce: median  longest  longest wait  whole again: longest"]
     for kinds in sorted({one.kinds for one in struck}):
         of_kind = [one for one in struck if one.kinds == kinds]
@@ -102,7 +102,7 @@ def account(struck: Sequence[Struck]) -> list[str]:
 
 
 def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Return the outcome as JSON."""
     return {
         "seed": plan.seed,
         "network": network.kind,
@@ -126,7 +126,7 @@ def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
 
 
 def print_line(line: str) -> None:
-    """Say something with the time."""
+    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

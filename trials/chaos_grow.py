@@ -53,7 +53,7 @@ def trial(plan: Plan, folder: Path) -> int:
 
 
 def print_line(line: str) -> None:
-    """Say something with the time."""
+    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

@@ -37,7 +37,7 @@ SETTINGS = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms":
 
 
 class Trial:
-    """One run: who does what, and what is known of every message."""
+    """One run, and the known state of every message."""
 
     def __init__(self, cluster: ServerGroup, http: httpx.AsyncClient, seed: int) -> None:
         self._cluster = cluster
@@ -80,7 +80,7 @@ class Trial:
             await asyncio.sleep(0.005)
 
     async def work(self) -> None:
-        """Lease, and say something of what was leased."""
+        """Lease messages, and settle some of them."""
         while self._working:
             wanted = {"max": 20, "wait_ms": 2000}
             answer = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:pull", json=wanted)
@@ -106,7 +106,7 @@ class Trial:
             sys.stderr.write(f"fault {fault + 1} of {faults}: {so_far}\n")
 
     async def run(self, faults: int) -> None:
-        """Everything at once; then what is left is worked off."""
+        """Run everything concurrently; then process the rest."""
         await self.declare()
         publishers = [asyncio.create_task(self.publish(number)) for number in range(PUBLISHERS)]
         workers = [asyncio.create_task(self.work()) for _ in range(WORKERS)]
@@ -120,7 +120,7 @@ class Trial:
         await asyncio.gather(*workers)
 
     def verdict(self) -> list[str]:
-        """What is not as it was promised."""
+        """Return the broken promises."""
         lost = sorted(self.acknowledged - self.accepted - self.doubtful)
         doubled = sorted(name for name, places in self.places.items() if len(places) > 1)
         return [
@@ -179,7 +179,7 @@ class Trial:
 
 
 def bugs(node: Server) -> list[str]:
-    """What a node, or its gateway, logged unexpectedly."""
+    """Return unexpected log lines of a node or its gateway."""
     lines = node.log.read_text(errors="replace").splitlines()
     places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
     return ["\n".join(lines[max(0, at - 2) : at + TRACE_LINES]) for at in places[:3]]

@@ -5,7 +5,7 @@
 One node or a cluster, one topic, three subscriptions with a ledger, one for each delivery promise. Messages are
 published in every round, with receipts; processes of workers accept, release and reject them at random and are killed,
 and so is a node (`kill -9`), in most rounds. Subscriptions are moved, dead letters are redriven, the beginning of the
-log is deleted, a subscription is deleted and created again, and runs of the ledger's pipeline are killed on their way.
+log is deleted, a subscription is deleted and created again, and runs of the ledger's pipeline are killed midway.
 In the end `millstream audit` has to account for every message and every receipt. The exit code is 1, and the seed is
 printed, when it does not.
 """
@@ -151,7 +151,7 @@ class LedgerTrial:
             for number in range(MESSAGES):
                 await client.publish(TOPIC, {"number": number}, key=str(number % 50))
 
-    # -- what happens ---------------------------------------------------------------------------------------------
+    # -- faults ---------------------------------------------------------------------------------------------------
 
     def _strike(self, what: str) -> str:
         promise = self._chance.choice(PROMISES)

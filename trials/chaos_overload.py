@@ -1,14 +1,14 @@
-"""`make chaos-overload`: clients that take all they can, and batches that decompress to far more than they are.
+"""`make chaos-overload`: clients that take all they can, and batches that decompress to far more than their size.
 
 python -m trials.chaos_overload [--quick] [--only TEXT] [--peer]
 
-While each of them is at work, a bystander publishes a message and consumes it 20 times a second, and twice a second a
-client reconnects and the node's health is asked for. On a quiet machine 99 of 100 of the bystander's messages take
-less than 250 ms, and none a second, nor does a client that connects; health stays 200, and the memory of the broker and
-of its gateway inside their budgets. A minute later all is as before. The floods are sent by a process of their own
+During each of them, a bystander publishes a message and consumes it 20 times a second, and twice a second a client
+reconnects and the node's health is asked for. On a quiet machine 99 of 100 of the bystander's messages take less than
+250 ms, and none a second, nor does a client that connects; health stays 200, and the memory of the broker and of its
+gateway inside their budgets. A minute later everything is back to normal. The floods are sent by a process of their own
 (`overload_flood`); with `--peer`, Apache Kafka is flooded alike, for comparison. Batches of every codec, just under and
-far over the limit, go to a plain, a compacted, an ordered and a filtered topic, and are then read through every door.
-Each criterion that does not hold is printed, and the exit code is 1.
+far over the limit, go to a plain, a compacted, an ordered and a filtered topic, and are then read through every
+interface. Each criterion that does not hold is printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ GROWTH_BYTES_MAX: Final = 768 * 1024 * 1024
 CHILDREN_GROWTH_BYTES_MAX: Final = 640 * 1024 * 1024
 """The gateway's budgets (192, 192 and 64 MiB), the filter process with one batch in it, and the allocators."""
 LEFT_BYTES_MAX: Final = 256 * 1024 * 1024
-"""What broker and children may hold more than before, a minute after everything."""
+"""How much more memory broker and children may hold than before, a minute after all trials."""
 
 CONNECTS_MS_MAX: Final = 3000
 """The same for a new connection beside clients that connect all the time: the kernel's queue may be full, and the
@@ -87,7 +87,7 @@ PEER_KINDS: Final = frozenset(overload_flood.KINDS) - {overload_flood.HTTP, over
 
 @dataclass
 class Seen:
-    """What the bystander and the questions for health met with."""
+    """The observations of the bystander and of the health checks."""
 
     times_ms: list[float] = field(default_factory=list)
     connects_ms: list[float] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Seen:
 
 
 class Watch:
-    """The bystander, and the questions for health, while something goes on."""
+    """The bystander and the health checks during a trial."""
 
     def __init__(self, server: Server, settle_s: float, *, has_health: bool = True) -> None:
         self._server = server
@@ -109,7 +109,7 @@ class Watch:
         self.seen = Seen()
 
     async def during(self, trouble: Awaitable[object]) -> Seen:
-        """Watch until the trouble is over, and a moment longer."""
+        """Watch until the trial is over, and a moment longer."""
         watching = [self._stand_by(), self._connect(), self._look_at_memory()]
         if self._has_health:
             watching.append(self._ask_health())
@@ -185,7 +185,7 @@ async def flood(server: Server, kind: str, connections: int, seconds: float) -> 
     return counted
 
 
-# -- batches that hold more than they are ----------------------------------------------------------------------------
+# -- decompression bombs ---------------------------------------------------------------------------------------------
 
 
 def bombs() -> list[bytearray]:
@@ -242,7 +242,7 @@ class Doors:
                 await client.produce(topic, 0, encode_batch([last]))
 
     async def read(self, *, is_quick: bool) -> list[str]:
-        """Read every topic through every door; which of them did not come to the last message.
+        """Read every topic through every interface; return those that did not reach the last message.
 
         To be quick, the doors that do not depend on the kind of topic are tried with one.
         """
@@ -410,7 +410,7 @@ def land(brokers: str, topic: str) -> None:
 
 
 def describe(name: str, seen: Seen) -> str:
-    """Lay out one line of what the bystander went through."""
+    """Return one line about the bystander's latencies."""
     times = seen.times_ms or [float("inf")]
     return (
         f"{name:34} {len(times):5} messages, p50 {percentile(times, 50):5.0f} ms, p99 {percentile(times, 99):5.0f} ms, "
@@ -462,7 +462,7 @@ class Chaos:
         self._at_first = memory_of(self._server)
 
     async def watch(self, name: str, trouble: Awaitable[object]) -> Seen:
-        """Watch one trial, and say what came of it."""
+        """Watch one trial, and print the outcome."""
         before = memory_of(self._server)
         seen = await Watch(self._server, self._settle_s).during(trouble)
         line, wrong = verdict(name, seen, before)
@@ -483,7 +483,7 @@ class Chaos:
         return seen
 
     async def look_back(self, after_s: float) -> None:
-        """See that all is as before, a while after everything."""
+        """Check that memory is back to normal, a while after all trials."""
         await asyncio.sleep(after_s)
         await self.watch(f"{after_s:.0f} s later", asyncio.sleep(self._settle_s))
         for name, before, now in zip(("broker", "children"), self._at_first, memory_of(self._server), strict=True):
@@ -525,7 +525,7 @@ async def fill(server: Server) -> None:
 
 
 async def run(arguments: argparse.Namespace) -> list[str]:
-    """Every trial; what went wrong."""
+    """Run every trial; return what went wrong."""
     seconds, counts, rounds = (3.0, (50,), 1) if arguments.quick else (10.0, (50, 150, 400), 5)
     floods = [(kind, count) for kind in overload_flood.KINDS for count in counts]
     floods = [one for one in floods if arguments.only in f"{one[1]} connections: {one[0]}"]
@@ -563,7 +563,7 @@ async def flood_peer(data: Path, floods: Sequence[tuple[str, int]], seconds: flo
 
 
 async def read_through_doors(kafka: str, gateway: str, *, is_quick: bool) -> list[str]:
-    """Read what is there through every door; those that did not come to the end."""
+    """Read the topics through every interface; return those that did not reach the end."""
     async with httpx.AsyncClient(timeout=60) as http:
         return await Doors(kafka, gateway, http).read(is_quick=is_quick)
 

@@ -72,7 +72,7 @@ def cluster_of(nodes: int, folder: Path) -> TrialCluster:
 
 
 def print_line(line: str) -> None:
-    """Say something with the time."""
+    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

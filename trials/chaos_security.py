@@ -89,7 +89,7 @@ class Load:
 
 
 class Trial:
-    """The cluster, what its clients do, and what is wrong."""
+    """The cluster, its clients, and the findings."""
 
     def __init__(self, folder: Path, etcd: str, catalog: str) -> None:
         self._folder = folder
@@ -108,10 +108,10 @@ class Trial:
         declared.change_security(SecurityChange(put_credentials=new_credentials(*ADMIN)))
         declared.close()
 
-    # -- what changes ---------------------------------------------------------------------------------------------
+    # -- changes --------------------------------------------------------------------------------------------------
 
     def renew(self, number: int) -> None:
-        """Give a node another certificate, as those who renew them do: one file after the other."""
+        """Give a node another certificate, as renewal tools do: one file after the other."""
         name = NodeName(cluster=CLUSTER, node_id=NodeId(number))
         certificate, key = self._certificates.sign(f"node {number}", hosts=("127.0.0.1",), uri=name.uri)
         certificate.replace(self._file(number, "pem"))

@@ -1,4 +1,4 @@
-"""`make chaos`: workers are killed and misbehave, and nodes are struck, while subscriptions deliver; all is judged.
+"""`make chaos`: subscriptions deliver while workers and nodes fail; then every message is checked.
 
     python -m trials.chaos_subscriptions [--nodes 1|3|both] [--faults N] [--seed S] [--kinds kill,pause]
         [--minutes M] [--plant BUG] [--keep FOLDER]
@@ -91,7 +91,7 @@ def cluster_of(nodes: int, folder: Path, program: tuple[str, ...]) -> TrialClust
 
 
 def print_line(line: str) -> None:
-    """Say something with the time."""
+    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

@@ -136,7 +136,7 @@ def account(rounds: Sequence[Round]) -> list[str]:
 
 
 def print_line(line: str) -> None:
-    """Say something with the time."""
+    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

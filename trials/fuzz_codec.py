@@ -1,4 +1,4 @@
-"""Throw bytes at the record codec: any of them must give records or a clear error, and both codecs must agree.
+"""Fuzz the record codec: any bytes must give records or a clear error, and both codecs must agree.
 
     python -m trials.fuzz_codec --seconds 60
 
@@ -49,7 +49,7 @@ DECOMPRESSED_BYTES_MAX = 8 * 1024 * 1024
 # Numbers at the edges of what a varint, a length or a count can hold.
 EDGE_BYTES = (0x00, 0x01, 0x02, 0x7E, 0x7F, 0x80, 0x81, 0xFE, 0xFF)
 EDGE_NUMBERS = (0, 1, 2, 7, 127, 128, 2**15, 2**31 - 1, 2**31, 2**32 - 1)
-# Bytes that are no UTF-8: overlong, a surrogate, beyond Unicode, cut off.
+# Bytes that are not UTF-8: overlong, a surrogate, beyond Unicode, cut off.
 NO_TEXTS = (
     b"\xc0\x80",
     b"\xe0\x80\x80",

@@ -1,4 +1,4 @@
-"""Cut frames in any way and throw them at a connection: each whole one must be served once, and answered in order.
+"""Send frames in arbitrary pieces to a connection: each whole frame must be served once, and answered in order.
 
     python -m trials.fuzz_framing --seconds 60
 

@@ -51,7 +51,7 @@ _BATCH = bytes(encode_batch([NewRecord(b"key", b"value", (), 1)], producer_id=1,
 
 
 class Biased(random.Random):
-    """Chance that often hits what exists: small numbers, the ids of topics, real batches."""
+    """Random values biased towards existing things: small numbers, the ids of topics, real batches."""
 
     topic_ids: list[UUID]
 

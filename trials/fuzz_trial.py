@@ -1,4 +1,4 @@
-"""What the fuzzers share: numbered examples, each of which follows from the seed and its number alone.
+"""Common parts of the fuzzers: numbered examples, each determined by the seed and its number alone.
 
 An example is a function of a source of chance; any exception out of it is a finding, and so are an example that takes
 too long and a process that grows too large. A finding says how to run its example again; the exit code is then 1.
@@ -29,7 +29,7 @@ class Finding(Exception):
 
 
 class LogCollector(logging.Handler):
-    """Keeps the log lines that nothing a client or a disk does may bring about: those with a traceback."""
+    """Collects log lines that no client or disk fault may cause: those with a traceback."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -48,7 +48,7 @@ class LogCollector(logging.Handler):
 
 
 def listen() -> LogCollector:
-    """Have the log kept instead of printed."""
+    """Collect the log instead of printing it."""
     collected = LogCollector()
     logging.basicConfig(handlers=[collected], level=logging.WARNING, force=True)
     return collected

@@ -39,7 +39,7 @@ from millstream_testing.server import Server
 KILLS = 3
 SAMPLE_S = 2.0
 WARM_UP_SHARE = 0.4
-"""This much of each interval between two kills is left out: caches and pools fill up in it."""
+"""This much of each interval between two kills is ignored, while caches and pools fill up."""
 
 RATE_PER_S = 50
 MESSAGE_BYTES = 1000
@@ -67,12 +67,12 @@ class Samples:
         series.append((time.monotonic() - self.began, self.interval, value))
 
     def count(self, what: str) -> None:
-        """Note that something was done once more."""
+        """Count an operation."""
         self.counts[what] = self.counts.get(what, 0) + 1
 
 
 class Background:
-    """Threads that do something over and over until the end; an error of the broker's absence is no failure."""
+    """Threads that repeat their work until the end; errors while the broker is down are no failure."""
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
@@ -244,7 +244,7 @@ def by_slot(latencies: Sequence[tuple[float, int, float]], share: float) -> list
 
 
 def judge(samples: Samples) -> list[str]:
-    """Say how each series went; a line that begins with GREW is a finding."""
+    """Judge each series; a line that begins with GREW is a finding."""
     lines = []
     series = {
         "memory (MB)": (samples.resident_mb, 0.10, 8.0),

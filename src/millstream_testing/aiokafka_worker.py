@@ -24,7 +24,7 @@ class AiokafkaWorker(Worker):
         try:
             asyncio.run(self._work())
         except (KafkaError, AssertionError) as error:
-            # The client asserts that no error comes between some of its steps, and one may.
+            # The client asserts that no error occurs between some of its steps, but one may.
             raise Renew(repr(error)) from error
 
     async def _work(self) -> None:
@@ -36,7 +36,8 @@ class AiokafkaWorker(Worker):
             **task.settings.get("producer", {}),
         )
         await self._within("start of the producer", self._producer.start())
-        # The first transaction waits until what the previous life left open has ended; only then do its offsets count.
+        # The first transaction waits until the previous life's open transaction has ended; only then do its offsets
+        # count.
         await self._within("begin_transaction", self._producer.begin_transaction())
         await self._within("abort_transaction", self._producer.abort_transaction())
         self._consumer = AIOKafkaConsumer(

@@ -48,7 +48,7 @@ def ask_frame(api: RawApi, request: Any, *, client: ClientInfo | None = None) ->
 
 
 async def ask_in(api: Api[Any, Any], version: int, request: Any) -> Any:
-    """Send a request of any version in another one; the answer comes back in the request's own version."""
+    """Send a request in another version; the answer has the request's own version."""
     asked = reshape(request, codec.load_request_class(api.key, version))
     answer = await ask(api, asked)
     return reshape(answer, codec.load_response_class(api.key, request.__version__))

@@ -1,4 +1,4 @@
-"""A real browser for tests: Debian's Chromium, driven by Playwright; tests are skipped where there is none."""
+"""A real browser for tests: Debian's Chromium, driven by Playwright; tests are skipped where it is not installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The faults of a cluster, one class for each kind: how each begins, and how it ends.
 
-A fault is drawn from a seed: which nodes it strikes and how long it lasts. `last` marks those whose end restarts nodes,
-which needs everything else to work.
+A fault is drawn from a seed: which nodes it affects and how long it lasts. `last` marks those whose repair restarts
+nodes, which requires that everything else works.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLOCK_STEP_MS_MAX = 6 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The cluster that a fault strikes, and the random numbers that it is drawn from."""
+    """The cluster that a fault affects, and the random numbers that it is drawn from."""
 
     cluster: TrialCluster
     random: Random
@@ -58,7 +58,7 @@ class Fault(ABC):
 
     @abstractmethod
     def _draw(self, scene: Scene) -> None:
-        """Choose the nodes that it strikes, and its duration."""
+        """Choose the affected nodes, and the duration."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -311,7 +311,7 @@ KINDS: Mapping[str, tuple[type[Fault], int]] = {
 _SECOND_SHARE = 0.2
 _HALF = 0.5
 _TOGETHER = ("kill", "pause", "clock", "etcd", "catalog")
-"""Kinds that may be combined with another fault: they share nothing with the repair of that one."""
+"""Kinds that may be combined with another fault, since they do not affect its repair."""
 
 
 def draw(scene: Scene, kinds: Mapping[str, int], *, pairs: bool) -> Iterator[list[tuple[str, Fault]]]:

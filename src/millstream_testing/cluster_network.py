@@ -1,7 +1,7 @@
 """The network of a trial's cluster, whose links can be cut: relays without special rights, namespaces as root.
 
-Both hold back what is sent and say nothing, as a network does that loses packets. Clients of the trial reach every node
-that runs, whatever is cut.
+Both silently hold back data, as a network that loses packets does. Clients of the trial reach every running node,
+whichever links are cut.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RelayNetwork:
         return command
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
-        """Hold what passes in either direction, or the requests and responses of the first side."""
+        """Hold data in both directions, or only the data of the first side."""
         for relay, name, way in self._links(one, other):
             relay.cut(name, [way] if one_way else Way)
 

@@ -2,9 +2,9 @@
 
 Idempotent librdkafka producers write with acks=all to replicated topics (one with `flush=os`, one with `flush=always`)
 while groups of both protocols read and commit. Faults are drawn from a seed, see `cluster_faults.py`. After each one
-the cluster has to take writes to every partition and be whole again within a bound. From time to time the load is held,
-an auditor reads what it has not read yet, and the history is checked. At the end everything is read from the start, the
-groups must have read everything and kept their commits, and the replicas must be the same byte for byte.
+the cluster has to accept writes to every partition and be healthy again within a bound. From time to time the load is
+paused, an auditor reads the new messages, and the history is checked. At the end everything is read from the start, the
+groups must have read everything and kept their commits, and the replicas must be identical byte for byte.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CLOSE_S_MAX = 15.0
 _TOPIC_SETTINGS = {
     "min.insync.replicas": "2",
     "segment.bytes": str(4 * 1024 * 1024),
-    # Otherwise a node whose clock is hours behind would refuse what clients send, and rightly so.
+    # Otherwise a node whose clock is hours behind would rightly refuse what clients send.
     "message.timestamp.after.max.ms": str(2**63 - 1),
 }
 _COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
@@ -119,7 +119,7 @@ class Outcome:
         return sum(len(struck.kinds) for struck in self.struck)
 
     def findings(self) -> str:
-        """All that is wrong, or that nothing is."""
+        """Return everything that is wrong, or that nothing is."""
         more = [f"differing replicas: {one}" for one in self.differing]
         more += [f"lost commit: {one}" for one in self.lost_commits]
         return "\n".join([str(self.report), *more])
@@ -209,7 +209,7 @@ class ClusterTrial:
         before = self._notes.recovers()
         for _, fault in faults:
             fault.begin()
-        # What was acknowledged while nodes were still being killed does not count.
+        # Acknowledgements while nodes were still being killed do not count.
         recovery = self._notes.recovers(longest_s=before.longest_s)
         began = time.monotonic()
         # Faults that start nodes are repaired last, since nodes need everything else.
@@ -310,7 +310,7 @@ class ClusterTrial:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    # -- what is found ---------------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------------------
 
     def _settle_and_check(self) -> Report:
         """Stop the load, wait for what is in flight, read the rest and compare."""

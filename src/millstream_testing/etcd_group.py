@@ -16,7 +16,7 @@ from millstream.cli.local_process import LocalProcess, ReservedPort
 
 
 class EtcdGroupMember(LocalEtcd):
-    """One of several members. It is healthy only when most of them are, so starting it does not wait for that."""
+    """One of several members. It is healthy only when a majority is, so starting it does not wait for that."""
 
     def __init__(self, group: EtcdGroup, folder: Path) -> None:
         held = ReservedPort()

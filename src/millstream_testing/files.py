@@ -1,9 +1,9 @@
 """A disk in memory that can be made to fail: the file layer of tests, deterministic from a seed.
 
-It keeps what is in the page cache apart from what is durable. `crash` loses power: of what was not synced, each
-sector is kept or lost by chance, and so are names whose directory was not synced (a prefix of them survives, as in
-a journaling file system). `kill` ends the process only, so that nothing is lost. Faults are planted with
-`fail_next_syncs`, `fail_next_writes`, `capacity_bytes`, `short_write_chance` and `flip_bit`.
+It distinguishes the page cache from durable data. `crash` loses power: each unsynced sector is kept or lost by chance,
+and so are names whose directory was not synced (a prefix of them survives, as in a journaling file system). `kill` ends
+only the process, so that nothing is lost. Faults are injected with `fail_next_syncs`, `fail_next_writes`,
+`capacity_bytes`, `short_write_chance` and `flip_bit`.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class MemoryFiles:
         """Return how many files the log may hold open."""
         return self._open_files_max
 
-    # -- inside ---------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------
 
     def _find(self, path: str) -> MemoryFile | MemoryDirectory | None:
         entry: MemoryFile | MemoryDirectory | None = self._root
@@ -456,9 +456,9 @@ def _apply(
 
 
 class MemorySync:
-    """Syncs files of a `MemoryFiles` as the kernel does in the background: what was written by then, known later.
+    """Syncs files of a `MemoryFiles` as the kernel does in the background: at once, with a delayed report.
 
-    In a simulation the work of threads is done on the loop, so none may have to wait there for the end of a sync.
+    In a simulation the work of threads is done on the loop, where it must not wait for the end of a sync.
     """
 
     def __init__(self, files: MemoryFiles) -> None:

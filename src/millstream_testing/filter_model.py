@@ -1,4 +1,4 @@
-"""The meaning of filters, as plainly as possible: one message, one value at a time, sharing nothing with the real code.
+"""A reference model of filters, as simple as possible: one value at a time, sharing no code with the implementation.
 
 A `Term` is a part of a filter: its text, and its value for a message. Tests combine random terms and compare the real
 filters with them.
@@ -141,7 +141,7 @@ def like(operand: Any, pattern: str) -> Truth:
 
 
 def _like(text: str, pattern: str) -> bool:
-    """Which prefixes of the text match the pattern so far, for one character of the pattern after the other."""
+    """Track which prefixes of the text match the pattern so far, character by character of the pattern."""
     reached = {0}
     for letter in pattern:
         if letter == "%":

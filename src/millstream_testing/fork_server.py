@@ -1,9 +1,9 @@
 """Start `millstream` processes without importing it again: a process that has imported everything forks them.
 
-Imports are most of the CPU time of a start, and a run of all tests starts hundreds of servers, each with a gateway
-beside it. A forked process is as real as any other: it has its own memory, files, signals and process group, and can be
-killed. What differs is the name in the list of processes, that a signal cannot arrive while it imports, and that the
-forking process is the parent of both a server and its gateway.
+Imports take most of the CPU time of a start, and a full test run starts hundreds of servers, each with a gateway. A
+forked process is as real as any other: it has its own memory, files, signals and process group, and can be killed. What
+differs is the name in the list of processes, that a signal cannot arrive while it imports, and that the forking process
+is the parent of both a server and its gateway.
 
 The forking process is started with the first request and ends with the process that asked for it.
 """
@@ -50,7 +50,7 @@ _IMPORTED: Final = (
 
 
 class ForkedProcess:
-    """A forked process, with the part of `subprocess.Popen` that its users need."""
+    """A forked process, with the subset of `subprocess.Popen` that its users need."""
 
     def __init__(self, pid: int, stdout: IO[bytes], reports: int) -> None:
         self.pid = pid
@@ -88,7 +88,7 @@ class ForkedProcess:
 
 
 class ForkedChild:
-    """A forked gateway, with the part of `asyncio.subprocess.Process` that its supervisor needs."""
+    """A forked gateway, with the subset of `asyncio.subprocess.Process` that its supervisor needs."""
 
     def __init__(self, pid: int, reports: int) -> None:
         self.pid = pid

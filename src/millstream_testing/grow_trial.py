@@ -359,7 +359,7 @@ class GrowTrial:
                 raise TrialFailed(f"{what}: after {WAIT_S:g} s, {left}")
             time.sleep(_LOOK_S)
 
-    # -- what is found -----------------------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------------------
 
     def _judge(self) -> list[str]:
         self._notes.loading.clear()

@@ -1,4 +1,4 @@
-"""The history checker: finds what the broker did wrong, from what clients sent, had acknowledged and read.
+"""The history checker: finds errors of the broker from what clients sent, had acknowledged and read.
 
     history = History()
     history.sent("producer-1", 7, "orders", 0)                      # before the message leaves
@@ -8,7 +8,7 @@
     report = history.check(complete=["audit"])                      # "audit" has read everything to the end
 
 A message is its producer and a sequence that the producer counts up with each message. The members of a group are
-called `group/member`: each must read in order, and together they must miss nothing. What is found:
+called `group/member`: each must read in order, and together they must miss nothing. Findings:
 
     lost          acknowledged, and no reader ever saw it
     doubled       one message at two offsets, although its producer is idempotent

@@ -1,9 +1,9 @@
 """The kill trial: a loaded broker is killed again and again, and every acknowledged message must survive.
 
 Unmodified librdkafka producers (idempotent ones with different compressions, and a plain one) write to all partitions
-of a topic while a consumer group reads and commits. The broker is killed with SIGKILL in the middle of it and started
-again on the same data; then an auditor reads what it has not read yet, and the history is checked. At the end another
-auditor reads everything from the start, and the group must have read everything too.
+of a topic while a consumer group reads and commits. The broker is killed with SIGKILL meanwhile and restarted on the
+same data; then an auditor reads the new messages, and the history is checked. At the end another auditor reads
+everything from the start, and the group must have read everything too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Plan:
     members: int = 2
     messages_per_s: int = 3000
     steady: bool = False
-    """Whether each producer keeps to that rate; otherwise it sends as soon as it gets answers, which is harder."""
+    """Whether each producer keeps to that rate; otherwise it sends as soon as it gets answers."""
     load_s: tuple[float, float] = (0.3, 1.5)
     seed: int = field(default_factory=lambda: random.randrange(2**32))
 

@@ -1,4 +1,4 @@
-"""A machine whose number of processes changes and that dies at any point, from seeds: no log is lost, stale or doubled.
+"""Simulates a machine that resizes and crashes at any point: no log is lost, stale or duplicated.
 
 Each seed alternates between runs, in which the leader of each partition appends what an idempotent producer sends, and
 settlements, which move logs between the folders of processes (`broker/cluster/machine_folder.py`). Both die at any
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class Died(BaseException):
-    """The process has ended at this operation; every later one fails too, until the next start."""
+    """The process died at this operation; every later one fails too, until the next start."""
 
 
 class DyingFiles(MemoryFiles):
@@ -146,7 +146,7 @@ class DyingFiles(MemoryFiles):
         for path in tuple(self.walk()):
             if not path.endswith(".log"):
                 continue
-            # What was written to a log survives or not as a whole: another trial covers torn writes.
+            # Each write to a log survives as a whole or not at all: another trial covers torn writes.
             log = self._file(path)
             if self._chance.random() < 0.5:
                 log.sync()

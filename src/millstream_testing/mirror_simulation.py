@@ -5,7 +5,7 @@ and logs. Simulated are the line, the clients, the coordination store of each si
 which decides, writes markers one by one and holds back decisions when a barrier is asked for.
 
 One seed: clients write to the first site while the line fails and sites crash; the second takes over, for which it may
-need a second attempt after a crash; clients write to both sites, because those of the first do not know of the
+need a second attempt after a crash; clients write to both sites, because those of the first are unaware of the
 failover; the first site comes back and follows. These rules are checked at random moments and after each step:
 
 - below the cut of a failover, both sites have the same records at the same offsets; in the compacted partition, the
@@ -65,7 +65,7 @@ from millstream_testing.simulation.world import Outcome
 ME = NodeId(1)
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=4, replication=1, overrides={}, created_ms=0)
 INPUT, OUTPUT, COMPACTED = 0, 1, 3
-"""What the group reads, where it writes what it has read, and a partition that is compacted."""
+"""The partition that the group reads, the one it writes to, and a compacted one."""
 KEYS = 5
 GROUP, MIRROR = "group", "site"
 EQUAL_S_MAX = 60.0
@@ -272,7 +272,7 @@ class Site:
     states_revision = 0
 
     async def await_revision(self, revision: int, timeout_s: float = 0.0) -> None:
-        """Wait in vain for another state: this node leads everything while it runs."""
+        """Return at once: this node leads everything while it runs."""
         if revision > self.states_revision:
             await asyncio.sleep(timeout_s)
 
@@ -312,7 +312,7 @@ class Site:
         return newest({place[1]: value for place, value, _ in self._records([COMPACTED])})
 
     def read_everything(self) -> list[Mapping[Any, Any]]:
-        """What both sites have to have in common in the end."""
+        """The records that both sites must have in the end."""
         return [self.read(), self.read_updates()]
 
     def read_committed(self, partitions: Iterable[int] | None = None, start: int = 0) -> dict[Place, str]:
@@ -420,7 +420,7 @@ class SimulatedSource:
 
 
 class World:
-    """Everything of one seed."""
+    """The simulated world of one seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -702,7 +702,7 @@ class World:
                 f"{there.get(differ[0])}"
             )
 
-    # -- what must hold -------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------
 
     def _check_readers(self, site: Site) -> None:
         if not site.is_up:

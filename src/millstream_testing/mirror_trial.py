@@ -15,7 +15,7 @@ does after a loss, and can be cut.
   acknowledged to a producer;
 - of each key of a compacted topic, the second site has the newest update below the cut;
 - no transaction is torn: both topics hold the same numbers for readers of committed records;
-- every message is accepted by a worker or delivered after a failover, so none is taken for one that was accepted;
+- every message is accepted by a worker or delivered after a failover, so none is wrongly considered accepted;
 - a message whose acceptance was carried over is not delivered again;
 - offsets of groups are never ahead of the records that were written together with them;
 - `reverse` names every record that only the first site has, and saves it;
@@ -72,7 +72,7 @@ Cuts = Mapping[tuple[str, int], int]
 
 
 class TrialBroken(Exception):
-    """The trial could not be continued, so nothing was proved."""
+    """The trial could not be continued and proves nothing."""
 
 
 @dataclass(frozen=True, slots=True)

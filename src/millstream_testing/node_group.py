@@ -1,6 +1,6 @@
 """Nodes of one cluster in one process, without their sockets: the real view, controller, topics and logs.
 
-They agree through an embedded store and share a catalog. They do not replicate: there are no links between nodes.
+They agree through an embedded store and share a catalog. They do not replicate, since there are no links between nodes.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class NodeGroup:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not condition():
-                    # Nodes learn of a change of the store a few turns of the loop later.
+                    # Nodes see a change of the store a few turns of the loop later.
                     for _ in range(20):
                         await asyncio.sleep(0)
                         if condition():

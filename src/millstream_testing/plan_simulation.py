@@ -1,8 +1,8 @@
 """Plans under faults, from seeds: four nodes, and an operator who drains, balances, cancels and undrains meanwhile.
 
 The world is that of `simulation/world.py`, with one node more than partitions have replicas, so that they can move. All
-its rules hold at every step of a move. In the end, plans have come to their end, and a node that was drained leads
-nothing and has no replica that it could have given away.
+its rules hold at every step of a move. In the end, plans have ended, and a drained node leads nothing and has no
+replica that another node could take.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class PlanWorld(World):
         ]
         return ClusterLoad(nodes=nodes, partitions=partitions)
 
-    # -- what has to hold -------------------------------------------------------------------------------------
+    # -- invariants -------------------------------------------------------------------------------------------
 
     def _drained_by_store(self) -> set[NodeId]:
         return {NodeId(int(key.removeprefix(keys.DRAINED))) for key in self.service.read(keys.DRAINED).entries}

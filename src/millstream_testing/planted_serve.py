@@ -1,4 +1,4 @@
-"""`millstream serve` with a planted bug in subscriptions, so that a trial can show that it would be found.
+"""`millstream serve` with an injected bug in subscriptions, so that a trial can show that it would be found.
 
     python -m millstream_testing.planted_serve BUG FILE serve --data DIR ...
 

@@ -1,4 +1,4 @@
-"""A scripted broker that stores what idempotent producers send, and fails on request."""
+"""A scripted broker that stores the batches of idempotent producers, and fails on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INIT_PRODUCER_ID = 22
 
 
 class ProducerLedger:
-    """What a broker stores of idempotent producers, and how it fails: lists of faults, one for each request."""
+    """The batches of idempotent producers, and the faults of the broker: one for each request."""
 
     def __init__(self, broker: ScriptedBroker) -> None:
         self.broker = broker
@@ -73,7 +73,7 @@ class ProducerLedger:
 
     @staticmethod
     def give_time(publisher: Publisher, timeout_s: float) -> None:
-        """Change the timeout of messages while none is in flight: time runs out only where a test wants it to."""
+        """Change the timeout while no message is in flight, so that they time out only where a test wants it."""
         publisher._timeout_s = timeout_s
         for route in publisher._topics.values():
             for queue in route.queues:

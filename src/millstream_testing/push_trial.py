@@ -1,9 +1,9 @@
 """Push under faults: nodes, push processes and the endpoint are killed under load, and every message is checked.
 
-The endpoint records what arrives, and misbehaves: it fails, is slow, hangs up, is away, and never accepts poison. In
-the end all queues are drained, and what the endpoint received is checked by `subscription_check`: nothing is lost,
-nothing is delivered that was not published, attempts count. The queues' own counts have to say that each message was
-accepted once or stands in the dead letter topic, and every request is signed.
+The endpoint records requests, and misbehaves: it fails, is slow, hangs up, is down, and never accepts poison messages.
+In the end all queues are drained, and what the endpoint received is checked by `subscription_check`: nothing is lost,
+nothing is delivered that was not published, attempts count. By the queues' own counts, each message must have been
+accepted once or be in the dead letter topic, and every request must be signed.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class PushTrial:
             await asyncio.sleep(lasts_s)
             node.resume()
         else:
-            # Only the main process is killed: the push process has to notice, and must not outlive it for long.
+            # Only the main process is killed: the push process has to notice that and end soon.
             await asyncio.to_thread(node.kill_main if kind == "kill-node" else node.stop)
             await asyncio.sleep(lasts_s)
             node.kill()

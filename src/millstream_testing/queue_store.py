@@ -21,7 +21,7 @@ class _Kept:
 
 
 class MemoryStateStore:
-    """Keeps the states of queues; what is not durable yet is lost by `forget_unwritten`."""
+    """Keeps the states of queues; `forget_unwritten` drops writes that are not durable yet."""
 
     def __init__(self) -> None:
         self.holds = False

@@ -10,9 +10,9 @@ _CHUNK_BYTES = 64 * 1024
 
 
 class Relay:
-    """Listens on a free port and passes on what it gets.
+    """Listens on a free port and forwards data.
 
-    `deaf` loses what the server answers, while what clients send still arrives.
+    `deaf` drops the server's responses, while requests still arrive.
     """
 
     def __init__(self, target: str) -> None:

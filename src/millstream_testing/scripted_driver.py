@@ -1,7 +1,7 @@
 """A driver without Spark: `python -m millstream_testing.scripted_driver OPTIONS`, as the real one is started.
 
-What a pipeline does stands in its setting `topics`: `idle` waits, `failing` fails, `deadly` ends the process hard,
-`hanging` never comes to an end, and anything else takes one message with each step.
+The setting `topics` of a pipeline selects its behaviour: `idle` waits, `failing` fails, `deadly` kills the process,
+`hanging` never ends, and anything else takes one message with each step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOK_S = 0.01
 
 
 class OneWordJob:
-    """Does what one word says."""
+    """Behaves as one word selects."""
 
     def __init__(self, word: str, context: JobContext) -> None:
         self._word = word

@@ -1,4 +1,4 @@
-"""What a locked server needs in tests: certificates, users, signed tokens."""
+"""Certificates, users and signed tokens for tests of a locked server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AUDIENCE: Final = "millstream"
 
 
 def owner_rules(user: str, prefix: str, *, transactions: str = "pipeline/") -> list[Acl]:
-    """What the owner of pipelines needs: its topics and groups, their transactions, and the right to declare them."""
+    """Return the rules for a pipeline owner: its topics, groups and transactions, and declaring pipelines."""
     prefixed = (
         (ResourceType.TOPIC, prefix),
         (ResourceType.GROUP, f"pipeline-{prefix}"),

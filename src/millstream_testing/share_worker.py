@@ -19,7 +19,7 @@ POLL_S: Final = 0.5
 COMMIT_S: Final = 8.0
 PAUSE_S: Final = 0.2
 UNDERWAY_MS: Final = 5_000
-"""An answer that a poll did not find was leased at most so long before that poll was over, if all nodes are well."""
+"""With healthy nodes, messages of an answer that a poll missed were leased at most this long before its end."""
 
 HABITS: Final = {"accept": 60, "release": 8, "reject": 4, "forget": 2, "leave": 3}
 SOBER: Final = {"accept": 1}
@@ -62,7 +62,7 @@ class ShareWorker:
             except KafkaException:
                 time.sleep(PAUSE_S)
             finally:
-                # What it holds goes to others while it closes.
+                # Its messages go to others while it closes.
                 self._journal.worker_left()
                 with suppress(KafkaException):
                     consumer.close()

@@ -1,4 +1,4 @@
-"""Partitions and topics in memory, for anything that keeps its state in an internal topic.
+"""Partitions and topics in memory, for tests of components that keep their state in an internal topic.
 
 The test decides when an append is acknowledged, when it fails, and what a crash leaves.
 """

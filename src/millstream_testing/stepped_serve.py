@@ -3,8 +3,8 @@
     python -m millstream_testing.stepped_serve FILE serve --data DIR ...
 
 FILE holds eight bytes: by how many milliseconds the wall clock of this node is off. Writing to it steps the clock of
-the running node; time that only ever grows is not touched, as a real step does not touch it either. On SIGUSR2 the node
-writes to its log what each of its threads is doing.
+the running node; the monotonic clock is not affected, as with a real step. On SIGUSR2 the node logs
+what each of its threads is doing.
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ What is allowed, and why (docs/subscriptions.md, "Delivery guarantees"):
   lease may be forgotten: the message comes again with the same attempt, and, in an ordered queue, messages before it
   come again, too, since acceptances that made way for it may be forgotten with it. Not so when the same leader has
   answered any settlement of that partition meanwhile: a settlement is answered when it is durable, and everything is
-  written in order. For the same reason a node that was paused or cut off, and does not know yet that another one leads
-  in its place, may give out what was accepted there. With the other promises none of this happens.
-- At most once, what was under way when a node was struck, a worker went or its request failed is lost: but no more than
-  was asked for, and no message that was handed out at another time.
+  written in order. For the same reason a node that was paused or cut off, and does not know yet that another one leads,
+  may deliver messages that were accepted there. With the other promises none of this happens.
+- At most once, messages in flight when a node had a fault, a worker left or its request failed are lost: but no more
+  than were requested, and no message that was delivered at another time.
 - Leases and delays go by the clock of the node. When it is wrong they may end early.
-- When Kafka's client was given a message is known only roughly, and not at all when a node was struck meanwhile; what
-  it holds goes to others as soon as its connection ends: so its leases are judged where their times leave no doubt.
+- The time at which Kafka's client received a message is known only roughly, and not at all if a node had a fault
+  meanwhile; its messages go to others as soon as its connection ends: so its leases are judged only where their times
+  are certain.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Finding = str
 
 
 def check(promise: Promise, history: History, truth: Truth) -> list[Finding]:
-    """Everything that breaks a promise; each kind with some examples."""
+    """Return every broken promise; each kind with some examples."""
     found: list[Finding] = []
     case = _Case(promise, history, truth)
     for name, rule in _RULES.items():
@@ -71,7 +72,7 @@ class _Case:
         self.settlements: dict[Place, list[Settlement]] = defaultdict(list)
         for delivery in sorted(map(self._timed, history.deliveries), key=lambda one: (one.to_ms, one.attempt)):
             self.deliveries[delivery.place].append(delivery)
-        # By partition, what was surely settled: when the worker said it, and the answer.
+        # By partition, certain settlements: when the worker sent each, and when it was answered.
         self._settled: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for settlement in history.settlements:
             self.settlements[settlement.place].append(settlement)

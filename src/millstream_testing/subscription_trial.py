@@ -1,11 +1,11 @@
-"""Subscriptions under load while workers misbehave and are killed, and nodes are struck; then every message is judged.
+"""Subscriptions under load while workers misbehave and nodes have faults; then every message is checked.
 
 One topic, and on it a subscription for each delivery promise and each of: plain, ordered by key, filtered. Some
 messages are delayed, and some are poison that is not accepted. Processes of workers, with Millstream's own client and
 with Kafka's share consumers of both kinds, take them, and write down what they see (`subscription_program`). Faults of
 nodes (`cluster_faults`) and of those processes (`worker_faults`) are drawn from a seed, one round after another. In the
-end all queues have to run empty, and what the workers saw is held against what the topic and the dead letter topics
-have: see `subscription_check`.
+end all queues have to run empty, and the workers' journals are compared with the topic and the dead letter topics: see
+`subscription_check`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ NODE_KINDS: Final = {
     "kill-all": 1,
 }
 ALONE: Final = ("kill", "pause", "stop", "clock")
-"""The faults of a node that is alone."""
+"""The faults of a single node."""
 SETTINGS: Final[dict[str, object]] = {
     "subscriptions-partitions": 3,
     "leader-balance-ms": 1000,
@@ -336,7 +336,7 @@ class SubscriptionTrial:
             left += [f"{one['name']}: {queue}" for queue in queues if any(queue[name] for name in BUSY)]
         return left
 
-    # -- what is found -----------------------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------------------
 
     async def _judge(self, left: list[Finding]) -> Outcome:
         async with self._client() as client:

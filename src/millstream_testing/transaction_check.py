@@ -1,4 +1,4 @@
-"""The checker of transactions: finds what the broker did wrong, from what programs did and readers saw.
+"""The checker of transactions: finds errors of the broker from what programs did and readers saw.
 
 What is found, in addition to what the clients did (`transaction_history.py`):
 
@@ -8,11 +8,13 @@ What is found, in addition to what the clients did (`transaction_history.py`):
                         offsets that it committed are not, or the other way round
     lost                a transaction that was committed left nothing; a message of the source that the group is past
                         was never worked on
-    doubled             a message at two offsets; two messages for one message of the source skipped             a
-    reader went past a message that was there for it; a program was not given one of its source went back           a
-    reader was given an earlier offset, or a group's committed offset went back reordered           a producer's
-    messages lie in a partition in another order than they were sent in inconsistent        two messages at one offset,
-    a message in another partition, an offset that no transaction committed phantom             read, but never written
+    doubled             a message at two offsets; two messages for one source message
+    skipped             a reader skipped a message that it should have seen, or a program one of its source
+    went back           a reader got an earlier offset, or a group's committed offset went back
+    reordered           a producer's messages lie in a partition in another order than they were sent in
+    inconsistent        two messages at one offset, a message in another partition, an offset that no transaction
+                        committed
+    phantom             read, but never written
 
 A transaction that was asked to commit and did not say how it ended may have committed or not, but not in part.
 
@@ -117,7 +119,7 @@ class _Check:
             self._find_wrong_effects(effects)
         return self._report
 
-    # -- what there is -----------------------------------------------------------------------------------------
+    # -- the contents ------------------------------------------------------------------------------------------
 
     def _count(self) -> None:
         for one in self._history.transactions.values():

@@ -1,8 +1,8 @@
 """The events of a history of transactions, as programs and readers record them: one JSON object per line.
 
 A transaction is its producer (one life of a program) and a number that the producer counts up; a message is its
-transaction and its index among the outputs. All that a transaction will write is noted before it begins. Times are
-those of one clock for all processes, in nanoseconds.
+transaction and its index among the outputs. Everything that a transaction will write is recorded before it begins.
+Times are those of one clock for all processes, in nanoseconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trial of transactions: programs consume, transform and produce while they and the brokers are killed.
 
-An idempotent producer fills a topic. Groups of programs work on all of it, each message once for each group: one of the
+An idempotent producer fills a topic. Groups of programs process all of it, each message once for each group: one of the
 classic protocol and one of the newer one with confluent-kafka, one with aiokafka, and where there is Java, one with
 Apache Kafka's own client. Each program is its own process (`transaction_program.py`) that writes to several topics
 and commits its offsets in the same transactions, some of which it aborts. Nodes and programs are killed, stopped and
@@ -65,7 +65,8 @@ SETTINGS: dict[str, object] = {
 _PROBE_S = 0.1
 _STUCK_SHARE = 0.8
 _CONFLUENT: dict[str, Any] = {"socket.timeout.ms": 5_000}
-# When no broker answers, the client would else forget the only one, and calls for a forgotten coordinator never return.
+# Otherwise the client would forget the only broker when none answers, and calls to a forgotten coordinator never
+# return.
 _ALONE: dict[str, Any] = {"metadata.recovery.strategy": "none"}
 _AIOKAFKA: dict[str, Any] = {"request_timeout_ms": 5_000, "metadata_max_age_ms": 2_000}
 _JAVA: dict[str, Any] = {"request.timeout.ms": 5_000, "metadata.max.age.ms": 2_000}
@@ -144,7 +145,7 @@ class Outcome:
         return sum(one.kills for one in self.rounds)
 
     def findings(self) -> str:
-        """All that is wrong, or that nothing is."""
+        """Return everything that is wrong, or that nothing is."""
         source = [] if self.source is None else [f"the source: {self.source}"]
         return "\n".join([str(self.report), *source, *self.more])
 
@@ -395,7 +396,7 @@ class TransactionTrial:
 
         return task
 
-    # -- what is found -----------------------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------------------
 
     def _check(self, complete: tuple[str, ...] = ()) -> Report:
         """Read the journals of the programs, and check everything so far."""

@@ -1,7 +1,7 @@
-"""What the programs of a trial of transactions have in common: their task, what they write, and what they note.
+"""Common parts of the programs of a transaction trial: their task, their output, and their journal.
 
-Everything that a program is about to do, and what came of it, stands in its file before it goes on, so the file is true
-whenever the program is killed.
+A program records everything that it is about to do, and the outcome, before it continues, so its journal is valid
+whenever it is killed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Stuck(Exception):
 
 
 class Worker(ABC):
-    """What programs of every client share: what they write, and what they record."""
+    """The common base of the programs: their output, and their journal."""
 
     def __init__(self, task: Task) -> None:
         self.task = task

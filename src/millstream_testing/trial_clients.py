@@ -1,7 +1,7 @@
-"""The clients of a trial: unmodified librdkafka producers, members of groups and auditors, which note what they do.
+"""The clients of a trial: unmodified librdkafka producers, members of groups and auditors, which record what they do.
 
 Everything goes into one history, which the checker judges; see `history.py`. A producer that is refused, or a member
-that fails for good, is a failure of the trial, since clients of these settings are to notice no more than a delay.
+that fails for good, is a failure of the trial, since clients with these settings should notice no more than a delay.
 """
 
 from __future__ import annotations

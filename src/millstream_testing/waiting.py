@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 PATIENCE_S: Final = 900.0
 LOOK_S: Final = 0.01
 ASK_S: Final = 0.05
-# What tasks do without waiting for anything is done in so many turns of the loop.
+# Tasks that wait for nothing have finished after this many turns of the loop.
 TURNS: Final = 100
 
 Found = TypeVar("Found")

@@ -1,4 +1,4 @@
-"""What was committed of one partition: once below any high watermark, a batch never changes and never goes."""
+"""The committed batches of one partition: once below any high watermark, a batch never changes or disappears."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Committed:
         return len(self._batches)
 
     def since(self, number: int) -> list[bytes]:
-        """The batches but for so many of the first."""
+        """Return the batches after the first `count`."""
         return self._batches[number:]
 
     def check(self, records: Buffer, whose: str, *, may_extend: bool) -> int:
-        """Compare stored batches with what was committed; what lies behind the end is committed now if it may be.
+        """Compare stored batches with the committed ones; batches after the end become committed if that is allowed.
 
         Returns the offset behind the last batch.
         """
@@ -53,7 +53,7 @@ class Committed:
         return end
 
     def check_acknowledged(self, sent: bytes, base_offset: int, next_offset: int, whose: str) -> None:
-        """An acknowledgement is true only if the batch is committed at the offset that it names."""
+        """Check that an acknowledged batch is committed at the acknowledged offset."""
         if next_offset > self.end or self._at(base_offset)[_SENT_FROM:] != sent[_SENT_FROM:]:
             raise Violation(
                 f"{self.name}: {whose} got offset {base_offset} for its batch, but committed is up to {self.end} "

@@ -1,6 +1,6 @@
 """The faults of a simulation, drawn from its seed: what breaks, when, and for how long.
 
-Each seed draws a few kinds of faults only, since bugs hide behind other faults as often as in them.
+Each seed draws only a few kinds of faults, since some faults mask the bugs that others expose.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Scene(Protocol):
         """Add a line to the trace."""
 
     def may_crash(self, machine: Machine) -> bool:
-        """Whether a machine may lose its memory now without a loss of acknowledged data on all nodes."""
+        """Whether a machine may lose its memory now without losing acknowledged data on all nodes."""
 
     def leading(self) -> Machine | None:
         """Return a node that leads something, if any does."""

@@ -1,8 +1,8 @@
 """A deterministic event loop: virtual time, no sockets, no threads, and an order that a seed decides.
 
 Time stands still while anything can run and then jumps to the next timer. Work for a thread is done inline after a
-drawn delay, in order for each executor. Within a process, callbacks run in the order of `call_soon`, which asyncio
-promises; which process runs next, and which of two timers of the same moment fires first, the seed decides.
+drawn delay, in order for each executor. Within a process, callbacks run in the order of `call_soon`, as asyncio
+guarantees; the seed decides which process runs next, and which of two simultaneous timers fires first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._dismantling = False
         self._executor_free: dict[int, tuple[Executor, float]] = {}
 
-    # -- what asyncio asks for --------------------------------------------------------------------------------
+    # -- the asyncio interface --------------------------------------------------------------------------------
 
     def time(self) -> float:
         """Return virtual seconds."""
@@ -82,7 +82,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """Call when the loop has noticed the result of a thread, which is a little later."""
+        """Call a little later, when the loop would notice the result of a thread."""
         return self.call_at(self._now + self._thread_delay_s(), callback, *args, context=context)
 
     def call_later(  # type: ignore[override]
@@ -123,7 +123,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Do the work inline, but later, and report the outcome later still."""
+        """Do the work inline after a delay, and report the outcome after another."""
         future: asyncio.Future[T] = self.create_future()
         begin = self._now + self._thread_delay_s()
         if executor is not None:

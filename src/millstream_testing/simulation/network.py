@@ -1,7 +1,7 @@
 """Links between the processes of a simulation: delays, lost requests and answers, cuts in one or both directions.
 
 A call is a request that may arrive late or never, work that may go on after the caller gave up, and an answer that
-may be lost after the work was done. Nothing is shared but what is passed: both sides copy what they send.
+may be lost after the work was done. Only messages are shared: both sides copy what they send.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Network:
         return QUICK_MIN_S + draw() * (QUICK_MAX_S - QUICK_MIN_S)
 
     async def call(self, target: str, serve: Callable[[], Awaitable[T]], *, timeout_s: float) -> T:
-        """Have `serve` run in the process behind a name, and come back with its answer; raise `LinkDown` without one.
+        """Run `serve` in the process behind a name, and return its answer; raise `LinkDown` without one.
 
-        What `serve` raises comes back as the answer.
+        Errors of `serve` are raised here.
         """
         loop = self._loop
         answer: asyncio.Future[T] = loop.create_future()
@@ -97,7 +97,7 @@ class Network:
             timer.cancel()
 
     async def changes_from(self, source: str) -> None:
-        """Wait until what another end sends now arrives here; a cut only delays it, since it is sent again."""
+        """Wait until a message sent now by another end arrives; a cut only delays it, since it is sent again."""
         here = current_process().name
         await asyncio.sleep(self.delay_s())
         while (source, here) in self._cut or (here, source) in self._cut:
@@ -112,7 +112,7 @@ class Network:
             _settle(healed, None)
 
     def _carry(self, arrive: Callable[..., None], *arguments: Any) -> None:
-        # What is in flight belongs to no process, so it arrives even if its sender dies.
+        # Messages in flight belong to no process, so they arrive even if the sender dies.
         self._loop.call_later(self.delay_s(), arrive, *arguments, context=self._loop.world.context)
 
     def _is_lost(self, source: str, target: str) -> bool:

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Around(Protocol):
-    """What a node finds around it."""
+    """The environment of a node."""
 
     plan: Plan
     loop: SimulatedLoop
@@ -161,7 +161,7 @@ class SimulatedNode:
         self._replicas: dict[PartitionKey, Partition] = {}
         self._carried: list[Partition] = []
 
-    # -- what happens to it -----------------------------------------------------------------------------------
+    # -- lifecycle --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start a process, unless one is running."""
@@ -190,7 +190,7 @@ class SimulatedNode:
         """Report that a part that should run forever has ended."""
         self.around.record(self.name, f"{name} failed: {error!r}")
         if isinstance(error, NodeIdTaken):
-            # What was left of the previous process lasts longer than a node waits; its supervisor starts it again.
+            # The previous process's registration outlasts the wait of the node; its supervisor starts it again.
             self.kill()
             self.around.loop.call_later(1.0, self.start, context=self.around.loop.world.context)
         else:
@@ -251,7 +251,7 @@ class SimulatedNode:
         self.around.network.disconnect(process)
         return True
 
-    # -- what is asked of it ----------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------------------
 
     def replicas(self) -> Mapping[PartitionKey, Partition]:
         """Return its partitions; while it does not run, the last ones. The mapping is replaced when they change."""

@@ -29,7 +29,7 @@ KINDS = (
     "disk",
     "settings",
 )
-"""Of faults; a run has only some of them, since bugs hide behind other faults as often as in them."""
+"""The kinds of faults; a run has only some of them, since some faults mask the bugs that others expose."""
 
 KINDS_MIN, KINDS_MAX = 2, 6
 LEASE_MS = 3_000
@@ -94,7 +94,7 @@ def _draw_topic(chance: Random, number: int, faults: Sequence[str]) -> Topic:
         overrides={
             "flush": chance.choice((FLUSH_OS, FLUSH_OS, FLUSH_ALWAYS)),
             "message.timestamp.after.max.ms": str(10**12),
-            # A crash may lose the memory of one node, so nothing is promised for what only that node has.
+            # A crash may lose the memory of one node, so records that only that node has are not guaranteed.
             "min.insync.replicas": str(max(2, minimum) if CRASH in faults else minimum),
         },
         created_ms=0,

@@ -1,7 +1,7 @@
 """A process of a simulation, which can be paused, resumed and killed: a node, a client, the coordination store.
 
 Everything that runs in a simulation belongs to a process. It is found by its context: tasks, timers and callbacks
-inherit the context in which they were made, so that nothing in the code under test has to know of it.
+inherit the context in which they were made, so that the code under test is unaware of it.
 """
 
 from __future__ import annotations

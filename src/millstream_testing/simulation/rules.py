@@ -1,4 +1,4 @@
-"""The safety rules, checked after every step of a simulation. They see everything and trust no node.
+"""The safety invariants, checked after every step of a simulation. They see everything and trust no node.
 
 - A batch below the high watermark of any replica is committed: all replicas that reach so far have the same bytes.
 - A new leader has everything that is committed.
@@ -28,7 +28,7 @@ _READ_BYTES = 1024 * 1024
 
 
 class Holder(Protocol):
-    """What the rules need to know about a node."""
+    """The properties of a node that the rules check."""
 
     node_id: NodeId
     suspect: bool
@@ -71,7 +71,7 @@ class Rules:
         """Check a node from now on."""
         self._nodes[node.node_id] = node
 
-    # -- what nodes do ----------------------------------------------------------------------------------------
+    # -- nodes ------------------------------------------------------------------------------------------------
 
     def stepped(self, node: Holder) -> None:
         """Check what changed on a node that ran."""
@@ -164,7 +164,7 @@ class Rules:
                 self._require(seen, self.of(key), f"node {node.node_id}, which is about to stop,")
             seen.is_down = True
 
-    # -- what the store says ----------------------------------------------------------------------------------
+    # -- the store --------------------------------------------------------------------------------------------
 
     def store_changed(self, entries: Iterable[Entry]) -> None:
         """Check the states of partitions that have changed in the store."""
@@ -213,7 +213,7 @@ class Rules:
         is_member = node.node_id in state.in_sync or node.node_id in state.eligible
         return is_member and seen is not None and seen.partition.log.end_offset >= self.of(key).end
 
-    # -- what clients see -------------------------------------------------------------------------------------
+    # -- clients ----------------------------------------------------------------------------------------------
 
     def acknowledged(self, key: PartitionKey, sent: bytes, base_offset: int, next_offset: int, whose: str) -> None:
         """Check an acknowledged batch."""

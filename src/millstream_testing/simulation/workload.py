@@ -25,7 +25,7 @@ FETCH_BYTES = 2000
 
 
 class Server(Protocol):
-    """What clients request of a node. Each call runs in the node's process."""
+    """The requests of clients to a node. Each call runs in the node's process."""
 
     name: str
     node_id: NodeId

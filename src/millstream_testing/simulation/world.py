@@ -1,7 +1,7 @@
 """A whole cluster in one seed: nodes, store, clients and faults; in the end everything has to be healthy again.
 
-`simulate(seed)` runs one and returns the outcome. The same seed always goes the same way, so that a failure found among
-thousands can be looked at step by step.
+`simulate(seed)` runs one and returns the outcome. The same seed always runs the same way, so that a failure found among
+thousands can be examined step by step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _describe(error: BaseException) -> str:
 
 
 class World:
-    """Everything that a seed simulates."""
+    """The simulated world of one seed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -113,7 +113,7 @@ class World:
     def make_node(self, node_id: NodeId) -> SimulatedNode:
         return SimulatedNode(node_id, self)
 
-    # -- what the parts ask for -------------------------------------------------------------------------------
+    # -- the interface of the parts ----------------------------------------------------------------------------
 
     def record(self, source: str, event: str) -> None:
         """Add a line to the trace."""

@@ -1,4 +1,4 @@
-"""What clients did and had acknowledged, and what follows for every transaction. The model trusts no broker.
+"""The acknowledged operations of clients, and the possible outcomes of every transaction. The model trusts no broker.
 
 A transaction is identified by the number in its records. Nothing becomes visible whose commit was never sent; what was
 acknowledged as committed is visible as a whole, what was acknowledged as aborted not at all, and everything else is
@@ -59,7 +59,7 @@ class Model:
         self._of_id: dict[str, list[ModelTransaction]] = {}
         self._batches: dict[Batch, _ModelBatch] = {}
 
-    # -- what clients do --------------------------------------------------------------------------------------
+    # -- clients ----------------------------------------------------------------------------------------------
 
     def begin(self, transactional_id: str, instance: int, batch: Batch | None = None) -> ModelTransaction:
         transaction = ModelTransaction(len(self.transactions), transactional_id, instance, batch)
@@ -145,7 +145,7 @@ class Model:
     def _of(self, batch: Batch) -> _ModelBatch:
         return self._batches.setdefault(batch, _ModelBatch())
 
-    # -- what is seen in the logs -----------------------------------------------------------------------------
+    # -- the logs ---------------------------------------------------------------------------------------------
 
     def decided(self, partition: TopicPartition, numbers: Collection[int], values: list[str], *, commit: bool) -> None:
         """Record a committed marker that ends a transaction with these records on one partition."""

@@ -117,7 +117,7 @@ class TransactionNode(SimulatedNode):
         return cast("TransactionRun", self._run)
 
     async def find(self, where: Where) -> NodeId | None:
-        """Return who answers requests of a kind, as far as this node knows."""
+        """Return the node that answers requests of a kind, according to this node."""
         run = self.serving()
         if where.kind == COORDINATOR:
             return run.coordinator.leader_of(where.name)

@@ -1,8 +1,8 @@
 """Transactional producers of the simulation, as real clients behave, in both versions of the protocol.
 
-Several of them may run under one transactional id: those that were replaced and do not know it yet go on until they are
+Several of them may run under one transactional id: those that were replaced without knowing it continue until they are
 fenced. A producer of the first version sends nothing again that may still be on its way, since that version has no
-epoch that identifies a late request; those of the second version send as they like.
+epoch that identifies a late request; those of the second version may send again at any time.
 """
 
 from __future__ import annotations
