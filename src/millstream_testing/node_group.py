@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, Self
@@ -53,6 +54,7 @@ class GroupNode:
         self.node_id = NodeId(node_id)
         self.files = MemoryFiles(node_id)
         self.boot_id = "first boot"
+        self.machine: NodeId | None = None
         self.failed: BaseException | None = None
         self.config = Config(node_id=node_id, etcd="embedded", leader_balance_ms=0, lease_ms=1000).replace(**settings)
         self._group = group
@@ -104,7 +106,7 @@ class GroupNode:
         )
         await self._cluster.open()
         me = Node(node_id=self.node_id, host=f"node-{self.node_id}", port=9092, rack=self.config.rack or None)
-        await self._cluster.join(me, "")
+        await self._cluster.join(replace(me, machine=self.machine), "")
         return self
 
     async def stop(self) -> None:

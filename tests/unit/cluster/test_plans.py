@@ -132,6 +132,29 @@ async def test_moves_that_cannot_be_are_refused(tmp_path: Path) -> None:
             await plans.cancel("")
 
 
+async def test_a_node_that_is_away_stays_on_its_machine(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        for number in (2, 3):
+            await group[number].stop()
+            group[number].machine = NodeId(2)
+            await group[number].start()
+        topic = await group[1].topics.create("orders", partitions=1, replication=2)
+        await group.until(lambda: group[1].topics.states_of(topic)[0] is not None)
+        state = group[1].topics.states_of(topic)[0]
+        assert state is not None
+        away = next(node for node in state.replicas if node != 1)
+        await group[away].stop()
+        await group.until(lambda: away not in group[1].view.live)
+        plans = group[1].cluster.plans
+        assert plans.machines == {2: 2, 3: 2}
+        with pytest.raises(InvalidRequest, match="whose machine has another replica"):
+            await plans.propose("balance", "", [move(group[1], topic, 0, 5 - away, away)], 1 << 20)
+        # It moves to a machine of its own, which is known when it is back.
+        group[away].machine = None
+        await group[away].start()
+        await group.until(lambda: plans.machines == {5 - away: 2})
+
+
 async def test_only_what_is_moved_here_is_throttled(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=1, replication=2)

@@ -46,6 +46,7 @@ _CARRIED: Final = (
     keys.REMOVED,
     keys.PLACEMENTS,
     keys.DRAINED,
+    keys.MACHINES,
     keys.ADMITTED,
 )
 """The agreed state apart from sessions, in the order in which it is written; `PLAN` with its moves."""

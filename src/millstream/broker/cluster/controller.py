@@ -56,9 +56,12 @@ async def admit(
         rewritten |= {one.partition for one in proposals} - overtaken
     for registered in joining:
         node = registered.node.node_id
-        admitted = await term.change(
-            [Put(keys.admitted_key(node), registered.incarnation)], [Expect(keys.node_key(node), registered.revision)]
-        )
+        machine, key = registered.node.machine, keys.machine_key(node)
+        changes = [
+            Put(keys.admitted_key(node), registered.incarnation),
+            Delete(key) if machine is None else Put(key, str(machine)),
+        ]
+        admitted = await term.change(changes, [Expect(keys.node_key(node), registered.revision)])
         if admitted:
             extra = {"node": node, "unclean": registered.unclean, "rewritten": len(rewritten)}
             _logger.info("node admitted", extra=extra)

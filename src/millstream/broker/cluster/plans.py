@@ -140,9 +140,8 @@ class Plans:
 
     @property
     def machines(self) -> dict[NodeId, NodeId]:
-        """The machine of each live node that shares it with others, by the first of its nodes."""
-        live = self._view.live.items()
-        return {node_id: node.machine for node_id, node in live if node.machine is not None}
+        """The machine of each node that shares it with others, by the first of its nodes, also while it is away."""
+        return dict(self._view.machines)
 
     def moves(self) -> list[tuple[Move, str]]:
         """Return the moves of the current plan, each with what became of it."""
@@ -249,8 +248,7 @@ class Plans:
                 )
 
     def _machine(self, node: NodeId) -> NodeId:
-        known = self._view.live.get(node)
-        return node if known is None else known.failure_domain
+        return self._view.machines.get(node, node)
 
     async def _change(self, changes: Sequence[Change], what: str, *, expect_revision: int | None = None) -> None:
         """Change the store, and wait until this node sees it."""

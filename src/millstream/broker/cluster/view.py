@@ -79,6 +79,8 @@ class ClusterView:
         self.registrations: dict[NodeId, int] = {}
         """The revision of each node's last registration, even if it is gone."""
         self.admitted: dict[NodeId, str] = {}
+        self.machines: dict[NodeId, NodeId] = {}
+        """The machine of each node that shares it with others, by the first of its nodes, even if the node is gone."""
         self.leaving: set[NodeId] = set()
         self.drained: set[NodeId] = set()
         self.plan: PlanHeader | None = None
@@ -103,6 +105,7 @@ class ClusterView:
             (keys.PARTITIONS, self._read_partition),
             (keys.NODES, self._read_node),
             (keys.ADMITTED, self._read_admitted),
+            (keys.MACHINES, self._read_machine),
             (keys.LEAVING, self._read_leaving),
             (keys.DRAINED, self._read_drained),
             (keys.PLAN_MOVES, self._read_plan_moves),
@@ -253,6 +256,14 @@ class ClusterView:
             self.admitted.pop(node, None)
         else:
             self.admitted[node] = value
+        change.nodes.add(node)
+
+    def _read_machine(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        node = NodeId(int(rest))
+        if value is None:
+            self.machines.pop(node, None)
+        else:
+            self.machines[node] = NodeId(int(value))
         change.nodes.add(node)
 
     def _read_leaving(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:

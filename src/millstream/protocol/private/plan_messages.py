@@ -98,4 +98,4 @@ class PlanResponse(Response, frozen=True, kw_only=True):
     drained: Sequence[int] = ()
     """Nodes that get no new leaders and replicas."""
     machines: Mapping[NodeId, NodeId] = {}
-    """The machine of each live node that shares it with others, by the first of its nodes."""
+    """The machine of each node that shares it with others, by the first of its nodes, also while it is away."""
