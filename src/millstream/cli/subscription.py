@@ -46,7 +46,7 @@ from millstream.cli.output import (
 )
 from millstream.client.admin.position import POSITION_HELP
 from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of
-from millstream.core.errors import MillstreamError, SubscriptionExists
+from millstream.core.errors import CoordinatorUnavailable, MillstreamError, SubscriptionExists
 from millstream.core.push import HEADERS, SECRET, URL
 from millstream.core.setting import milliseconds_text, named_by_caller, secret_names
 from millstream.core.subscription import (
@@ -473,11 +473,13 @@ app.command("update")(spread(update, without=("start",)))
 
 async def _left_letters(client: Client, before: str | None, after: str | None) -> str | None:
     """Describe the open letters that a subscription leaves in its previous dead letter topic."""
-    from millstream.client.admin.dead_letter import dead_letter_topics
+    from millstream.protocol.private.subscriptions import open_letters
 
-    if before is None or before == after:
-        return None
-    letters = next((one.letters for one in await dead_letter_topics(client) if one.topic == before), 0)
+    letters = 0
+    if before is not None and before != after:
+        # A partition without a leader keeps its letters too.
+        with suppress(CoordinatorUnavailable):
+            letters = await open_letters(client, before)
     if not letters:
         return None
     return f"Topic {before} keeps {counted(letters, 'open dead letter')}; see millstream dlq show {before}."

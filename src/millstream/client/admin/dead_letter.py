@@ -513,16 +513,16 @@ async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> 
         if one["name"].startswith(LETTERS_PREFIX):
             topic = one["name"].removeprefix(LETTERS_PREFIX)
             opened[topic] = one["queues"]
-            if sum(queue["backlog"] for queue in one["queues"]):
-                # Letters outlive a subscription that was deleted by force.
-                writers.setdefault(topic, [])
+            # Letters outlive a subscription that was deleted by force.
+            writers.setdefault(topic, [])
     # Most dead letter topics do not exist before the first letter.
     exist = await existing_topics(client, sorted(writers))
     found = (await client.metadata(exist)).topics if exist else {}
-    return [
+    counted = [
         await _counted(client, topic, found.get(topic), wrote, opened.get(topic))
         for topic, wrote in sorted(writers.items())
     ]
+    return [one for one in counted if one.subscriptions or one.letters or one.unreached]
 
 
 async def _counted(
