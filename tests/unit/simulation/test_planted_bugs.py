@@ -70,7 +70,7 @@ async def _believe_in_the_lease(self: InSyncWriter, one: Any) -> None:
         in_sync = one.partition.in_sync
         if in_sync is not None and in_sync.pending is one.change.state:
             in_sync.state, in_sync.pending = one.change.state, None
-            in_sync._count()
+            in_sync._update_waited_for()
             one.partition._advance()
 
 
@@ -98,7 +98,7 @@ async def _overwrite(self: Term, batch: list[Proposal]) -> bool:
 BUGS = (
     PlantedBug(
         "the high watermark counts the new in-sync set before it is agreed on",
-        ((InSync, "_count", _count_the_new_set_only),),
+        ((InSync, "_update_waited_for", _count_the_new_set_only),),
         ("cut", "cut one way", "store away", "cut from store"),
     ),
     PlantedBug(
