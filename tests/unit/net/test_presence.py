@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 from millstream.broker.net.presence import Presence
 
 
-def test_farewells_are_said_once_and_not_to_what_has_ended_before() -> None:
+def test_callbacks_are_called_once_and_not_for_what_has_ended_before() -> None:
     presence, said = Presence(), list[str]()
     for name in ("one", "two", "three"):
         presence.on_close(name, partial(said.append, name))
     presence.forget("two")
-    presence.forget("nobody")
+    presence.forget("unknown")
     # Its client has ended its side; what is under way may still be answered.
     presence.leave()
     assert said == []
@@ -21,13 +23,27 @@ def test_farewells_are_said_once_and_not_to_what_has_ended_before() -> None:
     assert said == ["one", "three"]
 
 
-def test_a_farewell_may_forget_others() -> None:
+def test_a_callback_may_forget_others() -> None:
     presence, said = Presence(), list[str]()
 
-    def farewell() -> None:
+    def callback() -> None:
         presence.forget("one")
         said.append("one")
 
-    presence.on_close("one", farewell)
+    presence.on_close("one", callback)
     presence.end()
     assert said == ["one"]
+
+
+def test_a_callback_that_fails_does_not_keep_others_from_being_called(caplog: pytest.LogCaptureFixture) -> None:
+    presence, called = Presence(), list[str]()
+
+    def fail() -> None:
+        raise ValueError("spoilt")
+
+    presence.on_undelivered(fail)
+    presence.on_close("one", fail)
+    presence.on_close("two", partial(called.append, "two"))
+    presence.end()
+    assert called == ["two"]
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]

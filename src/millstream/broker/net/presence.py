@@ -7,12 +7,15 @@ reading. Linux reports it as an event (`Hangups`); elsewhere it is noticed with 
 from __future__ import annotations
 
 import asyncio
+import logging
 import select
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
 from typing import Any
+
+_logger = logging.getLogger(__name__)
 
 
 class Presence:
@@ -51,13 +54,16 @@ class Presence:
         self._on_gone.pop(who, None)
 
     def end(self) -> None:
-        """Note that the connection is gone."""
+        """Record that the connection is gone; a callback that fails does not keep the others from being called."""
         self.is_gone = True
         self.descriptor = -1
-        farewells, self._on_gone = self._on_gone, {}
+        on_gone, self._on_gone = self._on_gone, {}
         undelivered, self._undelivered = self._undelivered, []
-        for call in (*undelivered, *farewells.values()):
-            call()
+        for call in (*undelivered, *on_gone.values()):
+            try:
+                call()
+            except Exception:
+                _logger.exception("releasing what a connection held failed")
 
     def on_undelivered(self, undo: Callable[[], object]) -> None:
         """Call `undo` if the connection ends before the current response has left it."""
