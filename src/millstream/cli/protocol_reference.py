@@ -156,7 +156,10 @@ def protocol_page() -> str:
         for one in features_of({entry.key for entry in entries})
     )
     quotas = "".join(f"| `{name}` | {reason} |\n" for name, reason in sorted(MISSING.items()))
-    own = "\n## Millstream's own requests\n\nApiVersions lists them only for Millstream's own clients. Their bodies are MessagePack.\n\n"
+    own = (
+        "\n## Millstream's own requests\n\n"
+        "ApiVersions lists them only for Millstream's own clients. Their bodies are MessagePack.\n\n"
+    )
     return _HEAD + _table(public) + own + _table(private) + _FEATURES + features + _QUOTAS + quotas + _not_served()
 
 
