@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import cast
 from uuid import UUID
 
@@ -15,6 +17,8 @@ from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.membership import Node as ClusterMember
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis.subscription_apis import SubscriptionSeek
+from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import engine as opening
@@ -22,10 +26,14 @@ from millstream.broker.subscriptions.dead_letters import DeadLetterAppender
 from millstream.broker.subscriptions.engine import Dependencies, Engine
 from millstream.broker.subscriptions.filter_cache import FilterCache
 from millstream.broker.subscriptions.filter_worker import FilterWorker
+from millstream.broker.subscriptions.frame import FrameHeader, write_frame
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.receiving import receive
+from millstream.broker.subscriptions.snapshot import read_snapshot
+from millstream.broker.subscriptions.state_store import QueueWrite
 from millstream.core.errors import (
     CoordinatorUnavailable,
+    CorruptState,
     InvalidRecordState,
     NotLeader,
     PartitionClosed,
@@ -35,6 +43,7 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId, Offset, PartitionIndex, ProducerId
 from millstream.core.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, Verb, start_key
 from millstream.core.topic import Topic
+from millstream.protocol.private.subscription_messages import SeekSubscriptionRequest
 from millstream_testing.queue_bench import TOPIC, Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0
@@ -93,6 +102,9 @@ class Declared:
 
     def all(self) -> list[Subscription]:
         return list(self.ones.values())
+
+    async def find(self, name: str) -> Subscription:
+        return next(one for one in self.ones.values() if one.name == name)
 
     def by_id(self, subscription_id: UUID) -> Subscription | None:
         return self.ones.get(subscription_id)
@@ -232,6 +244,34 @@ async def test_a_queue_that_cannot_be_opened_is_opened_when_it_can(node: Node) -
     assert node.engine.open_count == 0
     node.bench.store.refusal = None
     await node.opened(1)
+    await node.engine.close()
+
+
+async def test_a_seek_replaces_a_state_that_cannot_be_read(node: Node) -> None:
+    bench = node.bench
+    bench.publish(*"abcde")
+    key = QueueKey(BILLING.subscription_id, TOPIC.topic_id, bench.partition.index)
+    epoch = bench.partition.leader_epoch
+    await bench.store.load(key, epoch)
+    unreadable = write_frame(FrameHeader(key, epoch, 7, 0), [])
+    await bench.store.write(QueueWrite(key, epoch, 0, unreadable))
+    node.topics.show(bench.partition)
+    node.declared.declare(BILLING)
+    with pytest.raises(CorruptState, match="millstream subscription seek billing --topic orders --partition 0 --to"):
+        await node.engine.delivery(BILLING, bench.partition)
+    service = SimpleNamespace(
+        declared=node.declared, topics=node.topics, engine=partial(asyncio.sleep, 0, result=node.engine)
+    )
+    seek = SubscriptionSeek(cast("SubscriptionService", service))
+    request = SeekSubscriptionRequest("billing", "offset:3", "orders", None)
+    await asyncio.gather(seek.handle(request), seek.handle(request))
+    opened = await node.engine.delivery(BILLING, bench.partition)
+    (grant,) = await receive([opened], wanted(10), Budget(1 << 20), wait_s=WAIT_S)
+    assert offsets(grant.received) == [3, 4]
+    await opened.durable()
+    stored = await bench.store.load(key, epoch)
+    assert stored.snapshot is not None
+    assert read_snapshot(stored.snapshot).oldest == 3
     await node.engine.close()
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED, PARKED
-from millstream.broker.subscriptions.frame import read_frame
-from millstream.broker.subscriptions.lease import LETTER_BYTES, DeltaKind, Lease, Revival, Settlement
+from millstream.broker.subscriptions.frame import FrameHeader, read_frame, write_frame
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Delta, DeltaKind, Lease, Revival, Settlement
 from millstream.broker.subscriptions.queue import CLOCK_STEP_MS, REASON_LENGTH_MAX, REASONS_MAX, Queue
-from millstream.broker.subscriptions.snapshot import FoldImage, write_snapshot
+from millstream.broker.subscriptions.snapshot import FoldImage, read_snapshot, write_snapshot
 from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings, Verb
@@ -457,22 +457,81 @@ def test_a_snapshot_of_another_queue_is_refused() -> None:
         Queue(other, SubscriptionSettings(), leader_epoch=1, snapshot=write_snapshot(make_queue(3).fold))
 
 
-def test_an_image_with_a_frame_that_cannot_be_applied_never_has_a_snapshot() -> None:
-    queue, image = make_queue(3), FoldImage(KEY)
+def accepted(queue: Queue, count: int) -> list[bytes]:
+    """Accept messages one by one; return a frame for each."""
     frames = []
-    for offset in range(3):
+    for offset in range(count):
         queue.acquire("a", now_ms=NOW_MS, max_records=1)
         queue.settle("a", [settle(offset, offset, Verb.ACCEPT)], now_ms=NOW_MS)
-        frames.append(queue.drain())
-    for frame in (frames[0], frames[2]):
+        frame = queue.drain()
         assert frame is not None
+        frames.append(frame)
+    return frames
+
+
+def test_an_image_keeps_what_it_cannot_apply_and_is_not_read_without_it(caplog: pytest.LogCaptureFixture) -> None:
+    queue, image = make_queue(40), FoldImage(KEY)
+    frames = accepted(queue, 40)
+    for frame in [*frames[:2], *frames[3:]]:
         image.replay(frame)
-    for _ in range(2):
-        # Otherwise the second snapshot would be stored, and forget what the last frame has made durable.
-        with pytest.raises(CorruptState):
-            image.snapshot()
+    assert image.is_broken
+    assert len(caplog.records) == 1
+    again = FoldImage(KEY)
+    again.replay(image.snapshot())
+    assert (again.is_broken, again.snapshot()) == (True, image.snapshot())
+    assert all(frame in image.snapshot() for frame in frames[3:])
+    # Otherwise a queue would be opened without what the last frames have made durable.
+    with pytest.raises(CorruptState, match=r"frame 3 of queue .* is missing; .* unfinished message before that was 2"):
+        Queue(KEY, queue.settings, leader_epoch=2, snapshot=image.snapshot())
     image.replay(write_snapshot(queue.fold))
-    assert image.snapshot() == write_snapshot(queue.fold)
+    assert (image.is_broken, image.snapshot()) == (False, write_snapshot(queue.fold))
+
+
+def test_what_a_newer_version_can_apply_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, image = make_queue(5), FoldImage(KEY)
+    frames = accepted(queue, 5)
+    with monkeypatch.context() as older:
+        older.setattr("millstream.broker.subscriptions.frame.FORMAT", 1)
+        for frame in frames:
+            image.replay(frame)
+        stored = image.snapshot()
+    again = FoldImage(KEY)
+    again.replay(stored)
+    assert again.snapshot() == write_snapshot(read_snapshot(stored)) == write_snapshot(queue.fold)
+
+
+def test_an_image_keeps_a_bounded_part_of_what_it_cannot_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, image = make_queue(40), FoldImage(KEY)
+    frames = accepted(queue, 40)
+    monkeypatch.setattr("millstream.broker.subscriptions.snapshot.BROKEN_BYTES_MAX", 5 * len(frames[1]))
+    for frame in frames[1:]:
+        image.replay(frame)
+    stored = image.snapshot()
+    # The last one shows that some are missing.
+    assert [frame in stored for frame in frames[1:]] == [True] * 4 + [False] * 34 + [True]
+
+
+def test_an_image_that_cannot_read_a_snapshot_does_not_forget_that_there_was_one() -> None:
+    queue, image = make_queue(5), FoldImage(KEY)
+    image.replay(write_snapshot(queue.fold)[:-3])
+    assert image.is_broken
+    with pytest.raises(CorruptState):
+        read_snapshot(image.snapshot())
+
+
+def test_a_frame_that_fails_midway_is_not_applied_again() -> None:
+    queue, image = make_queue(5), FoldImage(KEY)
+    first = queue.drain()
+    assert first is not None
+    image.replay(first)
+    header = FrameHeader(KEY, 1, 2, 0)
+    scanned, absent = Delta(DeltaKind.SCANNED, 5, 9, 0, 0, "", NOW_MS), Delta(DeltaKind.ACCEPTED, 50, 51, 1, 0, "", 1)
+    image.replay(write_frame(header, [scanned, absent]))
+    assert image.is_broken
+    for _ in range(2):
+        with pytest.raises(CorruptState, match="as a whole"):
+            read_snapshot(image.snapshot())
+        assert (image.fold.window.end, image.fold.counters[DeltaKind.SCANNED]) == (10, 10)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -15,10 +15,12 @@ import pytest
 
 from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.kafka.apis.subscription_apis import LoadQueueState, ReadQueueFrames, WriteQueueStates
+from millstream.broker.kafka.subscription_service import _image
 from millstream.broker.subscriptions import routed_store as state_lane
 from millstream.broker.subscriptions.frame import FrameHeader, read_header, write_frame
 from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
+from millstream.broker.subscriptions.snapshot import read_snapshot
 from millstream.broker.subscriptions.state_shard import (
     DELTAS,
     FRAMES_KEY,
@@ -61,6 +63,7 @@ class Joined:
     """An image that is just all of its deltas, one after the other."""
 
     has_ledger = False
+    is_broken = False
 
     def __init__(self, _key: QueueKey, snapshot: bytes | None) -> None:
         self._content = snapshot or b""
@@ -388,6 +391,41 @@ async def test_a_large_queue_that_goes_meanwhile_is_not_written_again(monkeypatc
     assert not isinstance(failing, StateRecord)
     await failing.make()
     assert failing.records() == []
+
+
+def started(key: QueueKey, count: int) -> list[bytes]:
+    """The frames of a queue: its start, and a scan for each further one."""
+    deltas = [Delta(DeltaKind.START, 0, 0, 0, 0, "", 1)]
+    deltas += [Delta(DeltaKind.SCANNED, offset, offset, 0, 0, "", 1) for offset in range(count - 1)]
+    return [write_frame(FrameHeader(key, 0, number, 0), [delta]) for number, delta in enumerate(deltas, 1)]
+
+
+def test_a_queue_that_cannot_be_read_does_not_keep_others_from_being_stored() -> None:
+    good, bad = (QueueKey(uuid4(), uuid4(), PartitionIndex(index)) for index in range(2))
+    shard = StateShard(_image)
+    for key in (good, bad):
+        for number, frame in enumerate(started(key, 40)):
+            if (key, number) != (bad, 3):
+                shard.replay(written(key, 0, number, frame))
+    assert not shard.has_ledger
+    rewritten = StateShard(_image)
+    for name in shard.durable_keys():
+        record = shard.durable_record(name)
+        assert isinstance(record, StateRecord)
+        rewritten.replay(record)
+    for state in (shard, rewritten):
+        assert [key for key, _ in state.changed(lambda _key, _sequence: True)] == [good]
+        snapshots: dict[QueueKey, bytes] = {}
+        for key in (good, bad):
+            _, loaded = state.load(key, Epoch(0))
+            assert isinstance(loaded, Loaded)
+            assert loaded.snapshot is not None
+            assert loaded.sequence == 39
+            snapshots[key] = loaded.snapshot()
+        assert read_snapshot(snapshots[good]).window.end == 39
+        with pytest.raises(CorruptState, match=r"frame 4 of queue .* is missing"):
+            read_snapshot(snapshots[bad])
+    assert all(frame in snapshots[bad] for frame in started(bad, 40)[4:])
 
 
 class Ledgered(Joined):

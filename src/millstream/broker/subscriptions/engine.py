@@ -21,14 +21,17 @@ from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.dead_letters import DeadLetterAppender, DeadLetters
 from millstream.broker.subscriptions.delivery import Delivery, age_ms
 from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilter
-from millstream.broker.subscriptions.lease import DeltaKind
+from millstream.broker.subscriptions.fold import Fold
+from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.broker.subscriptions.log_scan import readable_end
 from millstream.broker.subscriptions.outcomes import OutcomeBudget
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.state_store import StateStore
+from millstream.broker.subscriptions.snapshot import write_snapshot
+from millstream.broker.subscriptions.state_store import QueueWrite, StateStore, StoredQueue
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
+    CorruptState,
     MillstreamError,
     MirroredTopic,
     NotLeader,
@@ -209,11 +212,22 @@ class Engine:
             return ready
         key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
         opening = self._opening.get(key)
-        if opening is None:
-            opening = asyncio.get_running_loop().create_task(self._open_queue(subscription, partition, key))
-            self._opening[key] = opening
-            opening.add_done_callback(lambda done: self._opening_finished(key, done))
-        return await asyncio.shield(opening)
+        return await (self._begin_opening(subscription, partition, key) if opening is None else asyncio.shield(opening))
+
+    async def replace(self, subscription: Subscription, partition: Partition, start: Offset) -> Delivery:
+        """Open a queue whose state cannot be read with a new one, which starts at an offset."""
+        key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
+        while (opening := self._opening.get(key)) is not None:
+            await asyncio.wait([opening])
+        return self._ready(subscription, partition) or await self._begin_opening(subscription, partition, key, start)
+
+    def _begin_opening(
+        self, subscription: Subscription, partition: Partition, key: QueueKey, replaced_at: Offset | None = None
+    ) -> asyncio.Future[Delivery]:
+        work = self._open_queue(subscription, partition, key, replaced_at)
+        opening = self._opening[key] = asyncio.get_running_loop().create_task(work)
+        opening.add_done_callback(lambda done: self._opening_finished(key, done))
+        return asyncio.shield(opening)
 
     def _ready(self, subscription: Subscription, partition: Partition) -> Delivery | None:
         """Return the queue of a subscription on a partition if it is open; one of an earlier epoch is closed."""
@@ -284,7 +298,9 @@ class Engine:
 
     # Internals
 
-    async def _open_queue(self, subscription: Subscription, partition: Partition, key: QueueKey) -> Delivery:
+    async def _open_queue(
+        self, subscription: Subscription, partition: Partition, key: QueueKey, replaced_at: Offset | None
+    ) -> Delivery:
         dependencies = self._dependencies
         if self._closed or not partition.is_leader:
             raise NotLeader(f"{partition.log.partition} is not led by this node")
@@ -292,10 +308,21 @@ class Engine:
             raise _mirrored(partition)
         epoch = Epoch(partition.leader_epoch)
         stored = await dependencies.store.load(key, epoch)
+        if replaced_at is not None:
+            snapshot = _new_state(key, replaced_at, stored.sequence)
+            stored = StoredQueue(snapshot, stored.sequence + 1)
+            await dependencies.store.write(QueueWrite(key, epoch, stored.sequence, snapshot))
         if stored.snapshot is None and not subscription.topics:
             # It may start at the end of the partition, which a new leader does not know immediately.
             await _wait_settled(partition)
-        queue = await self._restore_queue(subscription, key, epoch, stored.snapshot)
+        try:
+            queue = await self._restore_queue(subscription, key, epoch, stored.snapshot)
+        except CorruptState as error:
+            raise CorruptState(
+                f"the state of {subscription.name!r} on {partition.log.partition} cannot be read: {error}; "
+                f"replace it with `millstream subscription seek {subscription.name} --topic {partition.topic.name} "
+                f"--partition {partition.index} --to OFFSET`"
+            ) from error
         settings, now_ms = queue.settings, dependencies.clock.now_ms()
         initial = None
         if not queue.is_started:
@@ -503,6 +530,14 @@ class Engine:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("a background task of the subscriptions failed", exc_info=error)
+
+
+def _new_state(key: QueueKey, start: Offset, sequence: int) -> bytes:
+    fold = Fold(key)
+    fold.apply(Delta(DeltaKind.START, start, start, 0, 0, "", 0))
+    # Frames of the state that it replaces have lower sequences, so that the ledger does not confuse them.
+    fold.sequence = sequence + 1
+    return write_snapshot(fold)
 
 
 def _mirrored(partition: Partition) -> MirroredTopic:

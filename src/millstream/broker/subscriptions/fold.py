@@ -90,6 +90,9 @@ class InternTable:
 REVIVED_MAX: Final = 100_000
 """The number of revived messages that are remembered until their letters are closed."""
 
+INCOMPLETE: Final = -1
+"""The sequence of a state to which a part of a frame was applied: no frame continues it, that one included."""
+
 _REVIVED: Final = struct.Struct(f">q{LETTER_BYTES}s")
 
 Part = tuple[Window | Stragglers, int, int]
@@ -163,8 +166,11 @@ class Fold:
             raise CorruptState(f"a frame of queue {header.key} does not belong to {self.key}")
         if header.sequence <= self.sequence:
             return header
+        if self.sequence == INCOMPLETE:
+            raise CorruptState(f"a frame of queue {self.key} could not be applied as a whole, so no other one can")
         if header.sequence != self.sequence + 1:
             raise CorruptState(f"frame {self.sequence + 1} of queue {self.key} is missing; found {header.sequence}")
+        self.sequence = INCOMPLETE
         for delta in deltas:
             self.apply(delta)
         self.sequence = header.sequence

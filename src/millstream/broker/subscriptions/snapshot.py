@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable
 from copy import deepcopy
@@ -31,8 +32,12 @@ from millstream.core.subscription import QueueKey
 from millstream.protocol.records.batch import COMPRESSION_ZSTD
 from millstream.protocol.records.compression import compress, decompress
 
+_logger = logging.getLogger(__name__)
+
 FORMAT: Final = 0x81
 """The first byte, which differs from that of a frame of deltas."""
+BROKEN_FORMAT: Final = 0x82
+"""The first byte of a snapshot that is followed by what could not be applied to it: `[snapshot, frame, …]`."""
 SNAPSHOT_BYTES_MAX: Final = 1 << 28
 """The maximum size after decompression: a queue at both limits needs a third of it."""
 
@@ -71,6 +76,8 @@ class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
 
 
 _FORMAT_BYTE: Final = bytes([FORMAT])
+_BROKEN_BYTE: Final = bytes([BROKEN_FORMAT])
+_PARTS: Final = msgspec.msgpack.Decoder(list[bytes])
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(StoredQueue)
 
@@ -105,12 +112,46 @@ def write_snapshot(fold: Fold) -> bytes:
 
 def is_snapshot(data: bytes) -> bool:
     """Whether the bytes are a snapshot rather than a frame."""
-    return data[:1] == _FORMAT_BYTE
+    return data[:1] in (_FORMAT_BYTE, _BROKEN_BYTE)
 
 
 def read_snapshot(data: bytes) -> Fold:
     """Decode a snapshot, or raise `CorruptState`."""
-    if not is_snapshot(data):
+    first, *rest = _split(data)
+    fold = _read_whole(first)
+    for part in rest:
+        try:
+            fold = _apply(fold, part)
+        except CorruptState as error:
+            raise CorruptState(f"{error}; the oldest unfinished message before that was {fold.oldest}") from error
+    return fold
+
+
+def _write_broken(fold: Fold, unfolded: list[bytes]) -> bytes:
+    return _BROKEN_BYTE + _ENCODER.encode([write_snapshot(fold), *unfolded])
+
+
+def _split(data: bytes) -> list[bytes]:
+    """Return a snapshot, and what could not be applied to it when it was written; a newer version may be able to."""
+    if data[:1] != _BROKEN_BYTE:
+        return [data]
+    try:
+        parts = _PARTS.decode(memoryview(data)[1:])
+    except msgspec.MsgspecError as error:
+        raise CorruptState(f"the snapshot of a queue cannot be read: {error}") from error
+    return parts or [b""]
+
+
+def _apply(fold: Fold, part: bytes) -> Fold:
+    """Return the state after a frame or a snapshot."""
+    if is_snapshot(part):
+        return _read_whole(part)
+    fold.replay(part)
+    return fold
+
+
+def _read_whole(data: bytes) -> Fold:
+    if data[:1] != _FORMAT_BYTE:
         raise CorruptState("the snapshot of a queue has an unknown format")
     try:
         body = decompress(COMPRESSION_ZSTD, memoryview(data)[1:], bytes_max=SNAPSHOT_BYTES_MAX)
@@ -231,42 +272,88 @@ LARGE: Final = 2000
 UNFOLDED_MAX: Final = 16
 UNFOLDED_BYTES_MAX: Final = 4096
 """How many frames of an image wait to be folded together, which is cheaper than one by one between other work."""
+BROKEN_BYTES_MAX: Final = 1 << 20
+"""How much is kept of what cannot be applied. Beyond it, each frame replaces the one before, which leaves a gap."""
 
 
 class FoldImage:
-    """A queue as the state store holds it."""
+    """A queue as the state store holds it.
 
-    __slots__ = ("_fold", "_unfolded", "_unfolded_bytes")
+    An image that meets a frame it cannot apply stays as it was before, and keeps that frame and all later ones: they
+    are durable, so a snapshot without them would undo acknowledgements. Reading its snapshot raises the error, until a
+    snapshot of another state replaces it.
+    """
+
+    __slots__ = ("_fold", "_is_broken", "_unfolded", "_unfolded_bytes")
 
     def __init__(self, key: QueueKey) -> None:
         self._fold = Fold(key)
+        self._is_broken = False
         self._unfolded: list[bytes] = []
         self._unfolded_bytes = 0
 
     @property
     def fold(self) -> Fold:
-        """The state with everything that was replayed."""
-        if self._unfolded:
-            self._fold_frames()
+        """The state with everything that was replayed, or as much of it as can be applied."""
+        self._fold_frames()
         return self._fold
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether something cannot be applied."""
+        self._fold_frames()
+        return self._is_broken
+
     def _fold_frames(self) -> None:
-        # They stay until all are applied, so that a frame which cannot be applied is an error every time; those that
-        # were applied before are ignored.
-        for frame in self._unfolded:
-            self._fold.replay(frame)
+        if self._is_broken or not self._unfolded:
+            return
+        for index, frame in enumerate(self._unfolded):
+            try:
+                self._fold = _apply(self._fold, frame)
+            except Exception as error:
+                self._break(self._unfolded[index:], error)
+                return
         self._unfolded, self._unfolded_bytes = [], 0
+
+    def _break(self, unfolded: list[bytes], error: Exception) -> None:
+        self._is_broken = True
+        self._unfolded, self._unfolded_bytes = [], 0
+        for data in unfolded:
+            self._keep(data)
+        _logger.error(
+            "the state of a queue cannot be read, so the queue cannot be opened; "
+            "`millstream subscription seek` replaces it",
+            exc_info=None if isinstance(error, CorruptState) else error,
+            extra={"queue": str(self._fold.key), "error": str(error), "oldest": self._fold.oldest},
+        )
+
+    def _keep(self, data: bytes) -> None:
+        if self._is_broken and self._unfolded and self._unfolded_bytes + len(data) > BROKEN_BYTES_MAX:
+            self._unfolded_bytes -= len(self._unfolded.pop())
+        self._unfolded.append(data)
+        self._unfolded_bytes += len(data)
 
     def replay(self, data: bytes) -> None:
         """Apply a frame of deltas, or a snapshot, which replaces everything before it."""
         if is_snapshot(data):
-            self._unfolded, self._unfolded_bytes = [], 0
-            self._fold = read_snapshot(data)
+            self._replace(data)
             return
-        self._unfolded.append(data)
-        self._unfolded_bytes += len(data)
+        self._keep(data)
         if len(self._unfolded) >= UNFOLDED_MAX or self._unfolded_bytes >= UNFOLDED_BYTES_MAX:
             self._fold_frames()
+
+    def _replace(self, data: bytes) -> None:
+        try:
+            first, *rest = _split(data)
+            fold = _read_whole(first)
+        except CorruptState:
+            # Like a frame that cannot be applied.
+            self._keep(data)
+            self._fold_frames()
+            return
+        self._fold, self._is_broken = fold, False
+        self._unfolded, self._unfolded_bytes = rest, sum(map(len, rest))
+        self._fold_frames()
 
     @property
     def has_ledger(self) -> bool:
@@ -281,8 +368,9 @@ class FoldImage:
     def capture(self) -> Callable[[], bytes]:
         """Return a function that encodes the current state on any thread."""
         # Copying the columns of a million messages takes a few milliseconds; the rest may take a hundred.
-        return partial(write_snapshot, deepcopy(self.fold))
+        fold = deepcopy(self.fold)
+        return partial(_write_broken, fold, list(self._unfolded)) if self._is_broken else partial(write_snapshot, fold)
 
     def snapshot(self) -> bytes:
         """Encode the current state."""
-        return write_snapshot(self.fold)
+        return self.capture()()

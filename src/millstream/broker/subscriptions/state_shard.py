@@ -328,11 +328,14 @@ class StateShard:
         return [key for key, queue in self._queues.items() if queue.has_state]
 
     def changed(self, is_wanted: Callable[[QueueKey, int], bool]) -> list[tuple[QueueKey, Loaded]]:
-        """Return the states of queues that are wanted, given the number of their last write, without fencing."""
+        """Return the states of queues that are wanted, given the number of their last write, without fencing.
+
+        States that cannot be read are left out.
+        """
         return [
             (key, Loaded(queue.image.capture(), queue.sequence, queue.image.is_large))
             for key, queue in self._queues.items()
-            if queue.has_state and is_wanted(key, queue.sequence)
+            if queue.has_state and is_wanted(key, queue.sequence) and not queue.image.is_broken
         ]
 
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:

@@ -27,6 +27,10 @@ class QueueImage(Protocol):
         """Whether the events of the queue are for the ledger."""
 
     @property
+    def is_broken(self) -> bool:
+        """Whether deltas cannot be applied; they are in the snapshot, and reading that raises why."""
+
+    @property
     def is_large(self) -> bool:
         """Whether encoding the snapshot would stall the loop."""
 

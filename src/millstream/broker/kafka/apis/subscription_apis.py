@@ -49,6 +49,7 @@ from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import (
     ClusterNotAuthorized,
+    CorruptState,
     InvalidRequest,
     InvalidSubscription,
     InvalidTopicName,
@@ -372,7 +373,8 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
         answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
 
     It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes.
-    Outstanding leases become void; messages after the new position are delivered again.
+    Outstanding leases become void; messages after the new position are delivered again. A state that cannot be read is
+    replaced.
     """
 
     key = SEEK_KEY
@@ -393,7 +395,12 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
         moved = []
         topics = await self._service.share_topics.of(subscription) if request.topic is None else (request.topic,)
         for partition in self._partitions(topics, request.partition):
-            delivery = await engine.delivery(subscription, partition)
+            try:
+                delivery = await engine.delivery(subscription, partition)
+            except CorruptState:
+                isolation = self._subscriptions.settings_of(subscription).isolation
+                start = await _place(partition, isolation, request.to)
+                delivery = await engine.replace(subscription, partition, start)
             offset = await _place(partition, delivery.settings.isolation, request.to)
             delivery.seek(offset)
             await delivery.durable()
