@@ -191,6 +191,27 @@ async def test_replies_behind_one_that_is_not_ready_count_against_the_budget(kin
             await asyncio.sleep(0.001)
 
 
+class Late(Parked):
+    """A reply that is about to be kept, so that it is not given up."""
+
+    def abandon(self) -> None:
+        pass
+
+
+async def test_a_reply_that_is_kept_after_the_connection_is_lost_gives_its_memory_back() -> None:
+    service, budget = Behind(), Budget(1 << 30)
+    service.parked = Late()
+    async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):
+        writer.write(framed(b"Q"))
+        await until_holding(budget, FRAME_COST_BYTES)
+        for connection in list(listener.connections):
+            connection.abort()
+        while listener.connections:
+            await asyncio.sleep(0.001)
+        service.parked.keep([MEGABYTE])
+        assert budget.used_bytes == 0
+
+
 @pytest.mark.parametrize("count", [1, 5])
 def test_the_pass_goes_to_one_at_a_time(count: int) -> None:
     budget = Budget(100)

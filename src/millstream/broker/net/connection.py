@@ -244,7 +244,7 @@ class Connection(asyncio.BufferedProtocol):
             if reply.is_kept:
                 self._turns.keep(self._flow, reply.cost_bytes)
                 self._budget.give_back(reply.held_bytes)
-            else:
+            elif reply is not self._parked:
                 # Its records become durable in the same commit as those of others, so they count until then.
                 reply.on_kept = partial(self._turns.keep, self._flow, reply.cost_bytes)
         self._replies.clear()
