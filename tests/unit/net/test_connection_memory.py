@@ -212,6 +212,19 @@ async def test_a_reply_that_is_kept_after_the_connection_is_lost_gives_its_memor
         assert budget.used_bytes == 0
 
 
+async def test_a_request_that_cannot_be_abandoned_does_not_keep_the_rest_from_being_released() -> None:
+    service, budget = Behind(), Budget(1 << 30)
+    async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):
+        # A part of a large frame has arrived, too.
+        writer.write(framed(b"Q") + struct.pack(">i", 1 << 20) + bytes(1000))
+        await until_holding(budget, 2 * FRAME_COST_BYTES)
+        for connection in list(listener.connections):
+            connection.abort()
+        while listener.connections:
+            await asyncio.sleep(0.001)
+        assert budget.used_bytes == 0
+
+
 @pytest.mark.parametrize("count", [1, 5])
 def test_the_pass_goes_to_one_at_a_time(count: int) -> None:
     budget = Budget(100)

@@ -13,7 +13,7 @@ from millstream.broker.net.reply import Buffers
 from millstream.broker.subscriptions import receiving
 from millstream.broker.subscriptions.receiving import Grant, ParkedLease, receive
 from millstream.broker.subscriptions.state_store import PendingWrite
-from millstream.core.errors import MillstreamError, NotLeader
+from millstream.core.errors import NotLeader
 from millstream.core.subscription import EXACTLY_ONCE
 from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
 
@@ -74,15 +74,15 @@ async def test_a_worker_waits_for_the_memory_of_all_clients(bench: Workbench) ->
 # -- requests that wait without a task ---------------------------------------------------------------------------
 
 
-def sizes(grants: list[Grant], error: MillstreamError | None) -> Buffers:
+def sizes(grants: list[Grant], error: Exception | None) -> Buffers:
     return [b"%d" % len(given_offsets(grants)) if error is None else str(error).encode()]
 
 
-def fails(_grants: list[Grant], _error: MillstreamError | None) -> Buffers:
+def fails(_grants: list[Grant], _error: Exception | None) -> Buffers:
     raise KeyError("a bug")
 
 
-def parked(budget: Budget, answer: Callable[[list[Grant], MillstreamError | None], Buffers] = sizes) -> ParkedLease:
+def parked(budget: Budget, answer: Callable[[list[Grant], Exception | None], Buffers] = sizes) -> ParkedLease:
     return ParkedLease(budget, "one", Presence(), answer, lambda error: [type(error).__name__.encode()])
 
 
@@ -101,6 +101,43 @@ async def test_an_answer_that_fails_is_refused_and_keeps_nothing(bench: Workbenc
     assert (budget.used_bytes, delivery.is_closed) == (0, False)
     (lease,) = delivery.try_receive(wanted(worker="two")).leases
     assert (lease.first, lease.attempt) == (0, 1)
+
+
+@pytest.mark.parametrize("method", ["try_receive", "park"])
+async def test_a_queue_with_a_bug_is_an_error_and_nothing_is_kept(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    delivery, budget = await bench.open(), Budget(1 << 20)
+    other = await bench.open(partition=bench.make_partition(1))
+    if method == "try_receive":
+        bench.publish("a")
+    waiting = parked(budget)
+    with monkeypatch.context() as bug:
+        bug.setattr(other, method, broken)
+        reply = waiting.begin([delivery, other], wanted(5), wait_s=WAIT_S, first=0)
+    assert reply == [b"'a bug'"]
+    await turns()
+    assert (budget.used_bytes, budget.waiting, delivery.waiting, other.waiting) == (0, 0, 0, 0)
+    if method == "park":
+        bench.publish("a")
+    (lease,) = delivery.try_receive(wanted(worker="two")).leases
+    assert (lease.first, lease.attempt) == (0, 1)
+
+
+async def test_a_failure_that_cannot_be_answered_does_not_leave_the_connection_waiting(bench: Workbench) -> None:
+    delivery, budget = await bench.open(), Budget(1 << 20)
+    bench.publish("a")
+
+    def refuse(_error: BaseException) -> Buffers:
+        raise ValueError("another bug")
+
+    waiting = ParkedLease(budget, "one", Presence(), fails, refuse)
+    waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0)
+    await turns()
+    assert (waiting.is_kept, waiting.buffers, budget.used_bytes) == (True, None, 0)
 
 
 async def test_messages_behind_a_write_are_held_and_counted_until_it_is_durable(bench: Workbench) -> None:

@@ -376,7 +376,7 @@ class ShareConsumers:
                 with suppress(MillstreamError):
                     found.release_worker(self.worker(member_id))
 
-    def leader(self, place: SharePartition, error: MillstreamError | None) -> Leader:
+    def leader(self, place: SharePartition, error: Exception | None) -> Leader:
         """Return the current leader of a partition that is not led here."""
         topics = self.service.topics
         topic = topics.by_id(place[0]) if error is not None and error_code(error) in _MOVED else None
@@ -384,7 +384,7 @@ class ShareConsumers:
         return Leader(state.leader, state.leader_epoch) if state is not None and state.has_leader else NO_LEADER
 
     def leaders(
-        self, errors: Mapping[SharePartition, MillstreamError | None], client: ClientInfo
+        self, errors: Mapping[SharePartition, Exception | None], client: ClientInfo
     ) -> list[tuple[Node, str, int]]:
         """Return the current leaders, each with its address for this client."""
         leaders = {self.leader(place, error).node_id for place, error in errors.items() if error is not None}

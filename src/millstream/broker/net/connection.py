@@ -239,7 +239,7 @@ class Connection(asyncio.BufferedProtocol):
             self._task.cancel()
         self._transport = None
         if self._parked is not None:
-            self._parked.abandon()
+            self._abandon(self._parked)
         for reply in self._replies:
             if reply.is_kept:
                 self._turns.keep(self._flow, reply.cost_bytes)
@@ -256,6 +256,15 @@ class Connection(asyncio.BufferedProtocol):
             release_buffer(self._budget, partial_frame.buffer)
         self._count_unread(0)
         self.presence.end()
+
+    def _abandon(self, reply: Parked) -> None:
+        try:
+            reply.abandon()
+        except Exception:
+            _logger.exception("a request could not be abandoned", extra={"peer": self.peer})
+            if not reply.is_kept:
+                reply.keep(None)
+                reply.on_kept = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go: into the frame that is being received, or the scratch buffer."""

@@ -171,7 +171,7 @@ class ParkedLease(Parked):
         budget: Budget,
         worker: str,
         presence: Presence,
-        answer: Callable[[list[Grant], MillstreamError | None], Buffers | Coroutine[Any, Any, Buffers]],
+        answer: Callable[[list[Grant], Exception | None], Buffers | Coroutine[Any, Any, Buffers]],
         refuse: Callable[[BaseException], Buffers],
     ) -> None:
         """`answer` encodes the leases, or why no queue could be asked, or goes on in a task if nothing is leased."""
@@ -182,7 +182,7 @@ class ParkedLease(Parked):
         self._answer = answer
         self._refuse = refuse
         self._grants: list[Grant] | None = None
-        self._error: MillstreamError | None = None
+        self._error: Exception | None = None
         self._unstored = 0
         """How many writes are not durable yet."""
         self._wait: Wait | None = None
@@ -199,14 +199,18 @@ class ParkedLease(Parked):
         writes: Sequence[PendingWrite] = (),
     ) -> Buffers | ParkedLease:
         """Lease what is available, or wait for something; return the response if nothing is left to wait for."""
+        self._unstored = len(writes)
         try:
             self._grants = _receive_from_any(deliveries, demand, first, self._share) or None
-        except MillstreamError as error:
-            self._grants, self._error = [], error
-        if self._grants is None:
-            self._wait = Wait(deliveries, demand, self._share, self._found)
-            self._wait.begin(wait_s, interrupt)
-        self._unstored = len(writes)
+            if self._grants is None:
+                self._wait = Wait(deliveries, demand, self._share, self._found)
+                self._wait.begin(wait_s, interrupt)
+        except Exception as error:
+            self._log_unexpected(error)
+            if self._wait is not None:
+                self._wait.cancel()
+            if self._grants is None and self._later is None and not self.is_kept:
+                self._grants, self._error = [], error
         for write in writes:
             write.listen(self._stored)
         self._answer_if_done()
@@ -216,13 +220,15 @@ class ParkedLease(Parked):
         """Stop waiting: the client has left."""
         if self.is_kept or (self._later is not None and self._later.done()):
             return
-        if self._wait is not None:
-            self._wait.cancel()
-        if self._later is not None:
-            self._later.cancel()
         grants, self._grants = self._grants, None
-        self._finish(None)
-        return_leases(grants or (), self._worker)
+        try:
+            if self._wait is not None:
+                self._wait.cancel()
+            if self._later is not None:
+                self._later.cancel()
+            return_leases(grants or (), self._worker)
+        finally:
+            self._finish(None)
 
     def _found(self, grant: Grant | None) -> None:
         self._wait = None
@@ -261,9 +267,18 @@ class ParkedLease(Parked):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
+        if error is not self._error:
+            self._log_unexpected(error)
+        refusal = None
+        try:
+            refusal = self._refuse(error)
+        except Exception:
+            _logger.exception("a failed request cannot be answered", extra={"worker": self._worker})
+        self._finish(refusal)
+
+    def _log_unexpected(self, error: BaseException) -> None:
         if not isinstance(error, MillstreamError):
             _logger.error("request failed unexpectedly", exc_info=error, extra={"worker": self._worker})
-        self._finish(self._refuse(error))
 
     def _finish(self, buffers: Buffers | None) -> None:
         self._share.give_back_soon()
@@ -323,6 +338,9 @@ def _receive_from_any(
         except MillstreamError as error:
             errors.append(error)
             continue
+        except Exception:
+            return_leases(grants, requested.worker)
+            raise
         if received.leases:
             grants.append(Grant.now(delivery, received, granted_at))
             records = demand.max_records - sum(lease.last - lease.first + 1 for lease in received.leases)
@@ -395,5 +413,10 @@ def return_leases(grants: Sequence[Grant], worker: str) -> None:
         verbs = [
             Settlement(lease.first, lease.last, Verb.RETURN, 0, "", lease.attempt) for lease in grant.received.leases
         ]
-        with suppress(MillstreamError):
+        try:
             grant.delivery.settle_now(worker, verbs)
+        except MillstreamError:
+            # The queue is closed: whoever opens it next waits until the leases expire.
+            continue
+        except Exception:
+            _logger.exception("leases could not be returned; they expire", extra={"worker": worker})

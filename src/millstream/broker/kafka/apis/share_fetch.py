@@ -90,8 +90,8 @@ class _Results:
     """The results of each partition."""
 
     def __init__(self) -> None:
-        self.acknowledged: Mapping[SharePartition, MillstreamError | None] = {}
-        self.failed: dict[SharePartition, MillstreamError] = {}
+        self.acknowledged: Mapping[SharePartition, Exception | None] = {}
+        self.failed: dict[SharePartition, Exception] = {}
         self.leases: dict[SharePartition, list[Lease]] = {}
         self.records: dict[SharePartition, bytes] = {}
         self.lease_ms: int | None = None
@@ -157,7 +157,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         session.turn += 1
         client.fetch_requests += 1
 
-        def answer(grants: list[Grant], error: MillstreamError | None) -> Buffers:
+        def answer(grants: list[Grant], error: Exception | None) -> Buffers:
             results = _Results()
             results.add(grants)
             results.acknowledged = {place: outcome_of(one) for place, one in settled.items()}
@@ -339,7 +339,7 @@ def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
         raise InvalidRequest("a request that renews leases fetches nothing, so its limits must be 0")
 
 
-def _code(error: MillstreamError) -> ErrorCode:
+def _code(error: Exception) -> ErrorCode:
     code = error_code(error)
     return code if code in _KNOWN_TO_CLIENTS else ErrorCode.unknown_server_error
 

@@ -31,7 +31,7 @@ from millstream.broker.net.reply import Buffers, Promise
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Origin
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.subscription_messages import (
@@ -101,7 +101,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
         opening = engine.next_opening(subscription)
 
-        def answer(grants: list[Grant], error: MillstreamError | None) -> Buffers | Coroutine[Any, Any, Buffers]:
+        def answer(grants: list[Grant], error: Exception | None) -> Buffers | Coroutine[Any, Any, Buffers]:
             if error is not None:
                 raise error
             left_ms = int((arrived + wait_s - monotonic()) * 1000)
