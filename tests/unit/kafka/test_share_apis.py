@@ -380,6 +380,26 @@ async def test_a_queue_that_fails_is_reported_together_with_acknowledgements(
     assert await one.desk.starts(0) == [(0, 10)]
 
 
+@pytest.mark.parametrize("error", [CoordinatorUnavailable("the states cannot be read now"), KeyError("a bug")])
+async def test_a_queue_that_keeps_failing_is_not_polled_at_full_speed(
+    one: Sharer, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(_delivery: Delivery, _demand: Demand) -> Received:
+        raise error
+
+    assert await one.got() == [(0, 9, 1)]
+    monkeypatch.setattr(Delivery, "try_receive", fails)
+    monkeypatch.setattr("millstream.broker.kafka.apis.share_fetch._PAUSE_MS", 60_000)
+    waiting = asks_for_more(one)
+    assert isinstance(waiting, Parked)
+    waiting.abandon()
+    if isinstance(error, CoordinatorUnavailable):
+        asked = asyncio.ensure_future(one.fetch())
+        await asyncio.wait([asked], timeout=0.05)
+        assert asked.cancel()
+        await asyncio.wait([asked])
+
+
 async def test_a_response_that_cannot_be_encoded_is_an_error_and_returns_its_messages(
     one: Sharer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

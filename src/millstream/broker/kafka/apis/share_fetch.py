@@ -20,10 +20,10 @@ within it again. It is neither muted nor throttled, since that would delay its a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
@@ -105,6 +105,11 @@ class _Results:
             self.records[place] = b"".join(one.received.batches)
         self.lease_ms = min((one.lease_ms for one in grants if one.lease_ms is not None), default=None)
 
+    async def pause_if_retried(self) -> None:
+        """Wait a moment if there is an error after which the client retries immediately."""
+        if any(_code(error) == ErrorCode.unknown_server_error for error in self.failed.values()):
+            await asyncio.sleep(_PAUSE_MS / 1000)
+
 
 class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
     """Leases messages to share consumers."""
@@ -157,12 +162,13 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         session.turn += 1
         client.fetch_requests += 1
 
-        def answer(grants: list[Grant], error: Exception | None) -> Buffers:
+        def answer(grants: list[Grant], error: Exception | None) -> Buffers | Coroutine[Any, Any, Buffers]:
             results = _Results()
             results.add(grants)
             results.acknowledged = {place: outcome_of(one) for place, one in settled.items()}
             if error is not None:
                 results.failed = dict.fromkeys(deliveries, error)
+                return self._encode_after_pause(header, client, subscription, results, lease_ms)
             return self._encode(header, client, subscription, results, lease_ms)
 
         def refuse(error: BaseException) -> Buffers:
@@ -176,6 +182,17 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             first=session.turn % len(deliveries),
             writes=[one for one in settled.values() if one is not None and not isinstance(one, MillstreamError)],
         )
+
+    async def _encode_after_pause(
+        self,
+        header: RequestHeader,
+        client: ClientInfo,
+        subscription: Subscription,
+        results: _Results,
+        lease_ms: int,
+    ) -> Buffers:
+        await results.pause_if_retried()
+        return self._encode(header, client, subscription, results, lease_ms)
 
     def _encode(
         self,
@@ -261,9 +278,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         )
         patience_ms = 0 if results.failed else _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX
         wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)
-        if any(_code(error) == ErrorCode.unknown_server_error for error in results.failed.values()):
-            # The client retries immediately.
-            await asyncio.sleep(_PAUSE_MS / 1000)
+        await results.pause_if_retried()
         remaining_ms = await self._wait_for_quota(client, max(0, wait_ms))
         if remaining_ms is None:
             return
@@ -279,6 +294,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             )
         except MillstreamError as error:
             results.failed.update(dict.fromkeys(deliveries, error))
+            await results.pause_if_retried()
         else:
             results.add(given)
 
