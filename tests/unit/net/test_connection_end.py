@@ -69,7 +69,7 @@ class Polls:
             ended = asyncio.get_running_loop().create_future()
             self.polls += 1
             if not presence.has_left:
-                presence.on_disconnect = lambda: ended.set_result(None)
+                presence.on_leave(lambda: ended.set_result(None))
                 await ended
             return [framed(b"what there is")]
 
@@ -90,7 +90,7 @@ class Polls:
         async def join() -> Buffers:
             task = asyncio.current_task()
             assert task is not None
-            presence.on_disconnect = task.cancel
+            presence.on_leave(task.cancel)
             self.polls += 1
             try:
                 await asyncio.get_running_loop().create_future()

@@ -23,6 +23,21 @@ def test_callbacks_are_called_once_and_not_for_what_has_ended_before() -> None:
     assert said == ["one", "three"]
 
 
+def test_a_request_that_no_longer_waits_leaves_the_callback_of_the_next_one() -> None:
+    presence, called = Presence(), list[str]()
+    first, second = partial(called.append, "first"), partial(called.append, "second")
+    presence.on_leave(first)
+    presence.on_leave(second)
+    presence.forget_on_leave(first)
+    presence.leave()
+    assert called == ["second"]
+    presence = Presence()
+    presence.on_leave(first)
+    presence.forget_on_leave(first)
+    presence.leave()
+    assert called == ["second"]
+
+
 def test_a_callback_may_forget_others() -> None:
     presence, said = Presence(), list[str]()
 

@@ -111,6 +111,7 @@ class Dispatch:
                 return await answer
             finally:
                 # The task is cancelled when the connection is lost.
+                connection.presence.forget_on_leave(answer.abandon)
                 answer.abandon()
         if isinstance(answer, Awaitable):
             return await answer

@@ -244,7 +244,7 @@ class FollowerFetch:
             return self.answer(header, session, found)
         wait = _Wait(self, header, fetch, session, found)
         if client is not None:
-            client.presence.on_disconnect = wait.finish
+            client.presence.on_leave(wait.finish)
         return wait
 
     def read_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer] | None:

@@ -564,7 +564,7 @@ class Connection(asyncio.BufferedProtocol):
     def _unpark(self, reply: Parked, size: int) -> None:
         """Send the reply that the connection waited for; called from within the event that completes it."""
         self._parked = None
-        self.presence.on_disconnect = None
+        self.presence.forget_on_leave(reply.abandon)
         self._budget.give_back(size + FRAME_COST_BYTES)
         if self._transport is None:
             return
@@ -595,7 +595,7 @@ class Connection(asyncio.BufferedProtocol):
         self._task = self._loop.create_task(self._wait_for(reply, answer))
         if answer.is_abandoned_with_client:
             self.presence.cancel_on_disconnect(self._task)
-        self._task.add_done_callback(lambda _done: self._after_task(answer, size, buffer))
+        self._task.add_done_callback(lambda task: self._after_task(task, answer, size, buffer))
 
     async def _wait_for(self, reply: Promise, answer: Started) -> None:
         try:
@@ -619,12 +619,12 @@ class Connection(asyncio.BufferedProtocol):
             # Large responses are charged as they are sent, which moves `_began`.
             self._answering_s = self._turns.clock() - began - (self._began - charged)
 
-    def _after_task(self, answer: Started, size: int, buffer: bytearray | None) -> None:
+    def _after_task(self, task: asyncio.Task[None], answer: Started, size: int, buffer: bytearray | None) -> None:
         # A task that was cancelled before its first step has not awaited the coroutine; close it, so that it never
         # runs.
         answer.close()
         self._task = None
-        self.presence.on_disconnect = None
+        self.presence.forget_on_leave(task.cancel)
         if buffer is None:
             self._budget.give_back(size + FRAME_COST_BYTES)
         else:

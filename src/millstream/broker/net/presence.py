@@ -21,14 +21,14 @@ _logger = logging.getLogger(__name__)
 class Presence:
     """A client that has ended its side still gets finished responses, but no request waits on its behalf any more."""
 
-    __slots__ = ("_on_gone", "_undelivered", "descriptor", "has_left", "is_gone", "on_disconnect")
+    __slots__ = ("_on_gone", "_on_leave", "_undelivered", "descriptor", "has_left", "is_gone")
 
     def __init__(self) -> None:
         self.descriptor = -1
         """The socket of the connection; -1 while there is none."""
         self.has_left = False
-        self.on_disconnect: Callable[[], object] | None = None
-        """Called when the client leaves; set by the request that waits, of which there is one at a time."""
+        # That of the request that waits, of which there is one at a time.
+        self._on_leave: Callable[[], object] | None = None
         self._on_gone: dict[object, Callable[[], object]] = {}
         self._undelivered: list[Callable[[], object]] = []
         self.is_gone = False
@@ -41,9 +41,9 @@ class Presence:
     def leave(self) -> None:
         """Record that the client has closed the connection, or its half of it."""
         self.has_left = True
-        on_disconnect, self.on_disconnect = self.on_disconnect, None
-        if on_disconnect is not None:
-            on_disconnect()
+        on_leave, self._on_leave = self._on_leave, None
+        if on_leave is not None:
+            on_leave()
 
     def on_close(self, who: object, callback: Callable[[], object]) -> None:
         """Call `callback` when the connection is gone, for state that lasts as long as it."""
@@ -92,7 +92,12 @@ class Presence:
         if self.has_left:
             asyncio.get_running_loop().call_soon(callback)
         else:
-            self.on_disconnect = callback
+            self._on_leave = callback
+
+    def forget_on_leave(self, callback: Callable[[], object]) -> None:
+        """Do not call `callback` any more: its request no longer waits. That of a later request stays."""
+        if self._on_leave == callback:
+            self._on_leave = None
 
 
 class Hangups:

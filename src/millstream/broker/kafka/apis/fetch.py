@@ -446,7 +446,7 @@ class Fetch:
                 found = self._read_all(context)
             while loop.time() < deadline and not self._is_complete(context, found):
                 is_short_of_memory = self._wait_for_memory(wait)
-                context.client.presence.on_disconnect = wait.finish
+                context.client.presence.on_leave(wait.finish)
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await wait.woken
@@ -457,6 +457,7 @@ class Fetch:
                     self._read_moved(context, found, moved)
             return self._answer(header, context, found)
         finally:
+            context.client.presence.forget_on_leave(wait.finish)
             self._waits.discard(wait)
             self._budget.stop_waiting(wait)
             wait.close()
