@@ -17,6 +17,7 @@ from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.kafka.apis.subscription_apis import LoadQueueState, ReadQueueFrames, WriteQueueStates
 from millstream.broker.kafka.subscription_service import _image
 from millstream.broker.subscriptions import routed_store as state_lane
+from millstream.broker.subscriptions import state_shard
 from millstream.broker.subscriptions.frame import FrameHeader, read_header, write_frame
 from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
@@ -197,6 +198,24 @@ async def test_the_frames_about_a_message_are_found_in_the_log(topics: MemoryTop
     assert await found(27, times[6]) == []
     assert await found(1000, 0) == []
     assert await found(0, times[0]) == [0]
+    await store.close()
+
+
+async def test_a_search_for_frames_does_not_stall_the_loop() -> None:
+    topics = MemoryTopics()
+    states, _, store = await opened(topics)
+    key = key_at(states, 1)
+    await store.load(key, Epoch(0))
+    deltas = [Delta(DeltaKind.ACQUIRED, offset, offset, 1, 0, "w", 1) for offset in range(1000)]
+    frames = [write_frame(FrameHeader(key, 0, number, 0), deltas) for number in range(200)]
+    await asyncio.gather(*(store.write(QueueWrite(key, Epoch(0), number, one)) for number, one in enumerate(frames)))
+    searching = asyncio.ensure_future(store.frames(key, 500, 0))
+    yields = 0
+    while not searching.done():
+        yields += 1
+        await asyncio.sleep(0)
+    assert await searching == frames
+    assert yields >= len(frames) // state_shard.SEARCHED_BETWEEN_YIELDS
     await store.close()
 
 

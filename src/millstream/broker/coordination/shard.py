@@ -114,7 +114,14 @@ def find_time(log: ReadableLog, time_ms: int) -> Offset:
     return min(low, log.high_watermark)
 
 
-async def read_back(name: str, log: ReadableLog, state: Replayable, start: Offset | None = None) -> tuple[Offset, int]:
+async def read_back(
+    name: str,
+    log: ReadableLog,
+    state: Replayable,
+    start: Offset | None = None,
+    *,
+    between_yields: int = RECORDS_BETWEEN_YIELDS,
+) -> tuple[Offset, int]:
     """Replay the log into `state`, all of it or from an offset on; return its end and the number of records."""
     offset = log.log_start if start is None else start
     replayed = 0
@@ -132,13 +139,15 @@ async def read_back(name: str, log: ReadableLog, state: Replayable, start: Offse
             continue
         if not chunk:
             break
-        offset, count = await _replay_chunk(name, chunk, offset, state)
+        offset, count = await _replay_chunk(name, chunk, offset, state, between_yields)
         replayed += count
         await asyncio.sleep(0)
     return offset, replayed
 
 
-async def _replay_chunk(name: str, chunk: Buffer, offset: Offset, state: Replayable) -> tuple[Offset, int]:
+async def _replay_chunk(
+    name: str, chunk: Buffer, offset: Offset, state: Replayable, between_yields: int
+) -> tuple[Offset, int]:
     replayed = 0
     for header in iterate_headers(chunk):
         if not header.is_control:
@@ -148,7 +157,7 @@ async def _replay_chunk(name: str, chunk: Buffer, offset: Offset, state: Replaya
                         continue
                     _replay(name, state, record.offset, StateRecord(record.key or b"", record.value, record.headers))
                     replayed += 1
-                    if replayed % RECORDS_BETWEEN_YIELDS == 0:
+                    if replayed % between_yields == 0:
                         await asyncio.sleep(0)
             except CorruptBatch as error:
                 _logger.error("a batch of state cannot be read", extra={"shard": name, "error": str(error)})

@@ -199,10 +199,15 @@ def may_concern(data: bytes, offset: int) -> bool:
         if not low <= offset <= high:
             return False
     body, rows_start, rows_end = _read_body(data, header)
-    return any(
-        first <= offset <= last or kind == DeltaKind.SOUGHT
-        for kind, _, _, _, _, _, first, last, _, _ in _ROW.iter_unpack(body[rows_start:rows_end])
-    )
+    if not header.flags & _COMPRESSED:
+        # These have few rows, for which arrays take longer.
+        return any(
+            first <= offset <= last or kind == DeltaKind.SOUGHT
+            for kind, _, _, _, _, _, first, last, _, _ in _ROW.iter_unpack(body[rows_start:rows_end])
+        )
+    rows = np.frombuffer(body[rows_start:rows_end], ROWS)
+    concerned = (rows["first"] <= offset) & (rows["last"] >= offset)
+    return bool((concerned | (rows["kind"] == DeltaKind.SOUGHT)).any())
 
 
 def read_header(data: bytes) -> FrameHeader:
