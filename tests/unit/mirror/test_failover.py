@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -366,8 +366,8 @@ class OtherSide:
     async def drain(self, *_: Any) -> None:
         pass
 
-    async def sync_all(self) -> None:
-        pass
+    async def sync_all(self, topics: Collection[str]) -> None:
+        self.synced = set(topics)
 
 
 @pytest.fixture
@@ -422,6 +422,11 @@ async def test_a_cutover_that_is_repeated_does_not_need_the_source_again(
     monkeypatch.delattr(OtherSide, "sync_all")
     await failover.fail_over(target.service, asked)
     assert target.copies == []
+
+
+async def test_a_cutover_carries_over_what_concerns_its_topics(target: Target, other_side: OtherSide) -> None:
+    await failover.fail_over(target.service, FailoverRequest(name=NAME, topics=[PATTERN], is_planned=True))
+    assert other_side.synced == {EU}
 
 
 async def test_a_cutover_of_a_mirror_that_does_not_run_is_refused_at_once(

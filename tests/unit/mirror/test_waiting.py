@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from array import array
 from contextlib import nullcontext
@@ -25,6 +26,8 @@ from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.mirror_messages import (
+    BarrierRequest,
+    BarrierResponse,
     CutPartition,
     ExposeRequest,
     ExposeResponse,
@@ -334,14 +337,14 @@ async def test_a_group_that_has_read_further_here_is_not_set_back(monkeypatch: p
     groups = Groups(monkeypatch)
     # It has moved here, and another node was the owner then.
     groups.here[WHERE] = 50
-    await groups.follower.sync_all()
+    await groups.follower.sync_all({"orders"})
     assert (groups.here[WHERE], list(groups.run.notes)) == (50, ["group g"])
     groups.there[WHERE] = 60
-    await groups.follower.sync_all()
+    await groups.follower.sync_all({"orders"})
     assert (groups.here[WHERE], groups.run.notes) == (60, {})
     # What the mirror has applied itself follows the source.
     groups.there[WHERE] = 10
-    await groups.follower.sync_all()
+    await groups.follower.sync_all({"orders"})
     assert groups.here[WHERE] == 10
 
 
@@ -351,19 +354,92 @@ async def test_offsets_of_records_that_are_not_here_are_replaced(monkeypatch: py
     groups.here[WHERE] = 50 if stale == "dropped by a reverse" else 101
     if stale == "dropped by a reverse":
         groups.mirror.cuts = {"orders": {0: 20}}
-    await groups.follower.sync_all()
+    await groups.follower.sync_all({"orders"})
     assert groups.here[WHERE] == 30
+
+
+AUDIT = TopicPartition("audit", PartitionIndex(0))
+
+
+class StuckGroups(Groups):
+    """A mirror of Millstream with two copies, of which `audit` cannot be continued."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch, is_millstream=True)
+        monkeypatch.setattr(follower, "ARRIVAL_S", 0.0)
+        self.there[AUDIT] = 20
+        self.reached = {"orders": {0: 30}, "audit": {0: 5}}
+        self.waiting: list[tuple[str, int]] = []
+        service = self.run.service
+        service.mirrors.unfinished_cuts = lambda _: ()
+        service.copied_topics = lambda _: [ORDERS, dataclasses.replace(ORDERS, name="audit")]
+        service.others, service.clock, service.expose = [], SystemClock(), self.expose
+        service.topics = SimpleNamespace(states_revision=1)
+        self.follower._source.ask = self.ask
+
+    async def exposed_offsets(self, where: Any) -> dict[TopicPartition, int]:
+        return {one: self.reached[one.topic][one.partition] for one in where}
+
+    async def ask(self, _node: Any, _key: int, request: BarrierRequest, *_: Any, **__: Any) -> BarrierResponse:
+        return BarrierResponse(offsets={topic: {0: 30} for topic in request.topics})
+
+    async def expose(self, _request: ExposeRequest) -> ExposeResponse:
+        return ExposeResponse(reached=self.reached, waiting=self.waiting)
+
+
+async def test_a_cutover_of_some_topics_does_not_wait_for_a_copy_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = StuckGroups(monkeypatch)
+    await groups.follower.sync_all({"orders"})
+    assert groups.here == {WHERE: 30}
+    # The others still wait, and those that were applied stay.
+    with pytest.raises(RequestTimedOut, match="audit-0 has not arrived"):
+        await groups.follower._sync_transactions()
+    await groups.follower._sync_groups()
+    assert groups.here == {WHERE: 30}
+
+
+@pytest.mark.parametrize("arrives", [0, 1], ids=["before the barrier", "with the barrier"])
+async def test_a_cutover_of_some_topics_waits_for_transactions_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, arrives: int
+) -> None:
+    groups = StuckGroups(monkeypatch)
+    waiting: list[list[tuple[str, int]]] = [[]] * arrives
+
+    async def expose(_request: ExposeRequest) -> ExposeResponse:
+        return ExposeResponse(reached=groups.reached, waiting=waiting.pop() if waiting else [("orders", 0)])
+
+    groups.run.service.expose = expose
+    with pytest.raises(RequestTimedOut, match="audit-0 has not arrived"):
+        await groups.follower.sync_all({"orders"})
+    assert groups.here == {}
+
+
+async def test_a_cutover_does_not_wait_until_the_time_for_another_copy_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = StuckGroups(monkeypatch)
+    monkeypatch.setattr(follower, "ARRIVAL_S", 3600.0)
+    waits = asyncio.Event()
+
+    async def expose(request: ExposeRequest) -> ExposeResponse:
+        if "audit" in request.offsets:
+            waits.set()
+        await asyncio.sleep(0)
+        return await groups.expose(request)
+
+    groups.run.service.expose = expose
+    await groups.follower._read_groups()
+    regular = asyncio.create_task(groups.follower._sync_transactions())
+    await waits.wait()
+    await groups.follower.sync_all({"orders"})
+    assert groups.here == {WHERE: 30}
+    with pytest.raises(RequestTimedOut, match="audit-0 has not arrived"):
+        await regular
 
 
 async def test_a_cutover_applies_offsets_only_when_the_transactions_that_committed_them_are_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    groups = Groups(monkeypatch, is_millstream=True)
-
-    async def expose() -> None:
-        raise RequestTimedOut("orders-0 has not arrived")
-
-    groups.follower._expose_transactions = expose
-    with pytest.raises(RequestTimedOut):
-        await groups.follower.sync_all()
+    groups = StuckGroups(monkeypatch)
+    groups.reached["orders"][0] = 29
+    with pytest.raises(RequestTimedOut, match="orders-0 has not arrived"):
+        await groups.follower.sync_all({"orders"})
     assert groups.here == {}

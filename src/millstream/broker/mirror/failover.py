@@ -83,7 +83,7 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
         if any(topic.name not in mirror.cut_epochs for topic in topics):
             _check_running(service, mirror)
             follower = await service.follower_of(mirror, started + TURN_S)
-            await follower.sync_all()
+            await follower.sync_all([topic.name for topic in topics])
     # Nothing is verified from here on, so every copy is cut at the same moment.
     mirror = await service.begin_cut(mirror, topics, is_partial=request.topics is not None)
     ends, source_error = await _source_ends(mirror, topics)
@@ -282,7 +282,7 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
             ends = {name: found for name, found in fenced.ends.items() if name in names}
             follower = await service.follower_of(mirror, deadline)
             await follower.drain(ends, deadline)
-            await follower.sync_all()
+            await follower.sync_all(names)
             mirror = await service.begin_cut(mirror, topics)
             cuts = await cut_topics(service, mirror, topics)
         except BaseException:

@@ -7,7 +7,7 @@ themselves the controller.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
@@ -86,6 +86,8 @@ class Follower:
         """Those that may be applied: all transactions that committed them are readable here."""
         self._syncing = asyncio.Lock()
         """Held while offsets of groups are carried over: none are applied that were read before those applied last."""
+        self._is_awaited = False
+        """Whether a planned switch or failover waits for that; a wait for copies to arrive ends early then."""
         self._waiting_at: set[tuple[str, int]] = set()
         """The copies at which clients wait at a commit."""
         self._queues: dict[QueueKey, int] = {}
@@ -145,12 +147,22 @@ class Follower:
                             raise
             await asyncio.sleep(pause_s)
 
-    async def sync_all(self) -> None:
-        """Carry over everything but records a last time, for a planned switch or failover."""
+    async def sync_all(self, topics: Collection[str]) -> None:
+        """Carry over everything but records a last time, for a planned switch or failover of some copies.
+
+        Of groups, that is the offsets in these copies: others may be unable to catch up.
+        """
         if self._settings.groups:
-            await self._sync_groups()
-            if self._source.is_millstream:
-                await self._sync_transactions()
+            self._is_awaited = True
+            try:
+                async with self._syncing:
+                    await self._read_groups()
+                    if self._source.is_millstream:
+                        await self._sync_offsets_in(topics)
+                    else:
+                        await self._apply_groups(self._applicable)
+            finally:
+                self._is_awaited = False
         if self._source.is_millstream and self._settings.subscriptions and not self._settings.rename:
             await self._sync_subscriptions()
 
@@ -274,25 +286,54 @@ class Follower:
         a failover cuts every copy at the same moment.
         """
         async with self._syncing:
-            await self._expose_transactions()
+            await self._expose_transactions(gives_way=True)
 
-    async def _expose_transactions(self) -> None:
-        committed = self._committed
-        if not await self._waiting() and committed == self._applicable:
+    async def _sync_offsets_in(self, topics: Collection[str]) -> None:
+        """Apply the offsets of groups in some copies, once these have what was committed together with the offsets.
+
+        A transaction at which clients wait may have written to any copy, so it has to arrive in all of them.
+        """
+        chosen: dict[str, dict[TopicPartition, int]] = {}
+        for group, offsets in self._committed.items():
+            if found := {where: offset for where, offset in offsets.items() if where.topic in topics}:
+                chosen[group] = found
+        before = self._applicable
+        applicable = {**before, **{group: {**before.get(group, {}), **found} for group, found in chosen.items()}}
+        await self._reached({})
+        if applicable != before and not self._is_waiting_in(topics):
+            await self._reach_barrier(topics)
+        if self._is_waiting_in(topics):
+            await self._expose_transactions()
             return
-        name = self._run.mirror.name
+        self._applicable = applicable
+        await self._apply_groups(chosen)
+
+    def _is_waiting_in(self, topics: Collection[str]) -> bool:
+        return any(topic in topics for topic, _ in self._waiting_at)
+
+    async def _reach_barrier(self, topics: Collection[str], *, gives_way: bool = False) -> Vector:
+        """Wait until copies have what their originals have at a moment when no transaction is half committed."""
         prefix = self._settings.rename
-        cut = self._service.mirrors.unfinished_cuts(name)
-        copied = [
-            topic.name.removeprefix(prefix) for topic in self._service.copied_topics(name) if topic.name not in cut
-        ]
-        barrier = await self._source.ask(None, BARRIER_KEY, BarrierRequest(topics=copied), BarrierResponse, waits=True)
+        asked = BarrierRequest(topics=[topic.removeprefix(prefix) for topic in topics])
+        barrier = await self._source.ask(None, BARRIER_KEY, asked, BarrierResponse, waits=True)
         offsets = {prefix + topic: found for topic, found in barrier.offsets.items()}
-        missing = await self._await_reached(offsets, self._service.clock.monotonic() + ARRIVAL_S)
+        deadline = self._service.clock.monotonic() + ARRIVAL_S
+        missing = await self._await_reached(offsets, deadline, gives_way=gives_way)
         if missing is not None:
             raise RequestTimedOut(
                 f"offsets of groups and clients that read transactions wait, because {missing} has not arrived"
             )
+        return offsets
+
+    async def _expose_transactions(self, *, gives_way: bool = False) -> None:
+        committed = self._committed
+        await self._reached({})
+        if not self._waiting_at and committed == self._applicable:
+            return
+        name = self._run.mirror.name
+        cut = self._service.mirrors.unfinished_cuts(name)
+        copied = [topic.name for topic in self._service.copied_topics(name) if topic.name not in cut]
+        offsets = await self._reach_barrier(copied, gives_way=gives_way)
         mirror = self._service.mirrors.get(name)
         if mirror is None:
             return
@@ -313,10 +354,6 @@ class Follower:
         self._applicable = committed
         await self._apply_groups(committed)
 
-    async def _waiting(self) -> bool:
-        await self._reached({})
-        return bool(self._waiting_at)
-
     async def drain(self, ends: Vector, deadline: float) -> None:
         """Wait until clients can read everything that the source has, which accepts no more writes."""
         behind = await self._await_reached(ends, deadline, is_readable=True)
@@ -324,7 +361,7 @@ class Follower:
             raise RequestTimedOut(f"{behind} did not catch up in time, so the source keeps its role")
 
     async def _await_reached(
-        self, offsets: Vector, deadline: float, *, is_readable: bool = False
+        self, offsets: Vector, deadline: float, *, is_readable: bool = False, gives_way: bool = False
     ) -> TopicPartition | None:
         """Wait until all copies reach these offsets; return one that does not when the time is up."""
         clock, topics = self._service.clock, self._service.topics
@@ -333,7 +370,7 @@ class Follower:
             wait_s = min(ARRIVAL_WAIT_S, max(0.0, deadline - clock.monotonic()))
             reached = await self._reached(offsets, wait_s=wait_s, is_readable=is_readable)
             missing = _missing(offsets, reached)
-            if missing is None or clock.monotonic() >= deadline:
+            if missing is None or clock.monotonic() >= deadline or (gives_way and self._is_awaited):
                 return missing
             if missing.partition not in reached.get(missing.topic, {}):
                 # No node leads it. Nothing changes before another leader is agreed on.
