@@ -230,7 +230,7 @@ async def test_a_copy_that_cannot_be_read_to_its_end_is_named(target: Target) ->
     await target.mirrors.note_gaps(mirror, {where: 40, TopicPartition(EU, PartitionIndex(0)): 7})
     await target.mirrors.note_gaps(mirror, {TopicPartition(EU, PartitionIndex(0)): None})
     # A later leader finds one further up.
-    await target.mirrors.note_gaps(mirror, {where: 45})
+    assert await target.mirrors.note_gaps(mirror, {where: 45}) == {EU: {1: 40}}
     (note,) = await target.notes()
     assert note.startswith(f"{EU}-1 can be read up to offset 40 until its copy has caught up")
     await target.fail_over(PATTERN)

@@ -157,7 +157,7 @@ class Copier:
         rate: int,
         gates: bool,
         cut_of: Callable[[Partition], int | None],
-        note_gaps: Callable[[Mapping[TopicPartition, int | None]], Awaitable[None]],
+        note_gaps: Callable[[Mapping[TopicPartition, int | None]], Awaitable[TopicOffsets]],
         on_commit: Callable[[], None],
     ) -> None:
         self._topics = topics
@@ -169,7 +169,7 @@ class Copier:
         self._cut_of = cut_of
         """Where the source's own records begin, if it has copied from this cluster before; otherwise None."""
         self._note_gaps = note_gaps
-        """Records durably from where on copies may lack values of keys, or that they lack none."""
+        """Records durably from where on copies may lack values of keys, or that they lack none; returns all gaps."""
         self._on_commit = on_commit
         """Called when clients begin to wait at a commit."""
         self.copies: dict[CopyKey, Copy] = {}
@@ -518,13 +518,14 @@ class Copier:
         if not found:
             return
         try:
-            await self._note_gaps(found)
+            stored = await self._note_gaps(found)
         except MillstreamError as error:
             for copy in copies:
                 self._hold(copy, error)
             return
         for copy in copies:
-            copy.gap = found[copy.partition.log.partition]
+            # An earlier leader may have recorded one that begins before.
+            copy.gap = offset_in(stored, copy.partition)
 
     async def _close_gaps(
         self, members: dict[CopyKey, Copy], answers: dict[TopicPartition, FetchAnswer | MillstreamError]

@@ -103,8 +103,8 @@ class Mirrors(NamedHolder[Mirror]):
             if mirror.name in self._by_name:
                 self._by_name[mirror.name] = stored
 
-    async def note_gaps(self, mirror: Mirror, gaps: Mapping[TopicPartition, int | None]) -> None:
-        """Record durably from where on copies may lack values of keys, or that they lack none.
+    async def note_gaps(self, mirror: Mirror, gaps: Mapping[TopicPartition, int | None]) -> TopicOffsets:
+        """Record durably from where on copies may lack values of keys, or that they lack none; return all gaps.
 
         A recorded gap is never moved up: an earlier leader may have found it. Nothing is recorded once the mirror is
         stopped: a failover that has begun would not learn of it.
@@ -125,6 +125,7 @@ class Mirrors(NamedHolder[Mirror]):
             stored = await self._declarations.change(Catalog.alter_mirror, mirror.mirror_id, noted)
             if mirror.name in self._by_name:
                 self._by_name[mirror.name] = stored
+        return stored.gaps
 
     def unfinished_cuts(self, name: str) -> Collection[str]:
         """Return the copies of a mirror whose failover has begun and not finished."""

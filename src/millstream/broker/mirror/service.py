@@ -158,8 +158,8 @@ class MirrorRun:
         mirror = self.service.mirrors.get(self.mirror.name) or self.mirror
         return mirror.cuts.get(partition.topic.name, {}).get(partition.index)
 
-    async def _note_gaps(self, gaps: Mapping[TopicPartition, int | None]) -> None:
-        await self.service.mirrors.note_gaps(self.mirror, gaps)
+    async def _note_gaps(self, gaps: Mapping[TopicPartition, int | None]) -> TopicOffsets:
+        return await self.service.mirrors.note_gaps(self.mirror, gaps)
 
     async def _refresh(self, copier: Copier) -> None:
         """Follow the partitions that this node leads; runs forever."""
