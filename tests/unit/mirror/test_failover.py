@@ -553,6 +553,21 @@ async def test_the_owner_carries_out_what_concerns_a_fence(target: Target, is_dr
         await MirrorAdopt(service).handle(release())
 
 
+async def test_nodes_that_disagree_on_the_owner_do_not_forward_to_each_other(target: Target) -> None:
+    service, forwarded = target.service, []
+
+    async def ask_node(_node: NodeId, _key: int, request: AdoptRequest, *_: Any, **__: Any) -> Response:
+        forwarded.append(request)
+        # The other node considers this one the owner.
+        return await MirrorAdopt(service).handle(request)
+
+    service.ask_node = ask_node
+    service.membership.controller_id = OTHER
+    with pytest.raises(CoordinatorUnavailable, match="do not agree"):
+        await MirrorAdopt(service).handle(release())
+    assert forwarded == [release(is_forwarded=True)]
+
+
 class OldSource:
     """A node of an old source that leads one partition, with a real log."""
 

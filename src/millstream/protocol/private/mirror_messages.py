@@ -66,7 +66,14 @@ class MirrorDescriptions(Response, frozen=True, kw_only=True):
     mirrors: Sequence[dict[str, Any]] = ()
 
 
-class FailoverRequest(msgspec.Struct, frozen=True, kw_only=True):
+class OwnerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that the owner of mirrors carries out, and other nodes forward to it."""
+
+    is_forwarded: bool = False
+    """Whether another node has sent it on; it is not sent on again, since nodes may disagree on the owner."""
+
+
+class FailoverRequest(OwnerRequest, frozen=True, kw_only=True):
     """Copies to make writable; None means all of the mirror's."""
 
     name: str
@@ -106,7 +113,7 @@ class FailoverResponse(Response, frozen=True, kw_only=True):
     waited_ms: int = 0
 
 
-class ReverseRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ReverseRequest(OwnerRequest, frozen=True, kw_only=True):
     """How the old source follows this cluster from now on."""
 
     name: str
@@ -299,7 +306,7 @@ class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where to truncate partitions that the node leads, because the other cluster has other records from there on."""
 
 
-class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
+class AdoptRequest(OwnerRequest, frozen=True, kw_only=True):
     """Asks an old source to follow the cluster that took over from it.
 
     `fence` ends writing to the topics, while transactions may still end; `follow` makes it follow; `release` lets

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
 
 from millstream.broker.cluster.membership import NO_CONTROLLER
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
@@ -53,11 +56,14 @@ from millstream.protocol.private.mirror_messages import (
     NewMirror,
     OfferRequest,
     OfferResponse,
+    OwnerRequest,
     RegistryRequest,
     RegistryResponse,
     ReverseRequest,
     ReverseResponse,
 )
+
+OwnerRequestT = TypeVar("OwnerRequestT", bound=OwnerRequest)
 
 
 class _MirrorApi(PrivateApi[RequestT, ResponseT]):
@@ -72,9 +78,9 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
 
     async def _run_on_owner(
         self,
-        request: RequestT,
+        request: OwnerRequestT,
         kind: type[R],
-        carry_out: Callable[[MirrorService, RequestT], Awaitable[R]],
+        carry_out: Callable[[MirrorService, OwnerRequestT], Awaitable[R]],
         timeout_s: float = TURN_S,
     ) -> R:
         """Carry out a request on the owner of mirrors, which may be this node."""
@@ -82,9 +88,10 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
         if service.is_owner:
             return await carry_out(service, request)
         owner = service.membership.controller_id
-        if owner == NO_CONTROLLER:
-            raise CoordinatorUnavailable("the cluster has no controller at the moment; try again")
-        return await service.ask_node(owner, self.key, request, kind, waits=True, timeout_s=timeout_s)
+        if owner == NO_CONTROLLER or request.is_forwarded:
+            raise CoordinatorUnavailable("the nodes do not agree on a controller at the moment; try again")
+        forwarded = msgspec.structs.replace(request, is_forwarded=True)
+        return await service.ask_node(owner, self.key, forwarded, kind, waits=True, timeout_s=timeout_s)
 
 
 class MirrorCreate(_MirrorApi[NewMirror, Response]):
