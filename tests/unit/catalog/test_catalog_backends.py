@@ -25,12 +25,15 @@ from millstream.core.errors import (
     CatalogUnavailable,
     ClusterMismatch,
     DataFolderInvalid,
+    InvalidMirror,
     PipelineExists,
     SubscriptionExists,
+    UnknownMirror,
     UnknownPipeline,
     UnknownSubscription,
     UnknownTopic,
 )
+from millstream.core.mirror import Mirror
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
 from millstream.core.subscription import Subscription
@@ -96,6 +99,22 @@ def test_a_topic_is_changed_from_what_is_declared(catalog: Catalog) -> None:
     assert catalog.topics() == [dataclasses.replace(topic, partitions=3, overrides={})]
     with pytest.raises(UnknownTopic):
         catalog.alter_topic(uuid4(), grow)
+
+
+def test_a_mirror_exists_while_it_writes_topics(catalog: Catalog) -> None:
+    mirror = Mirror(mirror_id=uuid4(), name="paris", overrides={"from": "paris:9092"})
+    copy, original = dataclasses.replace(declared("copy"), mirror="paris"), declared("original")
+    with pytest.raises(UnknownMirror):
+        catalog.add_topics([copy])
+    catalog.add_mirror(mirror)
+    catalog.add_topics([copy, original])
+    with pytest.raises(InvalidMirror, match="still writes topic 'copy'"):
+        catalog.delete_mirror(mirror)
+    catalog.alter_topic(copy.topic_id, lambda found: dataclasses.replace(found, mirror=""))
+    catalog.delete_mirror(mirror)
+    with pytest.raises(UnknownMirror):
+        catalog.alter_topic(original.topic_id, lambda found: dataclasses.replace(found, mirror="paris"))
+    assert [topic.mirror for topic in catalog.topics()] == ["", ""]
 
 
 def test_a_deletion_leaves_a_record_until_it_is_forgotten(catalog: Catalog) -> None:

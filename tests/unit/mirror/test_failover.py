@@ -35,6 +35,7 @@ from millstream.core.errors import (
     NotLeader,
     RequestTimedOut,
     StoreUnavailable,
+    UnknownMirror,
 )
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.mirror import Mirror
@@ -75,7 +76,8 @@ def topic(name: str, number: int) -> Topic:
 class Topics:
     """The topics of the target, all of which are copies at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
         self.by_name = {name: topic(name, number) for number, name in enumerate((EU, EUX, US))}
         self.agrees = True
 
@@ -95,13 +97,14 @@ class Topics:
         raise NotLeader("it is led elsewhere")
 
     async def set_mirror(self, name: str, mirror: str, *, is_draining: bool) -> None:
-        self.by_name[name] = dataclasses.replace(self.by_name[name], mirror=mirror, is_draining=is_draining)
+        changed = dataclasses.replace(self.by_name[name], mirror=mirror, is_draining=is_draining)
+        self.by_name[name] = self.catalog.alter_topic(changed.topic_id, lambda _: changed)
         if not self.agrees:
             raise RequestTimedOut("node 2 has not agreed in time")
 
 
 def service_of(topics: Any, mirrors: Any = None) -> Any:
-    membership = SimpleNamespace(me=SimpleNamespace(node_id=ME), node=lambda _: None)
+    membership = SimpleNamespace(me=SimpleNamespace(node_id=ME), node=lambda _: None, controller_id=ME)
     made: Any = MirrorService
     return made(topics, membership, mirrors, None, None, None, None, SystemClock(), None)
 
@@ -110,7 +113,7 @@ class Target:
     """The cluster that holds the copies, with a real catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self.topics = Topics()
+        self.topics = Topics(catalog)
         self.mirrors = Mirrors(CatalogDeclarations(catalog), SystemClock())
         self.service = service_of(self.topics, self.mirrors)
         self.service.cut_everywhere = self._cut
@@ -148,6 +151,7 @@ async def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     catalog = Catalog.open_folder(tmp_path)
     made = Target(catalog)
     await made.mirrors.create(NAME, {"from": "paris:9092"})
+    catalog.add_topics(made.topics.all())
     yield made
     catalog.close()
 
@@ -530,6 +534,44 @@ async def test_a_release_keeps_a_mirror_that_topics_name_and_one_of_another_sour
     assert target.mirrors.get(NAME) is not None
     await failover.adopt(target.service, release())
     assert target.mirrors.get(NAME) is None
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["after the release", "during the release"])
+async def test_an_owner_of_before_that_is_still_fencing_leaves_no_topic_without_a_mirror(
+    target: Target, is_late: bool
+) -> None:
+    """Nothing could make such a topic writable again."""
+    topics, set_mirror, delete = target.topics, target.topics.set_mirror, target.mirrors.delete
+    for name in (EU, EUX):
+        await set_mirror(name, NAME, is_draining=True)
+    await set_mirror(US, "", is_draining=False)
+
+    async def delete_after_fence(name: str) -> Mirror:
+        if topics.by_name[US].mirror != name and not fenced:
+            fenced.append(US)
+            await set_mirror(US, name, is_draining=True)
+        return await delete(name)
+
+    fenced = [US] if is_late else []
+    target.mirrors.delete = delete_after_fence  # type: ignore[method-assign]
+    await failover.adopt(target.service, release())
+    assert target.mirrors.get(NAME) is None
+    with pytest.raises(UnknownMirror):
+        await set_mirror(US, NAME, is_draining=True)
+    assert {one.mirror for one in topics.catalog.topics()} == {""}
+
+
+async def test_a_step_that_had_to_wait_is_not_carried_out_by_a_node_that_is_not_the_owner_any_more(
+    target: Target,
+) -> None:
+    service = target.service
+    async with service.adopting:
+        step = asyncio.create_task(failover.adopt(service, release()))
+        await asyncio.sleep(0)
+        service.membership.controller_id = OTHER
+    with pytest.raises(CoordinatorUnavailable):
+        await step
+    assert target.mirrors.get(NAME) is not None
 
 
 @pytest.mark.parametrize("is_draining", [True, False])

@@ -37,6 +37,7 @@ from millstream.broker.catalog.mirror_store import (
     hold_mirror,
     insert_mirror,
     read_mirrors,
+    require_mirror,
     store_sightings,
     update_mirror,
 )
@@ -306,11 +307,16 @@ class Catalog:
             ]
 
     def add_topics(self, declared: Sequence[Topic]) -> set[UUID]:
-        """Declare topics, durably; return those whose names and ids were free."""
+        """Declare topics, durably; return those whose names and ids were free.
+
+        Raise `UnknownMirror` if one is written by a mirror that does not exist.
+        """
         # All nodes lock the names in the same order, so that they cannot deadlock.
         rows = [row_of(topic) for topic in sorted(declared, key=lambda topic: topic.name)]
         try:
             with self._change() as connection:
+                for mirror in sorted({topic.mirror for topic in declared if topic.mirror}):
+                    require_mirror(connection, mirror)
                 connection.execute(insert(topics), rows)
         except IntegrityError:
             return set() if len(declared) == 1 else {added for topic in declared for added in self.add_topics([topic])}
@@ -319,7 +325,8 @@ class Catalog:
     def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Store the partitions and overrides that `change` computes from a topic as it is declared now.
 
-        Several nodes may do so concurrently: each sees the changes of the previous one.
+        Several nodes may do so concurrently: each sees the changes of the previous one. Raise `UnknownMirror` if the
+        topic is to be written by a mirror that does not exist.
         """
         changed: list[Topic] = []
         self._even_on_a_full_disk(lambda: changed.append(self._alter_topic(topic_id, change)))
@@ -331,7 +338,10 @@ class Catalog:
             row = connection.execute(select(topics).where(here).with_for_update()).first()
             if row is None:
                 raise UnknownTopic(f"topic {topic_id} is not in the catalog")
-            changed = change(declared_of(Topic, row))
+            before = declared_of(Topic, row)
+            changed = change(before)
+            if changed.mirror not in ("", before.mirror):
+                require_mirror(connection, changed.mirror)
             connection.execute(update(topics).where(here).values(row_of(changed)))
             return changed
 
@@ -613,6 +623,7 @@ class Catalog:
         return self._alter(lambda connection: hold_mirror(connection, mirror_id), update_mirror, _counted(change))
 
     def delete_mirror(self, mirror: Mirror) -> None:
+        """Delete a mirror; raise `InvalidMirror` while it writes topics, which only it makes writable again."""
         with self._change() as connection:
             delete_mirror(connection, mirror.mirror_id)
 

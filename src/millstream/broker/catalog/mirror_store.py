@@ -8,8 +8,8 @@ from uuid import UUID
 from sqlalchemy import Connection, and_, bindparam, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from millstream.broker.catalog.tables import declared_of, mirror_sightings, mirrors, row_of
-from millstream.core.errors import NotCoordinator, UnknownMirror
+from millstream.broker.catalog.tables import declared_of, mirror_sightings, mirrors, row_of, topics
+from millstream.core.errors import InvalidMirror, NotCoordinator, UnknownMirror
 from millstream.core.mirror import Mirror, SightingChange
 
 
@@ -33,14 +33,24 @@ def update_mirror(connection: Connection, before: Mirror, after: Mirror) -> None
 
 
 def delete_mirror(connection: Connection, mirror_id: UUID) -> None:
-    """Delete a mirror with its sightings."""
+    """Delete a mirror with its sightings; raise `InvalidMirror` while it writes topics."""
     # All transactions lock the mirror before its sightings, so that they cannot deadlock.
-    _held(connection, mirror_id)
+    name = _held(connection, mirror_id).name
+    written = connection.execute(select(topics.c.name).where(topics.c.mirror == name).limit(1)).scalar()
+    if written is not None:
+        raise InvalidMirror(f"mirror {name!r} still writes topic {written!r}; fail over or delete the topic first")
     connection.execute(delete(mirror_sightings).where(mirror_sightings.c.mirror_id == str(mirror_id)))
     connection.execute(delete(mirrors).where(_here(mirror_id)))
 
 
 # -- sightings ----------------------------------------------------------------------------------------------------
+
+
+def require_mirror(connection: Connection, name: str) -> None:
+    """Keep a mirror from being deleted until the end of the transaction; raise `UnknownMirror` if it does not exist."""
+    found = select(mirrors.c.name).where(mirrors.c.name == name).with_for_update(read=True)
+    if connection.execute(found).first() is None:
+        raise UnknownMirror(f"there is no mirror {name!r}; it was deleted meanwhile")
 
 
 def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, owner: str) -> dict[str, set[str]]:

@@ -166,10 +166,14 @@ class Mirrors(NamedHolder[Mirror]):
 
     @finishing
     async def delete(self, name: str) -> Mirror:
-        """Delete a mirror durably; its copies stay as they are."""
+        """Delete a mirror durably; raise `InvalidMirror` while it writes topics."""
         found = await self.find(name)
         async with self._changing:
-            await self._delete(Catalog.delete_mirror, found)
+            try:
+                await self._delete(Catalog.delete_mirror, found)
+            except InvalidMirror:
+                self._by_name[name] = found
+                raise
         _logger.info("mirror deleted", extra={"mirror": name})
         self._notify()
         return found

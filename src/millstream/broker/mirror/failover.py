@@ -19,7 +19,14 @@ import msgspec
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.mirror.source import Source
 from millstream.core.backoff import Backoff
-from millstream.core.errors import InvalidMirror, MillstreamError, RequestTimedOut, TopicExists
+from millstream.core.errors import (
+    CoordinatorUnavailable,
+    InvalidMirror,
+    MillstreamError,
+    RequestTimedOut,
+    TopicExists,
+    UnknownMirror,
+)
 from millstream.core.ids import PartitionIndex
 from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets, merged_offsets
 from millstream.core.regex import compile_regex
@@ -398,31 +405,43 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
     """
     async with service.adopting:
         await service.mirrors.load()
+        if not service.is_owner:
+            raise CoordinatorUnavailable("another node has become the controller; try again")
         return await _adopt(service, request)
 
 
 async def _release_topics(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
-    """Let clients write the topics of a switch again that is given up; delete its mirror, but no other."""
-    await _set_mirror(service, [topic for topic in topics if topic.is_draining], "")
-    declared = service.mirrors.get(request.name)
-    if declared is not None and declared.overrides.get(SOURCE) == request.settings.get(SOURCE):
-        await _delete_unused(service, request.name)
-    return AdoptResponse()
+    """Let clients write the topics of a switch again that is given up; delete its mirror, but no other.
+
+    The owner before this one may still be fencing topics, which is possible until the mirror is deleted.
+    """
+    while True:
+        await _set_mirror(service, [topic for topic in topics if topic.is_draining], "")
+        declared = service.mirrors.get(request.name)
+        if declared is not None and declared.overrides.get(SOURCE) == request.settings.get(SOURCE):
+            await _delete_unused(service, request.name)
+        topics = await _topics_of(service, request)
+        if not any(topic.is_draining for topic in topics):
+            return AdoptResponse()
 
 
 async def _delete_unused(service: MirrorService, name: str) -> None:
     """Delete a mirror if no topic names it any more: only it makes them writable again."""
-    if all(topic.mirror != name for topic in await service.topics.declared()):
+    with suppress(InvalidMirror, UnknownMirror):
         await service.mirrors.delete(name)
 
 
-async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
+async def _topics_of(service: MirrorService, request: AdoptRequest) -> list[Topic]:
     wanted = set(request.topic_ids)
-    topics = [
+    return [
         topic
         for topic in await service.topics.declared()
         if topic.topic_id in wanted and topic.mirror in ("", request.name)
     ]
+
+
+async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
+    topics = await _topics_of(service, request)
     if not topics:
         raise InvalidMirror("none of these topics exists here with the same id, so there is nothing to follow")
     if request.step == "release":
