@@ -35,6 +35,7 @@ from millstream.broker.log.store import LogStore
 from millstream.broker.mirror import follower as follower_module
 from millstream.broker.mirror import service as service_module
 from millstream.broker.mirror.declared import Mirrors
+from millstream.broker.mirror.follower import APPLIED
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.replication.partition import Partition
 from millstream.core import ids
@@ -55,6 +56,7 @@ from millstream.protocol.records.control import Marker, read_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 from millstream.protocol.wire.fetch import FetchAnswer
+from millstream.protocol.wire.group_offsets import Commit
 from millstream_testing.files import MemoryFiles
 from millstream_testing.simulation.clock import SimulatedClock
 from millstream_testing.simulation.entropy import seeded_entropy
@@ -150,6 +152,8 @@ class _Store:
             for index in range(TOPIC.partitions)
         }
         self.groups: dict[TopicPartition, int] = {}
+        self.applied: dict[TopicPartition, int] = {}
+        """The offsets that a mirror has committed last."""
         self.next_producer = 0
 
     async def mirrors(self) -> list[Mirror]:
@@ -743,12 +747,21 @@ class World:
                 raise Violation(f"{when}, {site.name} has {updates.get(key)} of {key}, and had stored {update}")
 
 
-async def _committed_by_group(client: Any, names: Any) -> dict[str, dict[TopicPartition, int]]:
-    if isinstance(client, Site):
-        return {name: dict(client.store.groups) for name in names}
+async def _committed_by_group(client: Any, _names: Any) -> dict[str, dict[TopicPartition, int]]:
     site: Site = client._site
     await client._world.pass_line(site)
     return {GROUP: dict(site.store.groups)}
+
+
+async def _commits_by_group(site: Site, names: Sequence[str]) -> dict[str, dict[TopicPartition, Commit]]:
+    applied = site.store.applied
+    return {
+        name: {
+            where: Commit(offset, APPLIED if applied.get(where) == offset else "")
+            for where, offset in site.store.groups.items()
+        }
+        for name in names
+    }
 
 
 async def _list_groups(client: Any) -> list[tuple[str, str, str]]:
@@ -764,14 +777,16 @@ def simulate_mirror(seed: int, *, tracing: bool = False) -> Outcome:
         stack.callback(logging.disable, logging.NOTSET)
         world = World(seed)
 
-        async def commit(client: Any, _group: str, offsets: Mapping[TopicPartition, int]) -> None:
+        async def commit(site: Site, _group: str, offsets: Mapping[TopicPartition, int], *, metadata: str) -> None:
             await asyncio.sleep(0.001)
-            client.store.groups.update(offsets)
+            site.store.groups.update(offsets)
+            site.store.applied.update(offsets)
 
         for target, name, replacement in (
             (service_module, "Source", type("Line", (SimulatedSource,), {"world": world})),
             (follower_module, "list_groups", _list_groups),
             (follower_module, "committed_by_group", _committed_by_group),
+            (follower_module, "commits_by_group", _commits_by_group),
             (follower_module, "commit_offsets", commit),
             (MirrorService, "client", lambda self: self.topics),
         ):

@@ -109,6 +109,19 @@ def read(brokers: str, topic: str, count: int, *, isolation: str = "read_committ
         consumer.close()
 
 
+def commit(brokers: str, group: str, offset: TopicPartition) -> None:
+    consumer = Consumer({"bootstrap.servers": brokers, "group.id": group, "enable.auto.commit": False})
+    consumer.commit(offsets=[offset], asynchronous=False)
+    consumer.close()
+
+
+def committed(site: CommandLine, group: str) -> list[int]:
+    """Return the offsets that a group has committed in the partitions of its only topic."""
+    found = site("group", "describe", group, "--json")
+    offsets = [one["committed"] for one in found.document["offsets"]] if found.code == 0 else []
+    return [offset for offset in offsets if offset is not None]
+
+
 def lag_of(berlin: CommandLine, name: str) -> int | None:
     described = berlin("mirror", "describe", name, "--json").document
     return None if described["lag"] is None else int(described["lag"])
@@ -199,6 +212,8 @@ def test_a_mirror_resumes_after_both_sides_were_killed(
     publish(paris.brokers, topic, [f"a-{number}" for number in range(500)])
     name = mirrored(paris, berlin, topic)
     wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up")
+    commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 9))
+    wait_for(lambda: committed(berlin, f"{topic}-group") == [9], what="the group's offset is here")
     sites.berlin.kill()
     publish(paris.brokers, topic, [f"b-{number}" for number in range(500)])
     sites.paris.kill()
@@ -206,6 +221,9 @@ def test_a_mirror_resumes_after_both_sides_were_killed(
     publish(paris.brokers, topic, [f"c-{number}" for number in range(500)])
     wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up again")
     assert read(berlin.brokers, topic, 1500) == read(paris.brokers, topic, 1500)
+    # The mirror has applied it, so it follows back too.
+    commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 5))
+    wait_for(lambda: committed(berlin, f"{topic}-group") == [5], what="the group's earlier offset is here")
     berlin("mirror", "failover", name)
     sites.berlin.kill()
     sites.berlin.start()
@@ -259,9 +277,7 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     transact(paris.brokers, f"{topic}-t2", [topic, other], ["c"])
     hanging = transact(paris.brokers, f"{topic}-t3", [topic, other], ["open"], ends=False)
 
-    group = Consumer({"bootstrap.servers": paris.brokers, "group.id": f"{topic}-group", "enable.auto.commit": False})
-    group.commit(offsets=[TopicPartition(topic, 0, 2)], asynchronous=False)
-    group.close()
+    commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 2))
     taken = paris("subscription", "pull", f"{topic}-workers", "-n", "2", "--accept", "--json")
     assert taken.code == 0, taken.err
     # Another one rejects a message, which becomes a dead letter, and releases one, which has then failed once.
@@ -273,11 +289,7 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     wait_for(lambda: caught_up(berlin, mirror, other, paris), what="the other copy has caught up")
     assert [value for _, _, value in read(berlin.brokers, topic, 3)] == ["a", "b", "c"]
 
-    def offsets() -> list[Any]:
-        found = berlin("group", "describe", f"{topic}-group", "--json")
-        return found.document["offsets"] if found.code == 0 else []
-
-    wait_for(lambda: [one["committed"] for one in offsets()] == [2], what="the group's offset is here")
+    wait_for(lambda: committed(berlin, f"{topic}-group") == [2], what="the group's offset is here")
     wait_for(
         lambda: berlin("mirror", "describe", mirror, "--json").document["queues"] > 1, what="the queues' state is here"
     )

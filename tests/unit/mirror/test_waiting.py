@@ -38,6 +38,7 @@ from millstream.protocol.records.batch import iterate_whole_headers, place_batch
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
 from millstream.protocol.wire.fetch import FetchAnswer
+from millstream.protocol.wire.group_offsets import Commit
 
 ORDERS = Topic(name="orders", topic_id=UUID(int=1), partitions=1, replication=1, overrides={}, created_ms=0)
 WHERE = TopicPartition("orders", PartitionIndex(0))
@@ -306,6 +307,7 @@ class Groups:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_millstream: bool = False) -> None:
         self.here: dict[TopicPartition, int] = {}
+        self.metadata: dict[TopicPartition, str] = {}
         self.there = {WHERE: 30}
         self.is_there, self.mirror = True, SimpleNamespace(name="m", cuts={})
         service = SimpleNamespace(
@@ -320,7 +322,7 @@ class Groups:
         )
         make: Any = Follower
         self.follower: Any = make(self.run, SimpleNamespace(client=None, is_millstream=is_millstream))
-        for name in ("list_groups", "committed_by_group", "commit_offsets"):
+        for name in ("list_groups", "committed_by_group", "commits_by_group", "commit_offsets"):
             monkeypatch.setattr(follower, name, getattr(self, name))
 
     async def exposed_offsets(self, _where: Any) -> dict[TopicPartition, int]:
@@ -329,11 +331,18 @@ class Groups:
     async def list_groups(self, _client: Any) -> list[tuple[str, str, str]]:
         return [("g", "", "classic")]
 
-    async def committed_by_group(self, client: Any, names: list[str]) -> dict[str, dict[TopicPartition, int]]:
-        return {name: dict(self.there if client is None else self.here) for name in names}
+    async def committed_by_group(self, _client: Any, names: list[str]) -> dict[str, dict[TopicPartition, int]]:
+        return {name: dict(self.there) for name in names}
 
-    async def commit_offsets(self, _client: Any, _group: str, offsets: dict[TopicPartition, int]) -> None:
+    async def commits_by_group(self, _client: Any, names: list[str]) -> dict[str, dict[TopicPartition, Commit]]:
+        here = {where: Commit(offset, self.metadata.get(where, "")) for where, offset in self.here.items()}
+        return dict.fromkeys(names, here)
+
+    async def commit_offsets(
+        self, _client: Any, _group: str, offsets: dict[TopicPartition, int], *, metadata: str
+    ) -> None:
         self.here |= offsets
+        self.metadata |= dict.fromkeys(offsets, metadata)
 
 
 async def test_a_group_that_has_read_further_here_is_not_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +354,8 @@ async def test_a_group_that_has_read_further_here_is_not_set_back(monkeypatch: p
     groups.there[WHERE] = 60
     await groups.follower.sync_all({"orders"})
     assert (groups.here[WHERE], groups.run.notes) == (60, {})
-    # What the mirror has applied itself follows the source.
+    # What the mirror has applied itself follows the source, also if another node was the owner then.
+    groups.run.groups.clear()
     groups.there[WHERE] = 10
     await groups.follower.sync_all({"orders"})
     assert groups.here[WHERE] == 10

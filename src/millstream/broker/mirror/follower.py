@@ -45,7 +45,13 @@ from millstream.protocol.private.mirror_messages import (
 )
 from millstream.protocol.wire.admin_requests import topic_configs
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.group_offsets import commit_offsets, committed_by_group, list_groups
+from millstream.protocol.wire.group_offsets import (
+    Commit,
+    commit_offsets,
+    commits_by_group,
+    committed_by_group,
+    list_groups,
+)
 
 if TYPE_CHECKING:
     from millstream.broker.mirror.service import MirrorRun
@@ -67,6 +73,8 @@ ARRIVAL_S: Final = 30.0
 ARRIVAL_WAIT_S: Final = 5.0
 NOTICE_LOST_S: Final = 5.0
 """After how long the owner asks all nodes whether clients wait at a commit, although none has said so."""
+APPLIED: Final = "mirrored"
+"""The metadata of offsets that a mirror has committed. Kafka Streams decodes metadata from base64, which this is."""
 CONFIGS_S: Final = 10.0
 """How often the source is asked for the settings of known topics."""
 
@@ -453,19 +461,20 @@ class Follower:
             }
             if changed:
                 changes[group] = changed
-        for group, here in (await committed_by_group(self._service.client(), list(changes))).items():
+        for group, here in (await commits_by_group(self._service.client(), list(changes))).items():
             key, changed, known = f"group {group}", changes[group], self._run.groups.get(group, {})
             try:
                 if isinstance(here, MillstreamError):
                     raise here
                 own = {
-                    where: offset
-                    for where, offset in here.items()
-                    if changed.get(where, offset) < offset <= exposed[where] and self._is_own(where, offset, known)
+                    where
+                    for where, commit in here.items()
+                    if changed.get(where, commit.offset) < commit.offset <= exposed[where]
+                    and self._is_own(where, commit)
                 }
                 changed = {where: offset for where, offset in changed.items() if where not in own}
                 if changed:
-                    await commit_offsets(self._service.client(), group, changed)
+                    await commit_offsets(self._service.client(), group, changed, metadata=APPLIED)
             except GroupNotEmpty:
                 self._run.notes[key] = f"group {group!r} has members here, so its offsets are not mirrored"
                 continue
@@ -474,16 +483,16 @@ class Follower:
                 continue
             self._run.notes.pop(key, None)
             if own:
-                self._run.notes[key] = f"group {group!r} has read further here than at the source; it is not set back"
+                self._run.notes[key] = f"group {group!r} has a later offset here than at the source; it is not set back"
             self._run.groups[group] = {**known, **changed}
 
-    def _is_own(self, where: TopicPartition, offset: int, known: Mapping[TopicPartition, int]) -> bool:
+    def _is_own(self, where: TopicPartition, commit: Commit) -> bool:
         """Whether a group has committed an offset here itself, in records that this cluster has only copied.
 
         An old source that follows may have offsets of records that it has dropped.
         """
         mirror = self._service.mirrors.get(self._run.mirror.name) or self._run.mirror
-        return known.get(where) != offset and where.topic not in mirror.cuts
+        return commit.metadata != APPLIED and where.topic not in mirror.cuts
 
     # -- subscriptions --------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from millstream.core.errors import GroupNotEmpty, MillstreamError, ProtocolViolation
 from millstream.core.ids import NodeId, PartitionIndex
@@ -23,6 +23,16 @@ Committed = dict[TopicPartition, int]
 """The committed offset of each partition."""
 
 
+class Commit(NamedTuple):
+    """A committed offset, and the text that was committed with it."""
+
+    offset: int
+    metadata: str
+
+
+Commits = dict[TopicPartition, Commit]
+
+
 async def list_groups(client: Client) -> list[tuple[str, str, str]]:
     """Return the name, state and type of every group, from every node."""
     from kio.schema.list_groups.v5 import request
@@ -39,23 +49,33 @@ async def list_groups(client: Client) -> list[tuple[str, str, str]]:
 
 
 async def committed_offsets(client: Client, name: str) -> Committed:
-    return _committed(await _ask_offsets(client, await client.coordinator(name), [name]), name)
+    return _offsets(_commits(await _ask_offsets(client, await client.coordinator(name), [name]), name))
 
 
 async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
-    """Return the committed offsets of several groups, with few requests per coordinator.
+    """Return the committed offsets of several groups; one that could not be read has an error instead."""
+    found = await commits_by_group(client, names)
+    return {name: one if isinstance(one, MillstreamError) else _offsets(one) for name, one in found.items()}
+
+
+def _offsets(commits: Commits) -> Committed:
+    return {where: commit.offset for where, commit in commits.items()}
+
+
+async def commits_by_group(client: Client, names: Sequence[str]) -> dict[str, Commits | MillstreamError]:
+    """Return what several groups have committed, with few requests per coordinator.
 
     A group that could not be read has an error instead.
     """
     by_node: dict[NodeId, list[str]] = {}
-    found: dict[str, Committed | MillstreamError] = {}
+    found: dict[str, Commits | MillstreamError] = {}
     for name, where in (await _coordinators(client, names)).items():
         if isinstance(where, MillstreamError):
             found[name] = where
         else:
             by_node.setdefault(where, []).append(name)
     asked = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
-    for answers in await gather_or_cancel(_offsets_or_errors(client, *one) for one in asked):
+    for answers in await gather_or_cancel(_commits_or_errors(client, *one) for one in asked):
         found.update(answers)
     return found
 
@@ -78,17 +98,17 @@ def _parts(names: Sequence[str]) -> list[Sequence[str]]:
     return [names[at : at + _GROUPS_ASKED_MAX] for at in range(0, len(names), _GROUPS_ASKED_MAX)]
 
 
-async def _offsets_or_errors(
+async def _commits_or_errors(
     client: Client, node: NodeId, names: Sequence[str]
-) -> dict[str, Committed | MillstreamError]:
+) -> dict[str, Commits | MillstreamError]:
     try:
         answers = await _ask_offsets(client, node, names)
     except MillstreamError as error:
         return dict.fromkeys(names, error)
-    found: dict[str, Committed | MillstreamError] = {}
+    found: dict[str, Commits | MillstreamError] = {}
     for name in names:
         try:
-            found[name] = _committed(answers, name)
+            found[name] = _commits(answers, name)
         except MillstreamError as error:
             found[name] = error
     return found
@@ -103,21 +123,25 @@ async def _ask_offsets(client: Client, node: NodeId, names: Sequence[str]) -> di
     return {one.group_id: one for one in answer.groups}
 
 
-def _committed(answers: Mapping[str, Any], name: str) -> Committed:
+def _commits(answers: Mapping[str, Any], name: str) -> Commits:
     answer = answers.get(name)
     if answer is None:
         raise ProtocolViolation(f"the response with offsets does not include group {name!r}")
     if answer.error_code:
         raise error_from_code(answer.error_code, None, about=f"offsets of group {name!r}")
     return {
-        TopicPartition(topic.name, PartitionIndex(one.partition_index)): one.committed_offset
+        TopicPartition(topic.name, PartitionIndex(one.partition_index)): Commit(
+            one.committed_offset, one.metadata or ""
+        )
         for topic in answer.topics
         for one in topic.partitions
         if one.committed_offset >= 0
     }
 
 
-async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartition, int]) -> None:
+async def commit_offsets(
+    client: Client, name: str, offsets: Mapping[TopicPartition, int], *, metadata: str = ""
+) -> None:
     """Move a group without members to these offsets."""
     from kio.schema.offset_commit.v9 import request
 
@@ -125,7 +149,7 @@ async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartit
     by_topic: dict[str, list[Any]] = {}
     for where, offset in offsets.items():
         wanted = messages.OffsetCommitRequestPartition(
-            partition_index=where.partition, committed_offset=offset, committed_metadata=""
+            partition_index=where.partition, committed_offset=offset, committed_metadata=metadata
         )
         by_topic.setdefault(where.topic, []).append(wanted)
     topics = tuple(
