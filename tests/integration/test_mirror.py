@@ -231,6 +231,30 @@ def test_a_mirror_resumes_after_both_sides_were_killed(
     assert berlin("mirror", "delete", name).code == 0
 
 
+def test_a_cutover_of_one_topic_does_not_need_a_copy_that_cannot_be_continued(
+    paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    stuck = f"{topic}-stuck"
+    for name in (topic, stuck):
+        paris("topic", "create", name, "--partitions", "1")
+        publish(paris.brokers, name, ["a", "b"])
+    mirror = mirrored(paris, berlin, topic)
+    for name in (topic, stuck):
+        wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what=f"{name} has caught up")  # type: ignore[misc]
+    # Recreated, it has a partition that the copy never gets.
+    paris("topic", "delete", stuck, "--yes")
+    assert paris("topic", "create", stuck, "--partitions", "8").code == 0
+    publish(paris.brokers, stuck, [f"{number}" for number in range(100)])
+    commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 1))
+    cut = berlin("mirror", "cutover", mirror, "--topics", topic, "--still", "0", "--yes", "--json")
+    assert cut.code == 0, cut.err
+    assert [one["offset"] for one in cut.document["partitions"]] == [2]
+    assert committed(berlin, f"{topic}-group") == [1]
+    assert described(berlin, mirror)["topics"] == [stuck]
+    assert berlin("mirror", "failover", mirror).code == 0
+    assert berlin("mirror", "delete", mirror).code == 0
+
+
 def transact(brokers: str, name: str, topics: list[str], values: list[str], *, ends: bool = True) -> Producer:
     """Publish to all topics in one transaction."""
     producer = Producer({"bootstrap.servers": brokers, "transactional.id": name})
