@@ -153,8 +153,15 @@ class SubjectSettings:
     mode: str | None = None
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing is set: stored only so that other nodes drop what was, and never held in memory."""
+        return not self.config and self.mode is None
+
+    @property
     def size_bytes(self) -> int:
         """Return their approximate memory: the subject, the mode, and the configuration as JSON."""
+        if self.is_empty:
+            return 0
         return len(str(self.subject).encode()) + len(self.mode or "") + len(json.dumps(self.config))
 
 

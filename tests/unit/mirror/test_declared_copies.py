@@ -20,7 +20,8 @@ from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
 from millstream.core.clock import SystemClock
 from millstream.core.errors import NotCoordinator
-from millstream.protocol.private.mirror_messages import RegistryRequest, RegistryResponse
+from millstream.core.schema import QualifiedSubject
+from millstream.protocol.private.mirror_messages import RegistryRequest, RegistryResponse, SettingsMessage
 from millstream.protocol.private.schema_messages import SchemaMessage
 
 NAME = "paris"
@@ -231,6 +232,23 @@ async def test_a_version_that_is_deleted_while_the_controller_restarts_is_delete
     restarted = await target.controller()
     assert await restarted.see_schemas(*[page(19, 1)] * ABSENT_TIMES) == {1}
     assert not restarted.run.notes
+
+
+async def test_settings_that_are_reset_at_the_source_are_reset_here_and_own_ones_stay(node: Node) -> None:
+    def answer(last: int, *subjects: str) -> RegistryResponse:
+        return RegistryResponse(
+            last=last, settings=[SettingsMessage(subject=one, config={}, mode="READONLY") for one in subjects]
+        )
+
+    def held() -> list[str]:
+        return [str(one.subject) for one in node.registry.all_settings()]
+
+    await node.see_schemas(answer(18, "kept", "reset"))
+    await node.registry.set_mode(QualifiedSubject.parse("ours"), "IMPORT")
+    await node.see_schemas(*[answer(19, "kept")] * (ABSENT_TIMES - 1))
+    assert held() == ["kept", "ours", "reset"]
+    await node.see_schemas(answer(19, "kept"))
+    assert held() == ["kept", "ours"]
 
 
 async def test_pages_of_two_states_of_the_registry_are_not_combined(node: Node) -> None:

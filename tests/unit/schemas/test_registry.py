@@ -274,8 +274,15 @@ async def test_subjects_without_a_version_count_with_their_settings(
     for _ in range(2):
         with pytest.raises(SchemaRegistryError, match="its maximum"):
             await declare("s" * 200)
-    # What was set can be reset, and a subject without settings takes no room.
+    # A subject without settings takes no room: what is reset makes room for another one, on every node.
     assert (await registry.set_mode(QualifiedSubject.parse("t" * 200), None)).mode is None
+    await nodes[1].registry.load()
     for number in range(4):
-        await registry.set_mode(QualifiedSubject.parse(f"{'s' * 200}{number}"), None)
-    assert len(registry.all_settings()) == 4
+        subject = QualifiedSubject.parse(f"{'s' * 200}{number}")
+        await registry.set_mode(subject, None)
+        await registry.configure(subject, None)
+    for node in nodes:
+        await node.registry.load()
+        assert (node.registry.all_settings(), node.registry._held_bytes) == ([], 0)
+    for number in range(4):
+        await declare(f"{'u' * 200}{number}")

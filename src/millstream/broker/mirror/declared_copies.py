@@ -176,9 +176,12 @@ class DeclaredCopies:
             SubjectSettings(subject=QualifiedSubject.parse(one.subject), config=one.config, mode=one.mode)
             for one in page.settings
         ]
-        async with self._storing(SCHEMAS, seen, versions.keys()) as change:
+        found = versions.keys() | {_settings_id(one.subject) for one in settings}
+        async with self._storing(SCHEMAS, seen, found) as change:
             here = self._versions_here()
             gone = [here[item_id] for item_id in change.forgotten if item_id in here]
+            set_here = [one.subject for one in self._schemas.all_settings()]
+            settings += [SubjectSettings(subject=one) for one in set_here if _settings_id(one) in change.forgotten]
             schemas = [_schema(one) for one in pages]
             await self._schemas.follow(schemas, list(versions.values()), settings, gone=gone, sightings=change)
         own = [place for item_id, place in self._versions_here().items() if item_id not in seen]
@@ -261,6 +264,10 @@ def _schema(one: SchemaMessage) -> StoredSchema:
 
 def _version_id(subject: QualifiedSubject, version: int) -> str:
     return _hash([subject.context, subject.name, version])
+
+
+def _settings_id(subject: QualifiedSubject) -> str:
+    return _hash([subject.context, subject.name])
 
 
 def _acl_id(acl: Acl) -> str:

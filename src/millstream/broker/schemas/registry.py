@@ -553,7 +553,7 @@ class SchemaRegistry:
         if added_bytes > 0 and self._held_bytes + added_bytes > REGISTERED_BYTES_MAX:
             raise SchemaRegistryError(
                 f"the registry holds {REGISTERED_BYTES_MAX} bytes of schemas and settings, its maximum; "
-                "delete subjects permanently",
+                "delete subjects permanently, or reset the configuration and mode of subjects and contexts",
                 code=RegistryCode.TOO_LARGE,
             )
 
@@ -758,7 +758,7 @@ class SchemaRegistry:
         after = change(before)
         if after == before and not gone:
             return before
-        self._check_room(self._growth_bytes(after))
+        self._check_room(after.size_bytes - before.size_bytes)
 
         def work(transaction: SchemaTransaction) -> None:
             for version in gone:
@@ -787,7 +787,7 @@ class SchemaRegistry:
         """Copy the registry of a mirror's source, including ids, in one transaction with its sightings.
 
         Versions among `gone` that the source does not have are deleted permanently. Others that only this registry has
-        stay.
+        stay. Empty settings reset those of a subject.
         """
         await self.load()
         added: dict[tuple[str, int], StoredSchema] = {}
@@ -812,7 +812,7 @@ class SchemaRegistry:
         deleted = [
             dataclasses.replace(here[place], is_gone=True) for place in gone if place in here and place not in wanted
         ]
-        other_settings = [one for one in settings if self._settings.get(one.subject) != one]
+        other_settings = [one for one in settings if self.settings(one.subject) != one]
 
         def work(transaction: SchemaTransaction) -> None:
             for schema in added.values():
@@ -847,14 +847,12 @@ class SchemaRegistry:
         for version in sorted(changes.versions, key=lambda one: one.is_gone):
             self._apply_version(version)
         for settings in changes.settings:
-            self._held_bytes += self._growth_bytes(settings)
-            self._settings[settings.subject] = settings
+            self._held_bytes += settings.size_bytes - self.settings(settings.subject).size_bytes
+            if settings.is_empty:
+                self._settings.pop(settings.subject, None)
+            else:
+                self._settings[settings.subject] = settings
         self._last = changes.last
-
-    def _growth_bytes(self, settings: SubjectSettings) -> int:
-        """Return by how much the registry grows with settings; a subject that had none before counts with its name."""
-        before = self._settings.get(settings.subject)
-        return settings.size_bytes - (0 if before is None else before.size_bytes)
 
     def _apply_version(self, version: SubjectVersion) -> None:
         versions = self._subjects.setdefault(version.subject, {})
