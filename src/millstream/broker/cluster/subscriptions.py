@@ -127,11 +127,12 @@ class Subscriptions(NamedHolder[Subscription]):
         validate_only: bool = False,
         owner: Owner | None = None,
         subscription_id: UUID | None = None,
+        is_limited: bool = True,
     ) -> Subscription:
         """Declare a subscription durably; `starts` says where its queues begin, for existing partitions.
 
         The defaults for new subscriptions are written into it, unless it has no topics, as a share group. One of a
-        mirror has the id that it has on the source.
+        mirror has the id that it has on the source. One that is not limited is declared even if there are too many.
         """
         subscription_id = subscription_id or self._new_id()
         settings = _completed(name, topics, overrides, self._dead_letter_topic(name, subscription_id, topics))
@@ -140,7 +141,7 @@ class Subscriptions(NamedHolder[Subscription]):
         async with self._changing:
             if name in self._by_name:
                 raise SubscriptionExists(f"subscription {name!r} already exists")
-            if len(self._by_name) >= SUBSCRIPTIONS_MAX:
+            if is_limited and len(self._by_name) >= SUBSCRIPTIONS_MAX:
                 raise InvalidSubscription(f"there are {SUBSCRIPTIONS_MAX} subscriptions already; delete some first")
             made = Subscription(
                 name=name,

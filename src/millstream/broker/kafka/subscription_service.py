@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from random import SystemRandom
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
@@ -286,19 +287,30 @@ class SubscriptionService:
         found = await self.declared.find(name)
         further = [topic for topic in topics or () if topic not in found.topics]
         starts = await self.starts(further, found.settings) if further else None
-        if DEAD_LETTER_TOPIC in changes and not validate_only:
-            await self._track_letters(name)
-        await self.declared.alter(name, changes, topics=topics, starts=starts, validate_only=validate_only, owner=owner)
+        alter = partial(self.declared.alter, name, changes, topics=topics, starts=starts, owner=owner)
+        if DEAD_LETTER_TOPIC in changes or validate_only:
+            before, after = self.declared.settings_of(found), (await alter(validate_only=True)).settings
+            if validate_only:
+                return
+            if after.dead_letter_topic != before.dead_letter_topic:
+                await self._track_letters(name)
+        await alter()
 
     async def _track_letters(self, name: str) -> None:
         """Declare the queue of a subscription's open letters, which is then independent of the subscription."""
         settings = self.declared.settings_of(await self.declared.find(name))
-        topic = self.topics.get(settings.dead_letter_topic)
-        if settings.has_dead_letters and topic is not None:
+        if not settings.has_dead_letters:
+            return
+        # As the catalog has them: another node may have created the topic just now.
+        for topic in [one for one in await self.topics.declared() if one.name == settings.dead_letter_topic]:
             starts = {start_key(topic.name, topic.topic_id): (0,) * topic.partitions}
             with suppress(SubscriptionExists):
                 await self.declared.create(
-                    LETTERS_PREFIX + topic.name, [topic.name], {START: EARLIEST, ATTEMPTS: "0"}, starts=starts
+                    LETTERS_PREFIX + topic.name,
+                    [topic.name],
+                    {START: EARLIEST, ATTEMPTS: "0"},
+                    starts=starts,
+                    is_limited=False,
                 )
 
     async def topic_deleted(self, topic: str) -> None:
