@@ -46,7 +46,7 @@ from millstream.cli.output import (
 )
 from millstream.client.admin.position import POSITION_HELP
 from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of
-from millstream.core.errors import CoordinatorUnavailable, MillstreamError, SubscriptionExists
+from millstream.core.errors import MillstreamError, SubscriptionExists
 from millstream.core.push import HEADERS, SECRET, URL
 from millstream.core.setting import milliseconds_text, named_by_caller, secret_names
 from millstream.core.subscription import (
@@ -102,7 +102,10 @@ async def push_note(client: Client, changes: Mapping[str, str | None]) -> str | 
     host = private_host(changes.get(URL) or "")
     if host is None:
         return None
-    refusing = [str(node) for node in (await client.metadata([])).nodes if not await _may_push(client, node)]
+    refusing: list[str] = []
+    # Only a note: the subscription was changed already.
+    with suppress(MillstreamError):
+        refusing = [str(node) for node in (await client.metadata([])).nodes if not await _may_push(client, node)]
     if not refusing:
         return None
     nodes_text = f"node {refusing[0]} does" if len(refusing) == 1 else f"nodes {', '.join(refusing)} do"
@@ -448,23 +451,23 @@ def update(
     if not changes and topic is None:
         raise typer.BadParameter("nothing to change; see --help for the settings")
 
-    async def question(client: Client) -> str | None:
+    async def question(client: Client) -> list[str | None]:
         from millstream.protocol.private.subscriptions import SubscriptionClient
 
         subscriptions = SubscriptionClient(client)
         before = (await subscriptions.describe([name]))[0]["settings"] if DEAD_LETTER_TOPIC in changes else {}
         await subscriptions.alter(name, changes, topics=topic)
         left = await _left_letters(client, before.get(DEAD_LETTER_TOPIC), changes.get(DEAD_LETTER_TOPIC))
-        return left or await push_note(client, changes)
+        return [left, await push_note(client, changes)]
 
     with named_by_caller({name: _FLAGS.get(name, name) for name in by_flags}):
-        note = ask(common, question)
+        notes = ask(common, question)
     if common.as_json:
         given = shown({setting: value for setting, value in changes.items() if value is not None})
         print_json({"subscription": name, "changes": {**changes, **given}, "topics": topic})
     else:
         print_line(f"Changed subscription {one_line(name)}.")
-    if note is not None:
+    for note in filter(None, notes):
         print_note(note)
 
 
@@ -477,8 +480,8 @@ async def _left_letters(client: Client, before: str | None, after: str | None) -
 
     letters = 0
     if before is not None and before != after:
-        # A partition without a leader keeps its letters too.
-        with suppress(CoordinatorUnavailable):
+        # Only a note: the subscription was changed, whatever keeps the letters from being counted.
+        with suppress(MillstreamError):
             letters = await open_letters(client, before)
     if not letters:
         return None
