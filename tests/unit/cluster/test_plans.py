@@ -133,7 +133,7 @@ async def test_moves_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_node_that_is_away_stays_on_its_machine(tmp_path: Path) -> None:
-    async with NodeGroup(tmp_path) as group:
+    async with NodeGroup(tmp_path, rack="here") as group:
         for number in (2, 3):
             await group[number].stop()
             group[number].machine = NodeId(2)
@@ -147,6 +147,7 @@ async def test_a_node_that_is_away_stays_on_its_machine(tmp_path: Path) -> None:
         await group.until(lambda: away not in group[1].view.live)
         plans = group[1].cluster.plans
         assert plans.machines == {2: 2, 3: 2}
+        assert plans.racks == dict.fromkeys((1, 2, 3), "here")
         with pytest.raises(InvalidRequest, match="whose machine has another replica"):
             await plans.propose("balance", "", [move(group[1], topic, 0, 5 - away, away)], 1 << 20)
         # It moves to a machine of its own, which is known when it is back.

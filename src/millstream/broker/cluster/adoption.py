@@ -46,7 +46,7 @@ _CARRIED: Final = (
     keys.REMOVED,
     keys.PLACEMENTS,
     keys.DRAINED,
-    keys.MACHINES,
+    keys.LOCATIONS,
     keys.ADMITTED,
 )
 """The agreed state apart from sessions, in the order in which it is written; `PLAN` with its moves."""

@@ -36,7 +36,7 @@ from millstream.core.clock import Clock
 from millstream.core.errors import CorruptState, MillstreamError, StoreRefused, StoreUnavailable
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter, gauge
-from millstream.core.partition_state import PartitionState
+from millstream.core.partition_state import PartitionState, encode_value
 from millstream.core.tasks import run_until_first
 from millstream.core.topic import Topic, TopicSettings
 
@@ -56,10 +56,9 @@ async def admit(
         rewritten |= {one.partition for one in proposals} - overtaken
     for registered in joining:
         node = registered.node.node_id
-        machine, key = registered.node.machine, keys.machine_key(node)
         changes = [
             Put(keys.admitted_key(node), registered.incarnation),
-            Delete(key) if machine is None else Put(key, str(machine)),
+            Put(keys.location_key(node), encode_value(registered.node.location)),
         ]
         admitted = await term.change(changes, [Expect(keys.node_key(node), registered.revision)])
         if admitted:

@@ -2,7 +2,7 @@
 
 nodes/<id>                      a running node, as JSON; leased
 admitted/<id>                   the incarnation of that node which the controller has admitted
-machines/<id>                   the first node of the machine that a node shares with others, also while it is away
+locations/<id>                  the machine and rack of a node, as JSON, also while it is away
 leaving/<id>                    a node that is about to stop and should lead nothing; leased
 controller                      the id of the node that decides; leased. Its revision fences the node before it
 topics/<topic id>               a topic as the catalog declares it, as JSON
@@ -34,7 +34,7 @@ from millstream.core.topic import Topic
 
 NODES = "nodes/"
 ADMITTED = "admitted/"
-MACHINES = "machines/"
+LOCATIONS = "locations/"
 LEAVING = "leaving/"
 CONTROLLER = "controller"
 TOPICS = "topics/"
@@ -68,9 +68,9 @@ def admitted_key(node: NodeId) -> str:
     return f"{ADMITTED}{node}"
 
 
-def machine_key(node: NodeId) -> str:
-    """Return where the controller records the machine of a node."""
-    return f"{MACHINES}{node}"
+def location_key(node: NodeId) -> str:
+    """Return where the controller records the machine and rack of a node."""
+    return f"{LOCATIONS}{node}"
 
 
 def leaving_key(node: NodeId) -> str:

@@ -282,7 +282,7 @@ class FolderSettlement:
         kept = {node for folder, node in present.items() if layout.folders.get(node) == folder}
         gone = self._mine - set(layout.nodes)
         changes: list[Change] = [Delete(keys.admitted_key(node)) for node in self._mine - kept]
-        changes += [Delete(key(node)) for node in gone for key in (keys.drained_key, keys.machine_key)]
+        changes += [Delete(key(node)) for node in gone for key in (keys.drained_key, keys.location_key)]
         for entry in (await self._store.read(keys.DELETED)).entries.values():
             if keys.DONE in entry.key:
                 continue

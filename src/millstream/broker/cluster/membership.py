@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
-from typing import Protocol
+from typing import Final, Protocol
 
 from millstream.core.ids import NodeId
 
@@ -18,6 +18,18 @@ def is_any_address(host: str) -> bool:
         return ip_address(host).is_unspecified
     except ValueError:
         return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """What a node shares with others, so that replicas of a partition keep apart; recorded for when it is away."""
+
+    machine: NodeId | None = None
+    """The first of the nodes that share its machine; None if it has its own machine."""
+    rack: str | None = None
+
+
+NO_LOCATION: Final = Location()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +48,10 @@ class Node:
     """The first of the nodes that share its machine; None if it has its own machine."""
     secret: str = field(default="", repr=False)
     """Proves to other nodes that a request comes from this node, even without authentication; new with each start."""
+
+    @property
+    def location(self) -> Location:
+        return Location(machine=self.machine, rack=self.rack)
 
     @property
     def failure_domain(self) -> NodeId:

@@ -141,7 +141,13 @@ class Plans:
     @property
     def machines(self) -> dict[NodeId, NodeId]:
         """The machine of each node that shares it with others, by the first of its nodes, also while it is away."""
-        return dict(self._view.machines)
+        locations = self._view.locations.items()
+        return {node: location.machine for node, location in locations if location.machine is not None}
+
+    @property
+    def racks(self) -> dict[NodeId, str]:
+        """The rack of each node that has one, also while it is away."""
+        return {node: location.rack for node, location in self._view.locations.items() if location.rack is not None}
 
     def moves(self) -> list[tuple[Move, str]]:
         """Return the moves of the current plan, each with what became of it."""
@@ -227,6 +233,7 @@ class Plans:
             raise InvalidRequest(f"a plan has at most {MOVES_MAX} moves, not {len(moves)}")
         _check_throttle(throttle_bytes)
         seen: set[PartitionKey] = set()
+        machines = self.machines
         for move in moves:
             key, where = (move.topic_id, move.index), f"{move.topic}-{move.index}"
             versioned = self._view.states.get(key)
@@ -240,15 +247,13 @@ class Plans:
             unknown = [node for node in move.target if node not in self._view.live and node not in move.before]
             if unknown:
                 raise InvalidRequest(f"{where} cannot move to node {unknown[0]}, which is not running")
-            machines = Counter(self._machine(node) for node in move.target)
-            shared = [node for node in move.target if node not in move.before and machines[self._machine(node)] > 1]
+            domains = {node: machines.get(node, node) for node in move.target}
+            taken = Counter(domains.values())
+            shared = [node for node in move.target if node not in move.before and taken[domains[node]] > 1]
             if shared:
                 raise InvalidRequest(
                     f"{where} cannot move to node {shared[0]}, whose machine has another replica of it"
                 )
-
-    def _machine(self, node: NodeId) -> NodeId:
-        return self._view.machines.get(node, node)
 
     async def _change(self, changes: Sequence[Change], what: str, *, expect_revision: int | None = None) -> None:
         """Change the store, and wait until this node sees it."""

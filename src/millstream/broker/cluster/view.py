@@ -24,7 +24,7 @@ from millstream.broker.cluster.keys import (
     settings_from_json,
     topic_from_json,
 )
-from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.membership import Location, Node
 from millstream.broker.cluster.plans import PlanHeader, moves_from_json
 from millstream.broker.cluster.store import CoordinationStore, Event, Snapshot
 from millstream.core.backoff import Backoff
@@ -32,7 +32,7 @@ from millstream.core.cluster_plan import Move
 from millstream.core.config import DEFAULT_LISTENER
 from millstream.core.errors import CorruptState, RequestTimedOut, StoreUnavailable, WatchLost
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.partition_state import PartitionState, Versioned, decode_value
 from millstream.core.tasks import within
 from millstream.core.topic import Topic
 
@@ -79,8 +79,8 @@ class ClusterView:
         self.registrations: dict[NodeId, int] = {}
         """The revision of each node's last registration, even if it is gone."""
         self.admitted: dict[NodeId, str] = {}
-        self.machines: dict[NodeId, NodeId] = {}
-        """The machine of each node that shares it with others, by the first of its nodes, even if the node is gone."""
+        self.locations: dict[NodeId, Location] = {}
+        """The machine and rack of each node, even if it is gone."""
         self.leaving: set[NodeId] = set()
         self.drained: set[NodeId] = set()
         self.plan: PlanHeader | None = None
@@ -105,7 +105,7 @@ class ClusterView:
             (keys.PARTITIONS, self._read_partition),
             (keys.NODES, self._read_node),
             (keys.ADMITTED, self._read_admitted),
-            (keys.MACHINES, self._read_machine),
+            (keys.LOCATIONS, self._read_location),
             (keys.LEAVING, self._read_leaving),
             (keys.DRAINED, self._read_drained),
             (keys.PLAN_MOVES, self._read_plan_moves),
@@ -258,12 +258,12 @@ class ClusterView:
             self.admitted[node] = value
         change.nodes.add(node)
 
-    def _read_machine(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+    def _read_location(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
         node = NodeId(int(rest))
         if value is None:
-            self.machines.pop(node, None)
+            self.locations.pop(node, None)
         else:
-            self.machines[node] = NodeId(int(value))
+            self.locations[node] = decode_value(value, Location, "the location of a node")
         change.nodes.add(node)
 
     def _read_leaving(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:

@@ -99,3 +99,5 @@ class PlanResponse(Response, frozen=True, kw_only=True):
     """Nodes that get no new leaders and replicas."""
     machines: Mapping[NodeId, NodeId] = {}
     """The machine of each node that shares it with others, by the first of its nodes, also while it is away."""
+    racks: Mapping[NodeId, str] = {}
+    """The rack of each node that has one, also while it is away."""

@@ -111,11 +111,12 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
 
 
 class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
-    """Returns the last plan, what became of each move, the drained nodes, and which nodes share a machine.
+    """Returns the last plan, what became of each move, the drained nodes, and the machines and racks of nodes.
 
     {}     answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "kind": "drain", "subject": "2",
     "state": "running", "throttle_bytes": 33554432, "created_ms": 1780000000000, "finished_ms": 0,
-    "moves": [{…, "state": "moving"}], "drained": [2], "machines": {"1": 1, "1001": 1}}
+    "moves": [{…, "state": "moving"}], "drained": [2], "machines": {"1": 1, "1001": 1},
+    "racks": {"1": "a", "1001": "a"}}
     """
 
     key = DESCRIBE_KEY
@@ -125,11 +126,14 @@ class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
     async def handle(self, request: Nothing) -> PlanResponse:
         """Describe it as this node sees it."""
         plans = self.plans
-        header, drained, machines = plans.current, sorted(plans.drained), plans.machines
-        if header is None:
-            return PlanResponse(drained=drained, machines=machines)
-        moves = [PlannedMove.of(move, state) for move, state in plans.moves()]
-        return msgspec.structs.replace(_described(header), moves=moves, drained=drained, machines=machines)
+        header = plans.current
+        return msgspec.structs.replace(
+            PlanResponse() if header is None else _described(header),
+            moves=[PlannedMove.of(move, state) for move, state in plans.moves()],
+            drained=sorted(plans.drained),
+            machines=plans.machines,
+            racks=plans.racks,
+        )
 
 
 class NodeUndrain(_PlanApi[UndrainRequest, Response]):
