@@ -11,6 +11,7 @@ from millstream.broker.cluster import keys, rebuild
 from millstream.broker.cluster.election import elect
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
+from millstream.broker.cluster.membership import Location
 from millstream.broker.cluster.rebuild import (
     EPOCHS_SKIPPED,
     NOT_WHOLE,
@@ -21,14 +22,16 @@ from millstream.broker.cluster.rebuild import (
     take_inventory,
 )
 from millstream.broker.cluster.store import Put
+from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.store import LogStore
 from millstream.core.clock import SystemClock
 from millstream.core.errors import ClusterMismatch, CorruptState, DataFolderInvalid
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState
+from millstream.core.partition_state import PartitionState, decode_value
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.files import MemoryFiles
+from millstream_testing.single_node import single_node
 
 ORDERS = UUID(int=1)
 
@@ -37,8 +40,13 @@ def log(epoch: int, end: int, *, partition: int = 0, topic: UUID = ORDERS, damag
     return ReplicaFound(topic_id=str(topic), partition=partition, end=end, epoch=epoch, damaged=damaged)
 
 
+PLACE = Location(machine=NodeId(7), rack="a")
+
+
 def node(number: int, *replicas: ReplicaFound, whole: str = "whole", cluster_id: str = "id") -> Inventory:
-    return Inventory(node_id=number, cluster="c", cluster_id=cluster_id, whole=whole, replicas=list(replicas))
+    return Inventory(
+        node_id=number, cluster="c", cluster_id=cluster_id, whole=whole, replicas=list(replicas), location=PLACE
+    )
 
 
 def topic(partitions: int = 1, replication: int = 3, topic_id: UUID = ORDERS) -> Topic:
@@ -144,6 +152,8 @@ async def test_it_is_written_once_and_only_where_nothing_is_known() -> None:
     entries = (await store.read("")).entries
     assert entries[keys.CLUSTER_ID].value == "id"
     assert entries[keys.admitted_key(NodeId(1))].value == "whole"
+    # Where it is, is known also if it stays away.
+    assert decode_value(entries[keys.location_key(NodeId(1))].value, Location, "") == PLACE
     states = [entry for key, entry in entries.items() if key.startswith(keys.PARTITIONS)]
     assert {PartitionState.from_json(entry.value).in_sync for entry in states} == {(1,)}
     assert (len(states), keys.topic_key(ORDERS) in entries) == (200, True)
@@ -162,7 +172,7 @@ async def test_an_inventory_lists_the_ends_of_all_logs_and_whether_they_can_be_t
         await take_inventory("/data", files, clock, boot_id="a")
     store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=1 << 20, producer_expiry_ms=1 << 40)
     run = LastRun(files, "/data", boot_id="a", stopped_clean=True)
-    run.set_owner(FolderOwner(node_id=7, cluster="c", cluster_id="id"))
+    run.set_owner(FolderOwner(node_id=7, cluster="c", cluster_id="id", location=PLACE))
     run.begin("mine")
     written = store.open_log(ORDERS, TopicPartition("orders", PartitionIndex(0)), TopicSettings())
     for number in range(3):
@@ -172,7 +182,13 @@ async def test_an_inventory_lists_the_ends_of_all_logs_and_whether_they_can_be_t
     files.kill()
     for _ in range(2):
         reported = await take_inventory("/data", files, clock, boot_id=boot_id)
-        assert reported == Inventory(node_id=7, cluster="c", cluster_id="id", whole=whole, replicas=[log(2, 3)])
+        assert reported == node(7, log(2, 3), whole=whole)
     assert Inventory.from_json(reported.to_json().encode()) == reported
     with pytest.raises(CorruptState):
         Inventory.from_json(b"{}")
+
+
+async def test_a_folder_records_where_its_node_was(tmp_path: Path) -> None:
+    async with single_node(tmp_path, rack="b"):
+        pass
+    assert FolderOwner.read(DiskFiles(), str(tmp_path)).location == Location(rack="b")

@@ -150,7 +150,10 @@ class ClusterNode:
             found = entries[keys.CLUSTER_ID].value
         self._last_run.set_owner(
             FolderOwner(
-                node_id=self._id, cluster=self._config.cluster if self._config.in_cluster else "", cluster_id=found
+                node_id=self._id,
+                cluster=self._config.cluster if self._config.in_cluster else "",
+                cluster_id=found,
+                location=me.location,
             )
         )
         return Membership(found, me, self.view)

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 from crc32c import crc32c
 
+from millstream.broker.cluster.membership import NO_LOCATION, Location
 from millstream.broker.log.files import Files, is_out_of_space, write_fully
 from millstream.broker.log.state import read_whole, replace_file
 from millstream.core.errors import CorruptState
@@ -37,6 +38,7 @@ class _Content(msgspec.Struct, kw_only=True):
     node_id: int = UNKNOWN_NODE
     cluster: str = ""
     cluster_id: str = ""
+    location: Location = NO_LOCATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class FolderOwner:
     cluster_id: str = ""
     was_admitted: bool = False
     incarnations: tuple[str, ...] = ()
+    location: Location = NO_LOCATION
+    """Where the node was when it last ran."""
 
     @classmethod
     def read(cls, files: Files, folder: str) -> FolderOwner:
@@ -61,6 +65,7 @@ class FolderOwner:
             cluster_id=found.cluster_id,
             was_admitted=found.admitted,
             incarnations=tuple(found.incarnations),
+            location=found.location,
         )
 
 
@@ -145,6 +150,7 @@ class LastRun:
             node_id=self._owner.node_id,
             cluster=self._owner.cluster,
             cluster_id=self._owner.cluster_id,
+            location=self._owner.location,
         )
         encoded = _encode(content)
         try:

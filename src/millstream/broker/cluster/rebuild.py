@@ -19,13 +19,14 @@ import msgspec
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.keys import PartitionKey, partition_key, topic_to_json
 from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner, LastRun
+from millstream.broker.cluster.membership import NO_LOCATION, Location
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Put
 from millstream.broker.log.files import Files
 from millstream.broker.log.store import LogStore
 from millstream.core.clock import Clock
 from millstream.core.errors import ClusterMismatch, CorruptState, DataFolderInvalid
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.partition_state import NO_LEADER, PartitionState
+from millstream.core.partition_state import NO_LEADER, PartitionState, encode_value
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 
 _JOURNAL_BYTES = 64 * 1024 * 1024
@@ -54,6 +55,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     whole: str
     """An incarnation whose logs are complete; empty if a log may have a hole."""
     replicas: list[ReplicaFound]
+    location: Location = NO_LOCATION
 
     def to_json(self) -> str:
         """Encode it, to be carried from one machine to another."""
@@ -87,6 +89,7 @@ async def take_inventory(folder: str, files: Files, clock: Clock, *, boot_id: st
         cluster_id=owner.cluster_id,
         whole=last_run.whole_incarnation,
         replicas=replicas,
+        location=owner.location,
     )
 
 
@@ -125,6 +128,7 @@ class Rebuilt:
     topics: list[Topic] = field(default_factory=list)
     """Those with a state for every partition; the controller creates what others lack."""
     admitted: dict[NodeId, str] = field(default_factory=dict)
+    locations: dict[NodeId, Location] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     """Partitions without any log: they would begin empty."""
     short: list[str] = field(default_factory=list)
@@ -151,7 +155,10 @@ def derive_states(
     Nodes that are `replaced` lost their folder and begin with an empty one: they get copies that are missing.
     """
     _check_one_cluster(inventories, replaced)
-    rebuilt = Rebuilt(admitted={NodeId(one.node_id): one.whole or NOT_WHOLE for one in inventories})
+    rebuilt = Rebuilt(
+        admitted={NodeId(one.node_id): one.whole or NOT_WHOLE for one in inventories},
+        locations={NodeId(one.node_id): one.location for one in inventories},
+    )
     found: dict[PartitionKey, dict[NodeId, ReplicaFound]] = {}
     for one in inventories:
         for replica in one.replicas:
@@ -231,6 +238,7 @@ async def write(store: CoordinationStore, rebuilt: Rebuilt, cluster_id: str) -> 
     changes: list[Change] = [Delete(key) for key in left]
     changes += [Put(partition_key(key), state.to_json()) for key, state in rebuilt.states.items()]
     changes += [Put(keys.topic_key(topic.topic_id), topic_to_json(topic)) for topic in rebuilt.topics]
+    changes += [Put(keys.location_key(node), encode_value(location)) for node, location in rebuilt.locations.items()]
     # The key that lets nodes start is written last, so that an interrupted attempt must be repeated.
     changes += [Put(keys.admitted_key(node), incarnation) for node, incarnation in rebuilt.admitted.items()]
     changes.append(Put(keys.CLUSTER_ID, cluster_id))
