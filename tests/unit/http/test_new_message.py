@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import time
 from typing import Any
 from uuid import UUID
@@ -97,6 +98,46 @@ def test_what_cannot_be_meant_is_refused(headers: dict[bytes, bytes]) -> None:
 def test_a_message_of_a_batch_has_one_value_and_one_key(said: dict[str, Any]) -> None:
     with pytest.raises(Refused):
         from_batch(msgspec.json.decode(msgspec.json.encode(said), type=NewMessage))
+
+
+BROKEN = base64.b64encode(b'{"a": "\xff"}').decode()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"value": "{broken", "headers": {"content-type": "application/json"}},
+        {"value": "", "headers": {"content-type": "application/vnd.shop.order+json; charset=utf-8"}},
+        {"base64": BROKEN, "headers": {"content-type": "application/json"}},
+    ],
+)
+def test_a_message_that_is_declared_as_json_is_json(said: dict[str, Any]) -> None:
+    def read(**more: Any) -> Any:
+        return from_batch(msgspec.convert({**said, **more}, NewMessage))
+
+    with pytest.raises(Refused, match="not JSON"):
+        read()
+    assert read(headers={}).record.value is not None
+    assert read(value="{}", base64=None).record.value == b"{}"
+    assert read(value=None, base64=None).record.value is None
+
+
+def test_json_of_a_batch_is_text() -> None:
+    message = msgspec.json.decode(b'{"json": "\xff"}', type=NewMessage)
+    with pytest.raises(Refused, match="not JSON"):
+        from_batch(message)
+
+
+@pytest.mark.parametrize("name", [b"content-type", b"message-header-content-type"])
+def test_a_body_that_is_declared_as_json_is_json(name: bytes) -> None:
+    with pytest.raises(Refused, match="not JSON"):
+        from_request({name: b"application/json"}, b"{broken")
+
+
+def test_data_of_an_event_that_is_declared_as_json_is_json() -> None:
+    assert event(data_base64="e30=", datacontenttype="application/json").record.value == b"{}"
+    with pytest.raises(Refused, match="not JSON"):
+        event(data_base64="/w==", datacontenttype="application/json")
 
 
 EVENT = {"specversion": "1.0", "id": "e", "source": "/s", "type": "t"}

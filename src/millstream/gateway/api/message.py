@@ -99,7 +99,7 @@ def members_of(topic: str, topic_id: object, partition: int, record: Record) -> 
         _set(members, "key", "key_base64", record.key)
     if record.value is not None:
         _set(members, "value", "base64", record.value)
-        if "value" in members and _declares_json(record.headers):
+        if "value" in members and declares_json(record.headers):
             _as_json(members, record.value)
     texts: dict[str, str] = {}
     others: dict[str, str] = {}
@@ -138,7 +138,8 @@ def _set(members: dict[str, Any], text: str, encoded: str, value: bytes) -> None
         members[encoded] = base64.b64encode(value).decode()
 
 
-def _declares_json(headers: Headers) -> bool:
+def declares_json(headers: Headers) -> bool:
+    """Return whether the content type of a message is JSON."""
     for name, value in headers:
         if name == "content-type" and value is not None:
             media = value.partition(b";")[0].strip().lower()

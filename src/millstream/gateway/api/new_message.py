@@ -7,6 +7,7 @@ import binascii
 import time
 from collections.abc import Mapping
 from datetime import datetime
+from http import HTTPStatus
 from typing import Annotated, Any, Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -14,7 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from millstream.core.json_problem import plain_problem
-from millstream.gateway.api.problem import invalid
+from millstream.gateway.api.message import declares_json
+from millstream.gateway.api.problem import Refused, invalid
 from millstream.protocol.records.record import NewRecord
 
 BATCH_MAX: Final = 1000
@@ -28,6 +30,7 @@ DELAY_S_MAX: Final = 366 * 24 * 3600
 _DEFAULT_CONTENT_TYPES: Final = frozenset({"application/x-www-form-urlencoded", "application/octet-stream"})
 """Content types that HTTP clients send by default, which say nothing about the message."""
 
+_raw_decoder: Final = msgspec.json.Decoder(msgspec.Raw)
 _PREFIX: Final = b"message-"
 _HEADER_PREFIX: Final = b"message-header-"
 
@@ -131,7 +134,7 @@ def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
             stored.append((name.decode(), value))
     if due_ms is not None:
         stored.append((DELIVER_AT, b"%d" % due_ms))
-    return Placed(NewRecord(key, body, tuple(stored)), partition, message_id)
+    return _checked_json(Placed(NewRecord(key, body, tuple(stored)), partition, message_id))
 
 
 def from_batch(message: NewMessage) -> Placed:
@@ -152,7 +155,22 @@ def from_batch(message: NewMessage) -> Placed:
         known = {name for name, _ in stored}
         stored += [(name, _encoded(value)) for name, value in message.headers.items() if name not in known]
     message_id = None if message.id is None else message.id.encode()
-    return Placed(NewRecord(_key(message), _value(message), tuple(stored)), message.partition, message_id)
+    record = NewRecord(_key(message), _value(message), tuple(stored))
+    return _checked_json(Placed(record, message.partition, message_id))
+
+
+def _checked_json(placed: Placed) -> Placed:
+    """Return a message; refuse one that is declared as JSON and is not: every reader of it would fail."""
+    value = placed.record.value
+    if value is not None and declares_json(placed.record.headers):
+        try:
+            _raw_decoder.decode(value)
+            # The decoder does not look into strings.
+            value.decode()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            detail = f"the message is declared as JSON and is not JSON: {error}"
+            raise Refused(HTTPStatus.BAD_REQUEST, detail) from None
+    return placed
 
 
 def with_request(placed: Placed, headers: Mapping[bytes, bytes]) -> Placed:
@@ -303,7 +321,8 @@ def from_members(members: _Members) -> Placed:
     stored: tuple[tuple[str, bytes | None], ...] = ()
     if content_type is not None:
         stored = ((CONTENT_TYPE, content_type.encode()),)
-    return _with_attributes(Placed(NewRecord(None, _data(event, content_type), stored), None, None), attributes)
+    placed = _checked_json(Placed(NewRecord(None, _data(event, content_type), stored), None, None))
+    return _with_attributes(placed, attributes)
 
 
 def _checked(members: _Members) -> CloudEvent:

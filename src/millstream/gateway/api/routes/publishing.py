@@ -33,7 +33,6 @@ from millstream.gateway.api.new_message import (
     from_headers,
     from_members,
     from_request,
-    is_json,
     structured_decoder,
     with_request,
 )
@@ -51,7 +50,6 @@ K = TypeVar("K")
 
 MESSAGES: Final = "application/vnd.millstream.messages+json"
 _any_decoder: Final = msgspec.json.Decoder()
-_raw_decoder: Final = msgspec.json.Decoder(msgspec.Raw)
 _batch_decoder: Final = msgspec.json.Decoder(MessageBatch)
 
 
@@ -103,8 +101,6 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
         if media.startswith(_EVENT_FORMATS):
             # An event in XML or Avro, stored unparsed, would not be recognized as an event.
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send events as {STRUCTURED} or {BATCHED}")
-        if is_json(media.decode("latin-1")):
-            _check_json(request.body)
         placed = from_request(headers, request.body)
         if SPEC_HEADER in headers:
             placed = from_headers(headers, placed)
@@ -246,16 +242,6 @@ def _published(receipt: Receipt) -> Published:
 async def _topic(services: Services, topic: str) -> Any:
     found = await services.client.metadata([topic], create=True)
     return found.topics[topic] if topic in found.topics else await find_topic(services.client, topic)
-
-
-def _check_json(body: bytes) -> None:
-    """Refuse a body that is declared as JSON and is not: every reader of the message would fail on it."""
-    read_json(_raw_decoder, body)
-    if not body.isascii():
-        try:
-            body.decode()
-        except UnicodeDecodeError as error:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 
 
 def _read_batch(body: bytes) -> list[Placed]:
