@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
+from millstream.cli.local_process import ReservedPort
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -50,12 +52,13 @@ class Webhook:
         self._came = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._port = 0
+        # Held while the server is stopped, too: another process must not answer in its place.
+        self._port = ReservedPort()
 
     @property
     def url(self) -> str:
         """The URL to push to."""
-        return f"http://127.0.0.1:{self._port}/hook"
+        return f"http://{self._port.address}/hook"
 
     @property
     def bodies(self) -> list[bytes]:
@@ -63,9 +66,8 @@ class Webhook:
         return [request.body for request in self.requests]
 
     async def start(self) -> None:
-        """Accept connections, on the previous port if there was one."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port, ssl=self._tls)
-        self._port = self._server.sockets[0].getsockname()[1]
+        """Accept connections, always on the same port."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port.number, ssl=self._tls)
 
     async def stop(self) -> None:
         """Close everything at once, as if killed."""
