@@ -1,4 +1,4 @@
-"""`make bench-cluster`: three nodes on one machine against one, failover, and very many partitions.
+"""`make bench-cluster`: three nodes on one machine against one and against Apache Kafka, failover, many partitions.
 
     python -m benchmarks.cluster [--quick] [--only throughput,failover,partitions] [--json FILE]
 
@@ -18,9 +18,11 @@ from typing import Any
 
 from benchmarks import cluster_failover, cluster_partitions, cluster_throughput, machine
 from benchmarks.cluster_throughput import ONE, THREE
+from benchmarks.latency import ACKNOWLEDGED, END_TO_END
 from benchmarks.percentiles import percentile
 from benchmarks.report import Table
 from benchmarks.results import Line, Results
+from benchmarks.subject import PRODUCED
 from benchmarks.target import Numbers
 from benchmarks.verdict import Target
 from rich.console import Console
@@ -49,6 +51,7 @@ def main() -> int:
     console = Console()
     for table in (
         _throughput(results),
+        _latency(results),
         _failover(failovers),
         _partitions(many, arguments.partitions),
         _verdict(verdict),
@@ -81,8 +84,8 @@ def _arguments() -> argparse.Namespace:
 
 def targets(results: Results, failovers: Sequence[float], many: Numbers) -> list[Target]:
     """What was to be reached, and whether it was."""
-    shares = [found for line in results.lines() if (found := _share(line)) is not None]
-    worst = results.extreme(_share, least=True)
+    shares = [found for line in results.lines(PRODUCED) if (found := _share(line)) is not None]
+    worst = results.extreme(_share, PRODUCED, least=True)
     share = Target("replication 3, acks=all", f"at least {SHARE_MIN:.0%} of one node", None, "")
     if worst is not None:
         good = sum(each >= SHARE_MIN for each in shares)
@@ -105,14 +108,24 @@ def _share(line: Line) -> float | None:
 
 
 def _throughput(results: Results) -> Table:
-    table = Table(
-        "Produce at most, MB/s: one node, three nodes", ["line", ONE, THREE, "share", "CPU s/GB: one", "three"]
-    )
-    for line in results.lines():
-        cpu = [sum(line.value(name, f"{kind} CPU s/GB") or 0 for kind in ("user", "system")) for name in (ONE, THREE)]
-        rates = [f"{line.value(name, 'MB/s') or 0:.1f}" for name in (ONE, THREE)]
+    names = results.subjects(PRODUCED)
+    columns = ["line", *names, "three of one", *(f"CPU s/GB: {name}" for name in names)]
+    table = Table("Produce at most, MB/s, acks=all", columns)
+    for line in results.lines(PRODUCED):
+        cpu = [sum(line.value(name, f"{kind} CPU s/GB") or 0 for kind in ("user", "system")) for name in names]
+        rates = [f"{line.value(name, 'MB/s') or 0:.1f}" for name in names]
         share = f"{_share(line) or 0:.0%}"
         table.rows.append([line.case.name, *rates, share, *(f"{value:.2f}" for value in cpu)])
+    return table
+
+
+def _latency(results: Results) -> Table:
+    table = Table("At a fixed rate, acks=all", ["line", "", "p50 ms", "p99 ms", "CPU ms per message"])
+    for line in results.lines(ACKNOWLEDGED, END_TO_END):
+        for name in results.subjects(ACKNOWLEDGED):
+            took = [f"{line.value(name, number) or 0:.2f}" for number in ("p50 ms", "p99 ms")]
+            cpu = sum(line.value(name, f"{kind} CPU s/M messages") or 0 for kind in ("user", "system")) / 1000
+            table.rows.append([f"{line.case.name}, {line.direction}", name, *took, f"{cpu:.2f}"])
     return table
 
 

@@ -1,4 +1,7 @@
-"""How much three nodes take in against one on the same machine, with librdkafka as fast as it can."""
+"""Three nodes against one on the same machine, and against three of Apache Kafka, with librdkafka.
+
+Measured are how much they take in as fast as librdkafka can send, and how long a message takes at a fixed rate.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
-from benchmarks import throughput
-from benchmarks.cases import ALWAYS, IDEMPOTENT, OS, Case
+from benchmarks import latency, throughput
+from benchmarks.cases import ALWAYS, IDEMPOTENT, LATENCY, OS, Case
+from benchmarks.peers.kafka import KafkaServer, kafka
+from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.results import Results
 from benchmarks.subject import PRODUCED, Measured
 from benchmarks.target import Target
@@ -23,7 +28,7 @@ from confluent_kafka.cimpl import NewTopic
 from millstream_testing.fork_server import ForkedProcess
 from millstream_testing.server import Server
 
-ONE, THREE = "one node", "three nodes"
+ONE, THREE, KAFKA = "one node", "three nodes", "Apache Kafka, three nodes"
 REPLICATION = 3
 CASES = (
     Case(flush=OS),
@@ -31,8 +36,11 @@ CASES = (
     Case(flush=OS, size_bytes=100),
     Case(flush=OS, producers=10),
     Case(flush=ALWAYS),
+    Case(kind=LATENCY, flush=OS, rate_per_s=1000, partitions=1),
+    Case(kind=LATENCY, flush=ALWAYS, rate_per_s=1000, partitions=1),
 )
-"""What is measured; how much of one node's rate three nodes reach is asked for each."""
+"""What is measured; at most, three nodes should reach a share of one node's rate."""
+_KAFKA_FLUSH: Final = {OS: {}, ALWAYS: {"flush.messages": "1"}}
 
 _ADMIN_S_MAX = 60.0
 
@@ -54,7 +62,7 @@ class ClusterUp(Server):
 
 
 class Measurement:
-    """Both servers, side by side, each measured while the other rests."""
+    """All servers, side by side, each measured while the others rest."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -71,7 +79,18 @@ class Measurement:
         # Ends in order, so that etcd and PostgreSQL are not cut off.
         self._stack.callback(three.stop)
         self._servers = {ONE: (one, 1), THREE: (three, REPLICATION)}
+        try:
+            peer = self._stack.enter_context(kafka(folder / "kafka", OS, nodes=REPLICATION))
+        except PeerUnavailable as reason:
+            print(f"Apache Kafka is not measured: {reason}", file=sys.stderr)
+        else:
+            self._servers[KAFKA] = (peer, REPLICATION)
         return self
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Those that are measured."""
+        return list(self._servers)
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
@@ -80,6 +99,8 @@ class Measurement:
         """Measure one line on one of them."""
         server, replication = self._servers[name]
         with _topic(server, case, replication) as target:
+            if case.kind == LATENCY:
+                return latency.measure(target, case, seconds)
             return {PRODUCED: throughput.produce(target, case, seconds)[1]}
 
 
@@ -89,7 +110,8 @@ def _topic(server: Server, case: Case, replication: int) -> Iterator[Target]:
     name = f"bench-{uuid.uuid4().hex[:8]}"
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     least = {"min.insync.replicas": "2"} if replication > 1 else {}
-    topic = NewTopic(name, case.partitions, replication, config={"flush": case.flush, **least})
+    flush = _KAFKA_FLUSH[case.flush] if isinstance(server, KafkaServer) else {"flush": case.flush}
+    topic = NewTopic(name, case.partitions, replication, config={**flush, **least})
     admin.create_topics([topic], operation_timeout=_ADMIN_S_MAX)[name].result(_ADMIN_S_MAX)
     try:
         yield Target(server=server, topic=name, partitions=case.partitions)
@@ -98,13 +120,13 @@ def _topic(server: Server, case: Case, replication: int) -> Iterator[Target]:
 
 
 def run(rounds: int, seconds: float, cases: Sequence[Case] = CASES) -> Results:
-    """Measure every line in turn on both, several times over."""
+    """Measure every line in turn on all, several times over."""
     results = Results()
     with Measurement() as measurement:
-        for name in (ONE, THREE):
+        for name in measurement.names:
             measurement.measure(name, Case(flush=OS), 1.0)
         for turn in range(rounds):
             for case in cases:
-                for name in (ONE, THREE) if turn % 2 == 0 else (THREE, ONE):
+                for name in measurement.names[:: 1 if turn % 2 == 0 else -1]:
                     results.add(case, name, case.durability, measurement.measure(name, case, seconds))
     return results

@@ -1,6 +1,6 @@
-"""Apache Kafka as a peer: one KRaft node on loopback, fetched by Maven, started and stopped like our own server.
+"""Apache Kafka as a peer: KRaft nodes on loopback, fetched by Maven, started and stopped like our own server.
 
-    with kafka(folder / "data", "always") as server:       # or "os"
+    with kafka(folder / "data", "always") as server:       # or "os"; nodes=3 for a cluster
         Producer({"bootstrap.servers": server.kafka})
 
     python -m benchmarks.peers.kafka --check                # start it, 1,000 messages in and out, stop it
@@ -11,7 +11,7 @@ which Kafka looks every second. Files of deleted topics go at once instead of af
 own start script and sample configuration set. The jars are kept in a cache folder of the user; with KAFKA_HOME set,
 that installation is used.
 
-The process that `Server` starts is this module; Java is its child, in the same process group, so that neither can
+The process that `Server` starts is this module; each node is its child, in the same process group, so that none can
 outlive the benchmark.
 """
 
@@ -55,11 +55,11 @@ _JVM = (
 )
 _PROPERTIES = """\
 process.roles=broker,controller
-node.id=1
+node.id={node}
 listeners=PLAINTEXT://{address},CONTROLLER://{controller}{internal}{listener}
 advertised.listeners=PLAINTEXT://{address}{relay}{listener}
 controller.listener.names=CONTROLLER
-controller.quorum.bootstrap.servers={controller}
+{quorum}
 log.dirs={logs}
 num.partitions={partitions}
 log.flush.scheduler.interval.ms=1000
@@ -67,10 +67,10 @@ log.initial.task.delay.ms=0
 log.segment.delete.delay.ms=100
 num.network.threads=3
 num.io.threads=8
-offsets.topic.replication.factor=1
-transaction.state.log.replication.factor=1
+offsets.topic.replication.factor={nodes}
+transaction.state.log.replication.factor={nodes}
 transaction.state.log.min.isr=1
-share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.replication.factor={nodes}
 share.coordinator.state.topic.min.isr=1
 group.share.min.record.lock.duration.ms=1000
 group.initial.rebalance.delay.ms=0
@@ -94,9 +94,10 @@ class KafkaServer(Server):
 
     @property
     def pid(self) -> int:
-        """The process id of Kafka itself, for its CPU seconds and memory."""
-        java: int = psutil.Process(self._running().pid).children()[0].pid
-        return java
+        """The process id of Kafka itself, for its CPU seconds and memory; of several nodes, that of their parent."""
+        parent = psutil.Process(self._running().pid)
+        nodes = parent.children()
+        return int(nodes[0].pid if len(nodes) == 1 else parent.pid)
 
     def _folder(self) -> Path:
         return Path(__file__).resolve().parent.parent.parent
@@ -107,6 +108,7 @@ def kafka(
     flush: str,
     *,
     partitions: int = PARTITIONS,
+    nodes: int = 1,
     internal: str = "",
     relay: str = "",
     listener: str = "",
@@ -119,7 +121,7 @@ def kafka(
     """
     fetch()
     settings: dict[str, object] = {"flush": flush, "partitions": partitions, "internal": internal, "relay": relay}
-    settings["listener"] = listener
+    settings |= {"listener": listener, "nodes": nodes}
     if properties:
         file = data.with_name(data.name + ".properties")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -172,39 +174,56 @@ def _copy_jars(pom: Path, into: Path) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Format the storage, start Kafka, print the address once it answers, and stop it when asked to."""
+    """Format the storage, start Kafka, print its addresses once it answers, and stop it when asked to."""
     java = ["java", *_JVM, "-cp", f"{fetch()}/*"]
-    properties: Path = arguments.data / "server.properties"
-    if not properties.exists():
-        _write_properties(arguments, properties)
-        _format(java, properties)
-    address = _advertised(properties)
+    count: int = arguments.nodes
+    folders = [arguments.data] if count == 1 else [arguments.data / f"node-{at + 1}" for at in range(count)]
+    files = [folder / "server.properties" for folder in folders]
+    if not files[-1].exists():
+        _write_properties(arguments, files)
+        _format(java, files)
+    addresses = [_advertised(file) for file in files]
     # Asked to stop before there is anything to stop, the process simply ends, and takes its group along.
-    node = subprocess.Popen([*java, "kafka.Kafka", str(properties)], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    commands = [[*java, "kafka.Kafka", str(file)] for file in files]
+    nodes = [subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr) for command in commands]
+
+    def stop(*_: object) -> None:
+        for node in nodes:
+            node.terminate()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: node.terminate())
-    _wait_until_ready(address, node)
-    print(json.dumps({"kafka": address}), flush=True)
-    code = node.wait()
+        signal.signal(number, stop)
+    for address, node in zip(addresses, nodes, strict=True):
+        _wait_until_ready(address, node)
+    print(json.dumps({"kafka": ",".join(addresses)}), flush=True)
+    codes = [node.wait() for node in nodes]
     # Java ends with this code because of the signal.
-    return 0 if code == 128 + signal.SIGTERM else code
+    return max(0 if code == 128 + signal.SIGTERM else code for code in codes)
 
 
-def _write_properties(arguments: argparse.Namespace, properties: Path) -> None:
-    arguments.data.mkdir(parents=True, exist_ok=True)
-    text = _PROPERTIES.format(
-        address=free_address() if arguments.kafka.endswith(":0") else arguments.kafka,
-        controller=free_address(),
-        logs=arguments.data / "logs",
-        partitions=arguments.partitions,
-        internal=f",INTERNAL://{arguments.internal}" if arguments.internal else "",
-        relay=f",INTERNAL://{arguments.relay}" if arguments.internal else "",
-        listener=f",{arguments.listener}" if arguments.listener else "",
-        flush=_FLUSH[arguments.flush] + (_INTERNAL if arguments.internal else ""),
-    )
-    if arguments.properties is not None:
-        text += arguments.properties.read_text(encoding="utf-8")
-    properties.write_text(text, encoding="utf-8")
+def _write_properties(arguments: argparse.Namespace, files: Sequence[Path]) -> None:
+    controllers = [free_address() for _ in files]
+    voters = ",".join(f"{at + 1}@{address}" for at, address in enumerate(controllers))
+    for at, file in enumerate(files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = _PROPERTIES.format(
+            node=at + 1,
+            nodes=len(files),
+            address=free_address() if len(files) > 1 or arguments.kafka.endswith(":0") else arguments.kafka,
+            controller=controllers[at],
+            quorum=f"controller.quorum.voters={voters}"
+            if len(files) > 1
+            else f"controller.quorum.bootstrap.servers={controllers[at]}",
+            logs=file.parent / "logs",
+            partitions=arguments.partitions,
+            internal=f",INTERNAL://{arguments.internal}" if arguments.internal else "",
+            relay=f",INTERNAL://{arguments.relay}" if arguments.internal else "",
+            listener=f",{arguments.listener}" if arguments.listener else "",
+            flush=_FLUSH[arguments.flush] + (_INTERNAL if arguments.internal else ""),
+        )
+        if arguments.properties is not None:
+            text += arguments.properties.read_text(encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
 
 
 def _advertised(properties: Path) -> str:
@@ -223,10 +242,12 @@ def free_address() -> str:
         return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def _format(java: Sequence[str], properties: Path) -> None:
+def _format(java: Sequence[str], files: Sequence[Path]) -> None:
     cluster = urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-    tool = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster}", f"--config={properties}"]
-    subprocess.run([*java, *tool, "--standalone"], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    for file in files:
+        tool = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster}", f"--config={file}"]
+        tool += ["--standalone"] if len(files) == 1 else []
+        subprocess.run([*java, *tool], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
 def _wait_until_ready(address: str, node: subprocess.Popen[bytes]) -> None:
@@ -310,6 +331,7 @@ def main() -> int:
     parser.add_argument("--kafka", default="127.0.0.1:0", help="HOST:PORT to listen on; port 0 picks a free one")
     parser.add_argument("--flush", choices=tuple(_FLUSH), default="os")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="partitions of a topic created by its use")
+    parser.add_argument("--nodes", type=int, default=1, help="how many nodes form the cluster")
     parser.add_argument("--internal", default="", help="HOST:PORT to listen on for brokers")
     parser.add_argument("--relay", default="", help="HOST:PORT that brokers connect to instead of it")
     parser.add_argument("--listener", default="", help="PROTOCOL://HOST:PORT to listen on for clients too")
