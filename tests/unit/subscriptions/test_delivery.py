@@ -684,6 +684,19 @@ async def test_heavy_batches_are_opened_elsewhere_and_those_over_the_limit_passe
     assert delivery.damaged == 1
 
 
+async def test_a_worker_that_waits_gets_what_follows_a_batch_over_the_limit(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "_limits", (2 * LIGHT_BYTES_MAX, 1000))
+    over = encode_batch([NewRecord(b"a", bytes(2 * LIGHT_BYTES_MAX), (), 1)], compression=COMPRESSION_ZSTD)
+    bench.partition.write(over, acks=-1)
+    bench.publish("b", key=b"b")
+    delivery = await bench.open()
+    # Nothing else wakes the queue.
+    given = await asyncio.wait_for(receive([delivery], wanted(5), PLENTY, wait_s=10 * WAIT_S), WAIT_S)
+    assert given_offsets(given) == [1]
+
+
 async def test_records_of_large_batches_are_walked_elsewhere(bench: Workbench) -> None:
     records = [NewRecord(b"%d" % (number % 7), b"", (), 1) for number in range(LIGHT_RECORDS_MAX + 1)]
     bench.partition.write(encode_batch(records), acks=-1)

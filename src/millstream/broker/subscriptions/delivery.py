@@ -198,7 +198,7 @@ class Delivery:
         self._next_sequence = next_sequence
         self._filter = queue_filter
         self._opener = opener
-        self._scanning: asyncio.Task[None] | None = None
+        self._scanning: asyncio.Task[bool] | None = None
         # The last scanned range, while it is being leased, so that it is read only once.
         self._scanned: ScannedRange | None = None
         # By worker: those with leases, and some that had some.
@@ -653,13 +653,13 @@ class Delivery:
         if self._scanning is not None:
             await asyncio.wait([self._scanning], timeout=patience_s)
 
-    async def _scan_in_turns(self, demand: int) -> None:
+    async def _scan_in_turns(self, demand: int) -> bool:
+        """Scan until no more is needed; return whether a range follows that needs no task."""
         while self._closed is None:
             queue_filter = self._filter
             scanned = self._scan_next(demand)
             if scanned is None or (queue_filter is None and not scanned.is_heavy):
-                self._wake()
-                return
+                return scanned is not None
             if scanned.is_heavy:
                 scanned = await self._opener(scanned) if self._opener is not None else scan_heavy_batch(scanned)
             matches = None
@@ -669,16 +669,20 @@ class Delivery:
             if self._closed is None and self.queue.next_scan_offset == scanned.first and self._filter is queue_filter:
                 self._apply_scan(scanned, matches)
                 self._wake()
+        return False
 
-    def _scan_finished(self, looking: asyncio.Task[None]) -> None:
+    def _scan_finished(self, looking: asyncio.Task[bool]) -> None:
         self._scanning = None
         error = None if looking.cancelled() else looking.exception()
-        if self._closed is not None:
+        if self._closed is not None or looking.cancelled():
             return
         if error is not None:
             _logger.warning("a filter failed; retrying", extra={"queue": str(self.key), "error": str(error)})
             asyncio.get_running_loop().call_later(FILTER_RETRY_S, self._wake)
             return
+        if looking.result():
+            # A wake-up from within the task would have come too early: it would have found the scan still running.
+            self._wake()
         try:
             self._after_change()
         except Exception as failure:
