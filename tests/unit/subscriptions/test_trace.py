@@ -6,7 +6,7 @@ import pytest
 
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.lease import LETTER_BYTES, POSITION, Settlement
-from millstream.broker.subscriptions.outcomes import trace_message
+from millstream.broker.subscriptions.outcomes import message_state, trace_message
 from millstream.core.errors import RequestTimedOut
 from millstream.core.ids import Offset
 from millstream.core.subscription import Verb
@@ -81,6 +81,40 @@ async def test_other_ends_say_why(bench: Workbench) -> None:
     bench_start = await trace(delivery, 0, start=1)
     # A subscription that was moved may have been moved back before its start.
     assert bench_start.state == "skipped"
+
+
+async def test_a_seek_forward_does_not_change_how_messages_ended(bench: Workbench) -> None:
+    delivery = await bench.open(dead_letter_topic="dead")
+    bench.publish(*"abcde")
+    delivery.try_receive(wanted(3))
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    delivery.settle_now("one", settle(1, Verb.REJECT, None, "not an order"))
+    delivery.queue.dead_lettered(1, POSITION.pack(0, 7) + b"dead", now_ms=bench.clock.now_ms())
+    delivery.queue_changed()
+    delivery.seek(Offset(4))
+    accepted, letter, skipped = [await trace(delivery, offset) for offset in range(3)]
+    assert (accepted.state, accepted.worker, accepted.reason) == ("accepted", "one", "")
+    assert (letter.state, letter.worker, letter.reason) == ("dead-lettered", "one", "not an order")
+    assert letter.dead_letter == DeadLetterPosition("dead", 0, 7)
+    assert (skipped.state, skipped.worker) == ("skipped", "")
+    states = [(await message_state(delivery, offset, start=0, wait_s=0)).state for offset in range(3)]
+    assert states == ["accepted", "dead-lettered", "skipped"]
+    # A seek backward starts anew.
+    delivery.seek(Offset(0))
+    assert (await trace(delivery)).state == "waiting"
+    delivery.try_receive(wanted(1))
+    delivery.seek(Offset(4))
+    assert [(await trace(delivery, offset)).state for offset in range(2)] == ["skipped", "skipped"]
+
+
+async def test_retention_does_not_change_how_messages_ended(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish(*"abc")
+    delivery.try_receive(wanted(3))
+    delivery.settle_now("one", settle(1, Verb.ACCEPT))
+    delivery.queue.drop_before(2, now_ms=bench.clock.now_ms())
+    delivery.queue_changed()
+    assert [(await trace(delivery, offset)).state for offset in range(3)] == ["expired", "accepted", "leased"]
 
 
 async def test_what_is_forgotten_is_said(bench: Workbench) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -87,6 +87,7 @@ FINAL_KINDS: Final = frozenset(
         DeltaKind.RETENTION_CUT,
     }
 )
+_PASSING_KINDS: Final = (DeltaKind.SOUGHT, DeltaKind.RETENTION_CUT)
 
 
 class OutcomeHistory:
@@ -125,7 +126,7 @@ class OutcomeHistory:
         if self._watchers:
             deltas = read_frame(frame).deltas
             for watcher, offset in self._watchers.items():
-                ended = _final_delta(offset, deltas)
+                ended = _end_of(offset, reversed(deltas))
                 if ended is not None and not watcher.done():
                     watcher.set_result(ended)
 
@@ -158,19 +159,24 @@ class OutcomeHistory:
 
     def find(self, offset: int) -> Delta | None:
         """Find the delta that ended a message, if it is still known."""
-        for frame in reversed(self._frames):
-            ended = _final_delta(offset, read_frame(frame).deltas)
-            if ended is not None:
-                return ended
-        return None
+        frames = map(read_frame, reversed(self._frames))
+        return _end_of(offset, (delta for frame in frames for delta in reversed(frame.deltas)))
 
 
-def _final_delta(offset: int, deltas: Sequence[Delta]) -> Delta | None:
-    """Find the last delta that ends a message."""
-    for delta in reversed(deltas):
-        if delta.kind in FINAL_KINDS and concerns(delta, offset):
+def _end_of(offset: int, newest_first: Iterable[Delta]) -> Delta | None:
+    """Find the delta that ended a message: a move past it, or a deletion, ends it only if nothing else had before."""
+    passed: Delta | None = None
+    for delta in newest_first:
+        if not concerns(delta, offset):
+            continue
+        if delta.kind == DeltaKind.REVIVED or (delta.kind == DeltaKind.SOUGHT and delta.first <= offset):
+            # What was before no longer applies.
+            break
+        if delta.kind in _PASSING_KINDS:
+            passed = delta
+        elif delta.kind in FINAL_KINDS:
             return delta
-    return None
+    return passed
 
 
 def concerns(delta: Delta, offset: int) -> bool:
@@ -403,7 +409,7 @@ def _advice(delivery: Delivery) -> str:
 def _ended(
     delivery: Delivery, offset: int, history: list[Delta], known: dict[str, Any], *, begins: bool
 ) -> SubscriptionTrace:
-    final = next((delta for delta in reversed(history) if delta.kind in FINAL_KINDS), None)
+    final = _end_of(offset, reversed(history))
     if final is None:
         counters = delivery.queue.fold.counters
         # If no message ever ended in another way, this one was accepted.
@@ -417,14 +423,17 @@ def _ended(
     if final.kind == DeltaKind.DEAD_LETTERED and len(final.extra) > POSITION.size:
         partition, at = POSITION.unpack_from(final.extra)
         letter = DeadLetterPosition(final.extra[POSITION.size :].decode("utf-8", "replace"), partition, at)
-    rejected = next((delta for delta in reversed(history) if delta.kind == DeltaKind.REJECTING), None)
-    origin = delivery.origin_of(final.worker)
+    rejected = None
+    if final.kind in (DeltaKind.DEAD_LETTERED, DeltaKind.DROPPED):
+        rejected = next((delta for delta in reversed(history) if delta.kind == DeltaKind.REJECTING), None)
+    worker = final.worker or (rejected.worker if rejected is not None else "")
+    origin = delivery.origin_of(worker)
     return SubscriptionTrace(
         **known,
         state=_ENDS[final.kind],
         is_final=True,
         attempts=final.attempt,
-        worker=final.worker or (rejected.worker if rejected is not None else ""),
+        worker=worker,
         client_id=origin.client_id,
         address=origin.address,
         first_delivery_ms=deliveries[0].time_ms if deliveries and deliveries[0].attempt == 1 else 0,
@@ -437,7 +446,7 @@ def _ended(
 
 
 def _reason_of(final: Delta, offset: Offset | int, rejected: Delta | None) -> str:
-    if rejected is not None and final.kind in (DeltaKind.DEAD_LETTERED, DeltaKind.DROPPED):
+    if rejected is not None:
         return rejected.reason
     if final.kind == DeltaKind.SOUGHT:
         return f"the subscription was moved to offset {final.first}" if offset < final.first else ""

@@ -25,6 +25,8 @@ _ENDS: Final = {
     "sought": "skipped",
     "deleted": "skipped",
 }
+_PASSING: Final = frozenset({"sought", "retention_cut", "deleted"})
+"""They end a message only if nothing else had before."""
 _SHOWN: Final = frozenset({*_ENDS, "acquired", "released", "expired", "extended", "rejecting", "revived", "parked"})
 _COLUMNS: Final = (
     *("subscription", "subscription_id", "kind", "offset", "end_offset", "timestamp", "attempt", "worker", "until"),
@@ -44,10 +46,11 @@ def add_history(
     for row in rows:
         lives.setdefault(row["subscription_id"], []).append(row)
     live = {one["subscription_id"]: one for one in document["subscriptions"]}
-    found = [_completed(one, lives.get(one["subscription_id"], ())) for one in live.values()]
+    offset = document["offset"]
+    found = [_completed(one, lives.get(one["subscription_id"], ()), offset) for one in live.values()]
     for subscription_id, life in lives.items():
         if adds_deleted and subscription_id not in live and any(row["subscription"] for row in life):
-            found.append(_completed(_gone(subscription_id, life), life))
+            found.append(_completed(_gone(subscription_id, life), life, offset))
     published = [row["published"] for row in rows if row["kind"] == "scanned" and row["published"] is not None]
     if document["published_ms"] is None and published:
         document = {**document, "published_ms": _ms(published[-1]), "published": published[-1].isoformat()}
@@ -86,7 +89,21 @@ def _gone(subscription_id: str, life: Iterable[Trace]) -> Trace:
     }
 
 
-def _completed(live: Trace, rows: Iterable[Trace]) -> Trace:
+def _end_of(rows: list[Trace], offset: int) -> Trace | None:
+    """Return the event that ended a message."""
+    passed: Trace | None = None
+    for row in reversed(rows):
+        if row["kind"] == "revived" or (row["kind"] == "sought" and row["offset"] <= offset):
+            # What was before no longer applies.
+            break
+        if row["kind"] in _PASSING:
+            passed = row
+        elif row["kind"] in _ENDS:
+            return row
+    return passed
+
+
+def _completed(live: Trace, rows: Iterable[Trace], offset: int) -> Trace:
     """Put the events of the table before those that the broker remembers."""
     shown = [row for row in rows if row["kind"] in _SHOWN]
     if not shown:
@@ -101,23 +118,24 @@ def _completed(live: Trace, rows: Iterable[Trace]) -> Trace:
     if not live["is_final"]:
         is_complete = live["attempts"] <= len(deliveries)
         return {**done, "is_complete": is_complete, "unknown": "" if is_complete else live["unknown"]}
-    ends = [row for row in shown if row["kind"] in _ENDS]
-    if live["ended_ms"] or not ends:
+    end = _end_of(shown, offset)
+    # A broker that has forgotten the end knows only that the subscription was moved past the message later.
+    is_passed = live["state"] in ("skipped", "expired") and all(event["kind"] in _PASSING for event in newer)
+    if end is None or (live["ended_ms"] and (not is_passed or end["kind"] in _PASSING)):
         return {**done, "is_complete": True, "unknown": "" if live["ended_ms"] else live["unknown"]}
-    end = ends[-1]
     letter = None
     if end["kind"] == "dead_lettered" and end["letter_topic"]:
         letter = {"topic": end["letter_topic"], "partition": end["letter_partition"], "offset": end["letter_offset"]}
-    rejected = None
+    rejected: Trace = {"worker": "", "reason": ""}
     if end["kind"] in ("dead_lettered", "dropped"):
-        rejected = next((row["reason"] for row in reversed(shown) if row["kind"] == "rejecting"), None)
+        rejected = next((row for row in reversed(shown) if row["kind"] == "rejecting"), rejected)
     return {
         **done,
         "state": _ENDS[end["kind"]],
         "attempts": end["attempt"] or 0,
-        "worker": end["worker"] or next((row["worker"] for row in reversed(shown) if row["worker"]), ""),
+        "worker": end["worker"] or rejected["worker"] or "",
         "ended_ms": _ms(end["timestamp"]),
-        "reason": end["reason"] or rejected or "",
+        "reason": end["reason"] or rejected["reason"] or "",
         "dead_letter": letter,
         "is_complete": True,
         "unknown": "",
