@@ -308,6 +308,65 @@ def test_what_the_daily_audit_finds_stays_a_metric_until_it_is_not_found(
     assert ("ledger", "audit_faults") in _firing(exposed(local_job))
 
 
+def test_a_damaged_table_is_reported_and_landing_goes_on(
+    millstream_command: CommandLine, topic: str, local_job: LedgerJob
+) -> None:
+    from millstream.pipelines.jobs.ledger.audit import LocalTasks
+    from millstream.pipelines.jobs.ledger.job import LedgerJob
+
+    def often() -> LedgerJob:
+        """A driver that starts now and audits at every step."""
+        pipeline = replace(local_job._pipeline, overrides={**local_job._pipeline.overrides, "audit.every.ms": "1000"})
+        time.sleep(1.1)
+        return LedgerJob(pipeline, local_job._context, LocalTasks())
+
+    command, name = millstream_command, f"{topic}-ledger"
+    assert command("topic", "create", topic).code == 0
+    assert command("subscription", "create", name, "--topic", topic, "--ledger").code == 0
+    for _ in range(3):
+        assert command("publish", topic, "seven").code == 0
+        assert command("subscription", "pull", name, "--accept").code == 0
+        local_job.catch_up()
+    table = local_job._table
+    *_, gone, cut = sorted(_files(table), key=lambda path: path.stat().st_mtime)
+    kept = {path: path.read_bytes() for path in (gone, cut)}
+    gone.unlink()
+    cut.write_bytes(kept[cut][:100])
+    report = local_job.audit([name])
+    assert {(one.kind, os.path.basename(one.path)) for one in report.damage} == {
+        ("missing", gone.name),
+        ("changed", cut.name),
+    }
+    assert report.is_counted
+    assert _row(report, name)["accepted"] == 1
+    step = often().step()
+    assert (step.counts["audits"], step.lag) == (1, 0)
+    assert step.levels["audit_faults"] >= 2
+    audited = command.process("audit", "--lake", local_job._lake, "--subscription", name, "--json")
+    assert audited.code == 1
+    assert len(audited.document["damage"]) == 2
+    traced = command("message", "trace", f"{topic}/0/0", "--lake", local_job._lake)
+    assert (traced.code, "Traceback" in traced.err) == (1, False)
+
+    # Without one commit, nothing can be read or landed; that is said, and the driver does not fail again and again.
+    for path, content in kept.items():
+        path.write_bytes(content)
+    commit = Path(str(table.storage.folder)) / "_delta_log" / f"{2:020}.json"
+    commit.unlink()
+    unread = local_job.audit([name])
+    (damage,) = unread.damage
+    assert not unread.is_counted
+    assert (damage.kind, damage.path, damage.problem) == ("missing", f"_delta_log/{2:020}.json", "the commit is gone")
+    for one in (local_job, often()):
+        stuck = one.step()
+        assert stuck.lag > 0
+        assert stuck.levels == {"audit_faults": 1}
+    told = command.process("audit", "--lake", local_job._lake)
+    assert told.code == 1
+    assert [line for line in told.lines if line.startswith("ledger table, missing: _delta_log/")]
+    assert "the counts are unknown" in told.lines[-1]
+
+
 @pytest.mark.trial
 def test_a_planted_fault_raises_the_alert(start_server: Callable[..., Server], tmp_path: Path) -> None:
     server, lake = start_server(pipelines_enabled="true", pipelines_lake=tmp_path / "lake"), tmp_path / "lake"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import NAMESPACE_OID, uuid5
@@ -109,6 +110,7 @@ def _run(
     from millstream.pipelines.jobs.ledger.job import LedgerJob
     from millstream.pipelines.runtime.spark_session import open_session
 
+    began = time.monotonic()
     lake, declared = place
     pipeline = declared or Pipeline(
         pipeline_id=uuid5(NAMESPACE_OID, "millstream audit"), name="audit", kind=PipelineKind.LEDGER
@@ -129,7 +131,9 @@ def _run(
                 spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
                 job = LedgerJob(pipeline, replace(context, spark=spark))
             stages.show("accounting for every message …")
-            return job.audit(names, since_ms)
+            report = job.audit(names, since_ms)
+            report.seconds = time.monotonic() - began
+            return report
         except MillstreamError:
             raise
         except Exception as error:
@@ -174,7 +178,7 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
     if report.rows:
         rows = [{**row, "subscription": _named(row)} for row in report.rows]
         print_table([name.replace("_", "-") for name in names], [[row[name] for name in names] for row in rows])
-    else:
+    elif not report.damage:
         print_note("The ledger has no events: create or update subscriptions with --ledger.")
     lines = [_finding(one) for one in report.findings]
     lines += [f"ledger table, {one.kind}: {one_line(one.path)}: {one.problem}" for one in report.damage]
@@ -184,11 +188,23 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
     if len(lines) > SHOWN_MAX:
         print_line(f"… and {len(lines) - SHOWN_MAX:,} more; --json has all of them.")
     total = counted(sum(row["published"] for row in report.rows), "message")
-    verdict = "All add up." if adds_up else "The counts do not add up."
     if checked:
         wrong = sum(one.is_fault for _, one in receipts)
         print_line(f"{counted(checked, 'receipt')} checked; {wrong:,} not as acknowledged.")
-    print_line(f"{verdict} {total} accounted for in {report.seconds:.1f} s; seal {report.seal[:16] or '-'}")
+    print_line(
+        f"{_verdict(report, adds_up=adds_up)} {total} accounted for in {report.seconds:.1f} s; "
+        f"seal {report.seal[:16] or '-'}"
+    )
+
+
+def _verdict(report: AuditReport, *, adds_up: bool) -> str:
+    if adds_up:
+        return "All add up."
+    if not report.is_counted:
+        return "The ledger's table is damaged and cannot be read, so the counts are unknown."
+    if report.damage:
+        return "The ledger's table is damaged; its damaged files do not count, and their messages may show as lost."
+    return "The counts do not add up."
 
 
 def _named(row: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag
 from millstream.cli.output import counted, one_line, print_bytes, print_json, print_line
 from millstream.cli.pipeline_options import Lake
+from millstream.core.errors import CorruptState
 
 if TYPE_CHECKING:
     from millstream.client.admin.messages import StoredMessage
@@ -106,7 +107,8 @@ def _with_history(document: dict[str, Any], common: Common, lake: str | None) ->
         from millstream.pipelines.jobs.ledger.history import add_history
 
         return add_history(document, place)
-    except (ImportError, CommandFailed) as missing:
+    except (ImportError, CommandFailed, CorruptState, OSError, ValueError) as missing:
+        # Files of the table may be damaged or gone; an audit names them.
         note = f"the ledger's table cannot be read here: {missing}"
     if lake is not None:
         raise CommandFailed(note)

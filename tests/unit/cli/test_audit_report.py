@@ -6,6 +6,7 @@ import pytest
 
 from millstream.cli.audit import _print_report
 from millstream.pipelines.jobs.ledger.audit import COUNTS, AuditReport
+from millstream.pipelines.jobs.ledger.table import Damage
 
 
 def test_deleted_subscriptions_of_a_name_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,3 +16,13 @@ def test_deleted_subscriptions_of_a_name_are_told_apart(capsys: pytest.CaptureFi
     _head, deleted, live, *_ = capsys.readouterr().out.splitlines()
     assert deleted.startswith("billing (deleted)  orders")
     assert live.startswith("billing            orders")
+
+
+def test_damage_to_the_table_alone_is_not_called_a_wrong_count(capsys: pytest.CaptureFixture[str]) -> None:
+    damage = [Damage("missing", "a.parquet", "the file is gone")]
+    _print_report(AuditReport(damage=damage), [], 0, adds_up=False)
+    named, verdict = capsys.readouterr().out.splitlines()
+    assert named == "ledger table, missing: a.parquet: the file is gone"
+    assert verdict.startswith("The ledger's table is damaged; its damaged files do not count")
+    _print_report(AuditReport(damage=damage, is_counted=False), [], 0, adds_up=False)
+    assert "the counts are unknown" in capsys.readouterr().out

@@ -9,7 +9,6 @@ the size of a file and on `BLOCK` offsets, not on the number of messages.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -26,7 +25,7 @@ from millstream.core.pipeline import LandSettings
 from millstream.core.subscription import READ_UNCOMMITTED
 from millstream.pipelines.jobs.ledger.account import COLUMNS, DEAD_LETTERED, Account
 from millstream.pipelines.jobs.ledger.events import OVERFLOWED, UNREADABLE
-from millstream.pipelines.jobs.ledger.table import Damage, LedgerTable
+from millstream.pipelines.jobs.ledger.table import FAULTS, Damage, LedgerTable
 from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.runtime.fault import Marked
@@ -63,6 +62,12 @@ class Place:
     brokers: str
     access: Access = NO_ACCESS
     storage: Storage
+    left_out: frozenset[str] = frozenset()
+    """The damaged files of the ledger."""
+
+    def table(self) -> LedgerTable:
+        """Open the ledger without its damaged files."""
+        return LedgerTable(self.storage, self.left_out)
 
     def link(self) -> Link:
         """Return the client of this process."""
@@ -101,6 +106,9 @@ class AuditReport:
     findings: list[dict[str, Any]] = field(default_factory=list)
     """Every message that is lost, doubled or expired, as ranges, and every missing event."""
     damage: list[Damage] = field(default_factory=list)
+    """Where the ledger's table is not as it was landed; damaged files do not count."""
+    is_counted: bool = True
+    """Whether there are counts: a table whose log is damaged cannot be read."""
     seal: str = ""
     """The last seal of the ledger's table."""
     seconds: float = 0.0
@@ -117,7 +125,7 @@ class AuditReport:
         """Return the metrics of the last audit, including zeros, so that alerts see changes."""
         found = {f"audit_{name}": sum(row[name] for row in self.rows) for name in ("lost", "doubled", "expired")}
         faults = sum(one["kind"] not in HARMLESS for one in self.findings) + len(self.damage)
-        return {**found, "audit_faults": faults}
+        return {**found, FAULTS: faults}
 
     def as_document(self) -> dict[str, Any]:
         """Return the report as JSON."""
@@ -126,6 +134,7 @@ class AuditReport:
             "subscriptions": self.rows,
             "findings": self.findings,
             "damage": [one._asdict() for one in self.damage],
+            "counted": self.is_counted,
             "seal": self.seal,
             "seconds": round(self.seconds, 1),
         }
@@ -187,10 +196,10 @@ def audit(
     since_ms: int | None = None,
 ) -> AuditReport:
     """Account for all messages up to the marks, which have landed."""
-    began = time.monotonic()
-    table = LedgerTable(place.storage)
-    report = AuditReport(damage=table.verify(), seal=table.last_seal())
-    queues, report.findings = _queues(table, place, marked, names, since_ms)
+    sealed = LedgerTable(place.storage)
+    report = AuditReport(damage=sealed.verify(), seal=sealed.last_seal())
+    place = replace(place, left_out=frozenset(one.path for one in report.damage))
+    queues, report.findings = _queues(place.table(), place, marked, names, since_ms)
     results = account_queues(runner, AuditTasks(place, queues), len(queues))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for queue, result in sorted(results, key=lambda one: (one[0]["subscription"], one[0]["topic"])):
@@ -201,7 +210,6 @@ def audit(
         row["deleted"] = row.get("deleted", False) or result["deleted"]
         report.findings += [{**queue, "partition": result["partition"], **one} for one in result["findings"]]
     report.rows = list(rows.values())
-    report.seconds = time.monotonic() - began
     return report
 
 
@@ -325,7 +333,7 @@ class AuditTasks:
 
 def _account_for(queue: QueueAudit, place: Place) -> Result:
     account = Account(base=queue.base, size=max(0, queue.end - queue.base))
-    for events in ordered_events(LedgerTable(place.storage), queue):
+    for events in ordered_events(place.table(), queue):
         account.take(events)
     is_there = queue.cut is not None and not account.is_deleted
     cut = queue.cut if queue.cut is not None and is_there else queue.end

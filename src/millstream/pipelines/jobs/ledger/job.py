@@ -25,7 +25,7 @@ from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, Source
 from millstream.pipelines.jobs.land.task import Reading, log_start
 from millstream.pipelines.jobs.ledger.audit import HARMLESS, AuditReport, Place, SparkTasks, TaskRunner, audit, mark
 from millstream.pipelines.jobs.ledger.events import decode_events
-from millstream.pipelines.jobs.ledger.table import AUDITED, LedgerTable, ledger_storage
+from millstream.pipelines.jobs.ledger.table import AUDITED, FAULTS, DamagedLedger, LedgerTable, ledger_storage
 from millstream.pipelines.lake.table_file import Written, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.access import Access, may_read
@@ -121,6 +121,15 @@ class LedgerJob:
             # The topic is created with the first subscription that is used.
             return Step(wait_s=self._settings.every_ms / 1000)
         (source,) = found
+        try:
+            return self._step(source, began)
+        except DamagedLedger as damaged:
+            # Nothing can be landed until someone repairs or deletes the table; the broker keeps the events meanwhile.
+            _logger.error("pipeline %s: nothing is landed: %s", self._pipeline.name, damaged)
+            lag = sum(plan.end - plan.first for plan in plans(source, {}, from_latest=False).values())
+            return Step(lag=lag, wait_s=self._settings.every_ms / 1000, levels={FAULTS: len(damaged.damage)})
+
+    def _step(self, source: Source, began: float) -> Step:
         planned = self._plan(source)
         rows, counts = self._land(source, planned)
         self._report(source, planned)
@@ -203,12 +212,27 @@ class LedgerJob:
                 return
 
     def size_bytes(self) -> int:
-        """Return about how much an audit reads: the table, and what has not landed."""
+        """Return about how much an audit reads: the table, and what has not landed; nothing if it cannot be read."""
+        try:
+            return self._size_bytes()
+        except DamagedLedger:
+            return 0
+
+    def _size_bytes(self) -> int:
         waiting = sum(plan.end - plan.first for one in self._sources.now() for plan in self._plan(one).values())
         return self._table.size_bytes() + int(waiting * FRAME_BYTES)
 
     def audit(self, names: Sequence[str] | None = None, since_ms: int | None = None) -> AuditReport:
-        """Account for every message up to now."""
+        """Account for every message up to now, as far as the table can be read."""
+        began = time.monotonic()
+        try:
+            report = self._audit(names, since_ms)
+        except DamagedLedger as damaged:
+            report = AuditReport(damage=damaged.damage, is_counted=False)
+        report.seconds = time.monotonic() - began
+        return report
+
+    def _audit(self, names: Sequence[str] | None, since_ms: int | None) -> AuditReport:
         context = self._context
         place = Place(brokers=context.brokers, access=context.access, storage=self._table.storage)
         marked = mark(place, names)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import deltalake
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.fs
 
 from millstream.core.errors import CorruptState
 from millstream.pipelines.jobs.ledger.events import EVENTS
@@ -32,9 +34,11 @@ SEAL: Final = "millstream.ledger.seal"
 FIRST_SEAL: Final = ""
 AUDITED: Final = "audited_seconds"
 """When the pipeline last audited, in seconds since 1970."""
-AUDIT_LEVELS: Final = (AUDITED, "audit_lost", "audit_doubled", "audit_expired", "audit_faults")
+FAULTS: Final = "audit_faults"
+AUDIT_LEVELS: Final = (AUDITED, "audit_lost", "audit_doubled", "audit_expired", FAULTS)
 """The results of the last audit; each is an application version of the table."""
 _LEVEL: Final = "millstream/{}"
+_LOG: Final = "_delta_log"
 _CHUNK_BYTES: Final = 1 << 20
 
 
@@ -62,9 +66,18 @@ class Damage(NamedTuple):
     """A place where the table is not as it was sealed."""
 
     kind: str
-    """changed, missing, added, unsealed, broken or gap."""
+    """changed, missing, unreadable, added, unsealed, broken or gap."""
     path: str
     problem: str
+
+
+class DamagedLedger(CorruptState):
+    """The log of the table is so damaged that the table cannot be opened."""
+
+    def __init__(self, damage: list[Damage]) -> None:
+        more = f", and {len(damage) - 1:,} more" if len(damage) > 1 else ""
+        super().__init__(f"the ledger's table is damaged: {damage[0].path}: {damage[0].problem}{more}")
+        self.damage = damage
 
 
 def ledger_storage(lake: str, options: Mapping[str, str] | None = None) -> Storage:
@@ -74,12 +87,15 @@ def ledger_storage(lake: str, options: Mapping[str, str] | None = None) -> Stora
 class LedgerTable:
     """Lands and reads events; belongs to one thread."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, left_out: Collection[str] = ()) -> None:
+        """Open a table; the given files are not read."""
         self.storage = storage
+        self._left_out = left_out
         self._delta = DeltaTable(storage, DeltaLog(storage, configuration=COMMITS_KEPT))
 
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the next offset of each partition of `__subscriptions` that has landed."""
+        self._refresh()
         return self._delta.next_offsets(partitions)
 
     def writer(self, topic_id: str, attempt: str) -> RowWriter:
@@ -97,19 +113,38 @@ class LedgerTable:
         self._delta.sealed = sealed
         return self._delta.commit(files, offsets, schema=EVENTS)
 
+    def _refresh(self) -> deltalake.DeltaTable | None:
+        """Return the table, None before it exists; if its log is damaged, raise `DamagedLedger`."""
+        try:
+            table = self._delta.log.refresh()
+        except Exception as error:
+            damage = self._verify_chain(self._last_commit())[0]
+            if not damage:
+                raise
+            raise DamagedLedger(damage) from error
+        if table is None and (last := self._last_commit()) >= 0:
+            raise DamagedLedger(self._verify_chain(last)[0] or [Damage("broken", _LOG, "it cannot be read")])
+        return table
+
+    def _last_commit(self) -> int:
+        """Return the version of the last commit that is stored; -1 if none is."""
+        stored = self.storage.files().get_file_info(pyarrow.fs.FileSelector(_LOG, allow_not_found=True))
+        names = [one.base_name.removesuffix(".json") for one in stored if one.base_name.endswith(".json")]
+        return max((int(name) for name in names if name.isdigit()), default=-1)
+
     def discard(self, files: Iterable[Written]) -> None:
         """Delete files for which no commit was tried."""
         self._delta.discard(files)
 
     def last_audit(self) -> dict[str, int]:
         """Return when the pipeline last audited, and what it found, by name; empty if never."""
-        table = self._delta.log.refresh()
+        table = self._refresh()
         found = {} if table is None else {name: table.transaction_version(_LEVEL.format(name)) for name in AUDIT_LEVELS}
         return {name: value for name, value in found.items() if value is not None}
 
     def note_audit(self, levels: Mapping[str, int]) -> None:
         """Record an audit; if the commit comes too late, the next audit records its own."""
-        table = self._delta.log.refresh()
+        table = self._refresh()
         if table is not None:
             seal = Seal(self._last_seal(table.version()), {}, {})
             versions = {_LEVEL.format(name): levels[name] for name in AUDIT_LEVELS}
@@ -119,15 +154,18 @@ class LedgerTable:
 
     def dataset(self) -> ds.Dataset | None:
         """Return the events as a dataset; None before the first have landed."""
-        table = self._delta.log.refresh()
+        table = self._refresh()
         if table is None:
             return None
-        found: ds.Dataset = table.to_pyarrow_dataset(filesystem=self.storage.files())
-        return found
+        found: ds.FileSystemDataset = table.to_pyarrow_dataset(filesystem=self.storage.files())
+        if not self._left_out:
+            return found
+        fragments = [one for one in found.get_fragments() if one.path not in self._left_out]
+        return ds.FileSystemDataset(fragments, found.schema, found.format, found.filesystem)
 
     def size_bytes(self) -> int:
         """Return the size of its files."""
-        table = self._delta.log.refresh()
+        table = self._refresh()
         if table is None:
             return 0
         return sum(pa.table(table.get_add_actions(flatten=True)).column("size_bytes").to_pylist())
@@ -152,7 +190,7 @@ class LedgerTable:
 
     def last_seal(self) -> str:
         """Return the last seal; empty before the first commit."""
-        table = self._delta.log.refresh()
+        table = self._refresh()
         return FIRST_SEAL if table is None else self._last_seal(table.version())
 
     def _last_seal(self, version: int) -> str:
@@ -165,7 +203,7 @@ class LedgerTable:
 
     def verify(self) -> list[Damage]:
         """Compare files and commits with their seals; return what does not match."""
-        table = self._delta.log.refresh()
+        table = self._refresh()
         if table is None:
             return []
         found, known = self._verify_chain(table.version())
@@ -179,6 +217,12 @@ class LedgerTable:
             except FileNotFoundError:
                 found.append(Damage("missing", path, "the file is gone"))
                 continue
+            except OSError as error:
+                if error.errno is None:
+                    # The store cannot be reached, which says nothing about the file.
+                    raise
+                found.append(Damage("unreadable", path, f"the file cannot be read: {os.strerror(error.errno)}"))
+                continue
             if digest != known[path]:
                 found.append(Damage("changed", path, "its content is not what was landed"))
         for path in sorted(known.keys() - active):
@@ -189,12 +233,17 @@ class LedgerTable:
         found: list[Damage] = []
         known: dict[str, str] = {}
         reached: dict[str, int] = {}
-        previous = FIRST_SEAL
+        previous: str | None = FIRST_SEAL
         for version in range(last_version + 1):
-            path = f"_delta_log/{version:020}.json"
-            actions = self._actions(path)
-            if actions is None:
-                found.append(Damage("missing", path, "the commit is gone"))
+            path = f"{_LOG}/{version:020}.json"
+            try:
+                actions = self._actions(path)
+            except (FileNotFoundError, ValueError) as error:
+                is_gone = isinstance(error, FileNotFoundError)
+                kind, problem = ("missing", "is gone") if is_gone else ("broken", "cannot be read")
+                found.append(Damage(kind, path, f"the commit {problem}"))
+                # What follows it cannot be compared with it.
+                previous, reached = None, {}
                 continue
             added = {str(one["add"]["path"]) for one in actions if "add" in one}
             text = next((one["commitInfo"].get(SEAL) for one in actions if "commitInfo" in one), None)
@@ -207,7 +256,8 @@ class LedgerTable:
             except CorruptState as error:
                 found.append(Damage("broken", path, str(error)))
                 continue
-            if seal.digest != digest or seal.previous != previous or added != set(seal.files):
+            follows = previous is None or seal.previous == previous
+            if seal.digest != digest or not follows or added != set(seal.files):
                 found.append(Damage("broken", path, "the seal does not match the commit, or the one before it"))
             for partition, (start, end) in seal.offsets.items():
                 if reached.get(partition, start) != start:
@@ -217,14 +267,9 @@ class LedgerTable:
             previous = digest
         return found, known
 
-    def _actions(self, path: str) -> list[dict[str, Any]] | None:
-        try:
-            with self.storage.files().open_input_stream(path) as stream:
-                return [json.loads(line) for line in stream.read().splitlines() if line.strip()]
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            return []
+    def _actions(self, path: str) -> list[dict[str, Any]]:
+        with self.storage.files().open_input_stream(path) as stream:
+            return [json.loads(line) for line in stream.read().splitlines() if line.strip()]
 
 
 def _read_seal(text: str) -> tuple[Seal, str]:
