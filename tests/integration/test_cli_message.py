@@ -38,6 +38,9 @@ def written(server: Server, millstream: CommandLine, topic: str) -> str:
 def test_a_message_is_shown_with_its_batch(millstream: CommandLine, written: str) -> None:
     shown = millstream("message", "show", written, 0, 1, "--json")
     assert shown.code == 0
+    assert millstream("message", "show", f"{written}/0/1", "--json") == shown
+    assert millstream("message", "show", shown.document["id"], "--json") == shown
+    assert millstream("message", "show", written, 0).code == 2
     document = shown.document
     assert (document["topic"], document["partition"], document["offset"]) == (written, 0, 1)
     assert document["key"] == "customer-1"
@@ -119,7 +122,8 @@ def test_a_trace_shows_the_life_of_a_message_in_every_subscription(
     refused = millstream("message", "trace", f"{topic}/0")
     assert refused.code == 2
     assert "TOPIC/PARTITION/OFFSET" in refused.err
-    assert millstream("message", "trace", f"{topic}/0/99").code != 0
+    missing = millstream("message", "trace", f"{topic}/0/99")
+    assert (missing.code, f"there is no message at {topic}/0/99" in missing.err) == (3, True)
 
 
 def test_a_ledger_tells_the_life_of_a_message_after_a_crash(tmp_path: Path) -> None:

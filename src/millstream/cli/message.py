@@ -14,6 +14,7 @@ from millstream.cli.pipeline_options import Lake
 from millstream.core.errors import CorruptState
 
 if TYPE_CHECKING:
+    from millstream.client.admin.message_trace import Position
     from millstream.client.admin.messages import StoredMessage
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
@@ -28,9 +29,17 @@ def message() -> None:
 
 @app.command("show")
 def show(
-    topic: Annotated[str, typer.Argument(autocompletion=complete_topics, help="The topic.", show_default=False)],
-    partition: Annotated[int, typer.Argument(min=0, help="The partition.", show_default=False)],
-    offset: Annotated[int, typer.Argument(min=0, help="The offset of the message.", show_default=False)],
+    topic: Annotated[
+        str,
+        typer.Argument(
+            metavar="TOPIC[/PARTITION/OFFSET]",
+            autocompletion=complete_topics,
+            help="The topic, or the position of the message.",
+            show_default=False,
+        ),
+    ],
+    partition: Annotated[int | None, typer.Argument(min=0, help="The partition.", show_default=False)] = None,
+    offset: Annotated[int | None, typer.Argument(min=0, help="The offset of the message.", show_default=False)] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Print only the value, unchanged.")] = False,
     common: Common = COMMON,
 ) -> None:
@@ -38,20 +47,33 @@ def show(
     if raw and common.as_json:
         raise typer.BadParameter("give --raw or --json, not both")
 
+    at = _position(topic, partition, offset)
+
     async def question(client: Client) -> tuple[TopicMetadata, StoredMessage]:
+        from millstream.client.admin.message_trace import topic_name
         from millstream.client.admin.messages import find_message
         from millstream.client.admin.topics import find_topic
 
-        found = await find_topic(client, topic)
-        return found, await find_message(client, found, partition, offset)
+        found = await find_topic(client, await topic_name(client, at.topic))
+        return found, await find_message(client, found, at.partition, at.offset)
 
     found, stored = ask(common, question)
     if raw:
         print_bytes(stored.record.value or b"")
     elif common.as_json:
-        print_json(_document(found, partition, stored))
+        print_json(_document(found, at.partition, stored))
     else:
-        _print_message(found, partition, stored)
+        _print_message(found, at.partition, stored)
+
+
+def _position(topic: str, partition: int | None, offset: int | None) -> Position:
+    from millstream.client.admin.message_trace import Position, parse_position
+
+    if partition is None:
+        return parse_position(topic)
+    if offset is None:
+        raise typer.BadParameter("give TOPIC/PARTITION/OFFSET, or the topic, the partition and the offset")
+    return Position(topic, partition, offset)
 
 
 @app.command("trace")

@@ -12,7 +12,7 @@ from millstream.client.admin.messages import ReadRecord, find_message, read_reco
 from millstream.client.admin.position import LATEST_TIMESTAMP
 from millstream.client.admin.position import parse_position as position_of
 from millstream.client.admin.topics import find_topic
-from millstream.core.errors import InvalidRequest, NotFound, TopicNotAuthorized, UnknownTopic
+from millstream.core.errors import InvalidRequest, NotFound, OffsetOutOfRange, TopicNotAuthorized, UnknownTopic
 from millstream.core.ids import message_id
 from millstream.protocol.private.subscriptions import message_trace
 from millstream.protocol.records.batch import BatchHeader, Buffer, iterate_whole_headers
@@ -45,7 +45,10 @@ def _is_number(text: str) -> bool:
 async def trace_message(client: Client, position: str) -> dict[str, Any]:
     """Return the trace of the message at a position as a document."""
     parsed = parse_position(position)
-    return await trace_at(client, parsed._replace(topic=await _topic_name(client, parsed.topic)))
+    try:
+        return await trace_at(client, parsed._replace(topic=await topic_name(client, parsed.topic)))
+    except OffsetOutOfRange as error:
+        raise NotFound(f"there is no message at {position}: {error}") from error
 
 
 def lacks_history(document: dict[str, Any]) -> bool:
@@ -129,7 +132,7 @@ async def trace_at(
     }
 
 
-async def _topic_name(client: Client, topic: str) -> str:
+async def topic_name(client: Client, topic: str) -> str:
     """Return the name of a topic that is given by name or by id."""
     try:
         wanted = UUID(topic)
