@@ -18,6 +18,7 @@ from confluent_kafka.schema_registry.avro import AvroSerializer
 from confluent_kafka.schema_registry.json_schema import JSONSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.struct_pb2 import Struct
 
 from millstream.core.lake_url import QUARANTINE_SUFFIX
@@ -229,6 +230,35 @@ def test_the_data_source_reads_and_writes_typed_columns(
         frame.selectExpr("value").write.format("millstream").option("kafka.bootstrap.servers", server.kafka).option(
             "topic", copy
         ).option("schema", f"{topic}-value").mode("append").save()
+
+
+def test_the_data_source_reads_a_protobuf_message_that_is_not_the_first_of_its_file(
+    spark: SparkSession, server: Server, registry: Any, topic: str
+) -> None:
+    file = descriptor_pb2.FileDescriptorProto(name=f"{topic}.proto", package="shop", syntax="proto3")
+    for name, field in (("Skip", "a"), ("Bill", "id")):
+        file.message_type.add(name=name).field.add(name=field, number=1, type=3, label=1)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    skip, bill = (
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"shop.{name}")) for name in ("Skip", "Bill")
+    )
+    for message in (skip(a=1), bill(id=7)):
+        publish(server, topic, ProtobufSerializer(type(message), registry)(message, of(topic)))
+    source = spark.read.format("millstream").option("kafka.bootstrap.servers", server.kafka)
+    source = source.option("subscribe", topic).option("decode", "schema")
+    first, second = source.load().orderBy("a").select("a", "payload_error").collect()
+    assert (second["a"], second["payload_error"]) == (1, None)
+    assert "it is a shop.Bill, but the columns are those of shop.Skip" in first["payload_error"]
+    assert "schemaMessage=shop.Bill" in first["payload_error"]
+    given = source.schema("id long, a long").load().orderBy("id").collect()
+    assert [(one["id"], one["a"]) for one in given] == [(None, 1), (7, None)]
+    named = spark.read.format("millstream").option("kafka.bootstrap.servers", server.kafka).option("subscribe", topic)
+    named = named.option("decode", "schema")
+    bills = named.option("schemaMessage", "shop.Bill").load().where("payload_error is null").collect()
+    assert [one["id"] for one in bills] == [7]
+    with pytest.raises(Exception, match=r"there are: shop\.Skip, shop\.Bill"):
+        named.option("schemaMessage", "Bill").load()
 
 
 def test_a_transform_reads_and_writes_by_schemas(

@@ -139,6 +139,7 @@ _READ: Final = (
     "valueFormat",
     "decode",
     "schemaSubject",
+    "schemaMessage",
     "mode",
     "lake",
 )
@@ -252,6 +253,8 @@ class ReadOptions:
     value_format: str = "bytes"
     """Or `string`, `json`; `schema` decodes values by the registered schemas that they name."""
     subject: str | None = None
+    message: str | None = None
+    """The Protobuf message whose fields are the columns."""
     """Whose schemas say which fields there are; by default the topics' own."""
     ranges: bool = False
     lake: str | None = None
@@ -352,6 +355,7 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
         text_columns=frozenset(name for name, is_text in (columns or {}).items() if is_text),
         value_format=_value_format(found),
         subject=found.text("schemaSubject"),
+        message=found.text("schemaMessage"),
         ranges=found.choice("mode", ("rows", "ranges")) == "ranges",
         lake=found.text("lake"),
     )
@@ -360,8 +364,9 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
         raise InvalidSetting(
             "startingOffsets=earliest-landed cannot be combined with mode=ranges, decode=schema or a filter"
         )
-    if options.subject is not None and options.value_format != BY_SCHEMA:
-        raise InvalidSetting("the option schemaSubject needs decode=schema")
+    for name in ("schemaSubject", "schemaMessage"):
+        if found.text(name) is not None and options.value_format != BY_SCHEMA:
+            raise InvalidSetting(f"the option {name} needs decode=schema")
     return options
 
 

@@ -153,7 +153,7 @@ def read_range(one: Range, options: ReadOptions, shape: Shape, *, skip: Skip | N
     row_filter = RowFilter(options.filter, one) if options.filter else None
     names = shape.record_names
     fields = FIELDS.intersection(names) | (row_filter.fields if row_filter is not None else frozenset())
-    schemas = SchemaRows(task_link(options), one.topic) if shape.by_schema else None
+    schemas = SchemaRows(task_link(options), one.topic, shape.messages) if shape.by_schema else None
     for columns in read_columns(one, options, fields, skip=skip):
         batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
         if row_filter is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal, DecimalException
 from typing import Any, Final
 from uuid import UUID
@@ -65,6 +65,8 @@ class TypedSchema:
 
     fields: pa.Schema
     read: Callable[[Framed], dict[str, Any]]
+    message: str | None = None
+    """The full name of the message type, with Protobuf."""
 
 
 @dataclass(slots=True)
@@ -91,8 +93,10 @@ def typed_schema(found: RegisteredCodec, indexes: tuple[int, ...] = (0,)) -> Typ
 class SchemaRows:
     """Decodes the payloads of one topic; schemas are fetched when they first occur."""
 
-    def __init__(self, link: Link, topic: str) -> None:
+    def __init__(self, link: Link, topic: str, messages: Sequence[str] = ()) -> None:
+        """With `messages`, Protobuf messages of other types get a reason instead of fields."""
         self._link = link
+        self._messages = messages
         self._codecs = codecs_of(link.client)
         self._subject = f"{topic}-value"
         self._typed: dict[tuple[str, tuple[int, ...]], TypedSchema | str] = {}
@@ -118,6 +122,7 @@ class SchemaRows:
                     else:
                         seen[id(typed)] = typed.fields
                         try:
+                            self._check_message(typed.message)
                             row = typed.read(framed)
                         except SchemaMismatch as error:
                             reason = f"schema {framed.named}: {error}"
@@ -125,6 +130,13 @@ class SchemaRows:
             read.reasons.append(reason)
         read.found = list(seen.values())
         return read
+
+    def _check_message(self, name: str | None) -> None:
+        if name is not None and self._messages and name not in self._messages:
+            raise SchemaMismatch(
+                f"it is a {name}, but the columns are those of {', '.join(self._messages)}; "
+                f"the option schemaMessage={name} reads it"
+            )
 
     def _typed_of(self, framed: Framed) -> TypedSchema | str:
         """Return the decoder of a schema, or why it has none."""
@@ -160,26 +172,40 @@ def _schema_header(headers: Sequence[Mapping[str, Any]]) -> bytes | None:
 
 def payload_fields_of(options: ReadOptions) -> pa.Schema:
     """Return the fields that the schemas of a query's topics have, of all their versions."""
+    return payload_of(options)[0]
+
+
+def payload_of(options: ReadOptions) -> tuple[pa.Schema, list[str]]:
+    """Return the fields, and the names of the Protobuf messages that have them: the option's, or the first ones."""
     link = link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, access=options.access)
     if options.subject is None and options.pattern is not None:
         raise InvalidSetting("decode=schema with a pattern needs the option schemaSubject, or a schema of the query")
     topics = options.subscribe or tuple(options.assign or ())
-    found: list[pa.Schema] = link.call(_fields_of(link.client, topics, options.subject))
+    found: list[TypedSchema] = link.call(_typed_by(link.client, topics, options))
+    fields = joined_schemas([one.fields for one in found])
     # A field that every version has as null could be anything.
-    return pa.schema([one for one in joined_schemas(found) if not pa.types.is_null(one.type)])
+    kept = pa.schema([one for one in fields if not pa.types.is_null(one.type)])
+    return kept, sorted({one.message for one in found if one.message is not None})
 
 
-async def _fields_of(client: Client, topics: Sequence[str], subject: str | None) -> list[pa.Schema]:
-    schemas = SchemaClient(client)
+async def _typed_by(client: Client, topics: Sequence[str], options: ReadOptions) -> list[TypedSchema]:
+    schemas, subject, message = SchemaClient(client), options.subject, options.message
     subjects = [subject] if subject is not None else [await _subject_of(client, topic) for topic in topics]
-    fields = []
+    typed: list[TypedSchema] = []
+    others: dict[str, tuple[int, ...]] = {}
     for one in subjects:
         for number in (await schemas.subject(GetSubject(subject=one))).versions:
             response = await schemas.subject(GetSubject(subject=one, version=str(number), format=COMPILED))
             if response.schema is not None:
                 codec = codec_of(response.schema.schema_type, response.schema.schema)
-                fields.append(typed_schema(RegisteredCodec(response.schema, codec)).fields)
-    return fields
+                there = codec.message_indexes() if isinstance(codec, ProtobufCodec) else {}
+                if message is None or message in there:
+                    typed.append(typed_schema(RegisteredCodec(response.schema, codec), there.get(message or "", (0,))))
+                others |= there
+    if message is not None and not typed:
+        known = f"; there are: {', '.join(others)}" if others else ""
+        raise InvalidSetting(f"no schema of {', '.join(subjects)} has a Protobuf message {message!r}{known}")
+    return typed
 
 
 async def _subject_of(client: Client, topic: str) -> str:
@@ -695,8 +721,9 @@ _KNOWN_MESSAGES: Final[Mapping[str, pa.DataType]] = {
 
 
 def _of_protobuf(codec: ProtobufCodec, indexes: tuple[int, ...]) -> TypedSchema:
-    kind = _ProtobufTypes().message(codec.message_class(indexes).DESCRIPTOR, frozenset(), 0)
-    return _schema(Typed(kind), codec.decode)
+    descriptor = codec.message_class(indexes).DESCRIPTOR
+    typed = _schema(Typed(_ProtobufTypes().message(descriptor, frozenset(), 0)), codec.decode)
+    return replace(typed, message=descriptor.full_name)
 
 
 class _ProtobufTypes:

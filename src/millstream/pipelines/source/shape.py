@@ -49,6 +49,8 @@ RANGE_SCHEMA: Final = StructType(
 
 ERROR: Final = "payload_error"
 """With decode=schema: the column that says why a payload could not be decoded."""
+_MESSAGES: Final = "millstream.messages"
+"""In the metadata of that column: the Protobuf messages whose fields are the columns."""
 _PREFIX: Final = "payload_"
 _TAKEN: Final = frozenset({*(name.lower() for name in TYPES), "error"})
 
@@ -73,6 +75,8 @@ class Shape:
     columns: tuple[Column, ...]
     by_schema: bool = False
     """Whether payloads are decoded by the registered schemas that they name."""
+    messages: tuple[str, ...] = ()
+    """The Protobuf messages whose fields are the columns; none if the query gave the columns."""
 
     @property
     def record_names(self) -> tuple[str, ...]:
@@ -110,17 +114,19 @@ def shape_of(schema: StructType, options: ReadOptions) -> Shape:
     if options.ranges:
         return Shape(())
     columns = tuple(_column(field, options) for field in schema.fields)
-    return Shape(columns, by_schema=options.value_format == BY_SCHEMA)
+    found = [field.metadata[_MESSAGES] for field in schema.fields if _MESSAGES in field.metadata]
+    messages = tuple(found[0].split()) if found else (options.message,) if options.message else ()
+    return Shape(columns, by_schema=options.value_format == BY_SCHEMA, messages=messages)
 
 
 def _with_payload(options: ReadOptions) -> StructType:
     """Return the columns of records, and the fields that the topics' schemas have."""
-    from millstream.pipelines.source.schema_decoder import payload_fields_of
+    from millstream.pipelines.source.schema_decoder import payload_of
 
     names = options.columns or tuple(name for name in NAMES if name != "headers" or options.include_headers)
     fields = [StructField(name, TYPES[name]) for name in names]
-    fields.append(StructField(ERROR, StringType()))
-    payload = payload_fields_of(options)
+    payload, messages = payload_of(options)
+    fields.append(StructField(ERROR, StringType(), metadata={_MESSAGES: " ".join(messages)}))
     fields += [StructField(payload_column(field.name), from_arrow_type(field.type)) for field in payload]
     return StructType(fields)
 

@@ -421,6 +421,17 @@ class ProtobufCodec(Codec):
             found = self._classes[indexes] = GetMessageClass(self._pool.FindMessageTypeByName(name))
         return found
 
+    def message_indexes(self) -> dict[str, tuple[int, ...]]:
+        """Return where each message of the file is, by its full name; nested ones come after those around them."""
+        found: dict[str, tuple[int, ...]] = {}
+        around: list[tuple[str, tuple[int, ...], Any]] = [(self.file.package, (), self.file.message_type)]
+        for place, indexes, declared in around:
+            for at, one in enumerate(declared):
+                name = f"{place}.{one.name}" if place else one.name
+                found[name] = (*indexes, at)
+                around.append((name, found[name], one.nested_type))
+        return found
+
     def parse(self, framed: Framed) -> Any:
         """Return the message object."""
         from google.protobuf.message import DecodeError
