@@ -164,3 +164,20 @@ def test_an_exploding_pattern_ends() -> None:
     exploding = codec_of("JSON", json.dumps([{"type": "string", "pattern": "^(a|a?)+(?!b)$"}, {}]))
     with pytest.raises(SchemaMismatch):
         exploding.check(Framed(1, None, json.dumps("a" * 5000 + "!").encode(), None))
+
+
+def test_json_follows_protobufs_mapping_and_loses_no_number() -> None:
+    text = """syntax = "proto3";
+    message Bill { int64 bill_id = 1; double rate = 2; Bill of = 3; google.protobuf.Any any = 4; int32 n = 5; }"""
+    text = text.replace(";", ';\nimport "google/protobuf/any.proto";', 1)
+    codec = codec_of("PROTOBUF", render(SchemaText(schema_type="PROTOBUF", text=text), COMPILED))
+    shown = {"billId": "9007199254740993", "rate": "-Infinity", "n": 0}
+    for document in (shown, {**shown, "rate": "NaN"}):
+        content = codec.encode(codec.from_json(document))
+        assert json.loads(codec.decode_json(Framed(1, None, content, None))) == document
+    unknown = codec.encode({"any": {"type_url": "x/not.Here", "value": b"1"}})
+    assert json.loads(codec.decode_json(Framed(1, None, unknown, None)))["any"]["type_url"] == "x/not.Here"
+    source = '{"type":"array","items":["null","double"]}'
+    avro = codec_of("AVRO", render(SchemaText(schema_type="AVRO", text=source), COMPILED))
+    encoded = avro.encode([float("nan"), float("inf"), None, 1.5])
+    assert json.loads(avro.decode_json(Framed(1, None, encoded, None))) == ["NaN", "Infinity", None, 1.5]

@@ -43,12 +43,11 @@ async def decode_record(client: Client, topic: str, record: Record) -> DecodedRe
     if record.value[:1] != bytes([ID_MAGIC]) and all(name != VALUE_HEADER for name, _ in record.headers):
         return None
     from millstream.client.schemas import codecs_of
-    from millstream.protocol.schemas.codec import to_json
 
     try:
         framed = unframe(record.value, schema_header(record.headers, "value"))
         found = await codecs_of(client).named(framed, f"{topic}-value")
-        return DecodedRecord(str(found.schema.id or found.schema.guid), to_json(found.codec.decode(framed)))
+        return DecodedRecord(str(found.schema.id or found.schema.guid), found.codec.decode_json(framed))
     except MillstreamError:
         return None
 

@@ -12,6 +12,7 @@ import base64
 import datetime
 import io
 import json
+import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,10 @@ class Codec(ABC):
     def decode(self, framed: Framed) -> Any:
         """Return the value, or raise `SchemaMismatch`."""
 
+    def decode_json(self, framed: Framed) -> bytes:
+        """Return the value as JSON, or raise `SchemaMismatch`."""
+        return to_json(self.decode(framed))
+
     @abstractmethod
     def encode(self, value: Any) -> bytes:
         """Return what follows the schema id, or raise `SchemaMismatch` if the value does not fit."""
@@ -80,11 +85,22 @@ def codec_of(schema_type: str, compiled: str) -> Codec:
 
 
 def to_json(value: Any) -> bytes:
-    """Write a decoded value as JSON: times in RFC 3339, decimals as text, bytes in base 64."""
+    """Write a decoded value as JSON: times in RFC 3339, decimals as text, bytes in base 64, no number as "NaN"."""
     try:
-        return msgspec.json.encode(value)
+        encoded = msgspec.json.encode(value)
+        # The encoder writes null for what is not a number in JSON.
+        return msgspec.json.encode(_with_named_floats(value)) if b"null" in encoded else encoded
     except (TypeError, ValueError):
-        return json.dumps(value, default=str, ensure_ascii=False).encode()
+        return json.dumps(_with_named_floats(value), default=str, ensure_ascii=False).encode()
+
+
+def _with_named_floats(value: Any) -> Any:
+    """Replace NaN and the infinities by their names in Protobuf's JSON mapping."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _with_named_floats(one) for key, one in value.items()}
+    return [_with_named_floats(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _mismatch(what: str, error: BaseException) -> SchemaMismatch:
@@ -451,6 +467,20 @@ class ProtobufCodec(Codec):
 
     def decode(self, framed: Framed) -> Any:
         return message_value(self.parse(framed))
+
+    def decode_json(self, framed: Framed) -> bytes:
+        """Return Protobuf's JSON mapping, with fields that have their default; the plain value where it has none."""
+        from google.protobuf import json_format
+
+        message = self.parse(framed)
+        try:
+            shown = json_format.MessageToDict(
+                message, always_print_fields_with_no_presence=True, descriptor_pool=self._pool
+            )
+        except (json_format.Error, *_UNREADABLE):
+            # An `Any` of an unknown type, for example.
+            shown = message_value(message)
+        return to_json(shown)
 
     def encode(self, value: Any) -> bytes:
         from google.protobuf.message import EncodeError
