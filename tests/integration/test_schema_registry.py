@@ -230,6 +230,7 @@ def test_refusals_have_the_registrys_codes(rest: httpx.Client, topic: str) -> No
     assert refusal(rest.post(f"/subjects/{topic}", json={"schema": record("z")})) == (404, 40403)
     assert refusal(register(rest, topic, '{"type":"nothing"}')) == (422, 42201)
     assert refusal(register(rest, f"{topic}-new", "")) == (422, 42201)
+    assert refusal(register(rest, f"{topic}-new", '{"pattern":"(["}', schemaType="JSON")) == (422, 42201)
     assert refusal(register(rest, topic, record("a"), schemaType="XML")) == (422, 42201)
     assert refusal(register(rest, topic, record("a", "b"))) == (409, 409)
     assert refusal(register(rest, topic, record("c"), id=5)) == (422, 42205)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.protocol.schemas.formats import InvalidSchema
+from millstream.protocol.schemas.formats import InvalidSchema, SchemaText, parse
 from millstream.protocol.schemas.json_schema import JsonSchema, compare
 
 
@@ -126,3 +126,20 @@ def test_a_compatible_reader_takes_what_the_writer_takes(reader: Any, writer: An
         for document in documents:
             if jsonschema_rs.is_valid(writer, document):
                 assert jsonschema_rs.is_valid(reader, document), document
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"pattern": "(["}, "#/pattern"),
+        (object_of(a={**STRING, "pattern": "(["}), "#/properties/a/pattern"),
+        ({"patternProperties": {"([": {}}}, "#/patternProperties/(["),
+        ({"propertyNames": {"pattern": "(["}}, "#/propertyNames/pattern"),
+    ],
+)
+def test_an_invalid_regular_expression_cannot_be_registered(schema: Any, place: str) -> None:
+    with pytest.raises(InvalidSchema, match="regex") as caught:
+        parse(SchemaText(schema_type="JSON", text=json.dumps(schema)))
+    assert place in str(caught.value)
+    text = json.dumps(schema).replace("([", r"^\\p{L}(?!x)")
+    parse(SchemaText(schema_type="JSON", text=text))

@@ -346,6 +346,19 @@ class JsonCodec(Codec):
         except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
             raise _mismatch("the JSON Schema cannot be used", error) from error
 
+    def invalid_pattern(self) -> str | None:
+        """Return where the schema has a regular expression that no validator reads, and which; None if it has none."""
+        import jsonschema_rs
+
+        try:
+            _ = self._validator
+        except SchemaMismatch as error:
+            cause: Any = error.__cause__
+            kind = getattr(cause, "kind", None)
+            if isinstance(kind, jsonschema_rs.ValidationErrorKind.Format):
+                return f"at '#/{'/'.join(map(str, cause.instance_path))}': {cause.message}"[:REASON_CHARACTERS_MAX]
+        return None
+
     def referred(self, reference: str) -> Any:
         """Return the schema that a `$ref` names; true, which allows everything, if it is not found."""
         target, _, pointer = reference.partition("#")

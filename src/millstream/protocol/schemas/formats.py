@@ -81,6 +81,12 @@ class _Schema(Protocol):
 def parse(schema: SchemaText) -> ParsedTexts:
     """Check a schema; raise `InvalidSchema` with the reason."""
     parsed = _parse(schema)
+    if schema.schema_type == JSON_SCHEMA:
+        from millstream.protocol.schemas.codec import JsonCodec
+
+        reason = JsonCodec(_compiled(parsed, schema)).invalid_pattern()
+        if reason is not None:
+            raise InvalidSchema(f"the JSON Schema is invalid {reason}")
     return ParsedTexts(parsed.canonical(), parsed.normalized())
 
 
