@@ -108,8 +108,14 @@ def test_a_registrys_topic_is_imported_with_its_ids_and_exported(
     again = millstream("schema", "import", "--topic", topic, "--context", context)
     assert (again.code, "empty" in again.err) == (ExitCode.CONFLICT, True)
 
+    absent = millstream("schema", "import", "--topic", f"{topic}-absent", "--context", f".{topic}-new")
+    assert (absent.code, "--from" in absent.err, "topic create" in absent.err) == (ExitCode.NOT_FOUND, True, False)
+
     exported = f"{topic}-exported"
-    assert millstream("schema", "export", "--topic", exported, "--context", context, "--json").document["versions"] == 3
+    other = millstream("schema", "export", "--topic", f"{topic}-other", "--context", f".{topic}-none")
+    assert all(text in other.out for text in ("Exported 0 versions", "Not exported: the contexts .", context))
+    made = millstream("schema", "export", "--topic", exported, "--context", context, "--json").document
+    assert (made["versions"], context in made["other_contexts"]) == (3, False)
     assert millstream("schema", "export", "--topic", exported, "--context", context).code == ExitCode.CONFLICT
     written = [json.loads(line) for line in millstream("tail", exported, "--from", "start", "--raw").out.splitlines()]
     assert {"subject": f":{context}:in", "version": 1, "id": 40, "schema": inner, "deleted": False} in written

@@ -113,6 +113,7 @@ def test_only_nodes_write_what_does_not_conform(server: Server, millstream: Comm
     """Letters are exempt from the rule of a dead letter topic; what a client calls itself does not make it a node."""
     rule(millstream, topic, validate="id")
     assert refused(server, topic, [b"plain text"], client_id="dead-letters")
+    assert "1 of 1 record does not conform" in millstream("publish", topic, "plain text").err
 
     async def pretend(node_id: int, secret: str) -> AppendLetterAnswer:
         batch = bytes(encode_batch([NewRecord(b"k", b"plain text", (), 1)]))

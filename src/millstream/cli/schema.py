@@ -258,7 +258,9 @@ def import_(
 
     number = ask(common, question)
     print_answer(
-        {"versions": number, "context": _context(context)}, f"Imported {number} versions.", as_json=common.as_json
+        {"versions": number, "context": _context(context)},
+        f"Imported {counted(number, 'version')}.",
+        as_json=common.as_json,
     )
 
 
@@ -267,10 +269,11 @@ def export(topic: Topic = "_schemas", context: Context = DEFAULT_CONTEXT, common
     """Write the schemas of a context to a new topic, from which Confluent's registry can start."""
     from millstream.client.admin.topic_schema import export_schemas
 
-    number = ask(common, lambda client: export_schemas(client, topic, context=_context(context)))
-    print_answer(
-        {"versions": number, "topic": topic}, f"Exported {number} versions to {topic}.", as_json=common.as_json
-    )
+    number, others = ask(common, lambda client: export_schemas(client, topic, context=_context(context)))
+    text = f"Exported {counted(number, 'version')} to {topic}."
+    if others:
+        text += f" Not exported: the contexts {', '.join(others)} (--context)."
+    print_answer({"versions": number, "topic": topic, "other_contexts": others}, text, as_json=common.as_json)
 
 
 def _context(name: str) -> str:

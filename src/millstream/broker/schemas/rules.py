@@ -216,8 +216,9 @@ def _rejection(wrong: list[RecordError], header: BatchHeader) -> InvalidBatch:
     first = "; ".join(f"record {one.batch_index}: {one.message}" for one in wrong[:_LISTED_MAX])
     more = "; …" if len(wrong) > _LISTED_MAX else ""
     verb = "does" if len(wrong) == 1 else "do"
+    records = "record" if header.record_count == 1 else "records"
     error = InvalidBatch(
-        f"{len(wrong)} of {header.record_count} records {verb} not conform to the topic's schema: {first}{more}"
+        f"{len(wrong)} of {header.record_count} {records} {verb} not conform to the topic's schema: {first}{more}"
     )
     error.records = wrong
     return error

@@ -137,8 +137,11 @@ async def _register(registry: SchemaClient, schemas: Iterable[_Value], places: M
             await registry.delete(DeleteSubject(subject=subject, version=version))
 
 
-async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_CONTEXT) -> int:
-    """Write the schemas of a context to a new topic, or to one without messages; return the number of versions."""
+async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_CONTEXT) -> tuple[int, list[str]]:
+    """Write the schemas of a context to a new topic, or to one without messages.
+
+    Return the number of versions, and the other contexts that have subjects.
+    """
     await _prepare_topic(client, topic)
     registry = SchemaClient(client)
     prefix = str(QualifiedSubject(context, ""))
@@ -153,7 +156,9 @@ async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_C
     records += [_schema_record(one) for one in sorted(schemas, key=lambda one: (one.id, one.version))]
     for record in records:
         await client.produce(topic, 0, encode_batch([record]))
-    return len(schemas)
+    everything = await registry.subjects(ListSubjects(prefix=":*:", deleted=True))
+    others = {QualifiedSubject.parse(subject).context for subject in everything.subjects} - {context}
+    return len(schemas), sorted(others)
 
 
 async def _prepare_topic(client: Client, topic: str) -> None:
@@ -169,7 +174,8 @@ async def _prepare_topic(client: Client, topic: str) -> None:
 
 async def _read(client: Client, topic: str) -> dict[str, bytes | None]:
     """Return the last value of each key, in the order of these."""
-    await find_topic(client, topic)
+    advice = "name a broker of the cluster that has it with --from, and the topic, if it is not _schemas, with --topic"
+    await find_topic(client, topic, advice=advice)
     ((offset, end),) = (await offset_bounds(client, topic, [0])).values()
     found: dict[str, bytes | None] = {}
     while offset < end:
