@@ -371,6 +371,14 @@ async def test_offsets_of_records_that_are_not_here_are_replaced(monkeypatch: py
     assert groups.here[WHERE] == 30
 
 
+async def test_offsets_that_were_deleted_here_are_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Groups(monkeypatch)
+    await groups.follower.sync_all({"orders"})
+    groups.here.clear()
+    await groups.follower.sync_all({"orders"})
+    assert groups.here == {WHERE: 30}
+
+
 AUDIT = TopicPartition("audit", PartitionIndex(0))
 
 
