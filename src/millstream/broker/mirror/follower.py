@@ -223,6 +223,9 @@ class Follower:
         if copy.mirror != self._run.mirror.name:
             if copy.mirror:
                 raise TopicExists(f"{name!r} is a copy of mirror {copy.mirror!r} here")
+            if name in self._cuts():
+                # It was failed over, and the description of the mirror says so.
+                return
             raise TopicExists(f"{name!r} exists here already; delete it, or mirror it under another name (--rename)")
         if not self._settings.rename and original.topic_id.int and copy.topic_id != original.topic_id:
             raise TopicExists(
@@ -505,8 +508,11 @@ class Follower:
 
         An old source that follows may have offsets of records that it has dropped.
         """
-        mirror = self._service.mirrors.get(self._run.mirror.name) or self._run.mirror
-        return commit.metadata != APPLIED and where.topic not in mirror.cuts
+        return commit.metadata != APPLIED and where.topic not in self._cuts()
+
+    def _cuts(self) -> Vector:
+        """Return where copies were cut by a failover, as far as this node knows."""
+        return (self._service.mirrors.get(self._run.mirror.name) or self._run.mirror).cuts
 
     # -- subscriptions --------------------------------------------------------------------------------------
 
