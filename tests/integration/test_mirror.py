@@ -450,6 +450,8 @@ def test_changes_of_topics_follow_and_http_and_metrics_report(
         assert made.status_code == 201, made.text
         assert http.post("/v1/mirrors", json={"name": name, "settings": {"from": "x:1"}}).status_code == 409
         assert http.post("/v1/mirrors", json={"name": "bad", "settings": {"from": "nowhere"}}).status_code == 422
+        itself = http.post("/v1/mirrors", json={"name": "itself", "settings": {"from": berlin.brokers}})
+        assert (itself.status_code, "this cluster itself" in itself.text) == (422, True), itself.text
         publish(paris.brokers, topic, ["a"])
         assert read(berlin.brokers, topic, 1) == [(0, 0, "a")]
         assert http.post(f"/v1/mirrors/{name}/pause").json()["state"] == "paused"
