@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from html import unescape
 from itertools import islice
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -240,6 +241,27 @@ def test_a_filter_selects_messages_and_a_wrong_one_says_why(console: Console) ->
     page.goto(f"{console.url}/topics/orders/messages?key=customer-1&filter=payload.total+<+500")
     expect(page.locator("#rows tr")).to_have_count(2)
     assert watched.problems == []
+
+
+@pytest.mark.parametrize("text", ["o'brien", "C:\\new", "KeyError: 'city'\n\\'"])
+def test_keys_and_reasons_are_selected_whatever_they_contain(console: Console, topic: str, text: str) -> None:
+    with console.api() as api, httpx.Client(base_url=console.url, timeout=WAIT_S) as pages:
+        made = api.post("/subscriptions", json={"name": f"{topic}-s", "topics": [topic], "start": "start"})
+        assert made.status_code == 201, made.text
+        sent = [{"value": "1", "key": text}, {"value": "2", "key": "other"}]
+        assert api.post(
+            f"/topics/{topic}/messages", content=json.dumps({"messages": sent}), headers=MESSAGES
+        ).is_success
+        pull = f"/subscriptions/{topic}-s/messages:pull"
+        (first, *_) = api.post(pull, json={"max": 1, "wait_ms": 20_000}).json()["messages"]
+        rejected = {"reject": [{"lease": first["lease"], "reason": text}]}
+        assert api.post(pull.replace(":pull", ":settle"), json=rejected).is_success
+        found = pages.get(f"/topics/{topic}/messages", params={"key": text})
+        assert (found.status_code, "1 found in 2 of 2 messages" in found.text) == (200, True), found.text
+        letters = pages.get(f"/dead-letters/{topic}-s-dlq")
+        (link,) = re.findall(r'href="[^"]*(\?filter=[^"]+)"', letters.text)
+        selected = pages.get(f"/dead-letters/{topic}-s-dlq{unescape(link)}")
+        assert (selected.status_code, "Selected letters" in selected.text) == (200, True), selected.text
 
 
 def test_hostile_messages_are_shown_as_text(console: Console) -> None:

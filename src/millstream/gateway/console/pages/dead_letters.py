@@ -28,6 +28,7 @@ from millstream.gateway.api.services import Services
 from millstream.gateway.console.render import counted
 from millstream.gateway.console.tasks import Measured, Task
 from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, command
+from millstream.protocol.filter.node import quoted
 from millstream.protocol.private.subscriptions import LeasedMessage
 
 LOOKED_AT_MAX: Final = 2000
@@ -63,14 +64,10 @@ class _Selected:
 def _selects(subscription: str, reason: str) -> str:
     """Return the filter that selects the letters of one group."""
     terms = [
-        f"headers['{name}'] = {_quoted(value)}" if value else f"coalesce(headers['{name}'], '') = ''"
+        f"headers['{name}'] = {quoted(value)}" if value else f"coalesce(headers['{name}'], '') = ''"
         for name, value in (("dlq-subscription", subscription), ("dlq-reason", reason))
     ]
     return " AND ".join(terms)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 async def show(visit: Visit) -> Answer:

@@ -31,6 +31,7 @@ from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environm
 from millstream.gateway.console.search import Found, Progress, compiled
 from millstream.gateway.console.visit import Answer, Download, Page, PageRoute, Visit, address, change, command, done
 from millstream.protocol.filter.filter import Filter
+from millstream.protocol.filter.node import quoted
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.fetch import READ_COMMITTED
 
@@ -69,7 +70,7 @@ class _Wanted(msgspec.Struct):
         """The filter with the key, as one condition."""
         terms = [f"({self.filter})"] if self.filter else []
         if self.key:
-            terms.append("key = '" + self.key.replace("'", "''") + "'")
+            terms.append(f"key = {quoted(self.key)}")
         return " AND ".join(terms)
 
 
