@@ -230,6 +230,21 @@ def test_what_a_person_may_not_do_is_not_offered_and_refused(guarded: Guarded) -
         assert bob.get("/console/topics/alice-orders/publish").text.count("<textarea") == 0
 
 
+def test_what_the_pages_link_can_be_opened(guarded: Guarded) -> None:
+    with guarded.client() as bob:
+        assert sign_in(bob, "bob").status_code == 303
+        seen: set[str] = set()
+        for page in ("/console", "/console/topics", "/console/topics/alice-orders"):
+            seen |= set(re.findall(r'href="(/console[^"?]*)"', bob.get(page).text))
+        assert "/console/topics/alice-orders/messages" in seen
+        answers = {path: bob.get(path).status_code for path in sorted(seen)}
+        assert {path: status for path, status in answers.items() if status != 200} == {}
+        shown = bob.get("/console/topics/alice-orders").text
+        assert "In sync" in shown
+        assert "DESCRIBE_CONFIGS" in shown
+        assert bob.get("/console/topics/alice-orders/settings").status_code == 403
+
+
 def test_reading_messages_is_audited(guarded: Guarded) -> None:
     with guarded.client() as client, guarded.client(auth=("admin", "admin-password")) as admin:
         admin.post("/v1/topics/alice-orders/messages", json={"total": 1}).raise_for_status()

@@ -29,16 +29,25 @@ CARD = {"owner": OWNER, "description": DESCRIPTION, "contract": CONTRACT}
 
 
 async def describe_topic(
-    client: Client, name: str, *, advice: str | None = None, with_damage: bool = True
+    client: Client,
+    name: str,
+    *,
+    advice: str | None = None,
+    with_damage: bool = True,
+    with_settings: bool = True,
 ) -> dict[str, Any]:
-    """Return a topic's partitions, offsets, settings and damage, which takes the whole status of its leaders."""
+    """Return a topic's partitions, offsets, settings and damage, which takes the whole status of its leaders.
+
+    Settings need a right of their own.
+    """
     from millstream.client.admin.cluster_status import find_damage
     from millstream.client.admin.topics import find_topic, offset_bounds
     from millstream.protocol.wire.admin_requests import topic_configs
 
     topic = await find_topic(client, name, advice=advice)
     bounds, configs = await asyncio.gather(
-        offset_bounds(client, name, list(topic.partitions)), topic_configs(client, name)
+        offset_bounds(client, name, list(topic.partitions)),
+        topic_configs(client, name) if with_settings else asyncio.sleep(0, {}),
     )
     lost = await find_damage(client, topic, topic.partitions) if with_damage else None
     return {

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import AuthenticationFailed, MillstreamError
 from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
 from millstream.gateway.api.event_stream import send_events
@@ -285,10 +286,12 @@ class ConsoleApp:
         else:
             if visit.notice and not exchange.is_partial:
                 cookies += self._sessions.notice("")
-            content = render(answer.template, self._context(visit, answer))
+            # Scripts replace the numbers of a page, not its menu.
+            may_describe = exchange.is_partial or await visit.may(Operation.DESCRIBE, ResourceType.CLUSTER)
+            content = render(answer.template, self._context(visit, answer, may_describe=may_describe))
             await self._send(exchange, answer.status, [_HTML, *cookies], content)
 
-    def _context(self, visit: Visit, page: Page) -> dict[str, Any]:
+    def _context(self, visit: Visit, page: Page, *, may_describe: bool) -> dict[str, Any]:
         section = visit.path.removeprefix(PREFIX).strip("/").partition("/")[0]
         return {
             "visit": visit,
@@ -297,6 +300,7 @@ class ConsoleApp:
             "read_only": visit.settings.read_only,
             "notice": visit.notice,
             "working": visit.tasks.running(visit.person),
+            "may_describe": may_describe,
             "live": True,
             **page.context,
         }

@@ -163,6 +163,17 @@ class Visit:
         await self.look_up((operation, kind, name))
         return self._rights[operation, kind, name]
 
+    async def topic_tabs(self, name: str) -> dict[str, Any]:
+        """Return what the tabs of a topic's pages need: its name, and which of them to offer."""
+        kind = ResourceType.TOPIC
+        await self.look_up(*((one, kind, name) for one in (Operation.READ, Operation.WRITE, Operation.DESCRIBE_CONFIGS)))
+        return {
+            "topic": name,
+            "may_read": await self.may(Operation.READ, kind, name),
+            "may_write": await self.may_change(Operation.WRITE, kind, name),
+            "may_see_settings": await self.may(Operation.DESCRIBE_CONFIGS, kind, name),
+        }
+
     async def may_change(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:
         """Return whether to offer a change: the user may make it, and the console is not read-only."""
         return not self.settings.read_only and await self.may(operation, kind, name)

@@ -17,7 +17,6 @@ from millstream.client.admin.messages import StoredMessage, decode_record, find_
 from millstream.client.admin.position import parse_position
 from millstream.client.admin.tailer import Tailer
 from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
-from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import OffsetRange, message_id
 from millstream.gateway.api.event_stream import event
@@ -241,9 +240,7 @@ async def browse(visit: Visit) -> Answer:
         await visit.note_reading(name, "browse", filter=wanted.selects)
         reading = await _search(visit, wanted, ROWS) if is_forward else await _newest(visit, wanted)
     context = {
-        "topic": name,
-        "may_read": True,
-        "may_write": await visit.may_change(Operation.WRITE, ResourceType.TOPIC, name),
+        **await visit.topic_tabs(name),
         "partitions": sorted(wanted.topic.partitions),
         "wanted": wanted,
         "rows": reading.rows,
@@ -405,9 +402,7 @@ async def show(visit: Visit) -> Answer:
     if form == "auto":
         form = next(one for one in _FORMS if contents[one] is not None)
     context = {
-        "topic": topic.name,
-        "may_read": True,
-        "may_write": await visit.may_change(Operation.WRITE, ResourceType.TOPIC, topic.name),
+        **await visit.topic_tabs(topic.name),
         "partition": partition,
         "offset": offset,
         "record": record,
@@ -476,15 +471,7 @@ def _samples(topic: str, stored: StoredMessage) -> list[tuple[str, str]]:
 async def publish_form(visit: Visit) -> Answer:
     name = visit.names["topic"]
     topic = await find_topic(visit.services.client, name)
-    return Page(
-        "publish.html",
-        {
-            "topic": name,
-            "may_read": await visit.may(Operation.READ, ResourceType.TOPIC, name),
-            "may_write": await visit.may_change(Operation.WRITE, ResourceType.TOPIC, name),
-            "partitions": sorted(topic.partitions),
-        },
-    )
+    return Page("publish.html", {**await visit.topic_tabs(name), "partitions": sorted(topic.partitions)})
 
 
 async def publish(visit: Visit) -> Answer:

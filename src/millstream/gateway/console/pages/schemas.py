@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final
 
 from millstream.client.admin.schemas import SchemaClient, difference, parse_reference, readable
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import InvalidRequest, SchemaRegistryError
+from millstream.core.errors import InvalidRequest, NotAuthorized, SchemaRegistryError
 from millstream.core.schema import AVRO, JSON_SCHEMA, LEVELS, PROTOBUF, subject_topic
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, done
@@ -43,11 +44,13 @@ async def _listed(visit: Visit, tried: dict[str, Any], status: HTTPStatus = HTTP
         except SchemaRegistryError:
             # Deleted meanwhile.
             continue
-    settings = await client.settings(default_to_global=True)
+    settings = None
+    with suppress(NotAuthorized):
+        settings = await client.settings(default_to_global=True)
     context = {
         **visit.paging(len(names)),
         "subjects": rows,
-        "level": (settings.config or {}).get("compatibilityLevel", ""),
+        "level": "" if settings is None else (settings.config or {}).get("compatibilityLevel", ""),
         "levels": LEVELS,
         "types": list(_FILES),
         "may_configure": await visit.may_change(Operation.ALTER_CONFIGS, ResourceType.CLUSTER),

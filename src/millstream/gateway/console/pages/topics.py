@@ -85,29 +85,26 @@ async def create(visit: Visit) -> Answer:
     return done(address("topics", name), f"Topic {name} is created", "topic", "create", name, *flags)
 
 
-async def _head(visit: Visit, name: str) -> dict[str, Any]:
-    """Return what all pages of a topic show."""
-    await visit.look_up(*((one, _TOPIC, name) for one in (Operation.READ, Operation.WRITE, Operation.DELETE)))
-    return {
-        "topic": name,
-        "may_read": await visit.may(Operation.READ, _TOPIC, name),
-        "may_write": await visit.may_change(Operation.WRITE, _TOPIC, name),
-    }
-
-
 async def show(visit: Visit) -> Answer:
     """Show a topic's partitions, card and traffic."""
     name = visit.names["topic"]
     client = visit.services.client
+    tabs = await visit.topic_tabs(name)
     described, (listed,) = await asyncio.gather(
-        # Damage is among the reasons that the overview shows.
-        describe_topic(client, name, advice="the list of topics shows those that do", with_damage=False),
+        describe_topic(
+            client,
+            name,
+            advice="the list of topics shows those that do",
+            # Damage is among the reasons that the overview shows.
+            with_damage=False,
+            with_settings=tabs["may_see_settings"],
+        ),
         _numbers(visit, name),
     )
     series = visit.history.topics.get(name)
     partitions = described["partitions"]
     context = {
-        **await _head(visit, name),
+        **tabs,
         "described": described,
         "partitions": partitions[:PARTITIONS_SHOWN],
         "left_out": max(0, len(partitions) - PARTITIONS_SHOWN),
@@ -150,7 +147,7 @@ async def settings(visit: Visit) -> Answer:
         if key not in CARD.values()
     ]
     context = {
-        **await _head(visit, name),
+        **await visit.topic_tabs(name),
         "described": described,
         "rows": rows,
         "may_alter": await visit.may_change(Operation.ALTER_CONFIGS, _TOPIC, name),
@@ -204,7 +201,7 @@ async def consumers(visit: Visit) -> Answer:
         if name in one["topics"] and not one["name"].startswith(OWN_PREFIX)
     ]
     groups, left_out = await _groups(visit, topic)
-    head = await _head(visit, name)
+    head = await visit.topic_tabs(name)
     producers = await active_producers(client, name) if head["may_read"] else []
     context = {
         **head,
