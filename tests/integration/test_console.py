@@ -308,6 +308,11 @@ def test_a_published_message_arrives_in_the_live_tail(console: Console) -> None:
     assert watched.problems + following.problems == []
 
 
+def test_publishing_to_an_internal_topic_is_not_offered(console: Console) -> None:
+    page = httpx.get(f"{console.url}/topics/__subscriptions/publish", timeout=WAIT_S).text
+    assert ("internal" in page, page.count("<textarea"), page.count(">Publish</a>")) == (True, 0, 0)
+
+
 def test_messages_are_shown_as_their_schema_decodes_them(console: Console) -> None:
     with console.api() as api:
         sent = api.post("/topics/parcels-typed/messages?schema=parcels-value", json={"to": "Utrecht"})

@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 
 from millstream.client.admin.browse import Right, allowed_rights, note_reading
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.topic import INTERNAL_TOPICS
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.route import Lane
 from millstream.gateway.api.services import Services
@@ -170,7 +171,7 @@ class Visit:
         return {
             "topic": name,
             "may_read": await self.may(Operation.READ, kind, name),
-            "may_write": await self.may_change(Operation.WRITE, kind, name),
+            "may_write": name not in INTERNAL_TOPICS and await self.may_change(Operation.WRITE, kind, name),
             "may_see_settings": await self.may(Operation.DESCRIBE_CONFIGS, kind, name),
         }
 
