@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -311,6 +313,19 @@ def test_a_published_message_arrives_in_the_live_tail(console: Console) -> None:
 def test_publishing_to_an_internal_topic_is_not_offered(console: Console) -> None:
     page = httpx.get(f"{console.url}/topics/__subscriptions/publish", timeout=WAIT_S).text
     assert ("internal" in page, page.count("<textarea"), page.count(">Publish</a>")) == (True, 0, 0)
+
+
+def test_a_message_is_published_again_as_its_page_says(console: Console, topic: str) -> None:
+    with console.api() as api, httpx.Client(base_url=console.url, timeout=WAIT_S) as pages:
+        sent = {"value": "it's 5 > 4", "key": "o'brien", "headers": {"region": "eu"}}
+        path = f"/topics/{topic}/messages"
+        assert api.post(path, content=json.dumps({"messages": [sent]}), headers=MESSAGES).is_success
+        found = re.findall(r'<pre class="code" id="sample-\d">(.*?)</pre>', pages.get(f"{path}/0/0").text, re.DOTALL)
+        curl, python, _ = (unescape(one) for one in found)
+        subprocess.run(["sh", "-c", curl], check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-c", python], check=True, timeout=WAIT_S)
+        for offset in (1, 2):
+            assert re.findall(r'id="sample-1">(.*?)</pre>', pages.get(f"{path}/0/{offset}").text) == [found[0]]
 
 
 def test_messages_are_shown_as_their_schema_decodes_them(console: Console) -> None:

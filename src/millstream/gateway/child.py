@@ -94,6 +94,8 @@ class HttpChild(SupervisedChild):
                 "runs_pipelines": config.pipelines_enabled,
                 "data": os.path.abspath(config.data),
                 "lake": config.pipelines_lake,
+                # Its own processes may use another listener; port 0 stands for one that the system chooses.
+                "kafka": config.advertise or (kafka_address if config.kafka.endswith(":0") else config.kafka),
                 "session_s": config.console_session_ms // 1000,
                 "oidc_client_id": config.console_oidc_client_id,
                 "oidc_client_secret_file": config.console_oidc_secret_file,

@@ -324,6 +324,19 @@ def test_commands_are_what_a_shell_reads_back(words: list[str]) -> None:
     assert shlex.split(command(*words)) == ["millstream", *words]
 
 
+@pytest.mark.parametrize(
+    ("kafka", "site", "shown"),
+    [
+        ("broker.example:9092", "https://console.example", "broker.example:9092"),
+        ("0.0.0.0:9092", "http://node-1:8080", "node-1:9092"),
+        ("[::]:9092", "http://[fe80::1]:8080", "[fe80::1]:9092"),
+    ],
+)
+def test_clients_connect_to_what_the_node_advertises_or_the_browser_uses(kafka: str, site: str, shown: str) -> None:
+    visit = dataclasses.replace(visit_of(Recent(), site=site), settings=ConsoleSettings(kafka=kafka))
+    assert visit.kafka == shown
+
+
 def test_conditions_are_shown_in_double_quotes() -> None:
     assert command("dlq", "redrive", "x", "--filter", "key = 'a'") == "millstream dlq redrive x --filter \"key = 'a'\""
 

@@ -98,6 +98,7 @@ class ConsoleApp:
         self._callers = callers
         """Authenticates users; None where everyone may do everything."""
         self._settings = settings or ConsoleSettings()
+        self._is_tls = is_tls
         self.history = History(services)
         self.recent = Recent()
         self.searches = Searches()
@@ -178,6 +179,7 @@ class ConsoleApp:
                     settings=self._settings,
                     principal=principal,
                     host=host_of(scope),
+                    site=self._site_of(exchange),
                     is_refresh=exchange.is_partial,
                     can_sign_out=bool(signed_in.cookie),
                     csrf=signed_in.csrf,
@@ -218,6 +220,10 @@ class ConsoleApp:
                 lapsed.cancel()
                 with suppress(asyncio.CancelledError):
                     await lapsed
+
+    def _site_of(self, exchange: _Exchange) -> str:
+        host = exchange.headers.get(b"host", b"").decode("ascii", "replace")
+        return f"{'https' if self._is_tls else 'http'}://{host}"
 
     def _shown(self, exchange: _Exchange, signed_in: SignedIn) -> Shown:
         host = host_of(exchange.scope)

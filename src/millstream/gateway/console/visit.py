@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 from millstream.client.admin.browse import Right, allowed_rights, note_reading
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
@@ -40,6 +40,8 @@ class ConsoleSettings:
     data: str = ""
     lake: str = ""
     """The node's own, by its settings."""
+    kafka: str = ""
+    """Where Kafka clients connect."""
     session_s: int = 8 * 3600
     oidc_client_id: str = ""
     oidc_client_secret_file: str = ""
@@ -69,6 +71,8 @@ class Visit:
     """Who is signed in; empty where everyone may do everything."""
     host: str = ""
     """Where the browser is."""
+    site: str = ""
+    """The gateway's address, as the browser uses it: `http://localhost:8080`."""
     is_refresh: bool = False
     """Whether an open page refreshes its numbers, as opposed to a user opening the page."""
     can_sign_out: bool = False
@@ -131,6 +135,15 @@ class Visit:
         return f"{self.path}?{urlencode(kept)}" if kept else self.path
 
     @property
+    def kafka(self) -> str:
+        """Where the user's Kafka clients connect: a node that listens everywhere has the name that the browser uses."""
+        host, _, port = self.settings.kafka.rpartition(":")
+        if host not in ("", "0.0.0.0", "[::]"):
+            return self.settings.kafka
+        name = urlsplit(self.site).hostname or "localhost"
+        return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+    @property
     def person(self) -> str:
         """The key by which searches are counted: the principal, or everyone at an address."""
         return self.principal or self.host
@@ -167,7 +180,9 @@ class Visit:
     async def topic_tabs(self, name: str) -> dict[str, Any]:
         """Return what the tabs of a topic's pages need: its name, and which of them to offer."""
         kind = ResourceType.TOPIC
-        await self.look_up(*((one, kind, name) for one in (Operation.READ, Operation.WRITE, Operation.DESCRIBE_CONFIGS)))
+        await self.look_up(
+            *((one, kind, name) for one in (Operation.READ, Operation.WRITE, Operation.DESCRIBE_CONFIGS))
+        )
         return {
             "topic": name,
             "may_read": await self.may(Operation.READ, kind, name),

@@ -415,7 +415,7 @@ async def show(visit: Visit) -> Answer:
         "schema": "" if decoded is None else decoded.named,
         "is_cut": len(value) > SHOWN_BYTES_MAX,
         "headers": [(name, _text(value or b"") or (value or b"").hex(" ")) for name, value in record.headers],
-        "samples": _samples(topic.name, stored),
+        "samples": _samples(visit, topic.name, stored),
         "trace": trace["subscriptions"],
         "may_have_more": may_have_more,
     }
@@ -435,14 +435,14 @@ def _text(value: bytes) -> str | None:
         return None
 
 
-def _samples(topic: str, stored: StoredMessage) -> list[tuple[str, str]]:
+def _samples(visit: Visit, topic: str, stored: StoredMessage) -> list[tuple[str, str]]:
     """Return how to publish the same message again, by other means."""
     record = stored.record
     value, key = _text(record.value or b""), _text(record.key or b"")
     if value is None or key is None or len(record.value or b"") > 16 * 1024:
         return []
     headers = {name: _text(one or b"") or "" for name, one in record.headers if name.isascii() and name.isprintable()}
-    curl = ["curl", "-s", f"$MILLSTREAM/v1/topics/{topic}/messages"]
+    curl = ["curl", "-s", f"{visit.site}/v1/topics/{topic}/messages"]
     for name, one in {
         **({"Message-Key": key} if record.key is not None else {}),
         **{f"Message-Header-{name}": one for name, one in headers.items()},
@@ -459,10 +459,10 @@ def _samples(topic: str, stored: StoredMessage) -> list[tuple[str, str]]:
         given.append(f"key={key!r}")
     if headers:
         given.append(f"headers={json.dumps(headers, ensure_ascii=False)}")
-    opened = 'with millstream.connect_sync("127.0.0.1:9092") as ms:'
+    opened = f"with millstream.connect_sync({json.dumps(visit.kafka)}) as ms:"
     python = f"import millstream\n\n{opened}\n    ms.publish({', '.join(given)})"
     return [
-        ("curl", shlex.join(curl).replace("'$MILLSTREAM", '"$MILLSTREAM"\'', 1)),
+        ("curl", shlex.join(curl)),
         ("Python", python),
         ("CLI", f"printf %s {shlex.quote(value)} | {command(*words)}"),
     ]
