@@ -328,6 +328,25 @@ def test_a_message_is_published_again_as_its_page_says(console: Console, topic: 
             assert re.findall(r'id="sample-1">(.*?)</pre>', pages.get(f"{path}/0/{offset}").text) == [found[0]]
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("/topics/orders/messages?filter=payload.total+>>", 422, r"<pre[^>]*>[^<]*\n *\^+\n?</pre>.*Correct “Filter”"),
+        ("/topics/orders/messages?from=never", 422, r'id="from"[^>]*aria-invalid.*Correct “From”'),
+        ("/nothing", 404, "there is no page /console/nothing;"),
+        *(
+            (f"/{name}?page=99{more}", 200, "The list has fewer pages")
+            for name in ("topics", "subscriptions", "groups", "schemas", "pipelines")
+            for more in ("", "&search=e")
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_where_it_is(console: Console, path: str, status: int, said: str) -> None:
+    page = httpx.get(console.url + path, timeout=WAIT_S)
+    assert page.status_code == status
+    assert re.search(said, unescape(page.text), re.DOTALL), page.text
+
+
 def test_messages_are_shown_as_their_schema_decodes_them(console: Console) -> None:
     with console.api() as api:
         sent = api.post("/topics/parcels-typed/messages?schema=parcels-value", json={"to": "Utrecht"})

@@ -154,7 +154,12 @@ class ConsoleApp:
         scope = exchange.scope
         below = scope["raw_path"].partition(b"?")[0][len(PREFIX) :].rstrip(b"/") or b"/"
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        route, names = self._tree.find(method, below)
+        try:
+            route, names = self._tree.find(method, below)
+        except Refused as error:
+            if error.status is not HTTPStatus.NOT_FOUND:
+                raise
+            raise Refused(error.status, f"there is no page {scope['path']}; the menu leads to every page") from None
         if route.method == "POST" and self._settings.read_only:
             raise refuse_read_only()
         async with self._acting_for(exchange, signed_in) as (services, principal):

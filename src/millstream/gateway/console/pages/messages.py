@@ -58,7 +58,9 @@ class _Wanted(msgspec.Struct):
     filter: str
     condition: Filter | None = None
     problem: str = ""
-    """Why the filter or the position cannot be used."""
+    """Why a field cannot be used."""
+    wrong: str = "Filter"
+    """The label of that field."""
 
     @property
     def is_search(self) -> bool:
@@ -88,8 +90,10 @@ async def _wanted(visit: Visit) -> _Wanted:
         # The filter alone first, so that positions in its errors refer to it.
         wanted.condition = await compiled(text)
         if key:
+            wanted.wrong = "Key"
             wanted.condition = await compiled(wanted.selects)
         if starts_at:
+            wanted.wrong = "From"
             parse_position(starts_at)
     except MillstreamError as error:
         wanted.problem, wanted.condition = str(error), None
