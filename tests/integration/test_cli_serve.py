@@ -66,6 +66,7 @@ def test_people_get_a_banner(tmp_path: Path) -> None:
         rest, logged = serve.communicate(timeout=DEADLINE_S)
     assert lines[0] == f"millstream {__version__} is ready\n"
     assert "connect any Kafka client here" in lines[1]
+    assert "/console" in lines[2]
     assert (lines[4], rest) == ("Stop with Ctrl-C.\n", "")
     assert "info    stopping signal=SIGINT" in logged
     assert serve.returncode == 0

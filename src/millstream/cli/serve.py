@@ -206,7 +206,7 @@ def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
     )
     print_line(f"  kafka  {broker.kafka_address}  ({where})")
     if broker.http_address:
-        print_line(f"  http   {broker.http_url}  (/docs /healthz /readyz /metrics /registry)")
+        print_line(f"  http   {broker.http_url}  (/console /docs /healthz /readyz /metrics /registry)")
     if broker.registry_address:
         print_line(f"  schema http://{broker.registry_address}")
     print_line(f"  data   {config.data}")
@@ -222,6 +222,6 @@ def _announce_machine(described: dict[str, Any], config: Config, *, as_json: boo
         print_line(f"  kafka  {node['kafka']}  (node {node['id']}, process {node['pid']})")
     if described["http"]:
         scheme = "http" if config.http_tls is None else "https"
-        print_line(f"  http   {scheme}://{described['http']}  (/docs /healthz /readyz /metrics /registry)")
+        print_line(f"  http   {scheme}://{described['http']}  (/console /docs /healthz /readyz /metrics /registry)")
     print_line(f"  data   {config.data}")
     print_line("Connect any Kafka client to one of the addresses. Stop with Ctrl-C.")
