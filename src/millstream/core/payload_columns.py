@@ -7,7 +7,7 @@ is declared. Spark parses everything that is accepted here in the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +18,8 @@ from millstream.core.sql import Kind, Token, setting_error_at, sql_tokens
 DECIMAL_DIGITS_MAX: Final = 38
 _DECIMAL_DIGITS: Final = 10
 _DEPTH_MAX: Final = 50
+_OF_ENVELOPE: Final = ("source.", "transaction.", "ts_ms", "ts_us", "ts_ns")
+"""The prefixes of fields of Debezium's envelope by which changes may be ordered."""
 
 _SIMPLE: Final[Mapping[str, str]] = {
     "boolean": "boolean",
@@ -81,6 +83,32 @@ def parse_columns(text: str, *, about: str = "`schema`") -> tuple[PayloadColumn,
         if names.count(name) > 1:
             raise InvalidSetting(f"{about} names column {name!r} twice")
     return found
+
+
+def order_column(name: str, *, is_debezium: bool) -> str:
+    """Return the payload column of `order.by`; a field of Debezium's envelope is stored under another name."""
+    return "__" + name.replace(".", "_") if is_debezium and name.startswith(_OF_ENVELOPE) else name
+
+
+def check_changes(columns: Sequence[PayloadColumn], key: Sequence[str], order: str, *, is_debezium: bool) -> None:
+    """Raise `InvalidSetting` unless the columns of the key, and the one that orders changes, are among these."""
+    named = [("key", name, name) for name in key]
+    if order:
+        named.append(("order.by", order, order_column(order, is_debezium=is_debezium)))
+    for setting, given, name in named:
+        if not _has_column(columns, name):
+            example = f"{name.replace('.', ' struct<')} long{'>' * name.count('.')}"
+            raise InvalidSetting(
+                f"`{setting}` names {given}, and `schema` has no column {name}: every message would go to the "
+                f"quarantine; add it with its type, such as `{example}`"
+            )
+
+
+def _has_column(columns: Iterable[PayloadColumn], path: str) -> bool:
+    """Whether there is a column, or a field of a struct, at a dotted path."""
+    first, _, rest = path.partition(".")
+    found = next((one for one in columns if one.name == first), None)
+    return found is not None and (not rest or (found.type.name == "struct" and _has_column(found.type.parts, rest)))
 
 
 def check_landed(columns: Iterable[PayloadColumn], *, about: str = "`schema`", is_inner: bool = False) -> None:

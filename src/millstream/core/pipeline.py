@@ -14,7 +14,7 @@ from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
 from millstream.core.job import CODE_LENGTH_MAX, MISSED, ONCE, Cron, Schedule, check_code, parse_functions, parse_memory
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
-from millstream.core.payload_columns import MESSAGE_TIME, EventTime, check_landed, parse_columns
+from millstream.core.payload_columns import MESSAGE_TIME, EventTime, check_changes, check_landed, parse_columns
 from millstream.core.regex import compile_regex
 from millstream.core.setting import (
     HIDDEN,
@@ -508,6 +508,7 @@ class LandSettings(PipelineSettings):
             check_landed(columns)
             if event_time := self.event_time:
                 event_time.check_columns(columns)
+            check_changes(columns, self.key_fields, self.order_by.strip(), is_debezium=self.decode == DEBEZIUM)
         if self.decode in (NO_DECODING, BY_SCHEMA) and (expectations or self.maps or self.detect_types):
             raise InvalidSetting(
                 "`expect`, `maps` and `detect.types` are for decoded JSON payloads: set decode=json with them"

@@ -11,6 +11,7 @@ from millstream.core.errors import InvalidPipeline, InvalidRequest, InvalidSetti
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule, check_pipeline, kind_of
 from millstream.core.pipeline_rules import CONDITION_LENGTH_MAX, RULES_MAX, check_rules
 
+UPSERT = {"mode": "upsert", "decode": "json", "key": "id"}
 RULE = Rule(name="large", topic="orders", targets=("large-orders",))
 
 
@@ -27,6 +28,14 @@ def test_kinds_have_names() -> None:
     [
         ("land", {"topics": "orders, bills"}),
         ("land", {"pattern": "orders.*", "decode": "json", "schema": "id long"}),
+        (
+            "land",
+            UPSERT | {"topics": "a", "key": "id, b.c", "order.by": "u", "schema": "id long, b struct<c int>, u int"},
+        ),
+        (
+            "land",
+            UPSERT | {"topics": "a", "decode": "debezium", "order.by": "ts_ms", "schema": "id long, __ts_ms long"},
+        ),
         ("transform", {"sql": "SELECT * FROM orders", "into": "copies"}),
         (
             "transform",
@@ -62,6 +71,13 @@ def test_what_cannot_be_declared(kind: str, settings: dict[str, str]) -> None:
     [
         ({"schema": "id lnog", "decode": "json"}, "`schema`, line 1, column 4: 'lnog' is not a type"),
         ({"schema": "tags array<map<string, string>>", "decode": "json"}, "not landed as"),
+        (UPSERT | {"order.by": "u", "schema": "id long, n string"}, "no column u: .*, such as `u long`"),
+        (UPSERT | {"schema": "n string"}, "`key` names id, and `schema` has no column id"),
+        (UPSERT | {"key": "a.id", "schema": "a struct<n long>"}, "no column a.id: .*, such as `a struct<id long>`"),
+        (
+            UPSERT | {"decode": "debezium", "order.by": "source.lsn", "schema": "id long, name string"},
+            "`order.by` names source.lsn, and `schema` has no column __source_lsn: .*, such as `__source_lsn long`",
+        ),
         ({"topics": "orders, bills,orders"}, "names 'orders' twice"),
         ({"topics": "orders,orders__quarantine", "decode": "json"}, "the quarantine of 'orders'"),
         ({"lake": "ftp://lake"}, "not at 'ftp://lake'"),

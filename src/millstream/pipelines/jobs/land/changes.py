@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.core.errors import InvalidSetting
+from millstream.core.payload_columns import order_column
 from millstream.core.pipeline import DEBEZIUM, NO_DECODING, LandSettings
 from millstream.pipelines.jobs.land.inference import column_of
 from millstream.pipelines.lake.columns import Place, path_text, values_at
@@ -29,8 +30,6 @@ Flags = npt.NDArray[np.bool_]
 
 _NO_VALUE: Final = b"null"
 _EMPTY: Final = b"{}"
-_OF_ENVELOPE: Final = ("source.", "transaction.", "ts_ms", "ts_us", "ts_ns")
-"""The prefixes of envelope fields by which changes may be ordered."""
 
 
 NO_ORDER: Final = ", which orders the changes of a key, is missing or null"
@@ -89,10 +88,9 @@ class ChangeRule:
     @classmethod
     def of(cls, settings: LandSettings, topic: str) -> ChangeRule:
         """Return the rule of a pipeline's settings for one of its topics."""
-        order, lifted = settings.order_by.strip(), None
-        if settings.decode == DEBEZIUM and order.startswith(_OF_ENVELOPE):
-            lifted = (order, "__" + order.replace(".", "_"))
-            order = lifted[1]
+        field = settings.order_by.strip()
+        order = order_column(field, is_debezium=settings.decode == DEBEZIUM)
+        lifted = (field, order) if field != order else None
         return cls(
             topic=topic,
             key=tuple(_place(name) for name in settings.key_fields),
