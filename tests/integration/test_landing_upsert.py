@@ -306,6 +306,29 @@ def test_a_backfill_of_keys_changes_nothing_that_is_newer(keys: Keys) -> None:
     assert sorted(row["v"] for row in keys.rows()) == before == [2]
 
 
+@pytest.mark.parametrize(("mode", "dedupe_ms"), [("append", "0"), ("append", "60000"), ("upsert", "0")])
+def test_a_backfill_quarantines_nothing_twice(keys: Keys, mode: str, dedupe_ms: str) -> None:
+    keys.create()
+    keys.publish([(b"a", {"id": 1}), (b"b", b"{"), (b"c", {"id": "x"}), (b"d", {"id": 4})])
+    how: dict[str, Any] = {"mode": mode, "dedupe_ms": dedupe_ms}
+    keys.land(**how)
+    for _ in range(2):
+        steps = keys.land(window=TimeWindow(0, 2**50), **how)
+        assert count_of(steps, "duplicates") == (4 if mode == "append" else 2)
+    assert sorted(row["offset"] for row in keys.rows("__quarantine")) == [1, 2]
+    assert sorted(row["id"] for row in keys.rows()) == [1, 4]
+
+
+def test_a_backfill_leaves_repeated_messages_out(keys: Keys) -> None:
+    keys.create()
+    keys.publish([(b"a", {"id": 1}), (b"a", {"id": 1})], headers={"message-id": "1"})
+    how: dict[str, Any] = {"mode": "append", "dedupe_ms": "60000"}
+    keys.land(**how)
+    steps = keys.land(window=TimeWindow(0, 2**50), **how)
+    assert [row["offset"] for row in keys.rows()] == [0]
+    assert count_of(steps, "duplicates") == 2
+
+
 @pytest.mark.parametrize(("mode", "partition_by"), [("append", ""), ("append", "timestamp"), ("upsert", "")])
 def test_quarantined_messages_are_decoded_again_after_a_fix(keys: Keys, mode: str, partition_by: str) -> None:
     keys.create()

@@ -13,6 +13,7 @@ from millstream.pipelines.jobs.land.task import Landing, Work
 from millstream.pipelines.lake.columns import QUARANTINE, RAW
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.task_writer import TaskWriter
+from millstream.protocol.records.decoder import UnreadableBatch
 
 PAYLOADS: list[dict[str, Any]] = [
     {"id": 1, "buyer": {"name": "Bob", "age": 30}},
@@ -42,3 +43,13 @@ def test_the_first_value_of_a_field_decides_its_type(tmp_path: Path) -> None:
                 "id": pa.int64(),
                 "buyer": pa.struct([("name", pa.string() if name == "Bob" else pa.int64()), ("age", pa.float64())]),
             }
+
+
+def test_a_batch_that_is_quarantined_already_is_not_quarantined_again(tmp_path: Path) -> None:
+    storage = Storage.at(str(tmp_path))
+    writers = TaskWriter(storage, RAW, "topic"), TaskWriter(storage, QUARANTINE, "topic")
+    left_out = {0: pa.array([7], pa.int64())}
+    landing = Landing("orders", Work(writer=writers[0], quarantine=writers[1], left_out=left_out))
+    for partition, start in ((0, 7), (0, 9), (1, 7)):
+        landing.quarantine(partition, UnreadableBatch(start, start + 2, 0, "torn"))
+    assert sum(file.rows for file in landing.report().quarantined) == 2

@@ -2,7 +2,7 @@
 
 A backfill never moves the next offsets of a table, which belong to the pipeline: it lands messages before them. In a
 table of every message it skips those that the table or its quarantine has, so that it can be repeated and interrupted
-at will. In a table with one row per key all changes are merged again, which is idempotent.
+at will. In a table with one row per key all changes but the quarantined ones are merged again, which is idempotent.
 """
 
 from __future__ import annotations
@@ -150,11 +150,19 @@ class _Backfill(_PastJob):
         found = {}
         for number, plan in batch.plans.items():
             place = (topic_id, number, plan.first, plan.end)
-            rows = [*batch.table.scan(*place, ("offset",)), *batch.table.scan_quarantined(*place, ("offset",))]
-            if rows and len(plan):
-                found[number] = pa.concat_arrays([one.column("offset") for one in rows])
+            rows = [*self._landed(batch, place), *batch.table.scan_quarantined(*place, ("offset",))]
+            offsets = [one.column("offset") for one in rows] if len(plan) else []
+            if number in batch.left_out:
+                # Messages whose id the table has.
+                offsets.append(batch.left_out[number])
+            if offsets:
+                found[number] = pc.unique(pa.concat_arrays(offsets))
             self._context.progress()
         batch.left_out = found
+
+    def _landed(self, batch: TopicBatch, place: tuple[str, int, int, int]) -> Iterable[pa.RecordBatch]:
+        """Return the rows of an offset range that the table has."""
+        return batch.table.scan(*place, ("offset",))
 
     def _commit(self, batches: Iterable[TopicBatch]) -> list[TopicBatch]:
         done = super()._commit(batches)
@@ -167,8 +175,9 @@ class _Backfill(_PastJob):
 class _UpsertBackfill(_Backfill, UpsertJob):
     """Merges the changes of a time range again."""
 
-    def _leave_out(self, batch: TopicBatch) -> None:
-        """Merge all of them: merging a change again has no effect."""
+    def _landed(self, batch: TopicBatch, place: tuple[str, int, int, int]) -> Iterable[pa.RecordBatch]:
+        """Return none: merging a change again has no effect."""
+        return ()
 
 
 class _Requarantine(_PastJob):

@@ -357,6 +357,9 @@ class Landing:
 
     def quarantine(self, partition: int, unreadable: UnreadableBatch) -> None:
         """Put a row for a batch that cannot be read into the quarantine, so that its offsets are accounted for."""
+        left_out = self._work.left_out.get(partition)
+        if left_out is not None and unreadable.start in left_out.to_pylist():
+            return
         reason = f"{UNREADABLE_BATCH}offsets {unreadable.start} to {unreadable.end - 1}: {unreadable.reason}"
         _logger.warning("%s-%d: %s", self._topic, partition, reason)
         row = {
