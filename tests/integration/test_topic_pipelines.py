@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from millstream.core.payload_columns import ColumnType, PayloadColumn, parse_col
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.sql import read_select
 from millstream.pipelines.jobs.batch_loop import Plan
-from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.job import JobContext, TimeWindow
 from millstream.pipelines.jobs.route.job import RouteJob
 from millstream.pipelines.jobs.transform.dry_run import dry_run
 from millstream.pipelines.jobs.transform.job import TransformJob
@@ -348,6 +349,22 @@ def test_columns_that_no_one_names_are_seen_when_they_come(shop: Shop) -> None:
         {"key": b"2", "id": 2, "total": 3, "note": {"by": "me"}},
         {"key": b"3", "id": 3},
     ]
+
+
+def test_a_backfill_uses_the_columns_of_its_pipeline(shop: Shop) -> None:
+    shop.publish(shop.orders, [{"id": 1, "n": 2}])
+    sql = "SELECT id, n FROM orders"
+    assert shop.run(sql) == 1
+    shop.publish(shop.orders, [{"id": 2, "n": 8.5}])
+    declared = shop.pipeline(sql)
+    past = replace(declared, pipeline_id=uuid.uuid4(), name=f"{shop.name}-past")
+    for _ in range(2):
+        context = replace(shop.context(), window=TimeWindow(0, 2**50), backfilled=declared.pipeline_id)
+        job = TransformJob(past, context)
+        job.step()
+        job.close()
+    found = [message.value or b"" for message in committed_records(shop.server.kafka, shop.into)]
+    assert sorted(found) == [b'{"id":1,"n":2}', b'{"id":1,"n":2}', b'{"id":2}']
 
 
 def test_what_cannot_be_read_and_values_of_another_type_are_counted(shop: Shop) -> None:

@@ -84,7 +84,10 @@ def backfill(
     if declared.kind is PipelineKind.ROUTE:
         raise InvalidPipeline(f"pipeline {name!r} routes messages; a backfill is for land and transform")
     past = _past_of(declared, f"{since} {until}" if until is not None else since)
-    by_hand = ByHand(past, places, common.brokers, is_declared=False, lake=None, folder=folder, window=window)
+    of = declared.pipeline_id
+    by_hand = ByHand(
+        past, places, common.brokers, is_declared=False, lake=None, folder=folder, window=window, backfilled=of
+    )
     by_hand.run(master, memory, once=True, as_json=common.as_json)
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TextIO
-from uuid import NAMESPACE_OID, uuid5
+from uuid import NAMESPACE_OID, UUID, uuid5
 
 import typer
 
@@ -489,11 +489,15 @@ class ByHand:
         lake: str | None,
         folder: str | None,
         window: TimeWindow | None = None,
+        backfilled: UUID | None = None,
         jobs: Mapping[PipelineKind, JobKind] | None = None,
     ) -> None:
-        """Run a pipeline; `window` limits it to a time range, and `jobs` replaces its own kind of job."""
+        """Run a pipeline; `window` limits it to a time range, as a backfill of the pipeline `backfilled`, and `jobs`
+        replaces its own kind of job.
+        """
         self._pipeline = pipeline
         self._window = window
+        self._backfilled = backfilled
         self._jobs = jobs
         self._is_declared = is_declared
         self._brokers = brokers
@@ -567,6 +571,7 @@ class ByHand:
             folder=self._folder,
             stopping=self._stopping,
             window=self._window,
+            backfilled=self._backfilled,
         )
         return ManualRun(
             self._pipeline,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from uuid import UUID
 
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.source.access import NO_ACCESS, Access
@@ -76,6 +77,8 @@ class JobContext:
     """Whether the lake is the nodes' own, and not one chosen for a manual run."""
     window: TimeWindow | None = None
     """What a backfill reads; None for everything from the pipeline's position on."""
+    backfilled: UUID | None = None
+    """The pipeline that a backfill is of, whose inferred columns it uses; None for other runs."""
     rules: tuple[Rule, ...] = ()
     """The rules of a route; changed rules come with a new context."""
     stopping: threading.Event = field(default_factory=threading.Event)

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 from deltalake import DeltaTable
 from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
 
 from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.pipeline import (
@@ -44,6 +45,7 @@ from millstream.pipelines.jobs.transform.payload_schema import (
     find_fields,
     parse_schemas,
     registered_fields,
+    to_arrow,
 )
 from millstream.pipelines.jobs.transform.statement import Statement, elements, explain_errors, read_statement
 from millstream.pipelines.jobs.transform.topic_view import FindingsAccumulator, TopicView, rows_of_view, view_of
@@ -657,7 +659,7 @@ def prepare(
     _check_topics("watermarks", watermarks, statement)
     known = PayloadSchemas(
         given,
-        of_stream or kept.read(),
+        of_stream or _known_columns(kept, context),
         decodes=settings.decode != NO_DECODING,
         by_schema=settings.decode == BY_SCHEMA,
     )
@@ -682,6 +684,16 @@ def prepare(
     if prepared.needs_state and not of_stream:
         fixed.write(prepared.schemas.found)
     return prepared
+
+
+def _known_columns(kept: KeptSchemas, context: JobContext) -> Mapping[str, StructType]:
+    """Return the inferred columns; those of a backfilled pipeline come first, and the backfill's own are added."""
+    if context.backfilled is None:
+        return kept.read()
+    of_pipeline = KeptSchemas(Path(context.folder, str(context.backfilled), _SCHEMAS)).read()
+    both = PayloadSchemas({}, of_pipeline, decodes=True)
+    own = {topic: to_arrow(schema) for topic, schema in kept.read().items()}
+    return (both.grown_by(own) or both).found
 
 
 def try_statement(spark: SparkSession, folder: str) -> None:
