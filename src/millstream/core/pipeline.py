@@ -16,6 +16,7 @@ from millstream.core.job import CODE_LENGTH_MAX, MISSED, ONCE, Cron, Schedule, c
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import MESSAGE_TIME, EventTime, check_changes, check_landed, parse_columns
 from millstream.core.regex import compile_regex
+from millstream.core.requirements import check_requirements
 from millstream.core.setting import (
     HIDDEN,
     SealedValue,
@@ -663,6 +664,7 @@ class TransformSettings(MovingSettings):
             raise InvalidSetting("with decode=schema the registry says which columns there are; leave `schemas` out")
         for topic, text in named_texts("schemas", self.schemas).items():
             parse_columns(text, about=f"the schema of {topic!r}")
+        check_requirements(self.requirements)
         self.delays()
         self.modules()
         for place in named_texts("tables", self.tables).values():
@@ -828,6 +830,7 @@ class JobSettings(PipelineSettings):
     def check_texts(self) -> None:
         """Raise `InvalidSetting` for code, times, parameters or Spark settings that cannot be used."""
         check_code(self.code)
+        check_requirements(self.requirements)
         self.schedule()
         named_texts("parameters", self.parameters)
         for name in named_texts("spark", self.spark):

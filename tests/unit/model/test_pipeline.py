@@ -187,3 +187,19 @@ def test_what_needs_all_messages_at_once_is_refused_when_it_is_declared(statemen
     )
     check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": of_table})
     check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": "SELECT DISTINCT id FROM orders"})
+
+
+@pytest.mark.parametrize("line", ["git+https://example.com/x.git", "x @ https://example.com/x.whl", "-e .", "-r more"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (PipelineKind.JOB, {"code": "def run(spark, millstream): pass"}),
+        (PipelineKind.TRANSFORM, {"sql": "SELECT * FROM a", "into": "b", "functions": "x:f"}),
+    ],
+)
+def test_requirements_that_are_places_are_refused_when_declared(
+    kind: PipelineKind, settings: dict[str, str], line: str
+) -> None:
+    check_pipeline("mine", kind, settings | {"requirements": "numpy>=2"})
+    with pytest.raises(InvalidSetting, match="requirements name"):
+        check_pipeline("mine", kind, settings | {"requirements": f"numpy\n{line}"})

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from millstream.core.errors import InvalidSetting, MillstreamError
+from millstream.core.requirements import check_requirements
 from millstream.core.scratch import temporary_folder_async
 
 RESOLVE_S: Final = 600.0
@@ -28,46 +29,12 @@ KEPT: Final = 10
 """How many folders that no job needs any more are kept."""
 _OUTPUT_MAX: Final = 2000
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_ALLOWED: Final = (
-    "--index-url",
-    "-i",
-    "--extra-index-url",
-    "--find-links",
-    "-f",
-    "--no-index",
-    "--pre",
-    "--prefer-binary",
-)
-_REFUSED: Final = {
-    "-e": "a requirement that is edited in place",
-    "--editable": "a requirement that is edited in place",
-    "-r": "another file, which the nodes do not have",
-    "--requirement": "another file, which the nodes do not have",
-    "-c": "another file, which the nodes do not have",
-    "--constraint": "another file, which the nodes do not have",
-}
 _COMPLETE: Final = ".complete"
 _LOCK: Final = "lock.txt"
 
 
 class PackagesFailed(MillstreamError):
     """Packages could not be fetched now; the index may be unavailable."""
-
-
-def check_requirements(text: str) -> list[str]:
-    """Return the lines of requirements; raise `InvalidSetting` for those that cannot be locked."""
-    joined = re.sub(r"\\\n", " ", text)
-    lines = [line.split(" #")[0].strip() for line in joined.splitlines()]
-    found = [line for line in lines if line and not line.startswith("#")]
-    for line in found:
-        word = re.split(r"[\s=]", line, maxsplit=1)[0]
-        if word in _REFUSED:
-            raise InvalidSetting(f"requirements name {_REFUSED[word]}: {line!r}")
-        if word.startswith("-") and word not in _ALLOWED:
-            raise InvalidSetting(f"requirements have the option {word}, which jobs do not support")
-        if not word.startswith("-") and ("://" in line or " @ " in line or line.startswith((".", "/"))):
-            raise InvalidSetting(f"requirements name a place instead of a package: {line!r}; take names and versions")
-    return found
 
 
 async def resolve(requirements: str) -> str:
