@@ -326,10 +326,12 @@ class Flags:
         given = [flag for flag, value in times.items() if value]
         if len(given) > 1:
             raise typer.BadParameter(f"{' and '.join(given)} are given; a job has one of them, or none")
+        if (every_ms := _duration(self.pace, "every.ms")) == "0":
+            raise typer.BadParameter("--every is longer than 0s; leave it out for a job that runs when it is started")
         return {
             "code": None if self.file is None else given_text(f"@{self.file}", flag="--file"),
             "requirements": self._requirements(),
-            "every.ms": _duration(self.pace, "every.ms"),
+            "every.ms": every_ms,
             "cron": self.cron,
             "timezone": self.timezone,
             "continuous": "true" if self.continuous else None,

@@ -544,7 +544,9 @@ class ByHand:
         try:
             claim.take()
         except GroupNotEmpty as occupied:
-            raise GroupNotEmpty(f"pipeline {self._pipeline.name!r} is not run: {occupied}") from None
+            name = self._pipeline.name
+            hint = f"; stop it first: millstream pipeline stop {name}" if self._is_declared else ""
+            raise GroupNotEmpty(f"pipeline {name!r} is not run: {occupied}{hint}") from None
 
     def _start(self, master: str, memory: str, *, log: str) -> SparkSession:
         from millstream.pipelines.runtime.spark_session import open_session

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from uuid import UUID
 
 import pytest
 import typer
 
 from millstream.cli import pipeline
 from millstream.cli.pipeline_options import Flags
-from millstream.cli.pipeline_run import _refuse_changes
-from millstream.core.pipeline import PipelineKind, check_pipeline
+from millstream.cli.pipeline_run import ByHand, _refuse_changes
+from millstream.client.admin.pipelines import PipelineStorage
+from millstream.core.errors import GroupNotEmpty
+from millstream.core.pipeline import Pipeline, PipelineKind, check_pipeline
 
 LAND, TRANSFORM, ROUTE = PipelineKind.LAND, PipelineKind.TRANSFORM, PipelineKind.ROUTE
 DECLARED_ONLY = {
@@ -76,6 +79,7 @@ def test_flags_become_settings() -> None:
         (LAND, Flags(rules="rules.json"), "--rules is not for land"),
         (LAND, Flags(schema=["a int", "b int"]), "given once for land"),
         (TRANSFORM, Flags(schema=["id long"]), "--schema takes NAME=VALUE"),
+        (PipelineKind.JOB, Flags(pace="0s"), "--every is longer than 0s"),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(kind: PipelineKind, flags: Flags, message: str) -> None:
@@ -91,3 +95,15 @@ def test_a_declared_pipeline_is_run_as_it_is() -> None:
         _refuse_changes("mine", Flags(settings=["every.ms=5"]), None)
     with pytest.raises(typer.BadParameter, match="--name applies only to"):
         _refuse_changes("mine", Flags(), "other")
+
+
+def test_a_pipeline_that_runs_on_a_node_is_to_be_stopped_first() -> None:
+    class Taken:
+        def take(self) -> None:
+            raise GroupNotEmpty("it is being run by 'pipelines-node-1'")
+
+    declared = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=LAND, overrides={"topics": "a"})
+    by_hand = ByHand(declared, PipelineStorage("", "", "/data"), "", is_declared=True, lake="", folder="")
+    claim: Any = Taken()
+    with pytest.raises(GroupNotEmpty, match="by 'pipelines-node-1'; stop it first: millstream pipeline stop mine"):
+        by_hand._take(claim)
