@@ -204,7 +204,11 @@ def test_the_views_are_the_same_in_duckdb_and_in_spark(
 
 
 def test_a_trace_goes_on_in_the_table_and_finds_ids(
-    server: Server, millstream_command: CommandLine, topic: str, local_job: LedgerJob
+    server: Server,
+    millstream_command: CommandLine,
+    topic: str,
+    local_job: LedgerJob,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name, declared = f"{topic}-ledger", f"{topic}-deliveries"
     command = millstream_command
@@ -212,8 +216,16 @@ def test_a_trace_goes_on_in_the_table_and_finds_ids(
     assert command("subscription", "create", name, "--topic", topic, "--ledger").code == 0
     assert command("publish", topic, "--header", f"message-id={topic}-7", "seven").code == 0
     assert command("subscription", "pull", name, "--accept").code == 0
+    land = local_job.catch_up
+
+    def land_slowly() -> None:
+        time.sleep(0.5)
+        land()
+
+    monkeypatch.setattr(local_job, "catch_up", land_slowly)
     report = local_job.audit([name])
     assert report.adds_up, (report.findings, report.damage)
+    assert report.seconds >= 0.5, "landing is part of the audit"
     assert _row(report, name)["accepted"] == 1
     assert local_job.size_bytes() > 0
     lake = local_job._lake

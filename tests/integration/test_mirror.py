@@ -350,6 +350,32 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     assert berlin("mirror", "delete", mirror).code == 0
 
 
+def test_what_is_deleted_here_comes_back_with_its_state(paris: CommandLine, berlin: CommandLine, topic: str) -> None:
+    workers, group = f"{topic}-workers", f"{topic}-group"
+    paris("topic", "create", topic)
+    publish(paris.brokers, topic, ["a", "b", "c"])
+    subscribe(paris, workers, topic)
+    assert paris("subscription", "pull", workers, "-n", "2", "--accept", "--wait", "20", "--json").code == 0
+    commit(paris.brokers, group, TopicPartition(topic, 0, 2))
+    mirror = mirrored(paris, berlin, topic)
+
+    def is_whole() -> bool:
+        if workers not in berlin("subscription", "list").out or committed(berlin, group) != [2]:
+            return False
+        found = described(berlin, mirror)
+        return (found["groups"], found["queues"]) == (1, 1) and caught_up(berlin, mirror, topic, paris)
+
+    wait_for(is_whole, what="everything is here")
+    for what, name in (("topic", topic), ("group", group), ("subscription", workers)):
+        deleted = berlin(what, "delete", name, "--yes")
+        assert deleted.code == 0, deleted.err
+        wait_for(is_whole, what=f"the {what} is here again")
+    assert berlin("mirror", "failover", mirror).code == 0
+    pulled = berlin("subscription", "pull", workers, "--accept", "--wait", "20", "-n", "1", "--json")
+    assert [one["value"] for one in pulled.documents] == ["c"], pulled.out
+    assert berlin("mirror", "delete", mirror).code == 0
+
+
 def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: CommandLine, topic: str) -> None:
     paris("topic", "create", f"paris.{topic}")
     paris("topic", "create", f"paris.{topic}.skip")
@@ -424,6 +450,8 @@ def test_changes_of_topics_follow_and_http_and_metrics_report(
         assert made.status_code == 201, made.text
         assert http.post("/v1/mirrors", json={"name": name, "settings": {"from": "x:1"}}).status_code == 409
         assert http.post("/v1/mirrors", json={"name": "bad", "settings": {"from": "nowhere"}}).status_code == 422
+        itself = http.post("/v1/mirrors", json={"name": "itself", "settings": {"from": berlin.brokers}})
+        assert (itself.status_code, "this cluster itself" in itself.text) == (422, True), itself.text
         publish(paris.brokers, topic, ["a"])
         assert read(berlin.brokers, topic, 1) == [(0, 0, "a")]
         assert http.post(f"/v1/mirrors/{name}/pause").json()["state"] == "paused"

@@ -76,6 +76,18 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     assert reported == [1, 1, 0]
 
 
+async def test_one_that_is_declared_again_with_its_id_keeps_its_state(catalog: Catalog) -> None:
+    subscriptions = make(catalog)
+    await subscriptions.load()
+    for _ in range(2):
+        await subscriptions.create("billing", ["orders"], {}, subscription_id=UUID(int=1))
+        assert not subscriptions.is_deleted(UUID(int=1))
+        await subscriptions.load()
+        assert not subscriptions.is_deleted(UUID(int=1))
+        await subscriptions.delete("billing")
+        assert subscriptions.is_deleted(UUID(int=1))
+
+
 async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
     subscriptions = make(catalog)
 

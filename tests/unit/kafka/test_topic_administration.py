@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import uuid
 from collections.abc import Callable
@@ -262,6 +263,16 @@ class TestCreatePartitions:
         (refused,) = (await ask(api, self.grow(wanted, assignments=assignments))).results
         assert refused.error_code is code
         assert says in refused.error_message
+
+    async def test_only_its_mirror_grows_a_copy(
+        self, api: CreatePartitions, topics: Topics, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        copy = dataclasses.replace(topics.all()[0], mirror="paris")
+        monkeypatch.setattr(topics, "get", lambda _name: copy)
+        (refused,) = (await ask(api, self.grow(("orders", 4)))).results
+        assert refused.error_code is ErrorCode.policy_violation
+        assert "copy of mirror 'paris'" in refused.error_message
+        assert [one.partitions for one in topics.all()] == [2]
 
     async def test_new_partitions_can_be_placed_by_hand(self, api: CreatePartitions, topics: Topics) -> None:
         (grown,) = (await ask(api, self.grow(("orders", 3), assignments=[(5,)]))).results

@@ -21,7 +21,7 @@ from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import Common
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.core.clock import SystemClock
-from millstream.core.errors import InvalidMirror, RequestTimedOut
+from millstream.core.errors import InvalidMirror, RequestTimedOut, TopicExists
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import encode
@@ -369,6 +369,27 @@ async def test_offsets_of_records_that_are_not_here_are_replaced(monkeypatch: py
         groups.mirror.cuts = {"orders": {0: 20}}
     await groups.follower.sync_all({"orders"})
     assert groups.here[WHERE] == 30
+
+
+async def test_offsets_that_were_deleted_here_are_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Groups(monkeypatch)
+    await groups.follower.sync_all({"orders"})
+    groups.here.clear()
+    await groups.follower.sync_all({"orders"})
+    assert groups.here == {WHERE: 30}
+
+
+@pytest.mark.parametrize("is_failed_over", [True, False])
+async def test_nothing_is_advised_about_a_topic_that_was_failed_over(
+    monkeypatch: pytest.MonkeyPatch, is_failed_over: bool
+) -> None:
+    groups = Groups(monkeypatch)
+    groups.run.service.topics = SimpleNamespace(get=lambda _: SimpleNamespace(mirror=""))
+    groups.run.service.membership = SimpleNamespace(cluster_id="here")
+    groups.follower._source.cluster_id = "there"
+    groups.mirror.cuts = {"orders": {0: 20}} if is_failed_over else {}
+    with nullcontext() if is_failed_over else pytest.raises(TopicExists, match="delete it"):
+        await groups.follower._sync_topic(SimpleNamespace(name="orders"), (), checks_configs=True)
 
 
 AUDIT = TopicPartition("audit", PartitionIndex(0))

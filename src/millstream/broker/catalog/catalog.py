@@ -842,6 +842,9 @@ def _new_cluster_id() -> str:
 
 def _insert_subscription(connection: Connection, subscription: Subscription) -> None:
     connection.execute(insert(subscriptions).values(row_of(subscription)))
+    # A mirror may declare one again that was deleted: its state is not to be removed any more.
+    again = deleted_subscriptions.c.subscription_id == str(subscription.subscription_id)
+    connection.execute(delete(deleted_subscriptions).where(again))
 
 
 def _counted(change: Callable[[V], V]) -> Callable[[V], V]:

@@ -251,6 +251,7 @@ class Subscriptions(NamedHolder[Subscription]):
         self._by_name[subscription.name] = subscription
         self._by_id[subscription.subscription_id] = subscription
         self._settings[subscription.subscription_id] = subscription.settings
+        self._deleted.pop(subscription.subscription_id, None)
 
     async def _look_up(self, name: str) -> None:
         """Read the declaration of a name from the catalog, together with other names requested meanwhile.

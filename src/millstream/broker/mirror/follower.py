@@ -165,6 +165,7 @@ class Follower:
             try:
                 async with self._syncing:
                     await self._read_groups()
+                    await self._forget_lost_offsets()
                     if self._source.is_millstream:
                         await self._sync_offsets_in(topics)
                     else:
@@ -222,6 +223,9 @@ class Follower:
         if copy.mirror != self._run.mirror.name:
             if copy.mirror:
                 raise TopicExists(f"{name!r} is a copy of mirror {copy.mirror!r} here")
+            if name in self._cuts():
+                # It was failed over, and the description of the mirror says so.
+                return
             raise TopicExists(f"{name!r} exists here already; delete it, or mirror it under another name (--rename)")
         if not self._settings.rename and original.topic_id.int and copy.topic_id != original.topic_id:
             raise TopicExists(
@@ -253,6 +257,7 @@ class Follower:
             topic_id=topic_id,
             origins=origins,
         )
+        self._forget_queues(lambda key: key.topic_id == topic_id)
         self._run.refreshed.set()
 
     async def _overrides(self, name: str) -> dict[str, str]:
@@ -424,7 +429,19 @@ class Follower:
         """Carry over the committed offsets of groups, never beyond what clients can read here."""
         async with self._syncing:
             await self._read_groups()
+            await self._forget_lost_offsets()
             await self._apply_groups(self._applicable)
+
+    async def _forget_lost_offsets(self) -> None:
+        """Forget offsets that were applied and are gone, so that they are applied again: deleted here, or expired."""
+        for group, here in (await commits_by_group(self._service.client(), list(self._run.groups))).items():
+            if isinstance(here, MillstreamError):
+                continue
+            left = {where: offset for where, offset in self._run.groups[group].items() if where in here}
+            if left:
+                self._run.groups[group] = left
+            else:
+                del self._run.groups[group]
 
     async def _read_groups(self) -> None:
         prefix = self._settings.rename
@@ -491,8 +508,11 @@ class Follower:
 
         An old source that follows may have offsets of records that it has dropped.
         """
-        mirror = self._service.mirrors.get(self._run.mirror.name) or self._run.mirror
-        return commit.metadata != APPLIED and where.topic not in mirror.cuts
+        return commit.metadata != APPLIED and where.topic not in self._cuts()
+
+    def _cuts(self) -> Vector:
+        """Return where copies were cut by a failover, as far as this node knows."""
+        return (self._service.mirrors.get(self._run.mirror.name) or self._run.mirror).cuts
 
     # -- subscriptions --------------------------------------------------------------------------------------
 
@@ -553,6 +573,7 @@ class Follower:
                     starts={topic: tuple(offsets) for topic, offsets in offered.starts.items()},
                     subscription_id=offered.subscription_id,
                 )
+                self._forget_queues(lambda key: key.subscription_id == offered.subscription_id)
             elif known.subscription_id != offered.subscription_id:
                 raise SubscriptionExists(f"another subscription {offered.name!r} exists here")
             else:
@@ -566,6 +587,12 @@ class Follower:
             self._run.notes.pop(key, None)
         except MillstreamError as error:
             self._run.notes[key] = f"subscription {offered.name!r}: {error}"
+
+    def _forget_queues(self, is_gone: Callable[[QueueKey], bool]) -> None:
+        """Forget which states were applied, so that they are applied again: they went with what was deleted here."""
+        self._queues = {key: sequence for key, sequence in self._queues.items() if not is_gone(key)}
+        self._cut_at = {key: cut for key, cut in self._cut_at.items() if not is_gone(key)}
+        self._run.queues = len(self._queues)
 
     async def _apply_queues(self, queues: Sequence[QueueSnapshot], topics: Mapping[UUID, Topic]) -> int:
         """Store states of queues, cut at what is readable here; return how many are complete."""

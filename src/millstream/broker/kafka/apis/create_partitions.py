@@ -35,6 +35,7 @@ from millstream.core.errors import (
     InvalidPartitions,
     InvalidRequest,
     MillstreamError,
+    MirroredTopic,
     PolicyViolation,
 )
 from millstream.core.ids import NodeId
@@ -76,6 +77,11 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
         topic = topic_named(self._topics, wanted.name)
         if topic.is_internal:
             raise PolicyViolation(f"topic {wanted.name!r} holds the broker's own state; its partitions are fixed")
+        if topic.mirror:
+            raise MirroredTopic(
+                f"topic {wanted.name!r} is a copy of mirror {topic.mirror!r}, which adds the partitions that are added "
+                "at the source"
+            )
         if wanted.count == topic.partitions:
             raise InvalidPartitions(f"topic {wanted.name!r} has {topic.partitions} partitions already")
         if wanted.count < topic.partitions:

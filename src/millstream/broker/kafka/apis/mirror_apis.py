@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -13,9 +15,10 @@ from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.mirror.declared_copies import check_declared, registry_page
 from millstream.broker.mirror.failover import TURN_S, adopt, fail_over, reverse, switch
 from millstream.broker.mirror.service import MirrorService, R
+from millstream.broker.mirror.source import Source
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
-from millstream.core.errors import CoordinatorUnavailable, InvalidMirror
+from millstream.core.errors import CoordinatorUnavailable, InvalidMirror, MillstreamError
 from millstream.core.mirror import MirrorSettings
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.mirror_messages import (
@@ -65,6 +68,9 @@ from millstream.protocol.private.mirror_messages import (
 
 OwnerRequestT = TypeVar("OwnerRequestT", bound=OwnerRequest)
 
+SOURCE_S: Final = 2.0
+"""How long the source of a new mirror is waited for."""
+
 
 class _MirrorApi(PrivateApi[RequestT, ResponseT]):
     operation = Operation.ALTER
@@ -107,9 +113,20 @@ class MirrorCreate(_MirrorApi[NewMirror, Response]):
     changes = single_change("mirror", CREATE)
 
     async def handle(self, request: NewMirror) -> Response:
-        check_declared(MirrorSettings.from_strings(request.settings), self._mirrors.schemas, self._mirrors.security)
+        settings = MirrorSettings.from_strings(request.settings)
+        check_declared(settings, self._mirrors.schemas, self._mirrors.security)
+        if await _cluster_of(settings, request.name) == self._mirrors.membership.cluster_id:
+            raise InvalidMirror(f"{settings.source} is this cluster itself")
         await self._mirrors.mirrors.create(request.name, request.settings, is_wanted=request.wanted)
         return Response()
+
+
+async def _cluster_of(settings: MirrorSettings, name: str) -> str | None:
+    """Return the id of the source's cluster; None if it does not answer soon, since it may be down now."""
+    with suppress(MillstreamError, TimeoutError, OSError):
+        async with asyncio.timeout(SOURCE_S), Source(settings, name=name) as source:
+            return source.cluster_id
+    return None
 
 
 class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
