@@ -1,7 +1,7 @@
 """Concurrent work: time limits, groups that end with their first failure, supervised background tasks.
 
-A task group of Python 3.11 that ends because of an error loses a cancellation that arrives meanwhile, so that whoever
-cancelled its task waits forever. Here the cancellation wins.
+A task group of Python 3.11 that ends because of an error loses a cancellation that arrives meanwhile, so that the code
+that cancelled its task waits forever. Here the cancellation wins.
 """
 
 from __future__ import annotations

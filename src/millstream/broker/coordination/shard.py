@@ -7,8 +7,8 @@ reports something that a crash can undo, whether the operation wrote it or only 
 A state machine may keep superseded records for readers of the log (`Retention`). Loading then starts at the last
 rewrite all the same: the last record of every batch carries its offset in a header.
 
-When an append fails, memory would be ahead of the log: the state is discarded, waiting clients are told to find the
-coordinator again, and the shard is read back from the log.
+When an append fails, memory would be ahead of the log: the state is discarded, waiting clients get an error after which
+they look for the coordinator again, and the shard is read back from the log.
 """
 
 from __future__ import annotations

@@ -330,7 +330,7 @@ async def _follow_again(service: MirrorService, mirror: Mirror) -> None:
 
 
 async def _release(source: Source, release: AdoptRequest) -> None:
-    """Let the source of a switch that is given up accept writers again; raise what to do if it cannot be told."""
+    """Let the source of a switch that is given up accept writers again, or raise what to do."""
     backoff = Backoff(max_s=5.0)
     try:
         async with asyncio.timeout(RELEASE_S):

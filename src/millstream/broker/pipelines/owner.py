@@ -80,7 +80,7 @@ class ElectedOwner:
         self._listeners.append(listener)
 
     async def run(self) -> None:
-        """Become the owner whenever there is none; runs forever."""
+        """Become the owner whenever the place is vacant; runs forever."""
         backoff = Backoff(self._random)
         while True:
             try:

@@ -416,7 +416,7 @@ def return_leases(grants: Sequence[Grant], worker: str) -> None:
         try:
             grant.delivery.settle_now(worker, verbs)
         except MillstreamError:
-            # The queue is closed: whoever opens it next waits until the leases expire.
+            # The queue is closed; after it is opened again, the messages are delivered once their leases expire.
             continue
         except Exception:
             _logger.exception("leases could not be returned; they expire", extra={"worker": worker})
