@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import re
 import signal
+import sys
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 StartServer = Callable[..., Server]
+
+_ERROR_CHARS_MAX = 2000
+_PARSED_MAX = 20
+_internal_errors: list[str] = []
 Server.forked = True
 
 # A group waits for more members before its first assignment; tests have all of theirs at once. Those that want a Spark
@@ -85,6 +92,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 "or let its own name end with _in_spark"
             )
     items.sort(key=lambda item: (SPARK.search(item.nodeid) is None, "integration" not in item.path.parts))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Make every report one that a worker can send: xdist ends the whole run over half of a surrogate pair."""
+    return _in_unicode((yield))
+
+
+def _in_unicode(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_in_unicode(key): _in_unicode(item) for key, item in value.items()}
+    return type(value)(map(_in_unicode, value)) if isinstance(value, list | tuple) else value
+
+
+def _parse_again(parse: Callable[..., ast.AST], *arguments: Any, **options: Any) -> ast.AST:
+    """Parse as `ast.parse` does; Python before 3.11.8 fails if another thread, or a finalizer, parses meanwhile.
+
+    Both pytest and tracebacks in logs parse the source, so the report of a failure could end the whole run.
+    """
+    for _ in range(_PARSED_MAX):
+        with suppress(SystemError):
+            return parse(*arguments, **options)
+    return parse(*arguments, **options)
+
+
+ast.parse = partial(_parse_again, ast.parse)  # type: ignore[assignment]
+
+
+def pytest_internalerror(excrepr: object) -> None:
+    _internal_errors.append(str(excrepr))
+
+
+def pytest_unconfigure() -> None:
+    """Repeat what ended the run: pytest prints it where it happened, long before the end."""
+    for error in _internal_errors:
+        sys.stderr.write(f"\n{error[-_ERROR_CHARS_MAX:]}\n")
 
 
 def pytest_collection_finish() -> None:
