@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from base64 import urlsafe_b64encode
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import httpx
 import msgspec
 import pytest
-from conformance.question import Broker
+from conformance.question import Broker, KeptConnection
+from kafka import KafkaConsumer
+from kafka.structs import TopicPartition
 
 from millstream.broker.kafka import served_apis
 from millstream.broker.kafka.api import PrivateApi
@@ -31,7 +35,9 @@ from millstream.protocol.wire.client import Client
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 
-PRODUCE, FETCH, CREATE_TOPICS = 0, 1, 19
+PRODUCE, FETCH, CREATE_TOPICS, INCREMENTAL_ALTER_CONFIGS = 0, 1, 19, 44
+SHARE_GROUP_HEARTBEAT, SHARE_FETCH = 76, 78
+GROUP_RESOURCE = 32
 BOUND: Final = re.compile(r"(^|_)(max|min|limit|wait|timeout|interval|size)(_|$)")
 TESTS: Final = Path(__file__).parents[1]
 HERE: Final = "integration/test_response_bounds.py::"
@@ -211,6 +217,95 @@ def test_a_fetch_keeps_to_its_bytes(
 def test_a_fetch_waits_no_longer_than_it_may(server: Server, filled: tuple[str, str], max_wait: int) -> None:
     """There is nothing to wait for: without its bound, the request would get no answer."""
     assert not any(_fetch(server, filled, 12, max_bytes=1 << 20, offset=3, min_bytes=1, max_wait=max_wait))
+
+
+# -- small responses from many partitions that always have more: none starves -------------------------------------
+
+
+def _served(answer: Any) -> list[int]:
+    """The partitions of which a response has records."""
+    found = [(one["partition_index"], one["records"]) for topic in answer["responses"] for one in topic["partitions"]]
+    return [index for index, records in found if records]
+
+
+def test_a_session_of_small_fetches_gets_every_partition(server: Server, filled: tuple[str, str]) -> None:
+    """The client never moves on, so every partition has more records each time."""
+    broker, (_, topic_id) = Broker(server.kafka), filled
+    partitions = [{"partition": index, "fetch_offset": 0, "partition_max_bytes": 1} for index in range(PARTITIONS)]
+    topics = [{"topic_id": UUID(topic_id), "partitions": partitions}]
+    request: dict[str, Any] = {"max_wait": 0, "min_bytes": 1, "max_bytes": 1, "session_id": 0}
+    served: list[int] = []
+    for epoch in range(2 * PARTITIONS):
+        answer = broker.ask(FETCH, 16, request | {"session_epoch": epoch, "topics": topics})
+        request, topics = request | {"session_id": answer["session_id"]}, []
+        served += _served(answer)
+    assert served == [*range(PARTITIONS)] * 2
+
+
+@pytest.mark.parametrize("enable_incremental_fetch_sessions", [False, True])
+def test_a_client_of_small_fetches_gets_every_partition(
+    server: Server, filled: tuple[str, str], *, enable_incremental_fetch_sessions: bool
+) -> None:
+    name, _ = filled
+    consumer = KafkaConsumer(
+        bootstrap_servers=server.kafka,
+        fetch_max_bytes=1,
+        max_partition_fetch_bytes=1,
+        enable_incremental_fetch_sessions=enable_incremental_fetch_sessions,
+    )
+    with closing(consumer):
+        places = [TopicPartition(name, index) for index in range(PARTITIONS)]
+        consumer.assign(places)
+        consumer.seek_to_beginning()
+        # No partition is read to its end before each had its turn.
+        seen = [next(consumer).partition for _ in range(PARTITIONS)]
+    assert sorted(seen) == [*range(PARTITIONS)]
+
+
+def test_small_share_fetches_get_every_partition(server: Server, filled: tuple[str, str], topic: str) -> None:
+    name, topic_id = filled
+    broker = KeptConnection(server.kafka)
+    earliest = {"name": "share.auto.offset.reset", "config_operation": 0, "value": "earliest"}
+    group = {"resource_type": GROUP_RESOURCE, "resource_name": topic, "configs": [earliest]}
+    broker.ask(INCREMENTAL_ALTER_CONFIGS, 1, {"resources": [group], "validate_only": False})
+    who = {"group_id": topic, "member_id": urlsafe_b64encode(uuid4().bytes)[:22].decode()}
+    joined = broker.ask(SHARE_GROUP_HEARTBEAT, 1, who | {"member_epoch": 0, "subscribed_topic_names": [name]})
+    assert joined["error_code"] == "none"
+    partitions = [{"partition_index": index, "acknowledgement_batches": []} for index in range(PARTITIONS)]
+    topics = [{"topic_id": UUID(topic_id), "partitions": partitions}]
+    limits = {"max_wait": 30_000, "min_bytes": 1, "max_bytes": 1, "max_records": 1, "batch_size": 1}
+    served: list[int] = []
+    with closing(broker):
+        for epoch in range(2 * PARTITIONS):
+            request = {"share_session_epoch": epoch, "topics": topics, "forgotten_topics_data": []}
+            served += _served(broker.ask(SHARE_FETCH, 2, who | limits | request))
+            topics = []
+    assert sorted(served[:PARTITIONS]) == sorted(served[PARTITIONS:]) == [*range(PARTITIONS)]
+
+
+@pytest.mark.parametrize("wait_ms", [0, 30_000])
+async def test_small_receives_get_every_partition_whatever_others_ask_for(
+    server: Server, filled: tuple[str, str], topic: str, wait_ms: int
+) -> None:
+    """Requests for another subscription come between them, as many as make a common count of turns stand still."""
+    name, _ = filled
+    async with Client.connect(server.kafka) as client:
+        subscriptions = await _subscribe(client, topic, name)
+        await _subscribe(client, f"{topic}-2", name)
+        served: list[int] = []
+        for _ in range(2 * PARTITIONS):
+            for _ in range(PARTITIONS - 1):
+                await subscriptions.receive(f"{topic}-2", "w", max_records=1, max_bytes=1, wait_ms=0)
+            (found,) = await subscriptions.receive(topic, "w", max_records=1, max_bytes=1, wait_ms=wait_ms)
+            served.append(found.partition)
+    assert sorted(served[:PARTITIONS]) == sorted(served[PARTITIONS:]) == [*range(PARTITIONS)]
+
+
+def test_small_pulls_get_every_partition(http: httpx.Client, filled: tuple[str, str], topic: str) -> None:
+    body = {"name": topic, "topics": [filled[0]], "start": "start"}
+    assert http.post("/v1/subscriptions", json=body).status_code == 201
+    served = [_pull(http, topic, max=1, max_bytes=1, wait_ms=30_000)[0]["partition"] for _ in range(2 * PARTITIONS)]
+    assert sorted(served[:PARTITIONS]) == sorted(served[PARTITIONS:]) == [*range(PARTITIONS)]
 
 
 # -- private requests ---------------------------------------------------------------------------------------------

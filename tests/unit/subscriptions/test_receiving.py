@@ -92,7 +92,7 @@ async def test_an_answer_that_fails_is_refused_and_keeps_nothing(bench: Workbenc
     if is_available:
         bench.publish("a")
     waiting = parked(budget, fails)
-    begun = waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0)
+    begun = waiting.begin([delivery], wanted(), wait_s=WAIT_S)
     if not is_available:
         assert begun is waiting
         bench.publish("a")
@@ -117,7 +117,7 @@ async def test_a_queue_with_a_bug_is_an_error_and_nothing_is_kept(
     waiting = parked(budget)
     with monkeypatch.context() as bug:
         bug.setattr(other, method, broken)
-        reply = waiting.begin([delivery, other], wanted(5), wait_s=WAIT_S, first=0)
+        reply = waiting.begin([delivery, other], wanted(5), wait_s=WAIT_S)
     assert reply == [b"'a bug'"]
     await turns()
     assert (budget.used_bytes, budget.waiting, delivery.waiting, other.waiting) == (0, 0, 0, 0)
@@ -135,7 +135,7 @@ async def test_a_failure_that_cannot_be_answered_does_not_leave_the_connection_w
         raise ValueError("another bug")
 
     waiting = ParkedLease(budget, "one", Presence(), fails, refuse)
-    waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0)
+    waiting.begin([delivery], wanted(), wait_s=WAIT_S)
     await turns()
     assert (waiting.is_kept, waiting.buffers, budget.used_bytes) == (True, None, 0)
 
@@ -145,7 +145,7 @@ async def test_messages_behind_a_write_are_held_and_counted_until_it_is_durable(
     bench.publish("a")
     write, lost = PendingWrite(), PendingWrite()
     waiting = parked(budget)
-    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0, writes=[write, lost]) is waiting
+    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, writes=[write, lost]) is waiting
     write.finish()
     await turns()
     assert (waiting.is_kept, budget.used_bytes > 0) == (False, True)
@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_before_a_write_is_durable_keeps_nothing(benc
     delivery, budget = await bench.open(), Budget(1 << 20)
     bench.publish("a")
     write, waiting = PendingWrite(), parked(budget)
-    waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0, writes=[write])
+    waiting.begin([delivery], wanted(), wait_s=WAIT_S, writes=[write])
     waiting.abandon()
     write.finish()
     waiting.abandon()
@@ -173,7 +173,7 @@ async def test_messages_that_do_not_leave_the_connection_are_returned(bench: Wor
     delivery, presence = await bench.open(), Presence()
     bench.publish("a")
     waiting = ParkedLease(PLENTY, "one", presence, sizes, lambda _error: [])
-    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0) == [b"1"]
+    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S) == [b"1"]
     presence.end()
     (lease,) = delivery.try_receive(wanted(worker="two")).leases
     assert (lease.first, lease.attempt) == (0, 1)
@@ -183,7 +183,7 @@ async def test_queues_that_are_all_closed_are_answered_as_an_error(bench: Workbe
     delivery = await bench.open()
     delivery.close(NotLeader("moved"))
     write, waiting = PendingWrite(), parked(PLENTY)
-    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, first=0, writes=[write]) is waiting
+    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, writes=[write]) is waiting
     write.finish()
     assert await waiting == [b"moved"]
 
@@ -230,8 +230,8 @@ async def test_only_the_first_queue_exceeds_the_bytes_asked_for_and_no_queue_sta
         deliveries.append(await bench.open())
         bench.publish("x" * 1000)
     served: list[int] = []
-    for turn in range(3):
-        given = await receive(deliveries, wanted(5)._replace(max_bytes=1500), PLENTY, wait_s=0, first=turn)
+    for _ in range(3):
+        given = await receive(deliveries, wanted(5)._replace(max_bytes=1500), PLENTY, wait_s=0)
         assert sum(len(batch) for one in given for batch in one.received.batches) <= 1500
         served += [one.delivery.partition.index for one in given]
     assert served == [1, 2, 3]

@@ -136,15 +136,13 @@ SessionKey = tuple[str, str]
 class ShareSession:
     """The partitions of one member, and the number of its requests."""
 
-    __slots__ = ("epoch", "member", "partitions", "presence", "turn")
+    __slots__ = ("epoch", "member", "partitions", "presence")
 
     def __init__(self, member: SessionKey, presence: Presence) -> None:
         self.member = member
         self.presence = presence
         self.epoch = 1
         self.partitions: dict[SharePartition, None] = {}
-        self.turn = 0
-        """Which partition is asked first; they take turns."""
 
 
 class ShareSessions:

@@ -182,6 +182,8 @@ class Delivery:
         self.leader_epoch = Epoch(partition.leader_epoch)
         self.last_used_ms = 0
         """When a worker last used the queue; 0 if none has since it was opened."""
+        self.turn = 0
+        """When the queue was last the first of several to be asked, counted over all requests."""
         self.latency = Histogram(LATENCY_BOUNDS_S)
         """The time from a batch's timestamp to the first delivery of its messages."""
         self.damaged = 0

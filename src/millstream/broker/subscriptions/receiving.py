@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import count
 from time import monotonic
 from typing import Any, Final, NamedTuple, cast
 
@@ -26,6 +26,7 @@ NO_QUEUE_WAIT_S: Final = 1.0
 """How long an answer is delayed at most if this node has no queue of the subscription."""
 FILTER_WAIT_S: Final = 5.0
 """How long a request without a wait still waits for a filter."""
+_turns: Final = count(1)
 
 
 class Grant(NamedTuple):
@@ -194,14 +195,14 @@ class ParkedLease(Parked):
         demand: Demand,
         *,
         wait_s: float,
-        first: int,
         interrupt: asyncio.Future[None] | None = None,
         writes: Sequence[PendingWrite] = (),
     ) -> Buffers | ParkedLease:
         """Lease what is available, or wait for something; return the response if nothing is left to wait for."""
         self._unstored = len(writes)
+        deliveries = _in_turn(deliveries)
         try:
-            self._grants = _receive_from_any(deliveries, demand, first, self._share) or None
+            self._grants = _receive_from_any(deliveries, demand, self._share) or None
             if self._grants is None:
                 self._wait = Wait(deliveries, demand, self._share, self._found)
                 self._wait.begin(wait_s, interrupt)
@@ -291,11 +292,10 @@ async def receive(
     budget: Budget,
     *,
     wait_s: float,
-    first: int = 0,
     interrupt: asyncio.Future[None] | None = None,
     also_after: Callable[[], Awaitable[object]] | None = None,
 ) -> list[Grant]:
-    """Lease messages to a worker, starting with queue `first`; wait up to `wait_s` for some, or until `interrupt`.
+    """Lease messages to a worker; wait up to `wait_s` for some, or until `interrupt`.
 
     `also_after` is a further condition of the answer. Leases are durable on return where the delivery mode requires
     it. A queue that fails is skipped; an error is raised only when all of them fail. The messages count towards the
@@ -309,30 +309,37 @@ async def receive(
             await asyncio.wait([interrupt], timeout=wait_s)
         return []
     share = _BudgetShare(budget)
+    deliveries = _in_turn(deliveries)
     try:
-        grants = _receive_from_any(deliveries, demand, first, share)
+        grants = _receive_from_any(deliveries, demand, share)
         if not grants and wait_s > 0:
             grants = await _wait(deliveries, demand, share, wait_s, interrupt)
         elif not grants:
             # A filter may be evaluating the available messages.
             for delivery in deliveries:
                 await delivery.scan_settled(patience_s=FILTER_WAIT_S)
-            grants = _receive_from_any(deliveries, demand, first, share)
+            grants = _receive_from_any(deliveries, demand, share)
         return await _await_durable(grants, demand.worker, also_after)
     finally:
         share.give_back_soon()
 
 
-def _receive_from_any(
-    deliveries: Sequence[Delivery], requested: Demand, first: int, share: _BudgetShare
-) -> list[Grant]:
+def _in_turn(deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
+    """Start with the queue that was the first one longest ago, so that none starves behind others that fill answers."""
+    turns = [one.turn for one in deliveries]
+    first = turns.index(min(turns))
+    deliveries[first].turn = next(_turns)
+    return [*deliveries[first:], *deliveries[:first]]
+
+
+def _receive_from_any(deliveries: Sequence[Delivery], requested: Demand, share: _BudgetShare) -> list[Grant]:
     demand = share.fit(requested)
     if demand is None:
         return []
     grants: list[Grant] = []
     errors: list[MillstreamError] = []
     granted_at = monotonic()
-    for delivery in chain(deliveries[first:], deliveries[:first]):
+    for delivery in deliveries:
         try:
             received = delivery.try_receive(demand)
         except MillstreamError as error:

@@ -159,7 +159,6 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             whole_batches=request.acquire_mode != _RECORD_LIMIT,
             origin=Origin(client.client_id, client.address),
         )
-        session.turn += 1
         client.fetch_requests += 1
 
         def answer(grants: list[Grant], error: Exception | None) -> Buffers | Coroutine[Any, Any, Buffers]:
@@ -179,7 +178,6 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             list(deliveries.values()),
             wanted,
             wait_s=min(request.max_wait_ms, _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX) / 1000,
-            first=session.turn % len(deliveries),
             writes=[one for one in settled.values() if one is not None and not isinstance(one, MillstreamError)],
         )
 
@@ -282,14 +280,12 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         remaining_ms = await self._wait_for_quota(client, max(0, wait_ms))
         if remaining_ms is None:
             return
-        session.turn += 1
         try:
             given = await receive(
                 list(deliveries.values()),
                 wanted,
                 self._consumers.service.budget,
                 wait_s=remaining_ms / 1000,
-                first=session.turn % max(1, len(deliveries)),
                 also_after=partial(self._consumers.confirm, settled) if settled else None,
             )
         except MillstreamError as error:

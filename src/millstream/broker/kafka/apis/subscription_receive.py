@@ -16,7 +16,6 @@ earlier, `throttle ms` is the remaining time.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Coroutine, Iterable, Sequence
 from functools import partial
 from time import monotonic
@@ -65,8 +64,6 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         self._quota = quota
         self._subscriptions = service.declared
         self._topics = service.topics
-        # Queues take turns at being asked first.
-        self._turn = itertools.count()
 
     def starts_at_once(self, request: Receive) -> bool:
         """Start at once where nothing has to be looked up."""
@@ -113,8 +110,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         parked = ParkedLease(
             service.budget, demand.worker, client.presence, answer, lambda error: self.refuse(error, header, client)
         )
-        first = next(self._turn) % len(deliveries)
-        return parked.begin(deliveries, demand, wait_s=wait_s, first=first, interrupt=opening)
+        return parked.begin(deliveries, demand, wait_s=wait_s, interrupt=opening)
 
     async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
         """Lease messages, or wait for some, once the client's quota allows it."""
@@ -187,7 +183,6 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
             _demand(request, client),
             self._service.budget,
             wait_s=max(0.0, wait_s),
-            first=next(self._turn) % max(1, len(deliveries)),
             interrupt=opening,
         )
 
