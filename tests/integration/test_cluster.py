@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import re
 import time
 import urllib.error
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -29,6 +31,7 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 from playwright.sync_api import expect
 
 import millstream
+from millstream.gateway.api.routes.publishing import MESSAGES
 from millstream_testing.browser import check_look, chromium, open_page, running_browser, take_picture
 from millstream_testing.command import CommandLine, run_command
 from millstream_testing.etcd_server import EtcdServer
@@ -413,6 +416,43 @@ def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str
         )
         assert settled.json()["failed"] == 0
         assert sum(queue["accepted"] for queue in first.get(f"/subscriptions/{name}").json()["queues"]) == 30
+
+
+def test_a_publish_over_http_is_unavailable_while_too_few_replicas_are_in_sync(
+    cluster: ServerGroup, topic: str
+) -> None:
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    strict = NewTopic(topic, 1, 3, config={"min.insync.replicas": "3"})
+    admin.create_topics([strict], operation_timeout=WAIT_S)[topic].result()
+    cluster[3].kill()
+
+    def is_led_by_two() -> bool:
+        described = admin.list_topics(topic, timeout=WAIT_S).topics[topic].partitions[0]
+        return described.leader in (1, 2) and sorted(described.isrs) == [1, 2]
+
+    wait_until(is_led_by_two)
+    http = httpx.Client(base_url=f"http://{cluster[1].http}/v1/topics/{topic}", timeout=WAIT_S)
+    batch = {"messages": [{"value": "never"}, {"value": "never"}]}
+
+    def publish(**request: Any) -> httpx.Response:
+        # The outcome is unknown, which is 504, only if the time is up during an attempt, and each takes milliseconds.
+        answers = (http.post("/messages", **request) for _ in range(3))
+        return next((answer for answer in answers if answer.status_code != 504), httpx.Response(504))
+
+    with http, ThreadPoolExecutor(3) as pool:
+        refused = [
+            pool.submit(publish, content=b"never"),
+            pool.submit(publish, content=json.dumps(batch), headers={"content-type": MESSAGES}),
+            pool.submit(publish, content=b"never", params={"deduplicate": "true"}, headers={"message-id": "m-1"}),
+        ]
+        for answer in (one.result() for one in refused):
+            assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1"), answer.text
+            assert "min.insync.replicas requires 3" in answer.json()["detail"]
+        cluster.start()
+        wait_until(lambda: in_sync(admin, topic))
+        assert http.post("/messages", content=b"later").status_code == 201
+    # The status says that nothing was stored.
+    assert read_all(cluster, topic, 1) == [b"later"]
 
 
 def test_schemas_are_registered_through_any_node_while_one_is_killed(cluster: ServerGroup, topic: str) -> None:

@@ -120,17 +120,23 @@ def test_compaction_comes_when_it_is_due(server: Server, topic: str, settings: d
     wait_until(lambda: [value for _, _, value in content(server, topic)] == [b"last"])
 
 
-def test_only_the_records_without_a_key_are_to_blame(eager: Server, topic: str) -> None:
+@pytest.mark.parametrize("blamed_for", ["no key", "a timestamp in the future"])
+def test_only_the_invalid_records_of_a_batch_are_to_blame(eager: Server, topic: str, blamed_for: str) -> None:
     """librdkafka distinguishes the records that the broker names from others of their batch."""
-    create(eager, topic)
+    create(eager, topic, message_timestamp_after_max_ms="1000")
     outcomes: dict[bytes | None, KafkaError | None] = {}
     producer = Producer({"bootstrap.servers": eager.kafka, "linger.ms": 60_000, **QUIET})
     # Messages that wait for metadata while the producer is flushed leave in several batches.
     producer.list_topics(topic, WAIT_S)
     for at in range(10):
-        key, value = None if at in (3, 7) else b"k", b"%d" % at
+        is_keyless = at in (3, 7) and blamed_for == "no key"
+        is_early = at in (3, 7) and not is_keyless
         producer.produce(
-            topic, value, key, on_delivery=lambda error, message: outcomes.update({message.value(): error})
+            topic,
+            b"%d" % at,
+            None if is_keyless else b"k",
+            timestamp=int(time.time() * 1000) + (3_600_000 if is_early else 0),
+            on_delivery=lambda error, message: outcomes.update({message.value(): error}),
         )
     assert producer.flush(WAIT_S) == 0
     codes = {value: error.code() if error is not None else None for value, error in outcomes.items()}

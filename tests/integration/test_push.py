@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,44 @@ async def test_an_endpoint_that_is_away_is_waited_for_and_reported(server: Serve
         await work.hook.start()
         assert await work.ended(21) == ["accepted"] * 21
         assert work.hook.requests[-1].headers["ce-attempt"] == "1"
+
+
+# Two of the names are numbers, which the resolver turns into addresses.
+HERE = ("127.0.0.1", "localhost", "2130706433", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::1]", "0.0.0.0", "[::]")
+ELSEWHERE = (
+    *("192.0.0.8", "3221225480", "168.63.129.16", "169.254.169.254", "10.0.0.1", "100.64.0.1"),
+    *(
+        "[fec0::1]",
+        "[64:ff9b:1::7f00:1]",
+        "[64:ff9b::7f00:1]",
+        "[::127.0.0.1]",
+        "[::ffff:0:127.0.0.1]",
+        "[2002:7f00:1::]",
+    ),
+)
+
+
+async def test_nothing_is_pushed_to_private_addresses_however_they_are_written(
+    start_server: Callable[..., Server],
+) -> None:
+    """The endpoint would get the requests to any of the first ones."""
+    guarded = start_server()
+    async with Webhook() as hook, httpx.AsyncClient(base_url=f"http://{guarded.http}/v1", timeout=WAIT_S) as http:
+        port = hook.url.partition("//")[2].partition("/")[0].rpartition(":")[2]
+        names = {f"to-{number}": f"http://{host}:{port}/" for number, host in enumerate(HERE + ELSEWHERE)}
+        for at, (name, url) in enumerate(names.items()):
+            made = {"name": name, "topics": ["orders"], "push_url": url if at % 2 else "https://example.invalid/"}
+            assert (await http.post("/subscriptions", json=made)).status_code == 201
+            if not at % 2:
+                assert (await http.patch(f"/subscriptions/{name}", json={"push_url": url})).status_code == 200
+        assert (await http.post("/topics/orders/messages", content=b"x")).status_code == 201
+        async with asyncio.timeout(WAIT_S):
+            for name in names:
+                while not (states := (await http.get(f"/subscriptions/{name}")).json()["push"]) or "private" not in (
+                    states[0]["last_error"] or ""
+                ):
+                    await asyncio.sleep(0.1)
+        assert (hook.connections, hook.requests) == (0, [])
 
 
 async def test_a_slow_endpoint_keeps_its_leases(server: Server) -> None:

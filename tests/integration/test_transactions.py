@@ -14,6 +14,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 
@@ -103,10 +104,18 @@ def test_a_newer_producer_fences_the_older_one_and_aborts_what_it_left_open(serv
     older.produce(out, b"never", partition=0)
     assert older.flush(WAIT_S) == 0
 
+    def fencings() -> list[str]:
+        lines = server.log.read_text().splitlines()
+        return [line for line in lines if " info    a producer is fenced " in line and "writer-2" in line]
+
     newer = producer_of(server, "writer-2")
+    wait_until(lambda: any('reason="a new producer uses its transactional id"' in line for line in fencings()))
+    assert not any("client=" in line for line in fencings())
     with pytest.raises(KafkaException) as fenced:
         older.commit_transaction(WAIT_S)
     assert fenced.value.args[0].fatal()
+    # The one that is refused is named, too.
+    wait_until(lambda: any("client=127.0.0.1:" in line and "client_id=rdkafka" in line for line in fencings()))
     newer.begin_transaction()
     newer.produce(out, b"once", partition=0)
     newer.commit_transaction(WAIT_S)
