@@ -10,14 +10,15 @@ import asyncio
 import dataclasses
 import logging
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, Literal
 
 import msgspec
 
 from millstream.broker.mirror.service import MirrorService
-from millstream.broker.mirror.source import Source
+from millstream.broker.mirror.source import Source, offer_pages
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     CoordinatorUnavailable,
@@ -59,6 +60,8 @@ SOURCE_S: Final = 2.0
 AT_ONCE: Final = 32
 RELEASE_S: Final = 30.0
 """How long a switch that is given up tries to let the source accept writers again."""
+RELEASE_ATTEMPTS: Final = 8
+"""How often the source releases topics that another of its nodes is still fencing, before it gives up."""
 TURN_S: Final = 60.0
 """How long a switch takes at most, without the drain."""
 SAVED_AT_ONCE: Final = 500
@@ -331,7 +334,7 @@ async def _follow_again(service: MirrorService, mirror: Mirror) -> None:
 
 async def _release(source: Source, release: AdoptRequest) -> None:
     """Let the source of a switch that is given up accept writers again, or raise what to do."""
-    backoff = Backoff(max_s=5.0)
+    backoff, reason = Backoff(max_s=5.0), "it did not answer"
     try:
         async with asyncio.timeout(RELEASE_S):
             while True:
@@ -339,12 +342,13 @@ async def _release(source: Source, release: AdoptRequest) -> None:
                     await source.ask(None, ADOPT_KEY, release, AdoptResponse, waits=True)
                     return
                 except (RequestTimedOut, *TRANSIENT) as error:
-                    _logger.warning("a source cannot be released", extra={"mirror": release.name, "error": str(error)})
+                    reason = str(error)
+                    _logger.warning("a source cannot be released", extra={"mirror": release.name, "error": reason})
                 await backoff.pause()
     except TimeoutError:
         raise RequestTimedOut(
-            "the switch was cancelled, but the source could not be reached and still refuses writers; run `millstream "
-            f"mirror failover {release.name}` on the source"
+            f"the switch was cancelled, but the source could not be released and still refuses writers ({reason}); run "
+            f"`millstream mirror failover {release.name}` on the source"
         ) from None
 
 
@@ -415,14 +419,20 @@ async def _release_topics(service: MirrorService, request: AdoptRequest, topics:
 
     The owner before this one may still be fencing topics, which is possible until the mirror is deleted.
     """
-    while True:
-        await _set_mirror(service, [topic for topic in topics if topic.is_draining], "")
+    backoff, fenced = Backoff(), [topic for topic in topics if topic.is_draining]
+    while backoff.failures < RELEASE_ATTEMPTS:
+        await _set_mirror(service, fenced, "")
         declared = service.mirrors.get(request.name)
         if declared is not None and declared.overrides.get(SOURCE) == request.settings.get(SOURCE):
             await _delete_unused(service, request.name)
-        topics = await _topics_of(service, request)
-        if not any(topic.is_draining for topic in topics):
+        fenced = [topic for topic in await _topics_of(service, request) if topic.is_draining]
+        if not fenced:
             return AdoptResponse()
+        await backoff.pause()
+    raise RequestTimedOut(
+        f"another node of the source keeps fencing topic {fenced[0].name!r}; once it has stopped, run "
+        f"`millstream mirror failover {request.name}` on the source"
+    )
 
 
 async def _delete_unused(service: MirrorService, name: str) -> None:
@@ -620,9 +630,12 @@ async def _save(service: MirrorService, removed: RemovedRange, found: _Scan, tar
 async def _cut_queues(service: MirrorService, cuts: TopicOffsets, topics: Sequence[Topic]) -> None:
     """Cut the stored states of queues where the records are cut, so that none refers to another record."""
     by_id = {topic.topic_id: topic for topic in topics}
-    asked = OfferRequest(topics=list(by_id))
-    offers = [await service.offer(asked)]
-    offers += [await service.ask_node(node, OFFER_KEY, asked, OfferResponse) for node in service.others]
-    for offer in offers:
-        for queue in offer.queues:
-            await service.cut_queue(queue, by_id, cuts)
+
+    async def cut_on(ask: Callable[[OfferRequest], Awaitable[OfferResponse]]) -> None:
+        async for offer in offer_pages(ask, by_id):
+            for queue in offer.queues:
+                await service.cut_queue(queue, by_id, cuts)
+
+    await cut_on(service.offer)
+    for node in service.others:
+        await cut_on(partial(service.ask_node, node, OFFER_KEY, kind=OfferResponse))

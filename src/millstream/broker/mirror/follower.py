@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from uuid import UUID
 
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES, DeclaredCopies
-from millstream.broker.mirror.source import Source
+from millstream.broker.mirror.service import MirrorRun
+from millstream.broker.mirror.source import Source, offer_pages, queue_key
 from millstream.core.errors import (
     AuthenticationFailed,
     BrokerUnreachable,
@@ -40,7 +41,6 @@ from millstream.protocol.private.mirror_messages import (
     OfferedSubscription,
     OfferRequest,
     OfferResponse,
-    QueueKeyMessage,
     QueueSnapshot,
 )
 from millstream.protocol.wire.admin_requests import topic_configs
@@ -52,9 +52,6 @@ from millstream.protocol.wire.group_offsets import (
     committed_by_group,
     list_groups,
 )
-
-if TYPE_CHECKING:
-    from millstream.broker.mirror.service import MirrorRun
 
 Vector = Mapping[str, Mapping[int, int]]
 """An offset of each partition, by topic."""
@@ -546,19 +543,15 @@ class Follower:
     async def _sync_queues_of(self, node: NodeId, topics: Mapping[UUID, Topic]) -> set[UUID]:
         """Carry over what one node of the source has; return the subscriptions that it knows."""
         offered: set[UUID] = set()
-        has_more = True
-        while has_more:
-            known = [
-                QueueKeyMessage(key.subscription_id.bytes, key.topic_id.bytes, key.partition, sequence)
-                for key, sequence in self._queues.items()
-            ]
-            request = OfferRequest(topics=list(topics), known=known)
-            offer = await self._source.ask(node, OFFER_KEY, request, OfferResponse, waits=True)
+
+        async def ask(request: OfferRequest) -> OfferResponse:
+            return await self._source.ask(node, OFFER_KEY, request, OfferResponse, waits=True)
+
+        async for offer in offer_pages(ask, topics, self._queues):
             for subscription in offer.subscriptions:
                 offered.add(subscription.subscription_id)
                 await self._sync_subscription(subscription)
-            applied = await self._apply_queues(offer.queues, topics)
-            has_more = offer.has_more and applied > 0
+            await self._apply_queues(offer.queues, topics)
         return offered
 
     async def _sync_subscription(self, offered: OfferedSubscription) -> None:
@@ -594,21 +587,20 @@ class Follower:
         self._cut_at = {key: cut for key, cut in self._cut_at.items() if not is_gone(key)}
         self._run.queues = len(self._queues)
 
-    async def _apply_queues(self, queues: Sequence[QueueSnapshot], topics: Mapping[UUID, Topic]) -> int:
-        """Store states of queues, cut at what is readable here; return how many are complete."""
+    async def _apply_queues(self, queues: Sequence[QueueSnapshot], topics: Mapping[UUID, Topic]) -> None:
+        """Store states of queues, cut at what is readable here."""
         places = {
             TopicPartition(topics[topic_id].name, PartitionIndex(one.partition)): one
             for one in queues
             if (topic_id := UUID(bytes=one.topic_id)) in topics
         }
         exposed = await self._service.exposed_offsets(places)
-        applied = 0
         for one in queues:
             topic = topics.get(UUID(bytes=one.topic_id))
             where = None if topic is None else TopicPartition(topic.name, PartitionIndex(one.partition))
             if topic is None or where is None or where not in exposed:
                 continue
-            key = QueueKey(UUID(bytes=one.subscription_id), topic.topic_id, where.partition)
+            key = queue_key(one)
             state = self._service.topics.state_of(topic, where.partition)
             now = self._service.topics.get(topic.name)
             if state is None or now is None or now.mirror != self._run.mirror.name or now.is_draining:
@@ -625,8 +617,6 @@ class Follower:
             else:
                 self._cut_at.pop(key, None)
                 self._queues[key] = one.sequence
-                applied += 1
-        return applied
 
 
 def _missing(wanted: Vector, reached: Vector) -> TopicPartition | None:

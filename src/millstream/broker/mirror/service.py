@@ -22,7 +22,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.mirror.copier import Copier, Copy, CopyKey, Readable, awaits_gaps, commits_from, offset_in
 from millstream.broker.mirror.declared import Mirrors
-from millstream.broker.mirror.source import Source
+from millstream.broker.mirror.source import Source, queue_key
 from millstream.broker.replication.partition import Partition
 from millstream.broker.schemas.registry import SchemaRegistry
 from millstream.broker.security.state import SecurityState
@@ -44,6 +44,7 @@ from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.mirror_messages import (
+    ANY_SEQUENCE,
     CUT_KEY,
     FENCE_KEY,
     HOLD_KEY,
@@ -874,7 +875,7 @@ class MirrorService:
         queues: list[QueueSnapshot] = []
         size, has_more = 0, False
         for key, loaded in self.subscriptions.states.changed(
-            lambda key, sequence: key.topic_id in wanted and known.get(key) != sequence
+            lambda key, sequence: key.topic_id in wanted and known.get(key) not in (sequence, ANY_SEQUENCE)
         ):
             if size > OFFER_BYTES_MAX:
                 has_more = True
@@ -899,8 +900,7 @@ class MirrorService:
             return
         snapshot, is_cut = await asyncio.to_thread(cut_snapshot, queue.snapshot, cut)
         if is_cut:
-            key = QueueKey(UUID(bytes=queue.subscription_id), topic.topic_id, PartitionIndex(queue.partition))
-            await self.subscriptions.write_state(key, Epoch(state.leader_epoch), snapshot)
+            await self.subscriptions.write_state(queue_key(queue), Epoch(state.leader_epoch), snapshot)
 
     def metrics(self) -> Iterable[Metric]:
         """Yield the lag, the traffic and the errors of mirrors."""

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar
+from uuid import UUID
 
 from millstream.core.acl import Acl, AclFilter
 from millstream.core.errors import MillstreamError
-from millstream.core.ids import EpochEnd, NodeId
+from millstream.core.ids import EpochEnd, NodeId, PartitionIndex
 from millstream.core.mirror import MirrorSettings
+from millstream.core.subscription import QueueKey
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.message import Response, decode, encode
-from millstream.protocol.private.mirror_messages import OFFER_KEY
+from millstream.protocol.private.mirror_messages import (
+    ANY_SEQUENCE,
+    OFFER_KEY,
+    OfferRequest,
+    OfferResponse,
+    QueueKeyMessage,
+    QueueSnapshot,
+)
 from millstream.protocol.wire.admin_requests import describe_acls
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
@@ -100,3 +109,30 @@ class Source:
         """Return the high watermarks of partitions; those that cannot be asked are missing."""
         listed = await self.client.list_offsets_of(dict.fromkeys(partitions, -1))
         return {where: one.offset for where, one in listed.items() if not isinstance(one, MillstreamError)}
+
+
+async def offer_pages(
+    ask: Callable[[OfferRequest], Awaitable[OfferResponse]],
+    topics: Iterable[UUID],
+    known: Mapping[QueueKey, int] | None = None,
+) -> AsyncIterator[OfferResponse]:
+    """Yield what a node has of some topics besides records, page by page, each queue once.
+
+    `known` are queues with their last writes, which are left out unless they were written since.
+    """
+    seen = dict(known or {})
+    while True:
+        listed = [
+            QueueKeyMessage(key.subscription_id.bytes, key.topic_id.bytes, key.partition, sequence)
+            for key, sequence in seen.items()
+        ]
+        offer = await ask(OfferRequest(topics=list(topics), known=listed))
+        yield offer
+        fresh = {queue_key(one) for one in offer.queues if seen.get(queue_key(one)) != ANY_SEQUENCE}
+        if not offer.has_more or not fresh:
+            return
+        seen |= dict.fromkeys(fresh, ANY_SEQUENCE)
+
+
+def queue_key(queue: QueueSnapshot) -> QueueKey:
+    return QueueKey(UUID(bytes=queue.subscription_id), UUID(bytes=queue.topic_id), PartitionIndex(queue.partition))

@@ -192,8 +192,12 @@ class CommitNotice(msgspec.Struct, frozen=True, kw_only=True):
     mirror: str
 
 
+ANY_SEQUENCE: Final = -1
+"""Stands for the number of a write: the caller has seen the queue, and does not ask for later writes of it."""
+
+
 class QueueKeyMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A queue, and the number of the last write that the caller has seen."""
+    """A queue, and the number of the last write that the caller has seen, or `ANY_SEQUENCE`."""
 
     subscription_id: bytes
     topic_id: bytes
