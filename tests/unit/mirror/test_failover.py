@@ -25,6 +25,7 @@ from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.service import MirrorRun, MirrorService
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.replica import diverging_end
+from millstream.core.backoff import Backoff
 from millstream.core.clock import SystemClock
 from millstream.core.errors import (
     BrokerUnreachable,
@@ -463,7 +464,7 @@ async def test_a_source_that_cannot_be_told_that_a_switch_was_given_up_is_named(
     monkeypatch.setattr(failover, "RELEASE_S", 0.0)
     target.has_leaders = False
     other_side.refused["release"] = [BrokerUnreachable("the line is down")]
-    with pytest.raises(RequestTimedOut, match=f"mirror failover {NAME}` on the source"):
+    with pytest.raises(RequestTimedOut, match=rf"\(the line is down\).*mirror failover {NAME}` on the source"):
         await failover.switch(target.service, SWITCH)
 
 
@@ -534,6 +535,26 @@ async def test_a_release_keeps_a_mirror_that_topics_name_and_one_of_another_sour
     assert target.mirrors.get(NAME) is not None
     await failover.adopt(target.service, release())
     assert target.mirrors.get(NAME) is None
+
+
+async def test_a_release_of_topics_that_are_fenced_again_and_again_ends_with_advice(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def pause(backoff: Backoff) -> None:
+        pauses.append(backoff.take_s())
+
+    async def release_in_vain(_name: str, _mirror: str, *, is_draining: bool) -> None:
+        assert not is_draining
+
+    monkeypatch.setattr(Backoff, "pause", pause)
+    await target.topics.set_mirror(US, NAME, is_draining=True)
+    monkeypatch.setattr(target.topics, "set_mirror", release_in_vain)
+    with pytest.raises(RequestTimedOut, match=f"keeps fencing topic '{US}'.*mirror failover {NAME}`"):
+        await failover.adopt(target.service, release())
+    assert len(pauses) == failover.RELEASE_ATTEMPTS
+    assert pauses == sorted(pauses)
 
 
 @pytest.mark.parametrize("is_late", [True, False], ids=["after the release", "during the release"])
