@@ -418,6 +418,23 @@ def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str
         assert sum(queue["accepted"] for queue in first.get(f"/subscriptions/{name}").json()["queues"]) == 30
 
 
+def test_single_pulls_get_messages_of_every_node(cluster: ServerGroup, topic: str) -> None:
+    """Each command begins anew, and every partition has more messages than are pulled."""
+    create(cluster, topic)
+    wait_until(lambda: {leader_of(cluster, topic, index) for index in range(3)} == {1, 2, 3})
+    millstream = CommandLine(cluster.kafka)
+    assert millstream("subscription", "create", topic, "--topic", topic, "--start", "start").code == 0
+    lines = b"".join(b"%d\n" % number for number in range(100))
+    for index in range(3):
+        assert millstream.process("publish", topic, "--partition", index, stdin=lines).code == 0
+    seen: set[int] = set()
+    for _ in range(100):
+        seen |= {one["partition"] for one in millstream("subscription", "pull", topic, "-n", 1, "--json").documents}
+        if len(seen) == 3:
+            break
+    assert seen == {0, 1, 2}
+
+
 def test_a_publish_over_http_is_unavailable_while_too_few_replicas_are_in_sync(
     cluster: ServerGroup, topic: str
 ) -> None:

@@ -127,6 +127,17 @@ async def test_what_is_there_is_taken_from_one_node_after_the_other() -> None:
     assert not cluster.released
 
 
+async def test_small_requests_get_messages_of_every_node_whatever_others_ask_for() -> None:
+    cluster = Cluster(2)
+    for node in cluster.nodes.values():
+        node.messages = 1000
+    asking, served = leasing(cluster), set()
+    for _ in range(100):
+        await asking.receive(request(max_records=1))
+        served |= {one.partition for one in await asking.receive(request(max_records=1))}
+    assert served == {1, 2}
+
+
 async def test_all_nodes_together_give_no_more_bytes_than_was_asked_for() -> None:
     cluster = Cluster(3)
     for node in cluster.nodes.values():

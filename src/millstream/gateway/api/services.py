@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,7 +59,6 @@ class Leasing:
         self._nodes: list[NodeId] = []
         self._known_until = 0.0
         self._hung_until: dict[NodeId, float] = {}
-        self._turn = 0
 
     async def receive(self, request: Receive) -> list[LeasedMessage]:
         """Lease messages, waiting for some if there are none now; raise if no node could be asked."""
@@ -68,7 +68,7 @@ class Leasing:
         messages: list[LeasedMessage] = []
         refused: list[MillstreamError] = []
         if len(nodes) > 1 or not request.wait_ms:
-            nodes, at_once = self._in_turn(nodes), msgspec.structs.replace(request, wait_ms=0)
+            nodes, at_once = self._from_any(nodes), msgspec.structs.replace(request, wait_ms=0)
             messages = await self._confirmed(request, await self._at_once(nodes, at_once, refused))
         while not messages and (left_s := deadline - loop.time()) > 0:
             asked_at = loop.time()
@@ -130,12 +130,14 @@ class Leasing:
             await self.give_back(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 
-    def _in_turn(self, nodes: Sequence[NodeId]) -> list[NodeId]:
-        """Rotate the nodes, leaving out those that hang unless all do."""
+    def _from_any(self, nodes: Sequence[NodeId]) -> list[NodeId]:
+        """Rotate the nodes at random, leaving out those that hang unless all do.
+
+        In turn, requests for several subscriptions that alternate would each begin with the same node.
+        """
         now = asyncio.get_running_loop().time()
         self._hung_until = {node: until for node, until in self._hung_until.items() if now < until}
-        self._turn += 1
-        first = self._turn % len(nodes)
+        first = random.randrange(len(nodes))
         turned = [*nodes[first:], *nodes[:first]]
         return [node for node in turned if node not in self._hung_until] or turned
 

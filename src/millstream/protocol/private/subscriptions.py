@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, Final, NamedTuple, TypeVar
@@ -321,7 +322,6 @@ class SubscriptionClient:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._turn = 0
         self._known_nodes: list[NodeId | None] = []
         self._known_until = 0.0
 
@@ -460,8 +460,8 @@ class SubscriptionClient:
         """Ask one node after another, since all of them together must not give more than requested."""
         messages: list[LeasedMessage] = []
         failed: MillstreamError | None = None
-        self._turn += 1
-        first = self._turn % len(nodes)
+        # Any one, not in turn: a command asks once, and its successors would all begin with the same node.
+        first = random.randrange(len(nodes))
         for node in (*nodes[first:], *nodes[:first]):
             rest = remaining(request, messages)
             if rest is None:
