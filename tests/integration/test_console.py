@@ -335,6 +335,21 @@ def test_a_message_is_published_again_as_its_page_says(console: Console, topic: 
         ("/topics/orders/messages?from=never", 422, r'id="from"[^>]*aria-invalid.*Correct “From”'),
         ("/nothing", 404, "there is no page /console/nothing;"),
         *(
+            (f"/{section}/nothing{more}", 404, rf'alert">(?:(?!millstream).)*</div>\s*<p><a href="/console/{section}">')
+            for section, more in (
+                ("topics", ""),
+                ("topics", "/settings"),
+                ("topics", "/messages"),
+                ("topics", "/publish"),
+                ("subscriptions", ""),
+                ("dead-letters", ""),
+                ("groups", ""),
+                ("pipelines", ""),
+                ("schemas", ""),
+                ("mirrors", ""),
+            )
+        ),
+        *(
             (f"/{name}?page=99{more}", 200, "The list has fewer pages")
             for name in ("topics", "subscriptions", "groups", "schemas", "pipelines")
             for more in ("", "&search=e")
@@ -546,8 +561,17 @@ def test_a_schema_is_checked_registered_and_compared(console: Console) -> None:
     page.get_by_label("Subject (").fill("orders-value")
     wrong = {**ORDER, "fields": [*ORDER["fields"], {"name": "total", "type": "long"}]}
     page.get_by_label("Schema", exact=True).fill(json.dumps(wrong))
-    page.get_by_role("button", name="Check only").click()
-    expect(page.get_by_role("alert")).to_contain_text("total")
+    for button in ("Check only", "Register"):
+        page.get_by_role("button", name=button).click()
+        alert = page.get_by_role("alert")
+        expect(alert).to_contain_text("incompatible with version 1: with compatibility level BACKWARD, a new")
+        expect(alert.get_by_role("listitem")).to_have_text(
+            "Field total is new and has no default, and messages of version 1 do not have it."
+        )
+        expect(alert.get_by_text("READER_FIELD_MISSING_DEFAULT_VALUE")).to_be_hidden()
+    alert.get_by_text("As the registry reports it").click()
+    expect(alert.get_by_text("READER_FIELD_MISSING_DEFAULT_VALUE")).to_be_visible()
+    check_look(page, "schema-refused")
     right = {**ORDER, "fields": [*ORDER["fields"], {"name": "total", "type": "long", "default": 0}]}
     page.get_by_label("Schema", exact=True).fill(json.dumps(right))
     page.get_by_role("button", name="Check only").click()
@@ -570,15 +594,15 @@ def test_a_schema_is_checked_registered_and_compared(console: Console) -> None:
 def test_the_rules_of_a_route_are_tried_and_changed(console: Console) -> None:
     watched = console.page("/pipelines/by-region")
     page = watched.page
+    page.get_by_text("Put a rule").click()
+    page.get_by_label("Rule", exact=True).first.fill("eu")
+    page.get_by_label("From topic").fill("orders")
+    page.get_by_label("To topics").fill("orders-eu")
+    page.get_by_label("Condition").fill("headers['region'] = 'eu'")
     for button, said in (
         ("Try only", "recent messages of orders match"),
         ("Put rule", "pipeline rule put by-region eu"),
     ):
-        page.get_by_text("Put a rule").click()
-        page.get_by_label("Rule", exact=True).first.fill("eu")
-        page.get_by_label("From topic").fill("orders")
-        page.get_by_label("To topics").fill("orders-eu")
-        page.get_by_label("Condition").fill("headers['region'] = 'eu'")
         page.get_by_role("button", name=button).click()
         expect(page.get_by_role("status")).to_contain_text(said)
     page.get_by_role("link", name="Try them on recent messages").click()
@@ -712,6 +736,62 @@ def test_a_quota_is_set_and_removed(console: Console) -> None:
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
+
+
+_FILL = """([at, wrong]) => {
+  const form = document.querySelectorAll('main form[method="post"]')[at];
+  if (!form.querySelector("input:not([type=hidden], [type=checkbox]), textarea")) return null;
+  const entered = {};
+  for (const one of form.querySelectorAll("input:not([type=hidden]), select, textarea")) {
+    if (one.type === "checkbox") one.checked = one.name === "sure";
+    else if (one.tagName === "SELECT") one.selectedIndex = one.options.length - 1;
+    else one.value = wrong;
+    entered[one.name] = one.type === "checkbox" ? one.checked : one.value;
+  }
+  form.noValidate = true;
+  return entered;
+}"""
+_KEPT = """() => Object.fromEntries(
+  [...document.querySelectorAll("form:has(#outcome) :is(input:not([type=hidden]), select, textarea)")]
+    .map(one => [one.name, one.type === "checkbox" ? one.checked : one.value]))"""
+
+
+@pytest.mark.parametrize("path", [*PAGES, "/subscriptions/billing?to=start", "/groups/reporting?to=start"])
+def test_a_refused_form_comes_back_with_what_was_entered(console: Console, path: str) -> None:
+    watched = console.page(path)
+    page = watched.page
+    forms = page.locator('main form[method="post"]')
+    for at in range(forms.count()):
+        page.goto(console.url + path)
+        entered = page.evaluate(_FILL, [at, f"wrong {HOSTILE}"])
+        if entered is None:
+            # A button, or a choice: nothing can be lost.
+            continue
+        with page.expect_response(lambda answer: answer.request.method == "POST") as answered:
+            forms.nth(at).evaluate("form => form.requestSubmit()")
+        assert answered.value.status in (404, 409, 422), (at, entered)
+        expect(page.get_by_role("alert")).to_be_focused()
+        expect(page.locator("form:has(#outcome) button").first).to_be_visible()
+        assert page.evaluate(_KEPT) == entered
+        assert page.url == console.url + path, "a page that can be loaded again"
+    assert watched.problems == []
+
+
+def test_secret_settings_are_not_typed_into_a_page_that_shows_them(console: Console, topic: str) -> None:
+    with console.api() as api, httpx.Client(timeout=WAIT_S) as client:
+        made = api.post(
+            "/pipelines", json={"name": topic, "kind": "land", "settings": {"topics": topic}, "wanted": False}
+        )
+        assert made.is_success, made.text
+        address = f"{console.url}/pipelines/{topic}"
+        page = client.get(address)
+        assert "<option>topics</option>" in page.text
+        assert "<option>lake.options</option>" not in page.text
+        (csrf,) = set(re.findall(r'name="csrf" value="(\w+)"', page.text))
+        form = {"csrf": csrf, "setting": "lake.options", "setting_value": '{"AWS_SECRET_ACCESS_KEY": "4711"}'}
+        refused = client.post(f"{address}/settings", data=form)
+        assert refused.status_code == 422
+        assert "4711" not in refused.text
 
 
 def test_a_form_of_another_site_changes_nothing(console: Console) -> None:

@@ -39,6 +39,8 @@ class Provider:
     def __init__(self, issuer: Issuer) -> None:
         self._issuer = issuer
         self._codes: dict[str, dict[str, str]] = {}
+        self.audience = AUDIENCE
+        self.denial = ""
         provider = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -76,6 +78,9 @@ class Provider:
         return {"issuer": self.url, **ends}
 
     def authorize(self, asked: dict[str, str]) -> str:
+        if self.denial:
+            denied = {"error": "access_denied", "error_description": self.denial, "state": asked["state"]}
+            return f"{asked['redirect_uri']}?{urlencode(denied)}"
         code = f"code-{len(self._codes)}"
         self._codes[code] = asked
         return f"{asked['redirect_uri']}?{urlencode({'code': code, 'state': asked['state']})}"
@@ -85,7 +90,7 @@ class Provider:
         challenge = base64.urlsafe_b64encode(hashlib.sha256(form["code_verifier"].encode()).digest()).rstrip(b"=")
         if asked is None or asked["code_challenge"] != challenge.decode() or asked["client_id"] != CLIENT_ID:
             return {"error": "invalid_grant"}
-        access = self._issuer.token("alice", iss=self.url)
+        access = self._issuer.token("alice", iss=self.url, aud=self.audience)
         identity = self._issuer.token("alice", iss=self.url, aud=CLIENT_ID, nonce=asked["nonce"])
         return {"access_token": access, "id_token": identity, "token_type": "Bearer"}
 
@@ -445,6 +450,86 @@ def test_openid_connect_signs_in_with_pkce(guarded: Guarded) -> None:
         assert 'url=/console/topics"' in signed_in.text
         assert "User:oauth:alice" in client.get("/console/topics").text
         assert client.get(back).status_code in (403, 422, 502), "a code works once"
+
+
+def test_a_browser_signs_in_at_the_openid_provider_and_says_why_it_cannot(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chromium()
+    console = f"https://{guarded.server.http}/console"
+    with running_browser() as browser:
+        watched = open_page(browser, f"{console}/topics", ignore_https_errors=True)
+        page = watched.page
+        for attribute, value, said in (
+            ("denial", "alice is not in the group", "did not sign you in: alice is not in the group"),
+            ("audience", "others", "its token is refused: the token is for another audience"),
+        ):
+            with monkeypatch.context() as changed:
+                changed.setattr(guarded.provider, attribute, value)
+                page.get_by_role("link", name="Sign in with your organization").click()
+                expect(page.get_by_role("alert")).to_contain_text(said)
+        page.goto(f"{console}/topics")
+        page.get_by_role("link", name="Sign in with your organization").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Topics")
+        expect(page.get_by_text("User:oauth:alice")).to_be_visible()
+        # A link of another site leads to a page, and the session is still there.
+        page.goto(guarded.provider.url + "/.well-known/openid-configuration")
+        page.evaluate("address => { location = address }", f"{console}/subscriptions")
+        expect(page.get_by_role("heading", level=1)).to_have_text("Subscriptions")
+        assert watched.problems == []
+
+
+def test_a_browser_signs_in_with_a_token_and_says_why_one_is_refused(guarded: Guarded) -> None:
+    chromium()
+    with guarded.client(follow_redirects=True) as admin, running_browser() as browser:
+        assert sign_in(admin, "admin").status_code == 200
+        form = {"csrf": _token(admin.get("/console/access")), "owner": "User:alice", "expires": "1h"}
+        (token,) = re.findall(r"mst_\w+\.[\w-]+", admin.post("/console/access/token", data=form).text)
+        watched = open_page(browser, f"https://{guarded.server.http}/console/topics", ignore_https_errors=True)
+        page = watched.page
+        page.get_by_text("Use a token instead").click()
+        for wrong, said in (
+            ("mst_wrong.wrong", "the token is wrong, expired or revoked"),
+            ("typed wrongly", "the token is neither an API token nor a JSON web token"),
+            (guarded.issuer.token("alice", iss=guarded.provider.url, exp=1), "the token has expired"),
+        ):
+            page.get_by_label("Token").fill(wrong)
+            page.get_by_role("button", name="Sign in", exact=True).click()
+            expect(page.get_by_role("alert")).to_contain_text(said)
+            expect(page.get_by_role("alert")).to_be_focused()
+            expect(page.get_by_label("Token")).to_have_value("")
+        page.get_by_label("Token").fill(token)
+        page.get_by_role("button", name="Sign in", exact=True).click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Topics")
+        expect(page.get_by_text("User:alice")).to_be_visible()
+        assert watched.problems == []
+
+
+def test_a_refused_form_comes_back_without_its_password(guarded: Guarded) -> None:
+    with guarded.client() as admin, guarded.client() as bob:
+        assert sign_in(admin, "admin").status_code == 303
+        form = {"csrf": _token(admin.get("/console/access")), "back": "/console/access", "what": "create"}
+        typed = {"name": "alice", "password": "a new password"}
+        refused = admin.post("/console/access/user", data={**form, **typed})
+        assert refused.status_code == 422
+        (shown,) = re.findall(r'<form[^>]*>(?:(?!</form>).)*id="outcome".*?</form>', refused.text, re.DOTALL)
+        assert "exists already" in shown
+        assert 'value="alice"' in shown
+        assert "a new password" not in refused.text
+        again = admin.post("/console/access/user", data={**form, **typed, "csrf": "0" * 64})
+        assert again.status_code == 403, "a form of an older session"
+        assert 'value="alice"' in again.text
+        assert "a new password" not in again.text
+        assert sign_in(bob, "bob").status_code == 303
+        path = "/console/subscriptions/alice-billing"
+        form = {"csrf": _token(bob.get(path)), "back": path, "setting": "share.session.timeout.ms"}
+        refused = bob.post(f"{path}/settings", data={**form, "setting_value": "1"})
+        assert refused.status_code == 403
+        assert "<h1>alice-billing</h1>" in refused.text, "the page, which does not offer the form"
+        assert 'role="alert"' in refused.text
+        for back in ("/console/topics/secret/messages", "/console/tasks/../..", "/v1/topics", "//evil.example/console"):
+            refused = bob.post(f"{path}/settings", data={**form, "back": back})
+            assert (refused.status_code, "<h1>Forbidden" in refused.text) == (403, True), back
 
 
 def test_another_password_ends_the_session(guarded: Guarded) -> None:

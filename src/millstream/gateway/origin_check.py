@@ -23,6 +23,13 @@ from millstream.gateway.api.problem import Refused
 ANY: Final = "*"
 _FOREIGN: Final = frozenset({b"cross-site", b"same-site"})
 
+_OPENS_PAGE: Final = (b"navigate", b"document")
+
+
+def is_foreign(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the browser says that a page of another site caused a request."""
+    return headers.get(b"sec-fetch-site") in _FOREIGN
+
 
 class OriginCheck:
     """The names of one gateway."""
@@ -31,10 +38,14 @@ class OriginCheck:
         self._names = frozenset(_bare(name.strip()) for name in names if name.strip())
         self._is_any = ANY in self._names
 
-    def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse requests of pages from other sites; over plain HTTP, only the origin shows them."""
+    def check(self, headers: Mapping[bytes, bytes], *, is_page: bool = False) -> None:
+        """Refuse requests of pages from other sites; over plain HTTP, only the origin shows them.
+
+        Links and redirects of other sites may lead to a page: showing it changes nothing, and they cannot read it.
+        """
         origin = headers.get(b"origin")
-        if headers.get(b"sec-fetch-site") in _FOREIGN or (
+        is_link = is_page and (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == _OPENS_PAGE
+        if (is_foreign(headers) and not is_link) or (
             origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower()
         ):
             raise Refused(HTTPStatus.FORBIDDEN, "cross-origin requests are not allowed")

@@ -56,6 +56,17 @@ def test_pages_of_other_sites_may_not_whatever_the_name() -> None:
     assert not is_taken({b"host": b"localhost", b"sec-fetch-site": b"cross-site", **BROWSER}, "*")
 
 
+def test_links_of_other_sites_may_lead_to_pages() -> None:
+    link = {b"host": b"localhost", b"sec-fetch-site": b"cross-site", b"sec-fetch-mode": b"navigate", **BROWSER}
+    opened, framed = ({**link, b"sec-fetch-dest": dest} for dest in (b"document", b"iframe"))
+    OriginCheck().check(opened, is_page=True)
+    assert not is_taken(opened), "a request of the API is no page"
+    with pytest.raises(Refused):
+        OriginCheck().check(framed, is_page=True)
+    with pytest.raises(Refused):
+        OriginCheck().check({**opened, b"origin": b"http://evil.example"}, is_page=True)
+
+
 async def test_what_is_refused_says_which_setting_to_change() -> None:
     async def ask() -> Any:
         raise AssertionError("nobody asks the broker")

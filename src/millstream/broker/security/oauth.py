@@ -118,6 +118,8 @@ class TokenChecker:
         except InvalidKeyIdError:
             raise _UnknownKey("the token is signed by a key that is not known") from None
         except JoseError as error:
+            if error.error == "decode_error":
+                raise AuthenticationFailed("the token is neither an API token nor a JSON web token") from None
             raise AuthenticationFailed(f"the token is not valid: {error.error}") from None
         except Exception as error:
             _logger.debug("a token could not be read", exc_info=error)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Final, TypeVar
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -149,3 +151,84 @@ def difference(before: SchemaMessage, after: SchemaMessage) -> list[str]:
         lineterm="",
     )
     return list(lines)
+
+
+_REASON: Final = re.compile(
+    r"\{errorType:(['\"])(?P<kind>\w+)\1, description:\1At (?P<path>.*?), (?P<text>(?:the|a|no) .*?)\1"
+    r"(?:, additionalInfo:\1(?P<detail>.*)\1)?\}",
+    re.DOTALL,
+)
+_CONTEXT: Final = tuple(
+    re.compile(one, re.DOTALL)
+    for one in (r"\{oldSchemaVersion: (\d+)\}", r"\{oldSchema: '(.*)'\}", r"\{.*, compatibility: '(\w+)'\}")
+)
+"""The version that the schema was compared with, its text or the beginning of it, and the compatibility level."""
+_LEVELS: Final = {
+    "BACKWARD": "a new schema has to read messages of the version before",
+    "BACKWARD_TRANSITIVE": "a new schema has to read messages of every earlier version",
+    "FORWARD": "the version before has to read messages of a new schema",
+    "FORWARD_TRANSITIVE": "every earlier version has to read messages of a new schema",
+    "FULL": "a new schema and the version before have to read messages of each other",
+    "FULL_TRANSITIVE": "a new schema and every earlier version have to read messages of each other",
+}
+
+
+class Incompatibility(NamedTuple):
+    """Why a schema is incompatible with an earlier version, in sentences."""
+
+    rule: str
+    """Which version it is incompatible with, and the compatibility level that forbids that."""
+    changes: list[str]
+
+
+def explain_reasons(reasons: Sequence[str], new: str) -> Incompatibility:
+    """Explain the reasons that the registry gives, in Confluent's notation, for refusing a schema."""
+    version, old, level = (_part(one, reasons) for one in _CONTEXT)
+    rule = f"It is incompatible with version {version}: with compatibility level {level}, {_LEVELS.get(level, '')}."
+    changes = []
+    for reason in reasons:
+        if found := _REASON.fullmatch(reason):
+            changes.append(_explain(found, new, old, version))
+        elif not reason.startswith("{"):
+            changes.append(f"{reason}.")
+    return Incompatibility(rule, changes)
+
+
+def _part(pattern: re.Pattern[str], reasons: Sequence[str]) -> str:
+    return next((found[1] for one in reasons if (found := pattern.fullmatch(one))), "")
+
+
+def _explain(reason: re.Match[str], new: str, old: str, version: str) -> str:
+    kind, text = reason["kind"], reason["text"]
+    detail = reason["detail"] or kind.replace("_", " ").lower()
+    # The reader's schema is named first, and the path leads through it.
+    is_reader_new = text.find("new") < text.find("old")
+    where = _field_at(reason["path"], new if is_reader_new else old)
+    if kind == "READER_FIELD_MISSING_DEFAULT_VALUE":
+        if is_reader_new:
+            return f"{where} is new and has no default, and messages of version {version} do not have it."
+        return f"{where} is removed; version {version} has no default for it, and new messages do not have it."
+    if kind == "TYPE_MISMATCH":
+        return f"{where} has another type: {detail}."
+    return f"{where}: {text}." if detail in text else f"{where}: {text} ({detail})."
+
+
+def _field_at(path: str, schema: str) -> str:
+    """Return the field that a path names: by the numbers of an Avro schema's fields, by properties, or by tags."""
+    parts = path.removeprefix("#").strip("/").split("/")
+    names: list[str] = []
+    try:
+        node: Any = json.loads(schema)
+    except ValueError:
+        # Protobuf, or a schema that the reason shows in part.
+        return f"Field {parts[-1]} of {parts[-2]}" if len(parts) > 1 and parts[-1].isdigit() else ".".join(parts)
+    for before, part in zip(["", *parts], parts, strict=False):
+        try:
+            node = node[int(part)] if isinstance(node, list) else node[part]
+        except (LookupError, TypeError, ValueError):
+            node = None
+        if before in ("properties", "required"):
+            names.append(part)
+        elif before == "fields" and isinstance(node, dict):
+            names.append(str(node.get("name", part)))
+    return f"Field {'.'.join(names)}" if names else "The schema"

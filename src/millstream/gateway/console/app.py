@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import AuthenticationFailed, MillstreamError
+from millstream.core.errors import MillstreamError
 from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
 from millstream.gateway.api.event_stream import send_events
 from millstream.gateway.api.problem import Refused, refusal_of, stopped
 from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import Callers, Shown
+from millstream.gateway.console.forms import OUTCOME, show_again
 from millstream.gateway.console.history import History, Recent
-from millstream.gateway.console.render import render, static_file
+from millstream.gateway.console.render import environment, render, static_file
 from millstream.gateway.console.search import Searches
 from millstream.gateway.console.session import Sessions, SignedIn
 from millstream.gateway.console.table import ROUTES
@@ -32,6 +35,7 @@ from millstream.gateway.console.tasks import Acting, Tasks
 from millstream.gateway.console.visit import (
     PREFIX,
     Answer,
+    Checked,
     ConsoleSettings,
     Done,
     Download,
@@ -64,6 +68,19 @@ HEADERS: Final = (
 )
 _NO_STORE: Final = (b"cache-control", b"no-store")
 _HTML: Final = (b"content-type", b"text/html; charset=utf-8")
+
+_ADVICE: Final = re.compile(r"; [^;]*\bmillstream [a-z]+ [^;]*$")
+"""The command at the end of an error message."""
+LISTS: Final = {
+    "topics": "Topics",
+    "subscriptions": "Subscriptions",
+    "dead-letters": "Dead letters",
+    "groups": "Groups",
+    "pipelines": "Pipelines",
+    "schemas": "Schemas",
+    "mirrors": "Mirrors",
+}
+"""The lists in which to look for what was not found."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -127,7 +144,7 @@ class ConsoleApp:
             return
         signed_in = SignedIn()
         try:
-            self._site.check(exchange.headers)
+            self._site.check(exchange.headers, is_page=scope["method"] in ("GET", "HEAD"))
             self._services.check_started()
             signed_in = self._sessions.read(exchange.headers)
             if await self._sessions.serve(exchange, signed_in, self):
@@ -135,24 +152,17 @@ class ConsoleApp:
             await self._serve(exchange, signed_in)
         except ClientDisconnected:
             return
-        except Refused as error:
-            await self._refuse(exchange, signed_in, error)
-        except AuthenticationFailed as error:
-            await self._refuse(exchange, signed_in, Refused(HTTPStatus.UNAUTHORIZED, str(error)))
-        except MillstreamError as error:
-            await self._refuse(exchange, signed_in, refusal_of(error))
         except asyncio.CancelledError:
             if not self._services.stopping.done():
                 raise
             await self._refuse(exchange, signed_in, stopped())
-        except Exception:
-            _logger.exception("a page failed", extra={"path": path})
-            detail = "the gateway failed; see its log for the reason"
-            await self._refuse(exchange, signed_in, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, detail))
+        except Exception as error:
+            await self._refuse(exchange, signed_in, _refusal(error, path))
 
     async def _serve(self, exchange: _Exchange, signed_in: SignedIn) -> None:
         scope = exchange.scope
-        below = scope["raw_path"].partition(b"?")[0][len(PREFIX) :].rstrip(b"/") or b"/"
+        raw_path = scope["raw_path"].partition(b"?")[0]
+        below = raw_path[len(PREFIX) :].rstrip(b"/") or b"/"
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         try:
             route, names = self._tree.find(method, below)
@@ -167,11 +177,11 @@ class ConsoleApp:
             pressure.enter(route.lane)
             memory = RequestMemory(pressure, route.lane)
             try:
-                form = await self._form(exchange, signed_in, memory) if route.method == "POST" else {}
+                form = await self._form(exchange, memory) if route.method == "POST" else {}
                 visit = Visit(
                     services=services,
                     method=route.method,
-                    path=scope["path"].rstrip("/") or PREFIX,
+                    path=raw_path.decode("ascii").rstrip("/"),
                     names=names,
                     query=_pairs(scope["query_string"]),
                     form=form,
@@ -193,8 +203,7 @@ class ConsoleApp:
                 if route.lane is Lane.WAIT:
                     await self._wait(exchange, route, visit, signed_in)
                 elif route.method == "POST":
-                    # Carried out even if the browser disconnects meanwhile.
-                    await self._answer(exchange, visit, signed_in, await route.handle(visit))
+                    await self._change(exchange, route, visit, signed_in)
                 else:
                     await self._answer(exchange, visit, signed_in, await _unless_gone(exchange, route, visit))
             finally:
@@ -239,19 +248,55 @@ class ConsoleApp:
             raise Refused(HTTPStatus.NOT_FOUND, "this node does not authenticate clients")
         return self._callers
 
-    async def _form(self, exchange: _Exchange, signed_in: SignedIn, memory: RequestMemory) -> dict[str, str]:
+    async def _form(self, exchange: _Exchange, memory: RequestMemory) -> dict[str, str]:
         kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/x-www-form-urlencoded":
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a form is application/x-www-form-urlencoded")
         body = await memory.read(exchange.headers, exchange.receive)
         if len(body) > FORM_BYTES_MAX:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a form has at most {FORM_BYTES_MAX} bytes")
-        form = _pairs(body)
-        if not signed_in.is_own_form(form.get("csrf", "")):
-            raise Refused(
-                HTTPStatus.FORBIDDEN, "the form is not from this session, or the session has ended; load the page again"
-            )
-        return form
+        return _pairs(body)
+
+    async def _change(self, exchange: _Exchange, route: PageRoute, visit: Visit, signed_in: SignedIn) -> None:
+        """Carry out a change, even if the browser disconnects meanwhile."""
+        try:
+            if not signed_in.is_own_form(visit.form.get("csrf", "")):
+                raise Refused(
+                    HTTPStatus.FORBIDDEN,
+                    "the form is not from this session, or the session has ended; nothing was changed; send it again",
+                )
+            answer = await route.handle(visit)
+        except Exception as error:
+            await self._show_form(exchange, visit, signed_in, _refusal(error, visit.path))
+        else:
+            await self._answer(exchange, visit, signed_in, answer)
+
+    async def _show_form(self, exchange: _Exchange, visit: Visit, signed_in: SignedIn, outcome: Refused) -> None:
+        """Show a form again as it was sent, with the outcome; raise that if the form has no page."""
+        shown = None if outcome.status is HTTPStatus.UNAUTHORIZED else await self._page_of_form(visit)
+        if shown is None:
+            raise outcome
+        again, page = shown
+        note = environment().get_template("outcome.html").render(outcome=outcome, id=OUTCOME, address=again.here())
+        text = (await self._render(exchange, again, page)).decode()
+        content = show_again(text, visit.path, visit.form, note, outcome.more.get("field", "")).encode()
+        headers = [_HTML, *_encoded(outcome.headers), *self._sessions.cookies_of(signed_in)]
+        await self._send(exchange, outcome.status, headers, content)
+
+    async def _page_of_form(self, visit: Visit) -> tuple[Visit, Page] | None:
+        """Prepare the page on which a form was sent; None if that page cannot be shown any more."""
+        path, _, query = visit.form.get("back", "").partition("?")
+        if not path.startswith(PREFIX):
+            return None
+        try:
+            route, names = self._tree.find("GET", path.removeprefix(PREFIX).encode("ascii") or b"/")
+            if route.lane is not Lane.ADMIN:
+                return None
+            again = replace(visit, method="GET", path=path, names=names, query=_pairs(query.encode("ascii")), form={})
+            page = await route.handle(again)
+        except (Refused, MillstreamError, UnicodeEncodeError):
+            return None
+        return (again, page) if isinstance(page, Page) else None
 
     async def _wait(self, exchange: _Exchange, route: PageRoute, visit: Visit, signed_in: SignedIn) -> None:
         """Serve a stream while the browser is connected and the user may see it."""
@@ -294,19 +339,19 @@ class ConsoleApp:
             await self._send(exchange, HTTPStatus.SEE_OTHER, headers, b"")
         elif isinstance(answer, Download):
             await self._send_download(exchange, answer, gone)
+        elif isinstance(answer, Checked):
+            await self._show_form(exchange, visit, signed_in, Refused(HTTPStatus.OK, answer.text))
         else:
             if visit.notice and not exchange.is_partial:
                 cookies += self._sessions.notice("")
-            # Scripts replace the numbers of a page, not its menu.
-            may_describe = exchange.is_partial or await visit.may(Operation.DESCRIBE, ResourceType.CLUSTER)
-            content = render(answer.template, self._context(visit, answer, may_describe=may_describe))
-            await self._send(exchange, answer.status, [_HTML, *cookies], content)
+            await self._send(exchange, answer.status, [_HTML, *cookies], await self._render(exchange, visit, answer))
 
-    def _context(self, visit: Visit, page: Page, *, may_describe: bool) -> dict[str, Any]:
-        section = visit.path.removeprefix(PREFIX).strip("/").partition("/")[0]
-        return {
+    async def _render(self, exchange: _Exchange, visit: Visit, page: Page) -> bytes:
+        # Scripts replace the numbers of a page, not its menu.
+        may_describe = exchange.is_partial or await visit.may(Operation.DESCRIBE, ResourceType.CLUSTER)
+        context = {
             "visit": visit,
-            "section": section,
+            "section": _section(visit.path),
             "csrf": visit.csrf,
             "read_only": visit.settings.read_only,
             "notice": visit.notice,
@@ -315,13 +360,16 @@ class ConsoleApp:
             "live": True,
             **page.context,
         }
+        return render(page.template, context)
 
     async def _refuse(self, exchange: _Exchange, signed_in: SignedIn, error: Refused) -> None:
         if error.status is HTTPStatus.UNAUTHORIZED and self._callers is not None:
             await self._sessions.ask_to_sign_in(exchange, signed_in, self, error)
             return
+        section = _section(exchange.scope["path"]) if error.status is HTTPStatus.NOT_FOUND else ""
         context = {
-            "section": "",
+            "section": section,
+            "list_name": LISTS.get(section, ""),
             "status": int(error.status),
             "title": error.status.phrase,
             "detail": error.detail,
@@ -332,7 +380,7 @@ class ConsoleApp:
             "visit": None,
             "csrf": "",
         }
-        headers: Headers = [_HTML, *((name.encode(), value.encode()) for name, value in error.headers.items())]
+        headers: Headers = [_HTML, *_encoded(error.headers)]
         with suppress(RuntimeError):
             # Raised if the answer has started already; one that breaks off shows that it failed.
             await self._send(exchange, error.status, headers, render("refused.html", context))
@@ -404,6 +452,26 @@ def host_of(scope: Scope) -> str:
     """Return the host of the user, as access rules name it."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
+
+
+def _section(path: str) -> str:
+    return path.removeprefix(PREFIX).strip("/").partition("/")[0]
+
+
+def _encoded(headers: Mapping[str, str]) -> Headers:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def _refusal(error: Exception, path: str) -> Refused:
+    """Convert an error to a refusal; what is not found is in a list of the console, so commands are left out."""
+    if isinstance(error, MillstreamError):
+        error = refusal_of(error)
+    if not isinstance(error, Refused):
+        _logger.error("a page failed", extra={"path": path}, exc_info=error)
+        return Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "the gateway failed; see its log for the reason")
+    if error.status is HTTPStatus.NOT_FOUND:
+        error.detail = _ADVICE.sub("", error.detail)
+    return error
 
 
 def _pairs(text: bytes) -> dict[str, str]:

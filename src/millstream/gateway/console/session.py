@@ -28,6 +28,7 @@ from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import Callers, Shown
 from millstream.gateway.console.visit import PREFIX, ConsoleSettings
+from millstream.gateway.origin_check import is_foreign
 from millstream.protocol.private.security_messages import BASIC, BEARER, SESSION
 
 if TYPE_CHECKING:
@@ -142,13 +143,16 @@ class Sessions:
             query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1")))
             await self._send_login(exchange, signed_in, app, to=_own_page(query.get("next", "")))
         elif path == LOGOUT and method == "POST":
-            form = await self._form(exchange, signed_in)
+            self._check_form(await self._read_form(exchange), signed_in)
             await app.redirect(exchange, LOGIN, [self._cookie(_SESSION, "", max_age_s=0)])
-            del form
-        elif path == OIDC and method == "GET" and self._has_oidc:
-            await self._begin_oidc(exchange, app)
-        elif path == CALLBACK and method == "GET" and self._has_oidc:
-            await self._finish_oidc(exchange, signed_in, app)
+        elif path in (OIDC, CALLBACK) and method == "GET" and self._has_oidc:
+            try:
+                if path == OIDC:
+                    await self._begin_oidc(exchange, app)
+                else:
+                    await self._finish_oidc(exchange, signed_in, app)
+            except Refused as error:
+                await self._send_login(exchange, signed_in, app, reason=error.detail, status=error.status)
         else:
             raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
         return True
@@ -157,10 +161,14 @@ class Sessions:
         """Show the login page in place of a page that requires a signed-in user."""
         headers = [self._cookie(_SESSION, "", max_age_s=0)] if signed_in.cookie else []
         query = exchange.scope["query_string"].decode("latin-1")
-        here = exchange.scope["path"] + (f"?{query}" if query else "")
+        here = exchange.scope["raw_path"].partition(b"?")[0].decode("latin-1") + (f"?{query}" if query else "")
         if exchange.is_partial:
             headers.append((b"hx-redirect", LOGIN.encode()))
         elif exchange.scope["method"] in ("GET", "HEAD"):
+            if is_foreign(exchange.headers):
+                # The browser has followed a link of another site, and left out the cookies of this one.
+                await app.send_page(exchange, HTTPStatus.OK, "continue.html", {"to": here}, [])
+                return
             to = "" if here.rstrip("/") == PREFIX else "?" + urlencode({"next": here})
             await app.redirect(exchange, LOGIN + to, headers)
             return
@@ -183,6 +191,7 @@ class Sessions:
         to: str = "",
         reason: str = "",
         user: str = "",
+        is_by_token: bool = False,
         headers: Headers | None = None,
         status: HTTPStatus = HTTPStatus.OK,
     ) -> None:
@@ -192,6 +201,7 @@ class Sessions:
             "to": to,
             "reason": reason,
             "user": user,
+            "is_by_token": is_by_token,
             "has_oidc": self._has_oidc,
             "oidc": OIDC,
         }
@@ -200,12 +210,13 @@ class Sessions:
         await app.send_page(exchange, status, "login.html", context, cookies)
 
     async def _sign_in(self, exchange: Any, signed_in: SignedIn, app: ConsoleApp) -> None:
-        # The user may have an older session, which the login form does not know.
-        form = await self._form(exchange, SignedIn(form_key=signed_in.form_key))
+        form = await self._read_form(exchange)
         user, secret, token = form.get("user", "").strip(), form.get("password", ""), form.get("token", "").strip()
         to = _own_page(form.get("next", ""))
         host = _host(exchange.scope)
         try:
+            # The user may have an older session, which the login form does not know.
+            self._check_form(form, SignedIn(form_key=signed_in.form_key))
             if token:
                 shown = Shown(BEARER, "", token, host)
             elif user and secret and "\0" not in user + secret:
@@ -214,10 +225,15 @@ class Sessions:
                 raise Refused(HTTPStatus.UNAUTHORIZED, "give a user and a password, or a token")
             cookie = await self._open(shown)
         except Refused as error:
-            if error.status is not HTTPStatus.UNAUTHORIZED:
-                raise
             await self._send_login(
-                exchange, signed_in, app, to=to, reason=error.detail, user=user, status=HTTPStatus.UNAUTHORIZED
+                exchange,
+                signed_in,
+                app,
+                to=to,
+                reason=error.detail,
+                user=user,
+                is_by_token=bool(token),
+                status=error.status,
             )
             return
         await app.redirect(exchange, to or PREFIX, [cookie])
@@ -229,7 +245,7 @@ class Sessions:
         left_s = max(1, int(opened.expires_ms / 1000 - time.time()))
         return self._cookie(_SESSION, opened.session, max_age_s=left_s)
 
-    async def _form(self, exchange: Any, signed_in: SignedIn) -> dict[str, str]:
+    async def _read_form(self, exchange: Any) -> dict[str, str]:
         body = b""
         while True:
             message = await exchange.receive()
@@ -238,10 +254,11 @@ class Sessions:
                 raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"this form has at most {FORM_BYTES_MAX} bytes")
             if not message.get("more_body"):
                 break
-        form = dict(parse_qsl(body.decode("latin-1"), keep_blank_values=True))
+        return dict(parse_qsl(body.decode("latin-1"), keep_blank_values=True))
+
+    def _check_form(self, form: Mapping[str, str], signed_in: SignedIn) -> None:
         if not signed_in.is_own_form(form.get("csrf", "")):
-            raise Refused(HTTPStatus.FORBIDDEN, "the form is not from this browser; load the page again")
-        return form
+            raise Refused(HTTPStatus.FORBIDDEN, "the form is not from this browser, or its cookie is gone; try again")
 
     # -- OpenID Connect -------------------------------------------------------------------------------------
 
@@ -294,10 +311,11 @@ class Sessions:
                 except Refused as error:
                     refused = error
         if cookie is None:
-            raise refused or Refused(HTTPStatus.FORBIDDEN, "the OpenID provider sent no token that this node accepts")
+            why = "it is no JSON web token" if refused is None else refused.detail
+            raise Refused(HTTPStatus.FORBIDDEN, f"the OpenID provider signed you in, but its token is refused: {why}")
         headers = [cookie, self._cookie(_ATTEMPT, "", max_age_s=0, same_site="Lax")]
         # A page, not a redirect: browsers send strict cookies only once a page of this site asks.
-        await app.send_page(exchange, HTTPStatus.OK, "signed_in.html", {"to": _own_page(str(to)) or PREFIX}, headers)
+        await app.send_page(exchange, HTTPStatus.OK, "continue.html", {"to": _own_page(str(to)) or PREFIX}, headers)
 
     async def _exchange_code(self, exchange: Any, code: str, verifier: str) -> dict[str, Any]:
         provider = await self._discovered()

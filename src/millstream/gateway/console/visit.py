@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from millstream.client.admin.browse import Right, allowed_rights, note_reading
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.topic import INTERNAL_TOPICS
-from millstream.gateway.api.problem import Refused, invalid
+from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
 from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import RequestMemory
@@ -86,7 +86,7 @@ class Visit:
         """Return a parameter of the query, or a field of the form."""
         found = (self.form if self.method == "POST" else self.query).get(name, default)
         if len(found) > length_max:
-            raise invalid(f"{name} has more than {length_max} characters")
+            raise _wrong(name, f"{name} has more than {length_max} characters")
         return found.strip() if name != "value" else found
 
     def number(self, name: str, default: int, *, low: int = 0, high: int = 2**31 - 1) -> int:
@@ -95,14 +95,14 @@ class Visit:
         if not text:
             return default
         if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-            raise invalid(f"{name} must be a number from {low} to {high}, not {text!r}")
+            raise _wrong(name, f"{name} must be a number from {low} to {high}, not {text!r}")
         return int(text)
 
     def choice(self, name: str, allowed: Sequence[str]) -> str:
         """Return one of some values; the first is the default."""
         found = self.text(name, allowed[0]) or allowed[0]
         if found not in allowed:
-            raise invalid(f"{name} must be one of {', '.join(allowed)}, not {found!r}")
+            raise _wrong(name, f"{name} must be one of {', '.join(allowed)}, not {found!r}")
         return found
 
     @property
@@ -124,7 +124,7 @@ class Visit:
     def confirm(self, name: str) -> None:
         """Refuse a destructive change unless its form repeats the name of the resource."""
         if self.text("confirm") != name:
-            raise invalid(f"type {name!r} to confirm; nothing was changed")
+            raise _wrong("confirm", f"type {name!r} to confirm; nothing was changed")
 
     def here(self, **changes: object) -> str:
         """Return the address of this page with other parameters; None removes one."""
@@ -221,7 +221,14 @@ class Download:
     file_name: str = ""
 
 
-Answer = Page | Done | Download
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A form could be sent like this: show it again with what was entered."""
+
+    text: str
+
+
+Answer = Page | Done | Download | Checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +266,11 @@ def _quoted(word: str) -> str:
     if "'" in word and word.isprintable() and not any(one in word for one in '"$`\\!'):
         return f'"{word}"'
     return shlex.quote(word)
+
+
+def _wrong(field: str, detail: str) -> Refused:
+    """Refuse a request because of one field."""
+    return Refused(HTTPStatus.UNPROCESSABLE_ENTITY, detail, field=field)
 
 
 def refuse_read_only() -> Refused:

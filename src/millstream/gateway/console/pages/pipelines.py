@@ -26,7 +26,7 @@ from millstream.core.errors import (
     NotAuthorized,
     RequestTimedOut,
 )
-from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.core.pipeline import SECRET_SETTINGS, Pipeline, PipelineKind, Rule
 from millstream.core.pipeline_rules import check_rules
 from millstream.core.private_file import write_private
 from millstream.core.scratch import temporary_folder_async
@@ -37,6 +37,7 @@ from millstream.gateway.console.pages.subscriptions import try_condition
 from millstream.gateway.console.tasks import Measured, Task
 from millstream.gateway.console.visit import (
     Answer,
+    Checked,
     ConsoleSettings,
     Done,
     Page,
@@ -95,7 +96,7 @@ async def show(visit: Visit) -> Answer:
         "statement": described["settings"].get(_STATEMENT, "") if kind == PipelineKind.TRANSFORM else "",
         "settings": [one for one in sorted(described["settings"].items()) if one[0] != "code"],
         "code": described["settings"].get("code", ""),
-        "changeable": [key for key in sorted(described["settings"]) if described["settings"][key] != HIDDEN],
+        "changeable": [key for key in sorted(described["settings"]) if key not in SECRET_SETTINGS],
         "may_change": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
     }
     if kind == PipelineKind.JOB:
@@ -155,14 +156,15 @@ async def alter(visit: Visit) -> Answer:
     value = visit.text("setting_value", length_max=VALUE_CHARACTERS_MAX).replace("\r\n", "\n")
     if not key:
         raise invalid("choose a setting")
+    if key in SECRET_SETTINGS:
+        # The page shows what was set, and the command that sets it.
+        raise invalid(f"{key} is secret: set it on the command line")
     is_trial, is_reset = visit.text("only") == "check", visit.text("reset") == "1"
     changes = {key: None if is_reset else value}
     notes = await PipelineClient(visit.services.client).alter(name, changes, validate_only=is_trial)
     said = " ".join(notes)
     if is_trial:
-        return Done(
-            address("pipelines", name), f"{key} could be changed like this; nothing was changed. {said}".strip()
-        )
+        return Checked(f"{key} could be changed like this; nothing was changed. {said}".strip())
     words = ("--unset", key) if is_reset else ("--set", f"{key}={value}")
     return _done(name, f"Pipeline {name} is changed. {said}".strip(), "update", name, *words)
 
@@ -311,7 +313,7 @@ async def put_rule(visit: Visit) -> Answer:
     if is_trial:
         found = await try_condition(visit, [topic], condition or "TRUE")
         matched = "".join(f"{one['matched']:,} of {one['read']:,} recent messages of {topic} match. " for one in found)
-        return Done(address("pipelines", name), f"The rule could be put; nothing was changed. {matched}{said}".strip())
+        return Checked(f"The rule could be put; nothing was changed. {matched}{said}".strip())
     words = ["--topic", topic, *(word for one in targets for word in ("--to", one))]
     if condition:
         words += ["--where", condition]

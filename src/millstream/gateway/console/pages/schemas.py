@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final
 
-from millstream.client.admin.schemas import SchemaClient, difference, parse_reference, readable
+from millstream.client.admin.schemas import SchemaClient, difference, explain_reasons, parse_reference, readable
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import InvalidRequest, NotAuthorized, SchemaRegistryError
+from millstream.core.errors import NotAuthorized, SchemaRegistryError
 from millstream.core.schema import AVRO, JSON_SCHEMA, LEVELS, PROTOBUF, subject_topic
-from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, done
+from millstream.gateway.api.problem import Refused, invalid
+from millstream.gateway.console.visit import Answer, Checked, Page, PageRoute, Visit, address, change, done
 from millstream.protocol.private.schema_messages import (
     CheckSchema,
     Configure,
@@ -30,10 +31,6 @@ _TOPIC: Final = ResourceType.TOPIC
 
 async def list_all(visit: Visit) -> Answer:
     """List the subjects of the registry."""
-    return await _listed(visit, {})
-
-
-async def _listed(visit: Visit, tried: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Page:
     client = SchemaClient(visit.services.client)
     found = (await client.subjects(ListSubjects())).subjects
     names = sorted(name for name in found if visit.search.lower() in name.lower())
@@ -55,9 +52,8 @@ async def _listed(visit: Visit, tried: dict[str, Any], status: HTTPStatus = HTTP
         "types": list(_FILES),
         "may_configure": await visit.may_change(Operation.ALTER_CONFIGS, ResourceType.CLUSTER),
         "may_register": not visit.settings.read_only,
-        "tried": {"subject": "", "type": AVRO, "schema": "", "references": "", "said": "", "problem": "", **tried},
     }
-    return Page("schemas.html", context, status)
+    return Page("schemas.html", context)
 
 
 async def register(visit: Visit) -> Answer:
@@ -68,21 +64,34 @@ async def register(visit: Visit) -> Answer:
     if not subject or not text:
         raise invalid("a schema has a subject and a text")
     client = SchemaClient(visit.services.client)
-    tried = {"subject": subject, "type": kind, "schema": text, "references": "\n".join(lines)}
+    references = [parse_reference(line.strip()) for line in lines if line.strip()]
+    body: dict[str, Any] = {"subject": subject, "schema": text, "schema_type": kind, "references": references}
+    if visit.text("only") == "check":
+        await _check_compatible(client, body)
+        return Checked("It is compatible and could be registered.")
     try:
-        references = [parse_reference(line.strip()) for line in lines if line.strip()]
-        body: dict[str, Any] = {"subject": subject, "schema": text, "schema_type": kind, "references": references}
-        if visit.text("only") == "check":
-            trial = await client.try_out(CheckSchema(**body, compiled=True))
-            said = "It is compatible and could be registered." if not trial.reasons else ""
-            problem = "\n".join(trial.reasons)
-            return await _listed(visit, {**tried, "said": said, "problem": problem})
         made = await client.register(RegisterSchema(**body))
-    except (SchemaRegistryError, InvalidRequest) as error:
-        return await _listed(visit, {**tried, "problem": str(error)}, HTTPStatus.UNPROCESSABLE_ENTITY)
+    except SchemaRegistryError as error:
+        if error.code == HTTPStatus.CONFLICT:
+            await _check_compatible(client, body)
+        raise
     flags = [word for line in lines if line.strip() for word in ("--reference", line.strip())]
     text = f"Version {made.version} of {subject} is registered with id {made.id}"
     return done(address("schemas", subject), text, "schema", "register", subject, _FILES[kind], *flags)
+
+
+async def _check_compatible(client: SchemaClient, body: Mapping[str, Any]) -> None:
+    """Refuse a schema that cannot become the next version of its subject, and say why."""
+    reasons = (await client.try_out(CheckSchema(**body, compiled=True))).reasons
+    if reasons:
+        found = explain_reasons(reasons, body["schema"])
+        raise Refused(
+            HTTPStatus.CONFLICT,
+            f"The schema cannot become the next version of {body['subject']}. {found.rule}",
+            field="schema",
+            reasons=found.changes,
+            raw="\n".join(reasons),
+        )
 
 
 async def show(visit: Visit) -> Answer:

@@ -115,6 +115,10 @@
     document.addEventListener("visibilitychange", () => { if (document.hidden && atTop && stop && box.dataset.running) stop(); });
   }
 
+  // A form that is shown again answers another address than that of its page, which can be loaded again.
+  const shown = document.querySelector("[data-address]");
+  if (shown) history.replaceState(null, "", shown.dataset.address);
+
   // A log is read from its end.
   function prepare(root) {
     localTimes(root);
