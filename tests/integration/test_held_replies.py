@@ -29,6 +29,11 @@ GATEWAY = "millstream-gateway"
 Hidden = tuple[Server, ReservedPort]
 
 
+async def _frame(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readexactly(4)
+    return head + await reader.readexactly(int.from_bytes(head, "big"))
+
+
 class Proxy:
     """Passes everything on, except answers to one client's requests for messages while they are held."""
 
@@ -61,10 +66,10 @@ class Proxy:
             writer.close()
             self._open -= 1
             return
-        whose: list[str] = []
+        received: dict[bytes, str] = {}
         pumps = [
-            asyncio.create_task(self._to_broker(reader, there[1], whose)),
-            asyncio.create_task(self._to_client(there[0], writer, whose)),
+            asyncio.create_task(self._to_broker(reader, there[1], received)),
+            asyncio.create_task(self._to_client(there[0], writer, received)),
         ]
         self._tasks.update(pumps)
         try:
@@ -76,26 +81,33 @@ class Proxy:
                     await one.wait_closed()
             self._open -= 1
 
-    async def _to_broker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whose: list[str]) -> None:
-        with suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                if data[4:6] == struct.pack(">h", RECEIVE_KEY):
-                    (length,) = struct.unpack_from(">h", data, 12)
-                    whose[:] = [data[14 : 14 + length].decode()]
-                    self._asked.setdefault(whose[0], asyncio.Event()).set()
-                writer.write(data)
+    async def _to_broker(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: dict[bytes, str]
+    ) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                frame = await _frame(reader)
+                if frame[4:6] == struct.pack(">h", RECEIVE_KEY):
+                    (length,) = struct.unpack_from(">h", frame, 12)
+                    client_id = received[frame[8:12]] = frame[14 : 14 + length].decode()
+                    self._asked.setdefault(client_id, asyncio.Event()).set()
+                writer.write(frame)
                 await writer.drain()
+        with suppress(OSError):
             writer.write_eof()
 
-    async def _to_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whose: list[str]) -> None:
-        with suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                if whose and whose[0] == self._client_id:
+    async def _to_client(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: dict[bytes, str]
+    ) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                frame = await _frame(reader)
+                if received.pop(frame[4:8], None) == self._client_id:
                     self.is_held.set()
                     await self._released.wait()
-                writer.write(data)
+                writer.write(frame)
                 await writer.drain()
-            writer.close()
+        writer.close()
 
     async def close(self) -> None:
         for task in self._tasks:
