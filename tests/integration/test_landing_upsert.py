@@ -255,7 +255,7 @@ def test_types_do_not_depend_on_batches_and_what_happens_is_counted(keys: Keys) 
 def test_expectations_count_or_fail(keys: Keys) -> None:
     keys.create()
     keys.publish([(None, {"id": 1, "total": -5}), (None, {"id": 2})])
-    with pytest.raises(Exception, match=r"offset 0 of \S+ violates 'total >= 0'"):
+    with pytest.raises(Exception, match=r"offset 0 of topic '\S+', partition 0, violates the expectation 'total"):
         keys.land(mode="append", expect='["total >= 0"]', on_violation="fail")
     (step,) = keys.land(mode="append", expect='["total >= 0"]', on_violation="count")
     assert step.counts["violations"] == 1

@@ -19,7 +19,7 @@ from millstream.pipelines.jobs.group_offsets import stable_offsets
 from millstream.pipelines.jobs.own_job import JobApi, Surroundings, load_code, queries_of
 from millstream.pipelines.runtime.fault import Fault, fault_of
 from millstream.pipelines.source.link import Link
-from millstream_testing.command import CommandLine
+from millstream_testing.command import CommandLine, run_command
 from millstream_testing.committed_messages import committed_messages
 from millstream_testing.server import Server
 
@@ -138,3 +138,22 @@ def test_a_run_whose_messages_retention_has_deleted_continues_only_if_it_says_so
     assert again.new_messages(topic, failOnDataLoss=False).count() == 6
     again.finish()
     assert link.call(stable_offsets(link.client, f"pipeline-{topic}")) == {topic: {0: 10}}
+
+
+@pytest.mark.trial
+def test_a_dry_run_prints_what_it_would_write_and_nothing_of_spark(server: Server, topic: str, tmp_path: Path) -> None:
+    assert CommandLine(server.kafka)("topic", "create", topic, "--partitions", "2").code == 0
+    publish(server, topic, range(1000))
+    code = (
+        "def run(spark, millstream):\n"
+        f"    print(len(millstream.read({topic!r}).take(1)), 'taken')\n"
+        f"    millstream.write(millstream.new_messages({topic!r}).select('value').limit(1), 'copies')\n"
+    )
+    (tmp_path / "job.py").write_text(code, encoding="utf-8")
+    flags = ("--file", str(tmp_path / "job.py"), "--dry-run", "--brokers", server.kafka)
+    tried = run_command(["pipeline", "run", "job", *flags])
+    # Java itself announces a module that Spark asks for.
+    printed = [line for line in tried.err.splitlines() if not line.startswith("WARNING: Using incubator modules")]
+    assert (tried.code, tried.out) == (0, "Job job-by-hand would have succeeded.\n")
+    assert printed[0] == "1 taken"
+    assert [line.partition(" copies")[0] for line in printed[1:]] == ["dry run: would write to"]

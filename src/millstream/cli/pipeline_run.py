@@ -25,6 +25,7 @@ from millstream.cli.options import COMMON, DEFAULT_TIMEOUT_S, Common, flag
 from millstream.cli.output import counted, one_line, print_answer, print_note
 from millstream.cli.pipeline_options import Flags
 from millstream.cli.pipeline_rule import read_rules
+from millstream.core.child_process import kill_session
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidRequest, MillstreamError, UnknownTopic
 from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline
 from millstream.core.pipeline_rules import check_rules
@@ -349,11 +350,11 @@ def run_job(
         ) as process:
             try:
                 ended = _follow_job(process, order)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
             finally:
-                if process.stdin is not None:
-                    process.stdin.close()
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                # Java's workers are in groups of their own.
+                kill_session(process.pid)
     if not ended.succeeded:
         raise CommandFailed(ended.failed or "the process of the job ended; its output may say why")
     what = "would have succeeded" if dry else "succeeded"
@@ -361,6 +362,8 @@ def run_job(
     print_answer({"pipeline": pipeline.name, "kind": "job", "dry_run": dry}, text, as_json=as_json)
 
 
+END_S: Final = 10.0
+"""How long the process of a job may take to clean up."""
 SAMPLE: Final = 100
 """How many messages of a partition a dry run of a job reads."""
 

@@ -199,6 +199,15 @@ class InvalidRegex(InvalidRequest):
 class ExpectationFailed(InvalidRequest):
     """A message violates what its landing pipeline expects, and the pipeline is configured to fail."""
 
+    REMEDY = "correct expect, or set on.violation to quarantine or count"
+    """How the pipeline continues; those who know its name give the command."""
+
+    def __init__(self, topic: str, partition: int, offset: int, expected: str) -> None:
+        super().__init__(
+            f"the message at offset {offset} of topic {topic!r}, partition {partition}, violates the expectation "
+            f"{expected!r}; nothing of its batch is landed. To continue, {self.REMEDY}"
+        )
+
 
 class FilterError(InvalidRequest):
     """A subscription's filter is invalid at a line and column, both counted from 1; the message shows the location."""

@@ -168,6 +168,28 @@ async def test_a_run_can_be_cancelled_and_takes_too_long_at_most_once(world: Wor
         assert (run.state, run.error) == (RunState.FAILED, "it took longer than timeout.ms, 0.3 s")
 
 
+async def test_the_error_shown_is_that_of_the_last_run(world: World) -> None:
+    async def shown() -> str:
+        async with asyncio.timeout(WAIT_S):
+            while (report := world.board.describe("fickle")) is None or report["state"] != "idle":
+                await asyncio.sleep(0.05)
+        return str(report["last_error"])
+
+    async with world.node() as node:
+        await world.create("fickle", "if m.order.run == 1:\n    no_such_name\nm.report(rows=1)\nm.wait()")
+        await world.ended("fickle")
+        assert "no_such_name" in await shown()
+        await world.pipelines.request_run("fickle")
+        await world.until("fickle", lambda runs: len(runs) > 1 and bool(runs[1].progress))
+        assert node.cancel("fickle") == 2
+        await world.ended("fickle", 2)
+        assert await shown() == "it was cancelled"
+    # A node that takes over knows of the run only from the catalog.
+    world.board.clear()
+    async with world.node(2):
+        assert await shown() == "it was cancelled"
+
+
 async def test_a_memory_bomb_and_a_crash_end_only_their_own_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_child, "OVERHEAD_BYTES", 100 * 2**20)
     async with world.node():

@@ -6,7 +6,7 @@ import re
 from typing import Final
 from urllib.parse import urlsplit
 
-from millstream.core.errors import LostData, MillstreamError
+from millstream.core.errors import ExpectationFailed, LostData, MillstreamError
 from millstream.core.pipeline import ON_LOST, SKIP
 from millstream.pipelines.runtime.fault import MARK
 
@@ -67,10 +67,19 @@ def _store_reason(text: str) -> str:
 
 LENGTH_MAX: Final = 4000
 
-_LOSS_REMEDY: Final = f"set {ON_LOST}={SKIP} for the pipeline: millstream pipeline update {{}} --set {ON_LOST}={SKIP}"
-"""The remedy for lost messages: the owner of a pipeline cannot set the options of its queries."""
+_REMEDIES: Final = {
+    # The owner of a pipeline cannot set the options of its queries.
+    LostData.REMEDY: f"set {ON_LOST}={SKIP} for the pipeline: millstream pipeline update {{}} --set {ON_LOST}={SKIP}",
+    ExpectationFailed.REMEDY: (
+        "put such messages into the quarantine: millstream pipeline update {0} --set on.violation=quarantine; or land "
+        "them: on.violation=count; or correct the expectations: millstream pipeline update {0} --set expect=…"
+    ),
+}
+"""What the owner of a pipeline can do, with its name in place of the braces, by what the error itself says."""
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
+
+_OWN: Final = re.compile(r"millstream\.core\.errors\.\w+: ")
 
 _JVM_TRACE: Final = "\n\tat "
 
@@ -89,9 +98,13 @@ def reason_of(error: BaseException, *, name: str = "NAME") -> str:
     text = _COLOUR.sub("", str(error)).strip()
     if not isinstance(error, MillstreamError):
         text = _without_traces(text)
-        if not text.startswith(type(error).__name__):
+        if _OWN.match(text):
+            # What a task has raised reads as if it had been raised here.
+            text = _OWN.sub("", text, count=1)
+        elif not text.startswith(type(error).__name__):
             text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    text = text.replace(LostData.REMEDY, _LOSS_REMEDY.format(name))
+    for general, command in _REMEDIES.items():
+        text = text.replace(general, command.format(name))
     return text if len(text) <= LENGTH_MAX else f"{text[:LENGTH_MAX]} …"
 
 

@@ -132,7 +132,7 @@ def _normal(name: str) -> str:
 
 
 async def _pip(arguments: Sequence[str]) -> None:
-    shared = ["--quiet", "--no-input", "--disable-pip-version-check", "--only-binary", ":all:"]
+    shared = ["--no-input", "--progress-bar", "off", "--disable-pip-version-check", "--only-binary", ":all:"]
     command = [sys.executable, "-m", "pip", arguments[0], *shared, *arguments[1:]]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -147,9 +147,36 @@ async def _pip(arguments: Sequence[str]) -> None:
             process.kill()
             await process.wait()
     if process.returncode:
-        text = output.decode(errors="replace").strip()[-_OUTPUT_MAX:]
+        whole = output.decode(errors="replace")
+        conflict = _conflict(whole)
+        if conflict:
+            raise InvalidSetting(conflict)
+        # What pip has done before it failed is of no use.
+        text = whole[max(whole.find("ERROR:"), 0) :].strip()[-_OUTPUT_MAX:]
         if "No module named pip" in text:
             raise InvalidSetting(f"the packages of a job are installed by pip, which {sys.executable} does not have")
         if re.search(r"NewConnectionError|ConnectTimeout|ReadTimeout|Temporary failure|Connection refused", text):
             raise PackagesFailed(f"pip does not reach its index: {text}")
         raise InvalidSetting(f"the requirements cannot be met by wheels: {text}")
+
+
+_CONFLICT: Final = re.compile(r"The conflict is caused by:\n((?: +\S.*\n)+)")
+_CONSTRAINED: Final = "The user requested (constraint) "
+_REQUESTED: Final = "The user requested "
+
+
+def _conflict(output: str) -> str:
+    """Return, as a sentence, which requirements conflict according to pip; empty if none do."""
+    found = _CONFLICT.search(output)
+    if found is None:
+        return ""
+    lines = [line.strip() for line in found[1].splitlines()]
+    fixed = [line.removeprefix(_CONSTRAINED) for line in lines if line.startswith(_CONSTRAINED)]
+    named = [
+        f"requirements name {line.removeprefix(_REQUESTED)}" if line.startswith(_REQUESTED) else line
+        for line in lines
+        if not line.startswith(_CONSTRAINED)
+    ]
+    if fixed:
+        named.append(f"Millstream on this node uses {', '.join(fixed)}, which jobs share")
+    return f"the requirements conflict: {', and '.join(named)}"

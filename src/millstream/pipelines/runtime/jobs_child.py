@@ -386,6 +386,8 @@ class _Job:
         if last is not None and not last.is_over:
             await self._repeat(last, settings)
             return
+        if last is not None and not settings.continuous:
+            self._show_end(last)
         now_ms = self._child.now_ms()
         if settings.continuous or pipeline.requests > (0 if last is None else last.request):
             due_ms: int | None = now_ms
@@ -709,6 +711,11 @@ class _Job:
         self._error = error[:ERROR_LENGTH_MAX]
         self._error_ms = self._child.now_ms()
         self._failing_ms = self._failing_ms or self._error_ms
+
+    def _show_end(self, run: JobRun) -> None:
+        """Report how the last run ended, and no earlier error."""
+        self._error, self._error_ms = run.error, run.ended_ms if run.error else 0
+        self._failing_ms = (self._failing_ms or run.ended_ms) if run.state is RunState.FAILED else 0
 
     def _set_state(self, state: State) -> None:
         self._state = state

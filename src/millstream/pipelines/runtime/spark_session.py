@@ -72,11 +72,24 @@ _JAVA_OPTIONS: Final = "-XX:+ExitOnOutOfMemoryError"
 """A Java process without memory would fail one pipeline after the other; the broker starts another driver."""
 _SETTINGS: Final = {
     "spark.scheduler.mode": "FAIR",
-    "spark.log.level": "ERROR",
     # A cancelled task that runs on keeps its slot; on workers its executor is replaced.
     "spark.task.reaper.enabled": "true",
     "spark.task.reaper.killTimeout": "60s",
 }
+_LOGGING_FILE: Final = "log4j2.properties"
+_LOGGING: Final = """\
+rootLogger.level = error
+rootLogger.appenderRef.console.ref = console
+appender.console.name = console
+appender.console.type = Console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
+logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
+logger.gateway.level = error
+"""
+"""Java logs errors only. The setting `spark.log.level` comes too late for the warnings of the start, and the class that
+serves Python sets a level of its own unless it is given one."""
 _closing = threading.Event()
 
 
@@ -99,6 +112,8 @@ def open_session(
     scratch = make_scratch()
     chosen = {**_SETTINGS, **_in_scratch(master, scratch), "spark.driver.memory": memory, **settings}
     try:
+        with open(os.path.join(scratch, _LOGGING_FILE), "w", encoding="utf-8") as file:
+            file.write(_LOGGING)
         with nullcontext() if log is None else _written_to(log), temporary_files_in(scratch):
             spark = session(name, master=master or None, settings=chosen)
     except MillstreamError:
@@ -140,10 +155,8 @@ def kill_java(spark: SparkSession) -> None:
 
 def _in_scratch(master: str, folder: str) -> dict[str, str]:
     """Return settings that put all temporary files into a folder, since Spark leaves them behind when it is killed."""
-    settings = {
-        "spark.local.dir": folder,
-        "spark.driver.extraJavaOptions": f'{_JAVA_OPTIONS} "-Djava.io.tmpdir={folder}"',
-    }
+    java = f'{_JAVA_OPTIONS} "-Djava.io.tmpdir={folder}" "-Dlog4j2.configurationFile={folder}/{_LOGGING_FILE}"'
+    settings = {"spark.local.dir": folder, "spark.driver.extraJavaOptions": java}
     if master.partition("[")[0] not in ("", "local"):
         return settings
     if len(os.fsencode(folder)) > _FOLDER_BYTES_MAX:

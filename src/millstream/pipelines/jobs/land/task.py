@@ -334,10 +334,7 @@ class Landing:
             if self._work.on_violation == FAIL:
                 offset = batch.column("offset")[int(np.flatnonzero(violated)[0])].as_py()
                 partition = batch.column("partition")[0].as_py()
-                raise ExpectationFailed(
-                    f"the message at offset {offset} of {self._topic}-{partition} violates {expected!r}; publish a "
-                    "corrected one after changing `expect`, or set on.violation to quarantine or count"
-                )
+                raise ExpectationFailed(self._topic, partition, offset, expected)
             self._counts["violations"] += count
             if self._work.on_violation == "quarantine":
                 reasons = _first_of(reasons, violated, f"{VIOLATES}{expected}")
