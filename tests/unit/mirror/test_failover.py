@@ -647,8 +647,9 @@ class OldSource:
         self.partition_0.append_mirrored(b"".join(empty_batch(at, at + 1, 3) for at in range(5)), exposed=None)
         self.service = service_of(self)
 
-    def lead(self, leader: NodeId, *, epoch: int) -> None:
-        state = PartitionState(replicas=(leader,), leader=leader, leader_epoch=Epoch(epoch), in_sync=(leader,))
+    def lead(self, leader: NodeId, *, epoch: int, in_sync: tuple[NodeId, ...] = ()) -> None:
+        replicas = in_sync or (leader,)
+        state = PartitionState(replicas=replicas, leader=leader, leader_epoch=Epoch(epoch), in_sync=replicas)
         self.partition_0.apply(Versioned(state, revision=epoch), me=ME)
 
     def hosted(self) -> list[Partition]:
@@ -705,6 +706,29 @@ async def test_a_log_that_was_compacted_beyond_the_cut_is_fetched_again_as_a_who
     assert cut is not None
     await cut
     assert (log.start_offset, log.end_offset) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("exposed", "is_restarted", "kept"),
+    [(2, False, 2), (4, False, 0), (2, True, 0)],
+    ids=["cut of a failover", "cut of a reverse", "unknown high watermark"],
+)
+async def test_a_follower_in_sync_keeps_its_log_in_a_failover(
+    old_source: OldSource, exposed: int, is_restarted: bool, kept: int
+) -> None:
+    """It led the copy before, and its source had compacted records because of later ones."""
+    partition, log = old_source.partition_0, old_source.partition_0.log
+    log.note_superseding(5)
+    partition.expose(Offset(exposed))
+    if is_restarted:
+        partition = old_source.partition_0 = Partition(
+            old_source.topic, PartitionIndex(0), log, old_source.logs, alone=False, clock=ManualClock()
+        )
+    old_source.lead(OTHER, epoch=1003, in_sync=(OTHER, ME))
+    cut = partition.truncate(EpochEnd(Epoch(3), Offset(2)), leader_epoch=Epoch(1003))
+    assert cut is not None
+    await cut
+    assert (log.start_offset, log.end_offset) == (0, kept)
 
 
 async def test_a_failover_never_drops_more_than_it_cuts(old_source: OldSource) -> None:

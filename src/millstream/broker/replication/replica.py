@@ -183,9 +183,12 @@ class Replica:
         )
         state = self.state
         is_counted = state is not None and self._me in (*state.in_sync, *state.eligible)
-        if is_counted and not self.topic.mirror and point >= self.high_watermark:
-            # It agrees with its leader up to the high watermark at least, and compaction has read no further, so
-            # nothing below is missing. Without its log it could be elected before its next fetch takes it out.
+        # A mirrored topic may also be truncated below the high watermark, which is unknown after a restart.
+        is_known = not self.topic.mirror or self.high_watermark > self.log.start_offset
+        if is_counted and is_known and point >= self.high_watermark:
+            # It agrees with its leader up to the high watermark at least, and compaction here has read no further, so
+            # its leader has nothing below that it lacks. Without its log it could be elected before its next fetch
+            # takes it out.
             return self._cut(self.log.begin_truncation(point))
         return self._truncate_to_fetch(point)
 
