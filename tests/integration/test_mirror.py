@@ -350,6 +350,60 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     assert berlin("mirror", "delete", mirror).code == 0
 
 
+def backlog_of(site: CommandLine, name: str) -> int:
+    """Return the backlog of a subscription; -1 if it is listed with another than it is described with."""
+    listed = site("subscription", "list", "--internal", "--json").document["subscriptions"]
+    shown = site("subscription", "describe", name, "--json")
+    assert shown.code == 0, shown.err
+    found: int = sum(queue["backlog"] for queue in shown.document["queues"])
+    return found if [one["backlog"] for one in listed if one["subscription"] == name] == [found] else -1
+
+
+def letters_in(site: CommandLine, topic: str) -> int:
+    listed = site("dlq", "list", "--json").document["dead_letters"]
+    return sum(one["letters"] for one in listed if one["topic"] == topic)
+
+
+@pytest.mark.parametrize("is_tracked", [True, False], ids=["letters redriven at the source", "letters never looked at"])
+def test_backlogs_and_letters_are_those_of_the_source_before_and_after_a_failover(
+    paris: CommandLine, berlin: CommandLine, topic: str, is_tracked: bool
+) -> None:
+    workers, dead = f"{topic}-workers", f"{topic}-dead"
+    paris("topic", "create", topic)
+    subscribe(paris, workers, topic, "--dead-letter", dead, "--backoff", "0:0")
+    publish(paris.brokers, topic, ["a", "b", "c", "d", "e"])
+    pull = ("subscription", "pull", workers, "--wait", "20", "--json")
+    assert len(paris(*pull, "-n", "3", "--reject", "bad").documents) == 3
+    wait_for(lambda: letters_in(paris, dead) == 3, what="the letters are written")
+    mirror = mirrored(paris, berlin, topic)
+    for name in (topic, dead):
+        wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what=f"{name} has caught up")  # type: ignore[misc]
+    wait_for(lambda: described(berlin, mirror)["queues"] > 0, what="the queue's state is here")
+    wait_for(lambda: backlog_of(berlin, workers) == backlog_of(paris, workers) == 2, what="the backlogs are equal")
+    left = 3
+    if is_tracked:
+        # Berlin was asked for letters first; what counts is which of them paris has closed.
+        refused = berlin("dlq", "show", dead)
+        assert mirror in refused.err
+        redriven = paris("dlq", "redrive", workers, "--limit", "1")
+        assert redriven.code == 0, redriven.err
+        left = 2
+        letters = f"__dlq/{dead}"
+        wait_for(lambda: backlog_of(berlin, letters) == backlog_of(paris, letters) == 2, what="the letter is closed")
+        wait_for(lambda: backlog_of(berlin, workers) == 3, what="its message is delivered again")
+    assert berlin("mirror", "failover", mirror).code == 0
+    assert letters_in(berlin, dead) == left
+    wait_for(lambda: backlog_of(berlin, workers) == 5 - left, what="the queue is open")
+    redriven = berlin("dlq", "redrive", dead, "--json")
+    assert redriven.code == 0, redriven.err
+    assert letters_in(berlin, dead) == 0
+    pulled = berlin(*pull, "-n", "5", "--accept")
+    assert sorted(one["value"] for one in pulled.documents) == ["a", "b", "c", "d", "e"]
+    # Nothing keeps the topic of the letters any more.
+    assert berlin("topic", "delete", dead, "--yes").code == 0
+    assert berlin("mirror", "delete", mirror).code == 0
+
+
 def test_what_is_deleted_here_comes_back_with_its_state(paris: CommandLine, berlin: CommandLine, topic: str) -> None:
     workers, group = f"{topic}-workers", f"{topic}-group"
     paris("topic", "create", topic)

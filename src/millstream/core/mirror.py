@@ -27,6 +27,8 @@ ALL_TOPICS: Final = ".*"
 SOURCE: Final = "from"
 CREDENTIALS: Final = ("tls", "tls.ca", "user", "password", "token", "sasl.mechanism")
 """The settings that say how to connect to the source."""
+EPOCH_STEP: Final = 1000
+"""How far a failover raises the leader epoch: more than the old source can in elections before it follows."""
 
 TopicOffsets = Mapping[str, Mapping[int, int]]
 """An offset of each partition, by topic."""

@@ -48,3 +48,9 @@ def test_both_ends_can_be_cut() -> None:
     history.cut_after(0)
     assert history.entries() == []
     assert history.latest == -1
+
+
+def test_jumps_are_found_wherever_they_are() -> None:
+    history = EpochHistory([(1000, 0), (1001, 4), (2001, 9), (2005, 12), (3004, 20), (4010, 30)])
+    assert history.jumps(1000) == [0, 9, 30]
+    assert EpochHistory().jumps(1000) == []

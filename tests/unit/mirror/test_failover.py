@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 from uuid import UUID
 
 import msgspec
@@ -106,8 +107,9 @@ class Topics:
 
 def service_of(topics: Any, mirrors: Any = None) -> Any:
     membership = SimpleNamespace(me=SimpleNamespace(node_id=ME), node=lambda _: None, controller_id=ME)
+    subscriptions = SimpleNamespace(track_letters=AsyncMock(), letter_topics=lambda: {US})
     made: Any = MirrorService
-    return made(topics, membership, mirrors, None, None, None, None, SystemClock(), None)
+    return made(topics, membership, mirrors, subscriptions, None, None, None, SystemClock(), None)
 
 
 class Target:
@@ -227,6 +229,13 @@ async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Tar
         f"clients can write {EUX}, {EU}, {US} here since a failover; `millstream mirror reverse {NAME}` lets the old "
         "source follow"
     )
+
+
+async def test_topics_that_a_switch_has_fenced_are_named_with_the_way_out(target: Target) -> None:
+    await target.topics.set_mirror(US, NAME, is_draining=True)
+    (note,) = await target.notes()
+    assert note.startswith(f"clients cannot write {US}, because a switch")
+    assert f"`millstream mirror failover {NAME}`" in note
 
 
 async def test_a_copy_that_cannot_be_read_to_its_end_is_named(target: Target) -> None:

@@ -299,7 +299,7 @@ def test_without_a_dead_letter_topic_failures_are_dropped_and_counted() -> None:
     queue.acquire("a", now_ms=NOW_MS, max_records=1)
     queue.settle("a", [settle(0, 0, Verb.REJECT, reason="no")], now_ms=NOW_MS)
     assert queue.counter(DeltaKind.DROPPED) == 1
-    assert queue.backlog(1) == 0
+    assert queue.fold.unfinished == 0
 
 
 def test_reasons_are_bounded() -> None:
@@ -405,7 +405,7 @@ def test_a_full_window_makes_room_once_its_first_messages_are_out() -> None:
     queue.tick(NOW_MS)
     assert queue.room == 100
     assert queue.settle("slow", [settle(0, 0, Verb.ACCEPT)], now_ms=NOW_MS) == [None]
-    assert queue.backlog(100) == 0
+    assert queue.fold.unfinished == 0
 
 
 def test_a_seek_forgets_leases_and_delivers_again() -> None:

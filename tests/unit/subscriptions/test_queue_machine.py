@@ -562,7 +562,8 @@ class QueueHistory(RuleBasedStateMachine):
                 first = max(self.queue.next_scan_offset, self.log_start)
                 self.feed(first, min(first + self.queue.room, len(self.log)))
             self.acquire_all()
-        assert self.queue.backlog(len(self.log)) == 0
+        assert self.queue.fold.unfinished == 0
+        assert self.queue.next_scan_offset >= len(self.log)
         self.queue_is_as_the_model()
         self.drain()
 

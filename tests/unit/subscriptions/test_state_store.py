@@ -18,6 +18,7 @@ from millstream.broker.kafka.apis.subscription_apis import LoadQueueState, ReadQ
 from millstream.broker.kafka.subscription_service import _image
 from millstream.broker.subscriptions import routed_store as state_lane
 from millstream.broker.subscriptions import state_shard
+from millstream.broker.subscriptions.fold import Fold
 from millstream.broker.subscriptions.frame import FrameHeader, read_header, write_frame
 from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
@@ -68,6 +69,10 @@ class Joined:
 
     def __init__(self, _key: QueueKey, snapshot: bytes | None) -> None:
         self._content = snapshot or b""
+
+    @property
+    def fold(self) -> Fold:
+        raise NotImplementedError
 
     def replay(self, deltas: bytes) -> None:
         self._content += deltas

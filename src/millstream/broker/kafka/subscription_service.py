@@ -6,7 +6,7 @@ The queues use columnar libraries, which take time and memory to load. A node wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import SystemRandom
@@ -269,7 +269,7 @@ class SubscriptionService:
     async def delete(self, name: str, *, force: bool = False) -> None:
         """Delete a subscription; one with open letters only by force, and they stay open."""
         if force:
-            await self._track_letters(name)
+            await self.track_letters_of(name)
         else:
             await self.check_no_letters(name)
         await self.declared.delete(name)
@@ -293,16 +293,19 @@ class SubscriptionService:
             if validate_only:
                 return
             if after.dead_letter_topic != before.dead_letter_topic:
-                await self._track_letters(name)
+                await self.track_letters_of(name)
         await alter()
 
-    async def _track_letters(self, name: str) -> None:
+    async def track_letters_of(self, name: str) -> None:
         """Declare the queue of a subscription's open letters, which is then independent of the subscription."""
         settings = self.declared.settings_of(await self.declared.find(name))
-        if not settings.has_dead_letters:
-            return
+        if settings.has_dead_letters:
+            await self.track_letters({settings.dead_letter_topic})
+
+    async def track_letters(self, names: Collection[str]) -> None:
+        """Declare the queues of open letters of those topics that exist."""
         # As the catalog has them: another node may have created the topic just now.
-        for topic in [one for one in await self.topics.declared() if one.name == settings.dead_letter_topic]:
+        for topic in [one for one in await self.topics.declared() if one.name in names] if names else ():
             starts = {start_key(topic.name, topic.topic_id): (0,) * topic.partitions}
             with suppress(SubscriptionExists):
                 await self.declared.create(
@@ -318,7 +321,7 @@ class SubscriptionService:
         with suppress(UnknownSubscription):
             await self.declared.delete(LETTERS_PREFIX + topic)
 
-    def _letter_topics(self) -> set[str]:
+    def letter_topics(self) -> set[str]:
         """Return every topic that is declared as a dead letter topic, or was and has a queue of open letters."""
         declared = self.declared.all()
         settings = [self.declared.settings_of(one) for one in declared]
@@ -327,7 +330,7 @@ class SubscriptionService:
 
     def _open_letters(self) -> Iterator[tuple[Partition, Delivery | None]]:
         """Yield the partitions of dead letter topics that this node leads, each with the queue of its open letters."""
-        for name in sorted(self._letter_topics()):
+        for name in sorted(self.letter_topics()):
             topic = self.topics.get(name)
             letter_subscription = self.declared.get(LETTERS_PREFIX + name)
             for partition in () if topic is None else self.topics.partitions_of(topic):
@@ -340,6 +343,21 @@ class SubscriptionService:
                     )
                     opened = self._engine.opened(key)
                 yield partition, opened
+
+    async def readable_ends(self, places: Collection[TopicPartition], isolation: str) -> dict[TopicPartition, int]:
+        """Return up to where queues may read partitions; those that nobody leads are missing."""
+        from millstream.broker.subscriptions.log_scan import readable_end
+
+        found: dict[TopicPartition, int] = {}
+        for place in places:
+            with suppress(MillstreamError):
+                found[place] = readable_end(self.topics.partition(place.topic, place.partition), isolation)
+        if elsewhere := [place for place in places if place not in found]:
+            listed = await self._wire_client().list_offsets_of(
+                dict.fromkeys(elsewhere, _END_MS), isolation=int(isolation == READ_COMMITTED)
+            )
+            found |= {place: one.offset for place, one in listed.items() if not isinstance(one, MillstreamError)}
+        return found
 
     def _wire_client(self) -> Client:
         if self._client is None:
@@ -415,7 +433,7 @@ class SubscriptionService:
         if not partition.is_leader or (subscribed and self._engine is None):
             # Only the leader knows; followers keep what it keeps.
             return partition.log_start
-        if place.topic in self._letter_topics() and self.declared.get(LETTERS_PREFIX + place.topic) is None:
+        if place.topic in self.letter_topics() and self.declared.get(LETTERS_PREFIX + place.topic) is None:
             # No queue has read its letters yet, so all of them are open.
             return partition.log_start
         needed = [] if self._engine is None else self._engine.oldest_needed(topic.topic_id, place.partition, subscribed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from itertools import pairwise
 
 from millstream.core.ids import NO_EPOCH, NO_OFFSET, Epoch, Offset
 
@@ -71,6 +72,11 @@ class EpochHistory:
         at = bisect_right(self._starts, offset)
         until = self._starts[at] if at < len(self._starts) else OFFSET_MAX
         return Epoch(self._epochs[at - 1]) if at else NO_EPOCH, until
+
+    def jumps(self, step: int) -> list[int]:
+        """Return where epochs begin that are later than the one before by at least `step`."""
+        epochs = pairwise((NO_EPOCH, *self._epochs))
+        return [start for (before, after), start in zip(epochs, self._starts, strict=True) if after - before >= step]
 
     def cut_after(self, end_offset: int) -> None:
         """Forget the epochs that begin at or beyond a new end of the log."""

@@ -99,6 +99,7 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     ends, source_error = await _source_ends(mirror, topics)
     cuts = await cut_topics(service, mirror, topics)
     await make_writable(service, topics)
+    await _track_letters(service, topics)
     await service.end_cut(mirror)
     waited_ms = int((service.clock.monotonic() - started) * 1000)
     _logger.info("copies are writable", extra={"mirror": mirror.name, "topics": len(topics), "took_ms": waited_ms})
@@ -209,6 +210,14 @@ async def make_writable(service: MirrorService, topics: Sequence[Topic]) -> None
     await _set_mirror(service, topics, "")
 
 
+async def _track_letters(service: MirrorService, topics: Iterable[Topic]) -> None:
+    """Let queues count the open letters of dead letter topics: the offsets there also include the marks of the cuts."""
+    with suppress(MillstreamError):
+        await service.subscriptions.track_letters(
+            {topic.name for topic in topics} & service.subscriptions.letter_topics()
+        )
+
+
 async def _set_mirror(
     service: MirrorService, topics: Sequence[Topic], mirror: str, *, is_draining: bool = False
 ) -> None:
@@ -301,6 +310,7 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
             await _release(source, msgspec.structs.replace(fence, step="release"))
             raise
         await make_writable(service, topics)
+        await _track_letters(service, topics)
         mirror = await service.mirrors.find(mirror.name)
         follow = msgspec.structs.replace(_adoption(service, mirror, request, step="follow"), is_fenced=True)
         try:

@@ -27,7 +27,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.setting import HIDDEN
-from millstream.core.subscription import QueueKey
+from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, QueueKey
 from millstream.core.tasks import gather_or_cancel, run_until_first
 from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.mirror_messages import (
@@ -538,7 +538,7 @@ class Follower:
             if one.subscription_id in self._absent_subscriptions and one.subscription_id not in offered:
                 self._absent_subscriptions[one.subscription_id] += 1
                 if self._absent_subscriptions[one.subscription_id] >= ABSENT_TIMES:
-                    await self._service.subscriptions.declared.delete(one.name)
+                    await self._service.subscriptions.delete(one.name, force=True)
 
     async def _sync_queues_of(self, node: NodeId, topics: Mapping[UUID, Topic]) -> set[UUID]:
         """Carry over what one node of the source has; return the subscriptions that it knows."""
@@ -557,7 +557,12 @@ class Follower:
     async def _sync_subscription(self, offered: OfferedSubscription) -> None:
         declared, key = self._service.subscriptions.declared, f"subscription {offered.name}"
         known = declared.get(offered.name)
+        is_other = known is not None and known.subscription_id != offered.subscription_id
         try:
+            if is_other and offered.name.startswith(LETTERS_PREFIX):
+                # Declared by a command here before the source had it. The letters of a copy are open or closed there.
+                await declared.delete(offered.name)
+                known = None
             if known is None:
                 await declared.create(
                     offered.name,
@@ -567,7 +572,7 @@ class Follower:
                     subscription_id=offered.subscription_id,
                 )
                 self._forget_queues(lambda key: key.subscription_id == offered.subscription_id)
-            elif known.subscription_id != offered.subscription_id:
+            elif is_other:
                 raise SubscriptionExists(f"another subscription {offered.name!r} exists here")
             else:
                 shown = known.shown_overrides()
@@ -575,6 +580,8 @@ class Follower:
                     **{name: None for name in shown if name not in offered.settings and shown[name] != HIDDEN},
                     **{name: text for name, text in offered.settings.items() if shown.get(name) != text},
                 }
+                if DEAD_LETTER_TOPIC in changes:
+                    await self._service.subscriptions.track_letters_of(offered.name)
                 if changes or known.topics != tuple(offered.topics):
                     await declared.alter(offered.name, changes, topics=offered.topics)
             self._run.notes.pop(key, None)

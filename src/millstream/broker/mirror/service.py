@@ -37,7 +37,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.metric import Metric, Sample
-from millstream.core.mirror import Mirror, TopicOffsets, merged_offsets
+from millstream.core.mirror import EPOCH_STEP, Mirror, TopicOffsets, merged_offsets
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
@@ -86,8 +86,6 @@ TRUNCATED_AT_ONCE: Final = 32
 NAMED_MAX: Final = 5
 """How many topics a note names."""
 OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
-EPOCH_STEP: Final = 1000
-"""How far a failover raises the leader epoch: more than the old source can in elections before it follows."""
 R = TypeVar("R", bound=Response)
 
 
@@ -463,12 +461,16 @@ class MirrorService:
                 f"`{self.failover_command(mirror)}` again"
             )
         if taken_over := [name for name in mirror.cuts if (topic := self.topics.get(name)) and not topic.mirror]:
-            more = f" and {len(taken_over) - NAMED_MAX} more" if len(taken_over) > NAMED_MAX else ""
-            what = f"clients can write {', '.join(sorted(taken_over)[:NAMED_MAX])}{more} here since a failover"
+            what = f"clients can write {_listed(taken_over)} here since a failover"
             if not mirror.is_gated or mirror.settings.rename:
                 yield f"{what}; delete the mirror once its source is not needed any more"
             else:
                 yield f"{what}; `millstream mirror reverse {mirror.name}` lets the old source follow"
+        if fenced := [topic.name for topic in self.copied_topics(mirror.name) if topic.is_draining]:
+            yield (
+                f"clients cannot write {_listed(fenced)}, because a switch on the other side is taking over; if none "
+                f"is running there, `millstream mirror failover {mirror.name}` lets clients write here again"
+            )
         for name, gaps in sorted(mirror.gaps.items()):
             for index, offset in sorted(gaps.items()):
                 yield (
@@ -956,6 +958,11 @@ class MirrorService:
             "Copies that cannot be continued now.",
             [Sample(sum(bool(copy.error) for copy in run.copies()), (("mirror", name),)) for name, run in runs],
         )
+
+
+def _listed(names: Collection[str]) -> str:
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return ", ".join(sorted(names)[:NAMED_MAX]) + more
 
 
 def _is_cut_in(mirror: Mirror, request: CutRequest) -> bool:

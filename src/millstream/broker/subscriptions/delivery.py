@@ -26,6 +26,7 @@ from millstream.broker.subscriptions.log_scan import (
     SCANNED_BYTES_MAX,
     ScannedRange,
     batches_covering,
+    failover_marks,
     join_adjacent,
     keys_in_batch,
     read_batches,
@@ -246,12 +247,18 @@ class Delivery:
     @property
     def backlog(self) -> int:
         """The approximate number of unfinished messages."""
-        return self.queue.backlog(readable_end(self.partition, self.settings.isolation))
+        return self.queue.fold.unfinished + self.unscanned
 
     @property
     def available(self) -> int:
         """The approximate number of messages that wait for a worker."""
-        return self.queue.available(readable_end(self.partition, self.settings.isolation))
+        return self.queue.available_count + self.unscanned
+
+    @property
+    def unscanned(self) -> int:
+        """The number of messages that were not scanned yet; it is approximate, since some may be filtered out."""
+        first, end = self.queue.fold.window.end, readable_end(self.partition, self.settings.isolation)
+        return max(0, end - first - failover_marks(self.partition, first, end))
 
     @property
     def topic(self) -> str:

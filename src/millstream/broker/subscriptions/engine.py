@@ -23,7 +23,7 @@ from millstream.broker.subscriptions.delivery import Delivery, age_ms
 from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilter
 from millstream.broker.subscriptions.fold import Fold
 from millstream.broker.subscriptions.lease import Delta, DeltaKind
-from millstream.broker.subscriptions.log_scan import readable_end
+from millstream.broker.subscriptions.log_scan import failover_marks, readable_end
 from millstream.broker.subscriptions.outcomes import OutcomeBudget
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.snapshot import write_snapshot
@@ -671,7 +671,11 @@ def letter_metrics(partitions: Iterable[tuple[Partition, Delivery | None]], cloc
     ages: dict[str, int] = {}
     for partition, delivery in partitions:
         topic = partition.topic.name
-        letters = partition.high_watermark - partition.log_start if delivery is None else delivery.backlog
+        if delivery is None:
+            first, end = partition.log_start, partition.high_watermark
+            letters = end - first - failover_marks(partition, first, end)
+        else:
+            letters = delivery.backlog
         oldest = partition.log_start if delivery is None else delivery.queue.oldest
         opened[topic] = opened.get(topic, 0) + letters
         ages[topic] = max(ages.get(topic, 0), age_ms(partition, oldest, now_ms))

@@ -13,11 +13,13 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from millstream.broker.log.log import Log
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.batch_scan import BatchScan, Ranges, TooHeavy, scan_batch
 from millstream.broker.subscriptions.frame import PUBLISHED
-from millstream.core.errors import BatchRejected, DamagedRange, OffsetOutOfRange, RepairPending
+from millstream.core.errors import BatchRejected, DamagedRange, MillstreamError, OffsetOutOfRange, RepairPending
 from millstream.core.ids import Offset
+from millstream.core.mirror import EPOCH_STEP
 from millstream.core.subscription import READ_COMMITTED
 from millstream.protocol.records.batch import BatchHeader, Buffer, iterate_whole_headers, read_header
 from millstream.protocol.records.record import AbortedBatches
@@ -84,6 +86,21 @@ class ScannedRange(NamedTuple):
 def readable_end(partition: Partition, isolation: str) -> Offset:
     """Return the offset up to which a queue may read."""
     return partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
+
+
+def failover_marks(partition: Partition, first: int, end: int) -> int:
+    """Return how many offsets of a range hold the mark of a mirror's failover instead of a message."""
+    log = partition.log
+    return sum(_is_mark(log, start) for start in log.epochs.jumps(EPOCH_STEP) if first <= start < end)
+
+
+def _is_mark(log: Log, offset: int) -> bool:
+    try:
+        records = log.read(Offset(offset), max_bytes=1, up_to=log.end_offset)
+    except MillstreamError:
+        return False
+    header = next(iterate_whole_headers(records), None)
+    return header is not None and (header.base_offset > offset or not header.record_count)
 
 
 def read_batches(

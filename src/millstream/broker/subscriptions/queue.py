@@ -112,6 +112,18 @@ class Counts(NamedTuple):
     """How many of them the window has left behind."""
 
 
+def counts_of(fold: Fold) -> Counts:
+    """Count the messages of a state."""
+    return Counts(
+        available=fold.counts[AVAILABLE],
+        leased=fold.counts[LEASED],
+        parked=fold.counts[PARKED],
+        blocked=fold.counts[BLOCKED],
+        rejecting=fold.counts[REJECTING],
+        stragglers=fold.stragglers.unfinished,
+    )
+
+
 class Queue:
     """The state machine that the leader of a partition runs for one subscription."""
 
@@ -207,15 +219,7 @@ class Queue:
     @property
     def counts(self) -> Counts:
         """The number of messages by state."""
-        counts = self._fold.counts
-        return Counts(
-            available=counts[AVAILABLE],
-            leased=counts[LEASED],
-            parked=counts[PARKED],
-            blocked=counts[BLOCKED],
-            rejecting=counts[REJECTING],
-            stragglers=self._fold.stragglers.unfinished,
-        )
+        return counts_of(self._fold)
 
     @property
     def available_count(self) -> int:
@@ -239,17 +243,6 @@ class Queue:
     def in_flight(self, worker: str) -> int:
         """Return how many messages a worker holds."""
         return self._fold.workers.references(worker)
-
-    def backlog(self, end_offset: int) -> int:
-        """Return the approximate number of unfinished messages; unscanned ones may be filtered out."""
-        return self._fold.unfinished + self._unscanned(end_offset)
-
-    def available(self, end_offset: int) -> int:
-        """Return the approximate number of messages that wait for a worker; unscanned ones may be filtered out."""
-        return self._fold.counts[AVAILABLE] + self._unscanned(end_offset)
-
-    def _unscanned(self, end_offset: int) -> int:
-        return max(0, end_offset - self._fold.window.end)
 
     # -- scanning --------------------------------------------------------------------------------------------
 

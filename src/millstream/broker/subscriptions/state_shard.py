@@ -338,6 +338,14 @@ class StateShard:
             if queue.has_state and is_wanted(key, queue.sequence) and not queue.image.is_broken
         ]
 
+    def images(self, is_wanted: Callable[[QueueKey], bool]) -> list[tuple[QueueKey, QueueImage]]:
+        """Return the images of queues that are wanted, without those that cannot be read."""
+        return [
+            (key, queue.image)
+            for key, queue in self._queues.items()
+            if queue.has_state and is_wanted(key) and not queue.image.is_broken
+        ]
+
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:
         """Read a queue for its leader; earlier leaders can no longer write once this is answered."""
         queue = self._queues.get(key)
@@ -583,6 +591,12 @@ class StateCoordinator(Coordinator[StateShard]):
         for shard in self._runtime.shards:
             if shard.state is not None:
                 yield from shard.state.changed(is_wanted)
+
+    def images(self, is_wanted: Callable[[QueueKey], bool]) -> Iterator[tuple[QueueKey, QueueImage]]:
+        """Yield the images of queues on this node that are wanted."""
+        for shard in self._runtime.shards:
+            if shard.state is not None:
+                yield from shard.state.images(is_wanted)
 
     def written(self) -> list[QueueKey]:
         """Return the queues with a state on this node."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import Epoch
 from millstream.core.subscription import QueueKey
+
+if TYPE_CHECKING:
+    from millstream.broker.subscriptions.fold import Fold
 
 
 class QueueImage(Protocol):
@@ -21,6 +24,10 @@ class QueueImage(Protocol):
 
     def replay(self, deltas: bytes) -> None:
         """Apply deltas in order."""
+
+    @property
+    def fold(self) -> Fold:
+        """The state with all deltas, or as many as can be applied."""
 
     @property
     def has_ledger(self) -> bool:

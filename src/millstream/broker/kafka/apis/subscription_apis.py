@@ -53,6 +53,7 @@ from millstream.core.errors import (
     InvalidRequest,
     InvalidSubscription,
     InvalidTopicName,
+    MillstreamError,
     NotLeader,
     OffsetOutOfRange,
     UnknownTopic,
@@ -61,10 +62,12 @@ from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import (
     OWN_PREFIX,
     READ_COMMITTED,
+    QueueKey,
     Subscription,
     SubscriptionSettings,
     check_subscription,
 )
+from millstream.core.topic import TopicPartition
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.subscription_messages import (
     ALTER_KEY,
@@ -212,6 +215,7 @@ class SubscriptionDelete(_SubscriptionApi[DeleteSubscriptionRequest, Response]):
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
+    from millstream.broker.subscriptions.fold import Fold
 
 LEASES_MAX = 10_000
 
@@ -239,13 +243,13 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "left_ms": …,
         "worker": …, "client_id": …, "address": …}]}]}
 
-    Every node knows all subscriptions, but lists only the queues that it leads and has open, so a client asks all
-    nodes. `kept` are the queues whose states it stores, for named subscriptions; it opens and lists those of `open`
-    that it leads. The topics of a share group without declared topics are those of `kept`, and those that members
-    subscribe to, if the node coordinates the group. `push` is the state of the node's push process for the
-    subscription's endpoint. `leases` holds the oldest leased ranges, at most as many as requested; client id and
-    address are those of the last connection of the worker, empty if it has not connected since the node leads the
-    queue. Values of secret settings are never returned.
+    Every node knows all subscriptions, but lists only the queues that it leads and has open, and those of a mirror's
+    copies whose states it stores, so a client asks all nodes. `kept` are the queues whose states it stores, for named
+    subscriptions; it opens and lists those of `open` that it leads. The topics of a share group without declared topics
+    are those of `kept`, and those that members subscribe to, if the node coordinates the group. `push` is the state of
+    the node's push process for the subscription's endpoint. `leases` holds the oldest leased ranges, at most as many as
+    requested; client id and address are those of the last connection of the worker, empty if it has not connected since
+    the node leads the queue. Values of secret settings are never returned.
     """
 
     key = LIST_KEY
@@ -274,10 +278,14 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         described = []
         # Before other work gets its turn, which may delete some.
         settings = [self._subscriptions.settings_of(one) for one in wanted]
+        copied = await self._copied_queues(
+            {one.subscription_id: settings[at].isolation for at, one in enumerate(wanted)}
+        )
         for at, one in enumerate(wanted):
             if at % _TURN == _TURN - 1:
                 await asyncio.sleep(0)
             document = self._describe(one, settings[at], queues, begun.get(one.subscription_id, []))
+            document["queues"] += copied.get(one.subscription_id, ())
             described.append(document if request.names is not None else {**document, "kept": []})
         if leases_max := max(0, min(request.leases_max, LEASES_MAX)):
             for one, document in zip(wanted, described, strict=True):
@@ -289,10 +297,43 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             # A node without a replica has no such partition, and leadership may move meanwhile.
             with suppress(NotLeader):
                 partition = self._service.topics.partition(topic, index)
-                if partition.is_leader:
+                if partition.is_leader and not partition.topic.mirror:
                     engine = await self._service.engine()
                     for subscription in subscriptions:
                         await engine.delivery(subscription, partition)
+
+    async def _copied_queues(self, isolations: Mapping[UUID, str]) -> dict[UUID, list[dict[str, Any]]]:
+        """Describe the queues of copies whose states this node stores; no node opens them before a failover."""
+        topics = self._service.topics
+        copies = {topic.topic_id: topic.name for topic in topics.all() if topic.mirror}
+        if not copies:
+            return {}
+        places: dict[str, dict[QueueKey, tuple[TopicPartition, Fold]]] = {}
+        for key, image in self._service.states.images(
+            lambda key: key.topic_id in copies and key.subscription_id in isolations
+        ):
+            place = TopicPartition(copies[key.topic_id], key.partition)
+            places.setdefault(isolations[key.subscription_id], {})[key] = place, image.fold
+        found: dict[UUID, list[dict[str, Any]]] = {}
+        for isolation, queues in places.items():
+            ends = await self._service.readable_ends({place for place, _ in queues.values()}, isolation)
+            for key, (place, fold) in queues.items():
+                row = self._copied_queue(place, fold, ends.get(place, 0))
+                found.setdefault(key.subscription_id, []).append(row)
+        return found
+
+    def _copied_queue(self, place: TopicPartition, fold: Fold, end: int) -> dict[str, Any]:
+        from millstream.broker.subscriptions.delivery import age_ms
+        from millstream.broker.subscriptions.log_scan import failover_marks
+
+        oldest_age_ms = 0
+        # A node without a replica knows neither.
+        with suppress(MillstreamError):
+            partition = self._service.topics.partition(place.topic, place.partition)
+            end -= failover_marks(partition, fold.window.end, end)
+            oldest_age_ms = age_ms(partition, fold.oldest, self._service.clock.now_ms())
+        row = _queue_row(place, fold, max(0, end - fold.window.end))
+        return {**row, "oldest_age_ms": oldest_age_ms if row["backlog"] else 0}
 
     def _push_status(self, subscription: Subscription) -> list[dict[str, Any]]:
         """Return the push status on this node; a client combines those of all nodes."""
@@ -344,20 +385,34 @@ def _lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[str, Any]:
 
 
 def _queue(delivery: Delivery, now_ms: int) -> dict[str, Any]:
-    queue = delivery.queue
+    row = _queue_row(delivery.partition.log.partition, delivery.queue.fold, delivery.unscanned)
     return {
-        "topic": delivery.partition.topic.name,
-        "partition": delivery.partition.index,
-        "oldest": queue.oldest,
-        "backlog": delivery.backlog,
-        "oldest_age_ms": delivery.oldest_age_ms(now_ms) if delivery.backlog else 0,
+        **row,
+        "oldest_age_ms": delivery.oldest_age_ms(now_ms) if row["backlog"] else 0,
         "waiting_workers": delivery.waiting,
-        **queue.counts._asdict(),
-        "available": delivery.available,
-        **{name: queue.counter(kind) for name, kind in _COUNTERS.items()},
-        "redelivered": queue.redelivered,
         "refused_letters": len(delivery.refused_letters),
         "letter_refusal": delivery.letter_refusal if delivery.refused_letters else "",
+    }
+
+
+def _queue_row(place: TopicPartition, fold: Fold, unscanned: int) -> dict[str, Any]:
+    """Describe a queue by its state and the number of messages that it has not scanned."""
+    from millstream.broker.subscriptions.queue import counts_of
+
+    counts = counts_of(fold)
+    return {
+        "topic": place.topic,
+        "partition": place.partition,
+        "oldest": fold.oldest,
+        "backlog": fold.unfinished + unscanned,
+        "oldest_age_ms": 0,
+        "waiting_workers": 0,
+        **counts._asdict(),
+        "available": counts.available + unscanned,
+        **{name: fold.counters[kind] for name, kind in _COUNTERS.items()},
+        "redelivered": fold.redelivered,
+        "refused_letters": 0,
+        "letter_refusal": "",
     }
 
 

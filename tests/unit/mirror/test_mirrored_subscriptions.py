@@ -1,0 +1,86 @@
+"""Subscriptions that are changed or deleted at the source leave the open letters of this cluster open."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
+from uuid import UUID
+
+import pytest
+
+from millstream.broker.mirror.declared_copies import ABSENT_TIMES
+from millstream.broker.mirror.follower import Follower
+from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, Subscription
+from millstream.protocol.private.mirror_messages import OfferedSubscription
+
+BILLING, DEAD, OTHER = "billing", "billing-dead", "billing-errors"
+
+
+def subscription(name: str = BILLING, number: int = 1, *, dead: str = DEAD) -> Subscription:
+    overrides = {DEAD_LETTER_TOPIC: dead}
+    return Subscription(
+        name=name, subscription_id=UUID(int=number), topics=("orders",), overrides=overrides, created_ms=0
+    )
+
+
+def offered(name: str = BILLING, number: int = 1, *, dead: str = DEAD) -> OfferedSubscription:
+    settings = {DEAD_LETTER_TOPIC: dead}
+    return OfferedSubscription(
+        name=name, subscription_id=UUID(int=number), topics=["orders"], settings=settings, starts={}, created_ms=0
+    )
+
+
+class Here:
+    """The subscriptions of the target, which record what is done with them."""
+
+    def __init__(self, *declared: Subscription) -> None:
+        self.done: list[tuple[Any, ...]] = []
+        by_name = {one.name: one for one in declared}
+        self.declared = SimpleNamespace(
+            get=by_name.get,
+            all=lambda: list(by_name.values()),
+            create=self._record("create"),
+            alter=self._record("alter"),
+            delete=self._record("delete"),
+        )
+        self.delete = self._record("delete with letters")
+        self.track_letters_of = self._record("track")
+        run = SimpleNamespace(
+            service=SimpleNamespace(subscriptions=self),
+            settings=None,
+            mirror=SimpleNamespace(name="paris"),
+            notes={},
+            queues=0,
+        )
+        make: Any = Follower
+        self.follower: Follower = make(run, None)
+        self.notes: dict[str, str] = run.notes
+
+    def _record(self, what: str) -> AsyncMock:
+        return AsyncMock(side_effect=lambda name, *_, **__: self.done.append((what, name)))
+
+
+async def test_letters_are_tracked_before_their_topic_is_forgotten() -> None:
+    here = Here(subscription())
+    await here.follower._sync_subscription(offered(dead=OTHER))
+    assert here.done == [("track", BILLING), ("alter", BILLING)]
+
+
+async def test_a_deletion_keeps_the_letters() -> None:
+    here = Here(subscription())
+    await here.follower._delete_subscriptions({UUID(int=1)})
+    for _ in range(ABSENT_TIMES):
+        await here.follower._delete_subscriptions(set())
+    assert here.done == [("delete with letters", BILLING)]
+
+
+@pytest.mark.parametrize("name", [BILLING, LETTERS_PREFIX + DEAD])
+async def test_only_a_queue_of_letters_gives_way_to_that_of_the_source(name: str) -> None:
+    here = Here(subscription(name, 1))
+    await here.follower._sync_subscription(offered(name, 2))
+    if name == BILLING:
+        assert here.done == []
+        assert "another subscription" in here.notes[f"subscription {name}"]
+    else:
+        assert here.done == [("delete", name), ("create", name)]
