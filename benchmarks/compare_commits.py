@@ -58,6 +58,13 @@ class CheckoutServer(Server):
         super().__init__(data, settings=settings)
         self._source = source
 
+    def command(self) -> Sequence[str]:
+        command = list(super().command())
+        if not any("pipelines_spare" in file.read_text(encoding="utf-8") for file in self._source.rglob("*.py")):
+            spare = command.index("--pipelines-spare")
+            del command[spare : spare + 2]  # The checkout is from before there was a spare driver.
+        return command
+
     def environment(self) -> dict[str, str]:
         return {**super().environment(), "PYTHONPATH": str(self._source)}
 
@@ -65,13 +72,14 @@ class CheckoutServer(Server):
 class Checkout(Millstream):
     """Millstream as it is in a checkout, with this interpreter and its packages."""
 
-    def __init__(self, name: str, source: Path) -> None:
+    def __init__(self, name: str, source: Path, *, with_tls: bool) -> None:
         super().__init__()
         self.name = name
         self._source = source
+        self._with_tls = with_tls
 
     def server(self, data: Path, tls: TlsListener | None = None) -> Server:
-        return CheckoutServer(data, self._source, self.listener_settings(data, tls))
+        return CheckoutServer(data, self._source, self.listener_settings(data, tls if self._with_tls else None))
 
 
 class Ratio(NamedTuple):
@@ -149,11 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worse = 0
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-compare-")))
+        lines = cases.chosen(LINES, given.only)
+        with_tls = any(line.tls for line in lines)  # Versions before TLS can be compared by the other lines.
         before, after = (
-            stack.enter_context(Checkout(name, find_source(version, folder / name)))
+            stack.enter_context(Checkout(name, find_source(version, folder / name), with_tls=with_tls))
             for name, version in (("before", given.before), ("after", given.after))
         )
-        lines = cases.chosen(LINES, given.only)
         for name, was, is_now in measure(console, lines, before, after, given.rounds, given.seconds):
             found = ratio(was, is_now)
             worse += found.verdict == "worse"
