@@ -628,8 +628,13 @@ def test_a_mirror_is_followed_paused_and_failed_over(console: Console, server: S
         settings = {"from": server.kafka, "topics": topic, "groups": "false", "subscriptions": "false"}
         made = api.post("/mirrors", json={"name": "paris", "settings": settings})
         assert made.is_success, made.text
-        watched = console.page("/mirrors")
+        nothing = {**settings, "topics": "of-another-name"}
+        assert api.post("/mirrors", json={"name": "rome", "settings": nothing}).is_success
+        watched = console.page("/mirrors/rome")
         page = watched.page
+        unmatched = page.get_by_text("No topic of the source matches topics=of-another-name, so nothing is copied.")
+        _reload_until(page, lambda: unmatched.count() == 1)
+        page.get_by_role("link", name="Mirrors").first.click()
         page.get_by_role("link", name="paris").click()
         expect(page.get_by_text("running", exact=True)).to_be_visible()
         row = page.get_by_role("row").filter(has_text=f"{topic}/0")
@@ -668,7 +673,7 @@ def test_an_open_transaction_is_aborted(console: Console) -> None:
     expect(page.get_by_role("row").filter(has_text="invoices")).to_contain_text("Ongoing")
     page.get_by_role("link", name="Look for hanging ones").click()
     expect(page.get_by_text("No transaction hangs.")).to_be_visible()
-    page.locator("summary").filter(has_text="Abort invoices").click()
+    page.get_by_role("row").filter(has_text="invoices").locator("summary").click()
     page.get_by_label("to confirm").fill("invoices")
     page.get_by_role("button", name="Abort").click()
     expect(page.get_by_role("status")).to_contain_text("invoices is aborted; it was Ongoing")

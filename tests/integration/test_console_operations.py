@@ -73,7 +73,7 @@ def test_a_hanging_transaction_is_found_and_ended(tmp_path: Path) -> None:
             expect(page.get_by_text("No open transaction")).to_be_visible()
             page.get_by_role("link", name="Look for hanging ones").click()
             expect(page.get_by_role("heading", name="Hanging")).to_be_visible()
-            page.locator("summary").filter(has_text="orders").click()
+            page.get_by_role("row").filter(has_text="orders/0").locator("summary").click()
             expect(page.get_by_text("millstream transaction abort --topic orders")).to_be_visible()
             check_look(page, "transactions-hanging")
             page.get_by_label("to confirm").fill("orders")

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 import httpx
 import pytest
+from confluent_kafka import Producer
 from playwright.sync_api import expect
 
 from millstream.client.admin.security import put_user
@@ -133,6 +134,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
             ("User:otto", acl.ResourceType.CLUSTER, acl.CLUSTER_NAME, acl.PatternType.LITERAL, acl.Operation.ALTER),
             ("User:otto", acl.ResourceType.TOPIC, "alice", acl.PatternType.PREFIXED, acl.Operation.READ),
             ("User:otto", acl.ResourceType.GROUP, "pipeline-", acl.PatternType.PREFIXED, acl.Operation.DESCRIBE),
+            ("User:alice", acl.ResourceType.TRANSACTIONAL_ID, "alice", acl.PatternType.PREFIXED, acl.Operation.WRITE),
+            ("User:bob", acl.ResourceType.TRANSACTIONAL_ID, "alice", acl.PatternType.PREFIXED, acl.Operation.DESCRIBE),
             ("User:alice", acl.ResourceType.GROUP, "pipeline-", acl.PatternType.PREFIXED, acl.Operation.DESCRIBE),
         )
     }
@@ -233,6 +236,36 @@ def test_what_a_person_may_not_do_is_not_offered_and_refused(guarded: Guarded) -
         resumed = alice.post(address.replace("pause", "resume"), data={"csrf": _token(offered)})
         assert resumed.status_code == 303
         assert bob.get("/console/topics/alice-orders/publish").text.count("<textarea") == 0
+
+
+def test_aborting_a_transaction_is_offered_to_those_who_may(guarded: Guarded) -> None:
+    connection = {
+        "bootstrap.servers": guarded.server.kafka,
+        "security.protocol": "SASL_SSL",
+        "ssl.ca.location": str(guarded.certificates.ca),
+        "sasl.mechanism": "SCRAM-SHA-512",
+        "sasl.username": "alice",
+        "sasl.password": PASSWORDS["alice"],
+    }
+    writer = Producer({**connection, "transactional.id": "alice-invoices", "log_level": 0})
+    writer.init_transactions(WAIT_S)
+    writer.begin_transaction()
+    writer.produce("alice-orders", b"not yet")
+    assert writer.flush(WAIT_S) == 0
+    with guarded.client() as alice, guarded.client() as bob:
+        assert sign_in(alice, "alice").status_code == 303
+        assert sign_in(bob, "bob").status_code == 303
+        path = "/console/transactions"
+        offered, shown = (one.get(path) for one in (alice, bob))
+        for page in (offered, shown):
+            assert "alice-invoices" in page.text
+        assert "/transactions/abort" in offered.text
+        assert "/transactions/abort" not in shown.text
+        form = {"back": path, "transaction": "alice-invoices", "confirm": "alice-invoices"}
+        refused = bob.post(f"{path}/abort", data={**form, "csrf": _token(shown)})
+        assert refused.status_code == 403
+        assert "<h1>Transactions</h1>" in refused.text
+        assert alice.post(f"{path}/abort", data={**form, "csrf": _token(offered)}).status_code == 303
 
 
 def test_what_the_pages_link_can_be_opened(guarded: Guarded) -> None:

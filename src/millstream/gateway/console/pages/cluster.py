@@ -15,6 +15,7 @@ from millstream.client.admin.transactions import (
     hanging_transactions,
     list_transactions,
 )
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
@@ -62,6 +63,9 @@ async def transactions(visit: Visit) -> Answer:
         except MillstreamError:
             # It ended meanwhile.
             rows.append((one, None))
+    kind = ResourceType.TRANSACTIONAL_ID
+    names = [one.transactional_id for one, described in rows if described is not None]
+    await visit.look_up(*((Operation.WRITE, kind, name) for name in names))
     hanging, problem, looked = [], "", visit.text("hanging") == "1"
     try:
         hanging = await hanging_transactions(client) if looked else []
@@ -74,7 +78,8 @@ async def transactions(visit: Visit) -> Answer:
         "hanging": hanging[:SHOWN],
         "looked": looked,
         "problem": problem,
-        "may_abort": not visit.settings.read_only,
+        "may_abort": {name for name in names if await visit.may_change(Operation.WRITE, kind, name)},
+        "may_end": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
     }
     return Page("transactions.html", context)
 

@@ -139,10 +139,10 @@ def _warnings(
     for warned in pipeline_warnings(pipelines, now_ms=time.time() * 1000):
         page = address("pipelines", *warned.names) if len(warned.names) == 1 else address("pipelines")
         label = "See the pipeline" if len(warned.names) == 1 else "See the pipelines"
-        found.append(Warned(f"{warned.text[:1].upper()}{warned.text[1:300]}.", page, label, True))
+        found.append(Warned(f"{warned.text[:1].upper()}{warned.text[1:300].rstrip('.')}.", page, label, True))
     for mirror in mirrors:
         if mirror["error"]:
-            text = f"Mirror {mirror['mirror']} is {mirror['state']}: {mirror['error'][:200]}"
+            text = f"Mirror {mirror['mirror']} is {mirror['state']}: {mirror['error'][:200]}."
             found.append(Warned(text, address("mirrors", mirror["mirror"]), "See the mirror", True))
     return sorted(found, key=lambda one: not one.is_bad)[:20]
 
