@@ -293,3 +293,40 @@ def test_a_transform_reads_and_writes_by_schemas(
         job.close()
     (written,) = command("tail", copy, "--json").documents
     assert written["decoded"] == {"id": 1, "total": "25.00"}
+
+
+def test_a_transform_of_an_empty_topic_has_the_columns_of_its_schema_and_follows_its_versions(
+    spark: SparkSession, server: Server, registry: Any, topic: str, tmp_path: Path
+) -> None:
+    command, copy = CommandLine(server.kafka), f"{topic}-copy"
+    (tmp_path / "order.avsc").write_text(avro())
+    assert command("schema", "register", f"{topic}-value", tmp_path / "order.avsc").code == 0
+    for name in (topic, copy):
+        assert command("topic", "create", name, "--partitions", "1").code == 0
+
+    def transform(sql: str) -> TransformJob:
+        pipeline = Pipeline(
+            pipeline_id=uuid.uuid4(),
+            name=f"copy-{uuid.uuid4().hex[:8]}",
+            kind=PipelineKind.TRANSFORM,
+            overrides={"sql": sql, "into": copy, "decode": "schema"},
+        )
+        context = JobContext(spark=spark, brokers=server.kafka, lake=str(tmp_path), folder=str(tmp_path))
+        return TransformJob(pipeline, context)
+
+    wrong = transform(f"SELECT no_such FROM `{topic}`")
+    with pytest.raises(Exception, match="no_such"):
+        wrong.step()
+    wrong.close()
+    job = transform(f"SELECT payload.* FROM `{topic}`")
+    try:
+        # It is prepared before there is a message, with fields that the messages do not have in JSON's types.
+        assert job.step().rows == 0
+        larger = avro({"name": "note", "type": "string", "default": ""})
+        publish(server, topic, AvroSerializer(registry, larger)({**ORDER, "note": "new"}, of(topic)))
+        while job.step().lag:
+            pass
+    finally:
+        job.close()
+    (written,) = [json.loads(one["value"]) for one in command("tail", copy, "--json").documents]
+    assert (written["id"], written["total"], written["day"], written["note"]) == (1, 12.5, "2026-11-16", "new")

@@ -541,8 +541,8 @@ class Config:
         "auto",
         "Whether a second driver is kept ready, with Spark started, while pipelines run: when the first one dies, "
         "they resume at once. It takes as much memory as the first one, about 0.7 GB. `auto` keeps one if this node "
-        "has 8 GB of memory or more, by the limit of its container or service. `millstream cluster up` turns it off "
-        "for its nodes, which share a machine.",
+        "has 4 GB of memory or more, by the limit of its container or service, and at least three times "
+        "`pipelines-memory`. `millstream cluster up` turns it off for its nodes, which share a machine.",
         choices=("auto", "on", "off"),
     )
     pipelines_lake: str = setting(
@@ -732,15 +732,23 @@ class Config:
     @property
     def keeps_spare(self) -> bool:
         """Whether a second pipeline driver is kept ready."""
-        return self.pipelines_spare == "on" or (self.pipelines_spare == "auto" and memory_bytes() >= _SPARE_BYTES_MIN)
+        if self.pipelines_spare != "auto":
+            return self.pipelines_spare == "on"
+        from millstream.core.job import parse_memory
+
+        with suppress(InvalidSetting):
+            java = parse_memory(self.pipelines_memory, name="pipelines-memory")
+            return memory_bytes() >= max(_SPARE_BYTES_MIN, 3 * java)
+        return False
 
     def replace(self, **changes: Any) -> Config:
         """Return a copy with some settings changed."""
         return dataclasses.replace(self, **changes)
 
 
-_SPARE_BYTES_MIN: Final = 8_000_000_000
-"""The memory from which on a second pipeline driver is kept."""
+_SPARE_BYTES_MIN: Final = 3_500_000_000
+"""The memory from which on a second pipeline driver is kept: that of machines with 4 GB, less what firmware and kernel
+take of it."""
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

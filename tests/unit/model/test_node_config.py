@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.core import config
 from millstream.core.config import Config, memory_bytes
 from millstream.core.errors import InvalidSetting
 
@@ -57,6 +58,19 @@ def test_the_memory_of_a_node_is_the_smallest_limit_above_it(tmp_path: Path) -> 
     assert memory_bytes(tmp_path, own) == 1000
     (tmp_path / "memory.max").write_text("500\n")
     assert memory_bytes(tmp_path, own / "missing") == 500
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "memory", "is_kept"),
+    [(2, "1g", False), (3.8, "1g", True), (3.8, "2g", False), (8, "2g", True), (8, "3g", False), (8, "much", False)],
+)
+def test_a_spare_driver_is_kept_where_there_is_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: float, memory: str, is_kept: bool
+) -> None:
+    monkeypatch.setattr(config, "memory_bytes", lambda: int(gigabytes * 1e9))
+    assert Config(pipelines_memory=memory).keeps_spare is is_kept
+    assert Config(pipelines_memory=memory, pipelines_spare="on").keeps_spare
+    assert not Config(pipelines_memory=memory, pipelines_spare="off").keeps_spare
 
 
 def test_a_range_of_ports_has_room_for_every_process() -> None:

@@ -181,3 +181,5 @@ def test_json_follows_protobufs_mapping_and_loses_no_number() -> None:
     avro = codec_of("AVRO", render(SchemaText(schema_type="AVRO", text=source), COMPILED))
     encoded = avro.encode([float("nan"), float("inf"), None, 1.5])
     assert json.loads(avro.decode_json(Framed(1, None, encoded, None))) == ["NaN", "Infinity", None, 1.5]
+    with pytest.raises(SchemaMismatch, match="'NaN'"):
+        avro.encode(avro.from_json(["NaN"]))
