@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.queue_subjects import CLASSIC, NATS, OWN, QUORUM, REDIS, SHARE
+from benchmarks.queue_subjects import CLASSIC, NATS, OWN, QUORUM, REDIS, SDK, SHARE
 from benchmarks.report import Table
 from benchmarks.target import Numbers
 from benchmarks.verdict import LEVEL_MIN
@@ -109,7 +109,7 @@ def _backlog(found: Found) -> Table:
 
 def _verdict(found: Found) -> Table:
     table = Table("Queues: targets", ["target", "wanted", "verdict", "found"], 4)
-    for ours in (SHARE, OWN):
+    for ours in (SHARE, OWN, SDK):
         for peer in (QUORUM, CLASSIC, REDIS):
             _compare(table, found, ours, peer, 1.0)
         _compare(table, found, ours, NATS, LEVEL_MIN)

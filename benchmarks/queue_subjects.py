@@ -33,7 +33,7 @@ from confluent_kafka.cimpl import NewTopic
 import millstream
 from millstream_testing.server import Server
 
-SHARE, OWN = "millstream share", "millstream own"
+SHARE, OWN, SDK = "millstream share", "millstream own", "millstream sdk"
 NATS, QUORUM, CLASSIC, REDIS = "nats", "rabbitmq quorum", "rabbitmq classic", "redis"
 MAX_S: Final = 120.0
 """How long one measurement may take."""
@@ -183,7 +183,7 @@ class QueueSubject(ABC):
 
 
 class Millstream:
-    """One server for both of its clients; who comes first starts it."""
+    """One server for all of its clients; who comes first starts it."""
 
     def __init__(self) -> None:
         self.server: Server | None = None
@@ -265,6 +265,18 @@ class OwnClient(MillstreamSubject):
     def settings(self) -> str:
         """How the client is set."""
         return f"{self.batch} messages at once to a worker; librdkafka's producer with its defaults"
+
+
+class PythonSdk(MillstreamSubject):
+    """The SDK, with one connection for the messages of all workers."""
+
+    name = SDK
+    module = "benchmarks.queue_sdk"
+    batch = 10_000
+
+    def settings(self) -> str:
+        """How the client is set."""
+        return f"one subscriber for all workers, in_flight {self.batch}; librdkafka's producer with its defaults"
 
 
 class GoSubject(QueueSubject):
@@ -416,6 +428,7 @@ def started(names: Sequence[str], stack: ExitStack, flush: str = ALWAYS) -> tupl
     makers: dict[str, Callable[[], QueueSubject]] = {
         SHARE: lambda: ShareGroup(millstream_server),
         OWN: lambda: OwnClient(millstream_server),
+        SDK: lambda: PythonSdk(millstream_server),
         NATS: JetStream,
         QUORUM: lambda: QuorumQueue(rabbit),
         CLASSIC: lambda: ClassicQueue(rabbit),
@@ -435,4 +448,4 @@ def started(names: Sequence[str], stack: ExitStack, flush: str = ALWAYS) -> tupl
     return subjects, missing
 
 
-NAMES: Final = (SHARE, OWN, NATS, QUORUM, CLASSIC, REDIS)
+NAMES: Final = (SHARE, OWN, SDK, NATS, QUORUM, CLASSIC, REDIS)

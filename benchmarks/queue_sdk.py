@@ -1,0 +1,43 @@
+"""The queue benchmark's client with the Python SDK: one subscriber, whose handler runs as often at once as there are
+workers.
+
+    python -m benchmarks.queue_sdk --address HOST:PORT --queue TOPIC ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import uvloop
+from benchmarks.queue_load import Publishers, Run, arguments
+
+import millstream
+
+
+async def main() -> None:
+    """Run from the command line."""
+    given = arguments(__doc__ or "")
+    run = Run(given)
+
+    async def handle(message: millstream.Message) -> None:
+        value = message.value or b""
+        run.got(1, (int.from_bytes(value[:8], "little"),) if run.is_timed else ())
+
+    async with millstream.connect(given.address) as ms:
+        subscriber = await ms.subscribe(
+            given.queue, handle, name=given.queue, start="earliest", concurrency=given.workers, in_flight=given.batch
+        )
+        with Publishers(run) as publishers:
+            run.begin()
+            publishers.start()
+            while not run.is_received:
+                # A look takes CPU time from the workers, so it is frequent only when the end is near.
+                await asyncio.sleep(0.001 if run.is_published else 0.02)
+            await subscriber.drain()
+            run.accept(run.received)
+            run.end()
+        await subscriber.unsubscribe(delete=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
