@@ -226,15 +226,15 @@ async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Tar
     await target.mirrors.note_gated(await target.mirror())
     (note,) = await target.notes()
     assert note == (
-        f"clients can write {EUX}, {EU}, {US} here since a failover; `millstream mirror reverse {NAME}` lets the old "
-        "source follow"
+        f"clients can write to {EUX}, {EU}, {US} here since a failover; `millstream mirror reverse {NAME}` lets the "
+        "old source follow"
     )
 
 
 async def test_topics_that_a_switch_has_fenced_are_named_with_the_way_out(target: Target) -> None:
     await target.topics.set_mirror(US, NAME, is_draining=True)
     (note,) = await target.notes()
-    assert note.startswith(f"clients cannot write {US}, because a switch")
+    assert note.startswith(f"clients cannot write to {US}, because a switch")
     assert f"`millstream mirror failover {NAME}`" in note
 
 
@@ -461,7 +461,7 @@ async def test_a_switch_that_cannot_be_undone_leaves_the_source_fenced(
         raise StoreUnavailable("the catalog is away")
 
     target.has_leaders = False
-    monkeypatch.setattr(target.service, "give_up_cut", fail)
+    monkeypatch.setattr(target.service, "cancel_cut", fail)
     with pytest.raises(RequestTimedOut, match=f"the catalog is away.*mirror failover {NAME}`"):
         await failover.switch(target.service, SWITCH)
     assert other_side.asked == ["fence"]

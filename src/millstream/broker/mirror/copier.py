@@ -7,7 +7,7 @@ busy, and memory stays bounded: for each leader of the source, twice `LEADER_BYT
 kernel, which grows them with the round trip; a fixed size would turn that off.
 
 A copy never exposes a torn transaction. Where it holds a commit marker that is not known to have arrived on all
-mirrored partitions of its transaction, clients read up to there (`Partition.expose`); `transactions` moves that on.
+mirrored partitions of its transaction, clients read up to there (`Partition.expose`); `Follower` advances that offset.
 
 Nor does it expose a compacted partition where the last value of a key is missing. If a fetch brings records with gaps,
 compaction at the source may have removed values because of later ones that have not arrived. They are below the high
@@ -257,9 +257,9 @@ class Copier:
         for line in [line for line, task in self._lines.items() if task.done()]:
             task = self._lines.pop(line)
             if not task.cancelled() and (failed := task.exception()) is not None:
-                _logger.error("a line of a mirror failed because of a bug", exc_info=failed)
+                _logger.error("a line of a mirror failed with an internal error", exc_info=failed)
                 for copy in self._members.get(line, {}).values():
-                    self._hold(copy, MillstreamError(f"a bug: {failed!r}"))
+                    self._hold(copy, MillstreamError(f"internal error: {failed!r}"))
         now = self._clock.monotonic()
         wanted = [copy for copy in self.copies.values() if copy.held_until <= now]
         turn = asyncio.Semaphore(CHECKED_AT_ONCE)
@@ -305,7 +305,7 @@ class Copier:
     async def _check_history(self, copy: Copy) -> None:
         """Compare the copy's last epoch with the source's history, once for each epoch of the leader here.
 
-        An end that the source does not have is truncated if it holds only the mark of a cut that was given up. In an
+        An end that the source does not have is truncated if it holds only the mark of a cut that was cancelled. In an
         old source that follows (`mirror reverse`), so is everything down to the common point, unless that is beyond the
         cut of the other side: the records there were copied.
         """
@@ -389,7 +389,7 @@ class Copier:
         positions = {members[key].source: offset for key, offset in asked.items()}
         # A few lines get more each, so that they are not idle for most of a long round trip.
         size = min(LINE_BYTES, LEADER_BYTES // max(1, sum(one == leader for one, _ in self._members)))
-        # Not more than a second's worth at once, so that a limited mirror does not come in bursts.
+        # At most a second's worth at once, so that a limited mirror does not fetch in bursts.
         limits = FetchLimits(min(size, self._rate or size), FETCH_WAIT_MS)
         return asyncio.get_running_loop().create_task(self._source.client.fetch_from(leader, positions, limits))
 

@@ -150,7 +150,7 @@ class Mirrors(NamedHolder[Mirror]):
             self._by_name[name] = await self._declarations.change(Catalog.alter_mirror, known.mirror_id, forgotten)
 
     async def note_gated(self, mirror: Mirror) -> None:
-        """Record durably that readers wait at commits, before there is a copy: also a failover has to know."""
+        """Record durably that readers wait at commits, before there is a copy: a failover has to know it, too."""
         known = self._by_name.get(mirror.name)
         if known is None or known.is_gated:
             return

@@ -117,14 +117,14 @@ class Sightings:
         return any(self._absences.values())
 
     def compare(self, found: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Take in one complete answer of the source; return what is new in it, and what is to be deleted here."""
+        """Process one complete answer of the source; return what is new in it, and what is to be deleted here."""
         for item_id, times in self._absences.items():
             self._absences[item_id] = 0 if item_id in found else times + 1
         gone = frozenset(item_id for item_id, times in self._absences.items() if times >= ABSENT_TIMES)
         return frozenset(found - self._absences.keys()), gone
 
     def apply(self, change: SightingChange) -> None:
-        """Take over what is stored. What is forgotten and declared here again is no longer the source's."""
+        """Apply a change that was stored. An item that is forgotten and declared here again is not the source's."""
         self._absences.update(dict.fromkeys(change.seen, 0))
         for item_id in change.forgotten:
             self._absences.pop(item_id, None)
@@ -164,7 +164,7 @@ class DeclaredCopies:
                 self._run.notes.pop("schemas behind", None)
                 return
             if pages and page.last != first:
-                # Pages are cut by position, which a change shifts: start over at the next look.
+                # Pages are cut by position, which a change shifts: start over at the next check.
                 return
             first = page.last
             pages += page.schemas

@@ -1,7 +1,7 @@
-"""The changes of direction of a mirror: failover, reverse and switch.
+"""Change the direction of a mirror: failover, reverse and switch.
 
-The cluster that holds the copies is in charge: it cuts them, lets clients write them, and asks the old source to follow
-(`adopt`). Each step may be repeated. A mirror is always declared on the side that follows.
+The cluster that holds the copies is in charge: it cuts them, lets clients write to them, and asks the old source to
+follow (`adopt`). Each step can be repeated. A mirror is always declared on the side that follows.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _logger = logging.getLogger(__name__)
 
 Step = Literal["fence", "follow"]
 SOURCE_S: Final = 2.0
-"""How long a failover waits for the source to say what is missing."""
-AT_ONCE: Final = 32
+"""How long a failover waits for the source to report its high watermarks."""
+CONCURRENT_MAX: Final = 32
 RELEASE_S: Final = 30.0
-"""How long a switch that is given up tries to let the source accept writers again."""
+"""How long a cancelled switch tries to let the source accept writers again."""
 RELEASE_ATTEMPTS: Final = 8
 """How often the source releases topics that another of its nodes is still fencing, before it gives up."""
-TURN_S: Final = 60.0
-"""How long a switch takes at most, without the drain."""
+SWITCH_S: Final = 60.0
+"""How long a switch takes at most, apart from the drain."""
 SAVED_AT_ONCE: Final = 500
 ORIGINAL_HEADER: Final = "millstream-original"
 """A header of saved records: topic, partition and offset that they had."""
@@ -72,7 +72,7 @@ ORIGINAL_HEADER: Final = "millstream-original"
 async def fail_over(service: MirrorService, request: FailoverRequest) -> FailoverResponse:
     """Make copies writable here; nothing is copied to them any more.
 
-    May be repeated: after a failure it continues, and after a success whose response was lost it returns the cuts.
+    Can be repeated: after a failure it continues, and after a success whose response was lost it returns the cuts.
     """
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
@@ -87,12 +87,12 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
         return FailoverResponse(partitions=earlier, source_error="the source was not contacted again")
     topics = chosen_topics(service, mirror, request.topics)
     if request.is_planned:
-        # An earlier attempt may have got further, also on another node; then everything was carried over.
+        # An earlier attempt, perhaps on another node, may have got further; then everything was carried over.
         await service.mirrors.load()
         mirror = await service.mirrors.find(mirror.name)
         if any(topic.name not in mirror.cut_epochs for topic in topics):
             _check_running(service, mirror)
-            follower = await service.follower_of(mirror, started + TURN_S)
+            follower = await service.follower_of(mirror, started + SWITCH_S)
             await follower.sync_all([topic.name for topic in topics])
     # Nothing is verified from here on, so every copy is cut at the same moment.
     mirror = await service.begin_cut(mirror, topics, is_partial=request.topics is not None)
@@ -121,7 +121,7 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
 async def _end_fence(
     service: MirrorService, mirror: Mirror, patterns: Sequence[str] | None, started: float
 ) -> FailoverResponse:
-    """As the source of a switch that was given up, because the other side is gone: take writers again."""
+    """As the source of a switch whose other side is gone: accept writers again."""
     fenced = [topic for topic in service.copied_topics(mirror.name) if topic.is_draining]
     chosen = _matching((topic.name for topic in fenced), patterns)
     topics = [topic for topic in fenced if topic.name in chosen]
@@ -143,7 +143,7 @@ async def _end_fence(
 
 
 def _earlier_cuts(service: MirrorService, mirror: Mirror, patterns: Sequence[str] | None) -> list[CutPartition]:
-    """Return where the copies of a mirror were cut that still exist and whose names match."""
+    """Return the cuts of those copies of a mirror that still exist and whose names match."""
     return [
         CutPartition(topic=name, partition=index, offset=offset, epoch=_epoch_of(service, topic, index))
         for name in sorted(_matching(mirror.cuts, patterns))
@@ -153,7 +153,7 @@ def _earlier_cuts(service: MirrorService, mirror: Mirror, patterns: Sequence[str
 
 
 def _matching(names: Iterable[str], patterns: Sequence[str] | None) -> set[str]:
-    """Return the names that match one of the patterns; all without patterns."""
+    """Return the names that match one of the patterns; without patterns, all of them."""
     if patterns is None:
         return set(names)
     compiled = [compile_regex(pattern) for pattern in patterns]
@@ -187,7 +187,7 @@ def _no_copies(mirror: Mirror, patterns: Sequence[str] | None) -> InvalidMirror:
 
 async def cut_topics(service: MirrorService, mirror: Mirror, topics: Sequence[Topic]) -> list[CutPartition]:
     """Cut every partition of some copies, and record where."""
-    turn = asyncio.Semaphore(AT_ONCE)
+    turn = asyncio.Semaphore(CONCURRENT_MAX)
 
     async def cut(where: TopicPartition) -> CutPartition:
         async with turn:
@@ -206,7 +206,7 @@ async def cut_topics(service: MirrorService, mirror: Mirror, topics: Sequence[To
 
 
 async def make_writable(service: MirrorService, topics: Sequence[Topic]) -> None:
-    """Let clients write topics that are cut."""
+    """Let clients write to topics that were cut."""
     await _set_mirror(service, topics, "")
 
 
@@ -221,8 +221,8 @@ async def _track_letters(service: MirrorService, topics: Iterable[Topic]) -> Non
 async def _set_mirror(
     service: MirrorService, topics: Sequence[Topic], mirror: str, *, is_draining: bool = False
 ) -> None:
-    """Let a mirror write topics, or clients."""
-    turn = asyncio.Semaphore(AT_ONCE)
+    """Let only a mirror write to topics; without a name, clients may write to them again."""
+    turn = asyncio.Semaphore(CONCURRENT_MAX)
 
     async def change(topic: Topic) -> None:
         async with turn:
@@ -260,11 +260,11 @@ async def reverse(service: MirrorService, request: ReverseRequest) -> ReverseRes
     _check_reversible(mirror)
     if service.copied_topics(mirror.name):
         raise InvalidMirror(
-            f"mirror {mirror.name!r} still copies from its source; turn it around with `millstream mirror switch "
+            f"mirror {mirror.name!r} still copies from its source; change sides with `millstream mirror switch "
             f"{mirror.name}`, or fail over first"
         )
     if not mirror.cuts:
-        raise InvalidMirror(f"nothing of mirror {mirror.name!r} was failed over, so there is nothing to reverse")
+        raise InvalidMirror(f"no topic of mirror {mirror.name!r} was failed over, so there is nothing to reverse")
     async with Source(mirror.settings, name=mirror.name) as source:
         adopted = await source.ask(
             None, ADOPT_KEY, _adoption(service, mirror, request, step="follow"), AdoptResponse, waits=True
@@ -316,7 +316,7 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
         try:
             adopted = await source.ask(None, ADOPT_KEY, follow, AdoptResponse, waits=True)
         except InvalidMirror as error:
-            # It says itself what to do.
+            # The error says what to do.
             raise InvalidMirror(f"clients can write here now, but the old source does not follow: {error}") from None
         except MillstreamError as error:
             raise RequestTimedOut(
@@ -334,7 +334,7 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
 async def _follow_again(service: MirrorService, mirror: Mirror) -> None:
     """Let the copies follow again; if that fails, the source stays fenced, so that only one side takes writes."""
     try:
-        await service.give_up_cut(mirror)
+        await service.cancel_cut(mirror)
     except MillstreamError as error:
         raise RequestTimedOut(
             f"the switch stopped halfway and could not be undone ({error}), so the source refuses writers; complete it "
@@ -343,7 +343,7 @@ async def _follow_again(service: MirrorService, mirror: Mirror) -> None:
 
 
 async def _release(source: Source, release: AdoptRequest) -> None:
-    """Let the source of a switch that is given up accept writers again, or raise what to do."""
+    """Let the source of a cancelled switch accept writers again; if that fails, raise an error that says what to do."""
     backoff, reason = Backoff(max_s=5.0), "it did not answer"
     try:
         async with asyncio.timeout(RELEASE_S):
@@ -366,7 +366,7 @@ def _would_drop(mirror: Mirror, removed: Sequence[RemovedRange]) -> InvalidMirro
     """Return the error of a switch that would drop records of a topic that was failed over before."""
     first = removed[0]
     return InvalidMirror(
-        f"topic {first.topic!r} was failed over before, and the source has written it since (partition "
+        f"topic {first.topic!r} was failed over before, and written at the source since (partition "
         f"{first.partition}, offsets {first.start} to {first.end - 1}), so a switch would lose these records. Run "
         f"`millstream mirror failover {mirror.name}` and `millstream mirror reverse {mirror.name} --save-to TOPIC`"
     )
@@ -379,7 +379,7 @@ def _check_running(service: MirrorService, mirror: Mirror) -> None:
             f"Once all copies are writable, let the old source follow with `millstream mirror reverse {mirror.name}`"
         )
     if not mirror.is_due:
-        raise InvalidMirror(f"mirror {mirror.name!r} does not run; resume it first, or fail over")
+        raise InvalidMirror(f"mirror {mirror.name!r} is not running; resume it first, or fail over")
 
 
 def _check_reversible(mirror: Mirror) -> None:
@@ -414,8 +414,8 @@ def _adoption(service: MirrorService, mirror: Mirror, request: ReverseRequest, *
 async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
     """As an old source: follow the cluster that took over, in the steps that it asks for.
 
-    Steps wait for each other: a switch that is given up may ask for the release while its fence is still under way.
-    The owner carries them out. It may be another than that of the step before, so it reads what that one has stored.
+    Steps wait for each other: a cancelled switch may ask for the release while its fence is still under way. The owner
+    carries them out. It may not be the owner that carried out the previous step, so it reads what that one has stored.
     """
     async with service.adopting:
         await service.mirrors.load()
@@ -425,9 +425,9 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
 
 
 async def _release_topics(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
-    """Let clients write the topics of a switch again that is given up; delete its mirror, but no other.
+    """Let clients write to the topics of a cancelled switch again; delete its mirror, but no other.
 
-    The owner before this one may still be fencing topics, which is possible until the mirror is deleted.
+    The previous owner may still be fencing topics, which it can until the mirror is deleted.
     """
     backoff, fenced = Backoff(), [topic for topic in topics if topic.is_draining]
     while backoff.failures < RELEASE_ATTEMPTS:
@@ -446,7 +446,7 @@ async def _release_topics(service: MirrorService, request: AdoptRequest, topics:
 
 
 async def _delete_unused(service: MirrorService, name: str) -> None:
-    """Delete a mirror if no topic names it any more: only it makes them writable again."""
+    """Delete a mirror unless a topic still names it, since only its mirror makes such a topic writable again."""
     with suppress(InvalidMirror, UnknownMirror):
         await service.mirrors.delete(name)
 
@@ -480,7 +480,7 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
     else:
         await _forget_cuts(service, declared, topics)
     await _set_mirror(service, topics, request.name, is_draining=request.step == "fence")
-    # From here on no client writes them, on any node, and nothing that was written is still to be acknowledged.
+    # After this, no node lets clients write to them, and everything that was written before is acknowledged.
     await service.fence_everywhere(request.name, [topic.topic_id for topic in topics])
     if request.step == "fence":
         ends = await service.barrier([topic.name for topic in topics])
@@ -489,10 +489,10 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
 
 
 async def _forget_cuts(service: MirrorService, declared: Mirror, topics: Sequence[Topic]) -> None:
-    """Forget durably where topics were cut that were failed over here since then, so that they are scanned again.
+    """Forget durably the cuts of topics that were failed over here since then, so that they are scanned again.
 
-    This has to precede their fence: afterwards nothing shows any more that clients could write them. The mirror stops
-    until they are scanned; without a cut, a node that copies until it learns of that truncates nothing.
+    This has to precede their fence: afterwards nothing shows that clients could write to them. The mirror stops until
+    they are scanned; a node that has not learned of that yet continues to copy, but truncates nothing without a cut.
     """
     stale = {topic.name for topic in topics if topic.mirror != declared.name or topic.name in declared.cut_epochs}
     if stale.isdisjoint(declared.cuts):
@@ -523,13 +523,13 @@ async def _beyond(service: MirrorService, cuts: TopicOffsets, ends: TopicOffsets
 async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
     """Drop the records that only this cluster has, and start copying.
 
-    May be repeated: the ranges are recorded before they are dropped. Once this cluster copies a topic, nothing of it is
+    Can be repeated: the ranges are recorded before they are dropped. Once this cluster copies a topic, nothing of it is
     dropped any more, since the records beyond its cuts come from the other cluster, until it is failed over here.
     """
     declared = await service.mirrors.find(request.name)
     if declared.cuts != request.cuts:
         cuts = {name: offsets for name, offsets in request.cuts.items() if declared.cuts.get(name) != offsets}
-        declared = await _give_up(service, request, cuts, [topic for topic in topics if topic.name in cuts])
+        declared = await _drop_beyond(service, request, cuts, [topic for topic in topics if topic.name in cuts])
     await service.mirrors.change(
         request.name, lambda now: dataclasses.replace(now, overrides=dict(request.settings), is_wanted=True)
     )
@@ -543,7 +543,7 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
     return AdoptResponse(removed=removed)
 
 
-async def _give_up(
+async def _drop_beyond(
     service: MirrorService, request: AdoptRequest, cuts: TopicOffsets, topics: Sequence[Topic]
 ) -> Mirror:
     """Drop what some topics hold beyond their cuts; return the mirror with the ends of what was dropped."""

@@ -69,7 +69,7 @@ TRANSACTIONS_S: Final = 0.2
 ARRIVAL_S: Final = 30.0
 ARRIVAL_WAIT_S: Final = 5.0
 NOTICE_LOST_S: Final = 5.0
-"""After how long the owner asks all nodes whether clients wait at a commit, although none has said so."""
+"""After how long the owner asks all nodes whether clients wait at a commit, although none has reported it."""
 APPLIED: Final = "mirrored"
 """The metadata of offsets that a mirror has committed. Kafka Streams decodes metadata from base64, which this is."""
 CONFIGS_S: Final = 10.0
@@ -86,13 +86,13 @@ class Follower:
         self._settings = run.settings
         self._configs_at = 0.0
         self._committed: dict[str, dict[TopicPartition, int]] = {}
-        """The offsets of groups on the source, as of the last look."""
+        """The offsets of groups on the source, as last read."""
         self._applicable: dict[str, dict[TopicPartition, int]] = {}
         """Those that may be applied: all transactions that committed them are readable here."""
         self._syncing = asyncio.Lock()
         """Held while offsets of groups are carried over: none are applied that were read before those applied last."""
         self._is_awaited = False
-        """Whether a planned switch or failover waits for that; a wait for copies to arrive ends early then."""
+        """Whether a planned switch or failover waits for the lock; then a wait for copies to arrive ends early."""
         self._waiting_at: set[tuple[str, int]] = set()
         """The copies at which clients wait at a commit."""
         self._queues: dict[QueueKey, int] = {}
@@ -100,9 +100,9 @@ class Follower:
         self._cut_at: dict[QueueKey, tuple[int, int]] = {}
         """Where the state of other queues was cut, and the write it was of."""
         self._absent: dict[str, int] = {}
-        """Copies whose original is gone, and how often in a row it was not found."""
+        """Copies whose original is gone, and how often in a row it was missing."""
         self._absent_subscriptions: dict[UUID, int] = {}
-        """Subscriptions of the source, and how often in a row each was not found."""
+        """Subscriptions of the source, and how often in a row each was missing."""
 
     async def run(self) -> None:
         """Run until cancelled or until the source cannot be reached."""
@@ -589,7 +589,7 @@ class Follower:
             self._run.notes[key] = f"subscription {offered.name!r}: {error}"
 
     def _forget_queues(self, is_gone: Callable[[QueueKey], bool]) -> None:
-        """Forget which states were applied, so that they are applied again: they went with what was deleted here."""
+        """Forget that states were applied, so that they are applied again: what they belong to was deleted here."""
         self._queues = {key: sequence for key, sequence in self._queues.items() if not is_gone(key)}
         self._cut_at = {key: cut for key, cut in self._cut_at.items() if not is_gone(key)}
         self._run.queues = len(self._queues)

@@ -308,7 +308,7 @@ class MirrorService:
         return self._client
 
     def note_connected(self) -> None:
-        """Wake those who wait until a mirror has connected to its source."""
+        """Wake the tasks that wait until a mirror has connected to its source."""
         done, self._connected = self._connected, asyncio.Event()
         done.set()
 
@@ -403,7 +403,7 @@ class MirrorService:
         """Start, restart and stop what the declarations have changed."""
         await self._restrict_compacted()
         self._restrict(partition for partition in self.topics.hosted() if not awaits_gaps(partition))
-        self._forget_given_up()
+        self._forget_cancelled()
         declared = {mirror.name: mirror for mirror in self.mirrors.all() if mirror.is_due}
         for name, run in list(self._runs.items()):
             now = declared.get(name)
@@ -415,8 +415,8 @@ class MirrorService:
                 run.task = self._supervise(f"mirror {name}", run.run())
             self._runs[name].refreshed.set()
 
-    def _forget_given_up(self) -> None:
-        """Forget the cuts of deleted mirrors, and those that were given up: copying continues."""
+    def _forget_cancelled(self) -> None:
+        """Forget the cuts of deleted mirrors, and those that were cancelled: copying continues."""
         known = {mirror.mirror_id: mirror.cut_epochs for mirror in self.mirrors.all()}
         names = {topic.topic_id: topic.name for topic in self.topics.all()}
         for mirror_id, cuts in list(self.cutting.items()):
@@ -461,15 +461,15 @@ class MirrorService:
                 f"`{self.failover_command(mirror)}` again"
             )
         if taken_over := [name for name in mirror.cuts if (topic := self.topics.get(name)) and not topic.mirror]:
-            what = f"clients can write {_listed(taken_over)} here since a failover"
+            what = f"clients can write to {_listed(taken_over)} here since a failover"
             if not mirror.is_gated or mirror.settings.rename:
                 yield f"{what}; delete the mirror once its source is not needed any more"
             else:
                 yield f"{what}; `millstream mirror reverse {mirror.name}` lets the old source follow"
         if fenced := [topic.name for topic in self.copied_topics(mirror.name) if topic.is_draining]:
             yield (
-                f"clients cannot write {_listed(fenced)}, because a switch on the other side is taking over; if none "
-                f"is running there, `millstream mirror failover {mirror.name}` lets clients write here again"
+                f"clients cannot write to {_listed(fenced)}, because a switch on the other side is taking over; if "
+                f"none is running there, `millstream mirror failover {mirror.name}` lets clients write here again"
             )
         for name, gaps in sorted(mirror.gaps.items()):
             for index, offset in sorted(gaps.items()):
@@ -536,10 +536,10 @@ class MirrorService:
 
         await self.mirrors.change(mirror.name, ended)
 
-    async def give_up_cut(self, mirror: Mirror) -> None:
-        """Let a mirror copy again that was stopped for a planned switch.
+    async def cancel_cut(self, mirror: Mirror) -> None:
+        """Resume a mirror that was stopped for a planned switch.
 
-        Copies that are cut already have nothing else of their own than the mark of the cut, which the copier removes.
+        Copies that were already cut have nothing of their own but the mark of the cut, which the copier removes.
         """
 
         def resumed(now: Mirror) -> Mirror:
@@ -563,7 +563,7 @@ class MirrorService:
             await self.mirrors.load()
             mirror = await self.mirrors.find(request.mirror)
             if not _is_cut_in(mirror, request):
-                raise InvalidMirror(f"the cut of {partition.log.partition} was given up")
+                raise InvalidMirror(f"the cut of {partition.log.partition} was cancelled")
         cutting = self.cutting.setdefault(mirror.mirror_id, {})
         before = cutting.get(key)
         if before is not None and before.epoch == partition.leader_epoch:
@@ -609,8 +609,8 @@ class MirrorService:
             cutting.pop(key, None)
             raise
         finally:
-            # It may have been given up meanwhile.
-            self._forget_given_up()
+            # It may have been cancelled meanwhile.
+            self._forget_cancelled()
 
     async def ask_leader(self, where: TopicPartition, key: int, request: Any, kind: type[R]) -> R:
         """Send a request to the node that leads a partition."""
@@ -678,7 +678,7 @@ class MirrorService:
         A node whose view of the cluster is older than the caller's catches up first.
         """
         if request.wait_ms:
-            # One that this node no longer leads is another's to report on.
+            # Another node reports on those that this one no longer leads.
             with suppress(TimeoutError, MillstreamError):
                 async with asyncio.timeout(request.wait_ms / 1000):
                     await self.topics.await_revision(request.revision)
@@ -728,7 +728,7 @@ class MirrorService:
                     one.shards for one in ended
                 ]
         except TimeoutError:
-            raise RequestTimedOut("transactions take long to end; no barrier was possible") from None
+            raise RequestTimedOut("transactions take too long to end; no barrier was possible") from None
         if not all(one.held for one in (*began, *ended)):
             raise RequestTimedOut("a node did not hold back transactions long enough")
         # A coordinator that was between two nodes was held back by neither.
@@ -764,9 +764,9 @@ class MirrorService:
         return HoldResponse(held=ready.is_set(), shards=self._transactions.led())
 
     async def fence(self, request: FenceRequest) -> None:
-        """As an old source: wait until this node refuses clients of topics, and what they wrote is acknowledged.
+        """As an old source: wait until this node refuses writes to topics, and has acknowledged all earlier ones.
 
-        With cuts, those partitions alone are truncated then; raise `NotLeader` if this node does not lead one.
+        With cuts, it then truncates those partitions only; raise `NotLeader` if it does not lead one of them.
         """
         await self.topics.await_mirror(request.topic_ids, request.mirror)
         if request.cuts:
@@ -788,11 +788,11 @@ class MirrorService:
             if cut < partition.log.end_offset:
                 await partition.cut_mirrored(cut, refetches=True)
             if not partition.is_leader:
-                # Its current leader may not know of that yet.
+                # Its current leader may not know of the truncation yet.
                 raise NotLeader(f"{partition.log.partition} is not led by this node any more")
 
     async def truncate_everywhere(self, mirror: str, topics: Iterable[Topic], cuts: TopicOffsets) -> None:
-        """Let the leader of each partition of fenced topics truncate it at its cut; raise if one does not."""
+        """Let the leaders of fenced topics truncate each partition at its cut; raise an error if one does not."""
         turn = asyncio.Semaphore(TRUNCATED_AT_ONCE)
 
         async def truncate(topic: Topic, index: int, cut: int) -> None:

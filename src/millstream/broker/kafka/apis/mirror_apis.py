@@ -13,7 +13,7 @@ import msgspec
 from millstream.broker.cluster.membership import NO_CONTROLLER
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.mirror.declared_copies import check_declared, registry_page
-from millstream.broker.mirror.failover import TURN_S, adopt, fail_over, reverse, switch
+from millstream.broker.mirror.failover import SWITCH_S, adopt, fail_over, reverse, switch
 from millstream.broker.mirror.service import MirrorService, R
 from millstream.broker.mirror.source import Source
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
@@ -87,7 +87,7 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
         request: OwnerRequestT,
         kind: type[R],
         carry_out: Callable[[MirrorService, OwnerRequestT], Awaitable[R]],
-        timeout_s: float = TURN_S,
+        timeout_s: float = SWITCH_S,
     ) -> R:
         """Carry out a request on the owner of mirrors, which may be this node."""
         service = self._mirrors
@@ -220,7 +220,7 @@ class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
         if not request.is_planned and not self._mirrors.is_fenced(request.name):
             return await fail_over(self._mirrors, request)
         # Only the owner knows what was carried over, and waits for a fence that is under way.
-        return await self._run_on_owner(request, FailoverResponse, fail_over, 2 * TURN_S)
+        return await self._run_on_owner(request, FailoverResponse, fail_over, 2 * SWITCH_S)
 
 
 class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
@@ -393,7 +393,7 @@ class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
 
     async def handle(self, request: ReverseRequest) -> ReverseResponse:
         # Only the owner knows what was carried over. A switch takes a few seconds longer than the drain.
-        timeout_s = request.timeout_ms / 1000 + TURN_S
+        timeout_s = request.timeout_ms / 1000 + SWITCH_S
         return await self._run_on_owner(request, ReverseResponse, switch, timeout_s)
 
 
