@@ -9,9 +9,13 @@ from uuid import UUID
 
 import pytest
 
+from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES
 from millstream.broker.mirror.follower import Follower
-from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, Subscription
+from millstream.core.errors import NotLeader
+from millstream.core.ids import PartitionIndex
+from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, READ_COMMITTED, Subscription
+from millstream.core.topic import TopicPartition
 from millstream.protocol.private.mirror_messages import OfferedSubscription
 
 BILLING, DEAD, OTHER = "billing", "billing-dead", "billing-errors"
@@ -84,3 +88,25 @@ async def test_only_a_queue_of_letters_gives_way_to_that_of_the_source(name: str
         assert "another subscription" in here.notes[f"subscription {name}"]
     else:
         assert here.done == [("delete", name), ("create", name)]
+
+
+async def test_the_end_of_a_copy_on_other_nodes_is_asked_for() -> None:
+    here, there, nowhere = (TopicPartition("orders", PartitionIndex(index)) for index in range(3))
+    asked: list[Any] = []
+
+    def partition(_topic: str, index: int) -> Any:
+        if index != here.partition:
+            raise NotLeader("this node does not host it")
+        return SimpleNamespace(last_stable_offset=7, high_watermark=9)
+
+    async def list_offsets_of(places: dict[TopicPartition, int], *, isolation: int) -> dict[TopicPartition, Any]:
+        asked.append((set(places), isolation))
+        return {there: SimpleNamespace(offset=5), nowhere: NotLeader("it has no leader")}
+
+    service: Any = SimpleNamespace(
+        topics=SimpleNamespace(partition=partition),
+        _wire_client=lambda: SimpleNamespace(list_offsets_of=list_offsets_of),
+    )
+    ends = await SubscriptionService.readable_ends(service, [here, there, nowhere], READ_COMMITTED)
+    assert ends == {here: 7, there: 5}
+    assert asked == [({there, nowhere}, 1)]
