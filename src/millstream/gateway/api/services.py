@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from itertools import chain
+from random import randrange
 from typing import Final
 
 import msgspec
@@ -137,7 +137,7 @@ class Leasing:
         """
         now = asyncio.get_running_loop().time()
         self._hung_until = {node: until for node, until in self._hung_until.items() if now < until}
-        first = random.randrange(len(nodes))
+        first = randrange(len(nodes))
         turned = [*nodes[first:], *nodes[:first]]
         return [node for node in turned if node not in self._hung_until] or turned
 
