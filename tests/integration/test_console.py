@@ -376,6 +376,27 @@ def test_messages_are_shown_as_their_schema_decodes_them(console: Console) -> No
     assert watched.problems == []
 
 
+def test_a_search_that_goes_on_counts_what_its_page_has_found(console: Console, topic: str) -> None:
+    with console.api() as api:
+        for at in range(0, 600, 100):
+            orders = [{"json": {"order": at + number}} for number in range(100)]
+            content = json.dumps({"messages": orders})
+            assert api.post(f"/topics/{topic}/messages", content=content, headers=MESSAGES).is_success
+    watched = console.page(f"/topics/{topic}/messages?from=start&filter=payload.order%20%3C%20120")
+    page = watched.page
+    state, rows = page.locator("[data-state]"), page.locator("#rows tr")
+    expect(state).to_have_text("120 found in 600 of 600 messages.")
+    expect(rows).to_have_count(120)
+    expect(page.get_by_role("link", name="Continue from here")).to_be_hidden()
+    page.goto(f"{console.url}/topics/{topic}/messages?from=start&filter=payload.order%20%3E%3D%200")
+    expect(state).to_contain_text("500 found in 500 of 600 messages. Stopped after 500 messages")
+    expect(rows).to_have_count(500)
+    page.get_by_role("link", name="Continue from here").click()
+    expect(state).to_contain_text("100 found in 100 of 100 messages.")
+    expect(rows).to_have_count(100)
+    assert watched.problems == []
+
+
 def test_messages_are_downloaded_as_lines(console: Console) -> None:
     with httpx.Client(timeout=WAIT_S) as client:
         answer = client.get(f"{console.url}/topics/orders/download", params={"filter": "payload.total > 5000"})

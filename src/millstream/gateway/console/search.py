@@ -115,7 +115,7 @@ class Searches:
             for partition, (start, end) in ranges.items()
             if start < end
         }
-        progress.total = sum(end - start for start, end in ranges.values())
+        progress.total = progress.read + sum(end - start for start, end in ranges.values())
         left = limit
         while open_places:
             try:

@@ -288,12 +288,15 @@ async def search(visit: Visit) -> Answer:
 
 
 async def _found(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
-    progress = Progress()
+    # What the page has found counts.
+    progress = Progress(read=visit.number("read", 0, high=2**63 - 1), matched=visit.number("matched", 0))
+    places = {index: start for index, (start, _) in ranges.items()}
+    limit = max(1, SEARCH_ROWS_MAX - progress.matched)
     rows = environment().get_template("message_rows.html")
     try:
         async with visit.searches.admitted(visit.person):
             steps = visit.searches.read(
-                visit.services, wanted.topic, ranges, wanted.condition, progress, limit=SEARCH_ROWS_MAX
+                visit.services, wanted.topic, ranges, wanted.condition, progress, limit=limit, places=places
             )
             async with aclosing(steps):
                 async for found in steps:
@@ -302,11 +305,13 @@ async def _found(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) 
                         "rows": rows.render(topic=wanted.topic.name, rows=shown) if shown else "",
                         "state": _said(progress, is_done=False),
                         "share": progress.read / max(1, progress.total),
+                        "at": _at(places),
                     }
                     yield event("rows", msgspec.json.encode(said))
         more = progress.matched >= SEARCH_ROWS_MAX
         end = f" Stopped after {SEARCH_ROWS_MAX} messages; narrow the filter, or download all." if more else ""
-        yield event("done", msgspec.json.encode({"state": _said(progress, is_done=True) + end}))
+        at = _at(places) if more else ""
+        yield event("done", msgspec.json.encode({"state": _said(progress, is_done=True) + end, "at": at}))
     except (MillstreamError, Refused) as error:
         yield event("done", msgspec.json.encode({"state": f"The search failed: {error}"}))
 

@@ -83,6 +83,15 @@
     const show = () => {
       for (const one of box.querySelectorAll("[data-when]")) one.hidden = (one.dataset.when === "running") !== (box.dataset.running === "yes");
     };
+    // After a stop, the next page continues where the stream was; after the end there is none.
+    const next = document.querySelector("[data-continue]");
+    const moveOn = (at) => {
+      if (!next || at === undefined) return;
+      const to = new URL(next.href);
+      to.searchParams.set("at", at);
+      next.href = to;
+      next.hidden = at === "";
+    };
     box.dataset.running = "yes";
     show();
     source.addEventListener("rows", (event) => {
@@ -96,8 +105,13 @@
       }
       if (state && said.state) state.textContent = said.state;
       if (bar && said.share !== undefined) bar.value = said.share;
+      moveOn(said.at);
     });
-    source.addEventListener("done", (event) => end(JSON.parse(event.data).state));
+    source.addEventListener("done", (event) => {
+      const said = JSON.parse(event.data);
+      end(said.state);
+      moveOn(said.at);
+    });
     source.addEventListener("ended", () => end("Your session has ended."));
     source.onerror = () => { if (source.readyState === EventSource.CLOSED || !atTop) end("The connection was lost."); };
     return () => end(atTop ? "Stopped." : `Stopped. ${state ? state.textContent : ""}`);
