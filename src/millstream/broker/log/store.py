@@ -500,6 +500,8 @@ class LogStore:
             self._background.drain()
 
     def _begin_commit(self, logs_max: int | None = None) -> Commit | None:
+        if not self._to_commit:
+            return None
         free = (log for log in self._to_commit if log not in self._committing)
         logs = list(islice(free, logs_max or self._batch_max))
         if not logs:

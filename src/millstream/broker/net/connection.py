@@ -761,13 +761,16 @@ class Connection(asyncio.BufferedProtocol):
         if transport is None or transport.is_closing():
             return
         if not self._outgoing:
-            self._send_ready(transport)
+            self._unsent_bytes = 0
+            # A request was often only promised an answer, or parked.
+            if self._ready or (self._replies and self._replies[0].is_kept):
+                self._send_ready(transport)
         self._adjust_reading()
-        self._close_when_drained()
+        if self._draining:
+            self._close_when_drained()
 
     def _send_ready(self, transport: asyncio.Transport) -> None:
         out = self._ready
-        self._unsent_bytes = 0
         replies = self._replies
         is_stored = False
         kept_bytes = held_bytes = 0
@@ -885,8 +888,9 @@ class Connection(asyncio.BufferedProtocol):
             or self._outgoing
             or self._muted is not None
             or self._awaits_turn
-            or not self._turns.may_promise(self._flow)
-            or self._has_unserved
+            or (self._flow.under_way_bytes and not self._turns.may_promise(self._flow))
+            or self._unserved is not None
+            or self._whole is not None
             or len(self._replies) >= REPLIES_WAITING_MAX
         )
         if no_room:
@@ -900,7 +904,8 @@ class Connection(asyncio.BufferedProtocol):
             self._read_paused = False
             self.last_activity = self._loop.time()
             transport.resume_reading()
-        self._watch_for_end(wanted=self._read_paused and self._is_waiting and not self.presence.has_left)
+        if self._read_paused or self._watched >= 0:
+            self._watch_for_end(wanted=self._read_paused and self._is_waiting and not self.presence.has_left)
 
     def _watch_for_end(self, *, wanted: bool) -> None:
         """Watch for the end of the stream while a request waits and nothing is read."""

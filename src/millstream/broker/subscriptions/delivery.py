@@ -282,7 +282,7 @@ class Delivery:
         if not self._may_deliver or self._is_drained(self.last_used_ms):
             return NOTHING
         self._prepare(demand.max_records)
-        found = self._lease(demand)
+        found = self._lease(demand, demand.max_records)
         self._scanned = None
         self._after_change()
         return found
@@ -319,7 +319,7 @@ class Delivery:
         """Settle leases without waiting; `durable` waits until the worker may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
-        results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self._clock.now_ms())]
+        results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self.last_used_ms)]
         self._after_change()
         return results
 
@@ -493,7 +493,7 @@ class Delivery:
 
     @property
     def _may_deliver(self) -> bool:
-        if self.settings.paused:
+        if self.queue.settings.paused:
             return False
         self._is_store_full = not self._store.has_room(self.key)
         return not self._is_store_full
@@ -509,7 +509,7 @@ class Delivery:
             and not queue.available_count
             and queue.skip_tick(now_ms)
             and partition.log_start <= queue.oldest
-            and queue.next_scan_offset >= readable_end(partition, self.settings.isolation)
+            and queue.next_scan_offset >= readable_end(partition, queue.settings.isolation)
         )
 
     def _record_filter_version(self) -> None:
@@ -544,11 +544,11 @@ class Delivery:
             self.close(NotLeader(f"{self.partition.log.partition} is led by another node"))
             self._check()
 
-    def _lease(self, demand: Demand) -> Received:
+    def _lease(self, demand: Demand, max_records: int) -> Received:
         queue = self.queue
         # The scan may have taken a while. A message that became due in between may precede everything read below.
         queue.tick(now_ms := self._clock.now_ms())
-        found = self._read_oldest(demand)
+        found = self._read_oldest(demand, max_records)
         if found is None:
             return NOTHING
         oldest, records = found
@@ -560,7 +560,7 @@ class Delivery:
         leases = queue.acquire(
             demand.worker,
             now_ms=now_ms,
-            max_records=demand.max_records,
+            max_records=max_records,
             until=until,
             batch_ends=[header.last_offset for header in headers] if demand.whole_batches else None,
         )
@@ -572,10 +572,10 @@ class Delivery:
                 self.latency.observe(max(0, now_ms - batch.max_timestamp_ms) / 1000)
         return Received(leases, join_adjacent(records, batches))
 
-    def _read_oldest(self, demand: Demand) -> tuple[Offset, Buffer] | None:
+    def _read_oldest(self, demand: Demand, max_records: int) -> tuple[Offset, Buffer] | None:
         """Read the log from the oldest available message, skipping what the disk has lost."""
         while (oldest := self.queue.next_available) is not None:
-            scanned, limit = self._scanned, self._read_limit(demand)
+            scanned, limit = self._scanned, self._read_limit(demand.max_bytes, max_records)
             if scanned is not None and scanned.first <= oldest < scanned.next_offset and len(scanned.records) <= limit:
                 return oldest, scanned.records
             try:
@@ -599,9 +599,9 @@ class Delivery:
                 return oldest, records
         return None
 
-    def _read_limit(self, demand: Demand) -> int:
+    def _read_limit(self, max_bytes: int, max_records: int) -> int:
         """Return how many bytes to read for a demand: clients allow far more than their messages take."""
-        return min(demand.max_bytes, max(READ_BYTES_MIN, 2 * demand.max_records * self._message_bytes))
+        return min(max_bytes, max(READ_BYTES_MIN, 2 * max_records * self._message_bytes))
 
     def _prepare(self, demand: int) -> None:
         """Bring the queue up to date with the log and the clock, and scan ahead for some messages."""
@@ -856,7 +856,7 @@ class Delivery:
         self.last_used_ms = self._clock.now_ms()
         self._prepare(self._total_demand())
         for waiter in list(self._waiting):
-            if self._closed is not None or not self._serve(waiter):
+            if self._closed is not None or not self._serve(waiter) or self._is_drained(self.last_used_ms):
                 break
         self._scanned = None
         if self._closed is None:
@@ -882,7 +882,7 @@ class Delivery:
         if not self._has_available:
             # Earlier workers took more than they asked for, or hold the keys of the scanned messages.
             self._prepare(demand.max_records)
-        found = self._lease(demand if demand.max_records <= share else demand._replace(max_records=share))
+        found = self._lease(demand, min(demand.max_records, share))
         if found.leases:
             self._waiting.pop(waiter, None)
             waiter.deliver(self, found)

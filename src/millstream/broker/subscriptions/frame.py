@@ -58,6 +58,7 @@ _SPAN: Final = struct.Struct("<qq")
 _COMPRESSED: Final = 1
 _LEDGER: Final = 2
 _COMPRESS_MIN: Final = 1024
+_KINDS: Final = {kind.value: kind for kind in DeltaKind}
 
 
 class LedgerNames(NamedTuple):
@@ -239,6 +240,11 @@ class _Header(NamedTuple):
     extras: int
 
 
+@lru_cache(maxsize=4096)
+def _queue_key(subscription_id: bytes, topic_id: bytes, partition: int) -> QueueKey:
+    return QueueKey(UUID(bytes=subscription_id), UUID(bytes=topic_id), PartitionIndex(partition))
+
+
 def _read_header(data: bytes) -> _Header:
     if len(data) < _HEADER.size:
         raise CorruptState("a frame of deltas is shorter than its header")
@@ -249,7 +255,7 @@ def _read_header(data: bytes) -> _Header:
         raise CorruptState(f"a frame of deltas has unknown format {form}")
     if flags & _COMPRESSED and len(data) < _HEADER.size + _SPAN.size:
         raise CorruptState("a compressed frame of deltas has no span of offsets")
-    key = QueueKey(UUID(bytes=subscription_id), UUID(bytes=topic_id), PartitionIndex(partition))
+    key = _queue_key(subscription_id, topic_id, partition)
     shared = FrameHeader(key, epoch, sequence, filter_version, bool(flags & _LEDGER))
     return _Header(shared, flags, rows, texts, extras)
 
@@ -281,7 +287,7 @@ def _read_rows(rows: memoryview, texts: list[str], extras: list[bytes]) -> list[
         for kind, attempt, _, worker, reason, extra, first, last, due_ms, time_ms in _ROW.iter_unpack(rows):
             deltas.append(
                 Delta(
-                    DeltaKind(kind),
+                    _KINDS[kind],
                     first,
                     last,
                     attempt,
@@ -292,6 +298,6 @@ def _read_rows(rows: memoryview, texts: list[str], extras: list[bytes]) -> list[
                     extras[extra],
                 )
             )
-    except (ValueError, IndexError) as error:
-        raise CorruptState(f"a frame of deltas has an invalid row: {error}") from error
+    except (KeyError, IndexError) as error:
+        raise CorruptState(f"a frame of deltas has an invalid row: {error!r}") from error
     return deltas

@@ -56,7 +56,9 @@ class _BudgetShare:
     def fit(self, demand: Demand) -> Demand | None:
         """Limit a demand to the available memory; None if there is none."""
         share_bytes = self.budget.share_bytes
-        return demand._replace(max_bytes=min(demand.max_bytes, share_bytes)) if share_bytes else None
+        if not share_bytes:
+            return None
+        return demand if demand.max_bytes <= share_bytes else demand._replace(max_bytes=share_bytes)
 
     def take(self, received: Received) -> int:
         """Account for received messages; return their size."""
