@@ -21,7 +21,7 @@ from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import Common
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.core.clock import SystemClock
-from millstream.core.errors import InvalidMirror, RequestTimedOut, TopicExists
+from millstream.core.errors import BrokerUnreachable, InvalidMirror, RequestTimedOut, TopicExists
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import encode
@@ -477,3 +477,62 @@ async def test_a_cutover_applies_offsets_only_when_the_transactions_that_committ
     with pytest.raises(RequestTimedOut, match="orders-0 has not arrived"):
         await groups.follower.sync_all({"orders"})
     assert groups.here == {}
+
+
+class Sourced:
+    """A source that has one node; it fails as the test says, and then never answers."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.fetched = asyncio.Event()
+        self.fails: list[str] = []
+        self.asked: list[str] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def forget_leaders(self) -> None:
+        self.asked.append("forget")
+
+    async def leader_of(self, topic: str, _partition: int) -> NodeId:
+        self.asked.append(topic)
+        if topic == "slow":
+            # The second time, the other copy is suspended, which ends meanwhile.
+            self.now += 60 * (self.asked.count(topic) == 2)
+        elif self.fails == ["leader"]:
+            self.fails.clear()
+            raise BrokerUnreachable("no broker answered")
+        return NodeId(1)
+
+    async def fetch_from(self, _leader: NodeId, positions: dict[TopicPartition, Offset], _limits: object) -> None:
+        if self.fails == ["fetch"]:
+            self.fails.clear()
+            raise RequestTimedOut("it did not answer within 30 s")
+        if any(where.topic == "orders" for where in positions):
+            self.fetched.set()
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("fails", ["leader", "fetch"])
+async def test_a_copy_is_fetched_again_after_a_failure(fails: str) -> None:
+    source = Sourced()
+    source.fails = [fails]
+    make: Any = Copier
+    copier = make(
+        None, SimpleNamespace(client=source), source, rate=0, gates=False, cut_of=None, note_gaps=None, on_commit=None
+    )
+    for number, name in enumerate(["orders", "slow"] if fails == "leader" else ["orders"]):
+        where = TopicPartition(name, PartitionIndex(0))
+        topic = dataclasses.replace(ORDERS, name=name, topic_id=UUID(int=number))
+        log = SimpleNamespace(end_offset=Offset(0), partition=where)
+        partition: Any = SimpleNamespace(topic=topic, index=0, leader_epoch=1, is_leader=True, log=log)
+        copy = Copy(partition, where, checked_epoch=1)
+        copier.copies[copy.key] = copy
+    running = asyncio.create_task(copier.run())
+    try:
+        async with asyncio.timeout(60):
+            await source.fetched.wait()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert not source.fails

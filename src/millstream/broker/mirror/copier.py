@@ -237,9 +237,10 @@ class Copier:
         try:
             while True:
                 self._changed.clear()
+                since = self._clock.monotonic()
                 await self._assign()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._held_s()):
+                    async with asyncio.timeout(self._held_s(since)):
                         await self._changed.wait()
         finally:
             for task in self._lines.values():
@@ -247,10 +248,13 @@ class Copier:
             await asyncio.gather(*self._lines.values(), return_exceptions=True)
             self._lines.clear()
 
-    def _held_s(self) -> float | None:
-        """Return after how long a suspended partition is tried again; None if there is none."""
+    def _held_s(self, since: float) -> float | None:
+        """Return after how long a partition is tried again that was suspended at a moment; None if there is none.
+
+        Assigning the others takes time, in which the suspension may have ended.
+        """
         now = self._clock.monotonic()
-        return min((copy.held_until - now for copy in self.copies.values() if copy.held_until > now), default=None)
+        return min((copy.held_until - now for copy in self.copies.values() if copy.held_until > since), default=None)
 
     async def _assign(self) -> None:
         """Let a line of its source leader fetch each partition."""
@@ -351,8 +355,9 @@ class Copier:
                 try:
                     if ahead is None:
                         asked, ahead = wanted, self._fetch(line[0], members, wanted)
-                    answers = await ahead
-                    ahead, taken = None, asked
+                    # A fetch that fails must not be awaited again.
+                    arriving, ahead, taken = ahead, None, asked
+                    answers = await arriving
                     await self._pace(answers)
                     if any(isinstance(one, FetchAnswer) and len(one.records) for one in answers.values()):
                         nexts = self._next_positions(members, answers)
