@@ -37,6 +37,7 @@ from millstream_testing.security import ADMIN, Certificates
 from millstream_testing.server import Server
 
 CLUSTER, TOPIC, PARTITIONS, NODES = "moving", "orders", 6, (1, 2, 3)
+_LOGGED_CHARS = 3000
 WAIT_S = 120.0
 PAUSE_S = 0.002
 SETTLE_S = 2.0
@@ -274,8 +275,11 @@ class Trial:
         if len(ended) < PARTITIONS:
             self.wrong.append("the topic could not be read to its end")
         for number, node in self.nodes.items():
-            if "Traceback" in node.log.read_text(errors="replace"):
-                self.wrong.append(f"node {number} has logged an unexpected error; see {node.log}")
+            before, found_error, rest = node.log.read_text(errors="replace").partition("Traceback")
+            if found_error:
+                # The log is removed with the folder of the trial.
+                where = before.rpartition("\n")[0][-_LOGGED_CHARS:]
+                self.wrong.append(f"node {number} has logged an unexpected error: {where}\n{rest[:_LOGGED_CHARS]}")
 
 
 def print_line(line: str) -> None:
