@@ -31,7 +31,7 @@ PRODUCERS: Final = 24
 COMMITTERS: Final = 8
 MESSAGES_IN_FLIGHT: Final = 200
 RATIOS_MAX: Final = {"OffsetCommit": 1.25, "OffsetFetch": 0.5}
-"""A commit is acknowledged with the records of producers, and answered in the same moment. A group that has no commit
+"""A commit is acknowledged with the records of producers, and responded in the same moment. A group that has no commit
 under way gets its offsets at once."""
 _SAMPLE: Final = re.compile(r'millstream_request_seconds_(sum|count)\{api="(\w+)"\} (\S+)')
 
@@ -105,7 +105,7 @@ def _committer(server: Server, group: str, stopping: threading.Event) -> Callabl
 
 
 def _counted(server: Server) -> dict[str, tuple[float, float]]:
-    """By API, how long all answers took together and how many they are."""
+    """By API, how long all responses took together and how many they are."""
     with urllib.request.urlopen(f"http://{server.http}/metrics") as response:
         samples = _SAMPLE.findall(response.read().decode())
     found: dict[str, dict[str, float]] = {}

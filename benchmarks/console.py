@@ -151,9 +151,9 @@ def _pages(server: Server, client: httpx.Client) -> Iterator[bool]:
 
 
 def _page(client: httpx.Client, path: str) -> int:
-    answer = client.get(path)
-    answer.raise_for_status()
-    return len(answer.content)
+    response = client.get(path)
+    response.raise_for_status()
+    return len(response.content)
 
 
 def _browsers(server: Server, client: httpx.Client) -> bool:
@@ -218,13 +218,13 @@ def _broker_share(pid: int) -> float:
 
 
 def _search(server: Server, client: httpx.Client, messages: int) -> bool:
-    with client.stream("GET", "/topics/searched/search", params=SEARCHED) as answer:
+    with client.stream("GET", "/topics/searched/search", params=SEARCHED) as response:
         # Starts the process that evaluates filters.
-        answer.read()
+        response.read()
     before, worker_before = _cpu_s(server.pid), _worker_cpu_s(server.pid)
     started = time.monotonic()
-    with client.stream("GET", "/topics/searched/search", params=SEARCHED) as answer:
-        said = [line for line in answer.iter_lines() if line.startswith("data:")]
+    with client.stream("GET", "/topics/searched/search", params=SEARCHED) as response:
+        said = [line for line in response.iter_lines() if line.startswith("data:")]
     took_s = time.monotonic() - started
     worker_s = _worker_cpu_s(server.pid) - worker_before
     used_s = _cpu_s(server.pid) - before
@@ -261,8 +261,8 @@ def _search_beside_others(server: Server, client: httpx.Client) -> bool:
 def _begin_search(stack: ExitStack, client: httpx.Client) -> None:
     """Start a search, and stop it with the stack, as a browser does: it closes the connection."""
     own = stack.enter_context(httpx.Client(base_url=client.base_url, timeout=600))
-    answer = stack.enter_context(own.stream("GET", "/topics/searched/search", params=SEARCHED))
-    next(answer.iter_lines())
+    response = stack.enter_context(own.stream("GET", "/topics/searched/search", params=SEARCHED))
+    next(response.iter_lines())
 
 
 def _time_others(server: Server, client: httpx.Client) -> tuple[float, float]:

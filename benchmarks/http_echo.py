@@ -1,4 +1,4 @@
-"""The least that the gateway's own HTTP server can do: read a body, answer with a document of the size of a receipt.
+"""The least that the gateway's own HTTP server can do: read a body, respond with a document of the size of a receipt.
 
 python -m benchmarks.http_echo DESCRIPTOR
 
@@ -16,11 +16,11 @@ import uvloop
 
 from millstream.gateway.process import Server
 
-ANSWER = (
+RESPONSE = (
     b'{"id":"907cde2f-d0af-4597-806a-f7fc4ae106be/0/1234567","topic":"orders","partition":0,"offset":1234567,'
     b'"timestamp":"2026-11-15T17:58:11.243Z"}'
 )
-HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(ANSWER))]
+HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(RESPONSE))]
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -28,11 +28,11 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 async def echo(scope: Message, receive: Receive, send: Send) -> None:
-    """Answer one request when its body is there."""
+    """Respond to one request when its body is there."""
     while (await receive())["more_body"]:
         pass
     await send({"type": "http.response.start", "status": 201, "headers": HEADERS})
-    await send({"type": "http.response.body", "body": ANSWER})
+    await send({"type": "http.response.body", "body": RESPONSE})
 
 
 async def serve(listening: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""A cheap HTTP client for load: connections that send the same request again as soon as it is answered."""
+"""A cheap HTTP client for load: connections that send the same request again as soon as it gets a response."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _END: Final = b"\r\n\r\n"
 
 
 class Failed(Exception):
-    """An answer was not the one that is wanted."""
+    """A response was not the one that is wanted."""
 
 
 class Load(asyncio.Protocol):
@@ -39,7 +39,7 @@ class Load(asyncio.Protocol):
         return self.done
 
     def data_received(self, data: bytes) -> None:
-        """An answer, or some of it."""
+        """A response, or some of it."""
         self._rest += data
         head, found, rest = self._rest.partition(_END)
         if not found:

@@ -24,7 +24,7 @@ ANY_PARTITION = -1
 START_OFFSET = 0
 _BLOCK = 0x4
 _ERROR_TEXT_BYTES = 512
-_ANSWER_MS_MAX = 30_000
+_RESPONSE_MS_MAX = 30_000
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 MESSAGE = np.dtype(
@@ -167,7 +167,7 @@ class Load:
 
 
 class Producer(Client):
-    """Sends prepared messages; `reports` takes note of the answer to each of them."""
+    """Sends prepared messages; `reports` takes note of the response to each of them."""
 
     def __init__(self, topic: str, settings: Mapping[str, str], reports: Notes | None = None) -> None:
         super().__init__(PRODUCER, topic, settings, reports)
@@ -188,14 +188,14 @@ class Producer(Client):
         return count
 
     def flush(self, timeout_ms: int) -> bool:
-        """Wait until every message is answered; False when the time is up before."""
+        """Wait until every message gets a response; False when the time is up before."""
         return not self._library.rd_kafka_flush(self._handle, timeout_ms)
 
     def end_offset(self, partition: int) -> int:
         """How many messages a partition has that was empty at first."""
         low, high = ctypes.c_int64(), ctypes.c_int64()
         code = self._library.rd_kafka_query_watermark_offsets(
-            self._handle, self._name, partition, ctypes.byref(low), ctypes.byref(high), _ANSWER_MS_MAX
+            self._handle, self._name, partition, ctypes.byref(low), ctypes.byref(high), _RESPONSE_MS_MAX
         )
         if code:
             raise ClientFailed(f"the end of partition {partition}: {error_text(code)}")
@@ -207,19 +207,19 @@ class TransactionalProducer(Producer):
 
     def initialize(self) -> None:
         """Become the producer of the transactional id."""
-        self._check(self._library.rd_kafka_init_transactions(self._handle, _ANSWER_MS_MAX))
+        self._check(self._library.rd_kafka_init_transactions(self._handle, _RESPONSE_MS_MAX))
 
     def begin(self) -> None:
         """What is sent from here on belongs to the next transaction."""
         self._check(self._library.rd_kafka_begin_transaction(self._handle))
 
     def end(self, *, commit: bool) -> None:
-        """Wait until everything is answered and the transaction is decided."""
+        """Wait until everything gets a response and the transaction is decided."""
         end = self._library.rd_kafka_commit_transaction if commit else self._library.rd_kafka_abort_transaction
         if not commit:
             # An abort throws away what is not sent yet, and what is aborted here is to be read.
-            self.flush(_ANSWER_MS_MAX)
-        self._check(end(self._handle, _ANSWER_MS_MAX))
+            self.flush(_RESPONSE_MS_MAX)
+        self._check(end(self._handle, _RESPONSE_MS_MAX))
 
     def _check(self, error: int | None) -> None:
         if error:

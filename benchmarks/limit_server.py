@@ -122,7 +122,7 @@ class Store:
         self.discards = flush == "discard"
         self.topics: dict[bytes, list[Partition]] = {}
         self.dirty: dict[Partition, None] = {}
-        self.unanswered: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], None]] = []
         self.flushing = False
 
     def topic(self, name: bytes) -> list[Partition]:
@@ -133,11 +133,11 @@ class Store:
             found = self.topics[name] = [Partition(path, self.discards) for path in paths]
         return found
 
-    def settle(self, written: list[Partition], answer: Callable[[], None]) -> None:
-        """Answer now, or after the sync that covers what was just written."""
+    def settle(self, written: list[Partition], respond: Callable[[], None]) -> None:
+        """Respond now, or after the sync that covers what was just written."""
         if self.flush_always:
             self.dirty.update(dict.fromkeys(written))
-            self.unanswered.append(answer)
+            self.waiting.append(respond)
             if not self.flushing:
                 self.flush()
             return
@@ -147,10 +147,10 @@ class Store:
             self.dirty.update(dict.fromkeys(written))
         for partition in written:
             partition.show(partition.end_offset, partition.end_position)
-        answer()
+        respond()
 
     def sync_dirty(self) -> None:
-        """Sync in a thread what was answered before it was synced."""
+        """Sync in a thread what got a response before it was synced."""
         files = [partition.file for partition in self.dirty]
         self.dirty = {}
         asyncio.get_running_loop().run_in_executor(None, sync_files, files)
@@ -159,14 +159,14 @@ class Store:
         """Sync all that is dirty in a thread; what comes meanwhile shares the next one."""
         self.flushing = True
         dirty = [(partition, partition.end_offset, partition.end_position) for partition in self.dirty]
-        answers, self.unanswered = self.unanswered, []
+        responding, self.waiting = self.waiting, []
         self.dirty = {}
 
         def synced(_: object) -> None:
             for partition, offset, position in dirty:
                 partition.show(offset, position)
-            for answer in answers:
-                answer()
+            for respond in responding:
+                respond()
             self.flushing = False
             if self.dirty:
                 self.flush()
@@ -246,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
         _, api, version, correlation, client_length = _HEADER.unpack_from(self.view, at)
         self.handlers[api](version, correlation, at + _HEADER.size + max(client_length, 0), end)
 
-    def reply(self, correlation: int, body: bytes) -> None:
+    def respond(self, correlation: int, body: bytes) -> None:
         self.send([struct.pack(">ii", 4 + len(body), correlation) + body])
 
     def send(self, parts: list[bytes]) -> None:
@@ -272,7 +272,7 @@ class Connection(asyncio.BufferedProtocol):
         _, at = self.text(at)
         acks = _I16.unpack_from(self.view, at)[0]
         at += 6
-        answer = bytearray(_I32.pack(self.integer(at)))
+        response = bytearray(_I32.pack(self.integer(at)))
         at += 4
         written: list[Partition] = []
         for _ in range(self.integer(at - 4)):
@@ -280,16 +280,16 @@ class Connection(asyncio.BufferedProtocol):
             topic = self.store.topic(name)
             count = self.integer(at)
             at += 4
-            answer += _I16.pack(len(name)) + name + _I32.pack(count)
+            response += _I16.pack(len(name)) + name + _I32.pack(count)
             for _ in range(count):
                 index, length = struct.unpack_from(">ii", self.view, at)
                 partition = topic[index]
                 base = partition.append(self.view, at + 8, at + 8 + length)
                 at += 8 + length
-                answer += _PRODUCED.pack(index, 0, base, -1, 0)
+                response += _PRODUCED.pack(index, 0, base, -1, 0)
                 written.append(partition)
-        body = bytes(answer) + bytes(4)
-        self.store.settle(written, lambda: self.reply(correlation, body) if acks else None)
+        body = bytes(response) + bytes(4)
+        self.store.settle(written, lambda: self.respond(correlation, body) if acks else None)
 
     def fetch(self, version: int, correlation: int, at: int, end: int) -> None:
         _, wait_ms, _, bytes_max = struct.unpack_from(">iiii", self.view, at)
@@ -330,7 +330,7 @@ class Connection(asyncio.BufferedProtocol):
                 partition.waiting[self] = wake
 
     def send_fetched(self, correlation: int, wanted: Wanted, bytes_max: int) -> None:
-        """Answer with the bytes as they lie in the files."""
+        """Respond with the bytes as they lie in the files."""
         pieces: list[tuple[bytes, int, int, int]] = []
         head = bytearray(struct.pack(">ihii", 0, 0, 0, len(wanted)))
         total = 4
@@ -348,7 +348,7 @@ class Connection(asyncio.BufferedProtocol):
         self.send([struct.pack(">ii", total + len(head), correlation)])
         for before, file, size, position in pieces:
             self.send([before, os.pread(file, size, position)])
-            # The client takes a large answer off the socket while the rest of it is still being read.
+            # The client takes a large response off the socket while the rest of it is still being read.
             if total > AT_ONCE_BYTES:
                 self.send_now()
         self.send([bytes(head)])
@@ -357,18 +357,18 @@ class Connection(asyncio.BufferedProtocol):
         at += 4
         topics = self.integer(at)
         at += 4
-        answer = bytearray(_I32.pack(topics))
+        response = bytearray(_I32.pack(topics))
         for _ in range(topics):
             name, at = self.text(at)
             count = self.integer(at)
             at += 4
-            answer += _I16.pack(len(name)) + name + _I32.pack(count)
+            response += _I16.pack(len(name)) + name + _I32.pack(count)
             for _ in range(count):
                 index, timestamp = struct.unpack_from(">iq", self.view, at)
                 at += 12
                 offset = 0 if timestamp == EARLIEST else self.store.topic(name)[index].visible_offset
-                answer += struct.pack(">ihqq", index, 0, -1, offset)
-        self.reply(correlation, bytes(answer))
+                response += struct.pack(">ihqq", index, 0, -1, offset)
+        self.respond(correlation, bytes(response))
 
     def metadata(self, version: int, correlation: int, at: int, end: int) -> None:
         names = []
@@ -378,31 +378,31 @@ class Connection(asyncio.BufferedProtocol):
             name, at = self.text(at)
             names.append(name)
         host, port = self.address
-        answer = struct.pack(">ii", 0, 1) + struct.pack(">ih", NODE_ID, len(host)) + host.encode()
-        answer += struct.pack(">ihh", port, -1, 5) + b"limit" + struct.pack(">ii", NODE_ID, len(names))
+        response = struct.pack(">ii", 0, 1) + struct.pack(">ih", NODE_ID, len(host)) + host.encode()
+        response += struct.pack(">ihh", port, -1, 5) + b"limit" + struct.pack(">ii", NODE_ID, len(names))
         for name in names:
             partitions = self.store.topic(name)
-            answer += struct.pack(">hh", 0, len(name)) + name + struct.pack(">bi", 0, len(partitions))
+            response += struct.pack(">hh", 0, len(name)) + name + struct.pack(">bi", 0, len(partitions))
             for index in range(len(partitions)):
-                answer += struct.pack(">hiiiiii", 0, index, NODE_ID, 1, NODE_ID, 1, NODE_ID)
-        self.reply(correlation, answer)
+                response += struct.pack(">hiiiiii", 0, index, NODE_ID, 1, NODE_ID, 1, NODE_ID)
+        self.respond(correlation, response)
 
     def find_coordinator(self, version: int, correlation: int, at: int, end: int) -> None:
         host, port = self.address
-        self.reply(correlation, struct.pack(">hih", 0, NODE_ID, len(host)) + host.encode() + _I32.pack(port))
+        self.respond(correlation, struct.pack(">hih", 0, NODE_ID, len(host)) + host.encode() + _I32.pack(port))
 
     def init_producer_id(self, version: int, correlation: int, at: int, end: int) -> None:
-        self.reply(correlation, struct.pack(">ihqh", 0, 0, 1, 0))
+        self.respond(correlation, struct.pack(">ihqh", 0, 0, 1, 0))
 
     def api_versions(self, version: int, correlation: int, at: int, end: int) -> None:
         if version > 3:
-            self.reply(correlation, struct.pack(">hi", 35, 1) + struct.pack(">hhh", API_VERSIONS, 0, 3))
+            self.respond(correlation, struct.pack(">hi", 35, 1) + struct.pack(">hhh", API_VERSIONS, 0, 3))
         elif version == 3:
             keys = b"".join(struct.pack(">hhhb", *supported, 0) for supported in VERSIONS)
-            self.reply(correlation, struct.pack(">hb", 0, len(VERSIONS) + 1) + keys + struct.pack(">ib", 0, 0))
+            self.respond(correlation, struct.pack(">hb", 0, len(VERSIONS) + 1) + keys + struct.pack(">ib", 0, 0))
         else:
             keys = b"".join(struct.pack(">hhh", *supported) for supported in VERSIONS)
-            self.reply(correlation, struct.pack(">hi", 0, len(VERSIONS)) + keys + (bytes(4) if version else b""))
+            self.respond(correlation, struct.pack(">hi", 0, len(VERSIONS)) + keys + (bytes(4) if version else b""))
 
 
 async def serve(arguments: argparse.Namespace) -> None:

@@ -4,8 +4,8 @@
                                      [--against FOLDER] [--trace] [--strace] [--floor]
 
 A message is published, leased to a worker and accepted, over bare sockets. At each rate: the time from when a message
-is due until its publisher is answered and until a worker has it, and the time until the worker's acceptance is
-answered; the server's CPU time, context switches and wake-ups of its loop for each message. `--against` measures
+is due until its publisher gets a response and until a worker has it, and the time until the worker's acceptance gets
+a response; the server's CPU time, context switches and wake-ups of its loop for each message. `--against` measures
 another working tree in turn with this one, in the same run, since a shared machine is never quiet for long.
 
 `--floor` shows what a publish takes by itself, without workers, beside what it cannot do without at that rate: a sync
@@ -59,10 +59,10 @@ from millstream.protocol.private.subscription_messages import (
     CreateSubscriptionRequest,
     PartitionSettles,
     Receive,
-    ReceiveAnswer,
-    SettleAnswer,
+    ReceiveResponse,
     SettledRange,
     SettleRequest,
+    SettleResponse,
 )
 from millstream_testing.server import Server
 
@@ -83,12 +83,12 @@ _ADMIN_S_MAX: Final = 30.0
 
 
 class Peer:
-    """One connection; `on_answer` gets the frame of each response without its size."""
+    """One connection; `on_response` gets the frame of each response without its size."""
 
     def __init__(self, address: str, selector: selectors.BaseSelector) -> None:
         self._socket = connect(address)
         self._buffer = b""
-        self.on_answer: Callable[[bytes], None] = lambda _frame: None
+        self.on_response: Callable[[bytes], None] = lambda _frame: None
         selector.register(self._socket, selectors.EVENT_READ, self.read)
 
     def send(self, frame: bytes) -> None:
@@ -108,7 +108,7 @@ class Peer:
         self._buffer += received
         while len(self._buffer) >= 4 and len(self._buffer) >= (end := 4 + _SIZE.unpack_from(self._buffer)[0]):
             frame, self._buffer = self._buffer[4:end], self._buffer[end:]
-            self.on_answer(frame)
+            self.on_response(frame)
 
     def close(self) -> None:
         """Hang up."""
@@ -116,7 +116,7 @@ class Peer:
 
 
 class Times(NamedTuple):
-    """Nanoseconds for each message: when it was answered and received; and how long acceptances took."""
+    """Nanoseconds for each message: when it got a response and received; and how long acceptances took."""
 
     published: np.ndarray[Any, np.dtype[np.int64]]
     received: np.ndarray[Any, np.dtype[np.int64]]
@@ -130,12 +130,12 @@ class Load:
         self._topic = topic
         self._selector = selectors.DefaultSelector()
         self._publisher = Peer(address, self._selector)
-        self._publisher.on_answer = self._published
+        self._publisher.on_response = self._published
         self._frame = produce_frame(topic, SIZE_BYTES)
         self._peers = [self._publisher]
         self._workers = workers
         self._base = 0
-        self._sent = self._answered = self.received = self.accepted = 0
+        self._sent = self._responded = self.received = self.accepted = 0
         self._times = Times(np.zeros(0, np.int64), np.zeros(0, np.int64), [])
         self.on_event: Callable[[str], None] = lambda _name: None
         self.receives_at_once = True
@@ -150,41 +150,41 @@ class Load:
 
         def settled(frame: bytes) -> None:
             at, count = sent.popleft()
-            answer = decode(frame[response_body_at(SETTLE_KEY, 0, frame) :], SettleAnswer)
-            if answer.error or any(code for results in answer.results for code, _ in results):
-                raise RuntimeError(f"messages could not be accepted: {answer}")
+            response = decode(frame[response_body_at(SETTLE_KEY, 0, frame) :], SettleResponse)
+            if response.error or any(code for results in response.results for code, _ in results):
+                raise RuntimeError(f"messages could not be accepted: {response}")
             self._times.settled.append(time.monotonic_ns() - at)
             self.accepted += count
-            self.on_event("client: acceptance answered")
+            self.on_event("client: acceptance response")
             if not self.receives_at_once:
                 receiving.ask(RECEIVE_KEY, request)
 
         def received(frame: bytes) -> None:
             now = time.monotonic_ns()
-            answer = decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], ReceiveAnswer)
-            if answer.error:
-                raise RuntimeError(answer.message)
-            if not answer.partitions or self.receives_at_once:
+            response = decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], ReceiveResponse)
+            if response.error:
+                raise RuntimeError(response.message)
+            if not response.partitions or self.receives_at_once:
                 receiving.ask(RECEIVE_KEY, request)
-            if not answer.partitions:
+            if not response.partitions:
                 return
             self.on_event("client: message received")
             count = 0
-            for part in answer.partitions:
+            for part in response.partitions:
                 for lease in part.leases:
                     self._times.received[lease.start - self._base : lease.end - self._base] = now
                     count += lease.end - lease.start
             self.received += count
             sent.append((time.monotonic_ns(), count))
-            settling.ask(SETTLE_KEY, encode(SettleRequest(self._topic, worker, _acceptances(answer))))
+            settling.ask(SETTLE_KEY, encode(SettleRequest(self._topic, worker, _acceptances(response))))
 
-        receiving.on_answer, settling.on_answer = received, settled
+        receiving.on_response, settling.on_response = received, settled
         receiving.ask(RECEIVE_KEY, request)
 
     def _published(self, frame: bytes) -> None:
-        self._times.published[self._answered - self._base] = time.monotonic_ns()
-        self._answered += 1
-        self.on_event("client: publish answered")
+        self._times.published[self._responded - self._base] = time.monotonic_ns()
+        self._responded += 1
+        self.on_event("client: publish response")
 
     def run(self, rate_per_s: int, seconds: float) -> tuple[Schedule, Times]:
         """Publish at a rate, and wait until everything is accepted."""
@@ -224,7 +224,7 @@ class Load:
 
     def _finish(self) -> None:
         deadline = time.monotonic() + END_S_MAX
-        while (min(self._answered, self.accepted) if self._workers else self._answered) < self._sent:
+        while (min(self._responded, self.accepted) if self._workers else self._responded) < self._sent:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._sent - self.accepted} messages were not accepted within {END_S_MAX:g} s")
             self._step(END_S_MAX)
@@ -236,12 +236,12 @@ class Load:
         self._selector.close()
 
 
-def _acceptances(answer: ReceiveAnswer) -> list[PartitionSettles]:
+def _acceptances(response: ReceiveResponse) -> list[PartitionSettles]:
     return [
         PartitionSettles(
             part.topic, part.partition, [SettledRange(one.start, one.end, Verb.ACCEPT) for one in part.leases]
         )
-        for part in answer.partitions
+        for part in response.partitions
     ]
 
 
@@ -251,14 +251,14 @@ def opened(server: Server, topic: str, flush: str, workers: int) -> Iterator[Loa
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     admin.create_topics([NewTopic(topic, 1, 1, config={"flush": flush})])[topic].result(_ADMIN_S_MAX)
     with selectors.DefaultSelector() as selector:
-        answers: list[bytes] = []
+        responses: list[bytes] = []
         peer = Peer(server.kafka, selector)
-        peer.on_answer = answers.append
+        peer.on_response = responses.append
         peer.ask(CREATE_KEY, encode(CreateSubscriptionRequest(topic, [topic], {})))
-        while not answers:
+        while not responses:
             peer.read()
         peer.close()
-        created = decode(answers[0][response_body_at(CREATE_KEY, 0, answers[0]) :], Response)
+        created = decode(responses[0][response_body_at(CREATE_KEY, 0, responses[0]) :], Response)
         if created.error:
             raise RuntimeError(created.message)
     load = Load(server.kafka, topic, workers)
@@ -341,7 +341,7 @@ def count_system_calls(pid: int, run: Callable[[], None]) -> Counter[str] | None
 
 POINTS: Final = (
     ("broker.net.connection", "Connection.buffer_updated", "before", "bytes arrived"),
-    ("broker.kafka.apis.produce", "Produce._answer", "before", "Produce parsed"),
+    ("broker.kafka.apis.produce", "Produce._respond", "before", "Produce parsed"),
     ("broker.kafka.apis.subscription_receive", "SubscriptionReceive.handle_frame", "before", "Receive dispatched"),
     ("broker.kafka.apis.subscription_settle", "SubscriptionSettle.handle_frame", "before", "Settle dispatched"),
     ("broker.log.log", "Log.append", "after", "appended"),
@@ -353,7 +353,7 @@ POINTS: Final = (
     ("broker.subscriptions.delivery", "Delivery._serve_waiting", "before", "queue woken"),
     ("broker.subscriptions.delivery", "Delivery.settle_now", "after", "settled in memory"),
     ("broker.subscriptions.receiving", "Wait.deliver", "before", "leased"),
-    ("broker.net.connection", "Connection._send", "before", "answer handed to the socket"),
+    ("broker.net.connection", "Connection._send", "before", "response handed to the socket"),
 )
 """Where the hand-overs are: module, function, whether its start or its end counts, and what has happened then."""
 

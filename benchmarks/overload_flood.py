@@ -1,9 +1,9 @@
-"""Clients that take all they can get: each connection sends the same request again without waiting for answers.
+"""Clients that take all they can get: each connection sends the same request again without waiting for responses.
 
 python -m benchmarks.overload_flood KIND CONNECTIONS SECONDS HOST:PORT TOPIC
 
 `chaos_overload` starts it as its own process, so that it competes with the broker and not with what measures. It
-prints one line of JSON with what was sent and what was answered. Requests are such as clients send: heartbeats come
+prints one line of JSON with what was sent and what got a response. Requests are such as clients send: heartbeats come
 from a member of a group, and a share fetch acquires messages in its own session, which the next request closes.
 """
 
@@ -49,7 +49,7 @@ KINDS: Final = (
 RECORDS, RECORD_BYTES = 10, 1024
 SENT_AHEAD_BYTES: Final = 256 * 1024
 RECONNECT_S: Final = 0.05
-UNANSWERED_S_MAX: Final = 60.0
+PENDING_S_MAX: Final = 60.0
 _ERROR_AT, _NO_ERROR = 13, b"\0\0"
 """Where the error code stands in a frame: behind size, correlation id, tags and throttle time."""
 
@@ -139,7 +139,7 @@ class Flooder(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.received_bytes = 0
         self.first = b""
-        """How what was answered begins."""
+        """How what got a response begins."""
         self.lost = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -158,7 +158,7 @@ class Flooder(asyncio.Protocol):
                 asyncio.get_running_loop().call_soon(self.resume_writing)
 
     def data_received(self, data: bytes) -> None:
-        """Count answers by their bytes."""
+        """Count responses by their bytes."""
         self.received_bytes += len(data)
         if len(self.first) < _ERROR_AT + 2:
             self.first = (self.first + data)[: _ERROR_AT + 2]
@@ -190,9 +190,9 @@ class Flood:
         self.refused = 0
 
     async def run(self, connections: int, seconds: float) -> None:
-        """Send for some seconds, and again if nothing was answered, which says little on a busy machine."""
+        """Send for some seconds, and again if nothing got a response, which says little on a busy machine."""
         request_of_connection = await prepare(self._kind, self._address, self._topic)
-        give_up = time.monotonic() + seconds + UNANSWERED_S_MAX
+        give_up = time.monotonic() + seconds + PENDING_S_MAX
         while True:
             until = time.monotonic() + seconds
             await asyncio.gather(*(self._one(request_of_connection(), until) for _ in range(connections)))

@@ -1,7 +1,7 @@
-"""Percentiles of measured times, and the schedule that keeps a slow server from hiding its slow answers.
+"""Percentiles of measured times, and the schedule that keeps a slow server from hiding its slow responses.
 
-A client that waits for one answer before it asks again asks a stalled server less often, and so counts the stall
-once. Here every message has a time at which it is meant to be sent, whether or not the ones before it are answered,
+A client that waits for one response before it asks again asks a stalled server less often, and so counts the stall
+once. Here every message has a time at which it is meant to be sent, whether or not the ones before it get a response,
 and its latency counts from that time: a stall of a second at 1,000 messages/s is a thousand slow messages.
 """
 

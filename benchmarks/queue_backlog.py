@@ -28,10 +28,10 @@ from millstream.protocol.private.subscription_messages import (
     LeasedRange,
     PartitionSettles,
     Receive,
-    ReceiveAnswer,
-    SettleAnswer,
+    ReceiveResponse,
     SettledRange,
     SettleRequest,
+    SettleResponse,
 )
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
@@ -45,7 +45,7 @@ _SLOW_AT_ONCE: Final = 10_000
 _EACH: Final = 10
 _REST_S: Final = 1.0
 _BYTES_MAX: Final = 16 * 1024 * 1024
-_ANSWER_MS_MAX: Final = 120_000
+_RESPONSE_MS_MAX: Final = 120_000
 _SETTINGS: Final = {
     "share.auto.offset.reset": "earliest",
     "share.record.lock.duration.ms": "3600000",
@@ -69,25 +69,25 @@ class Bench:
         with closing(Producer(self._topic, settings)) as producer:
             for _ in range(count // load.count):
                 producer.send(load, 0, load.count)
-            producer.flush(_ANSWER_MS_MAX)
+            producer.flush(_RESPONSE_MS_MAX)
 
     async def take(self, worker: str, count: int) -> list[LeasedRange]:
         """Lease at most so many messages."""
         request = Receive(self._topic, worker, count, _BYTES_MAX, 0)
         body = await self._client.private(None, RECEIVE_KEY, msgspec.msgpack.encode(request))
-        answer = msgspec.msgpack.decode(body, type=ReceiveAnswer)
-        if answer.error:
-            raise RuntimeError(answer.message)
-        return [lease for part in answer.partitions for lease in part.leases]
+        response = msgspec.msgpack.decode(body, type=ReceiveResponse)
+        if response.error:
+            raise RuntimeError(response.message)
+        return [lease for part in response.partitions for lease in part.leases]
 
     async def settle(self, worker: str, ranges: Sequence[tuple[int, int]], verb: Verb) -> None:
         """Say the same of some ranges."""
         settled = [SettledRange(start, end, verb) for start, end in ranges]
         request = SettleRequest(self._topic, worker, [PartitionSettles(self._topic, 0, settled)])
         body = await self._client.private(None, SETTLE_KEY, msgspec.msgpack.encode(request))
-        answer = msgspec.msgpack.decode(body, type=SettleAnswer)
-        if answer.error or any(code for outcomes in answer.results for code, _ in outcomes):
-            raise RuntimeError(f"messages could not be settled: {answer}")
+        response = msgspec.msgpack.decode(body, type=SettleResponse)
+        if response.error or any(code for outcomes in response.results for code, _ in outcomes):
+            raise RuntimeError(f"messages could not be settled: {response}")
 
     async def lease_each_tenth(self, count: int) -> None:
         """A slow worker takes all messages and keeps every tenth."""

@@ -27,7 +27,7 @@ _AT_ONCE: Final = 100
 _LOOK_MS: Final = 100
 _TICK_S: Final = 0.0002
 _LOAD: Final = 10_000
-_ANSWER_MS_MAX: Final = 60_000
+_RESPONSE_MS_MAX: Final = 60_000
 
 
 def arguments(description: str, given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -138,7 +138,7 @@ class Publishers:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
-        """Connect; the first answer of each is not what is measured, and its message is not counted."""
+        """Connect; the first response of each is not what is measured, and its message is not counted."""
         for producer in self._producers:
             producer.end_offset(0)
         return self
@@ -198,7 +198,7 @@ class Publishers:
         return sent
 
     def _confirm(self, producer: Producer, reports: Notes, sent: int) -> None:
-        producer.flush(_ANSWER_MS_MAX)
+        producer.flush(_RESPONSE_MS_MAX)
         if reports[ERROR] or reports[COUNT] != sent:
             print(f"{reports[COUNT]} of {sent} messages: {error_text(int(reports[ERROR]))}", file=sys.stderr)
 

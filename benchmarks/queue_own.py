@@ -24,10 +24,10 @@ from millstream.protocol.private.subscription_messages import (
     PartitionMessages,
     PartitionSettles,
     Receive,
-    ReceiveAnswer,
-    SettleAnswer,
+    ReceiveResponse,
     SettledRange,
     SettleRequest,
+    SettleResponse,
 )
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
@@ -37,8 +37,8 @@ from millstream.protocol.wire.client import Client
 _WAIT_MS: Final = 1000
 _BYTES_MAX: Final = 4 * 1024 * 1024
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
-_RECEIVED: Final = msgspec.msgpack.Decoder(ReceiveAnswer)
-_SETTLED: Final = msgspec.msgpack.Decoder(SettleAnswer)
+_RECEIVED: Final = msgspec.msgpack.Decoder(ReceiveResponse)
+_SETTLED: Final = msgspec.msgpack.Decoder(SettleResponse)
 
 
 class Worker:
@@ -68,10 +68,10 @@ class Worker:
     async def _receive(self) -> list[PartitionMessages]:
         given = self._run.given
         request = Receive(given.queue, self._name, given.batch, _BYTES_MAX, _WAIT_MS)
-        answer = _RECEIVED.decode(await self._client.private(None, RECEIVE_KEY, _ENCODE(request), waits=True))
-        if answer.error:
-            raise RuntimeError(answer.message)
-        return answer.partitions
+        response = _RECEIVED.decode(await self._client.private(None, RECEIVE_KEY, _ENCODE(request), waits=True))
+        if response.error:
+            raise RuntimeError(response.message)
+        return response.partitions
 
     async def _accept(self, parts: Sequence[PartitionMessages], count: int) -> None:
         settles = [
@@ -81,9 +81,9 @@ class Worker:
             for part in parts
         ]
         request = SettleRequest(self._run.given.queue, self._name, settles)
-        answer = _SETTLED.decode(await self._client.private(None, SETTLE_KEY, _ENCODE(request)))
-        if answer.error or any(code for outcomes in answer.results for code, _ in outcomes):
-            raise RuntimeError(f"messages could not be accepted: {answer}")
+        response = _SETTLED.decode(await self._client.private(None, SETTLE_KEY, _ENCODE(request)))
+        if response.error or any(code for outcomes in response.results for code, _ in outcomes):
+            raise RuntimeError(f"messages could not be accepted: {response}")
         self._run.accept(count)
 
 

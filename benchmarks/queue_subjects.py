@@ -86,7 +86,7 @@ class QueueSubject(ABC):
 
     name: str
     durability: str
-    """What is on the disk when a publisher is answered, and when a worker is."""
+    """What is on the disk when a publisher gets a response, and when a worker is."""
     batch = 500
     window = 1000
 
@@ -190,7 +190,7 @@ class Millstream:
         self._stack = ExitStack()
 
     def start(self) -> Server:
-        """The server with its defaults, which sync before they answer."""
+        """The server with its defaults, which sync before they respond."""
         if self.server is None:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
             self.server = self._stack.enter_context(Server(folder / "data"))
@@ -208,7 +208,7 @@ class MillstreamSubject(QueueSubject):
     """A subscription on a topic with one partition."""
 
     module: str
-    durability = "published: synced; accepted: synced before the worker is answered"
+    durability = "published: synced; accepted: synced before the worker gets a response"
 
     def __init__(self, shared: Millstream) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class JetStream(GoSubject):
     """NATS JetStream, with a pull consumer."""
 
     name = kind = NATS
-    durability = "published: synced for each message; accepted: not synced, and not answered"
+    durability = "published: synced for each message; accepted: not synced, and not confirmed"
 
     def __enter__(self) -> Self:
         """Start it."""
@@ -380,7 +380,7 @@ class QuorumQueue(RabbitQueue):
 
     name = QUORUM
     kind = "rabbitmq-quorum"
-    durability = "published: synced; accepted: synced later, and not answered"
+    durability = "published: synced; accepted: synced later, and not confirmed"
 
 
 class ClassicQueue(RabbitQueue):
@@ -388,14 +388,14 @@ class ClassicQueue(RabbitQueue):
 
     name = CLASSIC
     kind = "rabbitmq-classic"
-    durability = "published: synced, unless it is accepted before that; accepted: not synced, and not answered"
+    durability = "published: synced, unless it is accepted before that; accepted: not synced, and not confirmed"
 
 
 class RedisStream(GoSubject):
     """Redis Streams with a group."""
 
     name = kind = REDIS
-    durability = "published: synced; accepted: synced before the worker is answered"
+    durability = "published: synced; accepted: synced before the worker gets a response"
     window = 200
 
     def __enter__(self) -> Self:

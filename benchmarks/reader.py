@@ -28,7 +28,7 @@ COMMITTED, UNCOMMITTED = "read_committed", "read_uncommitted"
 KEPT_BYTES = 768 * 1024 * 1024
 _BLOCK_BYTES = 16 * 1024 * 1024
 _ARENA_MAX = -8
-_ANSWER_S_MAX = 60.0
+_RESPONSE_S_MAX = 60.0
 _GLANCE_S = 0.001
 _LOOK_MS = 500
 
@@ -85,7 +85,7 @@ def _consume(connection: dict[str, str], topic: str, pid: int, case: Case, wante
     }
     seen = notes()
     with closing(Consumer(topic, settings, range(case.partitions), seen)) as consumer:
-        deadline = time.monotonic() + _ANSWER_S_MAX
+        deadline = time.monotonic() + _RESPONSE_S_MAX
         # The clock starts with the first messages: connecting and finding the start is not what is measured.
         _wait(consumer, 1, deadline)
         with Meter(pid) as meter:
@@ -103,6 +103,6 @@ def _wait(consumer: Consumer, wanted: int, deadline: float) -> int:
     """Wait until the library has so many messages, and return how many it has."""
     while (came := consumer.waiting()) < wanted:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{came} of {wanted} messages came within {_ANSWER_S_MAX:g} s")
+            raise TimeoutError(f"{came} of {wanted} messages came within {_RESPONSE_S_MAX:g} s")
         time.sleep(_GLANCE_S)
     return came

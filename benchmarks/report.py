@@ -77,7 +77,7 @@ MAIN = {
     END_TO_END: "p99 ms",
     ONE_BY_ONE: "p50 ms",
     IN_FLIGHT: "requests/s",
-    STARTED: "first answer s",
+    STARTED: "first response s",
 }
 """The number that says most about a direction."""
 
@@ -170,13 +170,13 @@ def _in_flight(line: Line, subject: str) -> str:
 
 def _memory(results: Results) -> Table:
     """Memory and start of each server."""
-    header = ["server", "start s", "first answer after s", "at rest MB", "peak under load MB", "of it children's MB"]
+    header = ["server", "start s", "first response after s", "at rest MB", "peak under load MB", "of it children's MB"]
     table = Table("Start, and memory of the whole process tree (resident)", header)
     for name in results.subjects():
         started = next(results.lines(STARTED), None)
         cells = [
             number(started.value(name, what) if started else None, digits)
-            for what, digits in (("start s", 2), ("first answer s", 2), ("memory at rest MB", 0))
+            for what, digits in (("start s", 2), ("first response s", 2), ("memory at rest MB", 0))
         ]
         table.rows.append([name, *cells, *_peak(results, name)])
     return table

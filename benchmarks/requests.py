@@ -23,7 +23,7 @@ _ASK_TRIES_MAX = 200
 _ASK_PAUSE_S = 0.05
 
 
-def first_answer(address: str, topic: str) -> float:
+def first_response(address: str, topic: str) -> float:
     """Seconds until a client that connects now has its topic, which is created by asking for it."""
     began = time.perf_counter()
     with connect(address) as peer:
@@ -83,7 +83,7 @@ def _exchange(peer: socket.socket, request: bytes) -> bytes:
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:
-    """Take `count` answers off the socket and return the last."""
+    """Take `count` responses off the socket and return the last."""
     buffer = b""
     frame = b""
     while count:
@@ -117,8 +117,8 @@ def _ask_for_topic(peer: socket.socket, topic: str) -> None:
     """Ask for the topic until it is there; the first asking may create it."""
     request = request_frame(_METADATA, _METADATA_VERSION, struct.pack(">i", 1) + _text(topic) + b"\x01")
     for _ in range(_ASK_TRIES_MAX):
-        answer = _exchange(peer, request)
-        if struct.pack(">h", 0) + _text(topic) in answer:
+        response = _exchange(peer, request)
+        if struct.pack(">h", 0) + _text(topic) in response:
             return
         time.sleep(_ASK_PAUSE_S)
     raise TimeoutError("the server did not create the topic")

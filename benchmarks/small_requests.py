@@ -2,10 +2,10 @@
 
     python -m benchmarks.small_requests [--rates 100,1000] [--seconds S] [--rounds N] [--only commit,share,http]
 
-`commit`: OffsetCommit over a bare socket, from when it is due until it is answered. `share`: `commit_sync` of a share
-consumer behind each poll, while messages are published at the rate. Both servers sync before they answer. `http`:
-messages published and pulled over ten connections each, from when a message is due until it is acknowledged, and until
-a pull has it. Rounds alternate between the servers; the tables show medians.
+`commit`: OffsetCommit over a bare socket, from when it is due until it gets a response. `share`: `commit_sync` of a
+share consumer behind each poll, while messages are published at the rate. Both servers sync before they respond.
+`http`: messages published and pulled over ten connections each, from when a message is due until it is acknowledged,
+and until a pull has it. Rounds alternate between the servers; the tables show medians.
 """
 
 from __future__ import annotations
@@ -123,28 +123,28 @@ def _text(value: str) -> bytes:
 
 
 def commit_at_rate(server: Server, rate_per_s: int, seconds: float) -> list[float]:
-    """Commit an offset whenever one is due; p50 and p99 until that is answered."""
+    """Commit an offset whenever one is due; p50 and p99 until that gets a response."""
     head = struct.pack(">hhi", _OFFSET_COMMIT, _VERSION, 1) + _text("bench")
     body = _text("committer") + struct.pack(">i", -1) + _text("") + struct.pack(">h", -1)
     body += struct.pack(">i", 1) + _text(TOPIC) + struct.pack(">iiqih", 1, 0, 7, -1, -1)
     frame = struct.pack(">i", len(head) + len(body)) + head + body
     done = np.zeros(int(rate_per_s * seconds), np.int64)
-    answered = 0
+    responded = 0
 
-    def on_answer(reply: bytes) -> None:
-        nonlocal answered
-        (code,) = struct.unpack_from(">h", reply, len(reply) - 2)
+    def on_response(response: bytes) -> None:
+        nonlocal responded
+        (code,) = struct.unpack_from(">h", response, len(response) - 2)
         if code:
             raise RuntimeError(f"OffsetCommit was refused with error {code}")
-        done[answered] = time.monotonic_ns()
-        answered += 1
+        done[responded] = time.monotonic_ns()
+        responded += 1
 
     with selectors.DefaultSelector() as selector:
         peer = Peer(server.kafka, selector)
-        peer.on_answer = on_answer
+        peer.on_response = on_response
         schedule = Schedule(time.monotonic_ns(), rate_per_s, len(done))
         sent = 0
-        while answered < schedule.count:
+        while responded < schedule.count:
             due = schedule.due_by(time.monotonic_ns())
             if due > sent:
                 peer.send(frame * (due - sent))
@@ -245,12 +245,12 @@ async def _http_at_rate(server: Server, rate_per_s: int, seconds: float) -> list
     async def pull(http: _Http) -> None:
         while not everything.is_set():
             wanted = json.dumps({"max": 100, "wait_ms": 1000}).encode()
-            answer = json.loads(await http.post(f"/v1/subscriptions/{name}/messages:pull", wanted))
+            response = json.loads(await http.post(f"/v1/subscriptions/{name}/messages:pull", wanted))
             now = time.monotonic_ns()
-            for message in answer["messages"]:
+            for message in response["messages"]:
                 pulled[message["json"]["number"]] = now
-            if answer["messages"]:
-                leases = json.dumps({"accept": [one["lease"] for one in answer["messages"]]}).encode()
+            if response["messages"]:
+                leases = json.dumps({"accept": [one["lease"] for one in response["messages"]]}).encode()
                 await http.post(f"/v1/subscriptions/{name}/messages:settle", leases)
             if pulled.all():
                 everything.set()

@@ -111,7 +111,7 @@ class Limit(KafkaSubject):
 
 
 class Discard(Limit):
-    """A server that answers and keeps nothing: what is measured with it is the client and the socket."""
+    """A server that responds and keeps nothing: what is measured with it is the client and the socket."""
 
     name = DISCARD
 
@@ -200,7 +200,7 @@ class Broker(KafkaSubject):
         admin = AdminClient({"bootstrap.servers": self._server.kafka, "log_level": 0})
         wanted = NewTopic(name, case.partitions, 1, config=dict(self.topic_settings(case.flush)))
         admin.create_topics([wanted])[name].result(_ADMIN_S_MAX)
-        requests.first_answer(self._server.kafka, name)
+        requests.first_response(self._server.kafka, name)
         try:
             tls = self._tls.client_settings if case.tls else {}
             yield Target(server=self._server, topic=name, partitions=case.partitions, tls=tls)
@@ -223,7 +223,7 @@ class Broker(KafkaSubject):
         ):
             server.stop()
             server.start()
-            numbers = {"start s": server.start_s, "first answer s": requests.first_answer(server.kafka, "first")}
+            numbers = {"start s": server.start_s, "first response s": requests.first_response(server.kafka, "first")}
             time.sleep(_REST_S)
             children = sum(map(resident_of, tree_of(server.pid)[1:]))
             return numbers | {

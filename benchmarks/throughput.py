@@ -14,7 +14,7 @@ from benchmarks.target import Numbers, Target
 
 KEYS = 10_000
 _AT_ONCE = 500
-_ANSWER_S_MAX = 60.0
+_RESPONSE_S_MAX = 60.0
 _LOOK_MS = 500
 _FILL_S, _FILL_S_MAX = 0.5, 3.0
 # So that a server which is slow has not much left to do when the time is up.
@@ -39,7 +39,8 @@ def flow(case: Case, messages: int, elapsed_s: float, meter: Meter) -> Numbers:
 
 
 def produce(target: Target, case: Case, seconds: float) -> tuple[int, Numbers]:
-    """Send as fast as the server takes it, wait for every answer; how many messages there are then, and the numbers."""
+    """Send as fast as the server takes it, wait for every response; how many messages there are then, and the
+    numbers."""
     with ExitStack() as stack:
         producers = [
             stack.enter_context(closing(Producer(target.topic, settings_of(target, case))))
@@ -81,7 +82,7 @@ def settings_of(target: Target, case: Case, linger_ms: float = 5) -> dict[str, s
 
 
 def _send(target: Target, producer: Producer, load: Load, ready: threading.Barrier, seconds: float) -> int:
-    """One producer: send until the time is up, then wait for the answers."""
+    """One producer: send until the time is up, then wait for the responses."""
     ready.wait()
     deadline = time.perf_counter() + seconds
     sent = 0
@@ -93,11 +94,11 @@ def _send(target: Target, producer: Producer, load: Load, ready: threading.Barri
 
 
 def _flush(target: Target, producer: Producer) -> None:
-    deadline = time.monotonic() + _ANSWER_S_MAX
+    deadline = time.monotonic() + _RESPONSE_S_MAX
     while not producer.flush(_LOOK_MS):
         target.check()
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not every message was answered within {_ANSWER_S_MAX:g} s")
+            raise TimeoutError(f"not every message got a response within {_RESPONSE_S_MAX:g} s")
 
 
 def fill(target: Target, case: Case, stored: int, wanted: int) -> int:

@@ -21,7 +21,7 @@ ABORTED_EACH = 4
 """One of so many transactions is aborted in what consumers read."""
 
 _AT_ONCE = 500
-_ANSWER_MS_MAX = 60_000
+_RESPONSE_MS_MAX = 60_000
 
 
 def produce(target: Target, seconds: float, commit_s: float | None) -> Numbers:
@@ -49,9 +49,9 @@ def _producer(target: Target, *, transactional: bool) -> Producer:
 
 
 def _end(producer: Producer, *, goes_on: bool = True) -> None:
-    """Wait until everything that was sent is answered and, in a transaction, decided."""
+    """Wait until everything that was sent gets a response and, in a transaction, decided."""
     if not isinstance(producer, TransactionalProducer):
-        producer.flush(_ANSWER_MS_MAX)
+        producer.flush(_RESPONSE_MS_MAX)
         return
     producer.end(commit=True)
     if goes_on:

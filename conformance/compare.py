@@ -1,4 +1,4 @@
-"""Asks Apache Kafka and Millstream the same odd questions and shows where the answers differ.
+"""Asks Apache Kafka and Millstream the same odd questions and shows where the responses differ.
 
     python -m conformance.compare [--only TEXT] [--all]
 
@@ -58,7 +58,7 @@ _OPAQUE = "the broker stores batches as they come and does not look into them"
 _BOUNDS = "a node of Kafka narrows what groups may set by further settings of its own; ours has wide, fixed bounds"
 _CLEARER = "Kafka fails on its own; ours says what is wrong"
 ACCEPTED: Mapping[str, str] = {
-    "produce v9: null records": "Kafka never answers",
+    "produce v9: null records": "Kafka never responds",
     "produce v9: says gzip, is not": _OPAQUE,
     "produce v9: unknown codec": _CLEARER,
     "incremental alter configs v1: unknown operation": _CLEARER,
@@ -70,17 +70,17 @@ ACCEPTED: Mapping[str, str] = {
     "fetch v11: as a follower": "only nodes of the cluster get records as followers",
     "fetch v12: last fetched epoch to come": "it is for followers; consumers do not send it",
     "create topics v7: empty cleanup policy": "one of the policies has to be named",
-    "elect leaders v2: unknown type": "the error stands at the top of the answer, which is where clients look",
+    "elect leaders v2: unknown type": "the error stands at the top of the response, which is where clients look",
     "elect leaders v2: all": "Kafka lists topics of which it has nothing to say",
 }
-"""By question: why the answer is another one, on purpose."""
+"""By question: why the response is another one, on purpose."""
 
 
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m conformance.compare", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="ask only the questions whose names contain this")
-    parser.add_argument("--all", action="store_true", help="show the answers that are the same, too")
+    parser.add_argument("--all", action="store_true", help="show the responses that are the same, too")
     arguments = parser.parse_args()
     try:
         with ExitStack() as stack:
@@ -140,18 +140,18 @@ def compare(theirs: Broker, ours: Broker, *, only: str, show_all: bool) -> bool:
     return different > 0
 
 
-def flat(answer: Any, path: str = "answer") -> Iterator[tuple[str, Any]]:
-    """Every value of an answer with its path, less what differs between any two brokers."""
-    if isinstance(answer, dict):
-        for name, value in answer.items():
+def flat(response: Any, path: str = "response") -> Iterator[tuple[str, Any]]:
+    """Every value of a response with its path, less what differs between any two brokers."""
+    if isinstance(response, dict):
+        for name, value in response.items():
             if name not in _IGNORED:
                 yield from flat(value, f"{path}.{name}")
-    elif isinstance(answer, list):
-        yield f"{path}.length", len(answer)
-        for index, value in enumerate(sorted(answer, key=_identity)):
+    elif isinstance(response, list):
+        yield f"{path}.length", len(response)
+        for index, value in enumerate(sorted(response, key=_identity)):
             yield from flat(value, f"{path}[{index}]")
     else:
-        yield path, answer
+        yield path, response
 
 
 def _identity(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Questions of members of consumer groups that build on the answers before them."""
+"""Questions of members of consumer groups that build on the responses before them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Group:
     def described(self) -> list[Any]:
         """The group as ConsumerGroupDescribe has it."""
         asked = {"group_ids": [self.name], "include_authorized_operations": True}
-        answer = self.broker.ask(Key.CONSUMER_GROUP_DESCRIBE, 1, asked)["groups"][0]
+        response = self.broker.ask(Key.CONSUMER_GROUP_DESCRIBE, 1, asked)["groups"][0]
         members = sorted(
             [
                 one["instance_id"] or "",
@@ -50,12 +50,12 @@ class Group:
                 _count(one["assignment"]["topic_partitions"]),
                 _count(one["target_assignment"]["topic_partitions"]),
             ]
-            for one in answer["members"]
+            for one in response["members"]
         )
         fields = {
-            name: answer[name] for name in ("error_code", "group_state", "assignor_name", "authorized_operations")
+            name: response[name] for name in ("error_code", "group_state", "assignor_name", "authorized_operations")
         }
-        epochs = {name: self.relative(answer[name]) for name in ("group_epoch", "assignment_epoch")}
+        epochs = {name: self.relative(response[name]) for name in ("group_epoch", "assignment_epoch")}
         return [fields | epochs, str(members)]
 
 
@@ -82,16 +82,16 @@ class Consumer:
         return self.beat(**{**fields, **self.more, **more})
 
     def beat(self, **more: Any) -> Any:
-        """A heartbeat; what it answers, with the number of partitions that it gives."""
+        """A heartbeat; what it returns, with the number of partitions that it gives."""
         values = {"group_id": self.group.name, "member_id": self.member, "member_epoch": self.epoch, **more}
-        answer = self.group.broker.ask(Key.CONSUMER_GROUP_HEARTBEAT, 1, {"topic_partitions": None, **values})
-        if answer["error_code"] == "none":
-            self.epoch = answer["member_epoch"]
-        given = answer["assignment"]
+        response = self.group.broker.ask(Key.CONSUMER_GROUP_HEARTBEAT, 1, {"topic_partitions": None, **values})
+        if response["error_code"] == "none":
+            self.epoch = response["member_epoch"]
+        given = response["assignment"]
         if given is not None:
             self.assigned = [{**topic, "topic_id": UUID(topic["topic_id"])} for topic in given["topic_partitions"]]
-        fields = {"error_code": answer["error_code"], "epoch": self.group.relative(answer["member_epoch"])}
-        return {**fields, "has_id": answer["member_id"] is not None, "partitions": given and _count(self.assigned)}
+        fields = {"error_code": response["error_code"], "epoch": self.group.relative(response["member_epoch"])}
+        return {**fields, "has_id": response["member_id"] is not None, "partitions": given and _count(self.assigned)}
 
     def report(self) -> Any:
         """A heartbeat after everything that is not assigned any more was given up."""
@@ -102,8 +102,8 @@ class Consumer:
         """Go."""
         instance = {name: value for name, value in self.more.items() if name == "instance_id"}
         values = {"group_id": self.group.name, "member_id": self.member, "member_epoch": epoch, **instance}
-        answer = self.group.broker.ask(Key.CONSUMER_GROUP_HEARTBEAT, 1, {**values, "topic_partitions": None})
-        return {name: answer[name] for name in (*_COMPARED, "heartbeat_interval", "assignment")}
+        response = self.group.broker.ask(Key.CONSUMER_GROUP_HEARTBEAT, 1, {**values, "topic_partitions": None})
+        return {name: response[name] for name in (*_COMPARED, "heartbeat_interval", "assignment")}
 
 
 def _count(partitions: list[Any]) -> int:
@@ -218,8 +218,8 @@ def consumer_older_epochs(broker: Broker) -> Any:
         ]
         values = {"group_id": group.name, "generation_id_or_member_epoch": epoch, "member_id": member.member}
         asked = {**values, "topics": [{"name": group.topics[0], "partitions": partitions}]}
-        answer = broker.ask(Key.OFFSET_COMMIT, 9, asked)["topics"][0]["partitions"]
-        return sorted(one["error_code"] for one in answer)
+        response = broker.ask(Key.OFFSET_COMMIT, 9, asked)["topics"][0]["partitions"]
+        return sorted(one["error_code"] for one in response)
 
     second.join()
     first.beat()

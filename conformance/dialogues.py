@@ -1,4 +1,4 @@
-"""Questions that build on the answers before them. The docstring of each is its name."""
+"""Questions that build on the responses before them. The docstring of each is its name."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _fresh_topic(broker: Broker) -> str:
 def _write(broker: Broker, topic: str, producer: tuple[int, int], sequence: int, records: int = 1) -> Any:
     producer_id, epoch = producer
     data = batch(records, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence)
-    answer = broker.ask(Key.PRODUCE, 9, produced(data, topic=topic))
-    outcome = answer["responses"][0]["partition_responses"][0]
+    response = broker.ask(Key.PRODUCE, 9, produced(data, topic=topic))
+    outcome = response["responses"][0]["partition_responses"][0]
     return outcome["error_code"], outcome["base_offset"]
 
 
 def _producer_id(broker: Broker) -> int:
-    answer = broker.ask(Key.INIT_PRODUCER_ID, 4, {"transactional_id": None, "transaction_timeout": 60000})
-    return int(answer["producer_id"])
+    response = broker.ask(Key.INIT_PRODUCER_ID, 4, {"transactional_id": None, "transaction_timeout": 60000})
+    return int(response["producer_id"])
 
 
 def sequences(broker: Broker) -> Any:
@@ -75,14 +75,14 @@ class Member:
 
     def join(self, version: int = 7, protocol: str = "range", kind: str = "consumer") -> Any:
         """Join, and join again where the broker first gives out an id."""
-        answer = self._join(version, protocol, kind)
-        if answer["error_code"] == "member_id_required":
-            self.id = answer["member_id"]
-            answer = self._join(version, protocol, kind)
-        if answer["error_code"] == "none":
-            self.id, self.generation = answer["member_id"], answer["generation_id"]
-        fields = {name: answer[name] for name in ("error_code", "generation_id", "protocol_name")}
-        return {**fields, "is_leader": answer["leader"] == self.id, "members": len(answer["members"])}
+        response = self._join(version, protocol, kind)
+        if response["error_code"] == "member_id_required":
+            self.id = response["member_id"]
+            response = self._join(version, protocol, kind)
+        if response["error_code"] == "none":
+            self.id, self.generation = response["member_id"], response["generation_id"]
+        fields = {name: response[name] for name in ("error_code", "generation_id", "protocol_name")}
+        return {**fields, "is_leader": response["leader"] == self.id, "members": len(response["members"])}
 
     def _join(self, version: int, protocol: str, kind: str) -> Any:
         values: dict[str, Any] = {
@@ -207,11 +207,11 @@ def fetch_turns(broker: Broker) -> Any:
     asked: dict[str, Any] = {"max_wait": 100, "min_bytes": 0, "max_bytes": 1, "session_epoch": 0}
     asked["topics"] = [{"topic": name, "partitions": partitions}]
     for epoch in range(1, 8):
-        answer = broker.ask(Key.FETCH, 11, asked)
-        filled = [one for topic in answer["responses"] for one in topic["partitions"] if one["records"]]
-        steps.append(f"{answer['error_code']} {[one['partition_index'] for one in filled]}")
-        asked.update(session_id=answer["session_id"], session_epoch=epoch, topics=[])
-    # Turns begin with the first answer of a session here and with the second in Kafka, so each round is sorted.
+        response = broker.ask(Key.FETCH, 11, asked)
+        filled = [one for topic in response["responses"] for one in topic["partitions"] if one["records"]]
+        steps.append(f"{response['error_code']} {[one['partition_index'] for one in filled]}")
+        asked.update(session_id=response["session_id"], session_epoch=epoch, topics=[])
+    # Turns begin with the first response of a session here and with the second in Kafka, so each round is sorted.
     return [steps[0], sorted(steps[1:4]), sorted(steps[4:])]
 
 
@@ -228,8 +228,8 @@ def fetch_limits(broker: Broker) -> Any:
 def _fetched_bytes(broker: Broker, topic: str, order: list[int], max_bytes: int, of_each: int) -> Any:
     partitions = [{"partition": index, "fetch_offset": 0, "partition_max_bytes": of_each} for index in order]
     asked = {"max_wait": 100, "min_bytes": 0, "max_bytes": max_bytes, "session_epoch": -1}
-    answer = broker.ask(Key.FETCH, 11, {**asked, "topics": [{"topic": topic, "partitions": partitions}]})
-    found = {one["partition_index"]: len(one["records"] or b"") for one in answer["responses"][0]["partitions"]}
+    response = broker.ask(Key.FETCH, 11, {**asked, "topics": [{"topic": topic, "partitions": partitions}]})
+    found = {one["partition_index"]: len(one["records"] or b"") for one in response["responses"][0]["partitions"]}
     # Kafka also sends the beginning of a batch that does not fit; what counts is how many are whole.
     ends = [sum(len(batch(size=size)) for size in _SIZES[:count]) for count in (1, 2)]
     return [str(max_bytes), str(of_each), *(sum(found[index] >= end for end in ends) for index in order)]
@@ -238,8 +238,8 @@ def _fetched_bytes(broker: Broker, topic: str, order: list[int], max_bytes: int,
 def _write_until_taken(broker: Broker, asked: dict[str, Any]) -> None:
     """Write to a topic that is new, of which Kafka's broker hears a little later."""
     for _ in range(50):
-        answer = broker.ask(Key.PRODUCE, 9, asked)
-        if answer["responses"][0]["partition_responses"][0]["error_code"] == "none":
+        response = broker.ask(Key.PRODUCE, 9, asked)
+        if response["responses"][0]["partition_responses"][0]["error_code"] == "none":
             return
         time.sleep(0.1)
     raise TimeoutError("a new topic took no records within 5 s")
@@ -257,8 +257,8 @@ def _settings(broker: Broker, kind: int, name: str, keys: list[str]) -> Any:
 def _alter(broker: Broker, kind: int, name: str, changes: dict[str, str | None]) -> Any:
     configs = [{"name": key, "value": to, "config_operation": int(to is None)} for key, to in changes.items()]
     resources = [{"resource_type": kind, "resource_name": name, "configs": configs}]
-    answer = broker.ask(Key.INCREMENTAL_ALTER_CONFIGS, 1, {"resources": resources, "validate_only": False})
-    return answer["responses"][0]["error_code"]
+    response = broker.ask(Key.INCREMENTAL_ALTER_CONFIGS, 1, {"resources": resources, "validate_only": False})
+    return response["responses"][0]["error_code"]
 
 
 def group_settings(broker: Broker) -> Any:
@@ -276,11 +276,11 @@ def group_settings(broker: Broker) -> Any:
 def _eventually(ask: Callable[[], Any], value: str) -> Any:
     """Ask until the first setting has this value: Kafka applies changes a little later."""
     for _ in range(50):
-        answer = ask()
-        if any(one["value"] == value for one in answer[1].values()):
+        response = ask()
+        if any(one["value"] == value for one in response[1].values()):
             break
         time.sleep(0.1)
-    return answer
+    return response
 
 
 def node_names(broker: Broker) -> Any:

@@ -1,12 +1,12 @@
-"""Every API × each missing permission × each single permission: the answers, and what they leave out.
+"""Every API × each missing permission × each single permission: the responses, and what they leave out.
 
     python -m conformance.permission_table [--record] [--only TEXT]
 
 Each user has the same access rules but one: `all` may do everything, `no-topic-read` everything but that, and
 `only-topic-read` nothing but that. The rules concern resources whose names begin with `p-`; nobody may use the others.
-Apache Kafka and Millstream are sent the same requests, and what differs between them and `permission_answers.json` is
-shown; `--record` writes Kafka's answers to that file first. `make compare` runs it, and a test holds Millstream to the
-file.
+Apache Kafka and Millstream are sent the same requests, and what differs between them and `permission_responses.json` is
+shown; `--record` writes Kafka's responses to that file first. `make compare` runs it, and a test holds Millstream to
+the file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from uuid import UUID
 
 from benchmarks.peers.kafka import free_address, kafka
 from benchmarks.peers.unavailable import PeerUnavailable
-from conformance.question import CLOSED, SILENT, Broker, frame_of, read_answer, receive_frame
+from conformance.question import CLOSED, SILENT, Broker, frame_of, read_plain_response, receive_frame
 from conformance.questions.asking import Key, Question, batch, new_topic, question
 
 from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Acl, Operation, PatternType, Permission, ResourceType
 from millstream.embedded import EmbeddedBroker
 from millstream_testing.security import declare_security
 
-RECORDED: Final = Path(__file__).with_name("permission_answers.json")
+RECORDED: Final = Path(__file__).with_name("permission_responses.json")
 ADMIN: Final = "admin"
 PASSWORD: Final = "a-password"
 """Of every user."""
@@ -49,7 +49,7 @@ MEMBER: Final = "mQ8f0nXHSVuZ2pXo4gYb1A"
 _EVERYTHING: Final = "*"
 _READY_S_MAX: Final = 60.0
 
-Answers = dict[str, dict[str, str]]
+Responses = dict[str, dict[str, str]]
 """By question and user."""
 
 
@@ -115,9 +115,9 @@ class SignedIn(Broker):
         authenticate = struct.pack(">hhihi", 36, 0, 2, -1, len(token)) + token
         for request in (handshake, authenticate):
             connection.sendall(struct.pack(">i", len(request)) + request)
-            answer = receive_frame(connection)
-            if answer[4:6] != b"\0\0":
-                raise ConnectionError(f"{self._user} cannot sign in: {answer!r}")
+            response = receive_frame(connection)
+            if response[4:6] != b"\0\0":
+                raise ConnectionError(f"{self._user} cannot sign in: {response!r}")
         return connection
 
 
@@ -425,9 +425,9 @@ def _declare_rules(admin: SignedIn) -> None:
         for user, acls in rules().items()
         for acl in acls
     ]
-    answer = admin.ask(Key.CREATE_ACLS, 3, {"creations": creations})
-    if _codes(answer) != {"none"}:
-        raise ConnectionError(f"the rules cannot be set: {answer}")
+    response = admin.ask(Key.CREATE_ACLS, 3, {"creations": creations})
+    if _codes(response) != {"none"}:
+        raise ConnectionError(f"the rules cannot be set: {response}")
     everything = {"resource_type_filter": 1, "pattern_type_filter": 1, "operation": 1, "permission_type": 1}
 
     def are_known() -> bool:
@@ -442,20 +442,23 @@ def _join(admin: SignedIn, key: Key, group: str, topics: list[str]) -> None:
     first = {"group_id": group, "member_id": MEMBER, "member_epoch": 0, "subscribed_topic_names": topics}
     if key is Key.CONSUMER_GROUP_HEARTBEAT:
         first |= {"rebalance_timeout": 60_000, "topic_partitions": []}
-    answer: dict[str, Any] = {}
+    response: dict[str, Any] = {}
 
     def has_joined() -> bool:
-        nonlocal answer
-        answer = admin.ask(key, 1, first)
-        return bool(answer["error_code"] == "none")
+        nonlocal response
+        response = admin.ask(key, 1, first)
+        return bool(response["error_code"] == "none")
 
     def is_assigned() -> bool:
-        nonlocal answer
-        assigned = answer["assignment"]
+        nonlocal response
+        assigned = response["assignment"]
         if assigned is not None and sum(len(one["partitions"]) for one in assigned["topic_partitions"]) == len(topics):
             return True
-        again = {"group_id": group, "member_id": MEMBER, "member_epoch": answer["member_epoch"]}
-        answer = {**answer, **{name: value for name, value in admin.ask(key, 1, again).items() if value is not None}}
+        again = {"group_id": group, "member_id": MEMBER, "member_epoch": response["member_epoch"]}
+        response = {
+            **response,
+            **{name: value for name, value in admin.ask(key, 1, again).items() if value is not None},
+        }
         return False
 
     admin.ask(Key.FIND_COORDINATOR, 3, {"key": group, "key_type": 0})
@@ -466,30 +469,30 @@ def _join(admin: SignedIn, key: Key, group: str, topics: list[str]) -> None:
 def _open_transaction(admin: SignedIn) -> None:
     """Begin a transaction in both topics that stays open."""
     asked = {"transactional_id": TRANSACTION, "transaction_timeout": 600_000, "producer_id": -1, "producer_epoch": -1}
-    answer: dict[str, Any] = {}
+    response: dict[str, Any] = {}
 
     def is_known() -> bool:
-        nonlocal answer
+        nonlocal response
         admin.ask(Key.FIND_COORDINATOR, 3, {"key": TRANSACTION, "key_type": 1})
-        answer = admin.ask(Key.INIT_PRODUCER_ID, 5, asked)
-        return bool(answer["error_code"] == "none")
+        response = admin.ask(Key.INIT_PRODUCER_ID, 5, asked)
+        return bool(response["error_code"] == "none")
 
     _until(is_known)
     opened = {
         "v3_and_below_transactional_id": TRANSACTION,
-        "v3_and_below_producer_id": answer["producer_id"],
-        "v3_and_below_producer_epoch": answer["producer_epoch"],
+        "v3_and_below_producer_id": response["producer_id"],
+        "v3_and_below_producer_epoch": response["producer_epoch"],
         "v3_and_below_topics": _topics(MINE, OTHER, partitions=[0]),
     }
     _until(lambda: _codes(admin.ask(Key.ADD_PARTITIONS_TO_TXN, 3, opened)) == {"none"})
 
 
-def _codes(answer: Any) -> set[str]:
-    """Every error code of an answer."""
-    if isinstance(answer, dict):
-        codes = {value for name, value in answer.items() if name.endswith("error_code") and isinstance(value, str)}
-        return codes.union(*map(_codes, answer.values()))
-    return set().union(*map(_codes, answer)) if isinstance(answer, list) else set()
+def _codes(response: Any) -> set[str]:
+    """Every error code of a response."""
+    if isinstance(response, dict):
+        codes = {value for name, value in response.items() if name.endswith("error_code") and isinstance(value, str)}
+        return codes.union(*map(_codes, response.values()))
+    return set().union(*map(_codes, response)) if isinstance(response, list) else set()
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -500,40 +503,40 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-# -- the answers --------------------------------------------------------------------------------------------------
+# -- the responses ------------------------------------------------------------------------------------------------
 
 
-def ask_all(address: str, users: Sequence[str] = USERS, *, only: str = "") -> Answers:
+def ask_all(address: str, users: Sequence[str] = USERS, *, only: str = "") -> Responses:
     """Ask everything as every one of these users."""
     admin = SignedIn(address, ADMIN)
     ids = lay_fixtures(admin)
     admin.close()
-    answers: Answers = {one.name: {} for one in QUESTIONS if only in one.name}
+    responses: Responses = {one.name: {} for one in QUESTIONS if only in one.name}
     with ExitStack() as stack:
         brokers = {user: SignedIn(address, user) for user in users}
         for broker in brokers.values():
             stack.callback(broker.close)
         for one in QUESTIONS:
             if only in one.name:
-                answers[one.name] = _ask(one, brokers, ids)
-    return answers
+                responses[one.name] = _ask(one, brokers, ids)
+    return responses
 
 
 def _ask(asked: Question, brokers: Mapping[str, SignedIn], ids: Mapping[str, UUID]) -> dict[str, str]:
     """Ask as each user; what is the same for several is written and read once."""
     is_own = any(mark in repr(asked.values) for mark in ("{user}", "{member}"))
     shown: dict[tuple[bytes | str, str], str] = {}
-    answers = {}
+    responses = {}
     frame = b""
     for user, broker in brokers.items():
         if is_own or not frame:
             frame = frame_of(asked.key, asked.version, _filled(asked.values, user, ids))
-        answer = broker.send(frame)
-        key = answer, user if is_own else ""
+        response = broker.send(frame)
+        key = response, user if is_own else ""
         if key not in shown:
-            shown[key] = _shown(read_answer(asked.key, asked.version, answer), user)
-        answers[user] = shown[key]
-    return answers
+            shown[key] = _shown(read_plain_response(asked.key, asked.version, response), user)
+        responses[user] = shown[key]
+    return responses
 
 
 def _filled(values: Any, user: str, ids: Mapping[str, UUID]) -> Any:
@@ -571,9 +574,9 @@ _PRESENCE: Final = frozenset(
 _IDENTITY: Final = ("name", "topic", "topic_name", "group_id", "key", "transactional_id", "user", "resource_name")
 
 
-def _shown(answer: Any, user: str) -> str:
-    """An answer in one line, less what differs between any two brokers."""
-    return json.dumps(_reduced(_without_user(answer, user)), separators=(",", ":"))
+def _shown(response: Any, user: str) -> str:
+    """A response in one line, less what differs between any two brokers."""
+    return json.dumps(_reduced(_without_user(response, user)), separators=(",", ":"))
 
 
 def _without_user(value: Any, user: str) -> Any:
@@ -627,7 +630,7 @@ ACCEPTED: Final[Mapping[str, str]] = {
     "describe user scram credentials v0: a user": "Kafka adds a result for a user without a name",
     "produce v11: in transaction None": "records are not looked at before the topic is allowed",
 }
-"""By question: why some answers are other ones, on purpose."""
+"""By question: why some responses are other ones, on purpose."""
 OTHERWISE: Final[Mapping[str, str]] = {
     "find coordinator v6: share groups": "share groups have no coordinators of their own",
     "share fetch v1: topics, new session, p-sharers": "Kafka fails on its own for a group that is missing",
@@ -635,37 +638,37 @@ OTHERWISE: Final[Mapping[str, str]] = {
     "alter configs v2: resources": "settings of groups are changed one by one",
     "metadata v12: topics to create": "a topic exists at once; Kafka has its client ask again",
 }
-"""By question: why those who may are answered otherwise; refusals are the same."""
+"""By question: why those who may get another response; refusals are the same."""
 
 
-def recorded() -> Answers:
-    """Kafka's answers, as last recorded."""
-    found: Answers = {}
+def recorded() -> Responses:
+    """Kafka's responses, as last recorded."""
+    found: Responses = {}
     for name, groups in json.loads(RECORDED.read_text(encoding="utf-8")).items():
         found[name] = {}
-        for answer, users in groups.items():
-            found[name] |= dict.fromkeys(USERS if users == _EVERYTHING else users.split(), answer)
-        for answer, users in groups.items():
+        for response, users in groups.items():
+            found[name] |= dict.fromkeys(USERS if users == _EVERYTHING else users.split(), response)
+        for response, users in groups.items():
             if users != _EVERYTHING:
-                found[name] |= dict.fromkeys(users.split(), answer)
+                found[name] |= dict.fromkeys(users.split(), response)
     return found
 
 
-def record(answers: Answers) -> None:
-    """Write answers, each once for all users who get it; the most frequent one is that of everyone else."""
+def record(responses: Responses) -> None:
+    """Write responses, each once for all users who get it; the most frequent one is that of everyone else."""
     document: dict[str, dict[str, str]] = {}
-    for name, by_user in answers.items():
+    for name, by_user in responses.items():
         groups: dict[str, list[str]] = defaultdict(list)
-        for user, answer in by_user.items():
-            groups[answer].append(user)
-        common = max(groups, key=lambda answer: len(groups[answer]))
-        others = {answer: " ".join(users) for answer, users in groups.items() if answer != common}
+        for user, response in by_user.items():
+            groups[response].append(user)
+        common = max(groups, key=lambda response: len(groups[response]))
+        others = {response: " ".join(users) for response, users in groups.items() if response != common}
         document[name] = {common: _EVERYTHING, **others}
     RECORDED.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def differences(expected: Answers, got: Answers) -> list[str]:
-    """A line for each pair of answers that differ, with the users who get them, less those accepted."""
+def differences(expected: Responses, got: Responses) -> list[str]:
+    """A line for each pair of responses that differ, with the users who get them, less those accepted."""
     lines = []
     for name in sorted(expected.keys() | got.keys()):
         users: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -679,8 +682,8 @@ def differences(expected: Answers, got: Answers) -> list[str]:
     return lines
 
 
-def _refusals(answer: str) -> Counter[str]:
-    return Counter(_REFUSAL.findall(answer))
+def _refusals(response: str) -> Counter[str]:
+    return Counter(_REFUSAL.findall(response))
 
 
 _REFUSAL: Final = re.compile(r"\w+_authorization_failed")
@@ -693,8 +696,8 @@ listener.name.locked.plain.sasl.jaas.config={jaas}
 """
 
 
-def kafka_answers(folder: Path, *, only: str = "") -> Answers:
-    """What Apache Kafka answers now."""
+def kafka_responses(folder: Path, *, only: str = "") -> Responses:
+    """What Apache Kafka returns now."""
     users = " ".join(f'user_{user}="{PASSWORD}"' for user in (ADMIN, *USERS))
     jaas = f"org.apache.kafka.common.security.plain.PlainLoginModule required {users};"
     address = free_address()
@@ -703,8 +706,8 @@ def kafka_answers(folder: Path, *, only: str = "") -> Answers:
         return ask_all(address, only=only)
 
 
-def millstream_answers(folder: Path, users: Sequence[str] = USERS, *, only: str = "") -> Answers:
-    """What Millstream answers."""
+def millstream_responses(folder: Path, users: Sequence[str] = USERS, *, only: str = "") -> Responses:
+    """What Millstream returns."""
     declare_security(folder, dict.fromkeys((ADMIN, *USERS), PASSWORD))
     settings = {"auth": "required", "super-users": ADMIN, "default-partitions": 1}
     node = EmbeddedBroker(folder, kafka="127.0.0.1:0", http="", settings=settings)
@@ -716,13 +719,13 @@ def millstream_answers(folder: Path, users: Sequence[str] = USERS, *, only: str 
 
 
 def compare(folder: Path, *, renew: bool = False, only: str = "") -> int:
-    """Ask both, and show where they or the recorded answers differ; how many do."""
-    theirs = kafka_answers(folder / "kafka-permissions", only=only)
+    """Ask both, and show where they or the recorded responses differ; how many do."""
+    theirs = kafka_responses(folder / "kafka-permissions", only=only)
     if renew:
         record({**(recorded() if only else {}), **theirs})
     before = {name: users for name, users in recorded().items() if only in name} if RECORDED.exists() else {}
     lines = [f"recorded otherwise: {line}" for line in differences(before, theirs)]
-    lines += differences(theirs, millstream_answers(folder / "millstream-permissions", only=only))
+    lines += differences(theirs, millstream_responses(folder / "millstream-permissions", only=only))
     for line in lines:
         print(f"  DIFFERENT   {line}")
     accepted = len(ACCEPTED) + len(OTHERWISE)
@@ -734,7 +737,7 @@ def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m conformance.permission_table")
     parser.add_argument("--only", default="", help="ask only the questions whose names contain this")
-    parser.add_argument("--record", action="store_true", help="write Kafka's answers to the file")
+    parser.add_argument("--record", action="store_true", help="write Kafka's responses to the file")
     arguments = parser.parse_args()
     with suppress(PeerUnavailable), tempfile.TemporaryDirectory(prefix="millstream-compare-") as folder:
         return 1 if compare(Path(folder), renew=arguments.record, only=arguments.only) else 0

@@ -1,4 +1,4 @@
-"""One request to a broker, written as plain values, and its answer as plain values."""
+"""One request to a broker, written as plain values, and its response as plain values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from millstream.protocol.messages.shape import default_of, is_entity, item_of, u
 
 Values = Mapping[str, Any]
 CLOSED = "the connection was closed"
-SILENT = "no answer came"
-_ANSWER_S_MAX = 15.0
+SILENT = "no response came"
+_RESPONSE_S_MAX = 15.0
 _CLIENT_ID = "compare"
 _AT_ONCE = 50
 """How many requests are on their way over one connection."""
@@ -32,7 +32,7 @@ class Broker:
         self.address = address
 
     def ask(self, api_key: int, version: int, values: Values) -> Any:
-        """Send a request; the answer is a dictionary, `CLOSED` or `SILENT`."""
+        """Send a request; the response is a dictionary, `CLOSED` or `SILENT`."""
         return self._exchange(api_key, version, frame_of(api_key, version, values))
 
     def ask_repeatedly(self, api_key: int, version: int, values: Values, times: int) -> Iterator[Any]:
@@ -48,10 +48,10 @@ class Broker:
     def connected(self) -> socket.socket:
         """Open a connection."""
         host, _, port = self.address.rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=_ANSWER_S_MAX)
+        return socket.create_connection((host, int(port)), timeout=_RESPONSE_S_MAX)
 
     def _exchange(self, api_key: int, version: int, frame: bytes) -> Any:
-        return read_answer(api_key, version, self.send(frame))
+        return read_plain_response(api_key, version, self.send(frame))
 
     def send(self, frame: bytes) -> bytes | str:
         """Send a frame and receive another, `CLOSED` or `SILENT`."""
@@ -95,13 +95,13 @@ def frame_of(api_key: int, version: int, values: Values) -> bytes:
     return bytes(write_request(1, _CLIENT_ID, _build(load_request_class(api_key, version), values)))
 
 
-def read_answer(api_key: int, version: int, answer: bytes | str) -> Any:
+def read_plain_response(api_key: int, version: int, response: bytes | str) -> Any:
     """What was received, as plain values."""
-    return answer if isinstance(answer, str) else plain(read_response(api_key, version, answer))
+    return response if isinstance(response, str) else plain(read_response(api_key, version, response))
 
 
 def receive_frame(connection: socket.socket) -> bytes:
-    """Read one answer."""
+    """Read one response."""
     size: int = struct.unpack(">i", receive(connection, 4))[0]
     return receive(connection, size)
 
@@ -139,7 +139,7 @@ def _value(annotation: Any, kafka_type: str | None, value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """An answer as dictionaries, lists and simple values."""
+    """A response as dictionaries, lists and simple values."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple | list):

@@ -1,8 +1,8 @@
 """Runs real clients against a real broker and says of each behaviour whether it is as in Kafka: `make conformance`.
 
 Each client gets its own broker and prints a line per check: `ok`, `FAILED` with the reason, or `not served` when
-the broker's answer to ApiVersions lacks an API that the check needs. A client whose tools or packages are not there is
-skipped, and that is said. The exit code is 1 when a check failed, else 0.
+the broker's response to ApiVersions lacks an API that the check needs. A client whose tools or packages are not there
+is skipped, and that is said. The exit code is 1 when a check failed, else 0.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def run_program(
         for line in _lines(process.stdout):
             if line.startswith("@"):
                 _obey(line[1:], server)
-                _answer(process.stdin)
+                _respond(process.stdin)
             else:
                 tally.count(_say(line))
         code = process.wait()
@@ -149,10 +149,10 @@ def _obey(wish: str, server: Server) -> None:
     server.restart(clean=wish == "restart")
 
 
-def _answer(answers: IO[str] | None) -> None:
-    if answers is not None:
-        answers.write("done\n")
-        answers.flush()
+def _respond(responses: IO[str] | None) -> None:
+    if responses is not None:
+        responses.write("done\n")
+        responses.flush()
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -2,7 +2,8 @@
 
     python -m conformance.sasl_table [--record]
 
-Kafka's answers are in `sasl_answers.json`. `make compare` checks them against Kafka, a test Millstream against them.
+Kafka's responses are in `sasl_responses.json`. `make compare` checks them against Kafka, a test Millstream against
+them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from millstream.embedded import EmbeddedBroker
 from millstream.protocol.messages.codec import read_response
 from millstream_testing.security import declare_security
 
-RECORDED: Final = Path(__file__).with_name("sasl_answers.json")
+RECORDED: Final = Path(__file__).with_name("sasl_responses.json")
 ALICE, BOB = ("alice", "alice-password"), ("bob", "bob-password")
 SESSION_MS: Final = 600_000
 _METADATA, _HANDSHAKE, _VERSIONS, _AUTHENTICATE = 3, 17, 18, 36
 
-Answers = dict[str, list[str]]
+Responses = dict[str, list[str]]
 
 
 class Addresses(NamedTuple):
@@ -114,7 +115,7 @@ AGAIN: Final[Mapping[str, Sequence[Step]]] = {
     "again: bare token": [*SIGN_IN, _handshake(version=0), METADATA],
 }
 _UNKNOWN = "Kafka tells at once that a user is not known; ours asks for a proof first, as of one that is"
-_CLOSED = "both close the connection; Kafka answers first, with an error of that API"
+_CLOSED = "both close the connection; Kafka responds first, with an error of that API"
 _SESSION = "the session goes on while its client proves itself again"
 _REFUSED = "Kafka agrees to the mechanism and then closes the connection; ours says that it is not the session's"
 ACCEPTED: Final[Mapping[str, str]] = {
@@ -132,7 +133,7 @@ ACCEPTED: Final[Mapping[str, str]] = {
 """By dialogue: why it goes another way, on purpose."""
 
 
-def ask_all(addresses: Addresses) -> Answers:
+def ask_all(addresses: Addresses) -> Responses:
     """Have every dialogue."""
     lasting = {name: _talk(addresses.lasting, steps) for name, steps in DIALOGUES.items()}
     return lasting | {name: _talk(addresses.ending, steps) for name, steps in AGAIN.items()}
@@ -152,13 +153,13 @@ def _talk(address: str, steps: Sequence[Step]) -> list[str]:
                 frame = bytearray(frame_of(step.key, version, step.values))
                 frame[6:8] = step.version.to_bytes(2, "big")
                 connection.sendall(frame)
-                answer = plain(read_response(step.key, version, receive_frame(connection)))
+                response = plain(read_response(step.key, version, receive_frame(connection)))
             except ConnectionError:
                 return [*outcomes, CLOSED]
             except TimeoutError:
                 return [*outcomes, SILENT]
-            lasts = " for a while" if answer.get("session_lifetime") else ""
-            outcomes.append(str(answer.get("error_code", "answered")) + lasts)
+            lasts = " for a while" if response.get("session_lifetime") else ""
+            outcomes.append(str(response.get("error_code", "answered")) + lasts)
     return outcomes
 
 
@@ -190,7 +191,7 @@ def locked_kafka(folder: Path) -> Iterator[Addresses]:
 
 @contextmanager
 def locked_millstream(folder: Path) -> Iterator[Addresses]:
-    """Two nodes of Millstream, which answer failures at once."""
+    """Two nodes of Millstream, which respond to failures at once."""
     nodes = []
     for name, session in (("lasting", 0), ("ending", SESSION_MS)):
         declare_security(folder / name, dict((ALICE, BOB)))
@@ -208,13 +209,13 @@ def locked_millstream(folder: Path) -> Iterator[Addresses]:
             node.stop_and_wait()
 
 
-def recorded() -> Answers:
-    """Kafka's answers, as last recorded."""
-    answers: Answers = json.loads(RECORDED.read_text(encoding="utf-8"))
-    return answers
+def recorded() -> Responses:
+    """Kafka's responses, as last recorded."""
+    responses: Responses = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return responses
 
 
-def differences(expected: Answers, got: Answers) -> list[str]:
+def differences(expected: Responses, got: Responses) -> list[str]:
     """A line for each dialogue that goes another way, less those accepted."""
     return [
         f"{name}: kafka {expected.get(name)}, millstream {got.get(name)}"
@@ -224,12 +225,14 @@ def differences(expected: Answers, got: Answers) -> list[str]:
 
 
 def compare(folder: Path, *, record: bool = False) -> int:
-    """Talk to both, and show where they or the recorded answers differ; how many do."""
+    """Talk to both, and show where they or the recorded responses differ; how many do."""
     with locked_kafka(folder / "kafka-sasl") as addresses:
         theirs = ask_all(addresses)
     if record:
         RECORDED.write_text(json.dumps(theirs, indent=1) + "\n", encoding="utf-8")
-    lines = [f"{name} is recorded as {answer}" for name, answer in recorded().items() if theirs.get(name) != answer]
+    lines = [
+        f"{name} is recorded as {response}" for name, response in recorded().items() if theirs.get(name) != response
+    ]
     with locked_millstream(folder / "millstream-sasl") as addresses:
         lines += differences(theirs, ask_all(addresses))
     for line in lines:

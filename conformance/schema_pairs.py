@@ -536,12 +536,14 @@ def decide_theirs(pairs: Sequence[Pair]) -> list[Verdict]:
         "millstream.conformance.schemas.Decide",
     ]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=RUN_S_MAX, check=True)
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    if len(answers) != len(pairs):
-        raise RuntimeError(f"{len(pairs)} pairs were asked about, {len(answers)} were answered: {done.stderr[-2000:]}")
+    responses = [json.loads(line) for line in done.stdout.splitlines()]
+    if len(responses) != len(pairs):
+        raise RuntimeError(
+            f"{len(pairs)} pairs were asked about, {len(responses)} got a response: {done.stderr[-2000:]}"
+        )
     return [
-        Verdict(frozenset(_kind_of(reason) for reason in answer["reasons"]), invalid=answer.get("error", ""))
-        for answer in answers
+        Verdict(frozenset(_kind_of(reason) for reason in response["reasons"]), invalid=response.get("error", ""))
+        for response in responses
     ]
 
 

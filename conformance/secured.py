@@ -190,4 +190,4 @@ def _send_as_carol(locked: Locked) -> str:
         producer.flush(60)
     except KafkaException as error:
         return str(error)
-    return errors[0] if errors else "no answer"
+    return errors[0] if errors else "no response"

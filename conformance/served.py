@@ -7,21 +7,21 @@ import struct
 from collections.abc import Mapping
 
 API_VERSIONS_KEY = 18
-_ANSWER_S_MAX = 30.0
+_RESPONSE_S_MAX = 30.0
 
 
 def ask_served(address: str) -> Mapping[int, tuple[int, int]]:
     """The keys of the APIs that the broker serves, each with its oldest and newest version."""
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=_ANSWER_S_MAX) as connection:
+    with socket.create_connection((host, int(port)), timeout=_RESPONSE_S_MAX) as connection:
         request = struct.pack(">hhih", API_VERSIONS_KEY, 0, 1, -1)
         connection.sendall(struct.pack(">i", len(request)) + request)
         size: int = struct.unpack(">i", receive(connection, 4))[0]
-        answer = receive(connection, size)
-    _correlation, error, count = struct.unpack_from(">ihi", answer)
+        response = receive(connection, size)
+    _correlation, error, count = struct.unpack_from(">ihi", response)
     if error:
-        raise ConnectionError(f"ApiVersions was answered with error code {error}")
-    entries = struct.iter_unpack(">hhh", answer[10 : 10 + 6 * count])
+        raise ConnectionError(f"ApiVersions got error code {error}")
+    entries = struct.iter_unpack(">hhh", response[10 : 10 + 6 * count])
     return {key: (oldest, newest) for key, oldest, newest in entries}
 
 
@@ -36,6 +36,6 @@ def receive(connection: socket.socket, size: int) -> bytes:
     while len(received) < size:
         chunk = connection.recv(size - len(received))
         if not chunk:
-            raise ConnectionError("the broker closed the connection instead of answering ApiVersions")
+            raise ConnectionError("the broker closed the connection instead of responding ApiVersions")
         received += chunk
     return bytes(received)

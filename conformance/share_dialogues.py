@@ -1,4 +1,4 @@
-"""Questions of members of share groups that build on the answers before them."""
+"""Questions of members of share groups that build on the responses before them."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class ShareGroup:
     def described(self) -> Any:
         """The group as ShareGroupDescribe has it."""
         asked = {"group_ids": [self.name], "include_authorized_operations": False}
-        answer = self.broker.ask(Key.SHARE_GROUP_DESCRIBE, 1, asked)["groups"][0]
+        response = self.broker.ask(Key.SHARE_GROUP_DESCRIBE, 1, asked)["groups"][0]
         members = [
             [one["subscribed_topic_names"], [topic["partitions"] for topic in one["assignment"]["topic_partitions"]]]
-            for one in answer["members"]
+            for one in response["members"]
         ]
-        return [answer["error_code"], answer["group_state"], answer["assignor_name"], str(sorted(members))]
+        return [response["error_code"], response["group_state"], response["assignor_name"], str(sorted(members))]
 
     def offsets(self, partitions: list[int] | None = None, topic: str | None = None) -> Any:
         """Where the group is."""
@@ -102,18 +102,18 @@ class Sharer:
         asked: dict[str, Any] = {"group_id": self.group.name, "member_id": self.member, "member_epoch": self.epoch}
         if asked["member_epoch"] == 0:
             asked["subscribed_topic_names"] = [self.group.topic]
-        answer = self.line.ask(Key.SHARE_GROUP_HEARTBEAT, 1, {**asked, **more})
-        if answer["error_code"] == "none":
-            self.epoch = answer["member_epoch"]
-        compared = answer["assignment"]
+        response = self.line.ask(Key.SHARE_GROUP_HEARTBEAT, 1, {**asked, **more})
+        if response["error_code"] == "none":
+            self.epoch = response["member_epoch"]
+        compared = response["assignment"]
         numbers = (
             None
             if compared is None
             else sorted(number for one in compared["topic_partitions"] for number in one["partitions"])
         )
         return [
-            answer["error_code"],
-            "positive" if answer["member_epoch"] > 0 else answer["member_epoch"],
+            response["error_code"],
+            "positive" if response["member_epoch"] > 0 else response["member_epoch"],
             str(numbers),
         ]
 
@@ -130,20 +130,20 @@ class Sharer:
         return _fetched(self.ask_for(*batches, version=version, **more))
 
     def ask_for(self, *batches: Any, version: int = 2, **more: Any) -> Any:
-        """The same, with the whole answer."""
+        """The same, with the whole response."""
         asked = self._asked(batches, opens=self.session == 0)
         limits = {"max_wait": 500, "min_bytes": 1, "max_bytes": 1 << 20, "max_records": 500, "batch_size": 500}
-        answer = self.line.ask(Key.SHARE_FETCH, version, {**asked, **limits, "forgotten_topics_data": [], **more})
-        if answer["error_code"] == "none":
+        response = self.line.ask(Key.SHARE_FETCH, version, {**asked, **limits, "forgotten_topics_data": [], **more})
+        if response["error_code"] == "none":
             self.session = asked["share_session_epoch"] + 1 if "share_session_epoch" not in more else self.session
-        return answer
+        return response
 
     def until(self, count: int, **more: Any) -> Any:
         """Fetch until so many messages are this member's."""
         found: list[Any] = []
         for _ in range(_ROUNDS_MAX):
-            answer = self.ask_for(**more)
-            for one in (one for topic in answer["responses"] for one in topic["partitions"]):
+            response = self.ask_for(**more)
+            for one in (one for topic in response["responses"] for one in topic["partitions"]):
                 found += [[r["first_offset"], r["last_offset"], r["delivery_count"]] for r in one["acquired_records"]]
             if sum(last - first + 1 for first, last, _ in found) >= count:
                 return _merged(found)
@@ -151,11 +151,11 @@ class Sharer:
 
     def acknowledge(self, *batches: Any, version: int = 2, **more: Any) -> Any:
         """Acknowledge without asking for more."""
-        answer = self.line.ask(Key.SHARE_ACKNOWLEDGE, version, {**self._asked(batches), **more})
-        if answer["error_code"] == "none" and "share_session_epoch" not in more:
+        response = self.line.ask(Key.SHARE_ACKNOWLEDGE, version, {**self._asked(batches), **more})
+        if response["error_code"] == "none" and "share_session_epoch" not in more:
             self.session += 1
-        partitions = [one for topic in answer["responses"] for one in topic["partitions"]]
-        return [answer["error_code"], *(one["error_code"] for one in partitions)]
+        partitions = [one for topic in response["responses"] for one in topic["partitions"]]
+        return [response["error_code"], *(one["error_code"] for one in partitions)]
 
     def _asked(self, batches: Any, *, opens: bool = False) -> dict[str, Any]:
         named = [
@@ -172,9 +172,9 @@ class Sharer:
         }
 
 
-def _fetched(answer: Any) -> Any:
-    compared = [answer["error_code"]]
-    for one in (one for topic in answer["responses"] for one in topic["partitions"]):
+def _fetched(response: Any) -> Any:
+    compared = [response["error_code"]]
+    for one in (one for topic in response["responses"] for one in topic["partitions"]):
         ranges = _merged([[r["first_offset"], r["last_offset"], r["delivery_count"]] for r in one["acquired_records"]])
         compared.append([one["partition_index"], one["error_code"], one["acknowledge_error_code"], ranges])
     return str(compared)
@@ -191,13 +191,13 @@ def _merged(ranges: list[Any]) -> str:
     return str(merged)
 
 
-def _short(answer: Any) -> str:
-    """An answer about offsets: only codes and numbers."""
-    if isinstance(answer, dict):
+def _short(response: Any) -> str:
+    """A response about offsets: only codes and numbers."""
+    if isinstance(response, dict):
         kept = ("error_code", "start_offset", "partition_index")
-        lists = [_short(value) for value in answer.values() if isinstance(value, list)]
-        return str([*(f"{name} {answer[name]}" for name in kept if name in answer), *lists])
-    return str([_short(one) for one in answer])
+        lists = [_short(value) for value in response.values() if isinstance(value, list)]
+        return str([*(f"{name} {response[name]}" for name in kept if name in response), *lists])
+    return str([_short(one) for one in response])
 
 
 def share_life(broker: Broker) -> Any:
@@ -381,8 +381,8 @@ def share_beside_others(broker: Broker) -> Any:
         "name": group.topic,
         "partitions": [{"partition_index": 0, "committed_offset": 1, "committed_metadata": ""}],
     }
-    answer = broker.ask(Key.OFFSET_COMMIT, 8, {**commit, "topics": [topic]})
-    steps += [answer["topics"][0]["partitions"][0]["error_code"]]
+    response = broker.ask(Key.OFFSET_COMMIT, 8, {**commit, "topics": [topic]})
+    steps += [response["topics"][0]["partitions"][0]["error_code"]]
     deleted = {"groups_names": [group.name]}
     steps += [broker.ask(Key.DELETE_GROUPS, 2, deleted)["results"][0]["error_code"]]
     one.beat(member_epoch=-1)

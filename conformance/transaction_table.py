@@ -1,9 +1,9 @@
-"""Every state of a transactional id × every transactional request × who asks: the answers, and the state afterwards.
+"""Every state of a transactional id × every transactional request × who asks: the responses, and the state afterwards.
 
     python -m conformance.transaction_table [--record]
 
-Both brokers are asked, and what differs between Apache Kafka, Millstream and `transaction_answers.json` is shown;
-`--record` writes Kafka's answers to that file first. `make compare` runs it, and a test holds Millstream to the file.
+Both brokers are asked, and what differs between Apache Kafka, Millstream and `transaction_responses.json` is shown;
+`--record` writes Kafka's responses to that file first. `make compare` runs it, and a test holds Millstream to the file.
 
 While markers are held back, transactions stay in the middle of ending. Kafka sends its markers over a connection with a
 client id of its own, which a relay cuts; Millstream runs in this process, where writing a marker never returns.
@@ -37,7 +37,7 @@ from millstream.embedded import EmbeddedBroker
 from millstream.protocol.records.control import Marker
 from millstream_testing.link_relay import LinkRelay, RelayThread
 
-RECORDED: Final = Path(__file__).with_name("transaction_answers.json")
+RECORDED: Final = Path(__file__).with_name("transaction_responses.json")
 MARKER_CLIENT: Final = "broker-1-txn-marker-sender"
 """The client id of the connection over which Kafka's node 1 sends markers."""
 TABLE: Final = "table"
@@ -51,7 +51,7 @@ _names = count()
 
 Hold = Callable[[bool], None]
 """Has markers held back from now on, or written."""
-Answers = dict[str, str]
+Responses = dict[str, str]
 
 
 class ProducerState(NamedTuple):
@@ -78,8 +78,8 @@ def _add(broker: Broker, producer: ProducerState, version: int, partition: int =
         results = broker.ask(Key.ADD_PARTITIONS_TO_TXN, version, older)["results_by_topic_v3_and_below"]
     else:
         values = {"transactions": [{**named, "verify_only": verify}]}
-        answer = broker.ask(Key.ADD_PARTITIONS_TO_TXN, version, values)
-        results = answer["results_by_transaction"][0]["topic_results"]
+        response = broker.ask(Key.ADD_PARTITIONS_TO_TXN, version, values)
+        results = response["results_by_transaction"][0]["topic_results"]
     return {"error_code": results[0]["results_by_partition"][0]["partition_error_code"]}
 
 
@@ -143,7 +143,7 @@ PRODUCERS: Final[Mapping[str, Callable[[ProducerState], ProducerState]]] = {
     "epoch to come": lambda producer: producer._replace(epoch=producer.epoch + 1),
     "other id": lambda producer: producer._replace(producer_id=producer.producer_id + 1_000_000),
 }
-"""By name: how a request differs from the id and epoch that the broker answered last."""
+"""By name: how a request differs from the id and epoch that the broker returned last."""
 
 # -- states -------------------------------------------------------------------------------------------------------
 
@@ -152,9 +152,9 @@ def _new_producer(broker: Broker, epoch: int = 2) -> ProducerState:
     """A producer at an epoch that has others before it."""
     transactional_id = f"table-{next(_names)}"
     values = {"transactional_id": transactional_id, "transaction_timeout": _TIMEOUT_MS}
-    for answer in broker.ask_repeatedly(Key.INIT_PRODUCER_ID, 5, values, epoch + 1):
-        _must(answer)
-    return ProducerState(transactional_id, answer["producer_id"], answer["producer_epoch"])
+    for response in broker.ask_repeatedly(Key.INIT_PRODUCER_ID, 5, values, epoch + 1):
+        _must(response)
+    return ProducerState(transactional_id, response["producer_id"], response["producer_epoch"])
 
 
 def _unknown(_: Broker) -> ProducerState:
@@ -174,18 +174,18 @@ def _ongoing(broker: Broker, version: int, epoch: int = 2) -> ProducerState:
 
 def _ended(broker: Broker, version: int, *, commit: bool) -> ProducerState:
     producer = _ongoing(broker, version)
-    answer = _end(broker, producer, 4 if version == 1 else 5, commit=commit)
-    _must(answer)
+    response = _end(broker, producer, 4 if version == 1 else 5, commit=commit)
+    _must(response)
     return (
         producer
         if version == 1
-        else producer._replace(producer_id=answer["producer_id"], epoch=answer["producer_epoch"])
+        else producer._replace(producer_id=response["producer_id"], epoch=response["producer_epoch"])
     )
 
 
-def _must(answer: Any) -> None:
-    if answer["error_code"] != "none":
-        raise RuntimeError(f"a state could not be prepared: {answer}")
+def _must(response: Any) -> None:
+    if response["error_code"] != "none":
+        raise RuntimeError(f"a state could not be prepared: {response}")
 
 
 STATES: Final[Mapping[str, Callable[[Broker], ProducerState]]] = {
@@ -213,48 +213,48 @@ ACCEPTED: Final = {
     }.items()
     for version in (3, 4, 5)
 }
-"""By pair: why the answer is another one, on purpose."""
+"""By pair: why the response is another one, on purpose."""
 
 # -- the table ----------------------------------------------------------------------------------------------------
 
 
-def ask_all(broker: Broker, hold: Hold) -> Answers:
+def ask_all(broker: Broker, hold: Hold) -> Responses:
     """Every pair; an id that a request has left as it was is asked again."""
     broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": [new_topic(TABLE, 2)]})
-    answers: Answers = {}
+    responses: Responses = {}
     for state in STATES:
         producer: ProducerState | None = None
         for asking, request in _asked():
             producer = producer or _prepare(broker, state, hold)
             before = _state(broker, producer)
-            answers[f"{state} | {asking} | {request}"] = outcome = _ask(broker, producer, before, asking, request)
+            responses[f"{state} | {asking} | {request}"] = outcome = _ask(broker, producer, before, asking, request)
             if outcome.startswith("none") or not outcome.endswith(f", {before}"):
                 producer = None
-    return answers
+    return responses
 
 
-def ask_rotated(broker: Broker, hold: Hold, epoch_max: int) -> Answers:
+def ask_rotated(broker: Broker, hold: Hold, epoch_max: int) -> Responses:
     """The same of a producer whose id was replaced at the end of a transaction, since its epochs are used up."""
     hold(True)
     old = _ongoing(broker, 2, epoch_max - 1)
-    answer = _end(broker, old, 5, commit=True)
-    _must(answer)
-    new = old._replace(producer_id=answer["producer_id"], epoch=answer["producer_epoch"])
-    answers: Answers = {}
+    response = _end(broker, old, 5, commit=True)
+    _must(response)
+    new = old._replace(producer_id=response["producer_id"], epoch=response["producer_epoch"])
+    responses: Responses = {}
     for asking, producer in {"current": new, "id before": old}.items():
         for request, ask in REQUESTS.items():
-            answers[f"PrepareCommit, rotated | {asking} | {request}"] = ask(broker, producer)["error_code"]
+            responses[f"PrepareCommit, rotated | {asking} | {request}"] = ask(broker, producer)["error_code"]
     hold(False)
     _await_state(broker, new, "CompleteCommit")
     hold(True)
     # What changes the state comes last.
     first = [request for request in REQUESTS if "InitProducerId" not in request]
     for request in [*first, "InitProducerId v5 with id and epoch"]:
-        answer = REQUESTS[request](broker, old)
-        known = "" if answer.get("producer_id", -1) < 0 else f", known {answer['producer_id'] == new.producer_id}"
-        answers[f"CompleteCommit, rotated | id before | {request}"] = f"{answer['error_code']}{known}"
-    answers["Empty, rotated | current | AddPartitionsToTxn v5"] = _add(broker, new, 5)["error_code"]
-    return answers
+        response = REQUESTS[request](broker, old)
+        known = "" if response.get("producer_id", -1) < 0 else f", known {response['producer_id'] == new.producer_id}"
+        responses[f"CompleteCommit, rotated | id before | {request}"] = f"{response['error_code']}{known}"
+    responses["Empty, rotated | current | AddPartitionsToTxn v5"] = _add(broker, new, 5)["error_code"]
+    return responses
 
 
 def _asked() -> Iterator[tuple[str, str]]:
@@ -274,12 +274,12 @@ def _prepare(broker: Broker, state: str, hold: Hold) -> ProducerState:
 
 
 def _ask(broker: Broker, known: ProducerState, before: str, asking: str, request: str) -> str:
-    """The code, how the id and epoch of the answer differ from the ones before, and the state afterwards."""
-    answer = REQUESTS[request](broker, PRODUCERS[asking](known))
-    outcome: str = answer["error_code"]
-    if outcome == "none" and answer.get("producer_id", -1) >= 0:
-        if answer["producer_id"] == known.producer_id:
-            outcome += f" epoch{answer['producer_epoch'] - known.epoch:+d}"
+    """The code, how the id and epoch of the response differ from the ones before, and the state afterwards."""
+    response = REQUESTS[request](broker, PRODUCERS[asking](known))
+    outcome: str = response["error_code"]
+    if outcome == "none" and response.get("producer_id", -1) >= 0:
+        if response["producer_id"] == known.producer_id:
+            outcome += f" epoch{response['producer_epoch'] - known.epoch:+d}"
         else:
             outcome += " another id"
     after = _state(broker, known)
@@ -352,14 +352,14 @@ def held_millstream(folder: Path) -> Iterator[tuple[Broker, Hold]]:
             node.stop_and_wait()
 
 
-def recorded() -> Answers:
-    """Kafka's answers, as last recorded."""
-    answers: Answers = json.loads(RECORDED.read_text(encoding="utf-8"))
-    return answers
+def recorded() -> Responses:
+    """Kafka's responses, as last recorded."""
+    responses: Responses = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return responses
 
 
-def differences(expected: Answers, got: Answers) -> list[str]:
-    """A line for each answer that is another one, less those that differ on purpose."""
+def differences(expected: Responses, got: Responses) -> list[str]:
+    """A line for each response that is another one, less those that differ on purpose."""
     return [
         f"{pair}: kafka {expected.get(pair)}, millstream {got.get(pair)}"
         for pair in sorted(expected.keys() | got.keys())
@@ -367,14 +367,14 @@ def differences(expected: Answers, got: Answers) -> list[str]:
     ]
 
 
-def kafka_answers(folder: Path) -> Answers:
-    """What Apache Kafka answers now."""
+def kafka_responses(folder: Path) -> Responses:
+    """What Apache Kafka returns now."""
     with held_kafka(folder) as (broker, hold):
         return ask_all(broker, hold) | ask_rotated(broker, hold, EPOCH_MAX)
 
 
-def millstream_answers(folder: Path) -> Answers:
-    """What Millstream answers; its epochs are used up early, which spares some thirty thousand requests."""
+def millstream_responses(folder: Path) -> Responses:
+    """What Millstream returns; its epochs are used up early, which spares some thirty thousand requests."""
     with (
         held_millstream(folder) as (broker, hold),
         patch.object(transaction, "EPOCH_MAX", _EARLY_MAX),
@@ -384,12 +384,14 @@ def millstream_answers(folder: Path) -> Answers:
 
 
 def compare(folder: Path, *, record: bool = False) -> int:
-    """Ask both, and show where they or the recorded answers differ; how many do."""
-    theirs = kafka_answers(folder / "kafka-table")
+    """Ask both, and show where they or the recorded responses differ; how many do."""
+    theirs = kafka_responses(folder / "kafka-table")
     if record:
         RECORDED.write_text(json.dumps(theirs, indent=1) + "\n", encoding="utf-8")
-    lines = [f"{pair} is recorded as {answer}" for pair, answer in recorded().items() if theirs.get(pair) != answer]
-    lines += differences(theirs, millstream_answers(folder / "millstream-table"))
+    lines = [
+        f"{pair} is recorded as {response}" for pair, response in recorded().items() if theirs.get(pair) != response
+    ]
+    lines += differences(theirs, millstream_responses(folder / "millstream-table"))
     for line in lines:
         print(f"  DIFFERENT   {line}")
     print(f"{len(theirs)} states and requests of transactions, {len(ACCEPTED)} accepted, {len(lines)} different")

@@ -294,7 +294,7 @@ def test_every_api_opens_with_its_versions(path: Path) -> None:
     apis = [node for node in parsed(path).body if isinstance(node, ast.ClassDef) and declares_key(node)]
     if len(apis) > 1:
         assert docstring.startswith("Private requests ")
-        assert all("answer" in (ast.get_docstring(api) or "") for api in apis)
+        assert all("response" in (ast.get_docstring(api) or "") for api in apis)
         return
     assert re.match(r"\w+ \(key \d+\), version", docstring), (
         "the docstring starts like: Fetch (key 1), versions 4 to 17"

@@ -4,7 +4,7 @@ python -m trials.chaos_http [--faults N] [--seed N]
 
 Every request goes to a random node. Publishers send the same message again, deduplicated, until it is acknowledged;
 workers accept, release and forget what they lease. In the end every acknowledged message must have been accepted, none
-may have been delivered after its accept was answered (the subscription promises exactly once), and none may be stored
+may have been delivered after its accept got a response (the subscription promises exactly once), and none may be stored
 twice.
 """
 
@@ -48,7 +48,7 @@ class Trial:
         self.acknowledged: set[str] = set()
         self.accepted: set[str] = set()
         self.doubtful: set[str] = set()
-        """What was accepted without an answer."""
+        """What was accepted without a response."""
         self.places: dict[str, set[tuple[int, int]]] = {}
         self.wrong: list[str] = []
         self.refused: dict[int | str, int] = {}
@@ -74,8 +74,8 @@ class Trial:
             name = f"{number}-{at}"
             headers = {"message-id": name, "message-key": name}
             path = f"/topics/{TOPIC}/messages?deduplicate=true"
-            answer = await self._until_done(lambda: self._send(path, content=b"x" * 100, headers=headers))  # noqa: B023
-            self._place(name, answer.json())
+            response = await self._until_done(lambda: self._send(path, content=b"x" * 100, headers=headers))  # noqa: B023
+            self._place(name, response.json())
             self.acknowledged.add(name)
             await asyncio.sleep(0.005)
 
@@ -83,11 +83,11 @@ class Trial:
         """Lease messages, and settle some of them."""
         while self._working:
             wanted = {"max": 20, "wait_ms": 2000}
-            answer = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:pull", json=wanted)
-            if answer is None or answer.status_code != 200:
+            response = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:pull", json=wanted)
+            if response is None or response.status_code != 200:
                 await asyncio.sleep(0.1)
                 continue
-            messages = answer.json()["messages"]
+            messages = response.json()["messages"]
             for message in messages:
                 self._place(message["id"], message)
                 if message["id"] in self.accepted:
@@ -142,33 +142,33 @@ class Trial:
                 body["release"].append({"lease": message["lease"], "delay_ms": 0})
         if not body["accept"] and not body["release"]:
             return
-        answer = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:settle", json=body)
-        if answer is None or answer.status_code != 200:
+        response = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:settle", json=body)
+        if response is None or response.status_code != 200:
             # They may be accepted all the same; if not, they are delivered again.
             self.doubtful.update(names.values())
             return
-        for result in answer.json()["results"]:
+        for result in response.json()["results"]:
             if "error" not in result and result["lease"] in names:
                 self.accepted.add(names[result["lease"]])
 
     async def _send(self, path: str, **what: Any) -> httpx.Response | None:
         node = self._random.choice(list(self._cluster))
         try:
-            answer = await self._http.post(f"http://{node.http}/v1{path}", **what)
+            response = await self._http.post(f"http://{node.http}/v1{path}", **what)
         except httpx.HTTPError as error:
             self._note(type(error).__name__)
             return None
-        if answer.status_code >= 300:
-            self._note(answer.status_code)
-        if answer.status_code == INTERNAL_ERROR:
-            self.wrong.append(f"{path} was answered with {answer.text}")
-        return answer
+        if response.status_code >= 300:
+            self._note(response.status_code)
+        if response.status_code == INTERNAL_ERROR:
+            self.wrong.append(f"{path} got {response.text}")
+        return response
 
     async def _until_done(self, attempt: Callable[[], Awaitable[httpx.Response | None]]) -> httpx.Response:
         while True:
-            answer = await attempt()
-            if answer is not None and (answer.status_code < 300 or answer.status_code == 409):
-                return answer
+            response = await attempt()
+            if response is not None and (response.status_code < 300 or response.status_code == 409):
+                return response
             await asyncio.sleep(0.05)
 
     def _note(self, what: int | str) -> None:
@@ -212,7 +212,7 @@ def main() -> int:
         sys.stdout.write(line + "\n")
     sys.stdout.write(
         f"{len(trial.acknowledged):,} messages, {options.faults} kills: {len(wrong)} promises broken; "
-        f"what clients were answered meanwhile: {dict(sorted(trial.refused.items(), key=str))}\n"
+        f"what clients got meanwhile: {dict(sorted(trial.refused.items(), key=str))}\n"
     )
     return 1 if wrong else 0
 

@@ -207,7 +207,7 @@ class LedgerTrial:
         driver.wait()
 
     def _wait_until_healthy(self) -> None:
-        """Wait until every partition has a leader: seeks and deletions are for a cluster that answers."""
+        """Wait until every partition has a leader: seeks and deletions are for a cluster that responds."""
         deadline = time.monotonic() + _COMMAND_S
         while self._run("cluster", "status").returncode and len(self._nodes) > 1:
             if time.monotonic() > deadline:

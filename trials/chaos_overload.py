@@ -91,7 +91,7 @@ class Seen:
 
     times_ms: list[float] = field(default_factory=list)
     connects_ms: list[float] = field(default_factory=list)
-    """How long a new connection took to be answered; infinity if it was not."""
+    """How long a new connection took to get a response; infinity if there was none."""
     connect_errors: list[str] = field(default_factory=list)
     health: list[int | str] = field(default_factory=list)
     peak_bytes: int = 0
@@ -169,7 +169,7 @@ def memory_of(server: Server) -> tuple[int, int]:
 
 
 async def flood(server: Server, kind: str, connections: int, seconds: float) -> dict[str, int]:
-    """Flood the server from another process; what it sent, and what was answered."""
+    """Flood the server from another process; what it sent, and what got a response."""
     address = server.http if kind == overload_flood.HTTP else server.kafka
     arguments = [kind, str(connections), str(seconds), address, FLOODED]
     process = await asyncio.create_subprocess_exec(
@@ -271,9 +271,9 @@ class Doors:
         return stuck
 
     async def _post(self, path: str, body: object) -> httpx.Response:
-        answer = await self._http.post(self._api + path, json=body)
-        answer.raise_for_status()
-        return answer
+        response = await self._http.post(self._api + path, json=body)
+        response.raise_for_status()
+        return response
 
     async def _pull(self, topic: str) -> None:
         while True:
@@ -471,15 +471,15 @@ class Chaos:
         return seen
 
     async def flood(self, kinds: Sequence[str], connections: int, seconds: float) -> Seen:
-        """Watch floods of these kinds at once; they have to be answered, not refused."""
+        """Watch floods of these kinds at once; they have to be served, not refused."""
         names = [f"{connections} connections: {kind}" for kind in kinds]
         flooding = asyncio.gather(*(flood(self._server, kind, connections, seconds) for kind in kinds))
         seen = await self.watch(" and ".join(names), flooding)
         for kind, name, counted in zip(kinds, names, flooding.result(), strict=True):
             if kind != overload_flood.SLOW_READER and not counted.get("received_bytes"):
-                self.wrong.append(f"{name}: nothing was answered ({counted})")
+                self.wrong.append(f"{name}: nothing got a response ({counted})")
             if counted.get("refused"):
-                self.wrong.append(f"{name}: {counted['refused']} connections were answered with an error")
+                self.wrong.append(f"{name}: {counted['refused']} connections got an error")
         return seen
 
     async def look_back(self, after_s: float) -> None:
@@ -545,7 +545,7 @@ async def run(arguments: argparse.Namespace) -> list[str]:
 
 
 async def flood_peer(data: Path, floods: Sequence[tuple[str, int]], seconds: float) -> None:
-    """Flood Apache Kafka, which syncs before it answers as Millstream does, and print what its bystander sees."""
+    """Flood Apache Kafka, which syncs before it responds as Millstream does, and print what its bystander sees."""
     try:
         peer = kafka.kafka(data, "always", partitions=1)
     except PeerUnavailable as reason:

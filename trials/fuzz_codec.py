@@ -2,7 +2,7 @@
 
     python -m trials.fuzz_codec --seconds 60
 
-An example is a fetch answer that was broken on purpose. The plain codec and the compiled one read it: they must find
+An example is a fetch response that was broken on purpose. The plain codec and the compiled one read it: they must find
 the same records or both refuse it with `BatchRejected`. What was read is also shown as Arrow (and validated), written
 again and read back. The work is done in a child process with numba's bounds check on, a limit on its memory and an
 alarm, so an index that is out of bounds, a huge allocation, a hang and a crash of the process are findings too. An
@@ -239,17 +239,17 @@ def make_broken_batch(chance: random.Random) -> bytearray:
     return batch
 
 
-def make_answer(chance: random.Random) -> bytes:
-    """A fetch answer: mostly broken batches, at times only noise, at times cut off."""
+def make_response(chance: random.Random) -> bytes:
+    """A fetch response: mostly broken batches, at times only noise, at times cut off."""
     if chance.random() < 0.05:
         return chance.randbytes(chance.choice((0, 1, 60, 61, 62, 500)))
-    answer = bytearray()
+    response = bytearray()
     makers = (make_broken_batch,) * 5 + (make_hostile_batch,) * 4 + (make_batch,)
     for _ in range(chance.choice((1, 1, 1, 3))):
-        answer += chance.choice(makers)(chance)
+        response += chance.choice(makers)(chance)
     if chance.random() < 0.1:
-        del answer[chance.randrange(len(answer) + 1) :]
-    return bytes(answer)
+        del response[chance.randrange(len(response) + 1) :]
+    return bytes(response)
 
 
 def as_records(part: Columns) -> list[Record]:
@@ -272,19 +272,19 @@ def records_or_refusal(read: Callable[[], list[Record]]) -> list[Record] | None:
 
 def check_example(chance: random.Random) -> bool:
     """Run one example; raise for a finding. Returns whether its bytes were read, not refused."""
-    answer = make_answer(chance)
+    response = make_response(chance)
     control = chance.random() < 0.5
     start = chance.choice((0, 0, 0, 3, 2**40))
     end = chance.choice((2**63 - 1, 2**63 - 1, 7))
     parts: list[Columns] = []
 
     def read_plain() -> list[Record]:
-        found = decode_records(answer, control=control, decompressed_bytes_max=DECOMPRESSED_BYTES_MAX)
+        found = decode_records(response, control=control, decompressed_bytes_max=DECOMPRESSED_BYTES_MAX)
         return [record for record in found if start <= record.offset < end]
 
     def read_compiled() -> list[Record]:
         parts[:] = decode_columns(
-            answer,
+            response,
             control=control,
             start_offset=start,
             end_offset=end,
@@ -296,17 +296,17 @@ def check_example(chance: random.Random) -> bool:
     plain, compiled = records_or_refusal(read_plain), records_or_refusal(read_compiled)
     if plain is not None and compiled != plain:
         raise Finding(f"the plain codec reads {plain!r}, the compiled one {compiled!r}")
-    if plain is None and compiled is not None and not skips_the_fault(answer, control, start, end):
+    if plain is None and compiled is not None and not skips_the_fault(response, control, start, end):
         raise Finding("the plain codec refuses what the compiled one reads")
     for part in parts if compiled else ():
         check_columns(part)
     return compiled is not None
 
 
-def skips_the_fault(answer: bytes, control: bool, start: int, end: int) -> bool:
+def skips_the_fault(response: bytes, control: bool, start: int, end: int) -> bool:
     """Whether some batch lies outside of the offsets asked for: the compiled codec does not look into those."""
     try:
-        headers = list(iterate_whole_headers(answer))
+        headers = list(iterate_whole_headers(response))
     except BatchRejected:
         return False
     return any(

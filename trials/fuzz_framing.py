@@ -1,11 +1,11 @@
-"""Send frames in arbitrary pieces to a connection: each whole frame must be served once, and answered in order.
+"""Send frames in arbitrary pieces to a connection: each whole frame must be served once, with responses in order.
 
     python -m trials.fuzz_framing --seconds 60
 
 An example is a real connection over a socket pair and beside it another one. Random frames, some larger than any
-buffer, are sent in random pieces to a service that answers at once, promises, waits or stays silent, and are read in
+buffer, are sent in random pieces to a service that responds at once, promises, waits or stays silent, and are read in
 random pieces, fast or slow. At the end the stream may break off, or go on with a length that no frame can have. The
-service must have seen just the whole frames; the replies must be those of the frames in order, all of them when the
+service must have seen just the whole frames; the responses must be those of the frames in order, all of them when the
 stream ended well; every byte counted against the budget must be given back; the other connection must be served.
 """
 
@@ -23,7 +23,7 @@ import uvloop
 from trials.fuzz_trial import Finding, listen, run
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Traffic
+from millstream.broker.net.connection import Buffers, Connection, ConnectionLimits, EventualResponse, Traffic
 from millstream.broker.net.turns import Turns
 
 FRAME_BYTES_MAX = 6 * 1024 * 1024
@@ -35,41 +35,42 @@ _PROBE = _LENGTH.pack(_HEAD.size) + _HEAD.pack(0, AT_ONCE, 1)
 
 
 class Echo:
-    """Answers a frame with its number and checksum, as many times over as the frame asks, in the way it asks for."""
+    """Responds to a frame with its number and checksum, as many times over as the frame asks, in the way it asks
+    for."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
-        """Answer one frame."""
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
+        """Respond to one frame."""
         _, kind, _ = _HEAD.unpack_from(frame)
         self.seen.append(zlib.crc32(frame))
-        reply = reply_to(frame)
+        response = reply_to(frame)
         if kind == AT_ONCE:
-            return reply
+            return response
         if kind == PROMISED:
-            return _promise(reply)
-        return _wait(reply) if kind == WAITED else None
+            return _promise(response)
+        return _wait(response) if kind == WAITED else None
 
 
 def reply_to(frame: bytes | memoryview) -> Buffers:
-    """What a frame is answered with."""
+    """What a frame gets."""
     number, _, times = _HEAD.unpack_from(frame)
     body = struct.pack(">II", number, zlib.crc32(frame)) * times
     return [_LENGTH.pack(len(body)), body]
 
 
-def _promise(reply: Buffers) -> asyncio.Future[Buffers | None]:
+def _promise(response: Buffers) -> asyncio.Future[Buffers | None]:
     loop = asyncio.get_running_loop()
     promise: asyncio.Future[Buffers | None] = loop.create_future()
-    loop.call_soon(promise.set_result, reply)
+    loop.call_soon(promise.set_result, response)
     return promise
 
 
-def _wait(reply: Buffers) -> Coroutine[None, None, Buffers | None]:
+def _wait(response: Buffers) -> Coroutine[None, None, Buffers | None]:
     async def wait() -> Buffers | None:
         await asyncio.sleep(0)
-        return reply
+        return response
 
     return wait()
 
@@ -179,9 +180,9 @@ def _compare(frames: list[bytes], seen: list[int], received: bytes, *, complete:
     expected = [zlib.crc32(frame) for frame in frames]
     if seen != expected[: len(seen)] or (complete and len(seen) != len(frames)):
         raise Finding(f"{len(seen)} frames were served, {len(frames)} sent, or other ones than were sent")
-    replies = b"".join(bytes(b"".join(reply_to(frame))) for frame in frames if frame[4] != SILENT)
-    if not replies.startswith(received) or (complete and received != replies):
-        raise Finding(f"{len(received)} bytes of replies came, {len(replies)} were expected, or other ones")
+    responses = b"".join(bytes(b"".join(reply_to(frame))) for frame in frames if frame[4] != SILENT)
+    if not responses.startswith(received) or (complete and received != responses):
+        raise Finding(f"{len(received)} bytes of responses came, {len(responses)} were expected, or other ones")
 
 
 async def _probe(other: _Pair, budget: Budget) -> None:

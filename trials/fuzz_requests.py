@@ -1,10 +1,11 @@
-"""Break requests of every API in every version and send them to a broker: each must be answered, or hung up on.
+"""Break requests of every API in every version and send them to a broker: each must get a response or a closed
+connection.
 
     python -m trials.fuzz_requests --seconds 60
 
 An example is a broker in this process, on a disk in memory and its own socket, that gets some hundred requests:
 valid ones with random contents that often name what exists, most of them with flipped, cut, doubled or foreign bytes.
-An answer must carry the number of its request and be readable by kio to its last byte; the broker must go on serving
+A response must carry the number of its request and be readable by kio to its last byte; the broker must go on serving
 a connection beside it; it must log nothing with a traceback and in the end hold nothing in memory for any client.
 """
 
@@ -36,9 +37,9 @@ from millstream_testing.messages import random_message, versions_of
 
 REQUESTS = 300
 TOPICS = ("a", "orders.created")
-ANSWER_S_MAX = 30.0
+RESPONSE_S_MAX = 30.0
 PATIENCE_S = 0.02
-"""How long an answer is waited for that may take as long as the request says."""
+"""How long a response is waited for that may take as long as the request says."""
 
 _DESCRIBE_TRANSACTIONS = 65
 _PRODUCE, _FETCH, _API_VERSIONS, _JOIN_GROUP, _SYNC_GROUP, _NODE_STATUS = 0, 1, 18, 11, 14, 32000
@@ -110,8 +111,8 @@ class Trial:
             frame = mutate(self._chance, self._request(number))
             await self._send(frame)
             writer.write(_PROBE)
-            if codec.read_correlation_id(await asyncio.wait_for(_read(reader), ANSWER_S_MAX)) != 7:
-                raise Finding("the connection beside got a wrong answer")
+            if codec.read_correlation_id(await asyncio.wait_for(_read(reader), RESPONSE_S_MAX)) != 7:
+                raise Finding("the connection beside got a wrong response")
             if number % 100 == 99:
                 self._topic_ids = await self._create_topics()
         await self._check_quiet(reader, writer)
@@ -135,24 +136,24 @@ class Trial:
             if self._chance.random() < 0.1:
                 writer.write_eof()
             may_wait = len(frame) >= 2 and struct.unpack_from(">h", frame)[0] in _MAY_WAIT
-            patience_s = PATIENCE_S if may_wait else ANSWER_S_MAX
+            patience_s = PATIENCE_S if may_wait else RESPONSE_S_MAX
             try:
-                answer = await asyncio.wait_for(_read(reader), patience_s)
+                response = await asyncio.wait_for(_read(reader), patience_s)
             except TimeoutError:
-                if patience_s == ANSWER_S_MAX:
-                    raise Finding(f"no answer and not hung up on: {frame.hex()}") from None
+                if patience_s == RESPONSE_S_MAX:
+                    raise Finding(f"no response and not hung up on: {frame.hex()}") from None
                 return
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
-            _check_answer(frame, answer)
+            _check_response(frame, response)
         finally:
             writer.close()
 
     async def _served(self) -> Iterator[tuple[int, int]]:
-        answer = codec.read_response(_API_VERSIONS, 0, await self._ask(_PROBE))
+        response = codec.read_response(_API_VERSIONS, 0, await self._ask(_PROBE))
         return (
             (api.api_key, version)
-            for api in answer.api_keys
+            for api in response.api_keys
             for version in versions_of(api.api_key)
             if api.min_version <= version <= api.max_version
         )
@@ -163,22 +164,22 @@ class Trial:
         request = MetadataRequest(
             topics=named, allow_auto_topic_creation=True, include_topic_authorized_operations=False
         )
-        answer = codec.read_response(3, 12, await self._ask(codec.write_request(1, "setup", request)))
-        return [topic.topic_id for topic in answer.topics if topic.topic_id is not None]
+        response = codec.read_response(3, 12, await self._ask(codec.write_request(1, "setup", request)))
+        return [topic.topic_id for topic in response.topics if topic.topic_id is not None]
 
     async def _ask(self, request: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(*self._address)
         writer.write(request)
-        answer = await asyncio.wait_for(_read(reader), ANSWER_S_MAX)
+        response = await asyncio.wait_for(_read(reader), RESPONSE_S_MAX)
         writer.close()
-        return answer
+        return response
 
     async def _check_quiet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Once all other connections are gone, nothing may be held for them."""
         for _ in range(200):
             writer.write(struct.pack(">i", len(_STATUS)) + _STATUS)
-            answer = await asyncio.wait_for(_read(reader), ANSWER_S_MAX)
-            status = decode_document(memoryview(answer)[codec.response_body_at(_NODE_STATUS, 0, answer) :])
+            response = await asyncio.wait_for(_read(reader), RESPONSE_S_MAX)
+            status = decode_document(memoryview(response)[codec.response_body_at(_NODE_STATUS, 0, response) :])
             values = {metric["name"]: metric["samples"][0][0] for metric in status["metrics"] if metric["samples"]}
             held = values["millstream_inflight_bytes"]
             # The request for the status is the one that is being served.
@@ -193,28 +194,28 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(size)
 
 
-def _check_answer(frame: bytes, answer: bytes) -> None:
+def _check_response(frame: bytes, response: bytes) -> None:
     header = codec.read_request_header(frame)
-    if codec.read_correlation_id(answer) != header.correlation_id:
-        raise Finding(f"the answer is that of another request: {frame.hex()}")
+    if codec.read_correlation_id(response) != header.correlation_id:
+        raise Finding(f"the response is that of another request: {frame.hex()}")
     if header.api_key >= _NODE_STATUS:
         return
     try:
         response_class = codec.load_response_class(header.api_key, header.version)
     except ProtocolViolation:
         if header.api_key != _API_VERSIONS:
-            raise Finding(f"a version that does not exist was answered: {frame.hex()}") from None
+            raise Finding(f"a version that does not exist got a response: {frame.hex()}") from None
         header, response_class = header._replace(version=0), codec.load_response_class(_API_VERSIONS, 0)
-    at = codec.response_body_at(header.api_key, header.version, answer)
+    at = codec.response_body_at(header.api_key, header.version, response)
     try:
-        _, size = entity_reader(response_class)(memoryview(answer).toreadonly(), at)
+        _, size = entity_reader(response_class)(memoryview(response).toreadonly(), at)
     except Exception as error:
         if header.api_key == _DESCRIBE_TRANSACTIONS and "negative timestamp" in str(error):
             # A transaction that has not begun has the time -1, in Kafka too; kio has no time before 1970.
             return
-        raise Finding(f"kio cannot read the answer to {frame.hex()}: {error}") from error
-    if at + size != len(answer):
-        raise Finding(f"{len(answer) - at - size} bytes follow the answer to {frame.hex()}")
+        raise Finding(f"kio cannot read the response to {frame.hex()}: {error}") from error
+    if at + size != len(response):
+        raise Finding(f"{len(response) - at - size} bytes follow the response to {frame.hex()}")
 
 
 async def _example(chance: random.Random) -> int:

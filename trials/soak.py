@@ -166,7 +166,7 @@ class Soak:
                 self._samples.add(self._samples.latency_ms, (time.monotonic() - due) * 1000)
 
         producer.produce("retained", bytes(MESSAGE_BYTES), on_delivery=acknowledged)
-        # Answers are taken as they come until the next message is due.
+        # Responses are taken as they come until the next message is due.
         while (left := due + 1 / RATE_PER_S - time.monotonic()) > 0:
             producer.poll(left)
 

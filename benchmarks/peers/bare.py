@@ -30,13 +30,13 @@ def _request(key: int, version: int, correlation: int, body: bytes) -> bytes:
 
 
 class Frames:
-    """Cuts bytes that come in pieces into answers."""
+    """Cuts bytes that come in pieces into responses."""
 
     def __init__(self) -> None:
         self._left = b""
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """The correlation id and the rest of each whole answer."""
+        """The correlation id and the rest of each whole response."""
         self._left += data
         at = 0
         while len(self._left) - at >= 8:
@@ -58,7 +58,7 @@ class Topic(Session):
         self._text = payload(size_bytes)
 
     def messages(self, count: int) -> bytes:
-        """One request with one batch; the correlation id is the number of messages that an answer is for."""
+        """One request with one batch; the correlation id is the number of messages that a response is for."""
         now = int(time.time() * 1000)
         batch = bytes(encode_batch([NewRecord(key=None, value=self._text, timestamp_ms=now)] * count))
         body = (
@@ -70,7 +70,7 @@ class Topic(Session):
         return _request(_PRODUCE, _PRODUCE_VERSION, count, body)
 
     def acknowledgements(self) -> Callable[[bytes], int]:
-        """Add up the correlation ids of the answers without an error."""
+        """Add up the correlation ids of the responses without an error."""
         frames = Frames()
         # The error stands behind the counts of topics and partitions, the name and the partition's number.
         place = 4 + len(self._name) + 4 + 4
@@ -87,13 +87,13 @@ class Topic(Session):
         return feed
 
     def read(self, count: int) -> Iterator[int]:
-        """Fetch from the start; the next request is under way while the messages of the last answer are counted."""
+        """Fetch from the start; the next request is under way while the messages of the last response are counted."""
         offset = came = 0
         buffers = [bytearray(2 * _FETCH_BYTES), bytearray(2 * _FETCH_BYTES)]
         self._fetch(offset)
         while came < count:
             buffers.reverse()
-            size = self._answer(buffers[0])
+            size = self._respond(buffers[0])
             offset = self._next_offset(buffers[0], offset)
             self._fetch(offset)
             now = buffers[0].count(MARK, 0, size)
@@ -105,8 +105,8 @@ class Topic(Session):
         body += struct.pack(">iiiqqi", 1, self._partition, -1, offset, -1, _FETCH_BYTES) + struct.pack(">ih", 0, 0)
         self.connection.socket.sendall(_request(_FETCH, _FETCH_VERSION, 0, body))
 
-    def _answer(self, buffer: bytearray) -> int:
-        """Receive one answer, and return its size."""
+    def _respond(self, buffer: bytearray) -> int:
+        """Receive one response, and return its size."""
         view, end, whole = memoryview(buffer), 0, 4
         while end < whole:
             received = self.connection.socket.recv_into(view[end:])
@@ -116,20 +116,20 @@ class Topic(Session):
             whole = 4 + struct.unpack_from(">i", buffer)[0] if end >= 4 else 4
         return end
 
-    def _next_offset(self, answer: bytearray, offset: int) -> int:
+    def _next_offset(self, response: bytearray, offset: int) -> int:
         """The offset behind the last batch, found from header to header."""
         # Size, correlation id, throttle time, error, session, count, name, count; then the partition's own fields.
         at = 4 + 4 + 4 + 2 + 4 + 4 + len(self._name) + 4
-        _, error, _, _, _, aborted = struct.unpack_from(">ihqqqi", answer, at)
+        _, error, _, _, _, aborted = struct.unpack_from(">ihqqqi", response, at)
         if error or aborted > 0:
             raise PeerFailed(f"error {error}")
         at += struct.calcsize(">ihqqqi") + 4
-        (size,) = struct.unpack_from(">i", answer, at)
+        (size,) = struct.unpack_from(">i", response, at)
         at += 4
         end = at + size
         while end - at > 61:
-            base, length = struct.unpack_from(">qi", answer, at)
-            (last,) = struct.unpack_from(">i", answer, at + 23)
+            base, length = struct.unpack_from(">qi", response, at)
+            (last,) = struct.unpack_from(">i", response, at + 23)
             offset, at = base + last + 1, at + 12 + length
         return offset
 

@@ -5,7 +5,7 @@
 
     python -m benchmarks.peers.kafka --check                # start it, 1,000 messages in and out, stop it
 
-`always` makes Kafka sync each append before it answers (`log.flush.interval.messages=1`), as `flush=always` does;
+`always` makes Kafka sync each append before it responds (`log.flush.interval.messages=1`), as `flush=always` does;
 `os` is Kafka's default, which leaves it to the system. Topics may set their own `flush.messages` and `flush.ms`, for
 which Kafka looks every second. Files of deleted topics go at once instead of after a minute. The rest is what Kafka's
 own start script and sample configuration set. The jars are kept in a cache folder of the user; with KAFKA_HOME set,
@@ -87,7 +87,7 @@ class KafkaServer(Server):
     """Apache Kafka as a process, with the addresses, the process id and the end of a `Server`."""
 
     def command(self) -> Sequence[str]:
-        """This module, which starts Java and prints the address when Kafka answers."""
+        """This module, which starts Java and prints the address when Kafka responds."""
         flags = [part for name, value in self.settings.items() for part in (f"--{name}", str(value))]
         serve = [sys.executable, "-m", "benchmarks.peers.kafka", "--data", str(self.data), "--kafka", self.kafka]
         return [*serve, *flags]
@@ -174,7 +174,7 @@ def _copy_jars(pom: Path, into: Path) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Format the storage, start Kafka, print its addresses once it answers, and stop it when asked to."""
+    """Format the storage, start Kafka, print its addresses once it responds, and stop it when asked to."""
     java = ["java", *_JVM, "-cp", f"{fetch()}/*"]
     count: int = arguments.nodes
     folders = [arguments.data] if count == 1 else [arguments.data / f"node-{at + 1}" for at in range(count)]
@@ -268,10 +268,10 @@ def _gives_producer_ids(address: str) -> bool:
     try:
         with socket.create_connection((host, int(port)), timeout=5) as connection:
             connection.sendall(struct.pack(">i", len(request)) + request)
-            answer = connection.recv(1024)
+            response = connection.recv(1024)
     except OSError:
         return False
-    _size, _correlation, _throttle, error = struct.unpack_from(">iiih", answer.ljust(14, b"\xff"))
+    _size, _correlation, _throttle, error = struct.unpack_from(">iiih", response.ljust(14, b"\xff"))
     return bool(error == 0)
 
 

@@ -75,13 +75,13 @@ class Stream(Session):
         self.connection.socket.sendall(
             b"PUB $JS.API.%b %b.r %d\r\n%b\r\n" % (what.encode(), self._inbox.encode(), len(text), text)
         )
-        output: dict[str, Any] = json.loads(self._answer())
+        output: dict[str, Any] = json.loads(self._read_response())
         if "error" in output:
             raise PeerFailed(str(output["error"]))
         return output
 
-    def _answer(self) -> bytes:
-        """The text of the next message to the place for answers; all others are dropped."""
+    def _read_response(self) -> bytes:
+        """The text of the next message to the place for responses; all others are dropped."""
         came = b""
         while True:
             came += self.connection.receive()
@@ -90,7 +90,7 @@ class Stream(Session):
                 return came[head.end() : head.end() + int(head[1])]
 
     def messages(self, count: int) -> bytes:
-        """So many PUB with a place to answer to."""
+        """So many PUB with a place to respond to."""
         return self._publish * count
 
     def acknowledgements(self) -> Callable[[bytes], int]:

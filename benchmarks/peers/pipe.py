@@ -1,6 +1,6 @@
-"""A client for servers that do not speak Kafka's protocol: prepared bytes out, answers counted as they come in.
+"""A client for servers that do not speak Kafka's protocol: prepared bytes out, responses counted as they come in.
 
-It costs less than any client library: what is sent is made once, many messages at a time, and answers are not parsed
+It costs less than any client library: what is sent is made once, many messages at a time, and responses are not parsed
 but counted. So it is the server that is measured. There are always some messages in flight, as with librdkafka.
 """
 
@@ -35,7 +35,7 @@ _READ_SHARE = 3
 
 
 class PeerFailed(Exception):
-    """The server answered with an error, or not at all."""
+    """The server responded with an error, or not at all."""
 
 
 def payload(size_bytes: int) -> bytes:
@@ -138,13 +138,13 @@ class Window:
             self.sent += count
 
     def acknowledge(self, count: int) -> None:
-        """Take note of answers."""
+        """Take note of responses."""
         with self._changed:
             self.acknowledged += count
             self._changed.notify()
 
     def fail(self, failure: Exception) -> None:
-        """Take note that there will be no more answers."""
+        """Take note that there will be no more responses."""
         with self._changed:
             self.failure = failure
             self._changed.notify()
@@ -163,7 +163,7 @@ class Window:
 
 @contextmanager
 def _acknowledging(session: Session, window: Window) -> Iterator[None]:
-    """Count answers in a thread."""
+    """Count responses in a thread."""
     stop = threading.Event()
 
     def listen() -> None:
@@ -178,7 +178,7 @@ def _acknowledging(session: Session, window: Window) -> Iterator[None]:
     thread.start()
     try:
         yield
-        # One more, since the thread waits for an answer before it looks whether to stop.
+        # One more, since the thread waits for a response before it looks whether to stop.
         window.send(1)
         stop.set()
         session.connection.socket.sendall(session.messages(1))
@@ -226,7 +226,7 @@ def _produce(
 
 
 def _send(session: Session, flying: Window, chunk: bytes, at_once: int, seconds: float) -> int:
-    """Send for some seconds, at least once, and wait for the answers; return the number of messages."""
+    """Send for some seconds, at least once, and wait for the responses; return the number of messages."""
     deadline, before = time.perf_counter() + seconds, flying.sent
     while flying.sent == before or time.perf_counter() < deadline:
         flying.send(at_once)
@@ -251,10 +251,10 @@ def _requests(session: Session, pid: int, seconds: float) -> Measured:
     one = session.messages(1)
     count = session.acknowledgements()
 
-    def exchange(request: bytes, answers: int) -> None:
+    def exchange(request: bytes, responses: int) -> None:
         session.connection.socket.sendall(request)
-        while answers > 0:
-            answers -= count(session.connection.receive())
+        while responses > 0:
+            responses -= count(session.connection.receive())
 
     for _ in range(200):
         exchange(one, 1)

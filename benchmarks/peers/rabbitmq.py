@@ -39,9 +39,9 @@ def frame(key: int, body: bytes) -> bytes:
     return _HEAD.pack(4 + len(body), key, 1) + body
 
 
-def _property(answer: bytes, name: str) -> str:
+def _property(response: bytes, name: str) -> str:
     """One of the properties that a server sends about itself, which are pairs of texts."""
-    found = answer.partition(text(name))[2]
+    found = response.partition(text(name))[2]
     return found[2 : 2 + struct.unpack_from(">h", found)[0]].decode() if found else "unknown"
 
 
@@ -80,13 +80,13 @@ class Control:
         self.ask(_OPEN, text("/"))
 
     def ask(self, key: int, body: bytes) -> bytes:
-        """One request and its answer."""
+        """One request and its response."""
         self._connection.socket.sendall(frame(key, struct.pack(">I", 1) + body))
-        answer = self._next(key | 0x8000)
-        (code,) = struct.unpack_from(">H", answer, 4)
+        response = self._next(key | 0x8000)
+        (code,) = struct.unpack_from(">H", response, 4)
         if code != _OK:
-            raise PeerFailed(f"RabbitMQ answered {code} to request {key}")
-        return answer
+            raise PeerFailed(f"RabbitMQ returned {code} to request {key}")
+        return response
 
     def _next(self, key: int) -> bytes:
         """The next frame of one kind; others before it are dropped, what is behind it is kept."""

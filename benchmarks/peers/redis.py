@@ -1,4 +1,4 @@
-"""Redis Streams as a peer: XADD into one stream; its file is synced before the answer, every second, or never."""
+"""Redis Streams as a peer: XADD into one stream; its file is synced before the response, every second, or never."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Stream(Session):
         return self._add * count
 
     def acknowledgements(self) -> Callable[[bytes], int]:
-        """Each is answered with the id of the message, a text that begins with its length."""
+        """Each gets the id of the message, a text that begins with its length."""
         return Counter(b"$", b"-ERR").feed
 
     def read(self, count: int) -> Iterator[int]:

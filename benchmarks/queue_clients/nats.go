@@ -11,7 +11,7 @@ import (
 
 // A stream in files and one durable pull consumer with explicit acknowledgement, which all workers share. Messages are
 // published asynchronously; each worker always has a pull request open, and acknowledges each message without
-// waiting for an answer.
+// waiting for a response.
 type natsClient struct {
 	*run
 	publishers []jetstream.JetStream
@@ -101,7 +101,7 @@ func (c *natsClient) work(number int) error {
 	case err := <-failed:
 		return err
 	case <-c.allDone:
-		// The server has read all acknowledgements when it answers this.
+		// The server has read all acknowledgements when it responds to this.
 		return c.links[1+c.load.publishers+number].Flush()
 	}
 }

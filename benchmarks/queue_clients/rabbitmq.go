@@ -118,7 +118,7 @@ func (c *rabbitClient) work(number int) error {
 			c.accept(unacknowledged)
 			unacknowledged = 0
 		case <-c.allDone:
-			// The server has read all acknowledgements of this channel when it answers this.
+			// The server has read all acknowledgements of this channel when it responds to this.
 			_, err := channel.QueueDeclarePassive(
 				c.queue, true, false, false, false, amqp.Table{"x-queue-type": c.kind},
 			)

@@ -59,8 +59,8 @@ func (c *redisClient) publish(number int, next func() ([]byte, bool)) error {
 	}
 	commands := make(rueidis.Commands, 0, atOnce)
 	send := func() error {
-		for _, answer := range link.DoMulti(context.Background(), commands...) {
-			if err := answer.Error(); err != nil {
+		for _, response := range link.DoMulti(context.Background(), commands...) {
+			if err := response.Error(); err != nil {
 				return err
 			}
 		}
@@ -81,16 +81,16 @@ func (c *redisClient) publish(number int, next func() ([]byte, bool)) error {
 	return nil
 }
 
-// publishEach sends each message when it is due, whether or not those before are answered.
+// publishEach sends each message when it is due, whether or not those before get a response.
 func (c *redisClient) publishEach(link rueidis.Client, next func() ([]byte, bool)) error {
-	answers := make(chan error, 1<<20)
+	responses := make(chan error, 1<<20)
 	sent := 0
 	for payload, more := next(); more; payload, more = next() {
-		go func() { answers <- link.Do(context.Background(), c.add(link, payload)).Error() }()
+		go func() { responses <- link.Do(context.Background(), c.add(link, payload)).Error() }()
 		sent++
 	}
 	for range sent {
-		if err := <-answers; err != nil {
+		if err := <-responses; err != nil {
 			return err
 		}
 	}
@@ -111,29 +111,29 @@ func (c *redisClient) work(number int) error {
 			if c.isDone() {
 				return nil
 			}
-			answer := link.Do(ctx, read.Block(blockMs).Streams().Key(c.queue).Id(">").Build())
-			if err := c.take(answer, &held); err != nil {
+			response := link.Do(ctx, read.Block(blockMs).Streams().Key(c.queue).Id(">").Build())
+			if err := c.take(response, &held); err != nil {
 				return err
 			}
 			continue
 		}
 		acknowledge := link.B().Xack().Key(c.queue).Group(group).Id(held...).Build()
-		answers := link.DoMulti(ctx, acknowledge, read.Streams().Key(c.queue).Id(">").Build())
-		count, err := answers[0].AsInt64()
+		responses := link.DoMulti(ctx, acknowledge, read.Streams().Key(c.queue).Id(">").Build())
+		count, err := responses[0].AsInt64()
 		if err != nil {
 			return err
 		}
 		c.accept(int(count))
 		held = held[:0]
-		if err := c.take(answers[1], &held); err != nil {
+		if err := c.take(responses[1], &held); err != nil {
 			return err
 		}
 	}
 }
 
-// take reads the answer to XREADGROUP: one stream, its name and its entries, each an id and the fields.
-func (c *redisClient) take(answer rueidis.RedisResult, held *[]string) error {
-	streams, err := answer.ToArray()
+// take reads the response to XREADGROUP: one stream, its name and its entries, each an id and the fields.
+func (c *redisClient) take(response rueidis.RedisResult, held *[]string) error {
+	streams, err := response.ToArray()
 	if rueidis.IsRedisNil(err) || (err == nil && len(streams) == 0) {
 		return nil
 	}

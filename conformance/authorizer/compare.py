@@ -54,8 +54,8 @@ def main() -> int:
         print(f"skipped: {error}")
         return 0
     if arguments.record:
-        answers = iter(decisions)
-        recorded = [line if line[0] in "SA" else f"{line}\t{next(answers)}" for line in lines]
+        responses = iter(decisions)
+        recorded = [line if line[0] in "SA" else f"{line}\t{next(responses)}" for line in lines]
         RECORDED.write_text("\n".join(recorded) + "\n", encoding="utf-8")
     wrong = list(differences(lines, decisions))
     print(f"{len(decisions)} decisions, {len(wrong)} differ")
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def decided_by_kafka(lines: Iterable[str]) -> list[str]:
-    """Have Kafka's authorizer answer; one `1` or `0` for each question."""
+    """Have Kafka's authorizer decide; one `1` or `0` for each question."""
     jars = fetch()
     command = ["java", "-Xmx512m", "-Dorg.slf4j.simpleLogger.defaultLogLevel=error", "-cp", f"{jars}/*"]
     done = subprocess.run(
@@ -85,7 +85,7 @@ def differences(lines: Iterable[str], decisions: Iterable[str]) -> Iterator[str]
     acls: list[Acl] = []
     super_users: list[str] = []
     snapshot: AclSnapshot | None = None
-    answers = iter(decisions)
+    responses = iter(decisions)
     for line in lines:
         kind, *fields = line.split("\t")
         if kind == "S":
@@ -94,7 +94,7 @@ def differences(lines: Iterable[str], decisions: Iterable[str]) -> Iterator[str]
             acls.append(parse_acl(fields))
         else:
             snapshot = snapshot or AclSnapshot(acls, super_users)
-            expected = next(answers)
+            expected = next(responses)
             if expected != str(int(decided(snapshot, kind, fields))):
                 yield f"Kafka says {expected} to {line!r} with the rules {[str(acl) for acl in acls]}"
 

@@ -52,7 +52,7 @@ func signIn(ctx context.Context, file, name string) error {
 	}
 	refused := client.ProduceSync(ctx, &kgo.Record{Topic: "forbidden", Value: []byte("x")}).FirstErr()
 	if !errors.Is(refused, kerr.TopicAuthorizationFailed) {
-		return fmt.Errorf("a topic that is not allowed was answered with %v", refused)
+		return fmt.Errorf("a topic that is not allowed got %v", refused)
 	}
 	_, err = take(ctx, client, 1)
 	return err

@@ -141,7 +141,7 @@ def new_topic(name: str, partitions: int = 1, replication: int = 1, **more: Any)
 
 
 def lay_fixtures(broker: Broker) -> None:
-    """Make what the questions are about, and wait until the broker answers all of them."""
+    """Make what the questions are about, and wait until the broker responds to all of them."""
     compacted = {"name": "cleanup.policy", "value": "compact"}
     recent = {"name": "message.timestamp.before.max.ms", "value": "3600000"}
     topics = [
@@ -164,8 +164,8 @@ def lay_fixtures(broker: Broker) -> None:
         _wait_until(deadline)
 
 
-def _is_written(answer: Any) -> bool:
-    return bool(answer["responses"][0]["partition_responses"][0]["error_code"] == "none")
+def _is_written(response: Any) -> bool:
+    return bool(response["responses"][0]["partition_responses"][0]["error_code"] == "none")
 
 
 def _wait_until(deadline: float) -> None:

@@ -4,7 +4,7 @@
         await ms.publish("orders", {"order_id": 1})
 
 The broker has its own thread and event loop. So whatever the program does on its loop, leases are kept and
-Kafka clients are answered, and however long a recovery takes, the program's loop keeps running. The client talks to the
+Kafka clients are served, and however long a recovery takes, the program's loop keeps running. The client talks to the
 broker over the loopback interface, on a free port unless `kafka` names one: nothing is different from a broker
 elsewhere. No gateway is started unless `http` names an address.
 

@@ -15,40 +15,40 @@ def client_info() -> ClientInfo:
 
 
 async def ask(api: Api[Any, Any] | RawApi, request: Any, *, client: ClientInfo | None = None) -> Any:
-    """Send a request in its own version; the answer is of the same version."""
+    """Send a request in its own version; the response is of the same version."""
     frame = codec.write_request(9, "test", request)[4:]
     header = codec.read_request_header(frame)
     client = client or client_info()
     promised: Any
     if isinstance(api, Api):
-        promised = api.answer_frame(memoryview(frame), header, client)
+        promised = api.respond_to_frame(memoryview(frame), header, client)
     else:
         promised = api.handle_frame(memoryview(frame), header, client)
     if promised is not None:
-        reply = b"".join(promised if isinstance(promised, list) else await promised)
-        laid_out = codec.read_response(header.api_key, header.version, reply[4:])
-        if reply != codec.write_response(header.api_key, header.version, header.correlation_id, laid_out):
-            raise ValueError(f"{type(api).__name__} v{header.version} lays out its answer wrongly: {reply!r}")
+        encoded = b"".join(promised if isinstance(promised, list) else await promised)
+        laid_out = codec.read_response(header.api_key, header.version, encoded[4:])
+        if encoded != codec.write_response(header.api_key, header.version, header.correlation_id, laid_out):
+            raise ValueError(f"{type(api).__name__} v{header.version} lays out its response wrongly: {encoded!r}")
         return laid_out
     if not isinstance(api, Api):
         return None
     read = codec.read_request(header.api_key, header.version, frame, header.body_at)
-    response = await api.answer(header.version, read, client)
-    answer = codec.write_response(header.api_key, header.version, header.correlation_id, response)
-    return codec.read_response(header.api_key, header.version, answer[4:])
+    response = await api.respond(header.version, read, client)
+    encoded = codec.write_response(header.api_key, header.version, header.correlation_id, response)
+    return codec.read_response(header.api_key, header.version, encoded[4:])
 
 
 def ask_frame(api: RawApi, request: Any, *, client: ClientInfo | None = None) -> Any:
-    """Send a request to an API that reads its own frames and answers at once."""
+    """Send a request to an API that reads its own frames and responds at once."""
     frame = memoryview(codec.write_request(9, "test", request)[4:])
-    answer = api.handle_frame(frame, codec.read_request_header(frame), client or client_info())
-    if not isinstance(answer, list):
-        raise TypeError(f"{type(api).__name__} has not answered at once")
-    return codec.read_response(api.key, request.__version__, b"".join(answer)[4:])
+    encoded = api.handle_frame(frame, codec.read_request_header(frame), client or client_info())
+    if not isinstance(encoded, list):
+        raise TypeError(f"{type(api).__name__} has not responded at once")
+    return codec.read_response(api.key, request.__version__, b"".join(encoded)[4:])
 
 
 async def ask_in(api: Api[Any, Any], version: int, request: Any) -> Any:
-    """Send a request in another version; the answer has the request's own version."""
+    """Send a request in another version; the response has the request's own version."""
     asked = reshape(request, codec.load_request_class(api.key, version))
-    answer = await ask(api, asked)
-    return reshape(answer, codec.load_response_class(api.key, request.__version__))
+    encoded = await ask(api, asked)
+    return reshape(encoded, codec.load_response_class(api.key, request.__version__))

@@ -125,11 +125,11 @@ class RelayNetwork:
     def _links(self, one: int, other: int) -> list[tuple[LinkRelay, str, Way]]:
         """Return the relays between two places, and in which direction the data of the first place passes each."""
         if one == ETCD:
-            return [(self._to_etcd[other], "", Way.ANSWERING)]
+            return [(self._to_etcd[other], "", Way.RESPONSES)]
         if other == ETCD:
             return [(self._to_etcd[one], "", Way.ASKING)]
         return [
-            (self._to_node[one], f"replica-{other}", Way.ANSWERING),
+            (self._to_node[one], f"replica-{other}", Way.RESPONSES),
             (self._to_node[other], f"replica-{one}", Way.ASKING),
         ]
 

@@ -14,7 +14,7 @@ from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.requests import (
     ConsumerGroupDescription,
     ConsumerHeartbeat,
-    HeartbeatAnswer,
+    HeartbeatResult,
     Joined,
     Synced,
 )
@@ -42,11 +42,11 @@ class SimulatedConsumer:
         self.epoch = 0
         self.owned: Assignment = NOTHING
         self.assigned: Assignment = NOTHING
-        self.lost_answer = False
+        self.lost_response = False
 
     def request(self, *, full: bool = False, group_id: str = GROUP) -> ConsumerHeartbeat:
         """Return the next heartbeat: everything when it joins or its state is uncertain, otherwise what changed."""
-        if full or self.epoch <= 0 or self.lost_answer:
+        if full or self.epoch <= 0 or self.lost_response:
             values: dict[str, Any] = {
                 "topics": self.topics,
                 "expression": self.expression,
@@ -72,12 +72,12 @@ class SimulatedConsumer:
         """Return the heartbeat with which it leaves."""
         return ConsumerHeartbeat(group_id=group_id, member_id=self.member_id, epoch=epoch, instance_id=self.instance_id)
 
-    def hear(self, answer: HeartbeatAnswer) -> None:
+    def hear(self, response: HeartbeatResult) -> None:
         """Apply a response; revoked partitions are given up only by `give_up`."""
-        self.epoch = answer.epoch
-        self.lost_answer = False
-        if answer.assignment is not None:
-            self.assigned = answer.assignment
+        self.epoch = response.epoch
+        self.lost_response = False
+        if response.assignment is not None:
+            self.assigned = response.assignment
         if all(partitions <= self.assigned.get(topic, frozenset()) for topic, partitions in self.owned.items()):
             # There is nothing to revoke first.
             self.owned = self.assigned
@@ -137,14 +137,14 @@ class ConsumerTrial(GroupTrial):
             raise LookupError(group_id)
         return group
 
-    def send(self, request: ConsumerHeartbeat) -> Deferred[HeartbeatAnswer]:
+    def send(self, request: ConsumerHeartbeat) -> Deferred[HeartbeatResult]:
         return self.run(lambda shard: shard.consumers.heartbeat(request))
 
-    def beat(self, consumer: SimulatedConsumer, *, full: bool = False) -> HeartbeatAnswer:
+    def beat(self, consumer: SimulatedConsumer, *, full: bool = False) -> HeartbeatResult:
         """Send one heartbeat of a consumer and apply the response."""
-        answer = self.send(consumer.request(full=full)).result()
-        consumer.hear(answer)
-        return answer
+        response = self.send(consumer.request(full=full)).result()
+        consumer.hear(response)
+        return response
 
     def settle(self, *consumers: SimulatedConsumer, rounds: int = 10) -> None:
         """Step all consumers until nothing changes any more."""
@@ -210,12 +210,12 @@ class ClassicConsumer:
         if not cooperative:
             self.owned = {}
         protocols = classic_protocols(*self.topics, owned=kept)
-        answer = self._trial.join(self.member_id, instance_id=self.instance_id, protocols=protocols)
-        if isinstance(answer.error, MemberIdRequired):
-            self.member_id = answer.error.member_id
-            answer = self._trial.join(self.member_id, protocols=protocols)
-        answer.listen(self._joined)
-        return answer
+        response = self._trial.join(self.member_id, instance_id=self.instance_id, protocols=protocols)
+        if isinstance(response.error, MemberIdRequired):
+            self.member_id = response.error.member_id
+            response = self._trial.join(self.member_id, protocols=protocols)
+        response.listen(self._joined)
+        return response
 
     def sync(self, **assignments: Mapping[str, Iterable[int]]) -> Deferred[Synced]:
         """Request the assignment; a leader sends those of all members."""
@@ -223,11 +223,11 @@ class ClassicConsumer:
             member_id: encode_assignment([(topic, list(numbers)) for topic, numbers in share.items()], version=1)
             for member_id, share in assignments.items()
         }
-        answer = self._trial.sync(
+        response = self._trial.sync(
             self.member_id, generation=self.generation, assignments=brought, instance_id=self.instance_id
         )
-        answer.listen(self._synced)
-        return answer
+        response.listen(self._synced)
+        return response
 
     def beat(self) -> Deferred[None]:
         """Send a heartbeat."""
@@ -239,11 +239,11 @@ class ClassicConsumer:
             self.join(cooperative=True)
             self.sync()
 
-    def _joined(self, answer: Deferred[Joined]) -> None:
-        if answer.error is None:
-            self.member_id, self.generation = answer.result().member_id, answer.result().generation
+    def _joined(self, response: Deferred[Joined]) -> None:
+        if response.error is None:
+            self.member_id, self.generation = response.result().member_id, response.result().generation
 
-    def _synced(self, answer: Deferred[Synced]) -> None:
-        if answer.error is None:
-            partitions, _ = parse_assignment(answer.result().assignment)
+    def _synced(self, response: Deferred[Synced]) -> None:
+        if response.error is None:
+            partitions, _ = parse_assignment(response.result().assignment)
             self.owned = {topic: set(numbers) for topic, numbers in partitions}

@@ -41,8 +41,8 @@ class EtcdGroupMember(LocalEtcd):
     @property
     def leads(self) -> bool:
         request = urllib.request.Request(f"{self.url}/v3/maintenance/status", data=b"{}")
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            status = json.loads(answer.read())
+        with urllib.request.urlopen(request, timeout=60) as response:
+            status = json.loads(response.read())
         return bool(status["leader"] == status["header"]["member_id"])
 
     def _wait_until_ready(self, process: LocalProcess) -> None:

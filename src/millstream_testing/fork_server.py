@@ -31,7 +31,7 @@ from typing import IO, Any, Final, NoReturn
 
 from millstream.protocol.messages.lean_kio import import_lean_kio
 
-FIRST_ANSWER_S_MAX: Final = 120.0
+FIRST_RESPONSE_S_MAX: Final = 120.0
 GATEWAY: Final = "millstream.gateway.process"
 _REQUEST_BYTES_MAX: Final = 1 << 18
 _FILES_MAX: Final = 16
@@ -165,15 +165,15 @@ def _ask(asks: socket.socket, request: Mapping[str, object], files: Sequence[int
         socket.send_fds(asks, [json.dumps(request).encode()], [reports_end, *files])
     finally:
         os.close(reports_end)
-    if not select.select([reports], [], [], FIRST_ANSWER_S_MAX)[0] or not (pid := os.read(reports, _REPORT.size)):
+    if not select.select([reports], [], [], FIRST_RESPONSE_S_MAX)[0] or not (pid := os.read(reports, _REPORT.size)):
         os.close(reports)
-        raise RuntimeError("the process that forks servers is gone, or too slow to answer")
+        raise RuntimeError("the process that forks servers is gone, or too slow to respond")
     return _REPORT.unpack(pid)[0], reports
 
 
 def _end(asks: socket.socket, process: subprocess.Popen[bytes]) -> None:
     asks.close()
-    process.wait(FIRST_ANSWER_S_MAX)
+    process.wait(FIRST_RESPONSE_S_MAX)
 
 
 _server = _ForkServer()

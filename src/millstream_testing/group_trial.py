@@ -11,8 +11,8 @@ from uuid import UUID, uuid4
 from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord, Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (
-    CommitAnswer,
     CommitRequest,
+    CommitResult,
     FetchedOffsets,
     GroupLimits,
     Joined,
@@ -198,7 +198,7 @@ class GroupTrial:
         retention_ms: int | None = None,
         group_id: str = GROUP,
         version: int = 9,
-    ) -> Deferred[CommitAnswer]:
+    ) -> Deferred[CommitResult]:
         """Commit one offset; from outside the group by default."""
         request = CommitRequest(
             member=MemberRef(group_id=group_id, member_id=member_id, instance_id=instance_id, generation=generation),

@@ -107,10 +107,10 @@ class Worker(threading.Thread):
             messages = await subscriptions.receive(QUEUE, self.name, max_records=50, wait_ms=500)
             if not messages:
                 continue
-            answers = await subscriptions.settle(QUEUE, self.name, messages, Verb.ACCEPT)
+            responses = await subscriptions.settle(QUEUE, self.name, messages, Verb.ACCEPT)
             self.accepted.update(
                 (message.partition, int(message.record.offset))
-                for message, error in zip(messages, answers, strict=True)
+                for message, error in zip(messages, responses, strict=True)
                 if error is None
             )
 
@@ -407,7 +407,7 @@ class GrowTrial:
         twice = [place for place, times in accepted.items() if times > 1]
         beyond = [place for place in accepted if place[1] >= ends[place[0]]]
         total = sum(ends.values())
-        self._print_line(f"{len(accepted)} of {total} messages were accepted with an answer")
+        self._print_line(f"{len(accepted)} of {total} messages were accepted with a response")
         found = [f"accepted twice: {twice[:5]}"] if twice else []
         return found + ([f"accepted, but not in the topic: {beyond[:5]}"] if beyond else [])
 
@@ -420,7 +420,7 @@ class GrowTrial:
 
     def _troubled(self) -> str:
         status = self._status()
-        return str(status.get("troubled") or "") if status else "no answer"
+        return str(status.get("troubled") or "") if status else "no response"
 
 
 def _missing(status: dict[str, Any], wanted: set[int]) -> str:

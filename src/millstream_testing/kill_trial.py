@@ -37,7 +37,7 @@ class Plan:
     members: int = 2
     messages_per_s: int = 3000
     steady: bool = False
-    """Whether each producer keeps to that rate; otherwise it sends as soon as it gets answers."""
+    """Whether each producer keeps to that rate; otherwise it sends as soon as it gets responses."""
     load_s: tuple[float, float] = (0.3, 1.5)
     seed: int = field(default_factory=lambda: random.randrange(2**32))
 

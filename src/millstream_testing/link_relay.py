@@ -31,7 +31,7 @@ class Way(Enum):
     """The direction in which data passes a relay."""
 
     ASKING = "from the client"
-    ANSWERING = "to the client"
+    RESPONSES = "to the client"
 
 
 class RelayThread:
@@ -131,14 +131,14 @@ class LinkRelay:
             writer.transport.abort()
 
     async def _join(self, name: str, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asking, answering = self._open[name, Way.ASKING], self._open[name, Way.ANSWERING]
+        asking, responding = self._open[name, Way.ASKING], self._open[name, Way.RESPONSES]
         await asking.wait()
         onward_reader, onward = await asyncio.open_connection(*self._target)
         try:
             onward.write(first)
             async with asyncio.TaskGroup() as group:
                 group.create_task(_pass_on(reader, onward, asking, self._delay_s, self._stalls))
-                group.create_task(_pass_on(onward_reader, writer, answering, self._delay_s, self._stalls))
+                group.create_task(_pass_on(onward_reader, writer, responding, self._delay_s, self._stalls))
         finally:
             onward.transport.abort()
 

@@ -142,7 +142,7 @@ class MachineServer(TrialNode):
 
     def _await_broker(self) -> None:
         began = time.monotonic()
-        while not all(self._answers(self._base + number) for number in range(self.cores)):
+        while not all(self._responds(self._base + number) for number in range(self.cores)):
             if time.monotonic() - began > READY_S_MAX:
                 raise ServerFailed(f"a killed broker is not back; the log ends with:\n{self.log_tail()}")
             time.sleep(_LOOK_S)
@@ -151,7 +151,7 @@ class MachineServer(TrialNode):
             self._broker_is_back = True
 
     @staticmethod
-    def _answers(port: int) -> bool:
+    def _responds(port: int) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=1):
                 return True
@@ -190,12 +190,12 @@ class TrialMachine(TrialSolo):
         self.server.start()
 
     def lacks(self) -> str:
-        """Return what is missing until all processes answer, know each other, and every partition has a leader."""
+        """Return what is missing until all processes respond, know each other, and every partition has a leader."""
         for address in self.server.kafka_addresses:
             try:
                 found = self.ask(lambda client: client.metadata(), address)
             except (MillstreamError, OSError, TimeoutError) as error:
-                return f"{address} gives no answer: {error!r}"
+                return f"{address} gives no response: {error!r}"
             if len(found.nodes) < self.server.cores:
                 return f"{address} knows only {len(found.nodes)} of {self.server.cores} brokers"
             leaderless = [

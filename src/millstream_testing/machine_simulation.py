@@ -6,7 +6,7 @@ operation on the disk: the process only, or the machine, which loses what was no
 the real logs and the real settlement run on a disk in memory. After each settlement:
 
 - every log is in the folder of the node that the agreed state names, and in no other;
-- it has every acknowledged record, in order, and at most records after these that were sent and not answered;
+- it has every acknowledged record, in order, and at most records after these that were sent and without a response;
 - its leader epoch never decreases, and grows when another node gets it;
 - a batch that is sent again is recognised, so producers' states have moved with their log.
 """
@@ -181,7 +181,7 @@ class MachineWorld:
         for topic in self._topics:
             self._catalog.add_topics([topic])
         self._acknowledged: dict[PartitionKey, list[bytes]] = {key: [] for key in self._keys()}
-        self._unanswered: dict[PartitionKey, list[bytes]] = {key: [] for key in self._keys()}
+        self._unacknowledged: dict[PartitionKey, list[bytes]] = {key: [] for key in self._keys()}
         self._last: dict[PartitionKey, tuple[NodeId, Epoch]] = {}
         self._is_lost = False
         self.trace: list[str] = []
@@ -304,8 +304,8 @@ class MachineWorld:
         if unsynced := [log for log in logs.values() if log.synced_offset < log.end_offset]:
             store._run_job(Commit(unsynced, self.files, store._journal))
         for key in logs:
-            self._acknowledged[key] += self._unanswered[key]
-            self._unanswered[key] = []
+            self._acknowledged[key] += self._unacknowledged[key]
+            self._unacknowledged[key] = []
         if self._chance.random() < 0.6:
             store.close_now()
         elif store._folder._lock is not None:
@@ -328,24 +328,24 @@ class MachineWorld:
         )
 
     def _send(self, key: PartitionKey, log: Log, epoch: Epoch) -> None:
-        number = len(self._acknowledged[key]) + len(self._unanswered[key])
-        self._unanswered[key].append(b"%d" % number)
+        number = len(self._acknowledged[key]) + len(self._unacknowledged[key])
+        self._unacknowledged[key].append(b"%d" % number)
         log.append(self._batch(key, number), leader_epoch=epoch)
         self.batches += 1
 
     # -- rules ------------------------------------------------------------------------------------------------
 
     def _check_log(self, key: PartitionKey, log: Log) -> None:
-        """Compare a log with what was sent; messages that are stored without an answer must stay."""
+        """Compare a log with what was sent; messages that are stored without a response must stay."""
         found = [
             record.value or b"" for record in decode_records(log.read(0, max_bytes=READ_BYTES, up_to=log.end_offset))
         ]
         known = self._acknowledged[key]
         rest = found[len(known) :]
-        if found[: len(known)] != known or rest != self._unanswered[key][: len(rest)]:
-            raise Violation(f"{key[1]} of {key[0]} has {found}, not {known} and maybe {self._unanswered[key]}")
+        if found[: len(known)] != known or rest != self._unacknowledged[key][: len(rest)]:
+            raise Violation(f"{key[1]} of {key[0]} has {found}, not {known} and maybe {self._unacknowledged[key]}")
         self._acknowledged[key] = found
-        self._unanswered[key] = []
+        self._unacknowledged[key] = []
 
     def _check_repeated(self, key: PartitionKey, log: Log, epoch: Epoch) -> None:
         if not self._acknowledged[key]:

@@ -55,7 +55,7 @@ from millstream.protocol.records.batch import iterate_whole_headers
 from millstream.protocol.records.control import Marker, read_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
-from millstream.protocol.wire.fetch import FetchAnswer
+from millstream.protocol.wire.fetch import FetchedPartition
 from millstream.protocol.wire.group_offsets import Commit
 from millstream_testing.files import MemoryFiles
 from millstream_testing.simulation.clock import SimulatedClock
@@ -270,7 +270,7 @@ class Site:
         return self.partitions_by_index[index]
 
     async def list_offsets_of(self, partitions: Iterable[TopicPartition]) -> Mapping[TopicPartition, Any]:
-        """Answer for partitions that this node does not lead: it was killed."""
+        """Respond for partitions that this node does not lead: it was killed."""
         return dict.fromkeys(partitions, NotLeader("the site is down"))
 
     states_revision = 0
@@ -365,27 +365,27 @@ class _SourceClient:
 
     async def fetch_from(
         self, _leader: NodeId, positions: Mapping[TopicPartition, Offset], _limits: Any
-    ) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
+    ) -> dict[TopicPartition, FetchedPartition | MillstreamError]:
         await self._world.pass_line(self._site)
         deadline = self._world.clock.monotonic() + _WAIT_S
         while True:
-            answers: dict[TopicPartition, FetchAnswer | MillstreamError] = {}
+            responses: dict[TopicPartition, FetchedPartition | MillstreamError] = {}
             for where, offset in positions.items():
-                answers[where] = self._answer(where.partition, offset)
+                responses[where] = self._fetch_response(where.partition, offset)
             if self._world.clock.monotonic() > deadline or any(
-                not isinstance(one, FetchAnswer) or len(one.records) for one in answers.values()
+                not isinstance(one, FetchedPartition) or len(one.records) for one in responses.values()
             ):
                 await self._world.pass_line(self._site)
-                return answers
+                return responses
             await asyncio.sleep(0.02)
 
-    def _answer(self, index: int, offset: Offset) -> FetchAnswer | MillstreamError:
+    def _fetch_response(self, index: int, offset: Offset) -> FetchedPartition | MillstreamError:
         partition = self._site.partitions_by_index[index]
         end = partition.high_watermark
         if offset > partition.log.end_offset or offset < partition.log_start:
             return OffsetOutOfRange("out of range", start=partition.log_start, end=end)
         data = partition.log.read(offset, max_bytes=self._world.random.choice(self._world.fetch_bytes), up_to=end)
-        return FetchAnswer(memoryview(data), end, partition.log_start, end)
+        return FetchedPartition(memoryview(data), end, partition.log_start, end)
 
 
 class SimulatedSource:
@@ -434,7 +434,7 @@ class World:
         self.is_cut = False
         self.delay_s = self.random.choice((0.001, 0.02, 0.2))
         self.fetch_bytes = self.random.choice(((150,), (300, 1 << 20)))
-        """How much an answer to a fetch holds. A copy that gets little is so slow that the source compacts what it has
+        """How much a response to a fetch holds. A copy that gets little is so slow that the source compacts what it has
         not copied yet."""
         self.sites: dict[str, Site] = {}
         self._number = 0

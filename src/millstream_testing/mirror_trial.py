@@ -296,7 +296,7 @@ class Load:
                 for value in _values(done):
                     self.accepted[value] = now
             else:
-                # A worker that got no answer may have accepted what it has printed.
+                # A worker that got no response may have accepted what it has printed.
                 self.unsettled |= _values(done)
             time.sleep(0.1)
 

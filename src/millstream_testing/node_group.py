@@ -24,7 +24,7 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import NodeId
-from millstream.protocol.wire.replica_fetch import ReplicaAnswers, ReplicaFetch
+from millstream.protocol.wire.replica_fetch import ReplicaFetch, ReplicaResponses
 from millstream_testing.files import MemoryFiles
 
 PATIENCE_S = 60.0
@@ -32,7 +32,7 @@ FOLDER = Path("/data")
 
 
 class _DeadLink:
-    async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
+    async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
         raise BrokerUnreachable("there is no network here")
 
     async def close(self) -> None:

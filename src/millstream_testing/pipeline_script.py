@@ -33,7 +33,7 @@ class FreeClaim:
         self.left = 0
         self.is_held = False
         self.confirms = True
-        """Whether the broker answers while it is held."""
+        """Whether the broker responds while it is held."""
 
     @property
     def is_confirmed(self) -> bool:

@@ -105,17 +105,17 @@ class PlanWorld(World):
             self._drained.discard(node)
 
     async def _ask(self, what: str, work: Callable[[Plans], Awaitable[PlanHeader | None]]) -> PlanHeader | None:
-        """Ask any node; None if it refused or did not answer, in which case it may have been done."""
+        """Ask any node; None if it refused or did not respond, in which case it may have been done."""
         node = self._steering.choice(self.nodes)
         try:
-            answer = await self.network.call(node.name, lambda: node.plan(work), timeout_s=ASK_S)
+            response = await self.network.call(node.name, lambda: node.plan(work), timeout_s=ASK_S)
         except (MillstreamError, LinkDown) as error:
             self.record("operator", f"{what}: {error}")
             # The store decides what is drained.
             self._drained = self._drained_by_store()
             return None
-        self.record("operator", f"{what}: {'' if answer is None else answer.state}")
-        return answer
+        self.record("operator", f"{what}: {'' if response is None else response.state}")
+        return response
 
     def _load(self) -> ClusterLoad:
         """Return what an operator sees: it may be out of date when the plan is applied."""

@@ -33,7 +33,7 @@ def planted(bug: str) -> tuple[str, ...]:
     return "millstream_testing.planted_serve", bug
 
 
-def _answers_early() -> None:
+def _responds_early() -> None:
     """Writes to the store count as durable before they are: they wait a little for more writes."""
     write = RoutedStateStore.write
     last: dict[RoutedStateStore, float] = {}
@@ -63,7 +63,7 @@ def _forgets_attempts() -> None:
 
 
 def _writes_letters_again() -> None:
-    """A letter whose answer is late is written again, without the number that identifies it."""
+    """A letter whose response is late is written again, without the number that identifies it."""
     append = DeadLetterAppender.append
 
     async def again(self: DeadLetterAppender, topic: str, index: int, batch: bytearray) -> Offset:
@@ -125,7 +125,7 @@ def _replace(kind: type, name: str, function: object) -> None:
 
 
 BUGS: Final[Mapping[str, Callable[[], None]]] = {
-    "answers-early": _answers_early,
+    "responses-early": _responds_early,
     "forgets-attempts": _forgets_attempts,
     "forgets-keys": _forgets_keys,
     "ignores-delays": _ignores_delays,

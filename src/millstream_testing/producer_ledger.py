@@ -33,7 +33,7 @@ class ProducerLedger:
         """The contents of deleted topics."""
         self.faults: list[str] = []
         self.metadata_faults: dict[str, list[ErrorCode]] = {}
-        """The answers to the next metadata requests about a topic."""
+        """The responses to the next metadata requests about a topic."""
         self.init_faults: list[ErrorCode] = []
         self.held: asyncio.Event | None = None
         """While set, but not fired, produce requests wait for it before they are carried out."""
@@ -112,9 +112,9 @@ class ProducerLedger:
         return uuid.uuid5(uuid.NAMESPACE_DNS, f"{topic} {self.births.get(topic, 0)}")
 
     async def metadata(self, header: codec.RequestHeader, frame: memoryview) -> Any:
-        """Answer with topics, or with the next fault."""
-        answer = await self.broker.answer_metadata(header, frame)
-        return replace(answer, topics=tuple(self._topic_metadata(topic) for topic in answer.topics))
+        """Respond with topics, or with the next fault."""
+        response = await self.broker.respond_to_metadata(header, frame)
+        return replace(response, topics=tuple(self._topic_metadata(topic) for topic in response.topics))
 
     def _topic_metadata(self, topic: Any) -> Any:
         faults = self.metadata_faults.get(topic.name)
@@ -142,12 +142,12 @@ class ProducerLedger:
             raise EOFError
         topics = []
         for topic in request.topic_data:
-            answers = [self._append(topic.name, one.index, bytes(one.records), fault) for one in topic.partition_data]
+            responses = [self._append(topic.name, one.index, bytes(one.records), fault) for one in topic.partition_data]
             partitions = tuple(
                 messages.PartitionProduceResponse(
                     index=one.index, error_code=code, base_offset=offset, record_errors=(), error_message=None
                 )
-                for one, (code, offset) in zip(topic.partition_data, answers, strict=True)
+                for one, (code, offset) in zip(topic.partition_data, responses, strict=True)
             )
             topics.append(messages.TopicProduceResponse(name=topic.name, partition_responses=partitions))
         if fault == "hang up after":

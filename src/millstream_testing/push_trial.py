@@ -53,7 +53,7 @@ from millstream_testing.subscription_history import (
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster, TrialNode
 from millstream_testing.trial_topic import TrialPublisher, letters_of, messages_of, published
-from millstream_testing.webhook import Reply, Request, Webhook
+from millstream_testing.webhook import Request, Response, Webhook
 
 TOPIC: Final = "pushed"
 POISON: Final = b"poison"
@@ -115,7 +115,7 @@ class PushTrial:
         self._plan = plan
         self._print_line = print_line
         self._random = Random(plan.seed)
-        self._hook = Webhook(self._answer)
+        self._hook = Webhook(self._respond)
         self._arrivals: list[_Arrival] = []
         self._unsigned = 0
         self._struck: list[Span] = []
@@ -180,9 +180,9 @@ class PushTrial:
         key = POISON if is_poison else b"key-%d" % random.randrange(self._plan.keys)
         return NewRecord(key, b'{"number": %d}' % number, (), now_ms())
 
-    def _answer(self, request: Request) -> Reply:
-        """Return the endpoint's answer, and record what it received."""
-        reply = self._reply(request)
+    def _respond(self, request: Request) -> Response:
+        """Return the endpoint's response, and record what it received."""
+        response = self._choose_response(request)
         headers = request.headers
         self._unsigned += not request.is_signed_by(SECRET.encode())
         self._arrivals.append(
@@ -192,20 +192,22 @@ class PushTrial:
                 int(headers["ce-attempt"]),
                 now_ms(),
                 crc32(request.body),
-                reply.status == 204,
+                response.status == 204,
             )
         )
-        return reply
+        return response
 
-    def _reply(self, request: Request) -> Reply:
+    def _choose_response(self, request: Request) -> Response:
         if request.headers.get("ce-subject") == POISON.decode():
-            return Reply(422, body=b"poison")
+            return Response(422, body=b"poison")
         drawn = self._random.random()
         if self._is_sober or drawn > 0.05:
-            return Reply()
+            return Response()
         if drawn > 0.02:
-            return Reply(after_s=0.2)
-        return Reply(503, {"retry-after": "1"}) if drawn > 0.015 else Reply(None) if drawn > 0.005 else Reply(500)
+            return Response(after_s=0.2)
+        return (
+            Response(503, {"retry-after": "1"}) if drawn > 0.015 else Response(None) if drawn > 0.005 else Response(500)
+        )
 
     # -- faults ------------------------------------------------------------------------------------------------
 
@@ -256,14 +258,14 @@ class PushTrial:
     async def _drain(self) -> list[str]:
         """Wait until every queue is empty; return what is left if that takes too long."""
         deadline = time.monotonic() + self._plan.drain_s_max
-        left = ["no node answers"]
+        left = ["no node responds"]
         while left and time.monotonic() < deadline:
             await asyncio.sleep(_PROBE_S)
             try:
                 async with self._client() as client:
                     described = await SubscriptionClient(client).describe(list(self._promises))
             except (MillstreamError, OSError, TimeoutError) as error:
-                left = [f"no node answers: {error!r}"]
+                left = [f"no node responds: {error!r}"]
                 continue
             backlogs = {one["name"]: [queue["backlog"] for queue in one["queues"]] for one in described}
             left = [

@@ -66,16 +66,16 @@ class Relay:
             self._writers.add(onward)
             try:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._pass_on(reader, onward, answers=False))
-                    group.create_task(self._pass_on(onward_reader, writer, answers=True))
+                    group.create_task(self._pass_on(reader, onward, is_response=False))
+                    group.create_task(self._pass_on(onward_reader, writer, is_response=True))
             finally:
                 onward.transport.abort()
                 self._writers.discard(onward)
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool) -> None:
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_response: bool) -> None:
         with suppress(OSError):
             while piece := await reader.read(_CHUNK_BYTES):
-                if not (answers and self.deaf):
+                if not (is_response and self.deaf):
                     writer.write(piece)
                     await writer.drain()
         writer.transport.abort()

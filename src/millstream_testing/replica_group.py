@@ -33,9 +33,9 @@ from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
-    ReplicaAnswers,
     ReplicaFetch,
-    read_replica_answers,
+    ReplicaResponses,
+    read_replica_responses,
     write_replica_fetch,
 )
 from millstream_testing.files import MemoryFiles
@@ -58,28 +58,28 @@ class UnsteadyStore(EmbeddedStore):
     def __init__(self, service: EmbeddedService, clock: Clock) -> None:
         super().__init__(service, clock)
         self.is_reached = True
-        self.answers = True
+        self.responds = True
         self.hears = asyncio.Event()
         self.hears.set()
 
     def shut(self, *, requests_pass: bool = False) -> None:
         """Block everything, or only the responses to requests."""
         self.is_reached = requests_pass
-        self.answers = False
+        self.responds = False
         self.hears.clear()
 
     def open(self) -> None:
         """Stop blocking."""
-        self.is_reached = self.answers = True
+        self.is_reached = self.responds = True
         self.hears.set()
 
     async def _ask(self, request: Callable[[], T]) -> T:
         if not self.is_reached:
             raise StoreUnavailable("the store cannot be reached")
-        answer = await super()._ask(request)
-        if not self.answers:
-            raise StoreUnavailable("the answer was lost")
-        return answer
+        response = await super()._ask(request)
+        if not self.responds:
+            raise StoreUnavailable("the response was lost")
+        return response
 
     async def _deliver(self) -> None:
         await self.hears.wait()
@@ -171,16 +171,16 @@ class _Link:
         self._group = group
         self._way = (me, leader)
 
-    async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
+    async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
         await self._cross()
         header = RequestHeader(FETCH_KEY, VERSION, 1, None, 0, True)
         leader = self._group.nodes[self._way[1]]
-        answer = leader.follower_fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header)
-        pieces = await answer if inspect.isawaitable(answer) else answer
+        response = leader.follower_fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header)
+        pieces = await response if inspect.isawaitable(response) else response
         await self._cross()
         if not isinstance(pieces, list):
-            raise TypeError("a fetch is answered with buffers")
-        return read_replica_answers(memoryview(b"".join(map(bytes, pieces)))[4:])
+            raise TypeError("a fetch gets buffers")
+        return read_replica_responses(memoryview(b"".join(map(bytes, pieces)))[4:])
 
     async def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A minimal broker that answers as a test scripts it, for tests of the wire client."""
+"""A minimal broker that responds as a test scripts it, for tests of the wire client."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ Handler = Callable[[codec.RequestHeader, memoryview], Awaitable[Any]]
 
 
 class ScriptedBroker:
-    """Answers requests with messages, by `handlers`. A handler that raises `EOFError` closes the connection."""
+    """Responds to requests with messages, by `handlers`. A handler that raises `EOFError` closes the connection."""
 
     def __init__(self) -> None:
         self.served = {PRODUCE: (0, 13), FETCH: (4, 17), LIST_OFFSETS: (1, 11), METADATA: (0, 13)}
         self.served |= {FIND_COORDINATOR: (0, 6), API_VERSIONS: (0, 4)}
-        self.handlers: dict[int, Handler] = {API_VERSIONS: self.answer_api_versions, METADATA: self.answer_metadata}
+        self.handlers: dict[int, Handler] = {
+            API_VERSIONS: self.respond_to_api_versions,
+            METADATA: self.respond_to_metadata,
+        }
         self.headers: list[codec.RequestHeader] = []
         self.topics: dict[str, int] = {"orders": 2}
         self.port = 0
@@ -64,7 +67,7 @@ class ScriptedBroker:
             writer.transport.abort()
 
     def write(self, data: bytes) -> None:
-        """Send bytes to every client, in addition to what the handlers answer."""
+        """Send bytes to every client, in addition to what the handlers return."""
         for writer in self._writers:
             writer.write(data)
 
@@ -82,24 +85,24 @@ class ScriptedBroker:
                 frame = memoryview(await reader.readexactly(size))
                 header = codec.read_request_header(frame)
                 self.headers.append(header)
-                answer = await self.handlers[header.api_key](header, frame)
-                if answer is not None:
-                    writer.write(self.framed(header, answer))
+                response = await self.handlers[header.api_key](header, frame)
+                if response is not None:
+                    writer.write(self.framed(header, response))
         except (EOFError, ConnectionError):
             pass
         finally:
             self._writers.discard(writer)
             writer.transport.abort()
 
-    def framed(self, header: codec.RequestHeader, answer: Any) -> bytes:
+    def framed(self, header: codec.RequestHeader, response: Any) -> bytes:
         """Prepend the header of a response; a message may be of any version."""
-        if isinstance(answer, bytes):
-            return codec.response_head(header.api_key, header.version, header.correlation_id, len(answer)) + answer
-        reshaped = reshape(answer, codec.load_response_class(header.api_key, header.version))
+        if isinstance(response, bytes):
+            return codec.response_head(header.api_key, header.version, header.correlation_id, len(response)) + response
+        reshaped = reshape(response, codec.load_response_class(header.api_key, header.version))
         return codec.write_response(header.api_key, header.version, header.correlation_id, reshaped)
 
-    async def answer_api_versions(self, header: codec.RequestHeader, frame: memoryview) -> Any:
-        """Answer ApiVersions from `served`."""
+    async def respond_to_api_versions(self, header: codec.RequestHeader, frame: memoryview) -> Any:
+        """Response ApiVersions from `served`."""
         oldest, newest = self.served[API_VERSIONS]
         known = oldest <= header.version <= newest
         messages = importlib.import_module(f"kio.schema.api_versions.v{header.version if known else 0}.response")
@@ -111,8 +114,8 @@ class ScriptedBroker:
         code = ErrorCode.none if known else ErrorCode.unsupported_version
         return codec.write_entity(messages.ApiVersionsResponse(error_code=code, api_keys=listed, **throttle))
 
-    async def answer_metadata(self, header: codec.RequestHeader, frame: memoryview) -> Any:
-        """Answer Metadata from `topics`; this broker is node 1 and leads everything."""
+    async def respond_to_metadata(self, header: codec.RequestHeader, frame: memoryview) -> Any:
+        """Response Metadata from `topics`; this broker is node 1 and leads everything."""
         request = codec.read_request(METADATA, header.version, frame, header.body_at)
         messages: Any = importlib.import_module("kio.schema.metadata.v13.response")
         names = [topic.name for topic in request.topics] if request.topics is not None else list(self.topics)
@@ -139,7 +142,7 @@ class ScriptedBroker:
 
 
 def produced(*codes: ErrorCode, base_offset: int = 42) -> Handler:
-    """Answer produce requests with these codes in turn, and then always with the last one."""
+    """Response produce requests with these codes in turn, and then always with the last one."""
     left = list(codes)
 
     async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:
@@ -160,7 +163,7 @@ def produced(*codes: ErrorCode, base_offset: int = 42) -> Handler:
 
 
 def fetched(records: bytes | None = b"", code: ErrorCode = ErrorCode.none) -> Handler:
-    """Answer every partition of a fetch with the same records."""
+    """Respond to every partition of a fetch with the same records."""
 
     async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:
         messages: Any = importlib.import_module("kio.schema.fetch.v12.response")

@@ -155,8 +155,8 @@ class Server:
 
     def _find_metrics(self) -> str:
         try:
-            with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=READY_S_MAX) as answer:
-                return str(answer.read().decode())
+            with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=READY_S_MAX) as response:
+                return str(response.read().decode())
         except urllib.error.HTTPError as error:
             error.close()
             return ""

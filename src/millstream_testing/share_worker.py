@@ -19,7 +19,7 @@ POLL_S: Final = 0.5
 COMMIT_S: Final = 8.0
 PAUSE_S: Final = 0.2
 UNDERWAY_MS: Final = 5_000
-"""With healthy nodes, messages of an answer that a poll missed were leased at most this long before its end."""
+"""With healthy nodes, messages of a response that a poll missed were leased at most this long before its end."""
 
 HABITS: Final = {"accept": 60, "release": 8, "reject": 4, "forget": 2, "leave": 3}
 SOBER: Final = {"accept": 1}
@@ -44,8 +44,8 @@ class ShareWorker:
         self._is_explicit = task.door == "explicit"
         self._lives = 0
         self._journal = WorkerJournal(notebook, subscription, "")
-        # What was acknowledged and not answered yet, by partition and offset: the number of the settlement. None when a
-        # message was acknowledged twice meanwhile: the client does not say to which of them an answer belongs.
+        # What was acknowledged and has no response yet, by partition and offset: the number of the settlement. None
+        # when a message was acknowledged twice meanwhile: the client does not say to which of them a response belongs.
         self._open: dict[tuple[int, int], int | None] = {}
         self._empty_ms = 0
 
@@ -80,7 +80,7 @@ class ShareWorker:
             "log_level": 0,
         }
         if self._task.nodes == 1:
-            # Otherwise the client would forget the only broker when none answers.
+            # Otherwise the client would forget the only broker when none responds.
             settings["metadata.recovery.strategy"] = "none"
         consumer = ShareConsumer(settings)
         consumer.set_acknowledgement_commit_callback(self._acknowledged)
@@ -111,7 +111,7 @@ class ShareWorker:
         # Every node may be asked for as many, and returns whole batches.
         self._journal.receive_sent((self._wanted + BATCH_MAX) * self._task.nodes)
         messages = [message for message in consumer.poll(POLL_S) if message.error() is None]
-        self._journal.receive_answered(self._empty_ms, [_leased(message) for message in messages])
+        self._journal.receive_completed(self._empty_ms, [_leased(message) for message in messages])
         if not messages:
             self._empty_ms = now_ms() - UNDERWAY_MS
         return messages
@@ -150,7 +150,7 @@ class ShareWorker:
                 if number is not None and (error is None or refused):
                     by_number.setdefault(number, []).append(place)
         for number, places in by_number.items():
-            self._journal.settle_answered(number, places, taken=not refused)
+            self._journal.settle_completed(number, places, taken=not refused)
 
     def _draw(self, habit: str) -> bool:
         return self._random.random() < self._habits.get(habit, 0) / sum(self._habits.values())

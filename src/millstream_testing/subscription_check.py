@@ -2,12 +2,12 @@
 
 What is allowed, and why (docs/subscriptions.md, "Delivery guarantees"):
 
-- At least once, a lease is answered before it is durable. When a node was struck or the leader changed since then, the
-  lease may be forgotten: the message comes again with the same attempt, and, in an ordered queue, messages before it
-  come again, too, since acceptances that made way for it may be forgotten with it. Not so when the same leader has
-  answered any settlement of that partition meanwhile: a settlement is answered when it is durable, and everything is
-  written in order. For the same reason a node that was paused or cut off, and does not know yet that another one leads,
-  may deliver messages that were accepted there. With the other promises none of this happens.
+- At least once, a lease gets a response before it is durable. When a node was struck or the leader changed since then,
+  the lease may be forgotten: the message comes again with the same attempt, and, in an ordered queue, messages before
+  it come again, too, since acceptances that made way for it may be forgotten with it. Not so when the same leader has
+  responded to any settlement of that partition meanwhile: a settlement gets a response when it is durable, and
+  everything is written in order. For the same reason a node that was paused or cut off, and does not know yet that
+  another one leads, may deliver messages that were accepted there. With the other promises none of this happens.
 - At most once, messages in flight when a node had a fault, a worker left or its request failed are lost: but no more
   than were requested, and no message that was delivered at another time.
 - Leases and delays go by the clock of the node. When it is wrong they may end early.
@@ -72,12 +72,12 @@ class _Case:
         self.settlements: dict[Place, list[Settlement]] = defaultdict(list)
         for delivery in sorted(map(self._timed, history.deliveries), key=lambda one: (one.to_ms, one.attempt)):
             self.deliveries[delivery.place].append(delivery)
-        # By partition, certain settlements: when the worker sent each, and when it was answered.
+        # By partition, certain settlements: when the worker sent each, and when it got a response.
         self._settled: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for settlement in history.settlements:
             self.settlements[settlement.place].append(settlement)
-            if settlement.taken and settlement.answered_ms is not None:
-                self._settled[settlement.place.partition].append((settlement.sent_ms, settlement.answered_ms))
+            if settlement.taken and settlement.response_ms is not None:
+                self._settled[settlement.place.partition].append((settlement.sent_ms, settlement.response_ms))
         for times in self._settled.values():
             times.sort()
 
@@ -102,10 +102,10 @@ class _Case:
         return struck_ms <= then.to_ms and not self._was_kept(lease, struck_ms)
 
     def _was_kept(self, lease: Delivery, until_ms: float) -> bool:
-        """Whether a message of the partition was settled after a lease, and answered in time."""
+        """Whether a message of the partition was settled after a lease, and acknowledged in time."""
         times = self._settled[lease.place.partition]
         later = times[bisect_left(times, (lease.to_ms + 1, 0)) :]
-        return any(answered_ms < until_ms for _, answered_ms in later)
+        return any(response_ms < until_ms for _, response_ms in later)
 
     def accepted(self, place: Place, *, surely: bool) -> bool:
         """Whether a worker accepted a message."""
@@ -114,8 +114,12 @@ class _Case:
 
     def attempt_of(self, settlement: Settlement) -> int:
         """Return the delivery of a settlement: a worker that got a message twice has settled the later one."""
-        receive_answered = [one for one in self.deliveries.get(settlement.place, ()) if one.worker == settlement.worker]
-        return max((one.attempt for one in receive_answered if one.from_ms <= (settlement.answered_ms or 0)), default=0)
+        receive_completed = [
+            one for one in self.deliveries.get(settlement.place, ()) if one.worker == settlement.worker
+        ]
+        return max(
+            (one.attempt for one in receive_completed if one.from_ms <= (settlement.response_ms or 0)), default=0
+        )
 
     def settlements_of(self, delivery: Delivery) -> list[Settlement]:
         """Return the settlements of a delivery, in order."""
@@ -162,7 +166,7 @@ def _vanished(case: _Case) -> Iterator[str]:
         end_ms = handed_out_ms(place)
         if not leaks.touch(begin_ms, int(min(end_ms, begin_ms + 10**9))):
             yield f"{place} was handed out between {begin_ms} and {end_ms}, when nothing was struck"
-    room = sum(call.wanted - call.receive_answered for call in _leaking_calls(case))
+    room = sum(call.wanted - call.receive_completed for call in _leaking_calls(case))
     if len(missing) > room:
         yield f"{len(missing)} are missing, but only {room} were asked for when something was struck"
 
@@ -177,7 +181,7 @@ def _leaking_calls(case: _Case) -> list[Call]:
     return [
         call
         for call in case.history.calls
-        if not call.answered or call in lasting or disturbed.touch(call.asked_ms, call.ended_ms or call.asked_ms)
+        if not call.responded or call in lasting or disturbed.touch(call.asked_ms, call.ended_ms or call.asked_ms)
     ]
 
 
@@ -185,7 +189,7 @@ def _leaks(case: _Case) -> Spans:
     spans = list(case.truth.disturbed)
     for call in _leaking_calls(case):
         ended_ms = max(call.ended_ms or 0, case.history.last_ms.get(call.worker, 0)) + GONE_MS
-        spans.append(Span(call.asked_ms, ended_ms if call.answered else max(ended_ms, call.asked_ms + REQUEST_MS)))
+        spans.append(Span(call.asked_ms, ended_ms if call.responded else max(ended_ms, call.asked_ms + REQUEST_MS)))
     return Spans(spans)
 
 
@@ -300,7 +304,7 @@ def _returned(case: _Case) -> Iterator[str]:
         accepts = [one for one in case.settlements[place] if one.verb == Verb.ACCEPT and one.is_sure]
         if not accepts:
             continue
-        accepted_ms = min(one.answered_ms or 0 for one in accepts)
+        accepted_ms = min(one.response_ms or 0 for one in accepts)
         attempt, nodes = min(map(case.attempt_of, accepts)), {one.node for one in accepts}
         for one in ones:
             is_later = one.from_ms > accepted_ms
@@ -319,11 +323,11 @@ def _ignored_delays(case: _Case) -> Iterator[str]:
     for place, ones in case.deliveries.items():
         for one in ones:
             for first in case.settlements_of(one)[:1]:
-                if first.taken or first.answered_ms is None or first.answered_ms >= one.deadline_ms:
+                if first.taken or first.response_ms is None or first.response_ms >= one.deadline_ms:
                     continue
                 # It may have been settled already, in an earlier delivery.
                 settled = any(each.taken and each.worker == one.worker for each in case.settlements[place])
-                if not settled and not case.is_stepped(one.from_ms, first.answered_ms):
+                if not settled and not case.is_stepped(one.from_ms, first.response_ms):
                     yield f"{place}: {first.verb.name} of {one.worker} was refused before its lease ended"
 
 

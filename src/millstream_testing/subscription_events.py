@@ -1,7 +1,7 @@
 """The journal of the workers of a subscription trial, one line for each event, written before they continue.
 
 A worker records what it is about to do before it does it, so the file is true whenever the worker is killed: a
-receive or a settlement without an answer may have happened, or not.
+receive or a settlement without a response may have happened, or not.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ReceiveSent(_Note, frozen=True, kw_only=True):
     """The requested number."""
 
 
-class ReceiveAnswered(_Note, frozen=True, kw_only=True):
-    """The request was answered."""
+class ReceiveCompleted(_Note, frozen=True, kw_only=True):
+    """The request got a response."""
 
     call: int
     from_ms: int
@@ -68,7 +68,7 @@ class SettleSent(_Note, frozen=True, kw_only=True):
     """The node that the request was sent to, where the client reports it."""
 
 
-class SettleAnswered(_Note, frozen=True, kw_only=True):
+class SettleCompleted(_Note, frozen=True, kw_only=True):
     """The outcome for some or all of the messages."""
 
     number: int
@@ -80,7 +80,7 @@ class WorkerLeft(_Note, frozen=True, kw_only=True):
     """A worker leaves, and may leave messages behind."""
 
 
-Event = ReceiveSent | ReceiveAnswered | ReceiveFailed | SettleSent | SettleAnswered | WorkerLeft
+Event = ReceiveSent | ReceiveCompleted | ReceiveFailed | SettleSent | SettleCompleted | WorkerLeft
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
@@ -124,8 +124,8 @@ class WorkerJournal:
         self._note(ReceiveSent, at_ms=at_ms, call=self._call, wanted=wanted)
         return at_ms
 
-    def receive_answered(self, from_ms: int, messages: Sequence[Leased]) -> None:
-        self._note(ReceiveAnswered, call=self._call, from_ms=from_ms, messages=list(messages))
+    def receive_completed(self, from_ms: int, messages: Sequence[Leased]) -> None:
+        self._note(ReceiveCompleted, call=self._call, from_ms=from_ms, messages=list(messages))
 
     def receive_failed(self) -> None:
         self._note(ReceiveFailed, call=self._call)
@@ -138,9 +138,9 @@ class WorkerJournal:
         self._note(SettleSent, number=self._number, verb=verb, places=list(places), delay_ms=delay_ms, node=node)
         return self._number
 
-    def settle_answered(self, number: int, places: Sequence[tuple[int, int]], *, taken: bool) -> None:
-        """Record the answer to a settlement."""
-        self._note(SettleAnswered, number=number, places=list(places), taken=taken)
+    def settle_completed(self, number: int, places: Sequence[tuple[int, int]], *, taken: bool) -> None:
+        """Record the response to a settlement."""
+        self._note(SettleCompleted, number=number, places=list(places), taken=taken)
 
     def worker_left(self) -> None:
         """Record that the worker leaves."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from millstream.core.subscription import Verb
 from millstream_testing.subscription_events import (
     Event,
-    ReceiveAnswered,
+    ReceiveCompleted,
     ReceiveFailed,
     ReceiveSent,
     SettleSent,
@@ -68,8 +68,8 @@ class Settlement(NamedTuple):
     attempt: int
     verb: Verb
     sent_ms: int
-    answered_ms: int | None
-    """None if no answer arrived: it may have been carried out, or not."""
+    response_ms: int | None
+    """None if no response arrived: it may have been carried out, or not."""
     taken: bool
     delay_ms: int | None = None
     node: int = -1
@@ -78,12 +78,12 @@ class Settlement(NamedTuple):
     @property
     def is_sure(self) -> bool:
         """Whether it certainly counts."""
-        return self.taken and self.answered_ms is not None
+        return self.taken and self.response_ms is not None
 
     @property
     def is_possible(self) -> bool:
         """Whether it may count."""
-        return self.taken or self.answered_ms is None
+        return self.taken or self.response_ms is None
 
 
 class Call(NamedTuple):
@@ -92,10 +92,10 @@ class Call(NamedTuple):
     worker: str
     asked_ms: int
     ended_ms: int | None
-    """None if it was killed before an answer arrived."""
+    """None if it was killed before a response arrived."""
     wanted: int
-    receive_answered: int
-    answered: bool
+    receive_completed: int
+    responded: bool
 
 
 class Span(NamedTuple):
@@ -171,7 +171,7 @@ def histories(events: Iterable[Event]) -> dict[str, History]:
     """Merge the journals of workers, by subscription; the events of each worker are in order."""
     found: dict[str, History] = defaultdict(History)
     asked: dict[tuple[str, str], ReceiveSent] = {}
-    settle_answered: dict[tuple[str, str, int, Place], tuple[int, bool]] = {}
+    settle_completed: dict[tuple[str, str, int, Place], tuple[int, bool]] = {}
     settle_sent: list[SettleSent] = []
     worker_left: set[tuple[str, str]] = set()
     for event in events:
@@ -183,26 +183,26 @@ def histories(events: Iterable[Event]) -> dict[str, History]:
             worker_left.add(worker)
         if isinstance(event, ReceiveSent):
             asked[worker] = event
-        elif isinstance(event, ReceiveAnswered):
+        elif isinstance(event, ReceiveCompleted):
             history.deliveries += _deliveries(event)
-            history.calls.append(_call(asked.pop(worker), event.at_ms, len(event.messages), answered=True))
+            history.calls.append(_call(asked.pop(worker), event.at_ms, len(event.messages), responded=True))
         elif isinstance(event, ReceiveFailed | WorkerLeft):
             if worker in asked:
-                history.calls.append(_call(asked.pop(worker), event.at_ms, 0, answered=False))
+                history.calls.append(_call(asked.pop(worker), event.at_ms, 0, responded=False))
         elif isinstance(event, SettleSent):
             settle_sent.append(event)
         else:
-            settle_answered |= {
+            settle_completed |= {
                 (*worker, event.number, Place(*place)): (event.at_ms, event.taken) for place in event.places
             }
     for (subscription, _), call in asked.items():
-        found[subscription].calls.append(_call(call, None, 0, answered=False))
+        found[subscription].calls.append(_call(call, None, 0, responded=False))
     for each in settle_sent:
-        found[each.subscription].settlements += _settlements(each, settle_answered)
+        found[each.subscription].settlements += _settlements(each, settle_completed)
     return dict(found)
 
 
-def _deliveries(event: ReceiveAnswered) -> list[Delivery]:
+def _deliveries(event: ReceiveCompleted) -> list[Delivery]:
     return [
         Delivery(
             Place(one.partition, one.offset),
@@ -218,19 +218,19 @@ def _deliveries(event: ReceiveAnswered) -> list[Delivery]:
     ]
 
 
-def _call(receive_sent: ReceiveSent, ended_ms: int | None, receive_answered: int, *, answered: bool) -> Call:
-    return Call(receive_sent.worker, receive_sent.at_ms, ended_ms, receive_sent.wanted, receive_answered, answered)
+def _call(receive_sent: ReceiveSent, ended_ms: int | None, receive_completed: int, *, responded: bool) -> Call:
+    return Call(receive_sent.worker, receive_sent.at_ms, ended_ms, receive_sent.wanted, receive_completed, responded)
 
 
 def _settlements(
-    settle_sent: SettleSent, settle_answered: Mapping[tuple[str, str, int, Place], tuple[int, bool]]
+    settle_sent: SettleSent, settle_completed: Mapping[tuple[str, str, int, Place], tuple[int, bool]]
 ) -> Iterator[Settlement]:
     for partition, offset, attempt in settle_sent.places:
         place = Place(partition, offset)
-        answered_ms, taken = settle_answered.get(
+        response_ms, taken = settle_completed.get(
             (settle_sent.subscription, settle_sent.worker, settle_sent.number, place), (None, False)
         )
-        times = settle_sent.at_ms, answered_ms
+        times = settle_sent.at_ms, response_ms
         yield Settlement(
             place,
             settle_sent.worker,
@@ -246,13 +246,13 @@ def _settlements(
 def account(checked: Collection[History], truths: Collection[Truth]) -> str:
     """Summarize what was tried, in numbers."""
     verbs = Counter(one.verb.name.lower() for history in checked for one in history.settlements)
-    unknown = sum(one.answered_ms is None for history in checked for one in history.settlements)
-    refused = sum(one.answered_ms is not None and not one.taken for history in checked for one in history.settlements)
+    unknown = sum(one.response_ms is None for history in checked for one in history.settlements)
+    refused = sum(one.response_ms is not None and not one.taken for history in checked for one in history.settlements)
     again = sum(one.attempt > 1 for history in checked for one in history.deliveries)
     shared = sum(not one.deadline_ms for history in checked for one in history.deliveries)
     letters = sum(truth.letters.total() for truth in truths)
     settled = ", ".join(f"{count} {verb}" for verb, count in sorted(verbs.items()))
     return (
         f"{sum(len(history.deliveries) for history in checked)} deliveries ({again} not the first, {shared} to share "
-        f"consumers), {settled}; {refused} refused, {unknown} without an answer; {letters} dead letters"
+        f"consumers), {settled}; {refused} refused, {unknown} without a response; {letters} dead letters"
     )

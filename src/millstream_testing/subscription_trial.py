@@ -317,14 +317,14 @@ class SubscriptionTrial:
     async def _drain(self) -> list[Finding]:
         """Wait until every queue is empty; return what is left if that takes too long."""
         deadline = time.monotonic() + self._plan.drain_s_max
-        left = ["no node answers"]
+        left = ["no node responds"]
         while left and time.monotonic() < deadline:
             await self._sleep(_PROBE_S)
             try:
                 async with self._client() as client:
                     left = self._left(await SubscriptionClient(client).describe(list(self._promises)))
             except (MillstreamError, OSError, TimeoutError) as error:
-                left = [f"no node answers: {error!r}"]
+                left = [f"no node responds: {error!r}"]
         return [f"not empty after {self._plan.drain_s_max:g} s: {one}" for one in left]
 
     def _left(self, found: list[dict[str, list[dict[str, object]]]]) -> list[str]:

@@ -15,7 +15,7 @@ from millstream_testing.subscription_history import Span
 from millstream_testing.trial_cluster import TrialCluster, TrialNode
 
 ASK_S: Final = 0.25
-ANSWER_S: Final = 2.0
+RESPONSE_S: Final = 2.0
 SILENT_S: Final = 5.0
 SEEN_LATE_MS: Final = 2_000
 """A change of leader is noticed at most this much later, and its effects take at most as long again."""
@@ -32,23 +32,23 @@ class Watch:
         self.moves: list[Span] = []
         """When leaders changed."""
         self.silences: list[str] = []
-        """Running nodes that did not answer for long."""
+        """Running nodes that did not respond for long."""
 
     async def run(self) -> None:
         """Watch all nodes."""
         await asyncio.gather(*(self._watch(node) for node in self._cluster.nodes.values()))
 
     async def _watch(self, node: TrialNode) -> None:
-        answered_s = time.monotonic()
+        response_s = time.monotonic()
         is_reported = False
         while True:
             began_s = time.monotonic()
-            answered = await self._ask(node)
-            if answered or not node.has_to_answer:
+            responded = await self._ask(node)
+            if responded or not node.must_respond:
                 if is_reported:
-                    self._silence(node, began_s - answered_s)
-                answered_s, is_reported = time.monotonic(), False
-            elif time.monotonic() - answered_s > SILENT_S and not is_reported:
+                    self._silence(node, began_s - response_s)
+                response_s, is_reported = time.monotonic(), False
+            elif time.monotonic() - response_s > SILENT_S and not is_reported:
                 is_reported = True
                 self._print_line(f"node {node.number} runs, but is silent: its log has what it is doing")
                 with suppress(ProcessLookupError, RuntimeError):
@@ -61,8 +61,8 @@ class Watch:
 
     async def _ask(self, node: TrialNode) -> bool:
         try:
-            async with asyncio.timeout(ANSWER_S):
-                async with Client.connect(node.kafka, client_id="watch", timeout_s=ANSWER_S) as client:
+            async with asyncio.timeout(RESPONSE_S):
+                async with Client.connect(node.kafka, client_id="watch", timeout_s=RESPONSE_S) as client:
                     metadata = await client.metadata(self._topics)
         except (MillstreamError, OSError, TimeoutError):
             return False

@@ -103,7 +103,7 @@ class Worker:
                 continue
             finally:
                 receive_sent.cancel()
-            journal.receive_answered(asked_ms, [_leased(message) for message in messages])
+            journal.receive_completed(asked_ms, [_leased(message) for message in messages])
             if not await self._treat(client, messages):
                 return
 
@@ -151,7 +151,7 @@ class Worker:
             except MillstreamError as lost:
                 error = lost
             if error is None or isinstance(error, InvalidRecordState):
-                self._journal.settle_answered(number, [place], taken=error is None)
+                self._journal.settle_completed(number, [place], taken=error is None)
                 return
             if not isinstance(error, NotLeader):
                 return

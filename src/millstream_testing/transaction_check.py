@@ -69,7 +69,7 @@ class Report:
 
     def __str__(self) -> str:
         transactions = (
-            f"{self.committed:,} transactions committed, {self.aborted:,} aborted, {self.unknown:,} unanswered"
+            f"{self.committed:,} transactions committed, {self.aborted:,} aborted, {self.unknown:,} without a response"
         )
         lines = [f"{transactions}; {self.visible:,} messages visible, polled {self.polled:,} times"]
         if self.ok:

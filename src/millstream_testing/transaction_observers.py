@@ -107,16 +107,16 @@ class OffsetObserver(threading.Thread):
         self._groups = groups
         self._topic, self._partitions = source
         self.observed_offsets: dict[tuple[str, int], int] = {}
-        """By group and partition, the last answer."""
+        """By group and partition, the last response."""
         self.end_requested = 0
-        """The number of answered rounds; one that started after some moment covers that moment."""
+        """The number of completed rounds; one that started after some moment covers that moment."""
 
     def run(self) -> None:
         """Poll until the trial ends."""
         clients: dict[str, Consumer] = {}
         while not self._notes.stopping.wait(_ASK_EVERY_S):
-            answered = [self._ask(clients, group) for group in self._groups]
-            self.end_requested += all(answered)
+            responded = [self._ask(clients, group) for group in self._groups]
+            self.end_requested += all(responded)
 
     def _ask(self, clients: dict[str, Consumer], group: str) -> bool:
         client = clients.get(group)

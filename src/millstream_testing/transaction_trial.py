@@ -65,7 +65,7 @@ SETTINGS: dict[str, object] = {
 _PROBE_S = 0.1
 _STUCK_SHARE = 0.8
 _CONFLUENT: dict[str, Any] = {"socket.timeout.ms": 5_000}
-# Otherwise the client would forget the only broker when none answers, and calls to a forgotten coordinator never
+# Otherwise the client would forget the only broker when none responds, and calls to a forgotten coordinator never
 # return.
 _ALONE: dict[str, Any] = {"metadata.recovery.strategy": "none"}
 _AIOKAFKA: dict[str, Any] = {"request_timeout_ms": 5_000, "metadata_max_age_ms": 2_000}
@@ -330,7 +330,8 @@ class TransactionTrial:
     def _commit_start(self) -> None:
         """Let every group begin at an offset that is committed.
 
-        A consumer without one looks up the start of the partition. If librdkafka gets the answer to that late, after it
+        A consumer without one looks up the start of the partition. If librdkafka gets the response to that late, after
+        it
         has lost the partition, it reads from the start, and may hand out what it has read when it is assigned the
         partition again, whatever was committed meanwhile (docs/transactions.md, "Clients in an outage").
         """
@@ -445,10 +446,10 @@ class TransactionTrial:
         )
 
     def _await_offsets(self) -> None:
-        """Wait for an answer to a request that was sent after everything ended."""
+        """Wait for a response to a request that was sent after everything ended."""
         wanted = self._offsets.end_requested + 2
         self._wait(
-            lambda: "" if self._offsets.end_requested >= wanted else "no node answers with the offsets of the groups",
+            lambda: "" if self._offsets.end_requested >= wanted else "no node responds with the offsets of the groups",
             "the end",
         )
 

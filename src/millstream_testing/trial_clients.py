@@ -125,7 +125,7 @@ class Load(threading.Thread):
         self._sequence = 0
 
     def run(self) -> None:
-        """Send while there is load, and process answers until the trial ends."""
+        """Send while there is load, and process responses until the trial ends."""
         try:
             while not self._notes.stopping.is_set():
                 if self._notes.loading.is_set():
@@ -137,12 +137,12 @@ class Load(threading.Thread):
             self._notes.stopping.set()
 
     def settle(self) -> None:
-        """Wait until everything is answered; the thread of this producer processes the answers."""
+        """Wait until everything gets a response; the thread of this producer processes the responses."""
         deadline = time.monotonic() + SETTLE_S_MAX
         while len(self._client) and self._notes.failure is None:
             if time.monotonic() > deadline:
                 left = len(self._client)
-                raise TrialFailed(f"{self.name}: {left} messages were not answered within {SETTLE_S_MAX:g} s")
+                raise TrialFailed(f"{self.name}: {left} messages got no response within {SETTLE_S_MAX:g} s")
             time.sleep(0.01)
 
     def _poll(self) -> None:
@@ -158,13 +158,13 @@ class Load(threading.Thread):
         with self._notes.lock:
             self._notes.history.sent(self.name, sequence, topic, partition)
         try:
-            self._client.produce(topic, value, partition=partition, on_delivery=self._answered(sequence, place))
+            self._client.produce(topic, value, partition=partition, on_delivery=self._responded(sequence, place))
         except (BufferError, KafkaException):
             # Nothing was queued, so the sequence is free again; a repetition counts as one message.
             return
         self._sequence += 1
 
-    def _answered(self, sequence: int, place: Place) -> Callable[[KafkaError | None, Message], None]:
+    def _responded(self, sequence: int, place: Place) -> Callable[[KafkaError | None, Message], None]:
         sent_at = time.monotonic()
 
         def note(error: KafkaError | None, message: Message) -> None:

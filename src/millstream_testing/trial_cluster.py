@@ -62,7 +62,7 @@ class TrialNode(Server):
         return self._network.command(self.number, stepped)
 
     @property
-    def has_to_answer(self) -> bool:
+    def must_respond(self) -> bool:
         """Whether it has started, and is neither stopping nor paused."""
         return self._is_ready and self.is_running() and not self.is_paused
 
@@ -216,7 +216,7 @@ class TrialCluster:
             try:
                 status = self.ask(cluster_status, address)
             except (MillstreamError, OSError, TimeoutError) as error:
-                return f"{address} gives no answer: {error!r}"
+                return f"{address} gives no response: {error!r}"
             if lacking := self._lacking(status):
                 return lacking
         return ""

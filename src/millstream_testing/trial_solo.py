@@ -23,11 +23,11 @@ class TrialSolo(TrialCluster):
         return self.nodes[1].kafka
 
     def lacks(self) -> str:
-        """Return why the node does not answer; empty if it does."""
+        """Return why the node does not respond; empty if it does."""
         try:
             self.ask(lambda client: client.metadata())
         except (MillstreamError, OSError, TimeoutError) as error:
-            return f"{self.kafka} gives no answer: {error!r}"
+            return f"{self.kafka} gives no response: {error!r}"
         return ""
 
     def _start(self) -> None:

@@ -83,8 +83,8 @@ async def messages_of(client: Client, topic: str) -> dict[Place, Record]:
     for partition in partitions:
         offset = 0
         while offset < ends[partition].offset:
-            answer = await client.fetch(topic, partition, offset)
-            for record in decode_records(answer.records):
+            response = await client.fetch(topic, partition, offset)
+            for record in decode_records(response.records):
                 found[Place(partition, record.offset)] = record
                 offset = max(offset, record.offset + 1)
     return found

@@ -18,7 +18,7 @@ Found = TypeVar("Found")
 
 
 def wait_until(look: Callable[[], Found | None], *, patience_s: float = PATIENCE_S) -> Found:
-    """Return the first true answer of `look`; fail with its last one when patience runs out."""
+    """Return the first true result of `look`; fail with its last one when patience runs out."""
     deadline = time.monotonic() + patience_s
     while not (found := look()):
         if time.monotonic() > deadline:
@@ -28,7 +28,7 @@ def wait_until(look: Callable[[], Found | None], *, patience_s: float = PATIENCE
 
 
 async def until(look: Callable[[], Found | None], *, patience_s: float = PATIENCE_S) -> Found:
-    """Let other tasks run until `look` has a true answer, and return it; fail when patience runs out."""
+    """Let other tasks run until `look` has a true result, and return it; fail when patience runs out."""
     deadline = time.monotonic() + patience_s
     turns = 0
     while not (found := look()):
@@ -39,8 +39,8 @@ async def until(look: Callable[[], Found | None], *, patience_s: float = PATIENC
     return found
 
 
-async def until_answered(ask: Callable[[], Awaitable[Found | None]], *, patience_s: float = PATIENCE_S) -> Found:
-    """Await `ask` until it has a true answer, and return it; fail when patience runs out."""
+async def until_result(ask: Callable[[], Awaitable[Found | None]], *, patience_s: float = PATIENCE_S) -> Found:
+    """Await `ask` until it has a true result, and return it; fail when patience runs out."""
     deadline = time.monotonic() + patience_s
     while not (found := await ask()):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""An endpoint that messages are pushed to: it records requests, and answers as scripted."""
+"""An endpoint that messages are pushed to: it records requests, and responds as scripted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Response:
     """A response; without a status, the connection is closed instead."""
 
     status: int | None = 204
@@ -42,8 +42,10 @@ class Reply:
 class Webhook:
     """A small HTTP server on a free port."""
 
-    def __init__(self, answer: Callable[[Request], Reply] | None = None, *, tls: ssl.SSLContext | None = None) -> None:
-        self.answer: Callable[[Request], Reply] = answer or (lambda _request: Reply())
+    def __init__(
+        self, respond: Callable[[Request], Response] | None = None, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.respond: Callable[[Request], Response] = respond or (lambda _request: Response())
         self._tls = tls
         self.requests: list[Request] = []
         self.under_way = 0
@@ -52,7 +54,7 @@ class Webhook:
         self._came = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        # Held while the server is stopped, too: another process must not answer in its place.
+        # Held while the server is stopped, too: another process must not respond in its place.
         self._port = ReservedPort()
 
     @property
@@ -116,16 +118,16 @@ class Webhook:
         self.under_way_max = max(self.under_way_max, self.under_way)
         self._came.set()
         try:
-            reply = self.answer(request)
-            if reply.after_s:
-                await asyncio.sleep(reply.after_s)
-            if reply.status is None:
+            response = self.respond(request)
+            if response.after_s:
+                await asyncio.sleep(response.after_s)
+            if response.status is None:
                 return False
-            lines = [f"HTTP/1.1 {reply.status} so"]
-            lines += [f"{name}: {value}" for name, value in reply.headers.items()]
-            if reply.status != 204:
-                lines.append(f"content-length: {len(reply.body)}")
-            writer.write("\r\n".join([*lines, "", ""]).encode() + reply.body)
+            lines = [f"HTTP/1.1 {response.status} so"]
+            lines += [f"{name}: {value}" for name, value in response.headers.items()]
+            if response.status != 204:
+                lines.append(f"content-length: {len(response.body)}")
+            writer.write("\r\n".join([*lines, "", ""]).encode() + response.body)
             await writer.drain()
         finally:
             self.under_way -= 1

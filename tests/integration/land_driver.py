@@ -59,10 +59,10 @@ def dying(wrapped: Callable[..., Any], *, after: bool, when: Callable[..., bool]
         strikes = when(*arguments, **named)
         if strikes and not after:
             die()
-        answer = wrapped(*arguments, **named)
-        if strikes and answer:
+        response = wrapped(*arguments, **named)
+        if strikes and response:
             die()
-        return answer
+        return response
 
     return called
 

@@ -23,8 +23,8 @@ async def admin(server: Server) -> AsyncIterator[AIOKafkaAdminClient]:
 
 @pytest.fixture
 async def created(admin: AIOKafkaAdminClient, topic: str) -> str:
-    answer = await admin.create_topics([NewTopic(topic, num_partitions=2, replication_factor=1)])
-    assert [error[1] for error in answer.topic_errors] == [0]
+    response = await admin.create_topics([NewTopic(topic, num_partitions=2, replication_factor=1)])
+    assert [error[1] for error in response.topic_errors] == [0]
     return topic
 
 
@@ -39,8 +39,8 @@ async def test_the_cluster_and_its_topics(admin: AIOKafkaAdminClient, created: s
 
 
 async def settings_of(admin: AIOKafkaAdminClient, topic: str) -> dict[str, str]:
-    (answer,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic)])
-    ((code, _message, _kind, name, entries),) = answer.resources
+    (response,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic)])
+    ((code, _message, _kind, name, entries),) = response.resources
     assert (code, name) == (0, topic)
     return {entry[0]: entry[1] for entry in entries}
 
@@ -48,8 +48,8 @@ async def settings_of(admin: AIOKafkaAdminClient, topic: str) -> dict[str, str]:
 async def test_settings_are_replaced(admin: AIOKafkaAdminClient, created: str) -> None:
     async def alter(**settings: str) -> Any:
         named = {name.replace("_", "."): value for name, value in settings.items()}
-        (answer,) = await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, created, named)])
-        ((code, message, _kind, _name),) = answer.resources
+        (response,) = await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, created, named)])
+        ((code, message, _kind, _name),) = response.resources
         return code, message
 
     assert (await alter(retention_ms="5000", segment_ms="7000"))[0] == 0
@@ -67,8 +67,8 @@ async def test_settings_are_replaced(admin: AIOKafkaAdminClient, created: str) -
 async def test_partitions_are_added_and_records_deleted(
     server: Server, admin: AIOKafkaAdminClient, created: str
 ) -> None:
-    answer = await admin.create_partitions({created: NewPartitions(4)})
-    assert [error[1] for error in answer.topic_errors] == [0]
+    response = await admin.create_partitions({created: NewPartitions(4)})
+    assert [error[1] for error in response.topic_errors] == [0]
     async with AIOKafkaProducer(bootstrap_servers=server.kafka) as producer:
         for _ in range(3):
             await producer.send_and_wait(created, b"x", partition=3)
@@ -77,6 +77,6 @@ async def test_partitions_are_added_and_records_deleted(
 
 
 async def test_topics_are_deleted(admin: AIOKafkaAdminClient, created: str) -> None:
-    answer = await admin.delete_topics([created])
-    assert [error[1] for error in answer.topic_error_codes] == [0]
+    response = await admin.delete_topics([created])
+    assert [error[1] for error in response.topic_error_codes] == [0]
     assert created not in await admin.list_topics()

@@ -181,7 +181,7 @@ def test_a_node_has_settings_under_kafkas_names(admin: AdminClient) -> None:
     assert {"log.retention.ms", "message.max.bytes", "num.partitions", "min.insync.replicas"} <= entries.keys()
 
 
-def test_moving_replicas_between_folders_is_answered(server: Server, admin: AdminClient, topic: str) -> None:
+def test_moving_replicas_between_folders_gets_a_response(server: Server, admin: AdminClient, topic: str) -> None:
     create(admin, topic, num_partitions=1, replication_factor=1)
     folders = [{"path": "/elsewhere", "topics": [{"name": topic, "partitions": [0]}]}]
     (moved,) = Broker(server.kafka).ask(34, 2, {"dirs": folders})["results"]

@@ -163,8 +163,8 @@ async def set_for_all_nodes(server: Server, **settings: str) -> None:
     resource = AlterConfigsResource(resource_type=i8(4), resource_name="", configs=configs)
     async with Client.connect(server.kafka) as client:
         request = IncrementalAlterConfigsRequest(resources=(resource,), validate_only=False)
-        (answer,) = (await client.send(None, request)).responses
-    assert (answer.error_code, answer.error_message) == (0, None)
+        (response,) = (await client.send(None, request)).responses
+    assert (response.error_code, response.error_message) == (0, None)
 
 
 def refused_to(server: Server, topic: str, value: bytes) -> KafkaError | None:

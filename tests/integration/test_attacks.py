@@ -42,11 +42,11 @@ def connect(address: str) -> socket.socket:
 
 def rest_of(connection: socket.socket) -> bytes:
     """Read until the broker hangs up."""
-    answer = b""
+    response = b""
     with suppress(ConnectionError, ssl.SSLError):
         while piece := connection.recv(65536):
-            answer += piece
-    return answer
+            response += piece
+    return response
 
 
 class Log:
@@ -70,7 +70,7 @@ class Log:
 
 
 def present(locked: Locked, certificate: tuple[Path, Path] | None) -> bytes:
-    """Ask for metadata with a certificate and nothing else; what is answered."""
+    """Ask for metadata with a certificate and nothing else; what gets a response."""
     context = client_tls(
         locked.certificates.ca,
         certificate=None if certificate is None else certificate[0],
@@ -144,8 +144,8 @@ def test_an_older_version_of_tls_is_refused(locked: Locked) -> None:
     log = Log(locked)
     with connect(locked.server.kafka) as connection:
         connection.sendall(b"\x16\x03\x01" + struct.pack(">H", len(hello)) + hello)
-        answer = rest_of(connection)
-    assert answer[:1] in (b"", b"\x15"), "an alert, if anything"
+        response = rest_of(connection)
+    assert response[:1] in (b"", b"\x15"), "an alert, if anything"
     log.await_line("TLS handshake failed", "no version of TLS from 1.2 on")
 
 
@@ -168,7 +168,7 @@ def test_tls_to_a_plain_port_is_closed(locked: Locked) -> None:
     log.await_line("connection closed", "the client speaks TLS, but this listener does not")
 
 
-def test_a_request_sent_with_the_end_of_the_handshake_is_answered(locked: Locked) -> None:
+def test_a_request_sent_with_the_end_of_the_handshake_gets_a_response(locked: Locked) -> None:
     context = client_tls(locked.certificates.ca)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_hostname="localhost")
@@ -183,13 +183,13 @@ def test_a_request_sent_with_the_end_of_the_handshake_is_answered(locked: Locked
                 incoming.write(connection.recv(65536))
         tls.write(versions)
         connection.sendall(outgoing.read())
-        answer = b""
-        while len(answer) < 8:
+        response = b""
+        while len(response) < 8:
             with suppress(ssl.SSLWantReadError):
-                answer += tls.read(65536)
+                response += tls.read(65536)
                 continue
             incoming.write(connection.recv(65536))
-    assert answer[4:8] == struct.pack(">i", 7)
+    assert response[4:8] == struct.pack(">i", 7)
 
 
 # -- before authentication ------------------------------------------------------------------------------------------
@@ -243,10 +243,10 @@ def test_clients_that_only_dribble_are_closed_in_time(tmp_path: Path, monkeypatc
 
 def test_dialogues_in_the_wrong_order_end_as_with_kafka(tmp_path: Path) -> None:
     with sasl_table.locked_millstream(tmp_path) as addresses:
-        answers = sasl_table.ask_all(addresses)
-    differing = sasl_table.differences(sasl_table.recorded(), answers)
+        responses = sasl_table.ask_all(addresses)
+    differing = sasl_table.differences(sasl_table.recorded(), responses)
     assert not differing, "\n".join(differing)
-    assert all(answers[name] != sasl_table.recorded()[name] for name in sasl_table.ACCEPTED)
+    assert all(responses[name] != sasl_table.recorded()[name] for name in sasl_table.ACCEPTED)
 
 
 # -- tokens ---------------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., U
     assert "node 3 exited with code -9" in cluster.log.read_text()
     degraded = cluster.command("cluster", "status")
     assert (degraded.code, "away" in degraded.out) == (1, True)
-    assert "no answer from 1 node" in degraded.err
+    assert "no response from 1 node" in degraded.err
 
     serve = cluster.ready["nodes"][2]["serve"]
     assert f"restart it with: {serve}" in cluster.log.read_text()

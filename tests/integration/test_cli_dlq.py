@@ -195,8 +195,8 @@ async def delete_records(server: Server, topic: str, offset: int) -> None:
             topics=(DeleteRecordsTopic(name=TopicName(topic), partitions=(partition,)),),
             timeout=i32Timedelta.parse(timedelta(seconds=30)),
         )
-        answer = await client.send(None, request)
-        assert answer.topics[0].partitions[0].error_code == 0
+        response = await client.send(None, request)
+        assert response.topics[0].partitions[0].error_code == 0
 
 
 def test_what_is_published_again_is_as_young_as_the_redrive(millstream: CommandLine, name: str) -> None:
@@ -304,13 +304,13 @@ def test_an_interrupted_purge_mentions_the_letters_that_it_was_closing(
 ) -> None:
     settle = SubscriptionClient.settle
 
-    async def settle_and_lose_the_answer(*given: Any, **named: Any) -> Any:
-        answer = await settle(*given, **named)
+    async def settle_and_lose_the_response(*given: Any, **named: Any) -> Any:
+        response = await settle(*given, **named)
         if Verb.ACCEPT in given:
-            raise InvalidRequest("the answer was lost")
-        return answer
+            raise InvalidRequest("the response was lost")
+        return response
 
-    monkeypatch.setattr(SubscriptionClient, "settle", settle_and_lose_the_answer)
+    monkeypatch.setattr(SubscriptionClient, "settle", settle_and_lose_the_response)
     failed = millstream("dlq", "purge", name)
     assert failed.code != 0
     assert f"0 letters processed before that; up to {LETTERS} more may have been processed" in failed.err

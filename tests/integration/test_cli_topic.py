@@ -162,4 +162,4 @@ def test_an_address_that_is_none_is_a_mistake_in_usage(address: str) -> None:
 def test_the_address_of_http_is_recognized(server: Server) -> None:
     refused = CommandLine(server.http)("topic", "list")
     assert (refused.code, refused.out) == (4, "")
-    assert "an HTTP server answers there; give the Kafka address" in refused.err
+    assert "an HTTP server responds there; give the Kafka address" in refused.err

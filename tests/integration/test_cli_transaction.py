@@ -87,7 +87,7 @@ def test_what_its_coordinator_knows_is_not_torn_unless_someone_insists(
 
 
 async def write_marker(client: Client, where: tuple[str, int], producer_id: int, epoch: int, coordinator: int) -> int:
-    """Write an abort as no coordinator would; the answer is Kafka's code."""
+    """Write an abort as no coordinator would; the response is Kafka's code."""
     from kio.schema.write_txn_markers.v1 import request
 
     messages: Any = request
@@ -99,8 +99,8 @@ async def write_marker(client: Client, where: tuple[str, int], producer_id: int,
         coordinator_epoch=coordinator,
     )
     leader = (await client.metadata([where[0]])).topics[where[0]].partitions[PartitionIndex(where[1])].leader_id
-    answer = await client.send(leader, messages.WriteTxnMarkersRequest(markers=(marker,)))
-    return int(answer.markers[0].topics[0].partitions[0].error_code)
+    response = await client.send(leader, messages.WriteTxnMarkersRequest(markers=(marker,)))
+    return int(response.markers[0].topics[0].partitions[0].error_code)
 
 
 async def test_a_made_up_epoch_does_not_wedge_an_id(
@@ -183,11 +183,11 @@ async def test_a_batch_of_many_writers_is_committed_at_once(server: Server, topi
         with pytest.raises(ProducerFenced):
             await transactions.begin(f"spark/{query}/0/0/late")
 
-        answer = await client.fetch(topic, 0, 0, max_wait_ms=0, isolation=READ_COMMITTED)
-        while answer.last_stable < 8:
-            answer = await client.fetch(topic, 0, answer.last_stable, max_wait_ms=500, isolation=READ_COMMITTED)
-        answer = await client.fetch(topic, 0, 0, max_wait_ms=0, isolation=READ_COMMITTED)
-        assert [producer for producer, _ in answer.aborted] == [loser.producer_id]
+        response = await client.fetch(topic, 0, 0, max_wait_ms=0, isolation=READ_COMMITTED)
+        while response.last_stable < 8:
+            response = await client.fetch(topic, 0, response.last_stable, max_wait_ms=500, isolation=READ_COMMITTED)
+        response = await client.fetch(topic, 0, 0, max_wait_ms=0, isolation=READ_COMMITTED)
+        assert [producer for producer, _ in response.aborted] == [loser.producer_id]
 
         given_up = await write_part(client, topic, query, 1, b"given up")
         await transactions.prepare(given_up)

@@ -102,13 +102,13 @@ class Transaction:
     def ask_over(connection: socket.socket, request: Any) -> Any:
         connection.sendall(write_request(1, "test", request))
         (size,) = struct.unpack(">i", connection.recv(4, socket.MSG_WAITALL))
-        answer = connection.recv(size, socket.MSG_WAITALL)
-        return read_response(request.__api_key__, request.__version__, answer)
+        response = connection.recv(size, socket.MSG_WAITALL)
+        return read_response(request.__api_key__, request.__version__, response)
 
     def begin(self) -> None:
         add: Any = import_module("kio.schema.add_partitions_to_txn.v3.request")
         topic = add.AddPartitionsToTxnTopic(name="t", partitions=(0,))
-        answer = self.ask(
+        response = self.ask(
             add.AddPartitionsToTxnRequest(
                 v3_and_below_transactional_id="tx",
                 v3_and_below_producer_id=self._producer["producer_id"],
@@ -116,7 +116,7 @@ class Transaction:
                 v3_and_below_topics=(topic,),
             )
         )
-        (found,) = answer.results_by_topic_v3_and_below
+        (found,) = response.results_by_topic_v3_and_below
         assert found.results_by_partition[0].partition_error_code is ErrorCode.none
 
     def produce(self, value: bytes) -> Any:

@@ -290,8 +290,8 @@ def test_the_folder_of_a_node_on_its_own_is_not_taken_into_a_cluster(cluster: Se
 
 def get(cluster: ServerGroup, path: str) -> str:
     try:
-        with urllib.request.urlopen(f"http://{cluster[1].http}{path}", timeout=WAIT_S) as answer:
-            return str(answer.read().decode())
+        with urllib.request.urlopen(f"http://{cluster[1].http}{path}", timeout=WAIT_S) as response:
+            return str(response.read().decode())
     except urllib.error.HTTPError as error:
         with error:
             return str(error.read().decode())
@@ -453,8 +453,8 @@ def test_a_publish_over_http_is_unavailable_while_too_few_replicas_are_in_sync(
 
     def publish(**request: Any) -> httpx.Response:
         # The outcome is unknown, which is 504, only if the time is up during an attempt, and each takes milliseconds.
-        answers = (http.post("/messages", **request) for _ in range(3))
-        return next((answer for answer in answers if answer.status_code != 504), httpx.Response(504))
+        responses = (http.post("/messages", **request) for _ in range(3))
+        return next((response for response in responses if response.status_code != 504), httpx.Response(504))
 
     with http, ThreadPoolExecutor(3) as pool:
         refused = [
@@ -462,9 +462,9 @@ def test_a_publish_over_http_is_unavailable_while_too_few_replicas_are_in_sync(
             pool.submit(publish, content=json.dumps(batch), headers={"content-type": MESSAGES}),
             pool.submit(publish, content=b"never", params={"deduplicate": "true"}, headers={"message-id": "m-1"}),
         ]
-        for answer in (one.result() for one in refused):
-            assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1"), answer.text
-            assert "min.insync.replicas requires 3" in answer.json()["detail"]
+        for response in (one.result() for one in refused):
+            assert (response.status_code, response.headers.get("retry-after")) == (503, "1"), response.text
+            assert "min.insync.replicas requires 3" in response.json()["detail"]
         cluster.start()
         wait_until(lambda: in_sync(admin, topic))
         assert http.post("/messages", content=b"later").status_code == 201
@@ -483,10 +483,10 @@ def test_schemas_are_registered_through_any_node_while_one_is_killed(cluster: Se
         for url in itertools.cycle(urls[number % 3 :] + urls[: number % 3]):
             assert time.monotonic() < deadline
             with suppress(httpx.TransportError):
-                answer = http.post(f"{url}/subjects/{topic}-{number}/versions", json=body)
-                if answer.status_code == 200:
-                    return number % 10, answer.json()["id"]
-                assert answer.status_code >= 500, answer.text
+                response = http.post(f"{url}/subjects/{topic}-{number}/versions", json=body)
+                if response.status_code == 200:
+                    return number % 10, response.json()["id"]
+                assert response.status_code >= 500, response.text
         raise AssertionError
 
     with http, ThreadPoolExecutor(50) as pool:

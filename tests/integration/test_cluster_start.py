@@ -63,7 +63,7 @@ def test_a_catalog_that_refuses_the_login_ends_the_start(tmp_path: Path, setting
 def test_an_etcd_that_is_not_there_ends_the_start_after_a_while(tmp_path: Path, settings: dict[str, object]) -> None:
     ended = serve(tmp_path / "data", settings | {"etcd": f"http://{NOBODY}", "etcd-wait-ms": 1})
     assert ended.code == 4
-    assert f"no answer from etcd at {NOBODY}" in ended.err
+    assert f"no response from etcd at {NOBODY}" in ended.err
     assert "--etcd-wait-ms" in ended.err
 
 
@@ -96,8 +96,8 @@ def test_a_node_that_etcd_does_not_know_any_more_ends_at_once(
 
 def get(address: str, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{address}{path}") as answer:
-            return answer.status, answer.read().decode()
+        with urllib.request.urlopen(f"http://{address}{path}") as response:
+            return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
@@ -105,7 +105,7 @@ def get(address: str, path: str) -> tuple[int, str]:
         return 0, str(error)
 
 
-def await_answer(address: str, path: str, text: str) -> tuple[int, str]:
+def await_response(address: str, path: str, text: str) -> tuple[int, str]:
     deadline = time.monotonic() + WAIT_S
     while text not in (found := get(address, path))[1]:
         assert time.monotonic() < deadline, found
@@ -122,7 +122,7 @@ def test_a_first_start_waits_for_the_catalog_and_says_so(tmp_path: Path, setting
         process = subprocess.Popen(server.command(), stdout=log, stderr=log)
     try:
         for path in ("/readyz", "/healthz"):
-            code, said = await_answer(http, path, "waits for the catalog")
+            code, said = await_response(http, path, "waits for the catalog")
             assert (code, "Connection refused" in said) == (503, True)
         assert "is ready" not in (tmp_path / "log").read_text()
     finally:
@@ -137,7 +137,7 @@ def test_a_later_start_does_without_the_catalog_and_health_says_so(cluster: Serv
     node.settings["catalog"] = f"postgresql://nobody@{NOBODY}/none"
     try:
         node.start()
-        code, said = await_answer(node.http, "/readyz", "the catalog is unavailable since")
+        code, said = await_response(node.http, "/readyz", "the catalog is unavailable since")
         assert code == 200, said
         command = CommandLine(node.kafka)
         for arguments in (("topic", "create", "new"), ("publish", "missing", "hello")):

@@ -24,7 +24,7 @@ WAIT_S = 60.0
 
 
 def send(server: Server, topic: str, messages: list[dict[str, Any]], **settings: Any) -> list[Message]:
-    """Produce, wait for every answer, and return the messages as they were delivered."""
+    """Produce, wait for every response, and return the messages as they were delivered."""
     delivered: list[Message] = []
 
     def note(error: KafkaError | None, message: Message) -> None:
@@ -278,8 +278,8 @@ def create(server: Server, topics: list[str], *, partitions: int) -> None:
         created.result(WAIT_S)
 
 
-def test_answers_stay_within_what_a_consumer_takes(server: Server, topic: str) -> None:
-    """librdkafka hangs up on an answer larger than `receive.message.max.bytes`, and would ask for the same again."""
+def test_responses_stay_within_what_a_consumer_takes(server: Server, topic: str) -> None:
+    """librdkafka hangs up on a response larger than `receive.message.max.bytes`, and would ask for the same again."""
     value = bytes(921_600)
     create(server, [topic], partitions=2)
     send(server, topic, [{"value": value, "partition": index} for index in (0, 1)])

@@ -123,7 +123,7 @@ def _fill(api: httpx.Client) -> None:
     assert api.post("/topics/orders/messages", content=json.dumps({"messages": orders}), headers=MESSAGES).is_success
     pulled = api.post("/subscriptions/billing/messages:pull", json={"max": 12, "wait_ms": 20_000}).json()["messages"]
     reject = [{"lease": one["lease"], "reason": f"card declined {HOSTILE}"} for one in pulled[:4]]
-    reject += [{"lease": one["lease"], "reason": "the bank did not answer"} for one in pulled[4:7]]
+    reject += [{"lease": one["lease"], "reason": "the bank did not respond"} for one in pulled[4:7]]
     accept = [one["lease"] for one in pulled[7:9]]
     settled = api.post("/subscriptions/billing/messages:settle", json={"reject": reject, "accept": accept})
     assert settled.is_success, settled.text
@@ -161,10 +161,10 @@ def test_pages_are_accessible_fit_on_a_phone_and_run_nothing_of_others(console: 
     watched = console.page()
     page = watched.page
     for path in PAGES:
-        answer = page.goto(console.url + path)
-        assert answer is not None
-        assert answer.status == 200, (path, answer.text())
-        assert "unsafe" not in answer.headers["content-security-policy"]
+        response = page.goto(console.url + path)
+        assert response is not None
+        assert response.status == 200, (path, response.text())
+        assert "unsafe" not in response.headers["content-security-policy"]
         name = path.strip("/").replace("/", "-") or "overview"
         check_look(page, name, schemes=("light", "dark") if SCREENSHOTS or path in THEMED else ("light",))
         assert page.evaluate("window.pwned") is None
@@ -399,9 +399,9 @@ def test_a_search_that_goes_on_counts_what_its_page_has_found(console: Console, 
 
 def test_messages_are_downloaded_as_lines(console: Console) -> None:
     with httpx.Client(timeout=WAIT_S) as client:
-        answer = client.get(f"{console.url}/topics/orders/download", params={"filter": "payload.total > 5000"})
-    assert "attachment" in answer.headers["content-disposition"]
-    lines = [json.loads(line) for line in answer.text.splitlines()]
+        response = client.get(f"{console.url}/topics/orders/download", params={"filter": "payload.total > 5000"})
+    assert "attachment" in response.headers["content-disposition"]
+    lines = [json.loads(line) for line in response.text.splitlines()]
     assert sorted(line["json"]["order"] for line in lines) == list(range(51, 60))
 
 
@@ -422,7 +422,7 @@ def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Conso
     page.get_by_role("link", name="Dead letters", exact=True).click()
     page.get_by_role("link", name="billing-dlq").click()
     take_picture(page, "dead-letters")
-    page.get_by_role("link", name="the bank did not answer").first.click()
+    page.get_by_role("link", name="the bank did not respond").first.click()
     first = page.get_by_role("link", name="orders/").first.get_attribute("href")
     page.get_by_text("Redrive 3 letters").click()
     page.get_by_role("button", name="Count only").first.click()
@@ -430,12 +430,12 @@ def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Conso
         "3 letters would be redriven (3 in billing); nothing was changed"
     )
     # What was counted stays selected.
-    expect(page.get_by_label("Filter")).to_have_value(re.compile("the bank did not answer"))
+    expect(page.get_by_label("Filter")).to_have_value(re.compile("the bank did not respond"))
     page.get_by_text("Redrive 3 letters").click()
     page.get_by_role("button", name="Redrive").click()
     expect(page.get_by_role("status")).to_contain_text("3 messages delivered again (3 to billing)")
     expect(page.get_by_role("status")).to_contain_text("millstream dlq redrive billing-dlq --filter")
-    # The bank answers again: the worker gets the messages, and their pages say so.
+    # The bank responds again: the worker gets the messages, and their pages say so.
     with console.api() as api:
         pulled = api.post("/subscriptions/billing/messages:pull", json={"max": 100, "wait_ms": 5000}).json()["messages"]
         accept = [one["lease"] for one in pulled]
@@ -793,9 +793,9 @@ def test_a_refused_form_comes_back_with_what_was_entered(console: Console, path:
         if entered is None:
             # A button, or a choice: nothing can be lost.
             continue
-        with page.expect_response(lambda answer: answer.request.method == "POST") as answered:
+        with page.expect_response(lambda response: response.request.method == "POST") as responded:
             forms.nth(at).evaluate("form => form.requestSubmit()")
-        assert answered.value.status in (404, 409, 422), (at, entered)
+        assert responded.value.status in (404, 409, 422), (at, entered)
         expect(page.get_by_role("alert")).to_be_focused()
         expect(page.locator("form:has(#outcome) button").first).to_be_visible()
         assert page.evaluate(_KEPT) == entered

@@ -158,7 +158,7 @@ async def _fill(kafka: str) -> None:
         rejected = 0
         while rejected < LETTERS:
             messages = await subscriptions.receive("billing", "bank", max_records=500, wait_ms=1000)
-            await subscriptions.settle("billing", "bank", messages, Verb.REJECT, reason="the bank did not answer")
+            await subscriptions.settle("billing", "bank", messages, Verb.REJECT, reason="the bank did not respond")
             rejected += len(messages)
         while sum(one.letters for one in await dead_letter_topics(client)) < LETTERS:
             await asyncio.sleep(0.5)

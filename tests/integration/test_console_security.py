@@ -182,9 +182,9 @@ def test_a_person_signs_in_sees_what_it_may_and_signs_out(guarded: Guarded) -> N
         assert refused.headers["location"] == "/console/login?next=%2Fconsole%2Ftopics%3Fsearch%3Da"
         page = client.get(refused.headers["location"])
         form = {"csrf": _token(page), "user": "alice", "password": "alice-password", "next": "/console/topics?search=a"}
-        answer = client.post("/console/login", data=form)
-        assert (answer.status_code, answer.headers["location"]) == (303, "/console/topics?search=a")
-        cookie = answer.headers["set-cookie"]
+        response = client.post("/console/login", data=form)
+        assert (response.status_code, response.headers["location"]) == (303, "/console/topics?search=a")
+        cookie = response.headers["set-cookie"]
         assert cookie.startswith("__Host-millstream-session=")
         assert {"HttpOnly", "SameSite=Strict", "Secure", "Path=/"} <= set(cookie.split("; "))
         topics = client.get("/console/topics")
@@ -203,9 +203,9 @@ def test_a_person_signs_in_sees_what_it_may_and_signs_out(guarded: Guarded) -> N
 @pytest.mark.parametrize("form", [{"user": "alice", "password": "wrong"}, {"token": "mst_wrong.wrong"}, {}])
 def test_who_proves_nothing_is_not_signed_in(guarded: Guarded, form: dict[str, str]) -> None:
     with guarded.client() as client:
-        answer = sign_in(client, "alice", form)
-        assert answer.status_code == 401
-        assert 'role="alert"' in answer.text
+        response = sign_in(client, "alice", form)
+        assert response.status_code == 401
+        assert 'role="alert"' in response.text
         assert client.get("/console/topics").status_code == 303
         client.cookies.set("__Host-millstream-session", base64.urlsafe_b64encode(b"x" * 200).decode())
         assert client.get("/console/topics").status_code == 303
@@ -275,8 +275,8 @@ def test_what_the_pages_link_can_be_opened(guarded: Guarded) -> None:
         for page in ("/console", "/console/topics", "/console/topics/alice-orders"):
             seen |= set(re.findall(r'href="(/console[^"?]*)"', bob.get(page).text))
         assert "/console/topics/alice-orders/messages" in seen
-        answers = {path: bob.get(path).status_code for path in sorted(seen)}
-        assert {path: status for path, status in answers.items() if status != 200} == {}
+        responses = {path: bob.get(path).status_code for path in sorted(seen)}
+        assert {path: status for path, status in responses.items() if status != 200} == {}
         shown = bob.get("/console/topics/alice-orders").text
         assert "In sync" in shown
         assert "DESCRIBE_CONFIGS" in shown
@@ -478,7 +478,7 @@ def test_openid_connect_signs_in_with_pkce(guarded: Guarded) -> None:
         with httpx.Client(timeout=WAIT_S) as elsewhere:
             back = elsewhere.get(begun.headers["location"]).headers["location"]
         with guarded.client() as other:
-            assert other.get(back).status_code == 422, "the answer is for another browser"
+            assert other.get(back).status_code == 422, "the response is for another browser"
         signed_in = client.get(back)
         assert signed_in.status_code == 200
         assert 'url=/console/topics"' in signed_in.text

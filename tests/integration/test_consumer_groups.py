@@ -16,7 +16,7 @@ import pytest
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
-from conformance.question import Broker, frame_of, read_answer, receive_frame
+from conformance.question import Broker, frame_of, read_plain_response, receive_frame
 
 from millstream_testing.server import Server
 
@@ -212,17 +212,17 @@ def test_commits_that_arrive_together_share_a_sync_and_fetches_need_none(server:
 
     def ask(key: int, version: int, frames: list[bytes]) -> list[Any]:
         connection.sendall(b"".join(frames))
-        answers = [read_answer(key, version, receive_frame(connection)) for _ in frames]
-        return [answer["topics"][0]["partitions"][0] for answer in answers]
+        responses = [read_plain_response(key, version, receive_frame(connection)) for _ in frames]
+        return [response["topics"][0]["partitions"][0] for response in responses]
 
     with Broker(server.kafka).connected() as connection:
         # The topic of the offsets is made and loaded.
         Broker(server.kafka).ask(10, 2, {"key": topic, "key_type": 0})
-        while {answer["error_code"] for answer in ask(8, 8, commits)} != {"none"}:
+        while {response["error_code"] for response in ask(8, 8, commits)} != {"none"}:
             pass
         before = syncs(server)
-        assert {answer["error_code"] for answer in ask(8, 8, commits)} == {"none"}
+        assert {response["error_code"] for response in ask(8, 8, commits)} == {"none"}
         after = syncs(server)
-        assert [answer["committed_offset"] for answer in ask(9, 7, fetches)] == list(range(200))
+        assert [response["committed_offset"] for response in ask(9, 7, fetches)] == list(range(200))
         assert 1 <= after - before <= 100
         assert syncs(server) - after <= 10

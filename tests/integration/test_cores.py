@@ -115,7 +115,7 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
         os.kill(machine["nodes"][1]["pid"], signal.SIGSTOP)
         said = CommandLine(machine["kafka"])("doctor", "--timeout", "6").out
         os.kill(machine["nodes"][1]["pid"], signal.SIGCONT)
-        assert "node 1001 does not answer" in said
+        assert "node 1001 does not respond" in said
         assert "WARNING  clock" not in said
         wait_until(lambda: ready(machine))
 
@@ -143,8 +143,8 @@ def test_the_others_get_the_logs_of_a_process_that_cannot_start(tmp_path: Path, 
         stack.enter_context(taken(dead["kafka"]))
         wait_until(lambda: leaders(others[0]["kafka"]) == {one["id"] for one in others}, patience_s=2 * DEADLINE_S)
         wait_until(lambda: ready(machine))
-        answer = httpx.get(f"http://{machine['http']}/readyz", timeout=DEADLINE_S).json()
-        assert f"node {dead['id']} could not be started" in str(answer["warnings"])
+        response = httpx.get(f"http://{machine['http']}/readyz", timeout=DEADLINE_S).json()
+        assert f"node {dead['id']} could not be started" in str(response["warnings"])
         send(others[0]["kafka"], range(100, 200))
         assert read(others[0]["kafka"], "g", 100) == list(range(100, 200))
         assert not (data / f"node-{dead['id']}").exists()

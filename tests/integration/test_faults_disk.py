@@ -53,14 +53,14 @@ class Sender:
         self.acknowledged: list[int] = []
 
     def send(self) -> KafkaError | None:
-        answers: list[KafkaError | None] = []
+        responses: list[KafkaError | None] = []
         value = str(self._number).encode().ljust(VALUE_BYTES, b".")
-        self._producer.produce(TOPIC, value, on_delivery=lambda error, _: answers.append(error))
+        self._producer.produce(TOPIC, value, on_delivery=lambda error, _: responses.append(error))
         assert self._producer.flush(WAIT_S) == 0
-        if answers[0] is None:
+        if responses[0] is None:
             self.acknowledged.append(self._number)
         self._number += 1
-        return answers[0]
+        return responses[0]
 
     def send_until(self, wanted: Callable[[KafkaError | None], bool]) -> KafkaError | None:
         for _ in range(2000):
@@ -84,8 +84,8 @@ def read_numbers(server: Server) -> list[int]:
 
 def readiness(server: Server) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{server.http}/readyz", timeout=WAIT_S) as answer:
-            return answer.status, answer.read().decode()
+        with urllib.request.urlopen(f"http://{server.http}/readyz", timeout=WAIT_S) as response:
+            return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
@@ -129,7 +129,7 @@ def fill_up(disk: Path) -> Path:
 
 def test_a_full_disk_refuses_writes_and_heals(disk: Path, server: Server) -> None:
     while readiness(server)[0] != 200:
-        continue  # The first answer has to wait for what the gateway imports.
+        continue  # The first response has to wait for what the gateway imports.
     sender = Sender(server)
     for _ in range(20):
         assert sender.send() is None

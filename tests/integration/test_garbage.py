@@ -36,7 +36,7 @@ def header(key: int, version: int, correlation: int = 7) -> bytes:
 
 
 def is_closed(peer: socket.socket) -> bool:
-    """Whether the server hangs up; an answer before it is fine."""
+    """Whether the server hangs up; a response before it is fine."""
     try:
         while peer.recv(65536):
             pass
@@ -73,16 +73,16 @@ def test_garbage_ends_its_own_connection_only(server: Server, topic: str, name: 
         peer.sendall(GARBAGE[name])
         assert is_closed(peer)
         other.sendall(frame(header(API_VERSIONS, 0, correlation=42)))
-        answer = other.recv(65536)
-        assert struct.unpack_from(">i", answer, 4)[0] == 42
+        response = other.recv(65536)
+        assert struct.unpack_from(">i", response, 4)[0] == 42
     still_works(server, topic)
 
 
-def test_an_unknown_version_of_api_versions_is_answered(peer: socket.socket) -> None:
+def test_an_unknown_version_of_api_versions_gets_a_response(peer: socket.socket) -> None:
     no_tags, name_and_version = b"\x00", b"\x05name\x031."
     peer.sendall(frame(header(API_VERSIONS, 99) + no_tags + name_and_version + no_tags))
-    answer = peer.recv(65536)
-    correlation, error, count = struct.unpack_from(">ihi", answer, 4)
+    response = peer.recv(65536)
+    correlation, error, count = struct.unpack_from(">ihi", response, 4)
     assert (correlation, error) == (7, 35)
     assert count >= 1
 
@@ -131,6 +131,6 @@ def test_a_batch_with_a_wrong_checksum_is_refused(server: Server, topic: str, pe
         body = struct.pack(">hhi", -1, -1, 1000) + struct.pack(">ih", 1, len(topic)) + topic.encode()
         body += struct.pack(">iii", 1, 0, len(batch)) + bytes(batch)
         peer.sendall(frame(header(PRODUCE, 7) + body))
-        answer = receive(peer, struct.unpack(">i", receive(peer, 4))[0])
-        error = struct.unpack_from(">h", answer, 4 + 4 + 2 + len(topic) + 4 + 4)[0]
+        response = receive(peer, struct.unpack(">i", receive(peer, 4))[0])
+        error = struct.unpack_from(">h", response, 4 + 4 + 2 + len(topic) + 4 + 4)[0]
         assert error == (2 if flipped else 0)

@@ -41,9 +41,9 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 def publish(http: httpx.Client, topic: str, body: bytes = b"hello", **headers: str) -> Any:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    answer = http.post(f"/topics/{topic}/messages", content=body, headers=named)
-    assert answer.status_code == 201, answer.text
-    return answer.json()
+    response = http.post(f"/topics/{topic}/messages", content=body, headers=named)
+    assert response.status_code == 201, response.text
+    return response.json()
 
 
 def subscribe(http: httpx.Client, topic: str, **options: Any) -> str:
@@ -54,16 +54,16 @@ def subscribe(http: httpx.Client, topic: str, **options: Any) -> str:
 
 
 def pull(http: httpx.Client, name: str, **wanted: Any) -> list[dict[str, Any]]:
-    answer = http.post(f"/subscriptions/{name}/messages:pull", json={"wait_ms": 30_000, **wanted})
-    assert answer.status_code == 200, answer.text
-    messages: list[dict[str, Any]] = answer.json()["messages"]
+    response = http.post(f"/subscriptions/{name}/messages:pull", json={"wait_ms": 30_000, **wanted})
+    assert response.status_code == 200, response.text
+    messages: list[dict[str, Any]] = response.json()["messages"]
     return messages
 
 
 def settle(http: httpx.Client, name: str, **said: Any) -> dict[str, Any]:
-    answer = http.post(f"/subscriptions/{name}/messages:settle", json=said)
-    assert answer.status_code == 200, answer.text
-    reported: dict[str, Any] = answer.json()
+    response = http.post(f"/subscriptions/{name}/messages:settle", json=said)
+    assert response.status_code == 200, response.text
+    reported: dict[str, Any] = response.json()
     return reported
 
 
@@ -87,12 +87,12 @@ def test_a_batch_holds_texts_json_bytes_and_nothing(http: httpx.Client, topic: s
         {"base64": "/////w==", "key_base64": "/w==", "id": "m-1"},
         {"key": "gone"},
     ]
-    answer = http.post(
+    response = http.post(
         f"/topics/{topic}/messages", content=json.dumps({"messages": messages}), headers={"content-type": MESSAGES}
     )
-    assert answer.status_code == 201
-    assert [one["offset"] for one in answer.json()["messages"]] == [0, 1, 2, 3]
-    assert answer.json()["messages"][2]["id"] == "m-1"
+    assert response.status_code == 201
+    assert [one["offset"] for one in response.json()["messages"]] == [0, 1, 2, 3]
+    assert response.json()["messages"][2]["id"] == "m-1"
     first, second, third, fourth = (stored(http, topic, offset) for offset in range(4))
     assert (first["json"], first["key"]) == ({"total": 7}, "k")
     assert first["headers"] == {"content-type": "application/json", "correlation-id": "c-2", "region": "eu"}
@@ -102,9 +102,9 @@ def test_a_batch_holds_texts_json_bytes_and_nothing(http: httpx.Client, topic: s
 
 
 def stored(http: httpx.Client, topic: str, offset: int) -> dict[str, Any]:
-    answer = http.get(f"/topics/{topic}/partitions/0/messages/{offset}")
-    assert answer.status_code == 200, answer.text
-    message: dict[str, Any] = answer.json()
+    response = http.get(f"/topics/{topic}/partitions/0/messages/{offset}")
+    assert response.status_code == 200, response.text
+    message: dict[str, Any] = response.json()
     return message
 
 
@@ -113,13 +113,13 @@ def test_events_are_stored_alike_in_every_mode(http: httpx.Client, topic: str) -
     binary = {f"ce-{name}": value for name, value in attributes.items()} | {"content-type": "application/json"}
     document = {**attributes, "datacontenttype": "application/json", "data": {"total": 7}}
     path = f"/topics/{topic}/messages"
-    answers = [
+    responses = [
         http.post(path, content=b'{"total":7}', headers=binary),
         http.post(path, content=json.dumps(document), headers={"content-type": "application/cloudevents+json"}),
         http.post(path, content=json.dumps([document]), headers={"content-type": "application/cloudevents-batch+json"}),
     ]
-    assert [answer.status_code for answer in answers] == [201, 201, 201]
-    assert [answers[0].json()["id"], answers[1].json()["id"]] == ["e-1", "e-1"]
+    assert [response.status_code for response in responses] == [201, 201, 201]
+    assert [responses[0].json()["id"], responses[1].json()["id"]] == ["e-1", "e-1"]
     messages = [stored(http, topic, offset) for offset in range(3)]
     for message in messages:
         assert (message["id"], message["key"], message["json"]) == ("e-1", "c7", {"total": 7})
@@ -243,7 +243,7 @@ def test_what_a_request_says_of_its_messages_is_kept_with_each(http: httpx.Clien
         assert stored(http, topic, offset)["headers"].items() >= {**CONTEXT, **own}.items()
 
 
-def test_answers_end_their_line_and_docs_are_a_page_of_their_own(http: httpx.Client, topic: str) -> None:
+def test_responds_end_their_line_and_docs_are_a_page_of_their_own(http: httpx.Client, topic: str) -> None:
     root = str(http.base_url).removesuffix("/v1/").removesuffix("/v1")
     pages = [
         f"{root}/",
@@ -254,8 +254,8 @@ def test_answers_end_their_line_and_docs_are_a_page_of_their_own(http: httpx.Cli
         "/topics/no-such-topic",
     ]
     for path in pages:
-        answer = http.get(path)
-        assert (answer.text[-1:], answer.json() is not None) == ("\n", True), path
+        response = http.get(path)
+        assert (response.text[-1:], response.json() is not None) == ("\n", True), path
     docs = http.get(f"{root}/docs")
     assert (docs.status_code, docs.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert docs.headers["content-security-policy"].startswith("default-src 'none'; style-src 'sha256-")
@@ -292,9 +292,9 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, str]]:
 def test_a_stream_of_a_topic_goes_on_where_it_ended(http: httpx.Client, topic: str) -> None:
     publish(http, topic, b"one")
     publish(http, topic, b'{\n"two": 2}', content_type="application/json")
-    with http.stream("GET", f"/topics/{topic}/events?from=start") as answer:
-        assert answer.headers["content-type"] == "text/event-stream"
-        heard = events(answer.iter_lines())
+    with http.stream("GET", f"/topics/{topic}/events?from=start") as response:
+        assert response.headers["content-type"] == "text/event-stream"
+        heard = events(response.iter_lines())
         assert next(heard) == {"": "listening"}
         first, second = next(heard), next(heard)
         publish(http, topic, b"three")
@@ -303,16 +303,16 @@ def test_a_stream_of_a_topic_goes_on_where_it_ended(http: httpx.Client, topic: s
     assert json.loads(first["data"])["value"] == "one"
     assert json.loads(second["data"])["json"] == {"two": 2}
     assert json.loads(third["data"])["value"] == "three"
-    with http.stream("GET", f"/topics/{topic}/events", headers={"last-event-id": first["id"]}) as answer:
-        heard = events(answer.iter_lines())
+    with http.stream("GET", f"/topics/{topic}/events", headers={"last-event-id": first["id"]}) as response:
+        heard = events(response.iter_lines())
         next(heard)
         assert next(heard) == second
 
 
 def test_a_stream_of_a_subscription_is_settled_like_what_is_pulled(http: httpx.Client, topic: str) -> None:
     name = subscribe(http, topic)
-    with http.stream("GET", f"/subscriptions/{name}/events") as answer:
-        heard = events(answer.iter_lines())
+    with http.stream("GET", f"/subscriptions/{name}/events") as response:
+        heard = events(response.iter_lines())
         next(heard)
         publish(http, topic, b"hello")
         message = json.loads(next(heard)["data"])
@@ -349,8 +349,8 @@ def test_subscriptions_over_http(http: httpx.Client, topic: str) -> None:
     reported = http.patch(path, json={"attempts": 9, "filter": None}).json()
     assert reported["overrides"]["share.delivery.count.limit"] == "9"
     assert "millstream.filter" not in reported["overrides"]
-    answer = http.post(f"{path}/messages:pull", json={"wait_ms": 30_000})
-    assert len(answer.json()["messages"]) == 1
+    response = http.post(f"{path}/messages:pull", json={"wait_ms": 30_000})
+    assert len(response.json()["messages"]) == 1
     moved = http.post(f"{path}/seek", json={"to": "start"})
     assert moved.json()["queues"] == [{"topic": topic, "partition": 0, "offset": 0}]
     assert name in {one["subscription"] for one in http.get("/subscriptions").json()["subscriptions"]}
@@ -410,11 +410,11 @@ def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Clien
 def test_what_is_refused_is_a_problem_that_says_why(
     http: httpx.Client, method: str, path: str, sent: dict[str, Any], status: int
 ) -> None:
-    answer = http.request(method, path, **sent)
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.json()["status"] == status
-    assert answer.json()["detail"]
+    response = http.request(method, path, **sent)
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.json()["status"] == status
+    assert response.json()["detail"]
 
 
 @pytest.mark.parametrize(
@@ -424,10 +424,10 @@ def test_what_is_no_request_is_a_problem_too(server: Server, sent: bytes, status
     host, port = server.http.rsplit(":", 1)
     with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
         connection.sendall(sent)
-        answer = b""
+        response = b""
         while piece := connection.recv(65536):
-            answer += piece
-    head, _, body = answer.partition(b"\r\n\r\n")
+            response += piece
+    head, _, body = response.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status)
     assert b"application/problem+json" in head
     assert json.loads(body)["status"] == status
@@ -459,8 +459,8 @@ def test_stalled_bodies_keep_neither_health_nor_others_out(server: Server, http:
             one = stalled.enter_context(socket.create_connection((address[0], int(address[1])), PATIENCE_S))
             one.sendall(head)
         for path in ("/healthz", "/readyz"):
-            answer = httpx.get(f"http://{server.http}{path}", timeout=PATIENCE_S)
-            assert answer.status_code == 200, answer.text
+            response = httpx.get(f"http://{server.http}{path}", timeout=PATIENCE_S)
+            assert response.status_code == 200, response.text
         deadline = time.monotonic() + PATIENCE_S
         # Others are let in as soon as the stalled ones have been silent for a few seconds.
         while True:
@@ -477,11 +477,11 @@ def test_a_broker_that_is_busy_for_a_while_is_healthy(start_server: Callable[...
     assert httpx.get(f"http://{server.http}/healthz", timeout=PATIENCE_S).status_code == 200
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        # The first may use an answer that is still fresh.
-        while not (answer := httpx.get(f"http://{server.http}/healthz", timeout=PATIENCE_S)).json()["warnings"]:
-            assert answer.status_code == 200
-        assert answer.status_code == 200
-        assert "the broker's event loop has not answered for" in answer.json()["warnings"][0]
+        # The first may use a response that is still fresh.
+        while not (response := httpx.get(f"http://{server.http}/healthz", timeout=PATIENCE_S)).json()["warnings"]:
+            assert response.status_code == 200
+        assert response.status_code == 200
+        assert "the broker's event loop has not responded for" in response.json()["warnings"][0]
         assert httpx.get(f"http://{server.http}/readyz", timeout=PATIENCE_S).status_code == 200
     finally:
         os.kill(server.pid, signal.SIGCONT)

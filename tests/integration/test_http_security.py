@@ -124,16 +124,16 @@ def publish(client: httpx.Client, topic: str, value: Any = 1) -> httpx.Response:
 
 def pulled(client: httpx.Client, subscription: str) -> list[dict[str, Any]]:
     wanted = {"max": 10, "wait_ms": 20_000, "worker": "one"}
-    answer = client.post(f"/v1/subscriptions/{subscription}/messages:pull", json=wanted)
-    assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["messages"]
+    response = client.post(f"/v1/subscriptions/{subscription}/messages:pull", json=wanted)
+    assert response.status_code == 200, response.text
+    found: list[dict[str, Any]] = response.json()["messages"]
     return found
 
 
 def settle(client: httpx.Client, subscription: str, verb: str, lease: str) -> dict[str, Any]:
-    answer = client.post(f"/v1/subscriptions/{subscription}/messages:settle", json={verb: [lease]})
-    assert answer.status_code == 200, answer.text
-    result: dict[str, Any] = answer.json()["results"][0]
+    response = client.post(f"/v1/subscriptions/{subscription}/messages:settle", json={verb: [lease]})
+    assert response.status_code == 200, response.text
+    result: dict[str, Any] = response.json()["results"][0]
     return result
 
 
@@ -211,18 +211,18 @@ async def test_who_is_not_known_is_challenged(locked: Locked) -> None:
 
         async def ask(given: str | None) -> None:
             headers = {} if given is None else {"authorization": given}
-            answers = await asyncio.gather(
+            responses = await asyncio.gather(
                 client.get("/v1/topics", headers=headers),
                 client.post("/v1/topics/alice-challenged/messages", json=1, headers=headers),
                 client.get("/metrics", headers=headers),
             )
-            for answer in answers:
-                assert answer.status_code == 401, (given, answer.text)
-                assert answer.headers["content-type"] == "application/problem+json"
-                assert "Basic realm=" in answer.headers["www-authenticate"]
-                assert "Bearer" in answer.headers["www-authenticate"]
+            for response in responses:
+                assert response.status_code == 401, (given, response.text)
+                assert response.headers["content-type"] == "application/problem+json"
+                assert "Basic realm=" in response.headers["www-authenticate"]
+                assert "Bearer" in response.headers["www-authenticate"]
 
-        # At once, since each of them is answered late.
+        # At once, since each of them gets a response late.
         await asyncio.gather(*map(ask, (*NO_CREDENTIALS, *(f"Bearer {token}" for token in tokens))))
         metrics = (await client.get("/metrics", auth=ADMIN)).text
     (failures,) = re.findall(r"^millstream_authentication_failures_total (\S+)", metrics, re.MULTILINE)
@@ -283,7 +283,7 @@ LISTS = {
     "/transactions",
     "/hanging-transactions",
 }
-"""Routes whose answers leave out what the caller may not know."""
+"""Routes whose responses leave out what the caller may not know."""
 
 PATH = {
     "topic": "closed",
@@ -330,19 +330,19 @@ def test_no_route_does_anything_for_a_caller_without_rights(locked: Locked) -> N
         for route in ROUTES:
             method, path = route.method, route.path
             if route.path in LISTS and method == "GET":
-                answer = eve.get(f"/v1{path}")
-                assert answer.status_code == 200, (path, answer.text)
-                assert not any(answer.json().values()), (path, answer.text)
+                response = eve.get(f"/v1{path}")
+                assert response.status_code == 200, (path, response.text)
+                assert not any(response.json().values()), (path, response.text)
                 continue
             given = {"json": body_of(method, path, message["lease"])} if method in ("POST", "PATCH") else {}
-            answer = eve.request(method, f"/v1{path.format_map(PATH)}", **given)
+            response = eve.request(method, f"/v1{path.format_map(PATH)}", **given)
             if path.startswith("/subscriptions") and path.endswith(":settle"):
-                assert [one["status"] for one in answer.json()["results"]] == [403]
+                assert [one["status"] for one in response.json()["results"]] == [403]
                 continue
             # What a caller may not describe does not exist for it.
             is_described = method == "GET" and path.startswith("/pipelines/") and "/runs" not in path
             is_hidden = path == "/hanging-transactions" or is_described
-            assert answer.status_code == (404 if is_hidden else 403), (method, path, answer.text)
+            assert response.status_code == (404 if is_hidden else 403), (method, path, response.text)
         assert settle(admin, "closed", "accept", message["lease"]).get("error") is None
 
 
@@ -353,8 +353,8 @@ def test_the_registry_acts_for_its_caller(locked: Locked) -> None:
         made = alice.post(path, json=schema)
         assert made.status_code == 200, made.text
         number = made.json()["id"]
-        for answer in (bob.post(path, json=schema), bob.get(path), bob.delete(path.removesuffix("/versions"))):
-            assert (answer.status_code, answer.json()["error_code"]) == (403, 403)
+        for response in (bob.post(path, json=schema), bob.get(path), bob.delete(path.removesuffix("/versions"))):
+            assert (response.status_code, response.json()["error_code"]) == (403, 403)
         assert "alice-orders-value" in alice.get("/registry/subjects").json()
         assert "alice-orders-value" not in bob.get("/registry/subjects").json()
         assert alice.get(f"/registry/schemas/ids/{number}").json()["schema"] == schema["schema"]
@@ -400,15 +400,15 @@ def test_no_route_of_the_registry_does_anything_for_a_caller_without_rights(lock
             sent = {"POST": closed, "PUT": body}.get(route.method)
             for prefix in ("/registry", "/registry/contexts/.other"):
                 assert nobody.request(route.method, prefix + path, json=sent).status_code == 401
-                answer = eve.request(route.method, prefix + path, json=sent)
+                response = eve.request(route.method, prefix + path, json=sent)
                 if route.path in OPEN_IN_THE_REGISTRY:
-                    assert answer.status_code == 200
-                elif answer.status_code == 200:
+                    assert response.status_code == 200
+                elif response.status_code == 200:
                     # A list leaves out what the caller may not know.
-                    assert answer.json() in ([], ["."]), (route.method, prefix + path, answer.text)
+                    assert response.json() in ([], ["."]), (route.method, prefix + path, response.text)
                 else:
-                    assert answer.status_code in (403, 404), (route.method, prefix + path, answer.text)
-                    assert "Closed" not in answer.text
+                    assert response.status_code in (403, 404), (route.method, prefix + path, response.text)
+                    assert "Closed" not in response.text
         assert admin.get("/registry/subjects/closed-value/versions/1").json() == before
         assert admin.get("/registry/config/closed-value").json() == {"compatibilityLevel": "FULL"}
         assert admin.get("/registry/mode").json() == {"mode": "READWRITE"}
@@ -426,7 +426,7 @@ def test_neither_an_alias_nor_a_reference_gives_rights_on_another_subject(locked
         assert bob.put("/registry/config/bob-second", json={"alias": "bob-alias"}).status_code == 200
         for name in ("bob-alias", "bob-second"):
             subject = f"/registry/subjects/{name}"
-            for answer in (
+            for response in (
                 bob.get(f"{subject}/versions"),
                 bob.get(f"{subject}/versions/latest"),
                 bob.post(subject, json=hidden),
@@ -435,7 +435,7 @@ def test_neither_an_alias_nor_a_reference_gives_rights_on_another_subject(locked
                 bob.delete(f"{subject}/versions/1"),
                 bob.delete(subject),
             ):
-                assert answer.status_code == 403, (answer.request.method, answer.url, answer.text)
+                assert response.status_code == 403, (response.request.method, response.url, response.text)
         for path in (
             "/registry/subjects/bob-leak/versions",
             "/registry/subjects/bob-leak",
@@ -474,8 +474,8 @@ async def test_callers_that_publish_at_the_same_time_are_kept_apart(locked: Lock
     ) as client:
 
         async def send(who: tuple[str, str], topic: str) -> int:
-            answer = await client.post(f"/v1/topics/{topic}/messages", json=1, auth=who)
-            return answer.status_code
+            response = await client.post(f"/v1/topics/{topic}/messages", json=1, auth=who)
+            return response.status_code
 
         calls = [(who, topic) for who in (ALICE, BOB) for topic in ("alice-mixed", "bob-mixed", "shared-mixed")] * 20
         results = await asyncio.gather(*(send(*one) for one in calls))
@@ -525,8 +525,8 @@ async def test_a_deleted_user_is_out_and_its_stream_ends(locked: Locked, admin: 
         data = next(line for line in reversed(rest) if line.startswith("data: "))
         assert json.loads(data.removeprefix("data: "))["status"] == 401
         async with asyncio.timeout(WAIT_S):
-            while (answer := await carol.get(place)).status_code != 401:
-                assert answer.status_code == 503, "a caller that cannot be verified is never let through"
+            while (response := await carol.get(place)).status_code != 401:
+                assert response.status_code == 503, "a caller that cannot be verified is never let through"
 
 
 def test_while_a_node_moves_to_authentication_callers_may_be_anonymous(tmp_path: Path) -> None:
@@ -551,8 +551,8 @@ def test_while_a_node_moves_to_authentication_callers_may_be_anonymous(tmp_path:
             (("alice", "wrong"), "open-topic", 401),
         ):
             auth = httpx.USE_CLIENT_DEFAULT if who is None else who
-            answer = client.post(f"/v1/topics/{topic}/messages", json=1, auth=auth)
-            assert answer.status_code == status, (who, topic, answer.text)
+            response = client.post(f"/v1/topics/{topic}/messages", json=1, auth=auth)
+            assert response.status_code == status, (who, topic, response.text)
 
 
 # -- tricks ----------------------------------------------------------------------------------------------------------
@@ -567,10 +567,10 @@ def raw(locked: Locked, request: bytes) -> tuple[int, bytes]:
         context.wrap_socket(plain, server_hostname=host) as connection,
     ):
         connection.sendall(request)
-        answer = b""
+        response = b""
         while piece := connection.recv(65536):
-            answer += piece
-    return int(answer.split()[1]), answer
+            response += piece
+    return int(response.split()[1]), response
 
 
 ALICE_HEADER = f"authorization: {basic(*(part.encode() for part in ALICE))}\r\n"
@@ -604,8 +604,8 @@ ADMIN_HEADER = f"authorization: {basic(*(part.encode() for part in ADMIN))}\r\n"
 )
 def test_tricks_with_paths_and_headers(locked: Locked, target: str, headers: str, expected: set[int]) -> None:
     request = f"GET {target} HTTP/1.1\r\nhost: {locked.server.http}\r\nconnection: close\r\n{headers}\r\n"
-    status, answer = raw(locked, request.encode())
-    assert status in expected, answer[:300]
+    status, response = raw(locked, request.encode())
+    assert status in expected, response[:300]
 
 
 @pytest.mark.parametrize(
@@ -623,9 +623,9 @@ def test_a_page_of_another_origin_cannot_use_the_password_of_the_browser(
     locked: Locked, headers: dict[str, str]
 ) -> None:
     with locked.client(ADMIN, headers=headers) as browser:
-        for answer in (browser.get("/v1/topics"), publish(browser, "from-another-origin")):
-            assert answer.status_code == 403
-            assert "access-control-allow-origin" not in answer.headers
+        for response in (browser.get("/v1/topics"), publish(browser, "from-another-origin")):
+            assert response.status_code == 403
+            assert "access-control-allow-origin" not in response.headers
 
 
 def test_a_program_and_a_page_of_the_gateway_may_use_a_password(locked: Locked) -> None:

@@ -24,7 +24,7 @@ from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.security import declare_security, owner_rules
 from millstream_testing.server import Server
 from millstream_testing.server_group import ServerGroup
-from millstream_testing.waiting import until_answered, wait_until
+from millstream_testing.waiting import until_result, wait_until
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
 
@@ -156,16 +156,16 @@ async def test_a_job_has_the_rights_of_its_owner(tmp_path: Path) -> None:
                     await PipelineClient(mallory).create("jo-copy", PipelineKind.JOB, {"code": code("jo-in", "jo-out")})
             async with connected("jo") as jo:
                 await PipelineClient(jo).create("jo-copy", PipelineKind.JOB, {"code": code("jo-in", "jo-out")})
-                done = await until_answered(lambda: run_of("jo-copy"))
+                done = await until_result(lambda: run_of("jo-copy"))
                 assert done["state"] == "succeeded", done
                 stolen = {"code": code("secret", "jo-out"), "retries": "0"}
                 await PipelineClient(jo).create("jo-steals", PipelineKind.JOB, stolen)
-                refused = await until_answered(lambda: run_of("jo-steals"))
+                refused = await until_result(lambda: run_of("jo-steals"))
                 assert refused["state"] == "failed", refused
                 assert "secret" in refused["error"]
                 leaked = {"code": code("jo-in", "secret"), "retries": "0"}
                 await PipelineClient(jo).create("jo-leaks", PipelineKind.JOB, leaked)
-                refused = await until_answered(lambda: run_of("jo-leaks"))
+                refused = await until_result(lambda: run_of("jo-leaks"))
                 assert refused["state"] == "failed", refused
             # The same code with the rights of another owner.
             await PipelineClient(admin).request_run("jo-steals")
@@ -174,7 +174,7 @@ async def test_a_job_has_the_rights_of_its_owner(tmp_path: Path) -> None:
                 last = await run_of("jo-steals")
                 return last if last is not None and last["run"] == 2 else None
 
-            again = await until_answered(second_run)
+            again = await until_result(second_run)
             assert again["state"] == "succeeded", again
 
 

@@ -42,7 +42,7 @@ def wrong(chaos: Chaos) -> list[str]:
 async def test_a_bystander_and_health_are_served_beside_floods(chaos: Chaos, server: Server) -> None:
     before = resident_of(server.pid)
     seen = await chaos.flood(AT_ONCE, CONNECTIONS, SECONDS)
-    # Beside all others, too little of it is answered to be sure of one answer in this time.
+    # Beside all others, too little of it gets a response to be sure of one response in this time.
     await chaos.flood([HTTP], CONNECTIONS, SECONDS)
     assert seen.times_ms
     assert seen.connects_ms

@@ -30,7 +30,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
 from millstream_testing.security import declare_security, owner_rules
 from millstream_testing.server import Server
-from millstream_testing.waiting import until_answered
+from millstream_testing.waiting import until_result
 from millstream_testing.webhook import Webhook
 
 WAIT_S = 240.0
@@ -87,11 +87,11 @@ async def test_a_pipeline_runs_as_its_owner_and_is_parked_when_the_owner_is_gone
             assert not any(one["parked"] for one in found), found
             return all(one["report"] and one["report"]["rows"] for one in found)
 
-        await until_answered(have_run)
+        await until_result(have_run)
         assert (await described())["owner"] == "User:olga"
         assert {token.owner for token in await list_tokens(admin)} == {"User:olga"}
         await delete_user(admin, "olga")
-        parked = await until_answered(lambda: _parked(described))
+        parked = await until_result(lambda: _parked(described))
         assert "its owner User:olga was deleted" in parked
         assert not await list_tokens(admin), "a deleted user's tokens are revoked"
         await put_user(admin, "olga", "another-password")
@@ -135,7 +135,7 @@ async def test_push_is_parked_while_its_owner_may_not_read(locked: Locked) -> No
             found = await state()
             return bool(found) and found["state"] == "parked"
 
-        await until_answered(is_parked)
+        await until_result(is_parked)
         assert "User:petra may not read topic 'petra-in'" in (await state())["last_error"]
         await publish(admin, "petra-in", b"2")
         assert len(hook.requests) == 1

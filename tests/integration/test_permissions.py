@@ -1,4 +1,5 @@
-"""Every API × each missing permission, answered as Apache Kafka answers; and private requests of those who may not."""
+"""Every API × each missing permission, responded as Apache Kafka responds; and private requests of those who may
+not."""
 
 from __future__ import annotations
 
@@ -57,17 +58,17 @@ def test_every_api_is_asked() -> None:
     assert asked == (guarded_keys() | AUTHORIZE_THEMSELVES) - OPEN
 
 
-def test_those_who_may_not_are_answered_as_by_kafka(tmp_path: Path) -> None:
+def test_those_who_may_not_get_a_response_as_by_kafka(tmp_path: Path) -> None:
     # Those who lack one permission, and those who have all or none; `make compare` asks as those with one, too.
     users = [user for user in permission_table.USERS if not user.startswith("only-")]
-    answers = permission_table.millstream_answers(tmp_path / "data", users)
+    responses = permission_table.millstream_responses(tmp_path / "data", users)
     recorded = permission_table.recorded()
     expected = {name: {user: by_user[user] for user in users} for name, by_user in recorded.items()}
-    differing = permission_table.differences(expected, answers)
+    differing = permission_table.differences(expected, responses)
     assert not differing, "\n".join(differing)
     # What differs on purpose still does; else there is nothing to accept.
     accepted = {*permission_table.ACCEPTED, *permission_table.OTHERWISE}
-    assert not [name for name in sorted(accepted) if answers[name] == expected[name]]
+    assert not [name for name in sorted(accepted) if responses[name] == expected[name]]
 
 
 async def test_nobody_may_make_private_requests(nobody: Client, admin: Client) -> None:
@@ -83,7 +84,7 @@ async def test_nobody_may_make_private_requests(nobody: Client, admin: Client) -
     with pytest.raises(MillstreamError):
         await publish_once(nobody, "t", 0, [NewRecord(None, b"x")])
     for key in (32000, 32001):
-        answer = msgspec.msgpack.decode(bytes(await nobody.private(None, key, b"")))
-        assert answer["error"] == int(CLUSTER_DENIED)
-        assert set(answer) == {"error", "message"}
+        response = msgspec.msgpack.decode(bytes(await nobody.private(None, key, b"")))
+        assert response["error"] == int(CLUSTER_DENIED)
+        assert set(response) == {"error", "message"}
     assert not msgspec.msgpack.decode(bytes(await admin.private(None, 32001, b"")))["error"]

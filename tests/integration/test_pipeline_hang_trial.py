@@ -77,7 +77,7 @@ def test_a_driver_whose_java_hangs_is_replaced_and_no_one_is_blamed(server: Serv
     assert millstream("pipeline", "update", topic, "--set", "every.ms=2000").code == 0
     wait_until(lambda: landed(20))
     assert (reported["report"]["rows"], reported["report"]["stalls"], reported["parked"]) == (20, 0, "")
-    assert "the Java process has not answered" in reported["report"]["last_error"]
+    assert "the Java process has not responded" in reported["report"]["last_error"]
     assert group_of(driver) == []
 
 

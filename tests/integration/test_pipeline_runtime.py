@@ -202,7 +202,7 @@ def test_a_run_by_hand_takes_what_is_there_or_goes_on_until_it_is_interrupted(
     command += ["--brokers", server.kafka, "--lake", str(tmp_path / "lake"), "--set", "batch.max.messages=300"]
     once = subprocess.run([*command, "--once", "--json"], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert once.returncode == 0, once.stderr
-    # Where no terminal is, each stage is a line beside the answer, and so is how far it came every now and then.
+    # Where no terminal is, each stage is a line beside the response, and so is how far it came every now and then.
     stages = once.stderr.splitlines()
     assert stages[:2] == [f"land-{topic}: starting Spark …", f"land-{topic}: running"]
     assert all(line.startswith(f"land-{topic}: ") for line in stages)

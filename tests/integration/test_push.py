@@ -29,7 +29,7 @@ from millstream_testing.command import CommandLine
 from millstream_testing.page import samples_of
 from millstream_testing.push_trial import PROCESS, push_processes
 from millstream_testing.server import Server
-from millstream_testing.webhook import Reply, Request, Webhook
+from millstream_testing.webhook import Request, Response, Webhook
 
 SECRET = "a secret of the test, long enough".replace(" ", "-")
 URL, SECRET_NAME, HEADERS = "millstream.push.url", "millstream.push.secret", "millstream.push.headers"
@@ -143,18 +143,18 @@ async def test_failures_are_tried_again_and_then_dead_lettered(server: Server) -
     async with desk(server, "failing", settings) as work:
         tries: dict[bytes, int] = {}
 
-        def answer(request: Request) -> Reply:
+        def respond(request: Request) -> Response:
             tries[request.body] = tries.get(request.body, 0) + 1
             if request.body == b"poison":
-                return Reply(422, body=b"no such order")
-            return Reply(500) if request.body == b"twice" and tries[b"twice"] < 2 else Reply(200)
+                return Response(422, body=b"no such order")
+            return Response(500) if request.body == b"twice" and tries[b"twice"] < 2 else Response(200)
 
-        work.hook.answer = answer
+        work.hook.respond = respond
         await work.publish("well", "poison", "twice")
         assert await work.ended(3) == ["accepted", "dead-lettered", "accepted"]
         assert tries == {b"well": 1, b"poison": 3, b"twice": 2}
-        answer_ = await work.client.fetch("failing-dead", 0, 0)
-        (letter,) = decode_records(answer_.records)
+        response_ = await work.client.fetch("failing-dead", 0, 0)
+        (letter,) = decode_records(response_.records)
         assert "422: no such order" in dict(letter.headers)["dlq-reason"].decode()  # type: ignore[union-attr]
         await work.pushed(refused=3, failed=1, state="up")
 
@@ -177,7 +177,7 @@ async def test_an_endpoint_that_is_away_is_waited_for_and_reported(server: Serve
         await work.publish(*map(str, range(20)))
         down = await work.pushed(state="down")
         assert down["concurrency"] == 1
-        assert down["last_error"].startswith("the endpoint did not answer")
+        assert down["last_error"].startswith("the endpoint did not respond")
         metrics = await asyncio.to_thread(server.metrics)
         assert 'millstream_push_endpoint_up{subscription="away"} 0.0' in metrics
         await work.hook.start()
@@ -233,7 +233,7 @@ async def test_nothing_is_pushed_to_private_addresses_however_they_are_written(
 
 async def test_a_slow_endpoint_keeps_its_leases(server: Server) -> None:
     async with desk(server, "slow", {LEASE: "4000"}) as work:
-        work.hook.answer = lambda _request: Reply(after_s=5.0)
+        work.hook.respond = lambda _request: Response(after_s=5.0)
         await work.publish("once")
         assert await work.ended(1) == ["accepted"]
         assert len(work.hook.requests) == 1
@@ -296,7 +296,7 @@ async def test_the_process_is_there_only_while_something_is_pushed(server: Serve
 
 async def test_what_a_killed_process_held_comes_again_at_once(server: Server) -> None:
     async with desk(server, "held", {LEASE: "600000"}) as work:
-        work.hook.answer = lambda request: Reply(after_s=WAIT_S if request.headers["ce-attempt"] == "1" else 0)
+        work.hook.respond = lambda request: Response(after_s=WAIT_S if request.headers["ce-attempt"] == "1" else 0)
         await work.publish("x")
         await work.hook.until(lambda: work.hook.under_way == 1, wait_s=WAIT_S)
         for pid in push_processes(server.pid):
@@ -306,7 +306,7 @@ async def test_what_a_killed_process_held_comes_again_at_once(server: Server) ->
 
 
 async def test_an_endpoint_gets_no_message_that_another_worker_has_accepted_meanwhile(server: Server) -> None:
-    """The process is stopped with its answer unread, until the lease is over and the message accepted elsewhere."""
+    """The process is stopped with its response unread, until the lease is over and the message accepted elsewhere."""
     async with desk(server, "late", {LEASE: "1000"}) as work, asyncio.timeout(WAIT_S):
         await work.publish("before")
         await work.ended(1)

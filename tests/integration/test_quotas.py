@@ -62,8 +62,8 @@ def quotas_of(server: Server) -> dict[str, dict[str, float]]:
     from kio.schema.describe_client_quotas.v1 import request
 
     messages: Any = request
-    answer = send(server, messages.DescribeClientQuotasRequest(components=(), strict=False))
-    return {entry.entity[0].entity_name: {one.key: one.value for one in entry.values} for entry in answer.entries}
+    response = send(server, messages.DescribeClientQuotasRequest(components=(), strict=False))
+    return {entry.entity[0].entity_name: {one.key: one.value for one in entry.values} for entry in response.entries}
 
 
 def send(server: Server, request: Any) -> Any:
@@ -212,7 +212,7 @@ def test_other_clients_are_not_held_up(server: Server, topic: str) -> None:
 
 
 def test_publish_and_pull_over_http_say_when_to_retry(server: Server, topic: str) -> None:
-    # So little that the debt outlives the test: whatever waited for it would not be answered at all.
+    # So little that the debt outlives the test: whatever waited for it would not get a response at all.
     set_quota(server, GATEWAY, producer_byte_rate=10.0, consumer_byte_rate=10.0)
     with httpx.Client(base_url=f"http://{server.http}/v1", timeout=WAIT_S) as http:
         once = {"params": {"deduplicate": "true"}, "headers": {"message-id": "1"}}

@@ -69,7 +69,7 @@ class Writer(threading.Thread):
             number += 1
             self._producer.poll(0.001)
         if self._producer.flush(WAIT_S):
-            self.errors.append("not everything was answered")
+            self.errors.append("not everything got a response")
 
     def _send(self, partition: int, value: bytes) -> None:
         while True:

@@ -58,7 +58,7 @@ KEPT: Mapping[str, str] = {
     ),
     "Produce.timeout": (
         "unit/kafka/test_produce_given_up.py::"
-        "test_those_who_gave_up_are_answered_and_forgotten_while_the_watermark_stands_still"
+        "test_those_who_gave_up_get_a_response_and_are_forgotten_while_the_watermark_stands_still"
     ),
     "CreateTopics.timeout": ADMINISTRATION,
     "CreatePartitions.timeout": ADMINISTRATION,
@@ -73,7 +73,7 @@ KEPT: Mapping[str, str] = {
     "TopicList.limit": HERE + "test_pages_of_topics_keep_to_their_limit",
     "SchemaList.limit": HERE + "test_pages_of_the_registry_keep_to_their_limit",
     "PublishOnce.timeout_ms": (
-        "unit/kafka/test_publish_once.py::test_a_duplicate_is_answered_when_the_original_is_acknowledged"
+        "unit/kafka/test_publish_once.py::test_a_duplicate_is_acknowledged_when_the_original_is"
     ),
     "PipelineRuns.limit": JOBS,
     "PipelineRunLog.bytes_max": JOBS,
@@ -179,8 +179,8 @@ def filled(server: Server) -> tuple[str, str]:
         for _ in range(3):
             data = {"index": partition, "records": batch}
             produced = {"acks": -1, "timeout": 30_000, "topic_data": [{"name": name, "partition_data": [data]}]}
-            (answer,) = broker.ask(PRODUCE, 9, produced)["responses"]
-            assert answer["partition_responses"][0]["error_code"] == "none"
+            (response,) = broker.ask(PRODUCE, 9, produced)["responses"]
+            assert response["partition_responses"][0]["error_code"] == "none"
     return name, created["topic_id"]
 
 
@@ -194,9 +194,9 @@ def _fetch(server: Server, filled: tuple[str, str], version: int, **wanted: Any)
     ]
     topic = {"topic_id": UUID(topic_id)} if version >= 13 else {"topic": name}
     request = {"max_wait": 0, "min_bytes": 0, "isolation_level": 0, **wanted}
-    answer = Broker(server.kafka).ask(FETCH, version, request | {"topics": [topic | {"partitions": partitions}]})
-    assert isinstance(answer, dict), answer
-    return [len(one["records"] or b"") for topic in answer["responses"] for one in topic["partitions"]]
+    response = Broker(server.kafka).ask(FETCH, version, request | {"topics": [topic | {"partitions": partitions}]})
+    assert isinstance(response, dict), response
+    return [len(one["records"] or b"") for topic in response["responses"] for one in topic["partitions"]]
 
 
 @pytest.mark.parametrize("version", [4, 7, 12, 13, 18])
@@ -215,16 +215,16 @@ def test_a_fetch_keeps_to_its_bytes(
 
 @pytest.mark.parametrize("max_wait", [0, 1, 50])
 def test_a_fetch_waits_no_longer_than_it_may(server: Server, filled: tuple[str, str], max_wait: int) -> None:
-    """There is nothing to wait for: without its bound, the request would get no answer."""
+    """There is nothing to wait for: without its bound, the request would get no response."""
     assert not any(_fetch(server, filled, 12, max_bytes=1 << 20, offset=3, min_bytes=1, max_wait=max_wait))
 
 
 # -- small responses from many partitions that always have more: none starves -------------------------------------
 
 
-def _served(answer: Any) -> list[int]:
+def _served(response: Any) -> list[int]:
     """The partitions of which a response has records."""
-    found = [(one["partition_index"], one["records"]) for topic in answer["responses"] for one in topic["partitions"]]
+    found = [(one["partition_index"], one["records"]) for topic in response["responses"] for one in topic["partitions"]]
     return [index for index, records in found if records]
 
 
@@ -236,9 +236,9 @@ def test_a_session_of_small_fetches_gets_every_partition(server: Server, filled:
     request: dict[str, Any] = {"max_wait": 0, "min_bytes": 1, "max_bytes": 1, "session_id": 0}
     served: list[int] = []
     for epoch in range(2 * PARTITIONS):
-        answer = broker.ask(FETCH, 16, request | {"session_epoch": epoch, "topics": topics})
-        request, topics = request | {"session_id": answer["session_id"]}, []
-        served += _served(answer)
+        response = broker.ask(FETCH, 16, request | {"session_epoch": epoch, "topics": topics})
+        request, topics = request | {"session_id": response["session_id"]}, []
+        served += _served(response)
     assert served == [*range(PARTITIONS)] * 2
 
 
@@ -409,9 +409,9 @@ def _messages(http: httpx.Client, topic: str, count: int, *, size: int = 1000, *
 
 
 def _pull(http: httpx.Client, name: str, **wanted: Any) -> list[Any]:
-    answer = http.post(f"/v1/subscriptions/{name}/messages:pull", json=wanted)
-    assert answer.status_code == 200, answer.text
-    messages: list[Any] = answer.json()["messages"]
+    response = http.post(f"/v1/subscriptions/{name}/messages:pull", json=wanted)
+    assert response.status_code == 200, response.text
+    messages: list[Any] = response.json()["messages"]
     return messages
 
 
@@ -457,7 +457,7 @@ def test_dead_letters_keep_to_their_limit(http: httpx.Client, topic: str) -> Non
     settle = {"reject": [message["lease"] for message in _pull(http, topic, max=6)]}
     assert http.post(f"/v1/subscriptions/{topic}/messages:settle", json=settle).json()["failed"] == 0
     letters = f"/v1/dead-letters/{topic}-dlq"
-    # A message that is rejected is moved to its topic after the answer.
+    # A message that is rejected is moved to its topic after the response.
     wait_until(lambda: len(http.get(letters, params={"limit": 100}).json().get("letters", ())) == 6)
     assert len(http.get(letters, params={"limit": 2}).json()["letters"]) == 2
     assert http.post(f"{letters}/redrive", json={"limit": 2}).json()["done"] == 2

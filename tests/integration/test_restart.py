@@ -156,7 +156,7 @@ def test_children_end_with_the_server_and_a_start_waits_for_a_port_that_one_stil
 
 
 def children_of(server: Server) -> list[psutil.Process]:
-    """The processes that the server started; the gateway answers once its process is there."""
+    """The processes that the server started; the gateway responds once its process is there."""
     httpx.get(f"http://{server.http}/healthz", timeout=WAIT_S)
     children: list[psutil.Process] = psutil.Process(server.pid).children(recursive=True)
     assert children

@@ -188,11 +188,11 @@ def latest(rest: httpx.Client, subject: str) -> dict[str, Any]:
     return dict(rest.get(f"/subjects/{subject}/versions/latest").json())
 
 
-def refusal(answer: httpx.Response) -> tuple[int, int]:
-    document = answer.json()
+def refusal(response: httpx.Response) -> tuple[int, int]:
+    document = response.json()
     assert set(document) == {"error_code", "message"}
-    assert answer.headers["content-type"] == "application/vnd.schemaregistry.v1+json"
-    return answer.status_code, document["error_code"]
+    assert response.headers["content-type"] == "application/vnd.schemaregistry.v1+json"
+    return response.status_code, document["error_code"]
 
 
 def test_versions_and_lookups(rest: httpx.Client, topic: str) -> None:
@@ -499,8 +499,8 @@ def test_an_id_is_looked_for_where_its_subject_uses_it(rest: httpx.Client, topic
     assert register(rest, other, record("a", name="Other")).json()["id"] == 2
 
     def found(subject: str) -> tuple[int, Any]:
-        answer = rest.get("/schemas/ids/1", params={"subject": subject})
-        return answer.status_code, answer.json().get("schema")
+        response = rest.get("/schemas/ids/1", params={"subject": subject})
+        return response.status_code, response.json().get("schema")
 
     in_context = found(f":.{topic}:")
     assert json.loads(in_context[1])["name"] == "Mine"

@@ -54,7 +54,7 @@ def test_registrations_survive_a_killed_node(nodes: list[Server]) -> None:
     killed = threading.Event()
 
     def register(number: int) -> dict[str, int]:
-        """Register at any node that answers, and note what was acknowledged."""
+        """Register at any node that responds, and note what was acknowledged."""
         known: dict[str, int] = {}
         urls = [f"http://{nodes[(number + step) % 3].http}/registry" for step in range(3)]
         with httpx.Client(timeout=60) as client:

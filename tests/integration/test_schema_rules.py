@@ -21,8 +21,8 @@ from millstream.core.errors import InvalidBatch
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     APPEND_LETTER_KEY,
-    AppendLetterAnswer,
     AppendLetterRequest,
+    AppendLetterResponse,
 )
 from millstream.protocol.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD
 from millstream.protocol.records.record import NewRecord, encode_batch
@@ -115,15 +115,15 @@ def test_only_nodes_write_what_does_not_conform(server: Server, millstream: Comm
     assert refused(server, topic, [b"plain text"], client_id="dead-letters")
     assert "1 of 1 record does not conform" in millstream("publish", topic, "plain text").err
 
-    async def pretend(node_id: int, secret: str) -> AppendLetterAnswer:
+    async def pretend(node_id: int, secret: str) -> AppendLetterResponse:
         batch = bytes(encode_batch([NewRecord(b"k", b"plain text", (), 1)]))
         body = encode(AppendLetterRequest(topic, 0, batch, node_id, secret))
         async with Client.connect(server.kafka, client_id="dead-letters", timeout_s=30) as client:
-            return decode(await client.private(None, APPEND_LETTER_KEY, body), AppendLetterAnswer)
+            return decode(await client.private(None, APPEND_LETTER_KEY, body), AppendLetterResponse)
 
     for node_id, secret in ((1, ""), (1, "guess"), (7, "")):
-        answer = asyncio.run(pretend(node_id, secret))
-        assert (answer.error, answer.offset) == (CLUSTER_AUTHORIZATION_FAILED, -1)
+        response = asyncio.run(pretend(node_id, secret))
+        assert (response.error, response.offset) == (CLUSTER_AUTHORIZATION_FAILED, -1)
     assert send(server, topic, [None]) == 0
 
 

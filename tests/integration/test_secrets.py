@@ -110,8 +110,8 @@ async def test_a_secret_is_nowhere_in_clear(tmp_path: Path) -> None:
             ConfigResource(ConfigResource.Type.BROKER, "1"),
             ConfigResource(ConfigResource.Type.GROUP, "sealed"),
         ):
-            (answer,) = admin.describe_configs([resource]).values()
-            entries = answer.result(WAIT_S)
+            (response,) = admin.describe_configs([resource]).values()
+            entries = response.result(WAIT_S)
             shown.append(str({name: entry.value for name, entry in entries.items()}))
             hidden = {name for name, entry in entries.items() if entry.is_sensitive}
             assert hidden <= {SECRET, HEADERS, "pipelines-spark"}

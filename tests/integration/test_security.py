@@ -297,7 +297,7 @@ async def test_the_sdk_and_a_subscription(locked: Locked) -> None:
             await ms.subscribe("alice-sdk", handle, name="alice-worker")
 
 
-def test_answers_carry_the_address_of_the_listener_that_was_asked(locked: Locked) -> None:
+def test_responds_carry_the_address_of_the_listener_that_was_asked(locked: Locked) -> None:
     async def addresses(brokers: str, credentials: Credentials) -> set[str]:
         async with Client.connect(brokers, credentials=credentials) as client:
             return {f"{node.host}:{node.port}" for node in (await client.metadata()).nodes.values()}
@@ -434,13 +434,13 @@ def ask_raw(address: str, *frames: bytes) -> bytes:
     """Send frames in clear and read until the broker hangs up."""
     host, port = address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
-        answer = b""
+        response = b""
         # It may hang up before it has read everything; the end is a reset then.
         with suppress(ConnectionError):
             connection.sendall(b"".join(struct.pack(">i", len(frame)) + frame for frame in frames))
             while piece := connection.recv(65536):
-                answer += piece
-        return answer
+                response += piece
+        return response
 
 
 def request(key: int, version: int, body: bytes = b"") -> bytes:
@@ -456,9 +456,9 @@ def request(key: int, version: int, body: bytes = b"") -> bytes:
     ],
 )
 def test_requests_before_authentication_end_the_connection(locked: Locked, frames: list[bytes]) -> None:
-    answered = ask_raw(locked.clear, *frames)
-    assert b"alice" not in answered
-    assert len(answered) < 200
+    responded = ask_raw(locked.clear, *frames)
+    assert b"alice" not in responded
+    assert len(responded) < 200
 
 
 def test_a_large_frame_before_authentication_ends_the_connection(locked: Locked) -> None:
@@ -469,8 +469,8 @@ def test_a_large_frame_before_authentication_ends_the_connection(locked: Locked)
 
 
 def test_many_requests_before_authentication_end_the_connection(locked: Locked) -> None:
-    answered = ask_raw(locked.clear, *[request(17, 1, b"\0\x05PLAIN")] * 40)
-    assert answered.count(b"SCRAM-SHA-256") <= 16
+    responded = ask_raw(locked.clear, *[request(17, 1, b"\0\x05PLAIN")] * 40)
+    assert responded.count(b"SCRAM-SHA-256") <= 16
 
 
 def test_bare_tokens_after_the_first_version_of_the_handshake(locked: Locked) -> None:

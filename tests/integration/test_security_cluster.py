@@ -48,7 +48,7 @@ from millstream.protocol.wire.replica_fetch import FETCH_KEY, VERSION, ReplicaFe
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
-from millstream_testing.waiting import until_answered
+from millstream_testing.waiting import until_result
 
 WAIT_S = 60.0
 CLUSTER = "locked"
@@ -113,7 +113,7 @@ async def test_nodes_replicate_and_work_together(locked: Locked) -> None:
             described = (await client.metadata(["orders"])).topics["orders"].partitions.values()
             return all(len(partition.in_sync) == 2 for partition in described)
 
-        await until_answered(in_sync)
+        await until_result(in_sync)
         nodes = (await client.metadata()).nodes.values()
         assert {f"{node.host}:{node.port}" for node in nodes} == {node.kafka for node in locked.nodes}
     handled: asyncio.Queue[Any] = asyncio.Queue()
@@ -146,7 +146,7 @@ async def test_a_token_of_one_node_is_good_at_the_other_at_once(locked: Locked) 
             except AuthenticationFailed:
                 return True
 
-        await until_answered(is_refused)
+        await until_result(is_refused)
 
 
 async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -> None:
@@ -173,13 +173,13 @@ async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -
         await put_user(client, *ALICE)
         assert not await publishes()
         await add_acls(client, [rule])
-        await until_answered(publishes)
+        await until_result(publishes)
         await delete_user(client, ALICE[0])
 
         async def is_out() -> bool:
             return not await publishes()
 
-        await until_answered(is_out)
+        await until_result(is_out)
 
 
 def open_with(locked: Locked, node: Server, assertion: str) -> Any:
@@ -210,11 +210,11 @@ async def test_a_gateway_acts_for_its_caller_at_every_node(locked: Locked) -> No
         assert created.status_code == 201, created.text
 
         async def is_known() -> bool:
-            answers = [await http.get(f"{url}/topics/{topic}/partitions/0/messages/0") for url in (first, second)]
-            assert {one.status_code for one in answers} <= {401, 404, 503}
-            return all(one.status_code == 404 for one in answers)
+            responses = [await http.get(f"{url}/topics/{topic}/partitions/0/messages/0") for url in (first, second)]
+            assert {one.status_code for one in responses} <= {401, 404, 503}
+            return all(one.status_code == 404 for one in responses)
 
-        await until_answered(is_known)
+        await until_result(is_known)
         for partition in range(4):
             for url in (first, second):
                 headers = {"message-partition": str(partition)}
@@ -261,11 +261,11 @@ async def test_only_nodes_have_callers_authenticated(locked: Locked) -> None:
     async with Client.connect(locked.nodes[0].kafka, credentials=locked.credentials(ADMIN)) as admin:
         await put_user(admin, "dave", "dave-password")
     async with Client.connect(locked.nodes[0].kafka, credentials=node) as client:
-        answer = decode(await client.private(None, AUTHENTICATE_KEY, asked), AuthenticateResponse)
-        assert answer.principal == "User:admin"
+        response = decode(await client.private(None, AUTHENTICATE_KEY, asked), AuthenticateResponse)
+        assert response.principal == "User:admin"
     for one in locked.nodes:
         # Signed by the first, accepted by both.
-        channel = await open_with(locked, one, answer.assertion)
+        channel = await open_with(locked, one, response.assertion)
         await channel.close()
     dave = locked.credentials(("dave", "dave-password"))
     async with Client.connect(locked.nodes[0].kafka, credentials=dave) as client:
@@ -349,12 +349,12 @@ async def test_a_node_opens_secrets_of_others_as_soon_as_it_has_their_key(locked
             described = await SubscriptionClient(client).describe(["sealed-here"])
             return {state["state"] for one in described for state in one["push"] if state["node"] == 2} == {"parked"}
 
-        await until_answered(is_parked)
+        await until_result(is_parked)
         write_keys(keys[1], [*read_keys(keys[1]), key], replace=True)
 
         async def is_pushed() -> bool:
             return not await is_parked()
 
-        await until_answered(is_pushed)
+        await until_result(is_pushed)
         assert [one.problem for one in (await list_secrets(client)).secrets] == [""]
         await SubscriptionClient(client).delete("sealed-here", force=True)

@@ -349,8 +349,8 @@ async def start_of(address: str, name: str) -> int:
     topic = DescribeShareGroupOffsetsRequestTopic(topic_name=TopicName(name), partitions=(i32(0),))
     group = DescribeShareGroupOffsetsRequestGroup(group_id=GroupId(name), topics=(topic,))
     async with Client.connect(address) as client:
-        answer = await client.send(None, DescribeShareGroupOffsetsRequest(groups=(group,)))
-    (reported,) = answer.groups
+        response = await client.send(None, DescribeShareGroupOffsetsRequest(groups=(group,)))
+    (reported,) = response.groups
     return int(reported.topics[0].partitions[0].start_offset) if reported.topics else -1
 
 

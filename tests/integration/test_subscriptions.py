@@ -41,9 +41,9 @@ from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     PartitionSettles,
-    SettleAnswer,
     SettledRange,
     SettleRequest,
+    SettleResponse,
 )
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_records, encode_batch
@@ -69,7 +69,7 @@ class Desk:
         await self.client.produce(self.topic, 0, encode_batch(records))
 
     async def receive(self, count: int, worker: str = "one", *, wait_ms: int = WAIT_MS) -> list[LeasedMessage]:
-        """Exactly so many messages; the server may give them in several answers."""
+        """Exactly so many messages; the server may give them in several responses."""
         found: list[LeasedMessage] = []
         while len(found) < count:
             more = await self.subscriptions.receive(self.name, worker, max_records=count - len(found), wait_ms=wait_ms)
@@ -96,8 +96,8 @@ class Desk:
             while f"{self.topic}-dead" not in (await self.client.metadata()).topics:
                 await asyncio.sleep(0.05)
         while len(found) < count:
-            answer = await self.client.fetch(f"{self.topic}-dead", 0, len(found), max_wait_ms=WAIT_MS)
-            more = list(decode_records(answer.records))
+            response = await self.client.fetch(f"{self.topic}-dead", 0, len(found), max_wait_ms=WAIT_MS)
+            more = list(decode_records(response.records))
             assert more
             found += [record for record in more if record.offset >= len(found)]
         return found
@@ -157,8 +157,8 @@ async def test_acceptances_that_are_sent_without_waiting_are_stored_together(ser
             (size,) = struct.unpack(">i", await reader.readexactly(4))
             frame = await reader.readexactly(size)
             assert read_correlation_id(frame) == message.record.offset
-            answer = decode(frame[response_body_at(SETTLE_KEY, 0, frame) :], SettleAnswer)
-            assert (answer.error, answer.results) == (0, [[(0, None)]])
+            response = decode(frame[response_body_at(SETTLE_KEY, 0, frame) :], SettleResponse)
+            assert (response.error, response.results) == (0, [[(0, None)]])
         writer.close()
         # One by one it would be a record for each.
         assert await stored_records(work.client) - before < count // 2

@@ -1,15 +1,15 @@
-"""Every state of a transactional id × every transactional request, answered as Apache Kafka answers."""
+"""Every state of a transactional id × every transactional request, responded as Apache Kafka responds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from conformance.transaction_table import ACCEPTED, differences, millstream_answers, recorded
+from conformance.transaction_table import ACCEPTED, differences, millstream_responses, recorded
 
 
-def test_answers_are_those_of_kafka(tmp_path: Path) -> None:
-    answers, expected = millstream_answers(tmp_path / "data"), recorded()
-    differing = differences(expected, answers)
+def test_responses_are_those_of_kafka(tmp_path: Path) -> None:
+    responses, expected = millstream_responses(tmp_path / "data"), recorded()
+    differing = differences(expected, responses)
     assert not differing, "\n".join(differing)
     # What differs on purpose still does; else there is nothing to accept.
-    assert all(answers[pair] != expected[pair] for pair in ACCEPTED)
+    assert all(responses[pair] != expected[pair] for pair in ACCEPTED)

@@ -54,17 +54,17 @@ def coordinator_of(cluster: ServerGroup, topic: str, name: str) -> int:
 
 def within(seconds: float, call: Callable[[], bool]) -> bool:
     """Call in its own thread, which is left behind with a `TimeoutError` if it does not come back."""
-    answer: Future[bool] = Future()
+    response: Future[bool] = Future()
 
     def run() -> None:
         try:
-            answer.set_result(call())
+            response.set_result(call())
         except BaseException as error:
-            answer.set_exception(error)
+            response.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        return answer.result(seconds)
+        return response.result(seconds)
     except TimeoutError:
         raise TimeoutError(f"the client did not come back within {seconds:g} s") from None
 

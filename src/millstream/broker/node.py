@@ -130,7 +130,7 @@ class ChildProcesses:
 
     gateway: Callable[[GatewaySockets, str, Config], GatewayProcess] | None = None
     beside: Mapping[str, Callable[[RunningNode], ChildProcess]] = field(default_factory=dict)
-    """By name; each is run once the APIs answer, and stopped in the reverse order."""
+    """By name; each is run once the APIs are loaded, and stopped in the reverse order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,17 +420,17 @@ class Broker:
             stores.declarations,
             clock=self._clock,
             backoff=lambda: Backoff(random, first_s=_WAIT_S_FIRST, max_s=_WAIT_S_MAX),
-            is_running=self._is_answered_by,
+            is_running=self._responds,
             report=self._serve_start_report,
         )
         await entry.check()
 
-    async def _is_answered_by(self, other: Node) -> bool:
+    async def _responds(self, other: Node) -> bool:
         """Whether the node that has this one's id runs. It cannot be this one, which does not listen yet."""
         from millstream.protocol.wire.node_status import BrokerStatus
 
         host = f"[{other.host}]" if ":" in other.host else other.host
-        status = BrokerStatus(f"{host}:{other.port}", answer_s=_PROBE_S_MAX)
+        status = BrokerStatus(f"{host}:{other.port}", response_s=_PROBE_S_MAX)
         try:
             return bool((await status.ask())["node_id"] == other.node_id)
         except MillstreamError:
@@ -487,7 +487,7 @@ class Broker:
     async def _serve(
         self, dispatch: Dispatch, core: _Core, listener: Listener, budget: Budget, store: LogStore
     ) -> None:
-        """Import the APIs in a thread, because their message classes take a while, then answer with them."""
+        """Import the APIs in a thread, because their message classes take a while, then serve with them."""
         config, clock = self._config, self._clock
         module = await asyncio.to_thread(_import_served)
         node = module.NodeState(
@@ -554,7 +554,7 @@ class Broker:
         self._begin_gateway(gateway)
 
     def _run_child(self, name: str, make: Callable[[RunningNode], ChildProcess], core: _Core) -> None:
-        """Run a child process once the APIs answer, and end it on `stop`."""
+        """Run a child process once the APIs are loaded, and end it on `stop`."""
         made: list[ChildProcess] = []
 
         async def run() -> None:
@@ -613,7 +613,7 @@ class Broker:
 
     async def _close_served(self) -> None:
         if self._serving is not None:
-            # Clients that connected while the APIs were loading are answered too, instead of waiting until they are
+            # Clients that connected while the APIs were loading are served too, instead of waiting until they are
             # disconnected.
             await asyncio.wait([self._serving])
         if self._served is not None:
@@ -635,7 +635,7 @@ class Broker:
         )
 
     def health(self) -> Mapping[str, Any] | None:
-        """Return what health checks need to know, once the APIs answer."""
+        """Return what health checks need to know, once the APIs are loaded."""
         return None if self._served is None else self._served.node_status.health()
 
     # -- addresses ------------------------------------------------------------------------------------------

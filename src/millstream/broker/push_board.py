@@ -33,7 +33,7 @@ class PushState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushReport(PushState, frozen=True, kw_only=True):
-    """The same for one subscription, and how long its endpoint takes to answer."""
+    """The same for one subscription, and how long its endpoint takes to respond."""
 
     subscription: str
     bounds: list[float]
@@ -99,7 +99,7 @@ class PushBoard:
         yield Metric(
             "millstream_push_seconds",
             "histogram",
-            "How long endpoints take to answer.",
+            "How long endpoints take to respond.",
             [_sample(one, _distribution(one)) for one in reports],
         )
         yield Metric(

@@ -11,7 +11,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun
-from millstream.cli.output import counted, print_answer, print_json, print_line, print_list
+from millstream.cli.output import counted, print_json, print_line, print_list, print_result
 from millstream.core.acl import (
     ROLES,
     WILDCARD,
@@ -201,7 +201,7 @@ def explain(
         "super_user": is_super_user if knows_super_users else None,
         "rule": None if decision.rule is None else _document(decision.rule),
     }
-    print_answer(document, f"{'allowed' if decision else 'denied'}: {why}", as_json=common.as_json)
+    print_result(document, f"{'allowed' if decision else 'denied'}: {why}", as_json=common.as_json)
 
 
 def _add(rules: list[Acl], common: Common) -> None:
@@ -233,7 +233,7 @@ def _remove(rules: Iterable[Acl], common: Common, *, permission: Permission = Pe
     removed = ask(common, lambda client: remove_acls(client, filters))
     if not removed:
         raise CommandFailed("no rule says exactly this; see `millstream acl list`", ExitCode.NOT_FOUND)
-    print_answer({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=common.as_json)
+    print_result({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=common.as_json)
 
 
 def _document(acl: Acl) -> dict[str, str]:

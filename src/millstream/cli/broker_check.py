@@ -1,4 +1,4 @@
-"""Checks of a running broker: that it answers, is ready, and that its parts are healthy."""
+"""Checks of a running broker: that it responds, is ready, and that its parts are healthy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> lis
 
 CLOCK_SKEW_MS_MAX = 5_000
 
-SLOW_ANSWER_S = 1.0
+SLOW_RESPONSE_S = 1.0
 
 _HTTP_S = 5.0
 
@@ -63,7 +63,7 @@ _TOPICS_MAX = 1000
 
 async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
     """Check a broker; an unreachable one is the only finding."""
-    # Loading this takes longer than most answers, and must not count as the broker's time.
+    # Loading this takes longer than most responses, and must not count as the broker's time.
     import_lean_kio()
     started = time.monotonic()
     try:
@@ -74,11 +74,11 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
             metadata = await client.metadata()
             took_s = time.monotonic() - started
             minimums = await min_in_sync(client, sorted({name for name, _ in _lacking(metadata)})[:_TOPICS_MAX])
-            findings = [_answered(brokers, took_s), *_led(metadata, minimums)]
+            findings = [_responded(brokers, took_s), *_led(metadata, minimums)]
             findings += await _status_findings(client, brokers)
     except (BrokerUnreachable, RequestTimedOut) as error:
         advice = "start it with: millstream serve; or give its address with --brokers HOST:PORT"
-        return [problem("broker", f"no broker answers at {brokers}: {error}", advice, ExitCode.UNREACHABLE)]
+        return [problem("broker", f"no broker responds at {brokers}: {error}", advice, ExitCode.UNREACHABLE)]
     except AuthenticationFailed as error:
         advice = "check --user, --password-file, --token-file and --tls-ca, or the profile"
         return [problem("broker", str(error), advice, ExitCode.USAGE)]
@@ -86,13 +86,13 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
         advice = "sign in as a user with DESCRIBE on the cluster: millstream acl allow USER describe cluster"
         return [problem("broker", str(error), advice)]
     except MillstreamError as error:
-        return [problem("broker", f"{brokers} answers unexpectedly: {error}", "see the broker's log")]
+        return [problem("broker", f"{brokers} responds unexpectedly: {error}", "see the broker's log")]
     return findings
 
 
-def _answered(brokers: str, took_s: float) -> Finding:
-    detail = f"{brokers} answers in {took_s * 1000:.0f} ms"
-    if took_s > SLOW_ANSWER_S:
+def _responded(brokers: str, took_s: float) -> Finding:
+    detail = f"{brokers} responds in {took_s * 1000:.0f} ms"
+    if took_s > SLOW_RESPONSE_S:
         return warning("broker", detail, "the machine may be overloaded; check its CPU and its disk")
     return ok("broker", detail)
 
@@ -145,10 +145,10 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     # Before others are asked, which may take a while.
     clock = _clock(status)
     statuses = await _statuses(client, status)
-    answers = [one for one in statuses.values() if one]
-    damage = [*_damage(_lost_of_all(statuses)), *_refused_letters(answers)]
-    findings = [_version(answers), *_readiness(statuses), *_warned(answers), *damage, clock]
-    return [*findings, *await check_pipelines(client, status), *_held(answers), await _http(status)]
+    responses = [one for one in statuses.values() if one]
+    damage = [*_damage(_lost_of_all(statuses)), *_refused_letters(responses)]
+    findings = [_version(responses), *_readiness(statuses), *_warned(responses), *damage, clock]
+    return [*findings, *await check_pipelines(client, status), *_held(responses), await _http(status)]
 
 
 def _version(statuses: Iterable[Mapping[str, Any]]) -> Finding:
@@ -163,7 +163,7 @@ def _readiness(statuses: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
     known: set[str] = set()
     for node, status in statuses.items():
         if not status:
-            yield problem("readiness", f"node {node} does not answer", "see its process and its log")
+            yield problem("readiness", f"node {node} does not respond", "see its process and its log")
             continue
         # The nodes of a machine report each other.
         reasons = [reason for reason in status["reasons"] if reason not in known]
@@ -184,8 +184,11 @@ def _warned(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
 async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the status of each node; empty for one that gives none."""
     others = sorted((await client.metadata([])).nodes.keys() - {status["node_id"]})
-    answers = await asyncio.gather(*(node_status(client, node) for node in others))
-    found = {status["node_id"]: status, **{node: answer or {} for node, answer in zip(others, answers, strict=True)}}
+    responses = await asyncio.gather(*(node_status(client, node) for node in others))
+    found = {
+        status["node_id"]: status,
+        **{node: response or {} for node, response in zip(others, responses, strict=True)},
+    }
     return dict(sorted(found.items()))
 
 
@@ -256,13 +259,13 @@ async def _http(status: dict[str, Any]) -> Finding:
     if not url:
         return ok("http", "a broker inside a program, without a gateway")
     try:
-        answer = await within(_HTTP_S, _get(url, "/readyz"))
+        response = await within(_HTTP_S, _get(url, "/readyz"))
     except (OSError, TimeoutError, ValueError) as error:
         advice = "the broker restarts its gateway automatically; its log says why it ended"
-        return problem("http", f"the gateway at {url} does not answer: {str(error) or 'no answer in time'}", advice)
-    if answer not in (200, 503):
-        return problem("http", f"the gateway at {url} answers with {answer}", "see the broker's log")
-    return ok("http", f"the gateway at {url} answers")
+        return problem("http", f"the gateway at {url} does not respond: {str(error) or 'no response in time'}", advice)
+    if response not in (200, 503):
+        return problem("http", f"the gateway at {url} responds with {response}", "see the broker's log")
+    return ok("http", f"the gateway at {url} responds")
 
 
 async def _get(url: str, path: str) -> int:
@@ -271,7 +274,7 @@ async def _get(url: str, path: str) -> int:
     host, _, port = address.rpartition(":")
     tls = None
     if scheme == "https":
-        # Not verified: this only checks that the gateway answers, and sends nothing secret.
+        # Not verified: this only checks that the gateway responds, and sends nothing secret.
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=tls)

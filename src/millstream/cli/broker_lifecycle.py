@@ -20,7 +20,7 @@ class BrokerState(Enum):
     STARTING = auto()
     SERVING = auto()
     SILENT = auto()
-    """Ready, but it has not answered the last health request in time."""
+    """Ready, but it has not responded to the last health request in time."""
     STOPPING = auto()
     """Asked to end; it is paused afterwards."""
     PAUSED = auto()
@@ -38,9 +38,9 @@ class BrokerEvent(Enum):
     SPAWN = auto()
     SPAWN_FAILED = auto()
     READY = auto()
-    ANSWERED = auto()
+    RESPONDED = auto()
     TIMED_OUT = auto()
-    """A health request was not answered in time."""
+    """A health request got no response in time."""
     EXITED = auto()
     PAUSE = auto()
     RESUME = auto()
@@ -65,7 +65,7 @@ _NEXT: Final[Mapping[BrokerEvent, Mapping[BrokerState, BrokerState]]] = {
     BrokerEvent.SPAWN: {_S.DUE: _S.STARTING},
     BrokerEvent.SPAWN_FAILED: _ENDED,
     BrokerEvent.READY: {_S.STARTING: _S.SERVING},
-    BrokerEvent.ANSWERED: {_S.SILENT: _S.SERVING},
+    BrokerEvent.RESPONDED: {_S.SILENT: _S.SERVING},
     BrokerEvent.TIMED_OUT: {_S.SERVING: _S.SILENT},
     BrokerEvent.EXITED: _ENDED,
     BrokerEvent.PAUSE: {
@@ -83,7 +83,7 @@ _NEXT: Final[Mapping[BrokerEvent, Mapping[BrokerState, BrokerState]]] = {
 
 
 class BrokerLifecycle:
-    """The state of one broker process. Events that do not apply to a state, such as a late answer, are ignored."""
+    """The state of one broker process. Events that do not apply to a state, such as a late response, are ignored."""
 
     def __init__(self, failed_starts_max: int) -> None:
         self.state = BrokerState.DUE

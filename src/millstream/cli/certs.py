@@ -12,7 +12,7 @@ import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import AsJson, flag
-from millstream.cli.output import print_answer
+from millstream.cli.output import print_result
 from millstream.core.ids import NodeId
 from millstream.core.private_file import write_private
 
@@ -49,7 +49,7 @@ def init(
     """
     files = make_node_certificate(dir, host or ["localhost", "127.0.0.1", "::1"], cluster, NodeId(node_id))
     certificate, key = files["certificate"], files["key"]
-    print_answer(
+    print_result(
         files,
         f"Made {certificate} and {key}, signed by {files['ca']}.\n"
         f"Try: millstream serve --tls-cert {certificate} --tls-key {key}",
@@ -94,7 +94,7 @@ def client(
         raise CommandFailed(f"{certificate} exists already; remove it first", ExitCode.CONFLICT)
     _issue(_authority(dir / "ca.pem", dir / "ca.key"), name, [], None, certificate, key)
     files = {"certificate": str(certificate), "key": str(key), "principal": f"User:CN={name}"}
-    print_answer(files, f"Made {certificate} and {key}; its principal is User:CN={name}.", as_json=as_json)
+    print_result(files, f"Made {certificate} and {key}; its principal is User:CN={name}.", as_json=as_json)
 
 
 _Authority = tuple["x509.Certificate", "EllipticCurvePrivateKey"]

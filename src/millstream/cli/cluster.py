@@ -163,7 +163,7 @@ def _print_running(running: LocalCluster) -> None:
 def status(common: Common = COMMON) -> None:
     """Show the nodes, the controller, and partitions without a leader or with missing replicas.
 
-    Exits with 0 if every node answers and every replica is in sync, otherwise with 1.
+    Exits with 0 if every node responds and every replica is in sync, otherwise with 1.
     """
     from millstream.client.admin.cluster_status import cluster_status
 
@@ -174,7 +174,7 @@ def status(common: Common = COMMON) -> None:
         _print_status(found)
     if found.silent or found.troubled:
         raise CommandFailed(
-            f"not everything is in sync: no answer from {counted(len(found.silent), 'node')}, "
+            f"not everything is in sync: no response from {counted(len(found.silent), 'node')}, "
             f"{counted(len(found.troubled), 'partition')} without a leader or with a replica out of sync"
         )
 
@@ -195,7 +195,7 @@ def _print_status(found: ClusterStatus) -> None:
         if found.silent:
             # What the other nodes report about partitions may predate the loss of these nodes.
             print_line(
-                f"No answer from {counted(len(found.silent), 'node')}: {_numbers(found.silent)}. Check again soon."
+                f"No response from {counted(len(found.silent), 'node')}: {_numbers(found.silent)}. Check again soon."
             )
         else:
             print_line("Every partition has a leader and all its replicas in sync.")

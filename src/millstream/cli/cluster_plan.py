@@ -10,7 +10,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import COMMON, Common, Noun, Throttle, Wait
-from millstream.cli.output import counted, print_answer, print_json, print_line, print_table, sized
+from millstream.cli.output import counted, print_json, print_line, print_result, print_table, sized
 
 if TYPE_CHECKING:
     from millstream.core.cluster_plan import Plan
@@ -79,7 +79,7 @@ def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, comm
         return
     document = {"plan": ended.plan_id, "state": ended.state, "throttle_bytes_per_s": ended.throttle_bytes}
     text = f"Plan {ended.plan_id} runs. Follow it with: millstream cluster plan show"
-    print_answer(document, text, as_json=common.as_json)
+    print_result(document, text, as_json=common.as_json)
 
 
 def cancel(plan: PlanId = "", common: Common = COMMON) -> None:
@@ -88,7 +88,7 @@ def cancel(plan: PlanId = "", common: Common = COMMON) -> None:
 
     cancelled = ask(common, lambda client: cancel_plan(client, plan))
     document = {"plan": cancelled.plan_id, "state": cancelled.state}
-    print_answer(document, f"Plan {cancelled.plan_id} is {cancelled.state}.", as_json=common.as_json)
+    print_result(document, f"Plan {cancelled.plan_id} is {cancelled.state}.", as_json=common.as_json)
 
 
 def undrain(node: NodeNumber, common: Common = COMMON) -> None:
@@ -96,7 +96,7 @@ def undrain(node: NodeNumber, common: Common = COMMON) -> None:
     from millstream.client.admin import cluster_plans
 
     ask(common, lambda client: cluster_plans.undrain(client, node))
-    print_answer(
+    print_result(
         {"node": node, "drained": False}, f"Node {node} may get leaders and replicas again.", as_json=common.as_json
     )
 
@@ -138,7 +138,7 @@ async def _until_ended(client: Client, plan_id: str) -> PlanResponse:
             current = await current_plan(client)
             failures = 0
         except MillstreamError:
-            # The node that answered may be the one that is restarted; the plan continues.
+            # The node that responded may be the one that is restarted; the plan continues.
             failures += 1
             if failures > 30:
                 raise

@@ -66,7 +66,7 @@ class LocalServer(ABC):
         """Return the address for clients."""
 
     def start(self) -> Self:
-        """Start it, with new data if there are none, and wait until it answers."""
+        """Start it, with new data if there are none, and wait until it responds."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.port:
             self._held = ReservedPort()
@@ -107,7 +107,7 @@ class LocalServer(ABC):
         while not self._is_ready():
             process.check_runs()
             if time.monotonic() > deadline:
-                raise process.failed(f"did not answer within {self.ready_s_max:g} s")
+                raise process.failed(f"did not respond within {self.ready_s_max:g} s")
             time.sleep(_SERVER_PROBE_S)
 
 
@@ -199,8 +199,8 @@ class LocalEtcd(LocalServer):
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(self.health_url, timeout=1) as answer:
-                return b'"true"' in answer.read(1000)
+            with urllib.request.urlopen(self.health_url, timeout=1) as response:
+                return b'"true"' in response.read(1000)
         except (urllib.error.URLError, OSError):
             return False
 
@@ -550,7 +550,7 @@ class LocalCluster:
 
 
 def sessions(etcd: str, cluster: str) -> dict[int, str]:
-    """Return the nodes that etcd knows as running, with their addresses; none if it does not answer."""
+    """Return the nodes that etcd knows as running, with their addresses; none if it does not respond."""
     from millstream.broker.cluster import keys
     from millstream.broker.cluster.etcd_address import EtcdAddress
     from millstream.broker.cluster.etcd_store import EtcdStore

@@ -152,7 +152,7 @@ def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awaitable[Iterable[str]]]) -> list[str]:
-    """Complete names with the broker of the command line so far; none if it does not answer."""
+    """Complete names with the broker of the command line so far; none if it does not respond."""
     try:
         found = ask(Common(brokers=ctx.params.get("brokers") or default_brokers(), timeout=COMPLETION_S), names)
     except (MillstreamError, CommandFailed):

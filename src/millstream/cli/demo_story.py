@@ -296,19 +296,19 @@ class DemoMember:
         asked = messages.HeartbeatRequest(
             group_id=self._group, generation_id=self._generation, member_id=self._member_id
         )
-        answer = await self._client.send(coordinator, asked)
-        if answer.error_code in _REJOIN:
+        response = await self._client.send(coordinator, asked)
+        if response.error_code in _REJOIN:
             await self._commit(coordinator)
             return False
-        self._check(answer, "heartbeat")
+        self._check(response, "heartbeat")
         return True
 
     async def _fetch(self) -> None:
         if not self._positions:
             await asyncio.sleep(_FETCH.max_wait_ms / 1000)
             return
-        for where, answer in (await self._client.fetch_many(self._positions, _FETCH)).items():
-            records = [one for one in decode_records(answer.records) if one.offset >= self._positions[where]]
+        for where, response in (await self._client.fetch_many(self._positions, _FETCH)).items():
+            records = [one for one in decode_records(response.records) if one.offset >= self._positions[where]]
             if records:
                 self._positions[where] = Offset(records[-1].offset + 1)
                 self.read.extend((where.partition, record) for record in records)
@@ -331,21 +331,21 @@ class DemoMember:
             topics=(messages.OffsetCommitRequestTopic(name=self._topic, partitions=wanted),),
         )
         for topic in (await self._client.send(coordinator, asked)).topics:
-            for answer in topic.partitions:
-                if answer.error_code not in _REJOIN:
-                    self._check(answer, "commit")
+            for response in topic.partitions:
+                if response.error_code not in _REJOIN:
+                    self._check(response, "commit")
 
     async def _leave(self, coordinator: NodeId) -> None:
         from kio.schema.leave_group.v5 import request
 
         messages: Any = request
         me = messages.MemberIdentity(member_id=self._member_id)
-        answer = await self._client.send(coordinator, messages.LeaveGroupRequest(group_id=self._group, members=(me,)))
-        self._check(answer, "leave")
+        response = await self._client.send(coordinator, messages.LeaveGroupRequest(group_id=self._group, members=(me,)))
+        self._check(response, "leave")
 
-    def _check(self, answer: Any, verb: str) -> None:
-        if answer.error_code != _OK:
-            raise error_from_code(answer.error_code, None, about=f"{verb} group {self._group!r}")
+    def _check(self, response: Any, verb: str) -> None:
+        if response.error_code != _OK:
+            raise error_from_code(response.error_code, None, about=f"{verb} group {self._group!r}")
 
 
 def _subscription(topic: str) -> bytes:

@@ -16,11 +16,11 @@ from millstream.cli.output import (
     as_json_text,
     counted,
     one_line,
-    print_answer,
     print_json,
     print_line,
     print_list,
     print_note,
+    print_result,
 )
 from millstream.client.admin.dead_letter import (
     Outcome,
@@ -84,7 +84,7 @@ def list_(common: Common = COMMON) -> None:
         if one.unreached:
             partitions = ", ".join(map(str, one.unreached))
             print_note(
-                f"Topic {one_line(one.topic)} may have more letters: partition {partitions} did not answer; "
+                f"Topic {one_line(one.topic)} may have more letters: partition {partitions} did not respond; "
                 "see millstream cluster status."
             )
         for reason in one.refusals:
@@ -173,7 +173,7 @@ def _survey(name: str, filter_: str | None, limit: int | None, to_topic: str | N
         if gone:
             reasons = "; ".join(one_line(f"{reason} ({number:,})") for reason, number in outcome.refused.items())
             text += f" {counted(gone, 'letter')} would stay open: {reasons}."
-    print_answer(document, text, as_json=common.as_json)
+    print_result(document, text, as_json=common.as_json)
 
 
 def _surveyed(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> Outcome:
@@ -221,7 +221,7 @@ def purge(
     if dry:
         found = _surveyed(name, filter_, limit, None, common)
         text = f"Would close {counted(found.selected, 'letter')}{_unmatched(found)}."
-        print_answer({"would_purge": found.selected, **_as_json(found)}, text, as_json=common.as_json)
+        print_result({"would_purge": found.selected, **_as_json(found)}, text, as_json=common.as_json)
         return
     ask_person(f"Close the open letters of {name}?", unless=yes or common.as_json)
 

@@ -76,7 +76,7 @@ def doctor(
 
     Nothing is changed. A data folder can be checked only while its broker is stopped; otherwise check the broker. Exits
     with 0 if there are no problems (warnings do not count), 1 if there are, 3 if the folder does not exist, 4 if no
-    broker answers.
+    broker responds.
     """
     findings: list[Finding] = []
     folder = data if data is not None else Path(Config.load().data)

@@ -16,7 +16,7 @@ from millstream.cli.options import (
     ask_person,
     flag,
 )
-from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_list, print_table
+from millstream.cli.output import counted, one_line, print_json, print_line, print_list, print_result, print_table
 from millstream.client.admin.groups import group_document, total_lag
 from millstream.client.admin.position import POSITION_HELP, parse_position
 
@@ -112,7 +112,7 @@ def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
         await delete_group(client, name)
 
     ask(common, question)
-    print_answer({"group": name, "deleted": True}, f"Deleted group {one_line(name)}.", as_json=common.as_json)
+    print_result({"group": name, "deleted": True}, f"Deleted group {one_line(name)}.", as_json=common.as_json)
 
 
 def _print_description(group: Group, progress: list[Progress]) -> None:

@@ -8,7 +8,7 @@ start is abandoned: its logs are moved to the folders of the others (`machine_fo
 
 Between the supervisor and a broker there are two pipes. The broker's input has its settings, then a line for each time
 the supervisor asks for its health; it ends when the broker is to stop. Its output has where it listens, once it is
-ready, then one line for each answer.
+ready, then one line for each response.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LATE_S: Final = 3.0
 _PR_SET_PDEATHSIG: Final = 1
 _LINE_BYTES_MAX: Final = 1024 * 1024
 _LAST_LINES_S: Final = 1.0
-_ANSWER_S: Final = 1.0
+_RESPONSE_S: Final = 1.0
 """How long a broker may take to report its health; the gateway waits for all brokers of the machine."""
 _SETTLE_ATTEMPTS: Final = 5
 
@@ -84,8 +84,8 @@ class BrokerProcess(SupervisedChild):
         self._serving: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._lifecycle = BrokerLifecycle(FAILED_STARTS_MAX)
-        self._answer: asyncio.Future[None] | None = None
-        """Done when the pending health request is answered; None if none is pending."""
+        self._response: asyncio.Future[None] | None = None
+        """Done when the pending health request gets a response; None if none is pending."""
         self._health: dict[str, Any] | None = None
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         """The broker's announcement when it was first ready, or why it never was."""
@@ -115,7 +115,7 @@ class BrokerProcess(SupervisedChild):
 
     @property
     def health(self) -> dict[str, Any] | None:
-        """Return the broker's last health report; None while it does not serve, or does not answer."""
+        """Return the broker's last health report; None while it does not serve, or does not respond."""
         return self._health if self.state is BrokerState.SERVING else None
 
     async def pause(self) -> None:
@@ -145,17 +145,17 @@ class BrokerProcess(SupervisedChild):
             await within(self.stop_s, self._lifecycle.until((BrokerState.RETIRED,)))
 
     async def refresh(self) -> None:
-        """Request a health report; a broker that does not answer in time counts as silent."""
+        """Request a health report; a broker that does not respond in time counts as silent."""
         process = self._process
         is_ready = self.state in (BrokerState.SERVING, BrokerState.SILENT)
         if not is_ready or process is None or process.stdin is None or process.stdin.is_closing():
             return
-        if self._answer is None:
-            self._answer = asyncio.get_running_loop().create_future()
+        if self._response is None:
+            self._response = asyncio.get_running_loop().create_future()
             process.stdin.write(QUESTION)
-        answered, _ = await asyncio.wait([self._answer], timeout=_ANSWER_S)
-        if not answered:
-            # The request stays pending: a late answer still counts.
+        responded, _ = await asyncio.wait([self._response], timeout=_RESPONSE_S)
+        if not responded:
+            # The request stays pending: a late response still counts.
             self._lifecycle.apply(BrokerEvent.TIMED_OUT)
 
     async def _wanted(self) -> None:
@@ -214,13 +214,13 @@ class BrokerProcess(SupervisedChild):
             self.ready.set_result(announced)
         while line := await process.stdout.readline():
             self._health = json.loads(line)
-            self._lifecycle.apply(BrokerEvent.ANSWERED)
+            self._lifecycle.apply(BrokerEvent.RESPONDED)
             self._close_question()
 
     def _close_question(self) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer.set_result(None)
+        response, self._response = self._response, None
+        if response is not None:
+            response.set_result(None)
 
     async def _ended(self, process: Process) -> int:
         if self.state in (BrokerState.STOPPING, BrokerState.RETIRING):
@@ -419,7 +419,7 @@ class Machine:
         warnings: dict[str, None] = dict.fromkeys(self._given_up.values())
         for broker in self.brokers:
             if broker.state is BrokerState.SILENT:
-                reasons[f"node {broker.node_id} of this machine does not answer"] = None
+                reasons[f"node {broker.node_id} of this machine does not respond"] = None
             elif broker.health is None:
                 reasons[not_running(NodeId(broker.node_id))] = None
             else:
@@ -522,7 +522,7 @@ class Machine:
     async def _stop(self) -> None:
         self._is_stopping = True
         if self._gateway is not None:
-            # Requests in progress are finished while the brokers still answer.
+            # Requests in progress are finished while the brokers still respond.
             await self._gateway.stop()
         last = self.brokers if self.service is None else self.brokers[:1]
         # On a machine without a cluster, the first broker stops last, so that clients know it to the end: its port is
@@ -652,7 +652,7 @@ async def _run_broker(share: dict[str, Any], config: Config, descriptor: int) ->
 
 
 async def _watch_input(broker: Broker, hung_up: asyncio.Future[None]) -> None:
-    """Answer questions until the end of the standard input: then the supervisor wants this broker to stop."""
+    """Response questions until the end of the standard input: then the supervisor wants this broker to stop."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while await reader.readline():

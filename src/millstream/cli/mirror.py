@@ -26,11 +26,11 @@ from millstream.cli.options import (
 from millstream.cli.output import (
     counted,
     one_line,
-    print_answer,
     print_json,
     print_line,
     print_list,
     print_note,
+    print_result,
     print_settings,
     print_table,
     sized,
@@ -146,7 +146,7 @@ def create(
     }
     chosen = {key: text for key, text in given.items() if text}
     _ask(common, lambda mirrors: mirrors.create(name, chosen))
-    print_answer({"mirror": name}, f"Mirror {name} copies from {source}.", as_json=common.as_json)
+    print_result({"mirror": name}, f"Mirror {name} copies from {source}.", as_json=common.as_json)
 
 
 @app.command("list")
@@ -201,21 +201,21 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
     if not changes:
         raise CommandFailed("give --set NAME=VALUE or --unset NAME", ExitCode.USAGE)
     _ask(common, lambda mirrors: mirrors.alter(name, changes))
-    print_answer({"mirror": name, "changed": sorted(changes)}, f"Mirror {name} is changed.", as_json=common.as_json)
+    print_result({"mirror": name, "changed": sorted(changes)}, f"Mirror {name} is changed.", as_json=common.as_json)
 
 
 @app.command("pause")
 def pause(name: Name, common: Common = COMMON) -> None:
     """Stop copying for now; the copies stay readable."""
     _ask(common, lambda mirrors: mirrors.want(name, is_wanted=False))
-    print_answer({"mirror": name, "state": "paused"}, f"Mirror {name} is paused.", as_json=common.as_json)
+    print_result({"mirror": name, "state": "paused"}, f"Mirror {name} is paused.", as_json=common.as_json)
 
 
 @app.command("resume")
 def resume(name: Name, common: Common = COMMON) -> None:
     """Continue copying."""
     _ask(common, lambda mirrors: mirrors.want(name, is_wanted=True))
-    print_answer({"mirror": name, "state": "starting"}, f"Mirror {name} continues.", as_json=common.as_json)
+    print_result({"mirror": name, "state": "starting"}, f"Mirror {name} continues.", as_json=common.as_json)
 
 
 @app.command("delete")
@@ -223,7 +223,7 @@ def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a mirror that has no copies any more."""
     ask_person(f"Delete mirror {name}?", unless=yes)
     _ask(common, lambda mirrors: mirrors.delete(name))
-    print_answer({"mirror": name, "deleted": True}, f"Mirror {name} is deleted.", as_json=common.as_json)
+    print_result({"mirror": name, "deleted": True}, f"Mirror {name} is deleted.", as_json=common.as_json)
 
 
 @app.command("failover")
@@ -384,7 +384,7 @@ def _cut_document(cut: CutPartition) -> dict[str, Any]:
 def _note_unknown(report: FailoverResponse) -> None:
     unknown = sum(cut.missing is None for cut in report.partitions)
     if report.source_error or unknown:
-        why = one_line(report.source_error) or f"it did not answer for {counted(unknown, 'partition')}"
+        why = one_line(report.source_error) or f"it did not respond for {counted(unknown, 'partition')}"
         print_note(f"It is unknown which acknowledged records of the source are missing: {why}")
 
 

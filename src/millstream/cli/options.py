@@ -49,7 +49,7 @@ Brokers = Annotated[
         callback=_brokers_of_profile,
         envvar="MILLSTREAM_BROKERS",
         metavar="HOST:PORT[,...]",
-        help="The brokers to connect to; the first one that answers is used.",
+        help="The brokers to connect to; the first one that responds is used.",
     ),
 ]
 

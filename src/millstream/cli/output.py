@@ -24,7 +24,7 @@ def print_json(document: Any) -> None:
     print_line(as_json_text(document))
 
 
-def print_answer(document: Any, text: str, *, as_json: bool) -> None:
+def print_result(document: Any, text: str, *, as_json: bool) -> None:
     """Print the result of a command, for a program or for a person."""
     if as_json:
         print_json(document)
@@ -34,7 +34,7 @@ def print_answer(document: Any, text: str, *, as_json: bool) -> None:
 
 def print_noted(document: dict[str, Any], text: str, notes: Sequence[str], *, as_json: bool) -> None:
     """Print the result of a command with notes: in the document for a program, on stderr for a person."""
-    print_answer({**document, "notes": list(notes)}, text, as_json=as_json)
+    print_result({**document, "notes": list(notes)}, text, as_json=as_json)
     for note in notes if not as_json else ():
         print_note(note)
 

@@ -29,12 +29,12 @@ from millstream.cli.options import (
 from millstream.cli.output import (
     counted,
     one_line,
-    print_answer,
     print_json,
     print_line,
     print_list,
     print_note,
     print_noted,
+    print_result,
     print_settings,
 )
 from millstream.cli.pipeline_options import Flags, Name, flags_not_for
@@ -209,7 +209,7 @@ def trigger(name: Name, common: Common = COMMON) -> None:
     ask_pipelines(common, lambda pipelines: pipelines.request_run(name))
     shown = one_line(name)
     text = f"Job {shown} runs; see: millstream pipeline runs {shown}"
-    print_answer({"pipeline": name, "requested": True}, text, as_json=common.as_json)
+    print_result({"pipeline": name, "requested": True}, text, as_json=common.as_json)
 
 
 @app.command("cancel")
@@ -217,7 +217,7 @@ def cancel(name: Name, common: Common = COMMON) -> None:
     """Cancel the run of a job that is in progress; it is not retried, and the schedule continues."""
     number = ask_pipelines(common, lambda pipelines: pipelines.cancel_run(name))
     text = f"Cancelled run {number} of job {one_line(name)}."
-    print_answer({"pipeline": name, "run": number}, text, as_json=common.as_json)
+    print_result({"pipeline": name, "run": number}, text, as_json=common.as_json)
 
 
 def _run_row(run: dict[str, Any]) -> list[Any]:
@@ -255,14 +255,14 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
 def start(name: Name, common: Common = COMMON) -> None:
     """Start a pipeline; a parked pipeline is retried."""
     ask_pipelines(common, lambda pipelines: pipelines.start(name))
-    print_answer({"pipeline": name, "wanted": True}, f"Started pipeline {one_line(name)}.", as_json=common.as_json)
+    print_result({"pipeline": name, "wanted": True}, f"Started pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 @app.command("stop")
 def stop(name: Name, common: Common = COMMON) -> None:
     """Stop a pipeline; when it is started again, it continues where it was."""
     ask_pipelines(common, lambda pipelines: pipelines.stop(name))
-    print_answer({"pipeline": name, "wanted": False}, f"Stopped pipeline {one_line(name)}.", as_json=common.as_json)
+    print_result({"pipeline": name, "wanted": False}, f"Stopped pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 @app.command("delete")
@@ -270,7 +270,7 @@ def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a pipeline; tables and topics that it wrote stay. Asks for confirmation at a terminal."""
     ask_person(f"Delete pipeline {name} and its progress?", unless=yes or common.as_json)
     ask_pipelines(common, lambda pipelines: pipelines.delete(name))
-    print_answer({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=common.as_json)
+    print_result({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 async def _described(client: Client, name: str) -> dict[str, Any]:
@@ -418,7 +418,7 @@ def _declare(
     """Declare it and return notes; None if it exists."""
     settings = flags.settings_of(kind)
     rules = () if flags.rules is None else read_rules(flags.rules)
-    # Errors in it are reported even when no broker answers.
+    # Errors in it are reported even when no broker responds.
     check_pipeline(name, kind, settings)
     check_rules(kind, rules)
     try:

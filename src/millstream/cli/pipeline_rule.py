@@ -11,7 +11,7 @@ import typer
 from millstream.cli.connection import ask, ask_pipelines, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag, read_text_file
-from millstream.cli.output import counted, one_line, print_answer, print_list, print_noted
+from millstream.cli.output import counted, one_line, print_list, print_noted, print_result
 from millstream.cli.pipeline_options import Name
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.core.pipeline_rules import check_rules
@@ -98,7 +98,7 @@ def delete(
     """Delete rules; what they have routed stays."""
     left = ask_pipelines(common, lambda pipelines: pipelines.change_rules(name, gone=rule)).rules
     text = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {left:,} left."
-    print_answer({"pipeline": name, "deleted": len(rule), "rules": left}, text, as_json=common.as_json)
+    print_result({"pipeline": name, "deleted": len(rule), "rules": left}, text, as_json=common.as_json)
 
 
 async def _passed(client: Client, name: str, topic: str) -> int:

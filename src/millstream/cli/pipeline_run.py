@@ -22,7 +22,7 @@ import typer
 from millstream.cli.connection import ask, command_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, DEFAULT_TIMEOUT_S, Common, flag
-from millstream.cli.output import counted, one_line, print_answer, print_note
+from millstream.cli.output import counted, one_line, print_note, print_result
 from millstream.cli.pipeline_options import Flags
 from millstream.cli.pipeline_rule import read_rules
 from millstream.core.child_process import kill_session
@@ -92,7 +92,7 @@ def show_landing(pipeline: Pipeline, brokers: str, lake: str, *, as_json: bool) 
         except Exception as error:
             raise CommandFailed(reason_of(error)) from error
     lines = [line for one in documents for line in _landing_lines(one)]
-    print_answer({"topics": documents}, "\n".join(lines), as_json=as_json)
+    print_result({"topics": documents}, "\n".join(lines), as_json=as_json)
 
 
 def _landing_lines(document: dict[str, Any]) -> list[str]:
@@ -137,7 +137,7 @@ def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, 
             raise
         except Exception as error:
             raise CommandFailed(reason_of(error)) from error
-    print_answer(plan.as_document(), _text(plan), as_json=as_json)
+    print_result(plan.as_document(), _text(plan), as_json=as_json)
 
 
 def _text(plan: DryRun) -> str:
@@ -359,7 +359,7 @@ def run_job(
         raise CommandFailed(ended.failed or "the process of the job ended; its output may say why")
     what = "would have succeeded" if dry else "succeeded"
     text = f"Job {one_line(pipeline.name)} {what}."
-    print_answer({"pipeline": pipeline.name, "kind": "job", "dry_run": dry}, text, as_json=as_json)
+    print_result({"pipeline": pipeline.name, "kind": "job", "dry_run": dry}, text, as_json=as_json)
 
 
 END_S: Final = 10.0
@@ -372,7 +372,7 @@ def _follow_job(process: subprocess.Popen[bytes], order: JobOrder) -> JobEvent:
     """Send the process its task, and return its final report."""
     import msgspec
 
-    from millstream.pipelines.runtime.driver_messages import JobEvent, JobReply
+    from millstream.pipelines.runtime.driver_messages import JobEvent, JobResponse
 
     if process.stdin is None or process.stdout is None:
         return JobEvent()
@@ -381,7 +381,7 @@ def _follow_job(process: subprocess.Popen[bytes], order: JobOrder) -> JobEvent:
     for line in process.stdout:
         event = msgspec.json.decode(line, type=JobEvent)
         if event.pin is not None:
-            process.stdin.write(msgspec.json.encode(JobReply(pinned=True)) + b"\n")
+            process.stdin.write(msgspec.json.encode(JobResponse(pinned=True)) + b"\n")
             process.stdin.flush()
         if event.succeeded or event.failed:
             return event
@@ -632,7 +632,7 @@ class ByHand:
         counts = "".join(f", {name} {number:,}" for name, number in sorted(tally.counts.items()) if number)
         batches = counted(tally.batches, "batch")
         text = f"{one_line(pipeline.name)}: {counted(tally.rows, 'message')} in {batches} and {seconds:g} s{counts}"
-        print_answer(document, f"{text}; {tally.lag:,} left." if tally.lag else f"{text}.", as_json=as_json)
+        print_result(document, f"{text}; {tally.lag:,} left." if tally.lag else f"{text}.", as_json=as_json)
 
     def _stepped(self, tally: Tally) -> None:
         note = f"{tally.rows:,} messages, {tally.rows_per_s:,.0f}/s, {tally.lag:,} left"

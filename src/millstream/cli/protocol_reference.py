@@ -20,7 +20,7 @@ This page is generated from the APIs' own declarations by `make docs`; do not ed
 
 Millstream speaks Kafka's protocol on its `--kafka` port. Clients discover the supported APIs and versions with
 ApiVersions, as with any Kafka broker; this page lists the same. Versions are those that Kafka 4 advertises. A request
-for an API or a version that is not supported closes the connection, as in Kafka; only ApiVersions answers every
+for an API or a version that is not supported closes the connection, as in Kafka; only ApiVersions responds to every
 version.
 
 ## APIs
@@ -61,10 +61,10 @@ catalog and apply from the next request on.
   and client id, default user and default client id, default user, client id, default client id. A quota of a user is
   shared by all its clients, one of a client id by all clients with that id, and one of both by those that match both.
   A default applies to each user or client id separately.
-- A client that was idle may use ten seconds' worth of its quota at once. Beyond the quota, requests are still answered,
-  with a `throttle_time_ms` for which the client pauses; the broker does not read from its connection for that time, at
-  most five minutes. Other clients are not affected. A fetch returns at most what the client may use at once, but always
-  at least one batch.
+- A client that was idle may use ten seconds' worth of its quota at once. Beyond the quota, requests still get a
+  response, with a `throttle_time_ms` for which the client pauses; the broker does not read from its connection for that
+  time, at most five minutes. Other clients are not affected. A fetch returns at most what the client may use at once,
+  but always at least one batch.
 - Connections that carry Millstream's own requests are not muted, because several workers share them. Instead, workers
   and share consumers receive no messages until their client is within its quota again; their acknowledgements are not
   delayed. PublishOnce is refused with THROTTLING_QUOTA_EXCEEDED and the time to wait. Over HTTP, requests beyond the

@@ -9,7 +9,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun
-from millstream.cli.output import print_answer, print_list, sized
+from millstream.cli.output import print_list, print_result, sized
 from millstream.core.quota import CONSUMER_BYTE_RATE, LIMITS, PRODUCER_BYTE_RATE, QuotaEntity
 
 app = Noun(help="Limit the bytes per second of users and client ids.", no_args_is_help=True)
@@ -59,7 +59,7 @@ def _change(entity: QuotaEntity, changes: dict[str, float] | dict[str, None], co
 
     ask(common, lambda client: alter_quota(client, entity, changes))
     limits = ", ".join(f"{key} {'unlimited' if rate is None else _shown(rate)}" for key, rate in changes.items())
-    print_answer(_document(entity, changes), f"{entity}: {limits}", as_json=common.as_json)
+    print_result(_document(entity, changes), f"{entity}: {limits}", as_json=common.as_json)
 
 
 def _document(entity: QuotaEntity, limits: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import typer
 
 from millstream.cli.connection import complete_topics
 from millstream.cli.options import COMMON, Common, flag
-from millstream.cli.output import counted, one_line, print_answer
+from millstream.cli.output import counted, one_line, print_result
 from millstream.cli.pipeline_run import Stages, refuse_without_spark, signed_in, unwound_by_sigterm
 from millstream.client.admin.position import Kind, parse_age_ms, parse_position
 from millstream.core.scratch import temporary_folder
@@ -106,7 +106,7 @@ def replay(
         text = f"Replay {one_line(order.title)} is complete already; give another --name to publish it again."
     else:
         text = f"Of {counted(done.examined, 'message')}, {done.written:,} were published to {one_line(into)}."
-    print_answer(document, text, as_json=common.as_json)
+    print_result(document, text, as_json=common.as_json)
 
 
 def _time_ms(text: str | None, flag: str) -> int | None:

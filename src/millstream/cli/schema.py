@@ -19,7 +19,7 @@ from millstream.cli.options import (
     TimeoutSeconds,
     read_text_file,
 )
-from millstream.cli.output import counted, print_answer, print_line, print_list
+from millstream.cli.output import counted, print_line, print_list, print_result
 from millstream.client.admin.position import POSITION_HELP, parse_position
 from millstream.core.errors import InvalidRequest
 from millstream.core.schema import AVRO, DEFAULT_CONTEXT, JSON_SCHEMA, LEVELS, PROTOBUF, SCHEMA_TYPES
@@ -89,7 +89,7 @@ def show(
     from millstream.client.admin.schemas import SchemaClient, readable
 
     found = ask(common, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
-    print_answer(_document(found), readable(found).rstrip("\n"), as_json=common.as_json)
+    print_result(_document(found), readable(found).rstrip("\n"), as_json=common.as_json)
 
 
 @app.command("diff")
@@ -132,7 +132,7 @@ def register(
     )
     made = ask(common, lambda client: SchemaClient(client).register(request))
     text = f"{subject} version {made.version} is registered with id {made.id}."
-    print_answer({"subject": subject, "version": made.version, "id": made.id}, text, as_json=common.as_json)
+    print_result({"subject": subject, "version": made.version, "id": made.id}, text, as_json=common.as_json)
 
 
 @app.command("delete")
@@ -150,7 +150,7 @@ def delete(
     versions = ask(common, lambda client: SchemaClient(client).delete(request))
     listed = ", ".join(str(number) for number in versions)
     text = f"Deleted{' permanently' if permanent else ''}: {subject} version {listed}."
-    print_answer({"subject": subject, "versions": versions}, text, as_json=common.as_json)
+    print_result({"subject": subject, "versions": versions}, text, as_json=common.as_json)
 
 
 @app.command("compatibility")
@@ -176,7 +176,7 @@ def compatibility(
         return str((found.config or {})["compatibilityLevel"])
 
     current = ask(common, question)
-    print_answer({"subject": subject, "compatibility": current}, current, as_json=common.as_json)
+    print_result({"subject": subject, "compatibility": current}, current, as_json=common.as_json)
 
 
 @app.command("check")
@@ -224,7 +224,7 @@ def check(
         lines.append(f"{counted(found.messages, 'message')} of {topic}: {found.unreadable} cannot be read{without}.")
         lines += [f"{number} × {reason}" for reason, number in found.counted.most_common(_REASONS_SHOWN)]
         lines += [f"{topic}/{one['partition']}@{one['offset']}  {one['reason']}" for one in found.first]
-    print_answer(found.document(), "\n".join(lines), as_json=common.as_json)
+    print_result(found.document(), "\n".join(lines), as_json=common.as_json)
     if found.reasons or found.unreadable:
         raise typer.Exit(ExitCode.CONFLICT)
 
@@ -257,7 +257,7 @@ def import_(
             return await import_schemas(other, topic, client, context=_context(context))
 
     number = ask(common, question)
-    print_answer(
+    print_result(
         {"versions": number, "context": _context(context)},
         f"Imported {counted(number, 'version')}.",
         as_json=common.as_json,
@@ -273,7 +273,7 @@ def export(topic: Topic = "_schemas", context: Context = DEFAULT_CONTEXT, common
     text = f"Exported {counted(number, 'version')} to {topic}."
     if others:
         text += f" Not exported: the contexts {', '.join(others)} (--context)."
-    print_answer({"versions": number, "topic": topic, "other_contexts": others}, text, as_json=common.as_json)
+    print_result({"versions": number, "topic": topic, "other_contexts": others}, text, as_json=common.as_json)
 
 
 def _context(name: str) -> str:

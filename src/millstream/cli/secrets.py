@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, AsJson, Common, Noun, flag
-from millstream.cli.output import counted, print_answer, print_json, print_line, print_note, print_table
+from millstream.cli.output import counted, print_json, print_line, print_note, print_result, print_table
 
 if TYPE_CHECKING:
     from millstream.protocol.private.security_messages import SecretsResponse
@@ -38,7 +38,7 @@ def init(file: KeyFile = None, as_json: AsJson = False) -> None:
         raise CommandFailed(
             f"{path} exists already; `millstream secrets rotate` adds a key to it", ExitCode.CONFLICT
         ) from None
-    print_answer(
+    print_result(
         {"file": str(path), "key": key.key_id},
         f"Made {path} with key {key.key_id}. Copy it to a safe place: without it, sealed secrets are lost.",
         as_json=as_json,
@@ -58,7 +58,7 @@ def rotate(file: KeyFile = None, as_json: AsJson = False) -> None:
     if not path.exists():
         raise CommandFailed(f"{path} does not exist; see `millstream secrets init`", ExitCode.NOT_FOUND)
     write_keys(path, [*read_keys(path), key], replace=True)
-    print_answer(
+    print_result(
         {"file": str(path), "key": key.key_id},
         f"Added key {key.key_id} to {path}; it seals from now on. When every node has the file, run: "
         "millstream secrets reseal",
@@ -75,10 +75,10 @@ def list_(common: Common = COMMON) -> None:
 @app.command("reseal")
 def reseal(common: Common = COMMON) -> None:
     """Seal every secret with the newest key, so that earlier ones can be removed from the file."""
-    answer = _ask(common, reseal=True)
+    response = _ask(common, reseal=True)
     if not common.as_json:
-        print_line(f"Sealed {counted(answer.resealed, 'secret')} again with key {answer.newest or 'none'}.")
-    _print(answer, as_json=common.as_json)
+        print_line(f"Sealed {counted(response.resealed, 'secret')} again with key {response.newest or 'none'}.")
+    _print(response, as_json=common.as_json)
 
 
 def _path(file: Path | None) -> Path:
@@ -96,19 +96,19 @@ def _ask(common: Common, *, reseal: bool) -> SecretsResponse:
     return ask(common, lambda client: list_secrets(client, reseal=reseal))
 
 
-def _print(answer: SecretsResponse, *, as_json: bool) -> None:
+def _print(response: SecretsResponse, *, as_json: bool) -> None:
     import msgspec
 
     if as_json:
-        secrets = [msgspec.to_builtins(one) for one in answer.secrets]
-        print_json({"newest": answer.newest, "resealed": answer.resealed, "secrets": secrets})
+        secrets = [msgspec.to_builtins(one) for one in response.secrets]
+        print_json({"newest": response.newest, "resealed": response.resealed, "secrets": secrets})
         return
-    if answer.secrets:
+    if response.secrets:
         print_table(
-            ("noun", "name", "setting", "key"), [[one.noun, one.name, one.setting, one.key] for one in answer.secrets]
+            ("noun", "name", "setting", "key"), [[one.noun, one.name, one.setting, one.key] for one in response.secrets]
         )
     else:
         print_line("The catalog holds no secrets.")
-    for one in answer.secrets:
+    for one in response.secrets:
         if one.problem:
             print_note(f"{one.noun} {one.name}: {one.problem}")

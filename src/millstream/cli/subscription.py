@@ -36,11 +36,11 @@ from millstream.cli.output import (
     as_json_text,
     counted,
     one_line,
-    print_answer,
     print_json,
     print_line,
     print_list,
     print_note,
+    print_result,
     print_settings,
     print_table,
 )
@@ -357,7 +357,7 @@ def create(
     document = {"subscription": name, "topics": topic, "created": created, "missing_topics": missing}
     text = "Created subscription" if created else "There is already a subscription"
     text = f"{text} {one_line(name)} on {', '.join(topic)}."
-    print_answer({**document, "dead_letter_topic": letters}, text, as_json=common.as_json)
+    print_result({**document, "dead_letter_topic": letters}, text, as_json=common.as_json)
     if created and letters == NO_DEAD_LETTERS and not common.as_json:
         print_note("Messages that exhaust their attempts are dropped (--dead-letter none).")
     for one in missing:
@@ -513,7 +513,7 @@ def delete(
     ask_person(f"Delete subscription {name} and its delivery state?", unless=yes or common.as_json)
 
     _ask(common, lambda subscriptions: subscriptions.delete(name, force=force))
-    print_answer(
+    print_result(
         {"subscription": name, "deleted": True}, f"Deleted subscription {one_line(name)}.", as_json=common.as_json
     )
 
@@ -619,7 +619,7 @@ def _subscriptions(client: Client) -> SubscriptionClient:
 
 def _set_paused(name: str, value: str | None, common: Common) -> None:
     _ask(common, lambda subscriptions: subscriptions.alter(name, {PAUSED: value}))
-    print_answer(
+    print_result(
         {"subscription": name, "paused": value is not None},
         f"{'Paused' if value else 'Resumed'} subscription {one_line(name)}.",
         as_json=common.as_json,

@@ -11,7 +11,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag
-from millstream.cli.output import print_answer, print_list, print_note
+from millstream.cli.output import print_list, print_note, print_result
 from millstream.core.acl import EVERYONE, WILDCARD, Acl, Permission, parse_rules
 from millstream.core.credential import split_token
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable
@@ -79,7 +79,7 @@ def create(
         "owner": made.owner,
         "expires_ms": made.expires_ms,
     }
-    print_answer(document, made.token, as_json=common.as_json)
+    print_result(document, made.token, as_json=common.as_json)
     if not common.as_json:
         print_note(
             f"Valid for {made.owner} until {_time(made.expires_ms)}, and not shown again. Kafka clients take it as "
@@ -128,11 +128,11 @@ def revoke(
     try:
         ask(common, lambda client: revoke_token(client, token_id))
     except BrokerUnreachable:
-        # A token that revokes itself loses its connection before it is answered, and cannot sign in again.
+        # A token that revokes itself loses its connection before it gets a response, and cannot sign in again.
         with suppress(AuthenticationFailed):
             ask(common, list_tokens)
             raise
-    print_answer({"id": token_id, "revoked": True}, f"Token {token_id} is revoked.", as_json=common.as_json)
+    print_result({"id": token_id, "revoked": True}, f"Token {token_id} is revoked.", as_json=common.as_json)
 
 
 def _scope(operations: str, resource: str, *, prefixed: bool) -> list[Acl]:

@@ -117,8 +117,8 @@ def create(
 
     created, topic, notes = ask(common, question)
     number = len(topic.partitions)
-    answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": topic.replication}
-    made = {**answer, "created": created}
+    response = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": topic.replication}
+    made = {**response, "created": created}
     text = "Created topic" if created else "There is already a topic"
     landed = ""
     if land:

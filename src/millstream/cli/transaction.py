@@ -17,7 +17,7 @@ from millstream.cli.options import (
     ask_person,
     flag,
 )
-from millstream.cli.output import one_line, print_answer, print_json, print_line, print_list
+from millstream.cli.output import one_line, print_json, print_line, print_list, print_result
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 
@@ -160,7 +160,7 @@ def _abort_known(transactional_id: str, common: Common) -> None:
     from millstream.client.admin.transactions import abort_transaction
 
     state = ask(common, lambda client: abort_transaction(client, transactional_id))
-    print_answer(
+    print_result(
         {"transactional_id": transactional_id, "was": state},
         f"Aborted the transaction of {one_line(transactional_id)}, which was {state}.",
         as_json=common.as_json,
@@ -171,7 +171,7 @@ def _abort_hanging(where: TopicPartition, producer_id: int, common: Common, *, f
     from millstream.client.admin.transactions import abort_on_partition
 
     found = ask(common, lambda client: abort_on_partition(client, where, producer_id, force=force))
-    print_answer(
+    print_result(
         _opened(found),
         f"Aborted the transaction of producer {producer_id} on {one_line(str(where))}.",
         as_json=common.as_json,

@@ -16,7 +16,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag, read_text_file
-from millstream.cli.output import print_answer, print_list
+from millstream.cli.output import print_list, print_result
 from millstream.core.credential import SecurityChange, new_credentials
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _setting_password(done: str, said: str, text: str, *, is_new: bool) -> Calla
         word = _password(password_stdin, password_file)
         if not _put_in_catalog(name, word, data, catalog, catalog_password_file, is_new=is_new):
             _put(name, word, common, is_new=is_new)
-        print_answer({"user": name, done: True}, said.format(name), as_json=common.as_json)
+        print_result({"user": name, done: True}, said.format(name), as_json=common.as_json)
 
     put.__doc__ = text
     return put
@@ -95,7 +95,7 @@ def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
 
     ask_person(f"Delete user {name}?", unless=yes)
     ask(common, lambda client: delete_user(client, name))
-    print_answer({"user": name, "deleted": True}, f"User {name} is deleted.", as_json=common.as_json)
+    print_result({"user": name, "deleted": True}, f"User {name} is deleted.", as_json=common.as_json)
 
 
 def _put(name: str, secret: str, common: Common, *, is_new: bool) -> None:

@@ -535,7 +535,7 @@ class Connection:
         return records
 
     async def flush(self) -> None:
-        """Wait until everything that was published has been answered."""
+        """Wait until everything that was published is acknowledged."""
         await self.publisher.flush()
 
     async def delivery(self, receipt: Receipt, *, subscription: str, wait: float = 0.0) -> MessageDelivery:

@@ -94,7 +94,7 @@ class Verb(Enum):
     GIVE_BACK = "give back"
 
 
-class Answer(Enum):
+class ClaimResult(Enum):
     """The result for the worker."""
 
     MINE = "mine"
@@ -112,19 +112,19 @@ class Operation(NamedTuple):
     until_ms: int
 
 
-def decide(row: Row | None, wanted: Operation, now_ms: int) -> tuple[Row | None, Answer]:
+def decide(row: Row | None, wanted: Operation, now_ms: int) -> tuple[Row | None, ClaimResult]:
     """Return the new row and the worker's result."""
     if row is not None and row.is_done and row.until_ms <= now_ms:
         row = None
     verb, _, owner, until_ms = wanted
     is_mine = row is not None and not row.is_done and row.owner == owner
     if verb is Verb.GIVE_BACK:
-        return (None if is_mine else row), Answer.MINE
+        return (None if is_mine else row), ClaimResult.MINE
     # An expired lease still belongs to its worker while no other one has claimed the message.
     is_free = row is None or is_mine or (verb is Verb.CLAIM and not row.is_done and row.until_ms <= now_ms)
     if is_free:
-        return Row(verb is Verb.FINISH, owner, until_ms), Answer.MINE
-    return row, Answer.HANDLED if row is not None and row.is_done else Answer.BUSY
+        return Row(verb is Verb.FINISH, owner, until_ms), ClaimResult.MINE
+    return row, ClaimResult.HANDLED if row is not None and row.is_done else ClaimResult.BUSY
 
 
 def key_of(message_id: str) -> str:
@@ -170,7 +170,7 @@ class HandledTable:
             metadata.create_all(self.engine)
         self._is_prepared = True
 
-    def run(self, operations: Sequence[Operation], now_ms: int) -> list[Answer]:
+    def run(self, operations: Sequence[Operation], now_ms: int) -> list[ClaimResult]:
         """Run operations in order, in one transaction."""
         self.prepare()
         for _ in range(_ATTEMPTS_MAX):
@@ -189,10 +189,10 @@ class HandledTable:
         """
         wanted = Operation(Verb.FINISH, key_of(message_id), "", until_ms)
         before = self._read(connection, [wanted.message_id]).get(wanted.message_id)
-        after, answer = decide(before, wanted, now_ms)
-        if answer is Answer.BUSY:
+        after, result = decide(before, wanted, now_ms)
+        if result is ClaimResult.BUSY:
             raise Conflict(f"message {message_id} is claimed by a worker that handles it without a transaction")
-        if answer is Answer.HANDLED:
+        if result is ClaimResult.HANDLED:
             return False
         self._write(connection, {wanted.message_id: before}, {wanted.message_id: after})
         return True
@@ -208,15 +208,15 @@ class HandledTable:
                 connection.execute(delete(handled).where(mine, handled.c.message_id.in_(found)))
         return len(found)
 
-    def _run(self, connection: Connection, operations: Sequence[Operation], now_ms: int) -> list[Answer]:
+    def _run(self, connection: Connection, operations: Sequence[Operation], now_ms: int) -> list[ClaimResult]:
         before = self._read(connection, sorted({one.message_id for one in operations}))
         after: dict[str, Row | None] = dict(before)
-        answers: list[Answer] = []
+        responses: list[ClaimResult] = []
         for one in operations:
-            after[one.message_id], answer = decide(after.get(one.message_id), one, now_ms)
-            answers.append(answer)
+            after[one.message_id], result = decide(after.get(one.message_id), one, now_ms)
+            responses.append(result)
         self._write(connection, before, after)
-        return answers
+        return responses
 
     def _read(self, connection: Connection, message_ids: Sequence[str]) -> dict[str, Row | None]:
         columns = select(handled.c.message_id, handled.c.is_done, handled.c.owner, handled.c.until_ms)
@@ -291,19 +291,19 @@ class HandledIds:
         self._lease_ms = lease_ms
         self._time_to_live_ms = time_to_live_ms
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="millstream handled")
-        self._waiting: list[tuple[Operation, asyncio.Future[Answer]]] = []
+        self._waiting: list[tuple[Operation, asyncio.Future[ClaimResult]]] = []
         self._running: asyncio.Task[None] | None = None
         self._cleaned_ms = 0
 
-    async def do(self, verb: Verb, message_id: str, owner: str) -> Answer:
+    async def do(self, verb: Verb, message_id: str, owner: str) -> ClaimResult:
         """Run one verb; calls made during a transaction share the next one."""
         counts_ms = self._time_to_live_ms if verb is Verb.FINISH else self._lease_ms
         wanted = Operation(verb, key_of(message_id), owner, self._clock.now_ms() + counts_ms)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append((wanted, answer))
+        result: asyncio.Future[ClaimResult] = asyncio.get_running_loop().create_future()
+        self._waiting.append((wanted, result))
         if self._running is None:
             self._running = asyncio.create_task(self._run(), name="millstream handled")
-        return await answer
+        return await result
 
     async def close(self) -> None:
         """Wait for the current transaction, and end the thread."""
@@ -322,19 +322,19 @@ class HandledIds:
         finally:
             self._running = None
 
-    async def _transact(self, taken: list[tuple[Operation, asyncio.Future[Answer]]]) -> None:
+    async def _transact(self, taken: list[tuple[Operation, asyncio.Future[ClaimResult]]]) -> None:
         operations = [operation for operation, _ in taken]
         now_ms, loop = self._clock.now_ms(), asyncio.get_running_loop()
         try:
-            answers = await loop.run_in_executor(self._thread, self._table.run, operations, now_ms)
+            responses = await loop.run_in_executor(self._thread, self._table.run, operations, now_ms)
         except Exception as error:
             for _, future in taken:
                 if not future.done():
                     future.set_exception(error)
             return
-        for (_, future), answer in zip(taken, answers, strict=True):
+        for (_, future), result in zip(taken, responses, strict=True):
             if not future.done():
-                future.set_result(answer)
+                future.set_result(result)
 
     async def _clean(self) -> None:
         now_ms = self._clock.now_ms()
@@ -448,9 +448,9 @@ class IdempotentHandler(Generic[M]):
             if beside is not None:
                 await beside.wait()
                 continue
-            answer = await self._ids.do(Verb.CLAIM, message_id, owner)
-            if answer is not Answer.BUSY:
-                return answer is Answer.MINE
+            result = await self._ids.do(Verb.CLAIM, message_id, owner)
+            if result is not ClaimResult.BUSY:
+                return result is ClaimResult.MINE
             if message_id not in self._busy:
                 # Another process has it; only the store shows its progress.
                 await backoff.pause()
@@ -475,7 +475,7 @@ class IdempotentHandler(Generic[M]):
 
         async def extend() -> None:
             try:
-                if await self._ids.do(Verb.EXTEND, message_id, owner) is not Answer.MINE:
+                if await self._ids.do(Verb.EXTEND, message_id, owner) is not ClaimResult.MINE:
                     _logger.warning("another worker has taken a message over", extra={"message_id": message_id})
             except Exception as error:
                 _logger.warning("a claim was not extended", extra={"message_id": message_id, "reason": str(error)})
@@ -491,13 +491,13 @@ class IdempotentHandler(Generic[M]):
         """Mark the message as handled; retried, because the effect has happened."""
         for attempt in range(1, _FINISH_ATTEMPTS + 1):
             try:
-                answer = await self._ids.do(Verb.FINISH, message_id, owner)
+                result = await self._ids.do(Verb.FINISH, message_id, owner)
             except Exception:
                 if attempt == _FINISH_ATTEMPTS:
                     raise
                 await asyncio.sleep(_PAUSE_S_MIN * 4**attempt)
                 continue
-            if answer is not Answer.MINE:
+            if result is not ClaimResult.MINE:
                 _logger.warning("a message was handled by two workers", extra={"message_id": message_id})
             return
 

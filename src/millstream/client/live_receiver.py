@@ -22,7 +22,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.private.subscription_messages import LeasedRange
 from millstream.protocol.records.batch import iterate_whole_headers
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
-from millstream.protocol.wire.fetch import READ_COMMITTED, FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import READ_COMMITTED, FetchedPartition, FetchLimits
 
 _logger = logging.getLogger(__name__)
 
@@ -180,15 +180,15 @@ class LiveReceiver:
             await self._room.wait()
             wanted = {place: self._positions[place] for place in places}
             try:
-                answers = await self._client.fetch_many(wanted, _LIMITS)
+                responses = await self._client.fetch_many(wanted, _LIMITS)
             except OffsetOutOfRange:
                 await self._skip(places)
                 continue
-            self._receive(answers)
+            self._receive(responses)
             known = len(self._positions)
-            if not any(len(answer.records) for answer in answers.values()):
+            if not any(len(response.records) for response in responses.values()):
                 await self._find(Offset(0))
-            if len(answers) < len(wanted) or len(self._positions) > known:
+            if len(responses) < len(wanted) or len(self._positions) > known:
                 self._moved.set()
 
     async def _skip(self, places: Sequence[TopicPartition]) -> None:
@@ -202,14 +202,14 @@ class LiveReceiver:
                     )
                 self._positions[place] = ends[place.partition].offset
 
-    def _receive(self, answers: Mapping[TopicPartition, FetchAnswer]) -> None:
+    def _receive(self, responses: Mapping[TopicPartition, FetchedPartition]) -> None:
         before = len(self._buffer)
-        for place, answer in answers.items():
+        for place, response in responses.items():
             lease = Lease(place.topic, self._topic_ids[place.topic], place.partition, settler=self.settling)
             lease.client = self._client
             everything = [LeasedRange(self._positions[place], _OFFSET_MAX, 0, 0)]
-            self._buffer += read_leased(bytes(answer.records), everything, lease, aborted=answer.aborted)
-            for header in iterate_whole_headers(answer.records):
+            self._buffer += read_leased(bytes(response.records), everything, lease, aborted=response.aborted)
+            for header in iterate_whole_headers(response.records):
                 self._positions[place] = max(self._positions[place], header.next_offset)
         if self._buffer:
             self._room.clear()

@@ -234,8 +234,8 @@ class Message(msgspec.Struct, eq=False, gc=False):
         if self.is_settled and self._lease.is_leased:
             raise InvalidRecordState(f"message {self.id} is already settled, or its lease has expired")
         check_text("reason", reason)
-        answer = self._lease.settler.settle(self, verb, _ms(delay), reason)
-        await answer
+        response = self._lease.settler.settle(self, verb, _ms(delay), reason)
+        await response
 
 
 def _ms(seconds: float | None) -> int | None:
@@ -273,9 +273,9 @@ class NoSettler:
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Return a completed future."""
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        answer.set_result(None)
-        return answer
+        response: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        response.set_result(None)
+        return response
 
     async def flush(self) -> None:
         """Return at once: nothing is pending."""

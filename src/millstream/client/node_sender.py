@@ -1,7 +1,7 @@
 """Sends batches to one node, those of all partitions that it leads together.
 
 Batches that arrive while a request is in flight go with the next one, so batches grow under load and nothing waits for
-a timer. Only when much has accumulated are more requests sent before the first is answered.
+a timer. Only when much has accumulated are more requests sent before the first gets a response.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millstream.protocol.wire.produce import Produced
 
 REQUEST_S_MAX: Final = 30.0
 _PATIENCE_S: Final = 5.0
-"""How long to wait for an answer beyond the broker's own timeout."""
+"""How long to wait for a response beyond the broker's own timeout."""
 
 _REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
 _MUCH_BYTES: Final = 64 * 1024
@@ -145,21 +145,21 @@ class NodeSender:
         body = produce.write_produce_many(
             self._version, topics, acks=self._acks, timeout_ms=int(self._request_s * 1000), ids=self._ids(sent)
         )
-        answer: asyncio.Future[Any]
+        response: asyncio.Future[Any]
         try:
             if self._channel is None:
                 raise RequestTimedOut("no connection")
             if self._acks == ACKS_NONE:
-                answer = self._loop.create_task(self._channel.send(produce.PRODUCE_KEY, self._version, body))
+                response = self._loop.create_task(self._channel.send(produce.PRODUCE_KEY, self._version, body))
             else:
-                answer = self._channel.ask(produce.PRODUCE_KEY, self._version, body)
+                response = self._channel.ask(produce.PRODUCE_KEY, self._version, body)
         except MillstreamError as error:
             self._conclude(sent, error, maybe_stored=False)
             return
-        self._requests[answer] = self._loop.time() + self._patience_s
+        self._requests[response] = self._loop.time() + self._patience_s
         if self._watch is None:
             self._watch = self._loop.call_later(self._patience_s, self._look)
-        answer.add_done_callback(lambda done: self._answered(done, sent))
+        response.add_done_callback(lambda done: self._handle_response(done, sent))
 
     def _ids(self, sent: Sequence[_Sent]) -> dict[str, UUID]:
         if self._version < produce.NEWEST_BY_ID:
@@ -167,26 +167,26 @@ class NodeSender:
         return {queue.topic: _as_id(queue.topic_id) for queue, _ in sent}
 
     def _look(self) -> None:
-        """Break the connection if an answer does not arrive; everything in flight is sent again."""
+        """Break the connection if a response does not arrive; everything in flight is sent again."""
         self._watch = None
         if not self._requests:
             return
         due = min(self._requests.values())
         if due <= self._loop.time() and self._channel is not None:
-            self._channel.abort("a publish was not answered in time")
+            self._channel.abort("a publish got no response in time")
             return
         self._watch = self._loop.call_at(due, self._look)
 
-    # -- answers --------------------------------------------------------------------------------------------
+    # -- responses ------------------------------------------------------------------------------------------
 
-    def _answered(self, answer: asyncio.Future[Any], sent: list[_Sent]) -> None:
-        del self._requests[answer]
-        error: BaseException | None = RequestTimedOut("cancelled") if answer.cancelled() else answer.exception()
+    def _handle_response(self, response: asyncio.Future[Any], sent: list[_Sent]) -> None:
+        del self._requests[response]
+        error: BaseException | None = RequestTimedOut("cancelled") if response.cancelled() else response.exception()
         if error is None:
             try:
-                self._read(answer.result(), sent)
+                self._read(response.result(), sent)
             except Exception as unreadable:
-                # Whatever is wrong with an answer, nothing may wait for it any longer.
+                # Whatever is wrong with a response, nothing may wait for it any longer.
                 error = unreadable
         if error is not None:
             self._conclude(sent, error, maybe_stored=True)
@@ -204,16 +204,16 @@ class NodeSender:
         if throttle_ms > 0 and self._pool is not None:
             self._muted_until = self._loop.time() + throttle_ms / 1000
             self._pool.mute(throttle_ms / 1000)
-        answers = {(one.topic, one.partition): one.answer for one in found}
+        responses = {(one.topic, one.partition): one.response for one in found}
         for queue, batch in sent:
-            answer = answers.get((queue.topic, queue.index))
+            response = responses.get((queue.topic, queue.index))
             if batch.is_done:
                 # It was abandoned while in flight, and its caller has been notified.
                 continue
-            if isinstance(answer, Produced):
-                queue.stored(batch, answer)
+            if isinstance(response, Produced):
+                queue.stored(batch, response)
             else:
-                _refuse(queue, batch, answer)
+                _refuse(queue, batch, response)
         self._settle(sent)
 
     def _conclude(self, sent: list[_Sent], error: BaseException, *, maybe_stored: bool) -> None:
@@ -230,7 +230,7 @@ class NodeSender:
             elif queue.can_send and queue.sender is self:
                 self._ready[queue] = None
             elif queue.can_send and queue.sender is not None:
-                # It has moved meanwhile, and could not send there before this answer arrived.
+                # It has moved meanwhile, and could not send there before this response arrived.
                 queue.sender.notify(queue)
 
 

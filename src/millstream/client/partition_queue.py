@@ -2,7 +2,7 @@
 
 Every batch carries a producer id and a sequence, so the broker recognises one that is sent again. Up to five are in
 flight at once. When one fails for the moment, those after it are rejected as well, because their sequences come too
-early; then nothing new is sent, and once all answers have arrived they are sent again in order, one at a time.
+early; then nothing new is sent, and once all responses have arrived they are sent again in order, one at a time.
 
 The first batch of a producer id is sent alone: a broker without state of a producer accepts any sequence, so a second
 batch could be stored although the first was rejected.
@@ -98,7 +98,7 @@ class OutgoingBatch:
     def __init__(self, deadline: float, freed: Callable[[int], None]) -> None:
         self.deadline = deadline
         self._freed = freed
-        """Called with the number of bytes that no longer wait, once every caller has an answer."""
+        """Called with the number of bytes that no longer wait, once every caller has a response."""
         self.charged = 0
         self.count = 0
         self.size = 0
@@ -361,7 +361,7 @@ class PartitionQueue:
             sequence += earlier.count
         return batch.sealed(self.compression, *identity, sequence & _SEQUENCE_MASK)
 
-    # -- answers --------------------------------------------------------------------------------------------
+    # -- responses ------------------------------------------------------------------------------------------
 
     def stored(self, batch: OutgoingBatch, produced: Produced) -> None:
         """Handle an acknowledged batch."""
@@ -379,7 +379,9 @@ class PartitionQueue:
         self.recovering = self.troubled = True
         if maybe_stored and (self.identity is None or self.identity == NOT_IDEMPOTENT):
             # It cannot be sent again with the id that the broker would recognise.
-            self._give_up(batch, RequestTimedOut("the answer was lost; it is unknown whether the messages were stored"))
+            self._give_up(
+                batch, RequestTimedOut("the response was lost; it is unknown whether the messages were stored")
+            )
 
     def refused(self, batch: OutgoingBatch, error: MillstreamError) -> None:
         """Handle a batch that the broker rejects."""
@@ -401,7 +403,7 @@ class PartitionQueue:
     def expire(self, now: float) -> float | None:
         """Fail batches that have waited too long, even in flight; return when the next one expires."""
         while (first := self._first()) is not None and first.deadline <= now:
-            cause = "the broker does not answer" if first.in_flight else self.cause
+            cause = "the broker does not respond" if first.in_flight else self.cause
             first.maybe_stored |= first.in_flight
             missed = f"no acknowledgement within {self.timeout_s:g} s ({cause})"
             if first.maybe_stored:
@@ -432,7 +434,7 @@ class PartitionQueue:
 
     @property
     def needs_identity(self) -> bool:
-        """Return whether a new producer id is needed and may be used: all answers for the old one have arrived."""
+        """Return whether a new producer id is needed and may be used: all responses for the old one have arrived."""
         return self.identity is None and not any(batch.in_flight for batch in self.sent)
 
     def begin(self, identity: ProducerIdentity) -> None:

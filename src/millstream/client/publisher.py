@@ -1,8 +1,8 @@
 """Publishes messages in batches, each message once and in order per partition.
 
 A publisher is one idempotent producer. No task runs in normal operation: a publish writes its record into the batch of
-its partition, the next turn of the loop sends what has accumulated, and the answer completes the callers' futures. When
-a node is gone or a leader has moved, one task finds the new leaders and resumes.
+its partition, the next turn of the loop sends what has accumulated, and the response completes the callers' futures.
+When a node is gone or a leader has moved, one task finds the new leaders and resumes.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class Publisher:
     # -- the end --------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Send what waits and return when everything published so far has an answer."""
+        """Send what waits and return when everything published so far has a response."""
         waiting: list[asyncio.Future[None]] = []
         for route in self._topics.values():
             for queue in route.queues:
@@ -333,7 +333,7 @@ class Publisher:
     # -- room -----------------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
-        """Fail messages that have waited too long: every publish gets an answer by then."""
+        """Fail messages that have waited too long: every publish gets a response by then."""
         now = self._loop.time()
         next_due: float | None = None
         for route in self._topics.values():
@@ -456,7 +456,7 @@ class Publisher:
             _logger.warning("topic metadata could not be refreshed", exc_info=error)
 
     async def _look_for_more(self, topics: Sequence[str]) -> None:
-        # If no broker answers, the next publish meets the same error and handles it.
+        # If no broker responds, the next publish meets the same error and handles it.
         with suppress(MillstreamError):
             found = await self._client.metadata(topics)
             for name, topic in found.topics.items():
@@ -527,10 +527,10 @@ class Publisher:
 
         messages: Any = request
         asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
-        answer = await self._client.send(None, asked)
-        if answer.error_code:
-            raise no_producer_error(answer.error_code)
-        return ProducerIdentity(answer.producer_id, answer.producer_epoch)
+        response = await self._client.send(None, asked)
+        if response.error_code:
+            raise no_producer_error(response.error_code)
+        return ProducerIdentity(response.producer_id, response.producer_epoch)
 
     # -- trouble --------------------------------------------------------------------------------------------
 

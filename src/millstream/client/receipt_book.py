@@ -201,13 +201,13 @@ async def _check_partition(
     while left:
         wanted = next(iter(left))
         try:
-            answer = await client.fetch(topic, partition, wanted, max_bytes=_FETCH_BYTES, max_wait_ms=0)
+            response = await client.fetch(topic, partition, wanted, max_bytes=_FETCH_BYTES, max_wait_ms=0)
         except OffsetOutOfRange:
             # Retention has deleted more meanwhile.
             left, gone = _within(left, await _bounds(client, topic, partition))
             findings += gone
             continue
-        found: dict[int, Record] = {record.offset: record for record in decode_records(bytes(answer.records))}
+        found: dict[int, Record] = {record.offset: record for record in decode_records(bytes(response.records))}
         reached = max(found, default=wanted)
         for offset in [offset for offset in left if offset <= reached]:
             finding = _compare(left.pop(offset), found.get(offset))

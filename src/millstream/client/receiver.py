@@ -31,14 +31,14 @@ _logger = logging.getLogger(__name__)
 
 WAIT_MS: Final = 30_000
 
-_ANSWER_S_MAX: Final = 30.0
+_RESPONSE_S_MAX: Final = 30.0
 
 _BYTES_MAX: Final = 1024 * 1024
 
 _NODES_S: Final = 5.0
 """The shortest interval at which the cluster's nodes are looked up."""
 
-_LAST_ANSWER_S: Final = 1.0
+_LAST_RESPONSE_S: Final = 1.0
 """How long stopping waits for a response that may carry messages; nodes hang up sooner if there are none."""
 
 Share = Callable[[int, int], int]
@@ -79,7 +79,7 @@ class Polls:
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
         self._requests = LeaseRequests()
         self._sent: dict[NodeId, float] = {}
-        """When the unanswered requests were sent."""
+        """When the pending requests were sent."""
         self._asked_nodes = 0.0
 
     async def follow_nodes(self) -> Collection[NodeId]:
@@ -101,11 +101,11 @@ class Polls:
                 waiting.set_result(share)
 
     def withdraw(self) -> None:
-        """Make nodes answer at once."""
+        """Make nodes respond at once."""
         self._requests.withdraw()
 
     def oldest_sent(self) -> float:
-        """Return when the oldest unanswered request was sent; infinity if there is none."""
+        """Return when the oldest pending request was sent; infinity if there is none."""
         return min(self._sent.values(), default=inf)
 
     async def stop(self) -> None:
@@ -118,7 +118,7 @@ class Polls:
                 waiting.set_result(0)
         try:
             if tasks:
-                await asyncio.wait(tasks, timeout=_LAST_ANSWER_S)
+                await asyncio.wait(tasks, timeout=_LAST_RESPONSE_S)
         finally:
             for task in tasks:
                 task.cancel()
@@ -126,7 +126,7 @@ class Polls:
 
     async def close(self) -> None:
         """Return leases that arrive too late."""
-        await self._requests.close(_LAST_ANSWER_S)
+        await self._requests.close(_LAST_RESPONSE_S)
 
     def _ended(self, node: NodeId, task: asyncio.Task[None]) -> None:
         self._tasks.pop(node, None)
@@ -179,10 +179,10 @@ class Polls:
     async def _ask(self, node: NodeId, wanted: int) -> Leased:
         request = Receive(self._subscription, self._worker, wanted, _BYTES_MAX, WAIT_MS)
         pool = await self._client.pool_for(node)
-        leased = await self._requests.ask(pool, request, timeout_s=WAIT_MS / 1000 + _ANSWER_S_MAX)
-        if leased.answer.error:
+        leased = await self._requests.ask(pool, request, timeout_s=WAIT_MS / 1000 + _RESPONSE_S_MAX)
+        if leased.response.error:
             raise error_from_code(
-                leased.answer.error, leased.answer.message, about=f"subscription {self._subscription!r}"
+                leased.response.error, leased.response.message, about=f"subscription {self._subscription!r}"
             )
         return leased
 
@@ -371,9 +371,9 @@ class Receiver:
                 due.cancel()
                 self._not_renewed[message] = self._loop.call_later(lease_s, self.done, message)
         if self._is_settled_at_once:
-            answer: asyncio.Future[None] = self._loop.create_future()
-            answer.set_result(None)
-            return answer
+            response: asyncio.Future[None] = self._loop.create_future()
+            response.set_result(None)
+            return response
         return self.settling.settle(message._lease, message.offset, verb, delay_ms=delay_ms, reason=reason)
 
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
@@ -394,10 +394,10 @@ class Receiver:
                 add(message.offset)
                 if self._not_renewed and (due := self._not_renewed.pop(message, None)) is not None:
                     due.cancel()
-        answers: list[asyncio.Future[None]] = []
+        responses: list[asyncio.Future[None]] = []
         for lease, offsets in by_lease.items():
-            answers.append(self._loop.create_future())
-            self.settling.enqueue(Settlement(lease, offsets, Verb.ACCEPT, completion=Completion(answers[-1])))
+            responses.append(self._loop.create_future())
+            self.settling.enqueue(Settlement(lease, offsets, Verb.ACCEPT, completion=Completion(responses[-1])))
             self._in_flight -= len(offsets)
             lease.left -= len(offsets)
             if lease.left == 0:
@@ -405,14 +405,14 @@ class Receiver:
         if self._waiting_polls:
             self._grant_credit()
         if refused:
-            answers.append(self._loop.create_future())
-            Completion(answers[-1]).part_settled(
+            responses.append(self._loop.create_future())
+            Completion(responses[-1]).part_settled(
                 InvalidRecordState(
                     f"{len(refused)} of {len(messages)} messages are already settled, or their lease has expired; "
                     f"the first is {refused[0].id}"
                 )
             )
-        return answers
+        return responses
 
     def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
         """Settle a message without waiting for the response."""
@@ -545,7 +545,7 @@ class Receiver:
 
     def _receive(self, node: NodeId, leased: Leased) -> None:
         before = len(self._buffer)
-        for part in leased.answer.partitions:
+        for part in leased.response.partitions:
             if part.lease_ms is not None:
                 self._lease_s = part.lease_ms / 1000
             attempts = {leased_range.attempt for leased_range in part.leases}
@@ -588,7 +588,7 @@ class Receiver:
             self._leases.add(lease)
             self._in_flight += len(messages)
             if not self._is_settled_at_once:
-                # Half of what is left, if the answer was long on its way.
+                # Half of what is left, if the response was long on its way.
                 left_s = min(self._lease_s, max(0.0, lease.fresh_until - now))
                 lease.timer = self._loop.call_later(left_s / 2, self._renew, lease)
                 last_seen = self._last_seen.get(lease.where, -1)
@@ -690,7 +690,7 @@ class Receiver:
             lease.timer = self._loop.call_later(lease_s / 2, self._renew, lease)
 
     def _extend(self, lease: Lease) -> Completion:
-        """Extend the leases of unsettled messages; they hold from now on when the broker has answered."""
+        """Extend the leases of unsettled messages; they hold from now on when the broker has responded."""
         sent_at, not_renewed = monotonic(), self._not_renewed
         # The duration is given: another one may have been declared meanwhile, and these leases keep theirs.
         lease_s = lease.lease_s or self._lease_s

@@ -106,7 +106,7 @@ def codecs_of(client: Client) -> SchemaCodecs:
 
 def _codec(schema: SchemaMessage | None) -> RegisteredCodec:
     if schema is None:
-        raise SchemaMismatch("the registry's answer has no schema")
+        raise SchemaMismatch("the registry's response has no schema")
     return RegisteredCodec(schema, codec_of(schema.schema_type, schema.schema))
 
 

@@ -24,9 +24,9 @@ from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     PartitionSettles,
-    SettleAnswer,
     SettledRange,
     SettleRequest,
+    SettleResponse,
 )
 from millstream.protocol.private.subscriptions import ACCEPTED, delivery_state
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
@@ -59,7 +59,7 @@ class AcceptedRanges:
 
     def __init__(self, oldest_open: Callable[[], float]) -> None:
         self._oldest_open = oldest_open
-        """Returns when the oldest unanswered request was sent; infinity if there is none."""
+        """Returns when the oldest pending request was sent; infinity if there is none."""
         self._ranges: deque[_AcceptedRange] = deque()
         self._forgotten = -math.inf
         """For messages requested before, it is unknown which were accepted since."""
@@ -110,10 +110,10 @@ RETRIED: Final = (*TRANSIENT, RequestTimedOut)
 class Completion:
     """The outcome of a settlement; one that was split completes with its last part."""
 
-    __slots__ = ("_ended", "answer", "error", "on_complete", "parts")
+    __slots__ = ("_ended", "error", "on_complete", "parts", "response")
 
-    def __init__(self, answer: asyncio.Future[None] | None, *, on_complete: Callable[[], None] | None = None) -> None:
-        self.answer = answer
+    def __init__(self, response: asyncio.Future[None] | None, *, on_complete: Callable[[], None] | None = None) -> None:
+        self.response = response
         """None if no caller waits for the outcome."""
         self.on_complete = on_complete
         """Called when every part is settled, with any outcome."""
@@ -132,14 +132,14 @@ class Completion:
             self.on_complete()
         if self._ended is not None:
             self._ended.set_result(None)
-        if self.answer is None or self.answer.done():
+        if self.response is None or self.response.done():
             return
         if self.error is None:
-            self.answer.set_result(None)
+            self.response.set_result(None)
         else:
-            self.answer.set_exception(self.error)
+            self.response.set_exception(self.error)
             # A cancelled caller does not retrieve it.
-            self.answer.exception()
+            self.response.exception()
 
     @property
     def is_complete(self) -> bool:
@@ -187,7 +187,7 @@ class Settlement:
     @property
     def has_waiter(self) -> bool:
         """Return whether a caller waits for the outcome."""
-        return self.completion is not None and self.completion.answer is not None
+        return self.completion is not None and self.completion.response is not None
 
     async def ended(self) -> None:
         """Wait until it is settled, with any outcome."""
@@ -310,12 +310,12 @@ class SettleLane:
             for (topic, partition), ranges in places.items()
         ]
         body = encode(SettleRequest(self._subscription, self._worker, settles))
-        answer = decode(await self._send(self._node, SETTLE_KEY, body), SettleAnswer)
-        if answer.error:
-            raise error_from_code(answer.error, answer.message)
-        if [len(outcomes) for outcomes in answer.results] != [len(ranges) for ranges in places.values()]:
+        response = decode(await self._send(self._node, SETTLE_KEY, body), SettleResponse)
+        if response.error:
+            raise error_from_code(response.error, response.message)
+        if [len(outcomes) for outcomes in response.results] != [len(ranges) for ranges in places.values()]:
             raise ProtocolViolation("the broker's response does not cover every settled message")
-        return answer.results
+        return response.results
 
     def _fail(self, places: dict[tuple[str, int], list[_Run]], error: BaseException) -> None:
         """Fail or retry all settlements of a request."""
@@ -394,7 +394,7 @@ def _runs(settlement: Settlement) -> Iterator[_Run]:
 
 
 def _closed_error() -> MillstreamError:
-    return RequestTimedOut("closed before the broker answered; whether the message is settled is unknown")
+    return RequestTimedOut("closed before the broker responded; whether the message is settled is unknown")
 
 
 def _unknown_outcome(settlement: Settlement, doubt: str) -> InvalidRecordState:
@@ -438,9 +438,9 @@ class Settler:
         self, lease: Lease, offset: int, verb: int, *, delay_ms: int | None = None, reason: str = ""
     ) -> asyncio.Future[None]:
         """Settle one message; the future completes when that is durable."""
-        answer: asyncio.Future[None] = self._loop.create_future()
-        self.enqueue(Settlement(lease, [offset], verb, delay_ms, reason, Completion(answer)))
-        return answer
+        response: asyncio.Future[None] = self._loop.create_future()
+        self.enqueue(Settlement(lease, [offset], verb, delay_ms, reason, Completion(response)))
+        return response
 
     def open_accept(self, lease: Lease) -> Settlement:
         """Return a settlement to which accepted messages are added until it is sent."""
@@ -550,7 +550,7 @@ class Settler:
             self._moving.append(settlement)
             self._begin_to_move()
         elif settlement.has_waiter and settlement.verb == Verb.ACCEPT:
-            # It cannot be repeated any more, but it may have been carried out, and only the answer was lost.
+            # It cannot be repeated any more, but it may have been carried out, and only the response was lost.
             self._verify_later(settlement)
         else:
             self._on_settled(settlement, error)
@@ -627,7 +627,7 @@ class Settler:
             except MillstreamError as error:
                 doubt = str(error)
                 if isinstance(error, RETRIED):
-                    # No node answered for a while, and the others must not wait as long one after another.
+                    # No node responded for a while, and the others must not wait as long one after another.
                     concluded = len(self._unverified)
             for one in [self._unverified.popleft() for _ in range(concluded)]:
                 self._on_settled(one, None if doubt is None else _unknown_outcome(one, doubt))

@@ -407,7 +407,7 @@ class Config:
     inflight_bytes_max: int = setting(
         "inflight-bytes-max",
         256 * 1024 * 1024,
-        "Bytes of requests and replies held in memory for all clients together; beyond it, the node stops reading "
+        "Bytes of requests and responses held in memory for all clients together; beyond it, the node stops reading "
         "from sockets.",
         minimum=1024 * 1024,
     )

@@ -93,14 +93,14 @@ MillstreamError
 ├── CoordinatorUnavailable
 │   ├── CoordinatorLoading
 │   └── NotCoordinator             look up the coordinator again
-├── StoreUnavailable               the coordination store did not answer; the change may or may not have been made
+├── StoreUnavailable               the coordination store did not respond; the change may or may not have been made
 │   ├── StoreRefused               it rejected the change
 │   │   └── StoreDenied            the login is wrong or lacks permission
 │   └── WatchLost                  it no longer has the changes since then; read everything again
 ├── ClusterForgotten               the coordination store does not know a node that the cluster had admitted
-├── CatalogUnavailable             the catalog does not answer; data flows, declarations wait
+├── CatalogUnavailable             the catalog does not respond; data flows, declarations wait
 │   └── CatalogDenied              it refuses the login or has no such database; retrying does not help
-├── FilterUnavailable              the process that evaluates filters does not answer
+├── FilterUnavailable              the process that evaluates filters does not respond
 ├── AuthenticationFailed           unknown, or identity not proved
 ├── NotAuthorized                  the principal may not do this
 │   ├── TopicNotAuthorized
@@ -116,7 +116,7 @@ MillstreamError
 ├── LostData                       offsets that a reader needs are gone
 ├── PublishFailed                  some of the messages published together were not stored
 ├── RequestRefused                 an error code without its own class
-├── RequestTimedOut                no answer in time; the request may or may not have been executed
+├── RequestTimedOut                no response in time; the request may or may not have been executed
 │   └── NotStoredInTime            certainly not executed
 └── ProtocolViolation              fatal to the connection it came from
 """
@@ -538,7 +538,7 @@ class EligibleUnavailable(ElectionRefused):
 
 
 class CoordinatorUnavailable(MillstreamError):
-    """The coordinator cannot answer now."""
+    """The coordinator cannot respond now."""
 
 
 class CoordinatorLoading(CoordinatorUnavailable):
@@ -550,11 +550,11 @@ class NotCoordinator(CoordinatorUnavailable):
 
 
 class StoreUnavailable(MillstreamError):
-    """The coordination store did not answer; whether it applied the change is unknown."""
+    """The coordination store did not respond; whether it applied the change is unknown."""
 
 
 class StoreRefused(StoreUnavailable):
-    """The coordination store answered and did not apply the change."""
+    """The coordination store responded and did not apply the change."""
 
 
 class StoreDenied(StoreRefused):
@@ -570,7 +570,7 @@ class ClusterForgotten(MillstreamError):
 
 
 class CatalogUnavailable(MillstreamError):
-    """The catalog does not answer: data flows, but nothing can be declared."""
+    """The catalog does not respond: data flows, but nothing can be declared."""
 
 
 class CatalogDenied(CatalogUnavailable):
@@ -598,7 +598,7 @@ class AddressTaken(MillstreamError):
 
 
 class BrokerUnreachable(MillstreamError):
-    """No broker answered at any of the addresses given."""
+    """No broker responded at any of the addresses given."""
 
 
 class LostData(MillstreamError):
@@ -661,7 +661,7 @@ class ClusterNotAuthorized(NotAuthorized):
 
 
 class RequestRefused(MillstreamError):
-    """The broker answered with an error code without its own class."""
+    """The broker responded with an error code without its own class."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
@@ -669,7 +669,7 @@ class RequestRefused(MillstreamError):
 
 
 class RequestTimedOut(MillstreamError):
-    """No answer in time; whether the request was carried out is unknown."""
+    """No response in time; whether the request was carried out is unknown."""
 
 
 class NotStoredInTime(RequestTimedOut):

@@ -237,7 +237,7 @@ class SubscriptionSettings:
     push_timeout_ms: int = setting(
         push.TIMEOUT,
         30_000,
-        "How long the endpoint may take to answer.",
+        "How long the endpoint may take to respond.",
         minimum=10,
         maximum=600_000,
         needs_restart=False,
@@ -246,7 +246,7 @@ class SubscriptionSettings:
         push.IN_FLIGHT_MAX,
         100,
         "The maximum number of concurrent requests of a node to the endpoint; it starts with one and adapts to "
-        "the answers.",
+        "the responses.",
         minimum=1,
         maximum=1000,
         needs_restart=False,

@@ -6,7 +6,7 @@ GET /         what is served here
      /v1/…    the API, whose routes are in `table.py`, with the rights of the caller
 GET /openapi.json  what the API takes and gives
 GET /healthz  200 while the node works, however busy it is; for restarting a node that is stuck. 503 with the reason
-              while the broker starts, and when its event loop has not answered for `STUCK_S`
+              while the broker starts, and when its event loop has not responded for `STUCK_S`
 GET /readyz   200 while the broker takes traffic, with warnings, else 503 with the reasons; for load balancers
 GET /metrics  every number of the node as Prometheus text, for callers that may describe the cluster
 
@@ -46,7 +46,7 @@ from millstream.gateway.registry.app import RegistryApp
 from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarting, Health
 
 Ask = Callable[[], Awaitable[dict[str, Any]]]
-"""Requests the broker's metrics; `broker/kafka/apis/node_status.py` defines the answer."""
+"""Requests the broker's metrics; `broker/kafka/apis/node_status.py` defines the response."""
 
 AskHealth = Callable[[], Awaitable[Health]]
 """Requests the broker's health, with a short timeout."""
@@ -84,13 +84,13 @@ def build_app(
     )
 
     async def own_pages(scope: Scope, receive: Receive, send: Send) -> None:
-        answer: ASGIApp = pages
+        respond: ASGIApp = pages
         try:
             named.check_name(dict(scope["headers"]))
         except Refused as error:
-            answer = problem(Request(scope), error.status, error.detail)
+            respond = problem(Request(scope), error.status, error.detail)
         try:
-            await answer(scope, receive, send)
+            await respond(scope, receive, send)
         except asyncio.CancelledError:
             if services is None or not services.stopping.done():
                 raise
@@ -104,7 +104,7 @@ def build_app(
     beginning = PREFIX + "/"
 
     def serve_any(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        # Tested before any other routing, since most requests are for the API, which answers everything below its
+        # Tested before any other routing, since most requests are for the API, which responds to everything below its
         # prefix.
         path = scope["path"]
         if registry_port is not None and scope["server"][1] == registry_port:
@@ -196,7 +196,7 @@ class _Pages:
 
 
 def _silent(health: Health) -> str:
-    return f"the broker's event loop has not answered for {health.silent_s:.1f} s"
+    return f"the broker's event loop has not responded for {health.silent_s:.1f} s"
 
 
 def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -211,5 +211,5 @@ def _broker_unavailable(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, NotAuthorized):
         return _refused(request, refusal_of(error))
     starts = isinstance(error, BrokerStarting)
-    reason = f"the broker is starting: {error}" if starts else f"the broker does not answer: {error}"
+    reason = f"the broker is starting: {error}" if starts else f"the broker does not respond: {error}"
     return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, reason, reasons=[reason])

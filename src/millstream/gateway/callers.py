@@ -38,7 +38,7 @@ from millstream.protocol.wire.error_codes import error_from_code
 _logger = logging.getLogger(__name__)
 
 RENEW_S: Final = 60.0
-"""How long an answer of the node is used again for the same credential; half of what an assertion lasts."""
+"""How long a response of the node is used again for the same credential; half of what an assertion lasts."""
 REMEMBERED_MAX: Final = 4096
 CALLERS_MAX: Final = 256
 """Callers with their own connections; those idle the longest are closed first."""
@@ -140,7 +140,7 @@ class Callers:
                 refused = error
             except MillstreamError as error:
                 refused = refusal_of(error)
-            # A node that cannot answer says nothing about the caller, until the last assertion has expired.
+            # A node that cannot respond says nothing about the caller, until the last assertion has expired.
             if refused is not None and (refused.status is HTTPStatus.UNAUTHORIZED or now() - verified_at > RENEW_S):
                 return refused
             await asyncio.sleep(RETRY_S if refused is not None else max(LOOK_S_MIN, found.until - now()))
@@ -158,10 +158,10 @@ class Callers:
         """Make the node open a session for a caller's credentials; raise `Refused` if they are not valid."""
         self._admit(shown.host)
         try:
-            answer = await self._authenticate(shown, session_s=lasts_s)
+            response = await self._authenticate(shown, session_s=lasts_s)
         finally:
             self._release(shown.host)
-        return OpenedSession(answer.session, answer.session_expires_ms)
+        return OpenedSession(response.session, response.session_expires_ms)
 
     async def close(self) -> None:
         """Close the connections of every caller."""
@@ -199,7 +199,7 @@ class Callers:
             self._admit(shown.host)
             verifying = self._verifying[mark] = asyncio.ensure_future(self._verify(mark, shown))
             verifying.add_done_callback(lambda done: self._verified(mark, shown.host, done))
-        # Shielded, since requests with the same credential wait for one answer.
+        # Shielded, since requests with the same credential wait for one response.
         return await asyncio.shield(verifying)
 
     def _admit(self, host: str) -> None:
@@ -230,21 +230,23 @@ class Callers:
             scheme=shown.scheme, host=shown.host, user=shown.user, secret=shown.secret, session_s=session_s
         )
         client = self._gateway.client
-        answer = decode(await client.private(None, AUTHENTICATE_KEY, encode(request), waits=True), AuthenticateResponse)
-        if answer.error == AUTHENTICATION_FAILED:
+        response = decode(
+            await client.private(None, AUTHENTICATE_KEY, encode(request), waits=True), AuthenticateResponse
+        )
+        if response.error == AUTHENTICATION_FAILED:
             # Delayed here and not by the node, whose connections others need.
-            await asyncio.sleep(answer.pause_ms / 1000)
-            raise unauthorized(answer.message or "authentication failed")
-        if answer.error:
-            raise error_from_code(answer.error, answer.message)
-        return answer
+            await asyncio.sleep(response.pause_ms / 1000)
+            raise unauthorized(response.message or "authentication failed")
+        if response.error:
+            raise error_from_code(response.error, response.message)
+        return response
 
     async def _verify(self, mark: bytes, shown: Shown) -> _Remembered:
-        answer = await self._authenticate(shown)
-        lasts_s = RENEW_S if not answer.expires_ms else min(RENEW_S, answer.expires_ms / 1000 - time.time())
-        identity = (answer.identity, shown.host)
+        response = await self._authenticate(shown)
+        lasts_s = RENEW_S if not response.expires_ms else min(RENEW_S, response.expires_ms / 1000 - time.time())
+        identity = (response.identity, shown.host)
         found = _Remembered(
-            identity, self._caller(identity, answer), asyncio.get_running_loop().time() + max(lasts_s, 0.0)
+            identity, self._caller(identity, response), asyncio.get_running_loop().time() + max(lasts_s, 0.0)
         )
         self._remembered[mark] = found
         self._remembered.move_to_end(mark)
@@ -254,10 +256,10 @@ class Callers:
 
     # -- their connections ----------------------------------------------------------------------------------
 
-    def _caller(self, identity: tuple[str, str], answer: AuthenticateResponse) -> Caller:
+    def _caller(self, identity: tuple[str, str], response: AuthenticateResponse) -> Caller:
         known = self._callers.get(identity)
         if known is not None:
-            known.assertion = answer.assertion
+            known.assertion = response.assertion
             self._callers.move_to_end(identity)
             return known
         if len(self._callers) >= CALLERS_MAX:
@@ -269,7 +271,7 @@ class Callers:
                     headers={"retry-after": str(RETRY_S)},
                 )
             self._close(idle)
-        made = self._callers[identity] = Caller(answer.principal, answer.assertion, self._gateway)
+        made = self._callers[identity] = Caller(response.principal, response.assertion, self._gateway)
         made.closing = self._close_later(made)
         return made
 

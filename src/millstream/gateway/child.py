@@ -75,7 +75,7 @@ class HttpChild(SupervisedChild):
         self._starting: str | None = None
         self._status: Status | None = None
         self._refresh: Callable[[], Awaitable[None]] | None = None
-        self._answering: asyncio.Task[None] | None = None
+        self._responding: asyncio.Task[None] | None = None
 
     @classmethod
     def configured(
@@ -118,7 +118,7 @@ class HttpChild(SupervisedChild):
         self._write()
 
     def serve_status(self, status: Status, *, refresh: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Report the broker's status from now on; `refresh` is awaited before each answer."""
+        """Report the broker's status from now on; `refresh` is awaited before each response."""
         self._starting = None
         self._status = status
         self._refresh = refresh
@@ -150,21 +150,21 @@ class HttpChild(SupervisedChild):
             raise
         finally:
             child_end.close()
-        asyncio.get_running_loop().add_reader(self._line, self._answer, self._line)
+        asyncio.get_running_loop().add_reader(self._line, self._respond, self._line)
         return process
 
-    def _answer(self, line: socket.socket) -> None:
-        """Answer the child's status request; an empty line means that it has gone."""
+    def _respond(self, line: socket.socket) -> None:
+        """Respond to the child's status request; an empty line means that it has gone."""
         with suppress(OSError):
             if line.recv(1024):
                 if self._refresh is None:
                     self._write()
-                elif self._answering is None or self._answering.done():
-                    self._answering = asyncio.create_task(self._answer_refreshed(self._refresh))
+                elif self._responding is None or self._responding.done():
+                    self._responding = asyncio.create_task(self._respond_refreshed(self._refresh))
                 return
         asyncio.get_running_loop().remove_reader(line)
 
-    async def _answer_refreshed(self, refresh: Callable[[], Awaitable[None]]) -> None:
+    async def _respond_refreshed(self, refresh: Callable[[], Awaitable[None]]) -> None:
         await refresh()
         self._write()
 

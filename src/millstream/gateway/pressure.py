@@ -1,4 +1,4 @@
-"""The gateway's limits on requests and on their memory; beyond them it answers 429 instead of queueing."""
+"""The gateway's limits on requests and on their memory; beyond them it returns 429 instead of queueing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUESTS_MAX: Final = (2000, 512, 64)
 """Per lane."""
 
 BYTES_MAX: Final = (192 * 1024 * 1024, 192 * 1024 * 1024, 64 * 1024 * 1024)
-"""Memory of a lane's requests: their bodies, and the messages they may be answered with. Requests that wait for
+"""Memory of a lane's requests: their bodies, and the messages that their responses may have. Requests that wait for
 messages reserve memory, which must not keep publishers out."""
 
 RETRY_S: Final = 1
@@ -31,13 +31,13 @@ class Pressure:
         self.requests = [0] * len(Lane)
         self.bytes = [0] * len(Lane)
         self.turned_away = 0
-        self.answers: dict[int, int] = {}
-        """Answers by status."""
+        self.responses: dict[int, int] = {}
+        """Responds by status."""
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the requests in progress and the answers, in the form of a node's metrics."""
+        """Return the requests in progress and the responses, in the form of a node's metrics."""
         lanes = [[number, {"lane": lane.name.lower()}] for lane, number in zip(Lane, self.requests, strict=True)]
-        answers = [[number, {"status": str(int(status))}] for status, number in sorted(self.answers.items())]
+        responses = [[number, {"status": str(int(status))}] for status, number in sorted(self.responses.items())]
         return [
             _metric("millstream_http_requests", "gauge", "API requests in progress.", lanes),
             _metric(
@@ -46,11 +46,11 @@ class Pressure:
                 "Memory reserved for API requests in progress.",
                 [[sum(self.bytes), {}]],
             ),
-            _metric("millstream_http_answers_total", "counter", "API answers by status.", answers),
+            _metric("millstream_http_answers_total", "counter", "API responses by status.", responses),
             _metric(
                 "millstream_http_turned_away_total",
                 "counter",
-                "API requests answered with 429.",
+                "API requests rejected with 429.",
                 [[self.turned_away, {}]],
             ),
         ]
@@ -71,17 +71,17 @@ class Pressure:
         self.requests[lane] = number + 1
 
     def count(self, status: int) -> None:
-        """Count an answer."""
+        """Count a response."""
         if status == HTTPStatus.TOO_MANY_REQUESTS:
             self.turned_away += 1
-        self.answers[status] = self.answers.get(status, 0) + 1
+        self.responses[status] = self.responses.get(status, 0) + 1
 
     def leave(self, lane: Lane) -> None:
-        """Remove an answered request."""
+        """Remove a completed request."""
         self.requests[lane] -= 1
 
     def take(self, lane: Lane, size: int) -> None:
-        """Reserve memory for a body or an answer, or refuse the request."""
+        """Reserve memory for a body or a response, or refuse the request."""
         taken = self.bytes[lane]
         if taken + size > self._bytes_max[lane]:
             raise self._refused(f"requests in progress hold {taken} bytes")
@@ -137,7 +137,7 @@ class RequestMemory:
             raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {BODY_S_MAX:g} s") from None
 
     def reserve(self, size: int) -> None:
-        """Reserve memory for the largest possible answer, or raise `Refused`."""
+        """Reserve memory for the largest possible response, or raise `Refused`."""
         self._pressure.take(self._lane, size)
         self._taken += size
 

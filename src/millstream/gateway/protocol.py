@@ -2,10 +2,10 @@
 
 Clients that stall must not keep health checks out. Beyond `CONNECTIONS_MAX`, a new connection replaces one whose client
 has sent nothing for a while. If there is none, it becomes a surplus connection: it may send the head of a request, and
-only a health check is answered. Surplus connections that have not sent a head are closed in favour of newer ones.
+only a health check is served. Surplus connections that have not sent a head are closed in favour of newer ones.
 
-A client may send requests ahead of their answers. Of those that follow the one in progress, about one is read; the rest
-stays as bytes, and nothing more is received before it is read.
+A client may send requests ahead of their responses. Of those that follow the one in progress, about one is read; the
+rest stays as bytes, and nothing more is received before it is read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class JoinedTransport:
                 self._write(head)
         self._write(data)
 
-    def answered(self) -> None:
+    def responded(self) -> None:
         """Flush a response without a body."""
         self._flush()
         self._is_head_next = True
@@ -119,9 +119,9 @@ class Protocol(HttpToolsProtocol):
     _stuck: asyncio.TimerHandle | None = None
     _joined: JoinedTransport
     _ahead: bytes = b""
-    """Bytes received after requests that are not answered yet."""
+    """Bytes received after requests that have no response yet."""
     _last_data_at = 0.0
-    """When the client last sent something or was answered."""
+    """When the client last sent something or received a response."""
     surplus: ClassVar[dict[Protocol, None]] = {}
     """Connections beyond the maximum, oldest first."""
     none_stalled_until: ClassVar[float] = 0.0
@@ -180,7 +180,7 @@ class Protocol(HttpToolsProtocol):
         self._read(self._ahead + data if self._ahead else data)
 
     def _read(self, data: bytes) -> None:
-        """Read requests until one is found that has to wait for the answers before it."""
+        """Read requests until one is found that has to wait for the responses before it."""
         position, size = 0, len(data)
         while position < size:
             if self.pipeline:
@@ -242,8 +242,8 @@ class Protocol(HttpToolsProtocol):
         self._is_in_head = True
         self._head_bytes = 0
         if self.cycle.response_complete:
-            # The rest of a body whose request was answered before. uvicorn watches idle connections from an answer on,
-            # and stopped doing so when more of the body arrived.
+            # The rest of a body whose request has its response already. uvicorn watches idle connections from a
+            # response on, and stopped doing so when more of the body arrived.
             self._head_received()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -253,11 +253,12 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Expect the head of another response."""
         self._last_data_at = self.loop.time()
-        self._joined.answered()
+        self._joined.responded()
         if self in self.surplus:
             self.transport.close()
         elif self.cycle.response_complete and self.cycle.more_body:
-            # Answered before the body was complete, for example because it took too long: the rest has to arrive soon.
+            # The response was sent before the body was complete, for example because it took too long: the rest has to
+            # arrive soon.
             self._head_received()
             self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
         super().on_response_complete()
@@ -302,7 +303,7 @@ class Protocol(HttpToolsProtocol):
             self._expected = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed HTTP, unless the request was refused while it was parsed."""
+        """Respond to malformed HTTP, unless the request was refused while it was parsed."""
         if self._refused_bytes < 0:
             self._end(HTTPStatus.BAD_REQUEST, "this is not an HTTP request")
 
@@ -311,7 +312,7 @@ class Protocol(HttpToolsProtocol):
 
     def _end(self, status: HTTPStatus, detail: str) -> None:
         """Refuse everything that arrives on this connection; closing it while the client sends would lose the
-        answer.
+        response.
         """
         self._refused_bytes = 0
         self._head_received()
@@ -319,8 +320,8 @@ class Protocol(HttpToolsProtocol):
             # A response is being sent; this one would be mixed into it.
             self.transport.close()
             return
-        self._answer(status, detail)
-        self._joined.answered()
+        self._respond(status, detail)
+        self._joined.responded()
         if self._joined.can_write_eof():
             # TLS cannot end one side only.
             self._joined.write_eof()
@@ -331,7 +332,7 @@ class Protocol(HttpToolsProtocol):
         if self._refused_bytes > REFUSED_BYTES_MAX:
             self.transport.abort()
 
-    def _answer(self, status: HTTPStatus, detail: str) -> None:
+    def _respond(self, status: HTTPStatus, detail: str) -> None:
         content = msgspec.json.encode(problem_document("", status, detail, {}))
         head: list[Any] = [
             STATUS_LINE[status],

@@ -77,7 +77,7 @@ class Scene(Protocol):
         """Set the number of replicas of a topic that must be in sync."""
 
     def pause_store(self) -> None:
-        """Stop the coordination store from answering."""
+        """Stop the coordination store from responding."""
 
     def resume_store(self) -> None:
         """Let it continue, with the requests that have arrived meanwhile."""
@@ -239,7 +239,7 @@ class Faults:
         network.late_chance = 0.0
 
     async def _store_away(self, duration_s: float) -> None:
-        self._record(f"the store does not answer for {duration_s:.2f} s")
+        self._record(f"the store does not respond for {duration_s:.2f} s")
         self._scene.pause_store()
         await asyncio.sleep(duration_s)
         self._record("the store is back")

@@ -1,11 +1,11 @@
-"""Links of followers in a simulation: the bytes of real requests and answers, over the simulated network."""
+"""Links of followers in a simulation: the bytes of real requests and responses, over the simulated network."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 
-from millstream.broker.cluster.replica_fetcher import ANSWER_S
+from millstream.broker.cluster.replica_fetcher import RESPONSE_S
 from millstream.broker.kafka.follower_fetch import FollowerFetch
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import NodeId
@@ -13,9 +13,9 @@ from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
-    ReplicaAnswers,
     ReplicaFetch,
-    read_replica_answers,
+    ReplicaResponses,
+    read_replica_responses,
     write_replica_fetch,
 )
 from millstream_testing.simulation.network import LinkDown, Network
@@ -24,7 +24,7 @@ _SIZE_BYTES = 4
 _HEADER = RequestHeader(FETCH_KEY, VERSION, 0, "replica", 0, True)
 
 FindServer = Callable[[NodeId], FollowerFetch]
-"""Returns what answers the fetches of followers on a node; raises `BrokerUnreachable` if it does not run yet."""
+"""Returns what responds to the fetches of followers on a node; raises `BrokerUnreachable` if it does not run yet."""
 
 
 class SimulatedLink:
@@ -36,21 +36,21 @@ class SimulatedLink:
         self._find = find
         self._network = network
 
-    async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
+    async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
         """Send a fetch to the leader."""
         frame = bytes(write_replica_fetch(fetch))
 
         async def serve() -> bytes:
-            answer = self._find(self._node).handle_frame(memoryview(frame), _HEADER)
-            if inspect.isawaitable(answer):
-                answer = await answer
-            return b"".join(answer)  # type: ignore[arg-type]
+            response = self._find(self._node).handle_frame(memoryview(frame), _HEADER)
+            if inspect.isawaitable(response):
+                response = await response
+            return b"".join(response)  # type: ignore[arg-type]
 
         try:
-            answered = await self._network.call(self._name, serve, timeout_s=fetch.max_wait_ms / 1000 + ANSWER_S)
+            encoded = await self._network.call(self._name, serve, timeout_s=fetch.max_wait_ms / 1000 + RESPONSE_S)
         except LinkDown as error:
             raise BrokerUnreachable(str(error)) from error
-        return read_replica_answers(memoryview(answered)[_SIZE_BYTES:])
+        return read_replica_responses(memoryview(encoded)[_SIZE_BYTES:])
 
     async def close(self) -> None:
         """Do nothing: no resources are held."""

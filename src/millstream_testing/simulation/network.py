@@ -1,6 +1,6 @@
-"""Links between the processes of a simulation: delays, lost requests and answers, cuts in one or both directions.
+"""Links between the processes of a simulation: delays, lost requests and responses, cuts in one or both directions.
 
-A call is a request that may arrive late or never, work that may go on after the caller gave up, and an answer that
+A call is a request that may arrive late or never, work that may go on after the caller gave up, and a response that
 may be lost after the work was done. Only messages are shared: both sides copy what they send.
 """
 
@@ -22,7 +22,7 @@ SLOW_CHANCE = 0.05
 
 
 class LinkDown(Exception):
-    """A call got no answer: the request or the answer was lost, or the target is down. It may have been executed."""
+    """A call got no response: a message was lost, or the target is down. The request may have been executed."""
 
 
 class NotListening(LinkDown):
@@ -69,8 +69,8 @@ class Network:
 
     def disconnect(self, process: Process) -> None:
         """Reset the connections of a process that ended."""
-        for answer in self._open.pop(process, {}):
-            self._loop.call_later(self.delay_s(), _fail, answer, LinkDown(f"{process.name} hung up"))
+        for response in self._open.pop(process, {}):
+            self._loop.call_later(self.delay_s(), _fail, response, LinkDown(f"{process.name} hung up"))
 
     def delay_s(self) -> float:
         """Return the delay in one direction."""
@@ -82,17 +82,17 @@ class Network:
         return QUICK_MIN_S + draw() * (QUICK_MAX_S - QUICK_MIN_S)
 
     async def call(self, target: str, serve: Callable[[], Awaitable[T]], *, timeout_s: float) -> T:
-        """Run `serve` in the process behind a name, and return its answer; raise `LinkDown` without one.
+        """Run `serve` in the process behind a name, and return its response; raise `LinkDown` without one.
 
         Errors of `serve` are raised here.
         """
         loop = self._loop
-        answer: asyncio.Future[T] = loop.create_future()
-        timer = loop.call_later(timeout_s, _fail, answer, LinkDown(f"no answer from {target}"))
+        response: asyncio.Future[T] = loop.create_future()
+        timer = loop.call_later(timeout_s, _fail, response, LinkDown(f"no response from {target}"))
         source = current_process()
-        self._carry(self._arrive, source, target, serve, answer)
+        self._carry(self._arrive, source, target, serve, response)
         try:
-            return await answer
+            return await response
         finally:
             timer.cancel()
 
@@ -121,38 +121,38 @@ class Network:
         )
 
     def _arrive(
-        self, source: Process, target: str, serve: Callable[[], Awaitable[T]], answer: asyncio.Future[T]
+        self, source: Process, target: str, serve: Callable[[], Awaitable[T]], response: asyncio.Future[T]
     ) -> None:
         if self._is_lost(source.name, target):
             return
         process = self.endpoints.get(target)
         if process is None or not process.alive:
-            self._carry(_fail, answer, NotListening(f"nothing listens at {target}"))
+            self._carry(_fail, response, NotListening(f"nothing listens at {target}"))
             return
-        self._open.setdefault(process, {})[answer] = None
-        self._loop.spawn(process, self._serve(source, process, serve, answer), name="served call")
+        self._open.setdefault(process, {})[response] = None
+        self._loop.spawn(process, self._serve(source, process, serve, response), name="served call")
 
     async def _serve(
-        self, source: Process, target: Process, serve: Callable[[], Awaitable[T]], answer: asyncio.Future[T]
+        self, source: Process, target: Process, serve: Callable[[], Awaitable[T]], response: asyncio.Future[T]
     ) -> None:
         outcome: T | Exception
         try:
             outcome = await serve()
         except Exception as error:
             outcome = error
-        self._open.get(target, {}).pop(answer, None)
+        self._open.get(target, {}).pop(response, None)
         if not self._is_lost(target.name, source.name):
-            self._carry(_settle, answer, outcome)
+            self._carry(_settle, response, outcome)
 
 
-def _settle(answer: asyncio.Future[Any], outcome: Any) -> None:
-    if answer.done():
+def _settle(response: asyncio.Future[Any], outcome: Any) -> None:
+    if response.done():
         return
     if isinstance(outcome, Exception):
-        answer.set_exception(outcome)
+        response.set_exception(outcome)
     else:
-        answer.set_result(outcome)
+        response.set_result(outcome)
 
 
-def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
-    _settle(answer, error)
+def _fail(response: asyncio.Future[Any], error: Exception) -> None:
+    _settle(response, error)

@@ -275,7 +275,7 @@ class SimulatedNode:
             self.suspect = False
 
     def server(self) -> FollowerFetch:
-        """Return what answers followers."""
+        """Return what responds to followers."""
         if self._run is None:
             raise BrokerUnreachable(f"{self.name} starts")
         return self._run.follower_fetch

@@ -1,6 +1,6 @@
 """The coordination store of a simulation: the embedded one behind a network that delays, loses and cuts.
 
-A request can be executed long after its caller gave up, and an answer can be lost after the change was made; what a
+A request can be executed long after its caller gave up, and a response can be lost after the change was made; what a
 watch reports can come late. Leases run out in virtual time.
 """
 

@@ -157,7 +157,7 @@ class World:
             self.trace.record("world", f"the setting was refused: {error}")
 
     def pause_store(self) -> None:
-        """Stop the coordination store from answering."""
+        """Stop the coordination store from responding."""
         self.loop.pause(self.network.endpoints[STORE])
 
     def resume_store(self) -> None:

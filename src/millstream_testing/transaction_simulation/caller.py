@@ -84,7 +84,7 @@ class Caller:
         self._again: set[asyncio.Task[None]] = set()
 
     async def ask(self, where: Where, operation: Operation[T], *, tries: int | None = None) -> T:
-        """Retry until the answer is final."""
+        """Retry until the response is final."""
         tried = 0
         while True:
             try:

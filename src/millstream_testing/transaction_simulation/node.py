@@ -71,7 +71,7 @@ class TransactionRun(Run):
         self.coordinator = TransactionCoordinator(topics, node.config, clock, ProducerIds(around.declarations))
         latest_epoch = self.coordinator.latest_epoch
         markers = PartitionMarkers(topics, self.groups, latest_epoch)
-        peers = SimulatedPeers(around.network, node.have_answered, chance, duplicate_chance=plan.duplicate_chance)
+        peers = SimulatedPeers(around.network, node.respond_elsewhere, chance, duplicate_chance=plan.duplicate_chance)
         self._routes = MarkerRoutes(topics, markers, peers, me=node.node_id)
         routes = OrderedRoutes(self._routes)
         self.sender = MarkerSender(lambda: self.coordinator.shards, routes, chance, latest_epoch=latest_epoch)
@@ -94,8 +94,8 @@ class TransactionRun(Run):
         await self.coordinator.close()
         await self.groups.close()
 
-    async def answer(self, request: Any) -> Any:
-        """Answer a message of another node."""
+    async def respond(self, request: Any) -> Any:
+        """Respond to a message of another node."""
         if isinstance(request, WriteTxnMarkersRequest):
             return await self._write_markers.handle(request, _CLIENT)
         return await self._add_partitions.handle(AddPartitionsCall(_NEWEST_ADD, request.transactions), _CLIENT)
@@ -107,9 +107,9 @@ class TransactionNode(SimulatedNode):
     def make_run(self, process: Process) -> Run:
         return TransactionRun(self, process)
 
-    async def have_answered(self, node_id: NodeId, request: Any) -> Any:
-        """Let another node answer a message."""
-        return await cast("TransactionNode", self.around.node(node_id)).serving().answer(request)
+    async def respond_elsewhere(self, node_id: NodeId, request: Any) -> Any:
+        """Let another node respond to a message."""
+        return await cast("TransactionNode", self.around.node(node_id)).serving().respond(request)
 
     def serving(self) -> TransactionRun:
         if self._run is None:
@@ -117,7 +117,7 @@ class TransactionNode(SimulatedNode):
         return cast("TransactionRun", self._run)
 
     async def find(self, where: Where) -> NodeId | None:
-        """Return the node that answers requests of a kind, according to this node."""
+        """Return the node that responds to requests of a kind, according to this node."""
         run = self.serving()
         if where.kind == COORDINATOR:
             return run.coordinator.leader_of(where.name)
@@ -161,10 +161,10 @@ class TransactionNode(SimulatedNode):
             )
         )
         header = RequestHeader(PRODUCE_KEY, version, 0, "simulated", 0, is_flexible(PRODUCE_KEY, version))
-        answer = self.serving().produce.handle_frame(memoryview(bytearray(frame)), header, _CLIENT)
-        if inspect.isawaitable(answer):
-            answer = await answer
-        transaction = memoryview(b"".join(cast("list[bytes]", answer)))[_SIZE_BYTES:]
+        response = self.serving().produce.handle_frame(memoryview(bytearray(frame)), header, _CLIENT)
+        if inspect.isawaitable(response):
+            response = await response
+        transaction = memoryview(b"".join(cast("list[bytes]", response)))[_SIZE_BYTES:]
         produced, _ = read_produced(version, transaction, about=f"{where.name}-{where.number}")
         if isinstance(produced, MillstreamError):
             raise produced

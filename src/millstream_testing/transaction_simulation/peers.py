@@ -10,8 +10,8 @@ from typing import Any
 
 from kio.schema.write_txn_markers.v2.request import WriteTxnMarkersRequest
 
-from millstream.broker.coordination.peers import ANSWER_S
-from millstream.broker.transactions.marker_sender import Answers, MarkerRoutes
+from millstream.broker.coordination.peers import RESPONSE_S
+from millstream.broker.transactions.marker_sender import MarkerRoutes, PartitionErrors
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.core.errors import BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId
@@ -20,16 +20,16 @@ from millstream.protocol.records.control import Marker
 from millstream_testing.simulation.links import node_name
 from millstream_testing.simulation.network import LinkDown, Network
 
-Answer = Callable[[NodeId, Any], Awaitable[Any]]
-"""Lets a node answer a message."""
+Respond = Callable[[NodeId, Any], Awaitable[Any]]
+"""Lets a node respond to a message."""
 
 
 class SimulatedPeers:
     """Sends requests to other nodes; some arrive twice."""
 
-    def __init__(self, network: Network, answer: Answer, chance: Random, *, duplicate_chance: float) -> None:
+    def __init__(self, network: Network, respond: Respond, chance: Random, *, duplicate_chance: float) -> None:
         self._network = network
-        self._answer = answer
+        self._respond = respond
         self._chance = chance
         self._duplicate_chance = duplicate_chance
         self._again: set[asyncio.Task[None]] = set()
@@ -47,10 +47,10 @@ class SimulatedPeers:
 
     async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         """Queues are not part of this simulation."""
-        raise BrokerUnreachable(f"node {node} cannot answer request {api_key}")
+        raise BrokerUnreachable(f"node {node} cannot respond to request {api_key}")
 
     async def _call(self, node: NodeId, request: Any) -> Any:
-        return await self._network.call(node_name(node), lambda: self._answer(node, request), timeout_s=ANSWER_S)
+        return await self._network.call(node_name(node), lambda: self._respond(node, request), timeout_s=RESPONSE_S)
 
     async def _ask_again(self, node: NodeId, request: Any) -> None:
         with suppress(LinkDown, MillstreamError):
@@ -71,5 +71,5 @@ class OrderedRoutes:
     def __init__(self, routes: MarkerRoutes) -> None:
         self._routes = routes
 
-    async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> Answers:
+    async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> PartitionErrors:
         return await self._routes.write(marker, sorted(partitions, key=lambda one: (one.topic, one.partition)))

@@ -71,7 +71,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dead_letter, "_PAUSE_S", 0.0)
 
 
-async def test_partitions_that_no_one_answers_for_are_named() -> None:
+async def test_partitions_that_no_one_responds_for_are_named() -> None:
     (found,) = await dead_letter_topics(Cluster(away_for=1), patience_s=-1.0)
     assert (found.subscriptions, found.letters, found.unreached) == (["billing"], 3, [1])
 

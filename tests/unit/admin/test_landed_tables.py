@@ -27,7 +27,7 @@ def reported(kind: str = "land", node: int | None = 2, **overrides: str) -> dict
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """The nodes that were asked for their places; node 3 does not answer."""
+    """The nodes that were asked for their places; node 3 does not respond."""
     nodes: list[int | None] = []
 
     async def storage_of(client: Any, *, node: int | None = None) -> PipelineStorage:

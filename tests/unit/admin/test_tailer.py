@@ -17,7 +17,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
-from millstream.protocol.wire.fetch import FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import FetchedPartition, FetchLimits
 
 ONE, TWO = NodeId(1), NodeId(2)
 HANG_S = 60.0
@@ -58,25 +58,25 @@ class Cluster(Client):
 
     async def fetch_many(
         self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
-    ) -> dict[TopicPartition, FetchAnswer]:
-        """As a node that leads them all when it is asked; what has moved away is missing from the answer."""
+    ) -> dict[TopicPartition, FetchedPartition]:
+        """As a node that leads them all when it is asked; what has moved away is missing from the response."""
         asked = {where: self.leaders[where.partition] for where in positions}
         self.polls += 1
         try:
             async with self.changed:
                 while True:
                     led = [where for where in positions if self.leaders[where.partition] == asked[where]]
-                    answers = {where: self._read(where, positions[where]) for where in led}
-                    if len(answers) < len(positions) or any(len(answer.records) for answer in answers.values()):
-                        return answers
+                    responses = {where: self._read(where, positions[where]) for where in led}
+                    if len(responses) < len(positions) or any(len(response.records) for response in responses.values()):
+                        return responses
                     await self.changed.wait()
         finally:
             self.polls -= 1
 
-    def _read(self, where: TopicPartition, at: Offset) -> FetchAnswer:
+    def _read(self, where: TopicPartition, at: Offset) -> FetchedPartition:
         values = self.logs.get(where.partition, [])[at:]
         records = encode_batch([NewRecord(None, value) for value in values], base_offset=at) if values else b""
-        return FetchAnswer(memoryview(records), Offset(0), Offset(0), Offset(0))
+        return FetchedPartition(memoryview(records), Offset(0), Offset(0), Offset(0))
 
 
 async def test_what_one_node_has_does_not_wait_for_the_others() -> None:

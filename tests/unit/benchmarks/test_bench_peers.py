@@ -38,7 +38,7 @@ def test_a_pattern_is_counted_as_it_comes_from_a_connection() -> None:
     assert found == 3
 
 
-def test_an_error_among_the_answers_is_raised() -> None:
+def test_an_error_among_the_responses_is_raised() -> None:
     counter = Counter(b"$", b"-ERR")
     assert counter.feed(b"$15\r\n1-0\r\n") == 1
     with pytest.raises(PeerFailed, match="-ERR full"):
@@ -64,7 +64,7 @@ def test_commands_are_written_as_redis_reads_them() -> None:
     assert redis.command(b"XADD", b"s") == b"*2\r\n$4\r\nXADD\r\n$1\r\ns\r\n"
 
 
-def test_a_sender_learns_that_no_answer_will_come() -> None:
+def test_a_sender_learns_that_no_response_will_come() -> None:
     window = Window(2)
     window.send(2)
     window.fail(PeerFailed("gone"))

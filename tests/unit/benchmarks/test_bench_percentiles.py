@@ -46,7 +46,7 @@ def test_a_schedule_agrees_with_itself(rate: int, count: int, start: int) -> Non
 
 
 def test_a_stall_slows_every_message_that_was_meant_to_be_sent_during_it() -> None:
-    """At 1,000/s, an answer to all after a second makes half of the messages wait for more than half a second."""
+    """At 1,000/s, a response to all after a second makes half of the messages wait for more than half a second."""
     schedule = Schedule(0, 1000, 1000)
     latencies = schedule.latencies_ms(np.full(1000, 1_000_000_000, np.int64))
     assert latencies[0] == 1000
@@ -54,7 +54,7 @@ def test_a_stall_slows_every_message_that_was_meant_to_be_sent_during_it() -> No
     assert percentiles_of(latencies)["p50 ms"] == 500
 
 
-def test_what_is_never_answered_takes_for_ever() -> None:
+def test_what_never_gets_a_response_takes_for_ever() -> None:
     latencies = Schedule(5, 1000, 2).latencies_ms(np.array([5 + 2_000_000, 0], np.int64))
     assert latencies[0] == 2
     assert math.isinf(percentiles_of(latencies)["p99.9 ms"])

@@ -1,4 +1,4 @@
-"""The catalog on SQLite and on PostgreSQL: the same answers, also when several nodes ask at once."""
+"""The catalog on SQLite and on PostgreSQL: the same responses, also when several nodes ask at once."""
 
 from __future__ import annotations
 

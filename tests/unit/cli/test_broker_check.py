@@ -25,12 +25,12 @@ from millstream_testing.security import Certificates
 
 @pytest.fixture
 async def gateway() -> AsyncIterator[str]:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = await reader.readline()
         writer.write(b"HTTP/1.1 503 x\r\n\r\n" if b"/readyz" in line else b"nonsense\r\n")
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
     yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
     await server.wait_closed()
@@ -65,7 +65,7 @@ def test_reasons_against_traffic_are_a_problem() -> None:
     assert (found.severity, found.detail) == (Severity.OK, "nodes 1, 1001 are ready")
     full, silent = broker_check._readiness({1: status(reasons=["orders-0: the disk is full"]), 1001: {}})
     assert (full.severity, "the disk is full" in full.detail) == (Severity.PROBLEM, True)
-    assert (silent.severity, silent.detail) == (Severity.PROBLEM, "node 1001 does not answer")
+    assert (silent.severity, silent.detail) == (Severity.PROBLEM, "node 1001 does not respond")
     away = "node 1001 of this machine is not running"
     (found,) = broker_check._readiness({1: status(reasons=[away]), 2001: status(reasons=[away])})
     assert (found.severity, away in found.detail) == (Severity.PROBLEM, True)
@@ -95,25 +95,25 @@ def test_partitions_without_a_leader_are_a_problem() -> None:
     assert "acks=all is refused" in found.detail
 
 
-def test_a_slow_answer_is_a_warning() -> None:
-    assert broker_check._answered("b", 0.01).severity is Severity.OK
-    assert broker_check._answered("b", 3.0).severity is Severity.WARNING
+def test_a_slow_response_is_a_warning() -> None:
+    assert broker_check._responded("b", 0.01).severity is Severity.OK
+    assert broker_check._responded("b", 3.0).severity is Severity.WARNING
 
 
-async def test_a_gateway_that_answers_is_fine_whatever_it_says_of_readiness(gateway: str) -> None:
+async def test_a_gateway_that_responds_is_fine_whatever_it_says_of_readiness(gateway: str) -> None:
     assert (await broker_check._http(status(http=gateway))).severity is Severity.OK
     assert await broker_check._get(gateway, "/other") == 0
 
 
 async def test_a_gateway_that_is_away_is_a_problem() -> None:
     found = await broker_check._http(status())
-    assert (found.severity, "does not answer" in found.detail) == (Severity.PROBLEM, True)
+    assert (found.severity, "does not respond" in found.detail) == (Severity.PROBLEM, True)
 
 
 async def test_a_gateway_that_says_nothing_is_reported(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_check, "_HTTP_S", 0.0)
     found = await broker_check._http(status(http=gateway))
-    assert found.detail.endswith("does not answer: no answer in time")
+    assert found.detail.endswith("does not respond: no response in time")
 
 
 def test_a_gateway_with_tls_is_left_without_waiting_for_its_goodbye(tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ def test_a_gateway_with_tls_is_left_without_waiting_for_its_goodbye(tmp_path: Pa
     context.load_cert_chain(certificates.node, certificates.node_key)
     asked = threading.Event()
 
-    def answer_and_fall_silent() -> None:
+    def respond_and_fall_silent() -> None:
         connection, _ = listening.accept()
         with context.wrap_socket(connection, server_side=True) as encrypted:
             encrypted.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
             asked.wait(60)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        peer = threading.Thread(target=answer_and_fall_silent)
+        peer = threading.Thread(target=respond_and_fall_silent)
         peer.start()
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ResourceWarning)

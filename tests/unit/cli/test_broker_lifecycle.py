@@ -138,7 +138,7 @@ class SimulatedProcess:
         self._chance = chance
         self.pid = pid
         self.is_deaf = not is_calm and chance.random() < 0.2
-        self._answers_after_s = 0.5 if is_calm else 2.0
+        self._responds_after_s = 0.5 if is_calm else 2.0
         self.stdin = Input(self)
         self.stdout = asyncio.StreamReader()
         self.returncode: int | None = None
@@ -154,7 +154,7 @@ class SimulatedProcess:
 
     def ask(self) -> None:
         if not self.is_deaf:
-            asyncio.get_running_loop().call_later(self._chance.uniform(0, self._answers_after_s), self._say, HEALTHY)
+            asyncio.get_running_loop().call_later(self._chance.uniform(0, self._responds_after_s), self._say, HEALTHY)
 
     def hang_up(self) -> None:
         if not self.is_deaf:

@@ -12,17 +12,17 @@ from millstream.cli import machine as machine_module
 from millstream.cli.machine import BrokerProcess, Machine
 from millstream.core.config import Config
 from millstream.core.tasks import within
-from millstream_testing.waiting import until_answered
+from millstream_testing.waiting import until_result
 
 ANNOUNCED = '{"kafka": "127.0.0.1:1", "listeners": ["127.0.0.1:1"], "internal": "127.0.0.1:2"}'
-ANSWERS = f'echo \'{ANNOUNCED}\'; while read line; do echo \'{{"reasons": [], "warnings": ["well"]}}\'; done'
+RESPONSES = f'echo \'{ANNOUNCED}\'; while read line; do echo \'{{"reasons": [], "warnings": ["well"]}}\'; done'
 HANGS = f"echo '{ANNOUNCED}'; while read line; do :; done"
 
 
 class ScriptedBroker(BrokerProcess):
     """A broker process that is a shell script."""
 
-    script = ANSWERS
+    script = RESPONSES
 
     async def _spawn(self) -> Process:
         process = await asyncio.create_subprocess_exec("sh", "-c", self.script, stdin=PIPE, stdout=PIPE)
@@ -46,21 +46,21 @@ def brokers(machine: Machine) -> list[ScriptedBroker]:
 async def test_a_broker_that_hangs_is_reported_and_the_others_are_asked_all_the_same(
     machine: Machine, brokers: list[ScriptedBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_module, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(machine_module, "_RESPONSE_S", 0.5)
     hung, *others = brokers
     hung.script = HANGS
     running = [asyncio.create_task(broker.run()) for broker in brokers]
     await asyncio.gather(*(broker.ready for broker in brokers))
 
-    async def others_answer() -> bool:
+    async def others_respond() -> bool:
         await within(20, machine._refresh_health())
         health = machine._health()
-        assert f"node {hung.node_id} of this machine does not answer" in health["reasons"]
+        assert f"node {hung.node_id} of this machine does not respond" in health["reasons"]
         # On a busy machine another one may be late, too.
         return len(health["reasons"]) == 1 and health["warnings"] == ["well"]
 
     for _ in range(2):
-        await until_answered(others_answer)
+        await until_result(others_respond)
     await others[0].pause()
     await within(20, machine._refresh_health())
     assert f"node {others[0].node_id} of this machine is not running" in machine._health()["reasons"]

@@ -69,7 +69,7 @@ def test_every_command_has_help() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["topic"], ["group"]])
-def test_no_command_is_answered_with_help(arguments: list[str]) -> None:
+def test_no_command_prints_help(arguments: list[str]) -> None:
     reported = call_command(arguments)
     assert (reported.code, reported.out) == (2, "")
     assert reported.err.startswith("Usage: millstream")

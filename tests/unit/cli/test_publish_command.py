@@ -16,7 +16,7 @@ from millstream.protocol.wire.client import Client
 class Publisher:
     """In place of the SDK's: nothing can be stored."""
 
-    error: Exception = RequestTimedOut("no answer in time")
+    error: Exception = RequestTimedOut("no response in time")
 
     def __init__(self, client: Client, **_: Any) -> None:
         pass
@@ -57,11 +57,11 @@ async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -
 
 
 async def test_the_cluster_is_asked_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = RequestTimedOut("no answer in time")
+    late = RequestTimedOut("no response in time")
     reported = await said(monkeypatch, late, {"reasons": ["the catalog is away since noon"]})
     assert isinstance(reported, RequestTimedOut)
     assert str(reported).startswith(
-        "cannot publish to 'orders' now, no answer in time: the catalog is away since noon;"
+        "cannot publish to 'orders' now, no response in time: the catalog is away since noon;"
     )
     assert await said(monkeypatch, late, None) is late
 

@@ -22,8 +22,8 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId
 from millstream.core.subscription import Verb
-from millstream.protocol.private.subscription_messages import SettleAnswer, SettledRange, SettleRequest
-from millstream.protocol.private.subscriptions import DELIVERY_STATE_KEY, DeliveryStateAnswer
+from millstream.protocol.private.subscription_messages import SettledRange, SettleRequest, SettleResponse
+from millstream.protocol.private.subscriptions import DELIVERY_STATE_KEY, DeliveryStateResponse
 
 HANG_S = 60
 INVALID_RECORD_STATE = 121
@@ -44,7 +44,7 @@ class Node:
     async def private(self, node: NodeId | None, key: int, body: bytes) -> memoryview:
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         results = [[self._result(verb) for verb in part.verbs] for part in request.partitions]
-        return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
+        return memoryview(msgspec.msgpack.encode(SettleResponse(0, None, results)))
 
     def _result(self, verb: SettledRange) -> tuple[int, str | None]:
         if self.on_lost & {*range(verb.start, verb.end)}:
@@ -67,26 +67,26 @@ def lease() -> Lease:
 
 
 def order_of(offsets: list[int]) -> tuple[Settlement, asyncio.Future[None]]:
-    answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    return Settlement(lease(), offsets, Verb.ACCEPT, completion=Completion(answer)), answer
+    response: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    return Settlement(lease(), offsets, Verb.ACCEPT, completion=Completion(response)), response
 
 
 @pytest.mark.parametrize("offsets", [[1, 2, 3, 5], [5, 7, 8], [3, 4, 5, 6], [5]])
 async def test_one_message_that_is_lost_is_an_error_and_the_others_are_reported(offsets: list[int]) -> None:
     node, on_lost = Node(5), list[int]()
     settling = settling_at(node, on_lost)
-    settlement, answer = order_of(list(offsets))
+    settlement, response = order_of(list(offsets))
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
     with pytest.raises(InvalidRecordState, match="not held"):
-        await answer
+        await response
     assert on_lost == [5]
     settled = [offset for one in node.settled for offset in range(one.start, one.end)]
     assert sorted(settled) == [offset for offset in offsets if offset != 5]
 
 
-async def test_all_refusals_of_an_answer_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_all_refusals_of_a_response_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     on_lost = list[int]()
     settling = settling_at(Node(*range(200)), on_lost)
     settling.enqueue(Settlement(lease(), list(range(100)), Verb.ACCEPT))
@@ -99,13 +99,13 @@ async def test_all_refusals_of_an_answer_are_logged_once(caplog: pytest.LogCaptu
     assert line == "200 messages of orders-0 from offset 0 may not be settled: not held"
 
 
-async def test_all_parts_are_reported_before_the_answer_comes() -> None:
+async def test_all_parts_are_reported_before_the_response_comes() -> None:
     node = Node()
     settling = settling_at(node)
-    settlement, answer = order_of([9, 1, 2, 5])
+    settlement, response = order_of([9, 1, 2, 5])
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
-        await answer
+        await response
     assert [(one.start, one.end) for one in node.settled] == [(1, 3), (5, 6), (9, 10)]
 
 
@@ -119,7 +119,7 @@ class Failing(Node):
 
     async def private(self, node: NodeId | None, key: int, body: bytes, **options: object) -> memoryview:
         if key == DELIVERY_STATE_KEY:
-            return memoryview(msgspec.msgpack.encode(DeliveryStateAnswer(0, None, self._state, 1, 0, True)))
+            return memoryview(msgspec.msgpack.encode(DeliveryStateResponse(0, None, self._state, 1, 0, True)))
         if self._failures:
             raise self._failures.pop(0)
         return await super().private(node, key, body)
@@ -134,12 +134,12 @@ class Failing(Node):
 
 async def test_an_unexpected_error_reaches_the_waiter() -> None:
     settling = settling_at(Failing(ValueError("what is this")))
-    settlement, answer = order_of([1, 3])
+    settlement, response = order_of([1, 3])
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
     with pytest.raises(ProtocolViolation, match="what is this"):
-        await answer
+        await response
 
 
 async def test_waiters_are_notified_when_everything_is_closed() -> None:
@@ -154,38 +154,38 @@ async def test_waiters_are_notified_when_everything_is_closed() -> None:
     await asyncio.sleep(0)
     settling.enqueue(second)
     await settling.close()
-    for answer in (sent, waiting):
+    for response in (sent, waiting):
         with pytest.raises(RequestTimedOut, match="is unknown"):
-            await answer
+            await response
 
 
 async def test_waiters_for_a_leader_are_notified_when_everything_is_closed() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost")))
-    settlement, answer = order_of([1])
+    settlement, response = order_of([1])
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         while not settling._moving:
             await asyncio.sleep(0)
     await settling.close()
     with pytest.raises(RequestTimedOut, match="is unknown"):
-        await answer
+        await response
 
 
-async def test_an_accept_whose_answer_was_lost_is_found_to_be_accepted() -> None:
+async def test_an_accept_whose_response_was_lost_is_found_to_be_accepted() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost")))
-    settlement, answer = order_of([4, 5, 6])
+    settlement, response = order_of([4, 5, 6])
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
-        await answer
+        await response
 
 
 async def test_an_accept_that_came_too_late_is_an_error() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost"), state="leased"))
-    settlement, answer = order_of([4, 5, 6])
+    settlement, response = order_of([4, 5, 6])
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         with pytest.raises(InvalidRecordState, match="orders-0 at 5 is not leased, nor known to be accepted: leased"):
-            await answer
+            await response
 
 
 async def test_messages_of_different_deliveries_are_distinguished() -> None:
@@ -203,15 +203,15 @@ async def test_messages_of_different_deliveries_are_distinguished() -> None:
 @pytest.mark.parametrize(("state", "reason"), [("accepted", None), ("waiting", "nor known to be accepted: waiting")])
 async def test_an_accept_that_is_lost_when_the_lease_is_over_is_asked_about(state: str, reason: str | None) -> None:
     settling = settling_at(Failing(BrokerUnreachable("lost"), state=state))
-    settlement, answer = order_of([4])
+    settlement, response = order_of([4])
     settlement.lease.valid_until = 0.0
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         if reason is None:
-            await answer
+            await response
         else:
             with pytest.raises(InvalidRecordState, match=reason):
-                await answer
+                await response
 
 
 async def test_many_that_cannot_be_asked_about_do_not_wait_one_after_the_other() -> None:
@@ -233,9 +233,9 @@ async def test_many_that_cannot_be_asked_about_do_not_wait_one_after_the_other()
         settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
-    for _, answer in settlements:
+    for _, response in settlements:
         with pytest.raises(InvalidRecordState, match="nobody there"):
-            await answer
+            await response
     assert node.asked == 1
 
 
@@ -249,10 +249,10 @@ async def test_settlements_sent_to_a_former_leader_are_sent_to_the_next_one() ->
 
     node = Moved(NotLeader("another one leads"))
     settling = settling_at(node)
-    settlement, answer = order_of([1, 2])
+    settlement, response = order_of([1, 2])
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
-        await answer
+        await response
     assert node.asked == [NodeId(1), NodeId(2)]
     assert [(one.start, one.end) for one in node.settled] == [(1, 3)]
 

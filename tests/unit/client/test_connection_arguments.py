@@ -62,7 +62,7 @@ async def test_connecting_to_no_broker_says_what_python_can_do() -> None:
     with pytest.raises(BrokerUnreachable, match=r"to millstream\.connect") as reported:
         async with millstream.connect(address, connect_timeout=0.1):
             pass
-    assert f"no broker answered at {address} within 0.1 s ({address}: connection refused)" in str(reported.value)
+    assert f"no broker responded at {address} within 0.1 s ({address}: connection refused)" in str(reported.value)
     assert "--brokers" not in str(reported.value)
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Engine, create_engine, text
 
 from millstream.client.idempotent_handler import (
     CLEANED_MAX,
-    Answer,
+    ClaimResult,
     HandledTable,
     IdempotentHandler,
     Operation,
@@ -325,7 +325,7 @@ def test_what_is_forgotten_is_removed_in_pieces(tmp_path: Path) -> None:
     table.run([Operation(Verb.FINISH, str(number), "me", 10) for number in range(CLEANED_MAX + 5)], 0)
     table.run([Operation(Verb.FINISH, "young", "me", 1000)], 0)
     assert [table.clean(9), table.clean(10), table.clean(10), table.clean(10)] == [0, CLEANED_MAX, 5, 0]
-    assert table.run([Operation(Verb.CLAIM, "young", "you", 2000)], 10) == [Answer.HANDLED]
+    assert table.run([Operation(Verb.CLAIM, "young", "you", 2000)], 10) == [ClaimResult.HANDLED]
     engine.dispose()
 
 
@@ -339,11 +339,11 @@ ROWS = st.none() | st.builds(Row, st.booleans(), st.sampled_from(("me", "you")),
 @settings(deadline=None)
 @given(row=ROWS, verb=st.sampled_from(Verb), now_ms=st.integers(0, 20))
 def test_no_one_takes_what_belongs_to_another(row: Row | None, verb: Verb, now_ms: int) -> None:
-    after, answer = decide(row, Operation(verb, "1", "me", 99), now_ms)
+    after, response = decide(row, Operation(verb, "1", "me", 99), now_ms)
     if row is not None and row.until_ms > now_ms and (row.owner == "you" or row.is_done):
         assert after == row
-        assert verb is Verb.GIVE_BACK or answer is (Answer.HANDLED if row.is_done else Answer.BUSY)
-    if verb is Verb.CLAIM and answer is Answer.MINE:
+        assert verb is Verb.GIVE_BACK or response is (ClaimResult.HANDLED if row.is_done else ClaimResult.BUSY)
+    if verb is Verb.CLAIM and response is ClaimResult.MINE:
         assert after == Row(False, "me", 99)
 
 

@@ -15,7 +15,7 @@ from millstream.core.errors import UnknownTopic
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream.protocol.wire.fetch import FetchAnswer
+from millstream.protocol.wire.fetch import FetchedPartition
 
 PLACE = TopicPartition("orders", PartitionIndex(0))
 
@@ -28,7 +28,7 @@ async def test_messages_that_were_taken_are_gone() -> None:
     for number in range(20):
         batch = encode_batch([NewRecord(None, b"value")] * 100, base_offset=number * 100)
         end = Offset(number * 100 + 100)
-        receiver._receive({PLACE: FetchAnswer(memoryview(batch), end, Offset(0), end)})
+        receiver._receive({PLACE: FetchedPartition(memoryview(batch), end, Offset(0), end)})
         assert len(receiver.take_many(1000)) == 100
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is Lease and one.settler is receiver.settling]

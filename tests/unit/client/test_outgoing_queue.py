@@ -32,7 +32,7 @@ IDENTITY = ProducerIdentity(7, 0)
 
 
 class ChannelByHand:
-    """Requests that the test answers."""
+    """Requests that the test responds."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -46,7 +46,7 @@ class ChannelByHand:
         return self.asked[-1]
 
 
-def answer(code: ErrorCode, base_offset: int = -1) -> memoryview:
+def respond(code: ErrorCode, base_offset: int = -1) -> memoryview:
     messages: Any = importlib.import_module(f"kio.schema.produce.v{VERSION}.response")
     partition = messages.PartitionProduceResponse(
         index=0, error_code=code, base_offset=base_offset, record_errors=(), error_message=None
@@ -86,7 +86,7 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_queue_that_moved_goes_on_when_the_last_answer_of_its_old_node_is_in() -> None:
+async def test_a_queue_that_moved_goes_on_when_the_last_response_of_its_old_node_is_in() -> None:
     troubled: list[PartitionQueue] = []
     (old, old_channel), (new, new_channel) = sender(1, troubled), sender(2, troubled)
     queue = queue_of()
@@ -94,7 +94,7 @@ async def test_a_queue_that_moved_goes_on_when_the_last_answer_of_its_old_node_i
     first = add(queue)
     old.notify(queue)
     await turn()
-    old_channel.asked[0].set_result(answer(ErrorCode.none, 0))
+    old_channel.asked[0].set_result(respond(ErrorCode.none, 0))
     await first
     receipts = []
     for asked in (2, 3):
@@ -103,22 +103,22 @@ async def test_a_queue_that_moved_goes_on_when_the_last_answer_of_its_old_node_i
         old.notify(queue)
         await turn()
         assert len(old_channel.asked) == asked
-    old_channel.asked[1].set_result(answer(ErrorCode.not_leader_or_follower))
+    old_channel.asked[1].set_result(respond(ErrorCode.not_leader_or_follower))
     await turn()
     assert troubled == [queue]
     queue.sender, queue.troubled = new, False
     assert not queue.can_send
-    old_channel.asked[2].set_result(answer(ErrorCode.out_of_order_sequence_number))
+    old_channel.asked[2].set_result(respond(ErrorCode.out_of_order_sequence_number))
     await turn()
-    new_channel.asked[0].set_result(answer(ErrorCode.none, 1))
+    new_channel.asked[0].set_result(respond(ErrorCode.none, 1))
     await turn()
-    new_channel.asked[1].set_result(answer(ErrorCode.none, 2))
+    new_channel.asked[1].set_result(respond(ErrorCode.none, 2))
     assert [(await receipt).offset for receipt in receipts] == [1, 2]
     old.close()
     new.close()
 
 
-async def test_an_answer_that_cannot_be_read_is_as_good_as_none() -> None:
+async def test_a_response_that_cannot_be_read_is_as_good_as_none() -> None:
     troubled: list[PartitionQueue] = []
     way, channel = sender(1, troubled)
     queue = queue_of()
@@ -132,7 +132,7 @@ async def test_an_answer_that_cannot_be_read_is_as_good_as_none() -> None:
     queue.troubled = False
     way.notify(queue)
     await turn()
-    channel.asked[1].set_result(answer(ErrorCode.none, 4))
+    channel.asked[1].set_result(respond(ErrorCode.none, 4))
     assert (await receipt).offset == 4
     way.close()
 
@@ -191,7 +191,7 @@ async def test_what_is_done_behind_a_batch_that_is_given_up_is_not_sent_again() 
     assert [(await receipt).offset for receipt in receipts[1:]] == [0, 1]
 
 
-async def test_an_answer_that_is_lost_after_the_number_was_given_up_ends_its_batch() -> None:
+async def test_a_response_that_is_lost_after_the_number_was_given_up_ends_its_batch() -> None:
     queue = queue_of()
     warm = add(queue)
     queue.stored(queue_take(queue), Produced(Offset(0), -1))
@@ -219,7 +219,7 @@ async def test_time_runs_out_for_what_waits_and_for_what_is_under_way() -> None:
     second.deadline, queue.waiting[0].deadline = 200.0, 300.0
     assert queue.expire(99.0) == 100.0
     assert queue.expire(100.0) == 200.0
-    with pytest.raises(RequestTimedOut, match=r"does not answer.* may have been stored"):
+    with pytest.raises(RequestTimedOut, match=r"does not respond.* may have been stored"):
         await receipts[0]
     # The number is spent, but the second is under way under it.
     assert (first.is_done, queue.identity, queue.needs_identity) == (True, None, False)

@@ -127,7 +127,7 @@ async def test_a_publish_that_begins_after_the_topic_was_deleted_is_a_publish_to
                     await send()
 
 
-async def test_answers_to_batches_that_were_given_up_are_left_alone(ledger: ProducerLedger) -> None:
+async def test_responds_to_batches_that_were_given_up_are_left_alone(ledger: ProducerLedger) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000) as publisher:
         await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
         await publisher.publish("other", NewRecord(None, b"before"), partition=0)
@@ -234,7 +234,7 @@ async def test_a_node_that_cannot_be_reached_while_a_topic_is_opened_makes_no_se
     assert len(ledger.stored["orders", 0]) == 10
 
 
-async def test_a_broker_that_does_not_answer_is_waited_for_as_long_as_was_asked_for(ledger: ProducerLedger) -> None:
+async def test_a_broker_that_does_not_respond_is_waited_for_as_long_as_was_asked_for(ledger: ProducerLedger) -> None:
     await ledger.warm_up()
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
@@ -244,7 +244,7 @@ async def test_a_broker_that_does_not_answer_is_waited_for_as_long_as_was_asked_
         await requests(ledger, 2)
         started.append(asyncio.create_task(publisher.publish("orders", NewRecord(None, b"c"), partition=0)))
         started.append(asyncio.create_task(publisher.publish("new", NewRecord(None, b"c"))))
-        # The broker stays silent until all three have their answer.
+        # The broker stays silent until all three have their response.
         reported = await asyncio.gather(*started, return_exceptions=True)
         assert all(isinstance(error, RequestTimedOut) for error in reported)
         assert ["may have been stored" in str(error) for error in reported] == [True, False, False]

@@ -50,7 +50,7 @@ async def test_a_topic_that_may_not_be_described_is_no_deleted_one(tmp_path: Pat
     with ReceiptBook(path) as book:
         book.keep([receipt(0)], [b"a"])
 
-    class Answers:
+    class Responses:
         def __init__(self, code: int) -> None:
             self._code = code
 
@@ -58,7 +58,7 @@ async def test_a_topic_that_may_not_be_described_is_no_deleted_one(tmp_path: Pat
             return SimpleNamespace(topics={}, errors={"orders": self._code})
 
     unknown_topic, topic_authorization_failed = 3, 29
-    denied, gone = (Answers(code) for code in (topic_authorization_failed, unknown_topic))
+    denied, gone = (Responses(code) for code in (topic_authorization_failed, unknown_topic))
     with pytest.raises(NotAuthorized, match="orders"):
         await check_book(cast("Client", denied), path)
     (finding,) = (await check_book(cast("Client", gone), path)).findings

@@ -29,10 +29,10 @@ from millstream.protocol.private.leasing import Leased
 from millstream.protocol.private.subscription_messages import (
     LeasedRange,
     PartitionMessages,
-    ReceiveAnswer,
-    SettleAnswer,
+    ReceiveResponse,
     SettledRange,
     SettleRequest,
+    SettleResponse,
 )
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.waiting import until
@@ -47,7 +47,7 @@ class Cluster:
     def __init__(self, *nodes: int) -> None:
         self.nodes = set(nodes)
         self.asked: dict[int, list[int]] = {node: [] for node in nodes}
-        self._answers: dict[int, asyncio.Queue[list[PartitionMessages]]] = {}
+        self._responses: dict[int, asyncio.Queue[list[PartitionMessages]]] = {}
         self._offset = 0
         self._hung_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.settled: list[tuple[int, int]] = []
@@ -57,9 +57,9 @@ class Cluster:
         """Which deliveries were settled."""
         self.done: set[int] = set()
         """Messages that are not leased."""
-        self.answering = asyncio.Event()
-        """While it is not set, settlements are carried out and not answered."""
-        self.answering.set()
+        self.responding = asyncio.Event()
+        """While it is not set, settlements are carried out and without a response."""
+        self.responding.set()
 
     async def metadata(self, topics: object) -> Any:
         return SimpleNamespace(nodes={NodeId(node): None for node in self.nodes}, topics={})
@@ -73,7 +73,7 @@ class Cluster:
         if not given.done():
             given.cancel()
             raise BrokerUnreachable("closed by the broker")
-        return Leased(ReceiveAnswer(0, None, given.result()), sent_at)
+        return Leased(ReceiveResponse(0, None, given.result()), sent_at)
 
     def hang_up(self) -> None:
         if not self._hung_up.done():
@@ -90,25 +90,25 @@ class Cluster:
                 if one.verb != Verb.EXTEND:
                     self.attempts.append(one.attempt)
                     self.done |= {*range(one.start, one.end)}
-        await self.answering.wait()
-        return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
+        await self.responding.wait()
+        return memoryview(msgspec.msgpack.encode(SettleResponse(0, None, results)))
 
     def _result(self, one: SettledRange) -> tuple[int, str | None]:
         is_held = not self.done & {*range(one.start, one.end)}
         return (0, None) if is_held else (INVALID_RECORD_STATE, "not held")
 
     def give(self, node: int, count: int, lease_ms: int | None = None, *, attempt: int = 1) -> None:
-        """Answer the next request of a node."""
+        """Respond to the next request of a node."""
         parts = [leased(self._offset, count, node, lease_ms=lease_ms, attempt=attempt)] if count else []
         self._offset += count
         self._queue(node).put_nowait(parts)
 
     def give_again(self, node: int, first: int, count: int = 1, *, attempt: int = 1) -> None:
-        """Answer with messages that were given before, as a node does that has forgotten its leases."""
+        """Respond with messages that were given before, as a node does that has forgotten its leases."""
         self._queue(node).put_nowait([leased(first, count, node, attempt=attempt)])
 
     def _queue(self, node: int) -> asyncio.Queue[list[PartitionMessages]]:
-        return self._answers.setdefault(node, asyncio.Queue())
+        return self._responses.setdefault(node, asyncio.Queue())
 
 
 def leased(
@@ -301,7 +301,7 @@ async def test_messages_keep_their_order_whichever_delivery_they_are() -> None:
         records = [NewRecord(None, b"%d" % number) for number in range(4)]
         leases = [LeasedRange(0, 1, 1, 0), LeasedRange(1, 3, 3, 0), LeasedRange(3, 4, 1, 0)]
         part = PartitionMessages("orders", b"0" * 16, 0, leases, bytes(encode_batch(records, base_offset=0)))
-        receiver._receive(NodeId(1), Leased(ReceiveAnswer(0, None, [part]), monotonic()))
+        receiver._receive(NodeId(1), Leased(ReceiveResponse(0, None, [part]), monotonic()))
         messages = receiver.take_many(4)
         assert [(one.offset, one.attempt, one._lease.attempt) for one in messages] == [
             (0, 1, 1),
@@ -335,7 +335,7 @@ async def test_what_waits_is_put_back_unless_no_one_would_get_it_again(delivery:
         await receiver.wait_for_message()
         await until(lambda: len(cluster.asked[1]) == 2)
         receiver.return_buffered()
-        # An answer that is on its way comes all the same.
+        # A response that is on its way comes all the same.
         cluster.give(1, 1)
         await receiver.stop()
         await receiver.settling.flush()
@@ -365,7 +365,7 @@ async def test_a_worker_that_leaves_may_settle_its_messages() -> None:
 
 
 async def arrived(receiver: Receiver) -> None:
-    """Wait until an answer was taken in, though nothing of it may be for anybody."""
+    """Wait until a response was taken in, though nothing of it may be for anybody."""
     await until(lambda: len(receiver._waiting_polls) + receiver._polls.asked)
     for _ in range(20):
         await asyncio.sleep(0)
@@ -416,15 +416,15 @@ async def test_a_message_that_is_accepted_while_it_is_leased_again_is_not_given_
         cluster.give(1, 2)
         await receiver.wait_for_message()
         first, second = receiver.take_many(2)
-        # The first has no answer yet when it comes again, the second was asked for before it was accepted.
+        # The first has no response yet when it comes again, the second was asked for before it was accepted.
         await until(lambda: len(cluster.asked[1]) == 2)
         await second.ack()
-        cluster.answering.clear()
+        cluster.responding.clear()
         accepted = asyncio.create_task(first.ack())
         await until(lambda: 0 in cluster.done)
         cluster.give_again(1, 0, 2)
         await until(lambda: receiver._unconfirmed)
-        cluster.answering.set()
+        cluster.responding.set()
         await accepted
         await until(lambda: not receiver._unconfirmed)
         assert receiver.take() is None
@@ -475,8 +475,8 @@ async def test_a_recreated_topic_has_other_messages() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         for topic_id in (b"0" * 16, b"1" * 16):
-            answer = ReceiveAnswer(0, None, [leased(0, 2, 0, topic_id=topic_id)])
-            receiver._receive(NodeId(1), Leased(answer, monotonic()))
+            response = ReceiveResponse(0, None, [leased(0, 2, 0, topic_id=topic_id)])
+            receiver._receive(NodeId(1), Leased(response, monotonic()))
         assert len(receiver.take_many(10)) == 4
 
 
@@ -485,24 +485,24 @@ async def test_a_recreated_topic_has_other_messages() -> None:
 
 def late(lease_ms: int, *, waited_ms: int = 0, ago_s: float = 1.0) -> Leased:
     """Two messages that were asked for a while ago."""
-    answer = ReceiveAnswer(0, None, [leased(0, 2, 0, lease_ms=lease_ms)], waited_ms=waited_ms)
-    return Leased(answer, monotonic() - ago_s)
+    response = ReceiveResponse(0, None, [leased(0, 2, 0, lease_ms=lease_ms)], waited_ms=waited_ms)
+    return Leased(response, monotonic() - ago_s)
 
 
 @pytest.mark.parametrize(("waited_ms", "is_asked"), [(0, True), (60_000, False)])
-async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first(
+async def test_a_response_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first(
     waited_ms: int, is_asked: bool
 ) -> None:
     cluster = Cluster(1)
     # Another worker has accepted the first of them.
     cluster.done = {0} if is_asked else set()
     async with receiving(cluster, ahead=10) as receiver:
-        cluster.answering.clear()
+        cluster.responding.clear()
         receiver._receive(NodeId(1), late(30_000, waited_ms=waited_ms, ago_s=60.0))
         if is_asked:
             await until(lambda: cluster.settled)
             assert receiver.take() is None
-            cluster.answering.set()
+            cluster.responding.set()
             await receiver.wait_for_message()
             assert (cluster.settled[0], set(cluster.extended_ms)) == ((Verb.EXTEND, 0), {30_000})
         assert [one.offset for one in receiver.take_many(10)] == ([1] if is_asked else [0, 1])
@@ -513,31 +513,31 @@ async def test_what_has_waited_here_for_longer_than_its_lease_is_confirmed_first
     async with receiving(cluster, ahead=10) as receiver:
         receiver._receive(NodeId(1), late(30_000))
         (first,) = receiver.take_many(1)
-        # Extensions are sent and not answered: it is unknown whether the broker has received them.
-        cluster.answering.clear()
+        # Extensions are sent and without a response: it is unknown whether the broker has received them.
+        cluster.responding.clear()
         receiver._renew(first._lease)
         first._lease.fresh_until = monotonic()
         assert receiver.take() is None
         cluster.done = {1}
-        cluster.answering.set()
+        cluster.responding.set()
         await until(lambda: not receiver._unconfirmed)
         assert receiver.take() is None
         assert (receiver._in_flight, len(receiver._buffer)) == (1, 0)
         await first.ack()
 
 
-async def test_an_extension_counts_from_when_it_was_sent_and_once_it_is_answered() -> None:
+async def test_an_extension_counts_from_when_it_was_sent_and_once_it_is_confirmed() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         receiver._receive(NodeId(1), late(30_000))
         lease = receiver.take_many(1)[0]._lease
         before, deadline_ms = lease.fresh_until, lease.deadline_ms
-        cluster.answering.clear()
+        cluster.responding.clear()
         sent_at = monotonic()
         receiver._renew(lease)
         await until(lambda: cluster.extended_ms)
         assert lease.fresh_until == before
-        cluster.answering.set()
+        cluster.responding.set()
         await receiver.settling.flush()
         assert before < lease.fresh_until < sent_at + 30
         assert (lease.deadline_ms or 0) > (deadline_ms or 0)
@@ -546,12 +546,12 @@ async def test_an_extension_counts_from_when_it_was_sent_and_once_it_is_answered
 async def test_what_is_not_confirmed_when_the_worker_stops_goes_back() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        cluster.answering.clear()
+        cluster.responding.clear()
         receiver._receive(NodeId(1), late(30_000, ago_s=60.0))
         await until(lambda: cluster.settled)
         stopping = asyncio.create_task(receiver.return_untaken())
         await until(lambda: not receiver._unconfirmed)
-        cluster.answering.set()
+        cluster.responding.set()
         await stopping
         assert [one for one in cluster.settled if one[0] == Verb.RETURN] == [(Verb.RETURN, 0), (Verb.RETURN, 1)]
         assert receiver._in_flight == 0
@@ -561,7 +561,7 @@ HERE, THERE = (b"a", 0), (b"a", 1)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("send"), st.integers(0, 3)),
-        st.tuples(st.just("answer"), st.integers(0, 3)),
+        st.tuples(st.just("response"), st.integers(0, 3)),
         st.tuples(st.just("accept"), st.sampled_from([HERE, THERE]), st.integers(0, 40), st.integers(0, 3)),
     ),
     max_size=80,

@@ -63,10 +63,10 @@ async def test_a_change_is_completed_when_its_client_leaves(
     run = declarations.run
 
     async def slow(question: Any) -> Any:
-        answer = await run(question)
+        response = await run(question)
         asked.set()
         await goes_on.wait()
-        return answer
+        return response
 
     monkeypatch.setattr(declarations, "run", slow)
     work, is_known = declare(declarations)

@@ -392,7 +392,7 @@ async def test_a_node_that_cannot_renew_its_session_is_reported_as_fenced(tmp_pa
         assert registration is not None
         session = registration._session
         assert session is not None
-        session._unanswered = 3  # type: ignore[attr-defined]
+        session._missed = 3  # type: ignore[attr-defined]
         assert number(node, "millstream_node_fenced") == 1
         # It still counts as ready: while the store is away as a whole, data flows.
         assert list(node.cluster.unready_reasons()) == []

@@ -198,7 +198,7 @@ def attempts(caplog: pytest.LogCaptureFixture) -> int:
     return sum(record.message == NOT_YET for record in caplog.records)
 
 
-async def test_acknowledged_records_are_not_cut_where_no_answer_fits(
+async def test_acknowledged_records_are_not_cut_where_no_response_fits(
     group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What lies behind the lost range may be the last copy."""
@@ -224,7 +224,7 @@ async def test_acknowledged_records_are_not_cut_where_no_answer_fits(
     assert len({content(group.partition(node)) for node in (1, 2, 3)}) == 1
 
 
-@pytest.mark.parametrize("reason", ["the answers are damaged", "the log changes meanwhile"])
+@pytest.mark.parametrize("reason", ["the responses are damaged", "the log changes meanwhile"])
 async def test_a_leader_keeps_leading_when_an_attempt_fails_for_another_reason_than_its_disk(
     group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
@@ -239,7 +239,7 @@ async def test_a_leader_keeps_leading_when_an_attempt_fails_for_another_reason_t
         await repair_range(store, one)
 
     with monkeypatch.context() as patched:
-        if reason == "the answers are damaged":
+        if reason == "the responses are damaged":
             patched.setattr(DamageRepair, "_fetch", fetch_damaged)
         else:
             patched.setattr(LogStore, "repair_range", repair_changed)

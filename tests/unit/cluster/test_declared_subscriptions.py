@@ -182,7 +182,7 @@ async def test_what_another_node_has_just_declared_is_found_with_few_questions(
     assert len(counted.asked) == 2
 
 
-async def test_a_look_up_is_not_answered_by_one_that_began_before(catalog: Catalog, counted: Counted) -> None:
+async def test_a_look_up_does_not_use_the_response_of_one_that_began_before(catalog: Catalog, counted: Counted) -> None:
     here = Subscriptions(counted, ManualClock())
     early = asyncio.create_task(here.find("billing"))
     while not counted.asked:

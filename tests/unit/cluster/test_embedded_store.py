@@ -31,10 +31,10 @@ class FaultyStore(EmbeddedStore):
     async def _ask(self, request: Callable[[], T]) -> T:
         if self.cut == "before":
             raise StoreRefused("not sent")
-        answer = await super()._ask(request)
+        response = await super()._ask(request)
         if self.cut == "after":
-            raise StoreUnavailable("the answer was lost")
-        return answer
+            raise StoreUnavailable("the response was lost")
+        return response
 
 
 async def test_a_session_without_signs_of_life_ends_by_its_time() -> None:

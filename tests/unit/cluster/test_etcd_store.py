@@ -1,4 +1,4 @@
-"""The store on a real etcd: members that are away, answers that are lost, leases, logins."""
+"""The store on a real etcd: members that are away, responses that are lost, leases, logins."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def ask(store: EtcdStore, call: Callable[[etcd_store.EtcdMember], object],
     await store._members.ask(call, request, repeatable=True)
 
 
-async def test_another_member_answers_when_one_is_away(connect: Connect, etcd: EtcdServer) -> None:
+async def test_another_member_responds_when_one_is_away(connect: Connect, etcd: EtcdServer) -> None:
     unowned = ReservedPort()
     store = connect(unowned.address, address_of(etcd))
     assert await store.change([Put("a", "1")]) is not None
@@ -100,19 +100,19 @@ async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("response", "said"),
     [
         (
             b"HTTP/1.1 404 Not Found\r\n\r\n",
-            "127.0.0.1:.* is not etcd; it answers 'HTTP/1.1 404 Not Found'",
+            "127.0.0.1:.* is not etcd; it returns 'HTTP/1.1 404 Not Found'",
         ),
-        (b"", "accepts connections but does not answer"),
+        (b"", "accepts connections but does not respond"),
         (b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5"}', "accepts no requests"),
     ],
 )
-async def test_what_answers_in_the_place_of_etcd_is_reported(connect: Connect, answer: bytes, said: str) -> None:
+async def test_what_responds_in_the_place_of_etcd_is_reported(connect: Connect, response: bytes, said: str) -> None:
     async def other(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer)
+        writer.write(response)
         writer.close()
 
     async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
@@ -127,7 +127,7 @@ async def test_missing_members_are_reported(connect: Connect) -> None:
         await connect(unowned.address).read("a")
 
 
-async def test_a_lost_answer_leaves_it_open_whether_the_change_was_made(connect: Connect, relay: Relay) -> None:
+async def test_a_lost_response_leaves_it_open_whether_the_change_was_made(connect: Connect, relay: Relay) -> None:
     store, witness = connect(relay.address), connect()
     await store.read("")
     relay.deaf = True
@@ -143,7 +143,7 @@ async def test_a_lost_answer_leaves_it_open_whether_the_change_was_made(connect:
     assert store.available
 
 
-async def test_a_read_goes_to_the_next_member_when_the_answer_is_lost(
+async def test_a_read_goes_to_the_next_member_when_the_response_is_lost(
     connect: Connect, relay: Relay, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = connect(relay.address, address_of(etcd))

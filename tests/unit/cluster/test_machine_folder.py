@@ -1,4 +1,4 @@
-"""The stores of a machine: what was answered survives, and partitions are spread evenly."""
+"""The stores of a machine: what got a response survives, and partitions are spread evenly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def new_files() -> MemoryFiles:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.text(max_size=5)), max_size=40))
-def test_what_was_answered_survives_a_crash(changes: list[tuple[str, str | None]]) -> None:
+def test_what_was_acknowledged_survives_a_crash(changes: list[tuple[str, str | None]]) -> None:
     files = new_files()
     service, expected = opened(files), dict[str, str]()
     for key, value in changes:

@@ -22,7 +22,7 @@ from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream.protocol.wire.replica_fetch import ReplicaAnswer, ReplicaAnswers, ReplicaFetch
+from millstream.protocol.wire.replica_fetch import ReplicaFetch, ReplicaResponse, ReplicaResponses
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
@@ -33,15 +33,15 @@ STATE = PartitionState(replicas=(LEADER, ME), leader=LEADER, leader_epoch=Epoch(
 
 
 class Link:
-    """A leader without new records that answers when the test lets it."""
+    """A leader without new records that responds when the test lets it."""
 
     def __init__(self) -> None:
         self.fetches: asyncio.Queue[ReplicaFetch] = asyncio.Queue()
-        self.answers: asyncio.Queue[ReplicaAnswers] = asyncio.Queue()
+        self.responses: asyncio.Queue[ReplicaResponses] = asyncio.Queue()
 
-    async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
+    async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
         self.fetches.put_nowait(fetch)
-        return await self.answers.get()
+        return await self.responses.get()
 
     async def close(self) -> None:
         pass
@@ -88,7 +88,7 @@ async def test_after_another_registration_everything_is_said_again(store: LogSto
         said.append((fetch.registration, fetch.session_id, len(fetch.wanted)))
         if len(said) == 2:
             registrations.append(8)
-        link.answers.put_nowait(ReplicaAnswers(0, session))
+        link.responses.put_nowait(ReplicaResponses(0, session))
     assert said == [(7, 0, 1), (7, 5, 0), (8, 0, 1)]
     await end(task)
 
@@ -236,20 +236,20 @@ async def test_a_cut_that_the_disk_refuses_is_reported_and_done_again_before_the
 async def test_a_topic_that_a_leader_does_not_know_yet_is_no_warning_unless_it_stays(
     store: LogStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unknown = ReplicaAnswer(UNKNOWN_TOPIC_ID, Offset(-1), Offset(-1), None, b"")
+    unknown = ReplicaResponse(UNKNOWN_TOPIC_ID, Offset(-1), Offset(-1), None, b"")
     link, partition = Link(), follower(store, "os")
     fetching = fetcher(link, [7])
     fetching.follow(partition)
     task = asyncio.create_task(fetching.run())
-    answers = ReplicaAnswers(0, 5, {(TOPIC.topic_id, PartitionIndex(0)): unknown})
+    responses = ReplicaResponses(0, 5, {(TOPIC.topic_id, PartitionIndex(0)): unknown})
     for _ in range(2):
         await link.fetches.get()
-        link.answers.put_nowait(answers)
+        link.responses.put_nowait(responses)
     await link.fetches.get()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     monkeypatch.setattr(replica_fetcher, "GRACE_S", 0.0)
     for _ in range(2):
-        link.answers.put_nowait(answers)
+        link.responses.put_nowait(responses)
         await link.fetches.get()
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warned == ["a replica could not be followed; retrying"]

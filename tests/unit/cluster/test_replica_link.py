@@ -1,4 +1,4 @@
-"""A follower's link over a real connection: memory that is used again, and leaders that do not answer."""
+"""A follower's link over a real connection: memory that is used again, and leaders that do not respond."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 from millstream.broker.cluster import replica_fetcher
 from millstream.broker.cluster.membership import Node
-from millstream.broker.cluster.replica_fetcher import SMALL_ANSWERS_MAX, WireLink
+from millstream.broker.cluster.replica_fetcher import SMALL_RESPONSES_MAX, WireLink
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.wire.replica_fetch import (
     VERSION,
-    ReplicaAnswer,
-    ReplicaAnswers,
     ReplicaFetch,
-    write_replica_answers,
+    ReplicaResponse,
+    ReplicaResponses,
+    write_replica_responses,
 )
 from millstream_testing.scripted_broker import FETCH, ScriptedBroker
 
@@ -28,20 +28,20 @@ ASKED = ReplicaFetch(NodeId(2), 9, 100, 1 << 20, {})
 
 
 class Leader:
-    """Answers each fetch with so many bytes, one after the other; None for never."""
+    """Responds to each fetch with so many bytes, one after the other; None for never."""
 
     def __init__(self, broker: ScriptedBroker, *sizes: int | None) -> None:
         self.broker = broker
         self.sizes = list(sizes)
-        broker.handlers[FETCH] = self.answer
+        broker.handlers[FETCH] = self.respond
 
-    async def answer(self, header: RequestHeader, _frame: memoryview) -> bytes | None:
+    async def respond(self, header: RequestHeader, _frame: memoryview) -> bytes | None:
         size = self.sizes.pop(0)
         if size is None:
             await asyncio.Event().wait()
         records = bytes([65 + len(self.sizes)]) * (size or 0)
-        answer = ReplicaAnswer(0, Offset(0), Offset(0), None, records)
-        pieces = write_replica_answers(VERSION, header.correlation_id, ReplicaAnswers(0, 1, {KEY: answer}))
+        response = ReplicaResponse(0, Offset(0), Offset(0), None, records)
+        pieces = write_replica_responses(VERSION, header.correlation_id, ReplicaResponses(0, 1, {KEY: response}))
         self.broker.write(b"".join(map(bytes, pieces)))
         return None
 
@@ -61,8 +61,8 @@ async def link(broker: ScriptedBroker) -> AsyncIterator[WireLink]:
     await opened.close()
 
 
-async def test_large_answers_are_received_into_the_same_memory(broker: ScriptedBroker, link: WireLink) -> None:
-    sizes = [300_000, 200_000, 10, 250_000, *[10] * (SMALL_ANSWERS_MAX + 1), 250_000]
+async def test_large_responses_are_received_into_the_same_memory(broker: ScriptedBroker, link: WireLink) -> None:
+    sizes = [300_000, 200_000, 10, 250_000, *[10] * (SMALL_RESPONSES_MAX + 1), 250_000]
     Leader(broker, *sizes)
     rooms = []
     for size in sizes:
@@ -72,7 +72,7 @@ async def test_large_answers_are_received_into_the_same_memory(broker: ScriptedB
         assert isinstance(records, memoryview)
         rooms.append(records.obj)
     assert rooms[0] is rooms[1] is rooms[3]
-    # After many answers that needed little, nothing is kept.
+    # After many responses that needed little, nothing is kept.
     assert rooms[-1] is not rooms[0]
 
 
@@ -87,15 +87,15 @@ async def test_what_is_too_large_to_be_kept_has_memory_of_its_own(
     assert bytes(second) == b"A" * 200_000
 
 
-async def test_a_leader_that_does_not_answer_is_given_up_and_reached_again(
+async def test_a_leader_that_does_not_respond_is_given_up_and_reached_again(
     broker: ScriptedBroker, link: WireLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Leader(broker, 10, None, 20)
-    # Long enough for the first answer on a busy machine.
-    monkeypatch.setattr(replica_fetcher, "ANSWER_S", 1.0)
+    # Long enough for the first response on a busy machine.
+    monkeypatch.setattr(replica_fetcher, "RESPONSE_S", 1.0)
     assert len((await link.fetch(ASKED)).partitions[KEY].records) == 10
-    with pytest.raises(BrokerUnreachable, match="not answered in time"):
+    with pytest.raises(BrokerUnreachable, match="no response in time"):
         await link.fetch(ASKED)
-    monkeypatch.setattr(replica_fetcher, "ANSWER_S", 10.0)
+    monkeypatch.setattr(replica_fetcher, "RESPONSE_S", 10.0)
     assert len((await link.fetch(ASKED)).partitions[KEY].records) == 20
     assert broker.connections == 2

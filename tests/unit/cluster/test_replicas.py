@@ -194,14 +194,14 @@ class TestFailingOver:
         assert fresh.is_leader
 
 
-async def test_a_lost_answer_about_the_in_sync_set_counts_both_sets_until_it_is_read_back() -> None:
+async def test_a_lost_response_about_the_in_sync_set_counts_both_sets_until_it_is_read_back() -> None:
     async with ReplicaGroup() as group:
         group.agree(replace(FIRST, in_sync=(ONE, TWO)))
         leader = await leads(group, 1)
         store = group.nodes[ONE].store
         group.cut |= {(THREE, ONE)}
         await leader.append(encode_values(b"a"))
-        # The leader hears nothing of the store any more: neither the answer to its change nor the change itself.
+        # The leader hears nothing of the store any more: neither the response to its change nor the change itself.
         store.shut(requests_pass=True)
         group.cut.clear()
         await until(lambda: group.agreed().state.in_sync == (ONE, TWO, THREE))  # type: ignore[union-attr]

@@ -83,14 +83,14 @@ class Scene:
             cast("Declarations", self.catalog),
             clock=self.clock,
             backoff=lambda: Backoff(Random(1), first_s=0, max_s=0),
-            is_running=self._answers,
+            is_running=self._responds,
             report=self._report,
         )
 
     async def knows(self, **values: str) -> None:
         await self.store.change([Put(key.replace("__", "/").replace("_", "-"), value) for key, value in values.items()])
 
-    async def _answers(self, _node: Node) -> bool:
+    async def _responds(self, _node: Node) -> bool:
         return self.alive
 
     async def _report(self, reason: str) -> None:
@@ -146,14 +146,14 @@ async def test_a_catalog_of_another_cluster_is_refused() -> None:
         await scene.checks.check()
 
 
-async def test_a_node_id_is_refused_when_its_holder_answers() -> None:
+async def test_a_node_id_is_refused_when_its_holder_responds() -> None:
     scene = Scene()
     await scene.knows(nodes__2=registered("other"))
     await scene.checks.check()
     scene.alive = True
     with pytest.raises(NodeIdTaken, match="at other:9092; stop it first"):
         await scene.checks.check()
-    # A run of this folder that is over; the process that answers there is being replaced.
+    # A run of this folder that is over; the process that responds there is being replaced.
     again = Scene(MINE)
     again.alive = True
     await again.knows(nodes__2=registered("mine"), admitted__2="mine", cluster_id="id")

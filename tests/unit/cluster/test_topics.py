@@ -57,7 +57,7 @@ async def test_a_deleted_topic_is_gone_with_its_files(tmp_path: Path) -> None:
         restarted = await topics.create("short-lived")
         assert restarted.topic_id != topic.topic_id
         assert topics.partition("short-lived", 0).high_watermark == 0
-    # The space comes back a little after the answer, when the store is closed at the latest.
+    # The space comes back a little after the response, when the store is closed at the latest.
     assert not any(topic.topic_id.hex in path.as_posix().replace("-", "") for path in tmp_path.rglob("*.log"))
 
 

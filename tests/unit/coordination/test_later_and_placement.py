@@ -9,17 +9,17 @@ from millstream.broker.coordination.state_machine import Deferred
 from millstream.core.errors import NotCoordinator
 
 
-def test_the_first_answer_counts() -> None:
+def test_the_first_response_counts() -> None:
     later: Deferred[int] = Deferred()
     reported: list[int] = []
-    later.listen(lambda answered: reported.append(answered.result()))
+    later.listen(lambda completed: reported.append(completed.result()))
 
     later.resolve(1)
     later.resolve(2)
     later.refuse(NotCoordinator("too late"))
 
     assert reported == [1]
-    assert later.answered
+    assert later.completed
     assert later.error is None
 
 

@@ -47,13 +47,13 @@ async def test_the_topic_is_made_on_first_use_and_only_once() -> None:
     await runtime.start()
     assert topics.get("__names") is None
 
-    answers = await asyncio.gather(*(runtime.run(f"n{number}", lambda s: s.note("x")) for number in range(20)))
+    responses = await asyncio.gather(*(runtime.run(f"n{number}", lambda s: s.note("x")) for number in range(20)))
 
     topic = topics.get("__names")
     assert topic is not None
     assert topic.partitions == 4
     assert topic.overrides == {"cleanup.policy": "compact"}
-    assert len(answers) == 20
+    assert len(responses) == 20
     await runtime.close()
 
 

@@ -74,10 +74,10 @@ def park(key: bytes) -> Callable[[Texts], Outcome[bytes]]:
     return operation
 
 
-def answer(key: bytes) -> Callable[[Texts], Outcome[str]]:
+def respond(key: bytes) -> Callable[[Texts], Outcome[str]]:
     def operation(state: Texts) -> Outcome[str]:
         state.parked.pop(key).resolve(state.texts.get(key, b""))
-        return [], "answered"
+        return [], "completed"
 
     return operation
 
@@ -105,8 +105,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_an_answer_is_there_as_soon_as_the_log_acknowledges_it() -> None:
-    """Turns of a busy loop are long, so an answer takes none that it does not need."""
+async def test_a_response_is_there_as_soon_as_the_log_acknowledges_it() -> None:
+    """Turns of a busy loop are long, so a response takes none that it does not need."""
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     kept, read = shard.submit(put(b"a", b"1")), shard.submit(get(b"a"))
@@ -115,7 +115,7 @@ async def test_an_answer_is_there_as_soon_as_the_log_acknowledges_it() -> None:
     assert (kept.result(), read.result()) == ("kept", b"1")
 
 
-async def test_an_operation_is_durable_and_answered() -> None:
+async def test_an_operation_is_durable_and_gets_a_response() -> None:
     partition = MemoryPartition()
     shard = await opened(partition)
 
@@ -126,7 +126,7 @@ async def test_an_operation_is_durable_and_answered() -> None:
     assert await restarted.run(get(b"a")) == b"1"
 
 
-async def test_an_answer_waits_for_its_append() -> None:
+async def test_a_response_waits_for_its_append() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     kept = shard.submit(put(b"a", b"1"))
@@ -172,7 +172,7 @@ async def test_a_refusal_that_saw_an_unacknowledged_write_waits_for_it_too() -> 
         await refused
 
 
-async def test_answers_leave_in_the_order_of_the_log() -> None:
+async def test_responses_leave_in_the_order_of_the_log() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     futures = [shard.submit(put(b"a", str(number).encode())) for number in range(4)]
@@ -183,12 +183,12 @@ async def test_answers_leave_in_the_order_of_the_log() -> None:
     assert [future.done() for future in futures] == [True, True, False, False]
 
 
-async def test_a_parked_request_is_answered_by_a_later_operation_once_that_is_durable() -> None:
+async def test_a_parked_request_gets_a_response_from_a_later_operation_once_that_is_durable() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     parked = shard.submit(park(b"a"))
     shard.submit(put(b"a", b"1"))
-    shard.submit(answer(b"a"))
+    shard.submit(respond(b"a"))
     await settle()
     assert not parked.done()
 
@@ -339,7 +339,7 @@ async def test_records_that_cannot_be_read_are_skipped(caplog: pytest.LogCapture
     assert "skipped" in caplog.text
 
 
-async def test_timers_are_operations_without_an_answer() -> None:
+async def test_timers_are_operations_without_a_response() -> None:
     clock, partition = ManualClock(), MemoryPartition()
     shard = await opened(partition, clock)
 

@@ -83,8 +83,8 @@ async def broker() -> AsyncIterator[Broker]:
     await made.groups.close()
 
 
-def assigned(answer: Any) -> dict[UUID, tuple[int, ...]]:
-    return {topic.topic_id: topic.partitions for topic in answer.assignment.topic_partitions}
+def assigned(response: Any) -> dict[UUID, tuple[int, ...]]:
+    return {topic.topic_id: topic.partitions for topic in response.assignment.topic_partitions}
 
 
 @pytest.mark.parametrize("version", range(2))
@@ -254,8 +254,8 @@ async def test_offsets_are_committed_with_the_epoch(broker: Broker, version: int
             generation_id_or_member_epoch=epoch,
             topics=(topic,),
         )
-        answer = await ask(broker.commit, asked)
-        code: ErrorCode = answer.topics[0].partitions[0].error_code
+        response = await ask(broker.commit, asked)
+        code: ErrorCode = response.topics[0].partitions[0].error_code
         return code
 
     supported = version >= 9
@@ -274,8 +274,8 @@ async def test_offsets_are_fetched_with_the_epoch(broker: Broker, version: int) 
 
     async def fetch(**member: Any) -> ErrorCode:
         group = module.OffsetFetchRequestGroup(group_id=GROUP, topics=None, **member)
-        answer = await ask(broker.fetch, message(broker.fetch, version, groups=(group,)))
-        code: ErrorCode = answer.groups[0].error_code
+        response = await ask(broker.fetch, message(broker.fetch, version, groups=(group,)))
+        code: ErrorCode = response.groups[0].error_code
         return code
 
     assert await fetch() == ErrorCode.none

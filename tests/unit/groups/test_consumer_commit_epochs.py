@@ -24,8 +24,8 @@ def trial() -> ConsumerTrial:
 
 
 def commit(trial: ConsumerTrial, partition: int, epoch: int, member_id: str = "m0") -> MillstreamError | None:
-    answer = trial.commit(partition + 10, member_id=member_id, generation=epoch, partition=partition)
-    return answer.error or answer.result()["orders"][partition]
+    response = trial.commit(partition + 10, member_id=member_id, generation=epoch, partition=partition)
+    return response.error or response.result()["orders"][partition]
 
 
 def partitions_of(trial: ConsumerTrial, consumer: SimulatedConsumer) -> frozenset[int]:

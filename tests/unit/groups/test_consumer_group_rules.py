@@ -9,7 +9,7 @@ import pytest
 
 from millstream.broker.groups.consumer.group import ConsumerGroupState
 from millstream.broker.groups.consumer.member import NOTHING, MemberState, overlaps, size_of, union
-from millstream.broker.groups.requests import HeartbeatAnswer
+from millstream.broker.groups.requests import HeartbeatResult
 from millstream.core.errors import (
     FencedMemberEpoch,
     GroupFull,
@@ -51,14 +51,14 @@ def each_once(trial: ConsumerTrial, consumers: list[SimulatedConsumer]) -> Itera
 
 def test_the_first_member_gets_everything_at_once(trial: ConsumerTrial) -> None:
     alone = SimulatedConsumer("m0", "orders", "bills")
-    answer = trial.beat(alone)
+    response = trial.beat(alone)
     everything = trial.partitions(orders={0, 1, 2, 3}, bills={0, 1})
-    assert answer == HeartbeatAnswer(member_id="m0", epoch=1, heartbeat_ms=5000, assignment=everything)
+    assert response == HeartbeatResult(member_id="m0", epoch=1, heartbeat_ms=5000, assignment=everything)
     group = trial.consumers()
     assert (group.state, group.epoch, group.target_epoch) == (ConsumerGroupState.STABLE, 1, 1)
 
 
-def test_an_answer_has_the_assignment_only_when_the_member_may_not_know_it(trial: ConsumerTrial) -> None:
+def test_a_response_has_the_assignment_only_when_the_member_may_not_know_it(trial: ConsumerTrial) -> None:
     alone = SimulatedConsumer("m0", "orders")
     trial.beat(alone)
     written = len(trial.log)
@@ -68,28 +68,28 @@ def test_an_answer_has_the_assignment_only_when_the_member_may_not_know_it(trial
 
 
 def test_a_member_without_id_is_given_one(trial: ConsumerTrial) -> None:
-    answer = trial.send(SimulatedConsumer("", "orders").request()).result()
-    assert answer.member_id
-    assert answer.member_id in trial.consumers().members
+    response = trial.send(SimulatedConsumer("", "orders").request()).result()
+    assert response.member_id
+    assert response.member_id in trial.consumers().members
 
 
 def test_members_give_up_before_others_get(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.beat(first)
-    answer = trial.beat(second)
-    assert (answer.epoch, answer.assignment) == (2, NOTHING)
+    response = trial.beat(second)
+    assert (response.epoch, response.assignment) == (2, NOTHING)
     assert trial.consumers().state is ConsumerGroupState.RECONCILING
     assert trial.beat(second).assignment is None
     # The first hears of it, but still has everything.
-    answer = trial.beat(first)
-    assert answer.epoch == 1
+    response = trial.beat(first)
+    assert response.epoch == 1
     assert size_of(first.assigned) == 2
     assert size_of(first.owned) == 4
     assert trial.beat(second).assignment is None
     first.give_up()
     assert trial.beat(first).epoch == 2
-    answer = trial.beat(second)
-    assert answer.assignment is not None
+    response = trial.beat(second)
+    assert response.assignment is not None
     assert sorted(each_once(trial, [first, second])) == [2, 2]
     assert trial.consumers().state is ConsumerGroupState.STABLE
 
@@ -189,7 +189,7 @@ def test_an_epoch_that_is_not_the_members_is_fenced(trial: ConsumerTrial) -> Non
     trial.beat(first)
 
 
-def test_a_lost_answer_is_reported_again(trial: ConsumerTrial) -> None:
+def test_a_lost_response_is_reported_again(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first)
     before = first.epoch
@@ -197,9 +197,9 @@ def test_a_lost_answer_is_reported_again(trial: ConsumerTrial) -> None:
     trial.beat(first)
     first.give_up()
     trial.send(first.request()).result()
-    # The answer with the newer epoch did not arrive, so the member comes with the one before.
+    # The response with the newer epoch did not arrive, so the member comes with the one before.
     assert first.epoch == before
-    first.lost_answer = True
+    first.lost_response = True
     assert trial.beat(first).epoch > before
     assert first.owned == first.assigned
 
@@ -219,8 +219,8 @@ def test_a_fenced_member_joins_again_under_its_id(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first, second)
     first.fence()
-    answer = trial.beat(first)
-    assert answer.epoch == trial.consumers().epoch
+    response = trial.beat(first)
+    assert response.epoch == trial.consumers().epoch
     assert size_of(first.owned) == 2
     trial.settle(first, second)
     assert list(each_once(trial, [first, second])) == [2, 2]
@@ -242,7 +242,7 @@ def test_who_was_never_here_is_unknown(trial: ConsumerTrial) -> None:
 def test_what_a_leaver_had_is_shared_out(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first, second)
-    assert trial.leave(second) == [HeartbeatAnswer(member_id="m1", epoch=-1)]
+    assert trial.leave(second) == [HeartbeatResult(member_id="m1", epoch=-1)]
     assert trial.consumers().state is ConsumerGroupState.ASSIGNING
     assert size_of(trial.beat(first).assignment or NOTHING) == 4
     trial.leave(first)
@@ -327,9 +327,9 @@ def test_a_member_changes_its_topics(trial: ConsumerTrial) -> None:
     consumers = members(2, "orders")
     trial.settle(*consumers)
     consumers[0].topics = frozenset({"bills"})
-    answer = trial.beat(consumers[0], full=True)
+    response = trial.beat(consumers[0], full=True)
     # What it does not want any more goes at once, and it gets the rest when it has given that up.
-    assert answer.assignment == NOTHING
+    assert response.assignment == NOTHING
     assert trial.consumers().members["m0"].position.state is MemberState.UNREVOKED
     consumers[0].give_up()
     trial.settle(*consumers)
@@ -514,9 +514,9 @@ def test_offsets_of_topics_in_use_are_not_deleted(trial: ConsumerTrial) -> None:
     trial.settle(alone)
     for topic in ("orders", "bills"):
         trial.commit(5, member_id="m0", generation=1, topic=topic)
-    answer = trial.run(lambda shard: shard.delete_offsets(GROUP, {"orders": [0], "bills": [0]})).result()
-    assert isinstance(answer["orders"][0], SubscribedToTopic)
-    assert answer["bills"] == {0: None}
+    response = trial.run(lambda shard: shard.delete_offsets(GROUP, {"orders": [0], "bills": [0]})).result()
+    assert isinstance(response["orders"][0], SubscribedToTopic)
+    assert response["bills"] == {0: None}
     assert set(trial.all_committed()) == {"orders"}
 
 

@@ -1,6 +1,6 @@
 """Random histories of one consumer group on the real runtime.
 
-Consumers of both protocols join, leave, die and are slow; answers are lost; topics come, grow and go; disks fail and
+Consumers of both protocols join, leave, die and are slow; responses are lost; topics come, grow and go; disks fail and
 the broker crashes. The log is in memory, and the test decides when an append is acknowledged and what a crash leaves.
 """
 
@@ -35,7 +35,7 @@ from millstream.broker.groups.group import Group
 from millstream.broker.groups.requests import (
     CommitRequest,
     GroupLimits,
-    HeartbeatAnswer,
+    HeartbeatResult,
     Joined,
     JoinRequest,
     Leaver,
@@ -131,15 +131,15 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
     # What consumers of the newer protocol do
 
-    @rule(who=newer, gives_up=st.booleans(), answer_is_lost=st.booleans())
-    def beat(self, who: int, gives_up: bool, answer_is_lost: bool) -> None:
+    @rule(who=newer, gives_up=st.booleans(), response_is_lost=st.booleans())
+    def beat(self, who: int, gives_up: bool, response_is_lost: bool) -> None:
         client = self.newer[who]
         if client.under_way:
-            # It did not get its answer in time, and asks again with everything it knows.
-            client.consumer.lost_answer = True
+            # It did not get its response in time, and asks again with everything it knows.
+            client.consumer.lost_response = True
         if gives_up:
             client.consumer.give_up()
-        self._beat(client, lost=answer_is_lost)
+        self._beat(client, lost=response_is_lost)
 
     @rule(who=newer, choice=st.sampled_from(CHOICES))
     def want(self, who: int, choice: dict[str, Any]) -> None:
@@ -193,9 +193,9 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             protocols=classic_protocols(*NAMES[:2]),
         )
 
-        def joined(answer: Joined) -> None:
+        def joined(response: Joined) -> None:
             if client.asked == asked:
-                client.joined, client.generation = answer, answer.generation
+                client.joined, client.generation = response, response.generation
 
         def refused(error: MillstreamError) -> None:
             if isinstance(error, MemberIdRequired):
@@ -213,9 +213,9 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         asked = client.asked
         request = SyncRequest(member=self._ref(client), assignments=dict(self._shares(client.joined)))
 
-        def synced(answer: Synced) -> None:
+        def synced(response: Synced) -> None:
             if client.asked == asked:
-                client.owned = partitions_by_id(parse_assignment(answer.assignment)[0], self.topics)
+                client.owned = partitions_by_id(parse_assignment(response.assignment)[0], self.topics)
 
         self._ask(lambda shard: shard.sync(request), synced, self._left(client))
 
@@ -279,7 +279,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         self._run(self._abandon(old))
         for client in self.newer:
             client.asked += 1
-            client.consumer.lost_answer = client.consumer.lost_answer or client.under_way
+            client.consumer.lost_response = client.consumer.lost_response or client.under_way
             client.under_way = False
         self._check_what_survived()
 
@@ -358,7 +358,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         consumer = client.consumer
         if not consumer.member_id:
             consumer.member_id = f"m{next(self.ids)}"
-        full = consumer.epoch <= 0 or consumer.lost_answer or client.received != client.choice
+        full = consumer.epoch <= 0 or consumer.lost_response or client.received != client.choice
         consumer.topics, consumer.expression = client.choice["topics"], client.choice.get("expression", "")
         if "assignor" in client.choice:
             consumer.more["assignor"] = client.choice["assignor"]
@@ -368,18 +368,18 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         client.under_way = True
         asked, beginnings = client.asked, self.beginnings
 
-        def heard(answer: HeartbeatAnswer) -> None:
+        def heard(response: HeartbeatResult) -> None:
             if self.beginnings == beginnings:
-                self.durable_epoch = max(self.durable_epoch, answer.epoch)
+                self.durable_epoch = max(self.durable_epoch, response.epoch)
             if client.asked != asked:
                 return
             client.under_way = lost
             if lost:
-                consumer.lost_answer = True
+                consumer.lost_response = True
                 return
-            assert consumer.epoch <= 0 or answer.epoch >= consumer.epoch
+            assert consumer.epoch <= 0 or response.epoch >= consumer.epoch
             client.joined = True
-            consumer.hear(answer)
+            consumer.hear(response)
 
         def refused(error: MillstreamError) -> None:
             if client.asked != asked:
@@ -390,11 +390,11 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             elif isinstance(error, GroupRejected) and not isinstance(error, UnreleasedInstance):
                 client.begin("")
             else:
-                consumer.lost_answer = True
+                consumer.lost_response = True
 
         def not_there() -> None:
             client.under_way = False
-            consumer.lost_answer = True
+            consumer.lost_response = True
 
         self._ask(lambda shard: shard.consumers.heartbeat(request), heard, refused, not_there, pure=True)
 
@@ -482,7 +482,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
     def _ask(
         self,
         operation: Callable[[GroupShard], Any],
-        on_answer: Callable[[Any], None] = lambda _: None,
+        on_response: Callable[[Any], None] = lambda _: None,
         on_error: Callable[[MillstreamError], None] = lambda _: None,
         on_absence: Callable[[], None] = lambda: None,
         *,
@@ -499,14 +499,14 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             request.add_done_callback(done)
 
         def done(request: asyncio.Future[Any]) -> None:
-            # An answer of a broker that has crashed since never arrives.
+            # A response of a broker that has crashed since never arrives.
             if request.cancelled() or shard is not self.shard:
                 if not request.cancelled():
                     request.exception()
                 return
             error = request.exception()
             if error is None:
-                on_answer(request.result())
+                on_response(request.result())
             else:
                 assert isinstance(error, (*EXPECTED, BatchTooLarge)), repr(error)
                 on_error(error)

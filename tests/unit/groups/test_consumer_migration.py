@@ -126,8 +126,8 @@ def test_a_classic_group_is_taken_over_member_by_member(trial: ConsumerTrial) ->
     one, two = classic_pair(trial)
     generation = one.generation
     new = SimulatedConsumer("m0", "orders")
-    answer = trial.beat(new)
-    assert answer.epoch == generation + 1
+    response = trial.beat(new)
+    assert response.epoch == generation + 1
     assert trial.shard.groups.get(GROUP) is None
     group = trial.consumers()
     assert {member.speaks_classic for member in group.members.values()} == {True, False}
@@ -151,7 +151,7 @@ def test_a_classic_group_in_the_middle_of_a_rebalance_is_taken_over(trial: Consu
     one, two = classic_pair(trial)
     three = ClassicConsumer(trial, "orders")
     waiting = three.join()
-    assert not waiting.answered
+    assert not waiting.completed
     again = one.join()
     new = SimulatedConsumer("m0", "orders")
     trial.beat(new)

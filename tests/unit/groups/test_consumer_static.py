@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, size_of
-from millstream.broker.groups.requests import HeartbeatAnswer, Leaver
+from millstream.broker.groups.requests import HeartbeatResult, Leaver
 from millstream.core.errors import FencedInstance, FencedMemberEpoch, UnknownMember, UnreleasedInstance
 from millstream_testing.consumer_trial import SESSION_MS, ConsumerTrial, SimulatedConsumer
 
@@ -26,12 +26,12 @@ def test_a_static_member_comes_back_to_what_it_had(trial: ConsumerTrial) -> None
     away, other = static("m0"), SimulatedConsumer("m1", "orders")
     trial.settle(away, other)
     epoch, had = trial.consumers().epoch, away.owned
-    assert trial.send(away.leaving(AWAY_EPOCH)).result() == HeartbeatAnswer(member_id="m0", epoch=-2)
+    assert trial.send(away.leaving(AWAY_EPOCH)).result() == HeartbeatResult(member_id="m0", epoch=-2)
     trial.beat(other)
     assert trial.consumers().epoch == epoch
     back = static("m2")
-    answer = trial.beat(back)
-    assert (answer.epoch, answer.assignment) == (epoch, had)
+    response = trial.beat(back)
+    assert (response.epoch, response.assignment) == (epoch, had)
     assert trial.consumers().epoch == epoch
     assert trial.consumers().static_members == {"one": "m2"}
     assert set(trial.consumers().members) == {"m1", "m2"}

@@ -1,4 +1,4 @@
-"""The group APIs in every version they serve: requests and answers go through kio's codec both ways."""
+"""The group APIs in every version they serve: requests and responses go through kio's codec both ways."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from millstream.broker.kafka.apis.offset_delete import OffsetDelete
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
 from millstream.broker.kafka.apis.sync_group import SyncGroup
 from millstream.broker.kafka.dispatch import RawApi
-from millstream.broker.net.reply import Promise
+from millstream.broker.net.response import Promise
 from millstream.broker.security.audit import AuditTrail
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.broker.security.rights import Rights
@@ -89,13 +89,13 @@ def nested_class(annotation: Any) -> Any:
 
 
 async def ask(api: Api[Any, Any] | RawApi, version: int, **given: Any) -> Any:
-    """Send a request of one version over the wire format, and read the answer back from it."""
+    """Send a request of one version over the wire format, and read the response back from it."""
     request = build(load_request_class(api.key, version), given)
     if not isinstance(api, Api):
         return await asking.ask(api, request, client=CLIENT)
     received = read_request(api.key, version, write_entity(request), 0)
     assert received == request
-    response = await api.answer(version, received, CLIENT)
+    response = await api.respond(version, received, CLIENT)
     assert type(response) is load_response_class(api.key, version)
     frame = write_response(api.key, version, 1, response)[4:]
     assert read_response(api.key, version, frame) == response
@@ -400,7 +400,7 @@ async def test_offset_commit_refused(broker: Broker, version: int) -> None:
     assert await broker.groups.fetch("g", None) == {}
 
 
-async def test_offset_commits_are_answered_in_the_moment_of_their_acknowledgement(broker: Broker) -> None:
+async def test_offset_commits_get_a_response_in_the_moment_of_their_acknowledgement(broker: Broker) -> None:
     await broker.committed("g", 1)
     partition = hold_acknowledgements(broker)
     commits = [broker.commit.handle_frame(*commit_frame(broker, version=9, offset=offset), CLIENT) for offset in (2, 3)]
@@ -534,14 +534,14 @@ async def test_offset_fetch(broker: Broker, version: int) -> None:
 
     response = await ask(broker.fetch, version, group_id="g", topics=topics, groups=groups)
 
-    answers = response.groups if version >= 8 else [response]
-    assert len(answers) == (2 if version >= 8 else 1)
-    topic = answers[0].topics[0]
+    found = response.groups if version >= 8 else [response]
+    assert len(found) == (2 if version >= 8 else 1)
+    topic = found[0].topics[0]
     assert topic.topic_id == broker.orders if version >= 10 else topic.name == "orders"
     offsets = [(one.partition_index, one.committed_offset, one.metadata, one.error_code) for one in topic.partitions]
     assert offsets == [(0, 42, "note", ErrorCode.none), (1, -1, "", ErrorCode.none)]
     if version >= 8:
-        assert [one.committed_offset for one in answers[1].topics[0].partitions] == [-1, -1]
+        assert [one.committed_offset for one in found[1].topics[0].partitions] == [-1, -1]
 
 
 @pytest.mark.parametrize("version", versions_of(OffsetFetch, since=2))
@@ -550,9 +550,9 @@ async def test_offset_fetch_of_everything(broker: Broker, version: int) -> None:
 
     response = await ask(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
 
-    answer = response.groups[0] if version >= 8 else response
-    assert [[one.committed_offset for one in topic.partitions] for topic in answer.topics] == [[42]]
-    assert answer.error_code is ErrorCode.none
+    group = response.groups[0] if version >= 8 else response
+    assert [[one.committed_offset for one in topic.partitions] for topic in group.topics] == [[42]]
+    assert group.error_code is ErrorCode.none
 
 
 @pytest.mark.parametrize("version", versions_of(OffsetFetch, since=2))
@@ -561,8 +561,8 @@ async def test_everything_includes_an_offset_committed_as_minus_one(broker: Brok
 
     response = await ask(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
 
-    answer = response.groups[0] if version >= 8 else response
-    assert [[one.committed_offset for one in topic.partitions] for topic in answer.topics] == [[-1]]
+    group = response.groups[0] if version >= 8 else response
+    assert [[one.committed_offset for one in topic.partitions] for topic in group.topics] == [[-1]]
 
 
 @pytest.mark.parametrize("version", versions_of(OffsetFetch))
@@ -579,8 +579,8 @@ async def test_offset_fetch_refused(broker: Broker, version: int) -> None:
         partition = response.topics[0].partitions[0]
         assert (partition.error_code, partition.committed_offset) == (ErrorCode.not_coordinator, -1)
     else:
-        answer = response.groups[0] if version >= 8 else response
-        assert (answer.error_code, answer.topics) == (ErrorCode.not_coordinator, ())
+        group = response.groups[0] if version >= 8 else response
+        assert (group.error_code, group.topics) == (ErrorCode.not_coordinator, ())
 
 
 async def test_offset_fetch_of_topics_that_are_not_there(broker: Broker) -> None:

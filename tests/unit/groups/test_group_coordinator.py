@@ -229,7 +229,7 @@ async def test_closing_sends_members_away(topics: MemoryTopics) -> None:
         await groups.commit(commit_request("g", 1))
 
 
-async def test_an_answer_that_no_one_waits_for_is_no_defect_when_it_is_refused(
+async def test_a_response_that_no_one_waits_for_is_no_defect_when_it_is_refused(
     topics: MemoryTopics, groups: GroupCoordinator
 ) -> None:
     await groups.ensure()

@@ -19,8 +19,8 @@ from millstream.broker.coordination.shard import Shard
 from millstream.broker.coordination.state_machine import Deferred, Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (
-    CommitAnswer,
     CommitRequest,
+    CommitResult,
     GroupLimits,
     Joined,
     JoinRequest,
@@ -64,7 +64,7 @@ instances = st.sampled_from([None, None, "a", "b"])
 
 
 class Client:
-    """What one consumer knows from the answers it got."""
+    """What one consumer knows from the responses it got."""
 
     def __init__(self) -> None:
         self.member_id = ""
@@ -99,7 +99,7 @@ class GroupHistory(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            self._everyone_is_answered()
+            self._everyone_has_a_response()
             self.nothing_failed_on_the_side()
         finally:
             self._run(self.shard.close())
@@ -126,10 +126,10 @@ class GroupHistory(RuleBasedStateMachine):
         request = SyncRequest(member=self._ref(client), assignments=assignments)
         generation = client.generation
 
-        def synced(answer: Synced) -> None:
+        def synced(response: Synced) -> None:
             # Responses are sent only when durable, so no crash may undo this generation.
             self.durable_generation = max(self.durable_generation, generation)
-            assert answer.assignment in (b"", f"{generation}".encode())
+            assert response.assignment in (b"", f"{generation}".encode())
 
         self._ask(lambda shard: shard.sync(request), synced)
 
@@ -150,8 +150,8 @@ class GroupHistory(RuleBasedStateMachine):
         member = MemberRef(group_id=GROUP, member_id="") if outsider else self._ref(self.clients[who])
         request = CommitRequest(member=member, topics={"orders": (PartitionCommit(partition=0, offset=offset),)})
 
-        def committed(answer: CommitAnswer) -> None:
-            assert answer == {"orders": {0: None}}
+        def committed(response: CommitResult) -> None:
+            assert response == {"orders": {0: None}}
             self.last_acknowledged = max(self.last_acknowledged, offset)
 
         self._ask(lambda shard: shard.commit(request), committed, pure=True)
@@ -248,7 +248,7 @@ class GroupHistory(RuleBasedStateMachine):
         if group.state is not GroupState.PREPARING:
             assert group.awaiting_join == 0
         if group.state is not GroupState.COMPLETING:
-            assert not any(member.sync_reply for member in members.values())
+            assert not any(member.sync_response for member in members.values())
         if group.state is GroupState.EMPTY:
             assert not members
 
@@ -316,12 +316,12 @@ class GroupHistory(RuleBasedStateMachine):
         )
         incarnation = self._incarnation()
 
-        def joined(answer: Joined) -> None:
-            client.member_id, client.generation = answer.member_id, answer.generation
-            if answer.leader_id == answer.member_id and not answer.skip_assignment:
-                assert answer.member_id in {member.member_id for member in answer.members}
-                leader = self.leaders.setdefault((incarnation, answer.generation), answer.member_id)
-                assert leader == answer.member_id
+        def joined(response: Joined) -> None:
+            client.member_id, client.generation = response.member_id, response.generation
+            if response.leader_id == response.member_id and not response.skip_assignment:
+                assert response.member_id in {member.member_id for member in response.members}
+                leader = self.leaders.setdefault((incarnation, response.generation), response.member_id)
+                assert leader == response.member_id
 
         def refused(error: MillstreamError) -> None:
             if isinstance(error, MemberIdRequired):
@@ -340,7 +340,7 @@ class GroupHistory(RuleBasedStateMachine):
     def _ask(
         self,
         operation: Callable[[GroupShard], Any],
-        on_answer: Callable[[Any], None] = lambda _: None,
+        on_response: Callable[[Any], None] = lambda _: None,
         on_error: Callable[[MillstreamError], None] = lambda _: None,
         *,
         pure: bool = False,
@@ -359,7 +359,7 @@ class GroupHistory(RuleBasedStateMachine):
                 return
             error = request.exception()
             if error is None:
-                on_answer(request.result())
+                on_response(request.result())
             else:
                 assert isinstance(error, EXPECTED), repr(error)
                 on_error(error)
@@ -395,7 +395,7 @@ class GroupHistory(RuleBasedStateMachine):
         offset = fetched["orders"][0].offset
         assert self.last_acknowledged <= offset <= self.last_submitted
 
-    def _everyone_is_answered(self) -> None:
+    def _everyone_has_a_response(self) -> None:
         if not hasattr(self, "shard"):
             return
         for _ in range(60):

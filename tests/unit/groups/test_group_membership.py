@@ -23,13 +23,13 @@ from millstream_testing.group_trial import INITIAL_DELAY_MS, REBALANCE_MS, SESSI
 
 
 def refused(later: Deferred[Any], kind: type[MillstreamError]) -> None:
-    assert later.answered
+    assert later.completed
     with pytest.raises(kind):
         later.result()
 
 
 def waits(later: Deferred[Any]) -> bool:
-    return not later.answered
+    return not later.completed
 
 
 # Joining a new group
@@ -81,7 +81,7 @@ def test_a_new_group_waits_as_long_as_members_keep_coming_but_not_for_ever() -> 
         assert waits(joining)
     trial.pass_ms(INITIAL_DELAY_MS + 10)
 
-    assert joining.answered
+    assert joining.completed
 
 
 def test_a_member_with_an_id_cannot_join_a_group_that_is_not_there() -> None:
@@ -254,7 +254,7 @@ def test_a_follower_with_new_metadata_starts_a_rebalance() -> None:
     assert {member.metadata for member in joined.members} == {b"new", b"r"}
 
 
-def test_a_member_that_missed_its_answer_gets_it_again() -> None:
+def test_a_member_that_missed_its_response_gets_it_again() -> None:
     trial = GroupTrial()
     leader, joining = trial.new_member()
     follower, joining_too = trial.new_member()
@@ -374,7 +374,7 @@ def test_who_leaves_is_shared_out_at_once() -> None:
     assert trial.join(follower).result().leader_id == follower
 
 
-def test_several_leave_at_once_each_with_its_answer() -> None:
+def test_several_leave_at_once_each_with_its_response() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
 

@@ -115,9 +115,9 @@ def test_after_the_members_are_gone_outsiders_may_commit() -> None:
 def test_metadata_is_bounded() -> None:
     trial = GroupTrial()
 
-    answer = trial.commit(1, metadata="x" * 4097).result()
+    response = trial.commit(1, metadata="x" * 4097).result()
 
-    assert isinstance(answer["orders"][0], MetadataTooLarge)
+    assert isinstance(response["orders"][0], MetadataTooLarge)
     assert trial.committed() == -1
     assert trial.commit(1, metadata="x" * 4096).result() == {"orders": {0: None}}
 
@@ -297,9 +297,9 @@ def test_deleting_offsets() -> None:
     trial.commit(1, partition=0)
     trial.commit(1, partition=1)
 
-    answer = trial.run(lambda shard: shard.delete_offsets(GROUP, {"orders": [0, 7], "bills": [0]})).result()
+    response = trial.run(lambda shard: shard.delete_offsets(GROUP, {"orders": [0, 7], "bills": [0]})).result()
 
-    assert answer == {"orders": {0: None, 7: None}, "bills": {0: None}}
+    assert response == {"orders": {0: None, 7: None}, "bills": {0: None}}
     assert set(trial.all_committed()["orders"]) == {1}
 
 
@@ -309,10 +309,10 @@ def test_offsets_in_use_are_not_deleted() -> None:
     trial.commit(1, member_id=member, generation=1, topic="orders")
     trial.commit(1, member_id=member, generation=1, topic="bills")
 
-    answer = trial.run(lambda shard: shard.delete_offsets(GROUP, {"orders": [0], "bills": [0]})).result()
+    response = trial.run(lambda shard: shard.delete_offsets(GROUP, {"orders": [0], "bills": [0]})).result()
 
-    assert isinstance(answer["orders"][0], SubscribedToTopic)
-    assert answer["bills"][0] is None
+    assert isinstance(response["orders"][0], SubscribedToTopic)
+    assert response["bills"][0] is None
     assert (trial.committed("orders"), trial.committed("bills")) == (1, -1)
 
 

@@ -24,13 +24,13 @@ from millstream_testing.group_trial import REBALANCE_MS, SESSION_MS, GroupTrial
 
 
 def refused(later: Deferred[Any], kind: type[MillstreamError]) -> None:
-    assert later.answered
+    assert later.completed
     with pytest.raises(kind):
         later.result()
 
 
 def waits(later: Deferred[Any]) -> bool:
-    return not later.answered
+    return not later.completed
 
 
 # Static members
@@ -127,7 +127,7 @@ def test_a_static_member_that_comes_back_while_shares_are_made_starts_a_rebalanc
     trial = GroupTrial()
     joins = [trial.join(instance_id=name) for name in ("a", "b")]
     trial.finish_joining()
-    assert all(joining.answered for joining in joins)
+    assert all(joining.completed for joining in joins)
 
     back = trial.join(instance_id="b")
 
@@ -237,10 +237,10 @@ def test_the_last_to_come_back_are_turned_away_from_a_group_that_is_too_large() 
     small.pass_ms(0)
     assert small.group().state is GroupState.PREPARING
 
-    answers = [small.join(member_id) for member_id in ids]
+    responses = [small.join(member_id) for member_id in ids]
 
-    refused(answers[2], GroupFull)
-    assert answers[0].result().generation == 2
+    refused(responses[2], GroupFull)
+    assert responses[0].result().generation == 2
     assert set(small.group().members) == set(ids[:2])
 
 

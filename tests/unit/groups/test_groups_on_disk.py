@@ -120,6 +120,6 @@ async def test_a_busy_log_is_rewritten_and_stays_short(tmp_path: Path) -> None:
         assert topics.partition(CONSUMER_OFFSETS, 0).log_start == log_start
         shard = await loaded(topics)
         fetched = [shard.submit(lambda groups, name=name: groups.fetch(name, None)) for name in ("quiet", "busy")]  # type: ignore[misc]
-        offsets = [(await answer)["orders"][0].offset for answer in fetched]
+        offsets = [(await response)["orders"][0].offset for response in fetched]
         assert offsets == [7, 349]
         await shard.close()

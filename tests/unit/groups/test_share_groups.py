@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from millstream.broker.coordination.state_machine import Deferred, StateRecord
 from millstream.broker.groups.requests import ConsumerHeartbeat
 from millstream.broker.groups.share.group import (
-    ShareAnswer,
     ShareGroupDescription,
     ShareGroupState,
     ShareHeartbeat,
+    ShareHeartbeatResult,
     ShareKey,
     ShareKind,
     ShareMember,
@@ -54,7 +54,7 @@ class Sharer:
     epoch: int = 0
     assigned: Any = field(default_factory=dict)
 
-    def send(self, epoch: int | None = None, *, group_id: str = GROUP, **given: Any) -> Deferred[ShareAnswer]:
+    def send(self, epoch: int | None = None, *, group_id: str = GROUP, **given: Any) -> Deferred[ShareHeartbeatResult]:
         sent = self.epoch if epoch is None else epoch
         values: dict[str, Any] = {"topics": self.topics if sent == 0 else None, "rack_id": None, "client_id": "client"}
         request = ShareHeartbeat(
@@ -65,12 +65,12 @@ class Sharer:
         )
         return self.trial.run(lambda shard: shard.shares.heartbeat(request))
 
-    def beat(self, **given: Any) -> ShareAnswer:
-        answer = self.send(**given).result()
-        self.epoch = answer.epoch
-        if answer.assignment is not None:
-            self.assigned = answer.assignment
-        return answer
+    def beat(self, **given: Any) -> ShareHeartbeatResult:
+        response = self.send(**given).result()
+        self.epoch = response.epoch
+        if response.assignment is not None:
+            self.assigned = response.assignment
+        return response
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def described(trial: ConsumerTrial, group_id: str = GROUP) -> ShareGroupDescript
 def test_the_first_member_gets_everything_and_is_notified_once(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one")
     joined = one.beat()
-    assert joined == ShareAnswer(
+    assert joined == ShareHeartbeatResult(
         member_id="one", epoch=1, heartbeat_ms=HEARTBEAT_MS, assignment=trial.partitions(orders={0, 1, 2, 3})
     )
     written = len(trial.log)
@@ -176,7 +176,7 @@ def test_epochs_that_are_not_the_members(trial: ConsumerTrial) -> None:
     one.beat()
     two.beat()
     one.beat()
-    # The answer may have been lost, so the epoch before is taken too.
+    # The response may have been lost, so the epoch before is taken too.
     assert one.send(1).error is None
     assert isinstance(one.send(7).error, FencedMemberEpoch)
     assert isinstance(two.send(1).error, FencedMemberEpoch)
@@ -270,7 +270,7 @@ def test_another_node_goes_on_where_the_log_ends(trial: ConsumerTrial) -> None:
     before = described(trial)
     trial.reload()
     # It does not know what was sent to members, and sends it again.
-    assert one.beat() == ShareAnswer(
+    assert one.beat() == ShareHeartbeatResult(
         member_id="one", epoch=2, heartbeat_ms=HEARTBEAT_MS, assignment=trial.partitions(orders={0, 1, 2, 3})
     )
     assert two.beat().assignment == trial.partitions(bills={0, 1})

@@ -33,7 +33,7 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class World:
-    """Routes that wait, fail and answer as a test wants."""
+    """Routes that wait, fail and respond as a test wants."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -41,7 +41,7 @@ class World:
         self.ended = False
         self.error: Exception | None = None
 
-    async def answer(self, services: Services, asked: Request[Any, Any]) -> Said:
+    async def respond(self, services: Services, asked: Request[Any, Any]) -> Said:
         if self.error is not None:
             raise self.error
         return Said(asked.query.number)
@@ -63,9 +63,9 @@ class World:
             self.ended = True
 
     def routes(self) -> list[Route[Any, Any]]:
-        shared: dict[str, Any] = {"summary": "", "tag": "", "answer": Said}
+        shared: dict[str, Any] = {"summary": "", "tag": "", "response": Said}
         return [
-            Route(method="GET", path="/things", handle=self.answer, query=Wanted, body=NoFields, **shared),
+            Route(method="GET", path="/things", handle=self.respond, query=Wanted, body=NoFields, **shared),
             Route(method="POST", path="/things/{name}", handle=self.take, query=NoFields, body=Said, **shared),
             Route(method="PUT", path="/raw", handle=self.take, query=NoFields, body=bytes, lane=Lane.PUBLISH, **shared),
             Route(
@@ -122,11 +122,14 @@ async def test_errors_are_problems(
     http: httpx.AsyncClient, world: World, error: Exception, status: int, retry_after: str | None
 ) -> None:
     world.error = error
-    answer = await http.get("/things")
-    assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry_after)
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert "secret" not in answer.text
-    assert (answer.json()["instance"], answer.json().get("because")) == ("/v1/things", "x" if status == 409 else None)
+    response = await http.get("/things")
+    assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
+    assert response.headers["content-type"] == "application/problem+json"
+    assert "secret" not in response.text
+    assert (response.json()["instance"], response.json().get("because")) == (
+        "/v1/things",
+        "x" if status == 409 else None,
+    )
 
 
 async def test_requests_beyond_the_limit_are_asked_to_retry_later(
@@ -176,8 +179,8 @@ async def test_while_the_broker_starts_nothing_is_tried(world: World) -> None:
     services = Services("127.0.0.1:1", starting=lambda: "the logs are checked")
     api: Any = Api(world.routes(), services, OriginCheck())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
-        answer = await client.get("/things")
-    assert (answer.status_code, answer.json()["reasons"]) == (503, ["the logs are checked"])
+        response = await client.get("/things")
+    assert (response.status_code, response.json()["reasons"]) == (503, ["the logs are checked"])
     await services.close()
 
 
@@ -212,7 +215,7 @@ async def test_a_stream_ends_when_the_gateway_stops(http: httpx.AsyncClient, wor
 
 
 @pytest.mark.parametrize("path", ["/v1/topics/t/messages", "/healthz"])
-async def test_what_is_not_answered_when_the_gateway_ends_passes_by_itself(services: Services, path: str) -> None:
+async def test_what_gets_no_response_when_the_gateway_ends_passes_by_itself(services: Services, path: str) -> None:
     asked = asyncio.Event()
     sent: list[Any] = []
 

@@ -29,7 +29,7 @@ STATUS: dict[str, Any] = {
 }
 
 
-def answering(**changes: Any) -> Callable[[], Awaitable[dict[str, Any]]]:
+def responding(**changes: Any) -> Callable[[], Awaitable[dict[str, Any]]]:
     async def ask() -> dict[str, Any]:
         return {**STATUS, **changes}
 
@@ -57,8 +57,8 @@ async def get(
 
 
 async def test_the_index_lists_what_is_served() -> None:
-    answer = await get("/", unreachable)
-    assert answer.json() == {
+    response = await get("/", unreachable)
+    assert response.json() == {
         "name": "millstream",
         "version": __version__,
         "links": {
@@ -73,27 +73,27 @@ async def test_the_index_lists_what_is_served() -> None:
     }
 
 
-async def test_health_is_the_broker_answering() -> None:
-    answer = await get("/healthz", answering(reasons=["the node is starting"]))
-    assert (answer.status_code, answer.json()) == (
+async def test_health_is_the_broker_responding() -> None:
+    response = await get("/healthz", responding(reasons=["the node is starting"]))
+    assert (response.status_code, response.json()) == (
         200,
         {"status": "ok", "node": 7, "version": "0.1.0", "warnings": []},
     )
-    assert answer.headers["cache-control"] == "no-store"
+    assert response.headers["cache-control"] == "no-store"
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
 async def test_a_silent_broker_is_a_problem(path: str) -> None:
-    answer = await get(path, unreachable)
-    assert answer.status_code == 503
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.json() == {
+    response = await get(path, unreachable)
+    assert response.status_code == 503
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.json() == {
         "type": "about:blank",
         "title": "Service Unavailable",
         "status": 503,
-        "detail": "the broker does not answer: nobody listens on 127.0.0.1:9092",
+        "detail": "the broker does not respond: nobody listens on 127.0.0.1:9092",
         "instance": path,
-        "reasons": ["the broker does not answer: nobody listens on 127.0.0.1:9092"],
+        "reasons": ["the broker does not respond: nobody listens on 127.0.0.1:9092"],
     }
 
 
@@ -102,55 +102,55 @@ async def test_a_silent_broker_is_a_problem(path: str) -> None:
 )
 async def test_a_busy_broker_is_alive_and_a_stuck_one_is_not(silent_s: float, health: int, readiness: int) -> None:
     for path, expected in (("/healthz", health), ("/readyz", readiness)):
-        answer = await get(path, answering(), silent_s=silent_s)
-        assert answer.status_code == expected
-        (said,) = answer.json()["warnings" if expected == 200 else "reasons"]
-        assert said == f"the broker's event loop has not answered for {silent_s:.1f} s"
+        response = await get(path, responding(), silent_s=silent_s)
+        assert response.status_code == expected
+        (said,) = response.json()["warnings" if expected == 200 else "reasons"]
+        assert said == f"the broker's event loop has not responded for {silent_s:.1f} s"
 
 
 async def test_ready_means_no_reason_against_it() -> None:
-    answer = await get("/readyz", answering())
-    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "node": 7, "warnings": []})
+    response = await get("/readyz", responding())
+    assert (response.status_code, response.json()) == (200, {"status": "ready", "node": 7, "warnings": []})
 
 
 async def test_not_ready_says_why() -> None:
     reasons = ["the node is stopping", "orders-0: the disk is full"]
-    answer = await get("/readyz", answering(reasons=reasons))
-    assert answer.status_code == 503
-    assert answer.json()["reasons"] == reasons
-    assert answer.json()["detail"] == "the broker is not ready: the node is stopping; orders-0: the disk is full"
+    response = await get("/readyz", responding(reasons=reasons))
+    assert response.status_code == 503
+    assert response.json()["reasons"] == reasons
+    assert response.json()["detail"] == "the broker is not ready: the node is stopping; orders-0: the disk is full"
 
 
 async def test_metrics_are_prometheus_text() -> None:
-    answer = await get("/metrics", answering())
-    assert answer.headers["content-type"].startswith("text/plain; version=")
-    assert "millstream_bytes_in_total 12.0" in answer.text.splitlines()
+    response = await get("/metrics", responding())
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert "millstream_bytes_in_total 12.0" in response.text.splitlines()
 
 
 async def test_metrics_are_openmetrics_for_those_who_ask() -> None:
-    answer = await get("/metrics", answering(), accept="application/openmetrics-text; version=1.0.0")
-    assert answer.headers["content-type"].startswith("application/openmetrics-text")
-    assert answer.text.endswith("# EOF\n")
+    response = await get("/metrics", responding(), accept="application/openmetrics-text; version=1.0.0")
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
 
 
 async def test_an_unknown_path_is_a_problem_that_helps() -> None:
-    answer = await get("/nothing", answering())
-    assert answer.status_code == 404
-    assert answer.json()["detail"] == "there is no page /nothing; GET / lists all pages"
-    assert answer.json()["instance"] == "/nothing"
+    response = await get("/nothing", responding())
+    assert response.status_code == 404
+    assert response.json()["detail"] == "there is no page /nothing; GET / lists all pages"
+    assert response.json()["instance"] == "/nothing"
 
 
 async def test_a_wrong_method_says_which_are_right() -> None:
-    answer = await get("/healthz", answering(), method="POST")
-    assert (answer.status_code, answer.json()["title"]) == (405, "Method Not Allowed")
-    assert "GET" in answer.headers["allow"]
+    response = await get("/healthz", responding(), method="POST")
+    assert (response.status_code, response.json()["title"]) == (405, "Method Not Allowed")
+    assert "GET" in response.headers["allow"]
 
 
 async def test_a_defect_of_the_gateway_is_a_problem_without_inside_facts() -> None:
     async def broken() -> dict[str, Any]:
         raise ZeroDivisionError("secret")
 
-    answer = await get("/readyz", broken)
-    assert answer.status_code == 500
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert "secret" not in answer.text
+    response = await get("/readyz", broken)
+    assert response.status_code == 500
+    assert response.headers["content-type"] == "application/problem+json"
+    assert "secret" not in response.text

@@ -27,22 +27,22 @@ class Node:
     def __init__(self) -> None:
         self.client = self
         self.asked: list[AuthenticateRequest] = []
-        self.answers: dict[str, AuthenticateResponse | Exception] = {}
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
+        self.responses: dict[str, AuthenticateResponse | Exception] = {}
+        self.may_respond = asyncio.Event()
+        self.may_respond.set()
         self.closed = 0
         self.credentials: list[Any] = []
 
     async def private(self, node: None, key: int, body: bytes, *, waits: bool) -> bytes:
         request = decode(body, AuthenticateRequest)
         self.asked.append(request)
-        await self.may_answer.wait()
-        answer = self.answers.get(request.user) or AuthenticateResponse(
+        await self.may_respond.wait()
+        response = self.responses.get(request.user) or AuthenticateResponse(
             principal=f"User:{request.user}", identity=request.user, assertion=f"assertion {len(self.asked)}"
         )
-        if isinstance(answer, Exception):
-            raise answer
-        return encode(answer)
+        if isinstance(response, Exception):
+            raise response
+        return encode(response)
 
     def acting_for(self, credentials: Any) -> Node:
         self.credentials.append(credentials)
@@ -81,13 +81,13 @@ async def test_a_credential_is_verified_once_for_a_while(node: Node) -> None:
     await callers.close()
 
 
-async def test_requests_with_the_same_credential_wait_for_one_answer(node: Node) -> None:
+async def test_requests_with_the_same_credential_wait_for_one_response(node: Node) -> None:
     callers = made(node)
-    node.may_answer.clear()
+    node.may_respond.clear()
     asking = [asyncio.ensure_future(principal(callers, basic("alice"))) for _ in range(100)]
     await asyncio.sleep(0)
     asking[0].cancel()
-    node.may_answer.set()
+    node.may_respond.set()
     assert await asyncio.gather(*asking[1:]) == ["User:alice"] * 99
     assert len(node.asked) == 1
     await callers.close()
@@ -118,7 +118,7 @@ async def test_equal_callers_share_connections_that_open_with_the_last_assertion
 
 async def test_a_credential_that_expires_is_verified_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     callers = made(node)
-    node.answers["alice"] = AuthenticateResponse(
+    node.responses["alice"] = AuthenticateResponse(
         principal="User:alice", identity="alice", assertion="x", expires_ms=int(time.time() * 1000) - 1
     )
     for _ in range(2):
@@ -127,7 +127,7 @@ async def test_a_credential_that_expires_is_verified_again(node: Node, monkeypat
     await callers.close()
 
 
-async def test_a_failure_is_answered_after_the_pause_and_not_cached(
+async def test_a_failure_is_reported_after_the_pause_and_not_cached(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callers, pauses = made(node), []
@@ -136,7 +136,7 @@ async def test_a_failure_is_answered_after_the_pause_and_not_cached(
         pauses.append(seconds)
 
     monkeypatch.setattr("millstream.gateway.callers.asyncio.sleep", sleep)
-    node.answers["eve"] = AuthenticateResponse(error=58, message="wrong", pause_ms=800)
+    node.responses["eve"] = AuthenticateResponse(error=58, message="wrong", pause_ms=800)
     for _ in range(2):
         with pytest.raises(Refused) as refused:
             await principal(callers, basic("eve"))
@@ -149,7 +149,7 @@ async def test_a_failure_is_answered_after_the_pause_and_not_cached(
 
 async def test_an_address_has_few_credentials_verified_at_a_time(node: Node) -> None:
     callers = made(node)
-    node.may_answer.clear()
+    node.may_respond.clear()
     asking = [
         asyncio.ensure_future(principal(callers, basic(f"user-{number}"))) for number in range(PENDING_PER_HOST_MAX)
     ]
@@ -158,7 +158,7 @@ async def test_an_address_has_few_credentials_verified_at_a_time(node: Node) -> 
         await principal(callers, basic("one-more"))
     assert refused.value.status is HTTPStatus.TOO_MANY_REQUESTS
     other = asyncio.ensure_future(principal(callers, basic("one-more"), "10.0.0.8"))
-    node.may_answer.set()
+    node.may_respond.set()
     await asyncio.gather(*asking, other)
     assert await principal(callers, basic("one-more")) == "User:one-more"
     await callers.close()
@@ -201,7 +201,7 @@ async def test_a_stream_lapses_when_its_caller_is_not_known_any_more(
         while len(node.asked) < 3:
             await asyncio.sleep(0)
         assert not lapsed.done()
-        node.answers["alice"] = AuthenticateResponse(error=58, message="the user was deleted")
+        node.responses["alice"] = AuthenticateResponse(error=58, message="the user was deleted")
         assert (await lapsed).detail == "the user was deleted"
     await callers.close()
 
@@ -235,9 +235,9 @@ async def test_what_cannot_be_a_credential_never_reaches_the_node(
 
 async def test_a_node_that_is_away_is_no_refusal_of_the_caller(node: Node) -> None:
     callers = made(node)
-    node.answers["alice"] = BrokerUnreachable("away")
+    node.responses["alice"] = BrokerUnreachable("away")
     with pytest.raises(BrokerUnreachable):
         await principal(callers, basic("alice"))
-    del node.answers["alice"]
+    del node.responses["alice"]
     assert await principal(callers, basic("alice")) == "User:alice"
     await callers.close()

@@ -68,25 +68,25 @@ async def test_giving_up_takes_the_child_along(listening: socket.socket, monkeyp
     assert gateway.pid is None
 
 
-async def test_a_gateway_says_why_the_broker_does_not_answer_yet(listening: socket.socket) -> None:
+async def test_a_gateway_says_why_the_broker_does_not_respond_yet(listening: socket.socket) -> None:
     address = listening.getsockname()
     gateway = HttpChild(listening, "127.0.0.1:1")
     gateway.report_starting("3 of 500 logs are recovered")
     running = asyncio.create_task(gateway.run())
     await gateway.spawned()
     for path in ("/healthz", "/readyz", "/metrics"):
-        answer = await get(address, path)
-        assert answer.startswith(b"HTTP/1.1 503")
-        assert b"the broker is starting: 3 of 500 logs are recovered" in answer
+        response = await get(address, path)
+        assert response.startswith(b"HTTP/1.1 503")
+        assert b"the broker is starting: 3 of 500 logs are recovered" in response
     gateway.report_starting("é" * 5000)
     gateway.report_starting("499 of 500 logs are recovered")
     while b"499 of 500" not in await get(address, "/healthz"):
         await asyncio.sleep(0.01)
     gateway.serve_status(lambda: STATUS)
-    while not (answer := await get(address, "/healthz")).startswith(b"HTTP/1.1 200"):
+    while not (response := await get(address, "/healthz")).startswith(b"HTTP/1.1 200"):
         await asyncio.sleep(0.01)
-    assert b'"node":7' in answer
-    assert b"the broker does not answer" in await get(address, "/metrics")
+    assert b'"node":7' in response
+    assert b"the broker does not respond" in await get(address, "/metrics")
     await gateway.stop()
     await running
     gateway.report_starting("nobody hears this")
@@ -100,15 +100,15 @@ async def test_health_follows_the_status_although_the_kafka_port_is_closed(liste
     running = asyncio.create_task(gateway.run())
     assert (await get(address, "/readyz")).startswith(b"HTTP/1.1 200")
     reasons.extend(f"orders-{partition}: the disk is full" for partition in range(1000))
-    while not (answer := await get(address, "/readyz")).startswith(b"HTTP/1.1 503"):
+    while not (response := await get(address, "/readyz")).startswith(b"HTTP/1.1 503"):
         await asyncio.sleep(0.01)
-    assert b"orders-0: the disk is full" in answer
+    assert b"orders-0: the disk is full" in response
     assert (await get(address, "/healthz")).startswith(b"HTTP/1.1 200")
     await gateway.stop()
     await running
 
 
-async def test_the_last_status_stands_while_a_busy_broker_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_status_stands_while_a_busy_broker_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_status, "FRESH_S", 0.0)
     monkeypatch.setattr(broker_status, "HEALTH_S", 0.01)
     ours, theirs = socket.socketpair()

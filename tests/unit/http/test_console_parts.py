@@ -49,7 +49,7 @@ class Clock:
         return self.now
 
 
-def test_browsers_share_an_answer_for_a_hundred_times_its_cost() -> None:
+def test_browsers_share_a_response_for_a_hundred_times_its_cost() -> None:
     async def run() -> None:
         clock = Clock()
         recent, asked = Recent(clock=clock, used=clock), 0
@@ -103,7 +103,7 @@ def test_all_sessions_together_take_a_hundredth_of_the_time() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_is_never_shared_for_more_than_minutes_and_an_error_not_at_all() -> None:
+def test_a_response_is_never_shared_for_more_than_minutes_and_an_error_not_at_all() -> None:
     async def run() -> None:
         clock = Clock()
         recent, asked = Recent(clock=clock, used=clock), 0
@@ -125,7 +125,7 @@ def test_an_answer_is_never_shared_for_more_than_minutes_and_an_error_not_at_all
     asyncio.run(run())
 
 
-async def test_waiting_for_a_node_that_does_not_answer_stops_no_page() -> None:
+async def test_waiting_for_a_node_that_does_not_respond_stops_no_page() -> None:
     clock = Clock()
     recent, asked = Recent(clock=clock, used=lambda: 0.0), 0
 

@@ -60,23 +60,23 @@ async def ended(task: Task) -> None:
             await asyncio.sleep(0)
 
 
-async def test_what_ends_at_once_is_answered_at_once() -> None:
+async def test_what_ends_at_once_gets_a_response_at_once() -> None:
     ends: list[int] = []
     tasks, rights = Tasks(lambda: ends.append(1)), Rights()
     task = await tasks.start(Task("alice", "Redrive", "/console/x", "millstream dlq redrive x"), soon, rights)
-    assert task.answer().to == "/console/x"
-    assert task.answer().notice == "7 messages delivered again: millstream dlq redrive x"
+    assert task.response().to == "/console/x"
+    assert task.response().notice == "7 messages delivered again: millstream dlq redrive x"
     assert (rights.held, ends, tasks.running("alice")) == (0, [1], [])
     assert tasks.find(task.id, "alice") is task
     failed = await tasks.start(Task("alice", "Redrive", "/console/x"), wrong, rights)
     with pytest.raises(Refused, match="no such topic"):
-        failed.answer()
+        failed.response()
 
 
 async def test_what_takes_longer_continues_and_is_found_by_its_person_only() -> None:
     tasks, rights = Tasks(lambda: None), Rights()
     task = await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
-    assert task.answer().to == f"/console/tasks/{task.id}"
+    assert task.response().to == f"/console/tasks/{task.id}"
     assert (tasks.running("alice"), tasks.running("bob"), rights.held) == ([task], [], 1)
     with pytest.raises(Refused, match="does not know"):
         tasks.find(task.id, "bob")

@@ -1,4 +1,4 @@
-"""Connections that take their time: with the head of a request, and with the answer."""
+"""Connections that take their time: with the head of a request, and with the response."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ async def test_a_head_that_is_too_large_is_reported(door: Door, size: int, monke
         door.served.clear()
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\na: " + b"a" * size + b"\r\n\r\nhello")
         await writer.drain()
-        answer = await reader.read()
-    assert answer.startswith(b"HTTP/1.1 431 ")
-    assert b"take at most 65536 bytes" in answer
-    assert answer.count(b"HTTP/1.1") == 1
+        response = await reader.read()
+    assert response.startswith(b"HTTP/1.1 431 ")
+    assert b"take at most 65536 bytes" in response
+    assert response.count(b"HTTP/1.1") == 1
     assert not door.served.is_set()
     writer.close()
 
@@ -177,8 +177,8 @@ async def test_a_body_that_stalls_is_refused_and_its_connection_freed(
     reader, writer = await asyncio.open_connection(*door.address)
     writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n" + begun)
     async with asyncio.timeout(WAIT_S):
-        answer = await reader.readuntil(b"late")
-        assert answer.startswith(b"HTTP/1.1 408 ")
+        response = await reader.readuntil(b"late")
+        assert response.startswith(b"HTTP/1.1 408 ")
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
         while door.made[0] in door.made[0].connections:
@@ -207,12 +207,14 @@ async def ask(door: Door, path: str) -> bytes:
     reader, writer = await asyncio.open_connection(*door.address)
     writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
     async with asyncio.timeout(WAIT_S):
-        answer = await reader.read()
+        response = await reader.read()
     writer.close()
-    return answer
+    return response
 
 
-async def test_health_is_answered_when_all_connections_are_taken(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_gets_a_response_when_all_connections_are_taken(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bounds, "CONNECTIONS_MAX", 2)
     monkeypatch.setattr(bounds, "SURPLUS_MAX", 2)
     monkeypatch.setattr(bounds, "STALLED_S", WAIT_S)
@@ -246,7 +248,7 @@ async def test_a_new_connection_takes_the_place_of_a_stalled_one(door: Door, mon
     stalled.close()
 
 
-async def test_requests_that_are_sent_ahead_wait_as_bytes_and_are_all_answered(
+async def test_requests_that_are_sent_ahead_wait_as_bytes_and_all_get_a_response(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[int] = []

@@ -35,15 +35,15 @@ def test_a_head_goes_with_its_body_and_the_rest_as_it_comes() -> None:
         transport.write(HEAD)
         transport.write(b"one")
         transport.write(b"two")
-        transport.answered()
+        transport.responded()
     assert sent == [HEAD + b"one", b"two"] * 2
 
 
-def test_an_answer_without_a_body_is_sent_when_it_is_over() -> None:
+def test_a_response_without_a_body_is_sent_when_it_is_over() -> None:
     transport, sent = joined()
     transport.write(HEAD)
     assert sent == []
-    transport.answered()
+    transport.responded()
     assert sent == [HEAD]
     transport.write(HEAD)
     transport.close()

@@ -14,8 +14,8 @@ from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.subscription import Verb
 from millstream.gateway.api.routes import pulling
 from millstream.gateway.api.routes.pulling import Lease, Verdict, settle
-from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
-from millstream.protocol.private.subscriptions import DELIVERY_STATE_KEY, DeliveryStateAnswer, DeliveryStateRequest
+from millstream.protocol.private.subscription_messages import SettleRequest, SettleResponse
+from millstream.protocol.private.subscriptions import DELIVERY_STATE_KEY, DeliveryStateRequest, DeliveryStateResponse
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
 
@@ -23,7 +23,7 @@ OK, NOT_LEADER, NOT_HELD = 0, 6, 121
 
 
 class Cluster:
-    """In place of a client: node 1 leads all, and answers for each partition with the codes that it is given."""
+    """In place of a client: node 1 leads all, and responds for each partition with the codes that it is given."""
 
     def __init__(self, codes: dict[int, list[int]]) -> None:
         self.codes = codes
@@ -60,12 +60,12 @@ class Cluster:
         if key == DELIVERY_STATE_KEY:
             asked = msgspec.msgpack.decode(body, type=DeliveryStateRequest)
             state = self.states[asked.partition]
-            return memoryview(msgspec.msgpack.encode(DeliveryStateAnswer(0, None, state)))
+            return memoryview(msgspec.msgpack.encode(DeliveryStateResponse(0, None, state)))
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         self.asked.append([part.partition for part in request.partitions])
         self.ranges += [[(one.start, one.end) for one in part.verbs] for part in request.partitions]
         results = [[(self.codes[part.partition].pop(0), None) for _ in part.verbs] for part in request.partitions]
-        return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, cast("Any", results))))
+        return memoryview(msgspec.msgpack.encode(SettleResponse(0, None, cast("Any", results))))
 
 
 async def settled(cluster: Cluster) -> list[MillstreamError | None]:
@@ -86,7 +86,7 @@ async def test_what_could_not_be_settled_in_time_is_reported_beside_the_rest(mon
     assert isinstance(second, RequestTimedOut)
 
 
-async def test_what_was_accepted_by_a_leader_whose_answer_was_lost_is_accepted() -> None:
+async def test_what_was_accepted_by_a_leader_whose_response_was_lost_is_accepted() -> None:
     cluster = Cluster({0: [NOT_LEADER, NOT_HELD], 1: [NOT_LEADER, NOT_HELD], 2: [NOT_HELD]})
     cluster.states = {0: "accepted", 1: "leased"}
     first, second, third = await settled(cluster)

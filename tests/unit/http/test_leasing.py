@@ -19,9 +19,9 @@ from millstream.protocol.private.subscription_messages import (
     LeasedRange,
     PartitionMessages,
     Receive,
-    ReceiveAnswer,
-    SettleAnswer,
+    ReceiveResponse,
     SettleRequest,
+    SettleResponse,
 )
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
@@ -31,7 +31,7 @@ NOT_FOUND = 69
 
 
 class Node:
-    """A node of a made-up cluster: gives what it has, or holds its answer back."""
+    """A node of a made-up cluster: gives what it has, or holds its response back."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -69,7 +69,7 @@ class Node:
                 end.cancel()
             if self.waits_no_more.is_set() and not self.messages:
                 raise BrokerUnreachable("closed by the broker")
-        return memoryview(HEADER + msgspec.msgpack.encode(self._answer(request)))
+        return memoryview(HEADER + msgspec.msgpack.encode(self._respond(request)))
 
     def end_writing(self) -> None:
         self.hung_up += 1
@@ -78,16 +78,16 @@ class Node:
     async def shared(self) -> Node:
         return self
 
-    def _answer(self, request: Receive) -> ReceiveAnswer:
+    def _respond(self, request: Receive) -> ReceiveResponse:
         if isinstance(self.error, int):
-            return ReceiveAnswer(self.error, "no such subscription")
+            return ReceiveResponse(self.error, "no such subscription")
         count = min(self.messages, request.max_records)
         self.messages -= count
         if not count:
-            return ReceiveAnswer(0, None, [], self.throttle_ms)
+            return ReceiveResponse(0, None, [], self.throttle_ms)
         batch = bytes(encode_batch([NewRecord(None, b"x", (), 1)] * count))
         lease = LeasedRange(0, count, 1, 1000)
-        return ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), self.number, [lease], batch, self.lease_ms)])
+        return ReceiveResponse(0, None, [PartitionMessages("t", bytes(16), self.number, [lease], batch, self.lease_ms)])
 
 
 class Cluster:
@@ -106,7 +106,7 @@ class Cluster:
     async def private(self, node: int, key: int, body: bytes, **_: Any) -> memoryview:
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         self.released.append(request)
-        return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, [[(0, None)]] * len(request.partitions))))
+        return memoryview(msgspec.msgpack.encode(SettleResponse(0, None, [[(0, None)]] * len(request.partitions))))
 
 
 def leasing(cluster: Cluster) -> Leasing:
@@ -285,7 +285,7 @@ async def test_what_arrives_after_its_caller_has_left_goes_back(
     node.lease_ms = 30_000
     asks = leasing(cluster)
     if not is_cancelled:
-        monkeypatch.setattr(module, "ANSWER_S", -0.9)
+        monkeypatch.setattr(module, "RESPONSE_S", -0.9)
     asking = asyncio.create_task(asks.receive(request(wait_ms=1000)))
     while not node.asked:
         await asyncio.sleep(0)
@@ -301,10 +301,10 @@ async def test_what_arrives_after_its_caller_has_left_goes_back(
     assert [(one.start, one.end, one.verb, one.attempt) for one in returned.partitions[0].verbs] == [(0, 4, 5, 1)]
 
 
-async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first() -> None:
+async def test_a_response_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first() -> None:
     cluster = Cluster(1)
     cluster.nodes[1].messages, cluster.nodes[1].lease_ms = 3, 0
     asks = leasing(cluster)
-    # Even the extension is not answered before the lease expires, so the messages are not delivered.
+    # Even the extension gets no response before the lease expires, so the messages are not delivered.
     assert await asks.receive(request(wait_ms=0)) == []
     assert [part.verbs[0].verb for one in cluster.released for part in one.partitions] == [Verb.EXTEND, Verb.RETURN]

@@ -30,8 +30,8 @@ class Broker:
         self.logs: dict[int, list[bytes | None]] = {partition: [] for partition in range(PARTITIONS)}
         self.batch_max = 1000
         self.under_way = self.most = 0
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
+        self.may_respond = asyncio.Event()
+        self.may_respond.set()
         self.client = self.publishing = self
         self.pressure = Pressure()
 
@@ -46,7 +46,7 @@ class Broker:
     ) -> list[Placed]:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        await self.may_answer.wait()
+        await self.may_respond.wait()
         self.under_way -= 1
         if len(records) > self.batch_max or any(record.value == b"large" for record in records):
             raise BatchTooLarge("too large")
@@ -78,11 +78,11 @@ async def test_partitions_do_not_wait_for_one_another_but_only_some_go_together(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "PARTITIONS_AT_ONCE", 3)
-    broker.may_answer.clear()
+    broker.may_respond.clear()
     posting = asyncio.create_task(broker.post([(at % PARTITIONS, f"{at}") for at in range(20)]))
     while broker.under_way < 3:
         await asyncio.sleep(0)
-    broker.may_answer.set()
+    broker.may_respond.set()
     reported = await posting
     assert broker.most == 3
     assert [(one.id, one.partition, one.offset) for one in reported] == [(f"{at}", at % 8, at // 8) for at in range(20)]

@@ -22,7 +22,15 @@ from millstream.core.push import BINARY, RAW, STRUCTURED, check_push, headers_of
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import Subscription, SubscriptionSettings, shown
 from millstream.gateway.push.address import SPECIAL_IPV4, SPECIAL_IPV6, Addresses, is_public
-from millstream.gateway.push.endpoint import DOWN_AFTER, REST_S_MAX, REST_S_MIN, Answer, Endpoint, Verdict, retry_after
+from millstream.gateway.push.endpoint import (
+    DOWN_AFTER,
+    REST_S_MAX,
+    REST_S_MIN,
+    Endpoint,
+    EndpointResponse,
+    Verdict,
+    retry_after,
+)
 from millstream.gateway.push.event import Content, content_of
 from millstream.gateway.push.sender import signature
 from millstream.protocol.private.subscriptions import LeasedMessage
@@ -176,10 +184,10 @@ def test_an_address_is_public_only_if_python_knows_of_nothing_special(address: I
 async def test_a_name_is_looked_up_and_only_what_was_checked_is_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers = [["10.0.0.1", "8.8.8.8", "9.9.9.9"], ["127.0.0.1"]]
+    responses = [["10.0.0.1", "8.8.8.8", "9.9.9.9"], ["127.0.0.1"]]
 
     async def lookup(host: str, port: object, **_kind: object) -> list[Any]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in answers.pop(0)]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in responses.pop(0)]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
     addresses = Addresses("example.com", private_allowed=False)
@@ -223,16 +231,21 @@ async def test_a_node_may_be_allowed_to_push_to_itself() -> None:
         (0, Verdict.UNREACHABLE),
     ],
 )
-def test_what_an_answer_means(status: int, verdict: Verdict) -> None:
-    assert Answer(status).verdict is verdict
+def test_what_a_response_means(status: int, verdict: Verdict) -> None:
+    assert EndpointResponse(status).verdict is verdict
 
 
 def test_how_long_a_message_waits() -> None:
     declared = {"backoff_min_ms": 50, "backoff_max_ms": 1000}
     undeclared = {"backoff_min_ms": 0, "backoff_max_ms": 600_000}
-    assert Answer(503, retry_after_s=7).delay_ms(1, **declared) == 7000
-    assert Answer(503).delay_ms(1, **declared) is None
-    assert [Answer(503).delay_ms(attempt, **undeclared) for attempt in (1, 2, 3, 40)] == [1000, 2000, 4000, 600_000]
+    assert EndpointResponse(503, retry_after_s=7).delay_ms(1, **declared) == 7000
+    assert EndpointResponse(503).delay_ms(1, **declared) is None
+    assert [EndpointResponse(503).delay_ms(attempt, **undeclared) for attempt in (1, 2, 3, 40)] == [
+        1000,
+        2000,
+        4000,
+        600_000,
+    ]
 
 
 def test_when_to_come_back() -> None:

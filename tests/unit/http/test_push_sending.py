@@ -1,4 +1,4 @@
-"""Requests to a real endpoint, and what becomes of messages by its answers."""
+"""Requests to a real endpoint, and what becomes of messages by its responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from millstream.gateway.api.record_reader import ReadRecords
 from millstream.gateway.push import endpoint as pace
 from millstream.gateway.push import pusher as pushing
 from millstream.gateway.push.address import Addresses
-from millstream.gateway.push.endpoint import Answer
+from millstream.gateway.push.endpoint import EndpointResponse
 from millstream.gateway.push.event import Content
 from millstream.gateway.push.process import Line
 from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
@@ -33,12 +33,12 @@ from millstream.protocol.private.subscription_messages import (
     LeasedRange,
     PartitionMessages,
     Receive,
-    ReceiveAnswer,
+    ReceiveResponse,
 )
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.batch import COMPRESSION_ZSTD
 from millstream.protocol.records.record import NewRecord, Record, encode_batch
-from millstream_testing.webhook import Reply, Request, Webhook
+from millstream_testing.webhook import Request, Response, Webhook
 
 KEY = b"0123456789abcdef"
 CONTENT = Content(b"m1", [(b"content-type", b"text/plain")], b"hello")
@@ -61,7 +61,7 @@ def sender(
     return Sender(target, trusted(), private_allowed=private_allowed)
 
 
-async def post(hook: Webhook, **how: object) -> Answer:
+async def post(hook: Webhook, **how: object) -> EndpointResponse:
     sending = sender(hook, **how)  # type: ignore[arg-type]
     try:
         return await sending.post(CONTENT)
@@ -97,59 +97,59 @@ async def test_a_connection_that_was_closed_meanwhile_is_no_failure(hook: Webhoo
 
 async def test_an_endpoint_that_is_away_is_reported_as_such(hook: Webhook) -> None:
     await hook.stop()
-    answer = await post(hook)
-    assert answer.status == 0
-    assert answer.text
+    response = await post(hook)
+    assert response.status == 0
+    assert response.text
 
 
 async def test_an_endpoint_that_hangs_up_or_hangs(hook: Webhook) -> None:
-    hook.answer = lambda _request: Reply(None)
+    hook.respond = lambda _request: Response(None)
     assert (await post(hook)).status == 0
     # Connecting has a time limit of its own, which a busy machine may exceed: here, the connection is there already.
-    hook.answer = lambda _request: Reply()
+    hook.respond = lambda _request: Response()
     sending = sender(hook)
     assert (await sending.post(CONTENT)).status == 204
     sending._target = replace(sending._target, timeout_s=0.1)
-    hook.answer = lambda _request: Reply(after_s=WAIT_S)
-    answer = await sending.post(CONTENT)
+    hook.respond = lambda _request: Response(after_s=WAIT_S)
+    response = await sending.post(CONTENT)
     await sending.close()
-    assert (answer.status, answer.text) == (0, "no answer within 0.1 s")
+    assert (response.status, response.text) == (0, "no response within 0.1 s")
 
 
-async def test_of_a_long_answer_little_is_read(hook: Webhook) -> None:
-    hook.answer = lambda _request: Reply(500, {"retry-after": "9"}, b"no\r\n" + b"x" * 10_000_000)
-    answer = await post(hook)
-    assert answer.status == 500
-    assert answer.retry_after_s == 9
-    assert answer.text.startswith("no xxx")
-    assert len(answer.text) <= 300
+async def test_of_a_long_response_little_is_read(hook: Webhook) -> None:
+    hook.respond = lambda _request: Response(500, {"retry-after": "9"}, b"no\r\n" + b"x" * 10_000_000)
+    response = await post(hook)
+    assert response.status == 500
+    assert response.retry_after_s == 9
+    assert response.text.startswith("no xxx")
+    assert len(response.text) <= 300
 
 
 async def test_redirects_are_followed_within_the_host(hook: Webhook) -> None:
-    def answer(request: Request) -> Reply:
-        return Reply(307, {"location": "/other"}) if request.path == "/hook" else Reply(200)
+    def respond(request: Request) -> Response:
+        return Response(307, {"location": "/other"}) if request.path == "/hook" else Response(200)
 
-    hook.answer = answer
+    hook.respond = respond
     assert (await post(hook)).status == 200
     assert [request.body for request in hook.requests] == [b"hello"] * 2
-    hook.answer = lambda _request: Reply(308, {"location": "/hook"})
+    hook.respond = lambda _request: Response(308, {"location": "/hook"})
     assert "redirects more than" in (await post(hook)).text
     assert len(hook.requests) == 6
 
 
 @pytest.mark.parametrize("place", ["http://example.com/hook", "//127.0.0.2/hook", "http://127.0.0.1:1/hook", "ftp:/x"])
 async def test_redirects_to_another_host_are_not(hook: Webhook, place: str) -> None:
-    hook.answer = lambda _request: Reply(307, {"location": place})
-    answer = await post(hook)
-    assert answer.status == 307
-    assert "another host" in answer.text
+    hook.respond = lambda _request: Response(307, {"location": place})
+    response = await post(hook)
+    assert response.status == 307
+    assert "another host" in response.text
     assert len(hook.requests) == 1
 
 
 async def test_what_only_the_node_can_reach_is_not_asked(hook: Webhook) -> None:
-    answer = await post(hook, private_allowed=False)
-    assert answer.status == 0
-    assert "push-private-addresses" in answer.text
+    response = await post(hook, private_allowed=False)
+    assert response.status == 0
+    assert "push-private-addresses" in response.text
     assert not hook.requests
 
 
@@ -160,8 +160,8 @@ async def test_the_address_that_was_checked_is_connected_to(hook: Webhook, monke
     # A name that cannot be resolved: only the address that was checked can lead to the endpoint.
     monkeypatch.setattr(Addresses, "find", found)
     port = hook.url.split(":")[2].split("/")[0]
-    answer = await post(hook, url=f"http://rebound.invalid:{port}/hook")
-    assert answer.status == 204
+    response = await post(hook, url=f"http://rebound.invalid:{port}/hook")
+    assert response.status == 204
     assert hook.requests[0].headers["host"] == f"rebound.invalid:{port}"
 
 
@@ -184,15 +184,15 @@ async def test_certificates_are_checked_against_the_name(tmp_path: Path, monkeyp
     monkeypatch.setattr(Addresses, "find", found)
     async with Webhook(tls=server) as hook:
         port = hook.url.split(":")[2].split("/")[0]
-        answers = {}
+        responses = {}
         for host in ("hook.example", "other.example"):
             target = Target(url=f"https://{host}:{port}/", headers={}, keys=(), timeout_s=WAIT_S)
             sending = Sender(target, trust, private_allowed=False)
-            answers[host] = await sending.post(CONTENT)
+            responses[host] = await sending.post(CONTENT)
             await sending.close()
-    assert answers["hook.example"].status == 204
-    assert answers["other.example"].status == 0
-    assert "other.example" in answers["other.example"].text
+    assert responses["hook.example"].status == 204
+    assert responses["other.example"].status == 0
+    assert "other.example" in responses["other.example"].text
     assert [request.headers["host"] for request in hook.requests] == [f"hook.example:{port}"]
 
 
@@ -307,13 +307,13 @@ async def test_messages_are_accepted_at_a_growing_pace(hook: Webhook) -> None:
 
 
 async def test_a_message_that_is_refused_comes_back_later_and_others_go_on(hook: Webhook) -> None:
-    hook.answer = lambda request: Reply(400, body=b"no such order") if request.body == b"3" else Reply()
+    hook.respond = lambda request: Response(400, body=b"no such order") if request.body == b"3" else Response()
     run = Run(hook, 20)
     await run.ledger.until(lambda: len(run.ledger.ended) == 20)
     await run.end()
     assert run.ledger.of(Verb.RELEASE) == [3]
     assert (3, Verb.RELEASE, 1000) in run.ledger.output
-    assert "the endpoint answered 400: no such order" in run.ledger.reasons
+    assert "the endpoint returned 400: no such order" in run.ledger.reasons
     assert run.pusher.report().state == "up"
 
 
@@ -359,27 +359,27 @@ async def test_a_message_that_brings_the_endpoint_down_is_not_tried_for_ever(
 ) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
     monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
-    hook.answer = lambda request: Reply(None) if request.body in (b"0", b"1", b"2") else Reply()
+    hook.respond = lambda request: Response(None) if request.body in (b"0", b"1", b"2") else Response()
     run = Run(hook, 10)
     await run.ledger.until(lambda: len(run.ledger.ended) == 10)
     await run.end()
     assert sorted(run.ledger.of(Verb.RELEASE)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("reply", [Reply(503), Reply(404), Reply(None)])
+@pytest.mark.parametrize("response", [Response(503), Response(404), Response(None)])
 async def test_an_endpoint_that_takes_nothing_uses_no_attempts_once_it_is_known_that_it_is_to_blame(
-    hook: Webhook, monkeypatch: pytest.MonkeyPatch, reply: Reply
+    hook: Webhook, monkeypatch: pytest.MonkeyPatch, response: Response
 ) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
     monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
-    hook.answer = lambda _request: reply
+    hook.respond = lambda _request: response
     run = Run(hook, 40)
     await run.ledger.until(lambda: len(run.ledger.ended) == 40)
     assert len(run.ledger.of(Verb.RELEASE)) < pace.BLAMED_AFTER
     assert len(run.ledger.of(Verb.RETURN)) > 40 - pace.BLAMED_AFTER
     assert all(delay_ms for _, verb, delay_ms in run.ledger.output if verb == Verb.RETURN), "another one is tried first"
     # One that it takes ends that, and what fails then is the message's own doing.
-    hook.answer = lambda request: Reply(500) if request.body == b"41" else Reply()
+    hook.respond = lambda request: Response(500) if request.body == b"41" else Response()
     run.shelf.add(_message(40, 60_000))
     await run.ledger.until(lambda: 40 in run.ledger.of(Verb.ACCEPT))
     run.shelf.add(_message(41, 60_000))
@@ -389,7 +389,7 @@ async def test_an_endpoint_that_takes_nothing_uses_no_attempts_once_it_is_known_
 
 
 async def test_the_lease_of_a_message_that_takes_long_is_extended(hook: Webhook) -> None:
-    hook.answer = lambda _request: Reply(after_s=WAIT_S)
+    hook.respond = lambda _request: Response(after_s=WAIT_S)
     run = Run(hook, 1, share_record_lock_duration_ms=str(LEASE_MS))
     await run.ledger.until(lambda: len(run.ledger.of(Verb.EXTEND)) >= 2)
     run.pusher.stop()
@@ -413,7 +413,7 @@ async def test_a_message_that_waits_for_its_endpoint_when_push_ends_was_not_deli
 
 
 async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
-    hook.answer = lambda _request: Reply(after_s=0.2)
+    hook.respond = lambda _request: Response(after_s=0.2)
     run = Run(hook, 5)
     await hook.until(lambda: bool(hook.requests))
     await run.end()
@@ -422,7 +422,7 @@ async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
 
 
 async def test_the_lease_of_what_is_under_way_is_extended_until_push_has_ended(hook: Webhook) -> None:
-    hook.answer = lambda _request: Reply(after_s=WAIT_S)
+    hook.respond = lambda _request: Response(after_s=WAIT_S)
     run = Run(hook, 1, share_record_lock_duration_ms=str(LEASE_MS))
     await run.ledger.until(lambda: bool(run.ledger.of(Verb.EXTEND)))
     run.pusher.stop()
@@ -434,7 +434,7 @@ async def test_the_lease_of_what_is_under_way_is_extended_until_push_has_ended(h
     assert run.ledger.output[-1] == (0, Verb.RELEASE, 0)
 
 
-async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first(hook: Webhook) -> None:
+async def test_a_response_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first(hook: Webhook) -> None:
     run = Run(hook, 0)
     run.ledger.lost = {1}
     for offset in range(3):
@@ -460,12 +460,12 @@ async def test_no_more_is_read_of_a_batch_than_push_may_hold(monkeypatch: pytest
     values = [NewRecord(None, bytes(RECEIVE_BYTES // 2))] * 3
     batches = bytes(encode_batch(values, compression=COMPRESSION_ZSTD))
     part = PartitionMessages("t", bytes(16), 0, [LeasedRange(0, 3, 1, 1000)], batches, 60_000)
-    leased = Leased(ReceiveAnswer(0, None, [part]), monotonic())
+    leased = Leased(ReceiveResponse(0, None, [part]), monotonic())
 
-    async def answer(*_asked: object, **_limits: object) -> Leased:
+    async def respond(*_asked: object, **_limits: object) -> Leased:
         return leased
 
-    monkeypatch.setattr(LeaseRequests, "ask", answer)
+    monkeypatch.setattr(LeaseRequests, "ask", respond)
     line = Line("127.0.0.1:1")
     try:
         unpacked = await line.receive(Receive("billing", "push/1", 3, RECEIVE_BYTES, 0))
@@ -493,7 +493,7 @@ async def test_a_message_that_someone_else_has_is_not_sent_again(
 
 
 async def test_an_endpoint_that_asks_for_patience_gets_it(hook: Webhook) -> None:
-    hook.answer = lambda _request: Reply(429, {"retry-after": "3600"})
+    hook.respond = lambda _request: Response(429, {"retry-after": "3600"})
     run = Run(hook, 5, millstream_backoff_min_ms="10")
     await run.ledger.until(lambda: len(run.ledger.ended) == 1)
     assert run.ledger.output == [(0, Verb.RELEASE, 3_600_000)]
@@ -502,19 +502,19 @@ async def test_an_endpoint_that_asks_for_patience_gets_it(hook: Webhook) -> None
 
 
 async def test_at_most_once_is_not_tried_again(hook: Webhook) -> None:
-    hook.answer = lambda _request: Reply(400)
+    hook.respond = lambda _request: Response(400)
     run = Run(hook, 3, millstream_delivery="at-most-once")
     await hook.until(lambda: len(hook.requests) == 3)
     await run.end()
     assert run.ledger.output == []
 
 
-async def test_at_most_once_is_sent_once_to_an_endpoint_that_does_not_answer(
+async def test_at_most_once_is_sent_once_to_an_endpoint_that_does_not_respond(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
     monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
-    hook.answer = lambda _request: Reply(None)
+    hook.respond = lambda _request: Response(None)
     run = Run(hook, 8, millstream_delivery=AT_MOST_ONCE)
     await hook.until(lambda: b"7" in {request.body for request in hook.requests})
     await run.end()
@@ -534,7 +534,7 @@ async def test_at_most_once_goes_to_the_next_address_when_one_takes_no_connectio
     assert len(hook.requests) == 1
 
 
-async def test_a_node_that_does_not_answer_is_asked_again(hook: Webhook) -> None:
+async def test_a_node_that_does_not_respond_is_asked_again(hook: Webhook) -> None:
     run = Run(hook, 3)
     receive, failures = run.shelf.receive, [BrokerUnreachable("away")] * 2
 
@@ -550,7 +550,7 @@ async def test_a_node_that_does_not_answer_is_asked_again(hook: Webhook) -> None
 
 
 async def test_a_lease_that_is_declared_shorter_is_extended_in_time(hook: Webhook) -> None:
-    hook.answer = lambda _request: Reply(after_s=WAIT_S)
+    hook.respond = lambda _request: Response(after_s=WAIT_S)
     run = Run(hook, 0, share_record_lock_duration_ms="3600000")
     run.pusher._receive = Shelf(1, lease_ms=LEASE_MS).receive
     await hook.until(lambda: bool(hook.requests))

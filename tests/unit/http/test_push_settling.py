@@ -15,7 +15,7 @@ from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import Verb
 from millstream.gateway.push import pusher as settling
 from millstream.gateway.push.pusher import Settler
-from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
+from millstream.protocol.private.subscription_messages import SettleRequest, SettleResponse
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.record import Record
 from millstream.protocol.wire.client import Client
@@ -31,24 +31,24 @@ def message(offset: int, partition: int = 0) -> LeasedMessage:
 
 
 class Node:
-    """A node that records requests, and answers for each partition."""
+    """A node that records requests, and responds for each partition."""
 
     def __init__(self) -> None:
         self.requests: list[SettleRequest] = []
         self.codes: dict[int, int] = {}
         self.error = 0
         self.is_away = False
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
+        self.may_respond = asyncio.Event()
+        self.may_respond.set()
 
     async def ask(self, _key: int, body: bytes) -> memoryview:
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         self.requests.append(request)
-        await self.may_answer.wait()
+        await self.may_respond.wait()
         if self.is_away:
             raise BrokerUnreachable("away")
         results = [[(self.codes.get(part.partition, OK), None)] * len(part.verbs) for part in request.partitions]
-        return memoryview(msgspec.msgpack.encode(SettleAnswer(self.error, None, cast("Any", results))))
+        return memoryview(msgspec.msgpack.encode(SettleResponse(self.error, None, cast("Any", results))))
 
     def offsets(self) -> list[list[int]]:
         return [
@@ -99,22 +99,22 @@ async def desk() -> Desk:
 
 
 async def test_what_is_said_meanwhile_goes_together(desk: Desk) -> None:
-    desk.here.may_answer.clear()
+    desk.here.may_respond.clear()
     first = [desk.accept(0), desk.accept(1)]
     while not desk.here.requests:
         await asyncio.sleep(0)
     later = [desk.accept(2), desk.accept(3, partition=1), desk.accept(4)]
     await asyncio.sleep(0)
-    desk.here.may_answer.set()
+    desk.here.may_respond.set()
     assert await asyncio.gather(*first, *later) == [True] * 5
     assert desk.here.offsets() == [[0, 1], [2, 4, 3]]
     assert desk.here.requests[0].worker == "push/1"
 
 
 async def test_a_release_carries_its_delay_and_reason(desk: Desk) -> None:
-    assert await desk.settler.settle(message(3), Verb.RELEASE, delay_ms=700, reason="the endpoint answered 503")
+    assert await desk.settler.settle(message(3), Verb.RELEASE, delay_ms=700, reason="the endpoint returned 503")
     (verb,) = desk.here.requests[0].partitions[0].verbs
-    assert (verb.start, verb.verb, verb.delay_ms, verb.reason) == (3, Verb.RELEASE, 700, "the endpoint answered 503")
+    assert (verb.start, verb.verb, verb.delay_ms, verb.reason) == (3, Verb.RELEASE, 700, "the endpoint returned 503")
     assert verb.attempt == 1
 
 
@@ -131,24 +131,24 @@ async def test_a_partition_that_has_moved_is_settled_at_its_leader(desk: Desk) -
 
 
 @pytest.mark.parametrize("error", [NOT_LEADER, None])
-async def test_a_node_that_does_not_answer_is_not_the_end(desk: Desk, error: int | None) -> None:
+async def test_a_node_that_does_not_respond_is_not_the_end(desk: Desk, error: int | None) -> None:
     desk.here.is_away = error is None
     desk.here.error = error or 0
     assert await desk.accept(0)
     assert desk.there.offsets() == [[0]]
 
 
-async def test_when_no_one_answers_the_lease_runs_out(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_when_no_one_responds_the_lease_runs_out(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "SETTLE_S", 0.05)
     desk.here.is_away = True
-    desk.there.may_answer.clear()
+    desk.there.may_respond.clear()
     assert await desk.accept(0) is False
     desk.there.is_away = True
-    desk.there.may_answer.set()
+    desk.there.may_respond.set()
     assert await desk.accept(0) is False
 
 
-async def test_an_answer_that_no_one_expects_holds_up_nothing(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_response_that_no_one_expects_holds_up_nothing(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     async def breaks(_key: int, _body: bytes) -> memoryview:
         raise ZeroDivisionError("a defect")
 
@@ -161,11 +161,11 @@ async def test_an_answer_that_no_one_expects_holds_up_nothing(desk: Desk, caplog
 
 async def test_a_leader_that_hangs_keeps_no_other_partition_waiting(desk: Desk) -> None:
     desk.here.codes = {0: NOT_LEADER, 1: NOT_LEADER}
-    desk.there.may_answer.clear()
+    desk.there.may_respond.clear()
     moved = [desk.accept(0), desk.accept(0, partition=1)]
     while not desk.there.requests:
         await asyncio.sleep(0.001)
     assert await desk.accept(1, partition=2) is True
     assert not any(one.done() for one in moved)
-    desk.there.may_answer.set()
+    desk.there.may_respond.set()
     assert await asyncio.gather(*moved) == [True, True]

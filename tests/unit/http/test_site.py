@@ -73,6 +73,6 @@ async def test_what_is_refused_says_which_setting_to_change() -> None:
 
     transport = httpx.ASGITransport(build_app(ask, ask))
     async with httpx.AsyncClient(transport=transport, base_url="http://evil.example:8080") as client:
-        answer = await client.get("/metrics", headers={"accept-language": "en"})
-    assert (answer.status_code, answer.headers["content-type"]) == (403, "application/problem+json")
-    assert "--http-hosts" in answer.json()["detail"]
+        response = await client.get("/metrics", headers={"accept-language": "en"})
+    assert (response.status_code, response.headers["content-type"]) == (403, "application/problem+json")
+    assert "--http-hosts" in response.json()["detail"]

@@ -23,7 +23,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> asyncio.Semaphore:
     return made
 
 
-async def test_a_trace_is_answered_without_history_if_others_read_for_long(reading: asyncio.Semaphore) -> None:
+async def test_a_trace_has_no_history_if_others_read_for_long(reading: asyncio.Semaphore) -> None:
     async with reading:
         traces = [messages.with_history(NOTHING, FOUND) for _ in range(5)]
         assert await asyncio.gather(*traces) == [FOUND] * 5

@@ -49,11 +49,11 @@ class TestAlterConfigs:
     ) -> None:
         before = self.overrides(topics)
         changes = (("retention.ms", "77"), ("millstream.owner", "you"))
-        (answer,) = (await ask_in(api, version, alter(*changes, check=True))).responses
-        assert (answer.error_code, answer.error_message) == (ErrorCode.none, None)
+        (response,) = (await ask_in(api, version, alter(*changes, check=True))).responses
+        assert (response.error_code, response.error_message) == (ErrorCode.none, None)
         assert self.overrides(topics) == before
-        (answer,) = (await ask_in(api, version, alter(*changes))).responses
-        assert (answer.error_code, answer.resource_type, answer.resource_name) == (ErrorCode.none, 2, "orders")
+        (response,) = (await ask_in(api, version, alter(*changes))).responses
+        assert (response.error_code, response.resource_type, response.resource_name) == (ErrorCode.none, 2, "orders")
         assert self.overrides(topics) == dict(changes)
         settings = topics.partition("orders", 0).log.settings
         assert (settings.retention_ms, settings.segment_ms) == (77, 3600_000)
@@ -78,15 +78,15 @@ class TestAlterConfigs:
         self, api: AlterConfigs, topics: Topics, asked: Any, code: ErrorCode, says: str
     ) -> None:
         before = self.overrides(topics)
-        (answer,) = (await ask(api, asked)).responses
-        assert answer.error_code is code
-        assert says in answer.error_message
+        (response,) = (await ask(api, asked)).responses
+        assert response.error_code is code
+        assert says in response.error_message
         assert self.overrides(topics) == before
 
     async def test_what_was_set_for_nodes_is_replaced(self, api: AlterConfigs, topics: Topics) -> None:
         for given in ({"log.retention.ms": "5", "max.connections": "7"}, {"log.retention.bytes": "6"}):
-            (answer,) = (await ask(api, alter(*given.items(), kind=NODE_RESOURCE, name=""))).responses
-            assert (answer.error_code, topics.broker_settings.of("")) == (ErrorCode.none, given)
+            (response,) = (await ask(api, alter(*given.items(), kind=NODE_RESOURCE, name=""))).responses
+            assert (response.error_code, topics.broker_settings.of("")) == (ErrorCode.none, given)
             assert topics.broker_settings.connections_max == int(given.get("max.connections", "10000"))
 
     async def test_a_topic_named_twice_is_refused(self, api: AlterConfigs) -> None:
@@ -102,9 +102,9 @@ class TestListConfigResources:
         return ListConfigResources(topics, membership, groups)
 
     async def list(self, api: ListConfigResources, *kinds: int) -> list[tuple[int, str]]:
-        answer = await ask(api, LIST.ListConfigResourcesRequest(resource_types=kinds))
-        assert answer.error_code is ErrorCode.none
-        return [(one.resource_type, one.resource_name) for one in answer.config_resources]
+        response = await ask(api, LIST.ListConfigResourcesRequest(resource_types=kinds))
+        assert response.error_code is ErrorCode.none
+        return [(one.resource_type, one.resource_name) for one in response.config_resources]
 
     async def test_topics_and_nodes_have_settings(self, api: ListConfigResources) -> None:
         assert await self.list(api) == [(2, "bills"), (2, "orders"), (4, "5")]
@@ -112,9 +112,9 @@ class TestListConfigResources:
         assert await self.list(api, 8, 16, 32) == []
 
     async def test_an_unknown_type_is_refused(self, api: ListConfigResources) -> None:
-        answer = await ask(api, LIST.ListConfigResourcesRequest(resource_types=(2, 3)))
-        assert (answer.error_code, answer.config_resources) == (ErrorCode.unsupported_version, ())
+        response = await ask(api, LIST.ListConfigResourcesRequest(resource_types=(2, 3)))
+        assert (response.error_code, response.config_resources) == (ErrorCode.unsupported_version, ())
 
     async def test_version_0_is_about_client_metrics(self, api: ListConfigResources) -> None:
-        answer = await ask(api, load_request_class(74, 0)())
-        assert (answer.error_code, answer.config_resources) == (ErrorCode.none, ())
+        response = await ask(api, load_request_class(74, 0)())
+        assert (response.error_code, response.config_resources) == (ErrorCode.none, ())

@@ -33,9 +33,9 @@ def request(version: int, name: str = "librdkafka", software_version: str = "2.1
 
 @pytest.mark.parametrize("version", range(5))
 def test_the_registered_apis_are_reported_in_order(version: int) -> None:
-    answer = ask_frame(api(), request(version))
-    assert answer.error_code is ErrorCode.none
-    reported = [(one.api_key, one.min_version, one.max_version) for one in answer.api_keys]
+    response = ask_frame(api(), request(version))
+    assert response.error_code is ErrorCode.none
+    reported = [(one.api_key, one.min_version, one.max_version) for one in response.api_keys]
     assert reported == [(0, 0, 13), (3, 0, 13), (18, 0, 4)]
 
 
@@ -50,9 +50,9 @@ def test_the_clients_software_is_remembered() -> None:
 @pytest.mark.parametrize("name", ["", "-x", "x-", "a b", "ü", "a/b", "x\n"])
 def test_a_software_name_that_is_none_is_refused(name: str) -> None:
     for refused in (request(3, name), request(4, "ok", name)):
-        answer = ask_frame(api(), refused)
-        assert answer.error_code is ErrorCode.invalid_request
-        assert answer.api_keys == ()
+        response = ask_frame(api(), refused)
+        assert response.error_code is ErrorCode.invalid_request
+        assert response.api_keys == ()
 
 
 @pytest.mark.parametrize("name", ["a", "1", "a-b.c", "confluent-kafka-python", "2.5.0-rdkafka-2.5.0"])
@@ -60,12 +60,12 @@ def test_proper_software_names_pass(name: str) -> None:
     assert ask_frame(api(), request(3, name, name)).error_code is ErrorCode.none
 
 
-def test_an_unknown_version_is_answered_in_version_0() -> None:
+def test_an_unknown_version_gets_a_response_in_version_0() -> None:
     header = codec.RequestHeader(18, 5, 1, None, 8, True)
-    answer = api().handle_frame(memoryview(b""), header, client_info())
-    assert isinstance(answer, list)
-    frame = b"".join(answer)
-    # The header of the answer has no tags, whatever version was asked for.
+    response = api().handle_frame(memoryview(b""), header, client_info())
+    assert isinstance(response, list)
+    frame = b"".join(response)
+    # The header of the response has no tags, whatever version was asked for.
     assert frame[4:10] == b"\0\0\0\1\0\x23"
     unsupported = codec.read_response(18, 0, frame[4:])
     assert unsupported.error_code is ErrorCode.unsupported_version

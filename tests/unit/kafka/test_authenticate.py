@@ -48,9 +48,9 @@ async def knowledge(tmp_path: Path) -> AsyncIterator[Knowledge]:
 async def test_a_caller_is_asserted_with_its_address(knowledge: Knowledge) -> None:
     api = Authenticate(knowledge, requires=True)
     request = AuthenticateRequest(scheme="basic", host=HOST, user="alice", secret=PASSWORD)
-    answer = await api.handle(request)
-    assert (answer.error, answer.principal) == (0, "User:alice")
-    asserted = await knowledge.assertions.verify(answer.assertion.encode())
+    response = await api.handle(request)
+    assert (response.error, response.principal) == (0, "User:alice")
+    asserted = await knowledge.assertions.verify(response.assertion.encode())
     assert (asserted.principal, asserted.host) == ("User:alice", HOST)
     assert await api.needs(request) == [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, "kafka-cluster")]
     assert PASSWORD not in repr(request)
@@ -74,16 +74,16 @@ async def test_a_failure_carries_no_assertion_and_takes_longer_each_time(
     api = Authenticate(knowledge, requires=True)
     pauses = []
     for _ in range(3):
-        answer = await api.handle(request_)
-        assert (answer.error, answer.assertion, answer.principal) == (58, "", "")
-        pauses.append(answer.pause_ms)
+        response = await api.handle(request_)
+        assert (response.error, response.assertion, response.principal) == (58, "", "")
+        pauses.append(response.pause_ms)
     assert pauses == sorted(set(pauses))
     assert pauses[0] > 0
 
 
 async def test_who_shows_nothing_is_anonymous_where_that_is_enough(knowledge: Knowledge) -> None:
-    answer = await Authenticate(knowledge, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))
-    assert (await knowledge.assertions.verify(answer.assertion.encode())).principal == "User:ANONYMOUS"
+    response = await Authenticate(knowledge, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))
+    assert (await knowledge.assertions.verify(response.assertion.encode())).principal == "User:ANONYMOUS"
 
 
 async def test_a_node_without_authentication_says_so() -> None:

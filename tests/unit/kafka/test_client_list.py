@@ -52,9 +52,9 @@ def test_the_number_of_callbacks_per_turn_is_bounded(monkeypatch: pytest.MonkeyP
     assert (snapshot.left_out, snapshot.clients[0]["idle_s"]) == (1, 0.0)
 
 
-async def test_the_answer_is_a_document() -> None:
+async def test_the_response_is_a_document() -> None:
     frame = memoryview(codec.request_head(ClientList.key, 0, 7, "test"))
-    answer: Any = ClientList([connection(1)]).handle_frame(frame, codec.read_request_header(frame), client_info())
-    reply = b"".join(answer)[4:]
-    document = msgspec.msgpack.decode(reply[codec.response_body_at(ClientList.key, 0, reply) :])
+    response: Any = ClientList([connection(1)]).handle_frame(frame, codec.read_request_header(frame), client_info())
+    encoded = b"".join(response)[4:]
+    document = msgspec.msgpack.decode(encoded[codec.response_body_at(ClientList.key, 0, encoded) :])
     assert [one["client_id"] for one in document["clients"]] == ["c1"]

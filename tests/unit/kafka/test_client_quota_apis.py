@@ -47,13 +47,13 @@ def describe(*components: tuple[str, int, str | None], strict: bool = False) -> 
     )
 
 
-def shown(answer: Any) -> dict[Entity, dict[str, float]]:
-    assert answer.error_code is ErrorCode.none
+def shown(response: Any) -> dict[Entity, dict[str, float]]:
+    assert response.error_code is ErrorCode.none
     return {
         tuple((part.entity_type, part.entity_name) for part in entry.entity): {
             value.key: value.value for value in entry.values
         }
-        for entry in answer.entries
+        for entry in response.entries
     }
 
 
@@ -63,9 +63,9 @@ async def test_limits_are_set_shown_and_removed(quotas: ClientQuotas, version: i
     asked = alter(
         alteration(ONE, producer_byte_rate=1000.0, consumer_byte_rate=2000.0), alteration(USER, consumer_byte_rate=5.0)
     )
-    answer = await ask_in(change, version, asked)
-    assert [entry.error_code for entry in answer.entries] == [ErrorCode.none, ErrorCode.none]
-    assert [(part.entity_type, part.entity_name) for part in answer.entries[0].entity] == list(ONE)
+    response = await ask_in(change, version, asked)
+    assert [entry.error_code for entry in response.entries] == [ErrorCode.none, ErrorCode.none]
+    assert [(part.entity_type, part.entity_name) for part in response.entries[0].entity] == list(ONE)
     assert shown(await ask_in(show, version, describe())) == {
         ONE: {CONSUMER_BYTE_RATE: 2000.0, PRODUCER_BYTE_RATE: 1000.0},
         USER: {CONSUMER_BYTE_RATE: 5.0},
@@ -77,8 +77,8 @@ async def test_limits_are_set_shown_and_removed(quotas: ClientQuotas, version: i
 
 async def test_what_is_only_checked_is_not_changed(quotas: ClientQuotas) -> None:
     asked = alter(alteration(ONE, producer_byte_rate=1.0), alteration(REST, rate=1.0), validate_only=True)
-    answer = await ask(AlterClientQuotas(quotas), asked)
-    assert [entry.error_code for entry in answer.entries] == [ErrorCode.none, ErrorCode.invalid_request]
+    response = await ask(AlterClientQuotas(quotas), asked)
+    assert [entry.error_code for entry in response.entries] == [ErrorCode.none, ErrorCode.invalid_request]
     assert quotas.all() == {}
 
 
@@ -100,19 +100,19 @@ async def test_what_cannot_be_is_refused_and_its_neighbour_is_not(
     quotas: ClientQuotas, entity: Entity, limits: dict[str, float], says: str
 ) -> None:
     asked = alter(alteration(entity, **limits), alteration(REST, producer_byte_rate=7.0))
-    answer = await ask(AlterClientQuotas(quotas), asked)
-    assert [entry.error_code for entry in answer.entries] == [ErrorCode.invalid_request, ErrorCode.none]
-    assert says in answer.entries[0].error_message
+    response = await ask(AlterClientQuotas(quotas), asked)
+    assert [entry.error_code for entry in response.entries] == [ErrorCode.invalid_request, ErrorCode.none]
+    assert says in response.entries[0].error_message
     assert len(quotas.all()) == 1
 
 
 async def test_what_is_named_twice_is_refused(quotas: ClientQuotas) -> None:
     twice = alter(alteration(BOTH, producer_byte_rate=1.0), alteration(BOTH[::-1], producer_byte_rate=2.0))
-    answer = await ask(AlterClientQuotas(quotas), twice)
-    assert {entry.error_code for entry in answer.entries} == {ErrorCode.invalid_request}
+    response = await ask(AlterClientQuotas(quotas), twice)
+    assert {entry.error_code for entry in response.entries} == {ErrorCode.invalid_request}
     entry = ALTER.EntryData(entity=alteration(ONE).entity, ops=alteration(ONE, producer_byte_rate=1.0).ops * 2)
-    (answered,) = (await ask(AlterClientQuotas(quotas), alter(entry))).entries
-    assert answered.error_code is ErrorCode.invalid_request
+    (responded,) = (await ask(AlterClientQuotas(quotas), alter(entry))).entries
+    assert responded.error_code is ErrorCode.invalid_request
     assert quotas.all() == {}
 
 
@@ -120,10 +120,10 @@ class TestFilters:
     @pytest.fixture
     async def api(self, quotas: ClientQuotas) -> DescribeClientQuotas:
         entities = [ONE, REST, BOTH, USER]
-        answer = await ask(
+        response = await ask(
             AlterClientQuotas(quotas), alter(*(alteration(entity, producer_byte_rate=1.0) for entity in entities))
         )
-        assert {entry.error_code for entry in answer.entries} == {ErrorCode.none}
+        assert {entry.error_code for entry in response.entries} == {ErrorCode.none}
         return DescribeClientQuotas(quotas)
 
     @pytest.mark.parametrize(
@@ -162,6 +162,6 @@ class TestFilters:
     async def test_a_filter_that_cannot_be_is_refused(
         self, api: DescribeClientQuotas, components: list[Any], code: ErrorCode
     ) -> None:
-        answer = await ask(api, describe(*components))
-        assert (answer.error_code, answer.entries) == (code, None)
-        assert answer.error_message
+        response = await ask(api, describe(*components))
+        assert (response.error_code, response.entries) == (code, None)
+        assert response.error_message

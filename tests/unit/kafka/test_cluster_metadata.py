@@ -40,8 +40,8 @@ async def partition(node: GroupNode) -> Any:
     request = metadata.MetadataRequest(
         topics=(metadata.MetadataRequestTopic(topic_id=None, name=ORDERS),), include_topic_authorized_operations=False
     )
-    answer = await ask(Metadata(node.topics, await membership(node)), request)
-    return answer.topics[0].partitions[0]
+    response = await ask(Metadata(node.topics, await membership(node)), request)
+    return response.topics[0].partitions[0]
 
 
 async def test_metadata_follows_nodes_and_leaders(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ async def test_metadata_follows_nodes_and_leaders(tmp_path: Path) -> None:
         paged = described_topics.DescribeTopicPartitionsRequest(
             topics=(described_topics.TopicRequest(name=ORDERS),), response_partition_limit=i32(10), cursor=None
         )
-        answer = await ask(DescribeTopicPartitions(group[3].topics, await membership(group[3])), paged)
-        shown = answer.topics[0].partitions[0]
+        response = await ask(DescribeTopicPartitions(group[3].topics, await membership(group[3])), paged)
+        shown = response.topics[0].partitions[0]
         # Too few are in sync, so the node that left may still lead.
         assert (shown.leader_id, shown.isr_nodes, shown.eligible_leader_replicas) == (3, (3,), (2,))
         assert topic.replication == 3
@@ -90,8 +90,8 @@ async def test_a_partition_that_no_one_leads_is_reported(tmp_path: Path) -> None
             topics=(offsets.ListOffsetsTopic(name=ORDERS, partitions=(wanted,)),),
             timeout=i32Timedelta.parse(i32Timedelta.resolution * 0),
         )
-        answer = await ask(ListOffsets(group[2].topics), request)
-        assert answer.topics[0].partitions[0].error_code is ErrorCode.not_leader_or_follower
+        response = await ask(ListOffsets(group[2].topics), request)
+        assert response.topics[0].partitions[0].error_code is ErrorCode.not_leader_or_follower
         election = elections.ElectLeadersRequest(
             election_type=i8(1),
             topic_partitions=(elections.TopicPartitions(topic=ORDERS, partitions=(i32(0),)),),
@@ -111,14 +111,14 @@ async def test_the_cluster_is_described_with_its_live_nodes_and_their_racks(tmp_
         request = DescribeClusterRequest(
             include_cluster_authorized_operations=False, endpoint_type=i8(1), include_fenced_brokers=False
         )
-        answer = await ask(api, request)
-        assert [(one.broker_id, one.host, one.rack) for one in answer.brokers] == [
+        response = await ask(api, request)
+        assert [(one.broker_id, one.host, one.rack) for one in response.brokers] == [
             (1, "node-1", "attic"),
             (2, "node-2", "attic"),
         ]
-        assert answer.controller_id in (1, 2)
-        assert answer.cluster_id == (await membership(group[1])).cluster_id
+        assert response.controller_id in (1, 2)
+        assert response.cluster_id == (await membership(group[1])).cluster_id
         await group[1].kill()
         await group.until(lambda: len(group[2].view.live) == 1 and group[2].view.controller == 2)
-        answer = await ask(api, request)
-        assert ([one.broker_id for one in answer.brokers], answer.controller_id) == ([2], 2)
+        response = await ask(api, request)
+        assert ([one.broker_id for one in response.brokers], response.controller_id) == ([2], 2)

@@ -238,7 +238,7 @@ class TestIncrementalAlterConfigs:
         assert result.error_code is ErrorCode.invalid_request
         one = self.alter(("flush", SET, "os")).resources
         both = ALTER.IncrementalAlterConfigsRequest(resources=one + one, validate_only=False)
-        assert {answer.error_code for answer in (await ask(api, both)).responses} == {ErrorCode.invalid_request}
+        assert {response.error_code for response in (await ask(api, both)).responses} == {ErrorCode.invalid_request}
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
     @pytest.mark.parametrize("name", ["5", ""])
@@ -275,8 +275,8 @@ class TestIncrementalAlterConfigs:
             ("", DELETE, None, 3_600_000),
         ):
             asked = self.alter(("log.retention.ms", operation, value), kind=NODE_RESOURCE, name=scope)
-            (answer,) = (await ask(api, asked)).responses
-            assert answer.error_code is ErrorCode.none
+            (response,) = (await ask(api, asked)).responses
+            assert response.error_code is ErrorCode.none
             await topics.create(f"later-{followed}-{scope}")
             assert (retention("orders"), retention(f"later-{followed}-{scope}")) == (followed, followed)
             assert (retention("own"), retention(CONSUMER_OFFSETS)) == (5, 3_600_000)
@@ -301,17 +301,17 @@ class TestIncrementalAlterConfigs:
         code: ErrorCode,
         says: str,
     ) -> None:
-        (answer,) = (await ask(api, self.alter(change, kind=NODE_RESOURCE, name=scope))).responses
-        assert answer.error_code is code
-        assert says in answer.error_message
+        (response,) = (await ask(api, self.alter(change, kind=NODE_RESOURCE, name=scope))).responses
+        assert response.error_code is code
+        assert says in response.error_message
         assert topics.broker_settings.of(scope) == {}
 
     async def test_a_list_of_all_nodes_is_appended_to_and_nothing_is_changed_to_validate(
         self, api: IncrementalAlterConfigs, topics: Topics
     ) -> None:
         change = self.alter(("log.cleanup.policy", APPEND, "compact"), kind=NODE_RESOURCE, name="", validate_only=True)
-        (answer,) = (await ask(api, change)).responses
-        assert (answer.error_code, topics.broker_settings.of("")) == (ErrorCode.none, {})
+        (response,) = (await ask(api, change)).responses
+        assert (response.error_code, topics.broker_settings.of("")) == (ErrorCode.none, {})
         await ask(api, self.alter(("log.cleanup.policy", APPEND, "compact"), kind=NODE_RESOURCE, name=""))
         assert topics.partition("orders", 0).log.settings.cleanup_policy == "delete,compact"
 

@@ -34,17 +34,17 @@ async def api(topics: Topics, membership: Membership) -> DescribeTopicPartitions
     return DescribeTopicPartitions(topics, membership)
 
 
-def page(answer: Any) -> list[tuple[str, list[int]]]:
-    return [(topic.name, [one.partition_index for one in topic.partitions]) for topic in answer.topics]
+def page(response: Any) -> list[tuple[str, list[int]]]:
+    return [(topic.name, [one.partition_index for one in topic.partitions]) for topic in response.topics]
 
 
-def cursor_of(answer: Any) -> tuple[str, int] | None:
-    return answer.next_cursor and (answer.next_cursor.topic_name, answer.next_cursor.partition_index)
+def cursor_of(response: Any) -> tuple[str, int] | None:
+    return response.next_cursor and (response.next_cursor.topic_name, response.next_cursor.partition_index)
 
 
 async def test_a_topic_is_described(api: DescribeTopicPartitions, topics: Topics) -> None:
-    answer = await ask(api, request("b"))
-    (topic,) = answer.topics
+    response = await ask(api, request("b"))
+    (topic,) = response.topics
     known = topics.get("b")
     assert known is not None
     assert (topic.error_code, topic.topic_id, topic.is_internal) == (ErrorCode.none, known.topic_id, False)
@@ -54,7 +54,7 @@ async def test_a_topic_is_described(api: DescribeTopicPartitions, topics: Topics
         assert (partition.leader_id, partition.leader_epoch) == (5, 0)
         assert (partition.replica_nodes, partition.isr_nodes, partition.offline_replicas) == ((5,), (5,), ())
         assert (partition.eligible_leader_replicas, partition.last_known_elr) == ((), ())
-    assert answer.next_cursor is None
+    assert response.next_cursor is None
 
 
 async def test_no_names_mean_all_topics_in_order(api: DescribeTopicPartitions) -> None:
@@ -67,11 +67,11 @@ async def test_the_pages_make_up_the_whole(api: DescribeTopicPartitions, names: 
     found: list[tuple[str, int]] = []
     cursor: tuple[str, int] | None = None
     for _ in range(10):
-        answer = await ask(api, request(*names, limit=limit, cursor=cursor))
-        partitions = [(name, index) for name, indexes in page(answer) for index in indexes]
+        response = await ask(api, request(*names, limit=limit, cursor=cursor))
+        partitions = [(name, index) for name, indexes in page(response) for index in indexes]
         assert 0 < len(partitions) <= max(1, limit)
         found += partitions
-        cursor = cursor_of(answer)
+        cursor = cursor_of(response)
         if cursor is None:
             break
     assert found == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2), ("c", 0)]
@@ -81,9 +81,9 @@ async def test_a_page_is_never_larger_than_the_brokers_own_limit(
     api: DescribeTopicPartitions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(describe_topic_partitions, "PARTITIONS_MAX", 4)
-    answer = await ask(api, request(limit=2000))
-    assert page(answer) == [("a", [0, 1]), ("b", [0, 1])]
-    assert cursor_of(answer) == ("b", 2)
+    response = await ask(api, request(limit=2000))
+    assert page(response) == [("a", [0, 1]), ("b", [0, 1])]
+    assert cursor_of(response) == ("b", 2)
 
 
 async def test_a_cursor_whose_topic_is_gone_goes_on_behind_it(api: DescribeTopicPartitions, topics: Topics) -> None:
@@ -92,12 +92,12 @@ async def test_a_cursor_whose_topic_is_gone_goes_on_behind_it(api: DescribeTopic
 
 
 async def test_what_is_missing_is_reported_beside_the_others(api: DescribeTopicPartitions) -> None:
-    answer = await ask(api, request("a", "bad name", "nope", limit=1))
-    reported = {topic.name: topic.error_code for topic in answer.topics}
+    response = await ask(api, request("a", "bad name", "nope", limit=1))
+    reported = {topic.name: topic.error_code for topic in response.topics}
     assert reported == {"a": ErrorCode.none}
-    assert cursor_of(answer) == ("a", 1)
-    answer = await ask(api, request("a", "bad name", "nope", limit=2, cursor=("a", 1)))
-    assert {topic.name: topic.error_code for topic in answer.topics} == {
+    assert cursor_of(response) == ("a", 1)
+    response = await ask(api, request("a", "bad name", "nope", limit=2, cursor=("a", 1)))
+    assert {topic.name: topic.error_code for topic in response.topics} == {
         "a": ErrorCode.none,
         "bad name": ErrorCode.invalid_topic_exception,
         "nope": ErrorCode.unknown_topic_or_partition,
@@ -112,8 +112,8 @@ async def test_what_is_missing_is_reported_beside_the_others(api: DescribeTopicP
     ],
 )
 async def test_an_invalid_request_gives_its_error_to_each_topic(api: DescribeTopicPartitions, asked: Any) -> None:
-    answer = await ask(api, asked)
-    assert [(topic.name, topic.error_code, topic.partitions) for topic in answer.topics] == [
+    response = await ask(api, asked)
+    assert [(topic.name, topic.error_code, topic.partitions) for topic in response.topics] == [
         ("a", ErrorCode.invalid_request, ()),
         ("b", ErrorCode.invalid_request, ()),
     ]

@@ -12,7 +12,7 @@ from millstream.broker.kafka.dispatch import Dispatch
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import ConnectionLimits
 from millstream.broker.net.listener import Listener, bind
-from millstream.broker.net.reply import Parked
+from millstream.broker.net.response import Parked
 from millstream.protocol.messages.codec import API_VERSIONS_KEY, RequestHeader, write_request
 
 

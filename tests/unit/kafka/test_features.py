@@ -37,38 +37,38 @@ def reported(version: int, *keys: int) -> Any:
 
 
 async def test_the_levels_are_reported_as_clients_read_them() -> None:
-    answer = reported(4)
-    assert {one.name: (one.min_version, one.max_version) for one in answer.supported_features} == {
+    response = reported(4)
+    assert {one.name: (one.min_version, one.max_version) for one in response.supported_features} == {
         "metadata.version": (25, 25),
     }
-    assert [(one.name, one.min_version_level, one.max_version_level) for one in answer.finalized_features] == [
+    assert [(one.name, one.min_version_level, one.max_version_level) for one in response.finalized_features] == [
         ("metadata.version", 25, 25)
     ]
-    assert answer.finalized_features_epoch == 25
+    assert response.finalized_features_epoch == 25
 
 
 async def test_the_second_version_of_transactions_is_reported_once_they_are_served() -> None:
-    answer = reported(4, END_TXN_KEY)
+    response = reported(4, END_TXN_KEY)
     assert ("transaction.version", 0, 2) in {
-        (one.name, one.min_version, one.max_version) for one in answer.supported_features
+        (one.name, one.min_version, one.max_version) for one in response.supported_features
     }
     # That is how a Java producer knows to use it.
-    assert {one.name: one.max_version_level for one in answer.finalized_features}["transaction.version"] == 2
+    assert {one.name: one.max_version_level for one in response.finalized_features}["transaction.version"] == 2
 
 
 async def test_the_group_protocol_is_a_feature_once_it_is_served() -> None:
-    answer = reported(4, CONSUMER_GROUP_HEARTBEAT_KEY)
+    response = reported(4, CONSUMER_GROUP_HEARTBEAT_KEY)
     assert ("group.version", 0, 1) in {
-        (one.name, one.min_version, one.max_version) for one in answer.supported_features
+        (one.name, one.min_version, one.max_version) for one in response.supported_features
     }
-    assert {one.name: one.max_version_level for one in answer.finalized_features}["group.version"] == 1
-    assert answer.finalized_features_epoch == 26
+    assert {one.name: one.max_version_level for one in response.finalized_features}["group.version"] == 1
+    assert response.finalized_features_epoch == 26
 
 
 async def test_older_clients_get_no_features_that_may_be_off() -> None:
-    answer = reported(3, CONSUMER_GROUP_HEARTBEAT_KEY)
-    assert [one.name for one in answer.supported_features] == ["metadata.version"]
-    assert {one.name for one in answer.finalized_features} == {"metadata.version", "group.version"}
+    response = reported(3, CONSUMER_GROUP_HEARTBEAT_KEY)
+    assert [one.name for one in response.supported_features] == ["metadata.version"]
+    assert {one.name for one in response.finalized_features} == {"metadata.version", "group.version"}
     for version in range(3):
         assert not hasattr(reported(version), "finalized_features")
 
@@ -93,10 +93,10 @@ def update_api() -> UpdateFeatures:
 
 @pytest.mark.parametrize("version", range(3))
 async def test_the_level_in_force_is_accepted(version: int) -> None:
-    answer = await ask(update_api(), update(version, ("metadata.version", 25), ("group.version", 1)))
-    assert (answer.error_code, answer.error_message) == (ErrorCode.none, None)
+    response = await ask(update_api(), update(version, ("metadata.version", 25), ("group.version", 1)))
+    assert (response.error_code, response.error_message) == (ErrorCode.none, None)
     if version < 2:
-        assert [(one.feature, one.error_code) for one in answer.results] == [
+        assert [(one.feature, one.error_code) for one in response.results] == [
             ("metadata.version", ErrorCode.none),
             ("group.version", ErrorCode.none),
         ]
@@ -115,11 +115,11 @@ async def test_the_level_in_force_is_accepted(version: int) -> None:
     ],
 )
 async def test_other_levels_are_refused(version: int, name: str, level: int, says: str) -> None:
-    answer = await ask(update_api(), update(version, (name, level)))
-    assert answer.error_code is REFUSED
-    assert says in answer.error_message
+    response = await ask(update_api(), update(version, (name, level)))
+    assert response.error_code is REFUSED
+    assert says in response.error_message
     if version < 2:
-        assert answer.results == ()
+        assert response.results == ()
 
 
 @pytest.mark.parametrize("version", range(3))

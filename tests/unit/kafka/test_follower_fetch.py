@@ -29,11 +29,11 @@ from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
     PartitionKey,
-    ReplicaAnswers,
     ReplicaFetch,
     ReplicaPosition,
+    ReplicaResponses,
     next_session_epoch,
-    read_replica_answers,
+    read_replica_responses,
     write_replica_fetch,
 )
 from millstream_testing.batches import encode_values
@@ -98,9 +98,9 @@ class TestStrangers:
         leader = Leader(1, registrations={FOLLOWER: 7})
         leader.write(0)
         for node, registration in ((FOLLOWER, 6), (FOLLOWER, -1), (STRANGER, 7)):
-            answers = await Fetcher(leader, node, registration=registration).ask({0: at(0)}, wait_ms=60_000)
-            assert (answers.session_id, answers.partitions[key(0)].code) == (0, ErrorCode.not_leader_or_follower)
-            assert not answers.partitions[key(0)].records
+            responses = await Fetcher(leader, node, registration=registration).ask({0: at(0)}, wait_ms=60_000)
+            assert (responses.session_id, responses.partitions[key(0)].code) == (0, ErrorCode.not_leader_or_follower)
+            assert not responses.partitions[key(0)].records
         assert not len(leader.fetch)
         leader.store.close_now()
 
@@ -116,7 +116,7 @@ class TestStrangers:
         leader.store.close_now()
 
     async def test_the_session_of_one_that_was_replaced_is_over_so_that_it_does_not_ask_without_a_pause(self) -> None:
-        """An idle follower names nothing. An answer without a word would have it ask again at once, for ever."""
+        """An idle follower names nothing. A response without a word would have it ask again at once, for ever."""
         registrations = {FOLLOWER: 7}
         leader = Leader(1, registrations=registrations)
         fetcher = Fetcher(leader, registration=7)
@@ -144,7 +144,7 @@ class Fetcher:
         wait_ms: int = 0,
         forgotten: tuple[int, ...] = (),
         max_bytes: int = 1 << 22,
-    ) -> ReplicaAnswers:
+    ) -> ReplicaResponses:
         fetch = ReplicaFetch(
             node=self.node,
             registration=self.registration,
@@ -156,13 +156,13 @@ class Fetcher:
             forgotten=[key(index) for index in forgotten],
         )
         header = RequestHeader(FETCH_KEY, VERSION, 1, None, 0, True)
-        answer = self.leader.fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header, self.client)
-        pieces = await answer if inspect.isawaitable(answer) else answer
+        response = self.leader.fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header, self.client)
+        pieces = await response if inspect.isawaitable(response) else response
         assert isinstance(pieces, list)
-        answers = read_replica_answers(memoryview(b"".join(map(bytes, pieces)))[4:])
-        if not answers.code:
-            self.session_id, self.epoch = answers.session_id, next_session_epoch(self.epoch)
-        return answers
+        responses = read_replica_responses(memoryview(b"".join(map(bytes, pieces)))[4:])
+        if not responses.code:
+            self.session_id, self.epoch = responses.session_id, next_session_epoch(self.epoch)
+        return responses
 
 
 def at(offset: int, *, last_epoch: int = NO_EPOCH, leader_epoch: int = 4) -> ReplicaPosition:
@@ -176,23 +176,23 @@ def leader() -> Iterator[Leader]:
     started.store.close_now()
 
 
-class TestAnswers:
+class TestResponses:
     async def test_everything_up_to_the_end_of_the_log_is_given(self, leader: Leader) -> None:
         leader.write(0)
         leader.write(0)
         assert leader.partitions[0].high_watermark == 0
-        answers = await Fetcher(leader).ask({0: at(0)})
-        answer = answers.partitions[key(0)]
-        assert [header.base_offset for header in iterate_headers(answer.records)] == [0, 1]
-        assert answer.high_watermark == 0
+        responses = await Fetcher(leader).ask({0: at(0)})
+        response = responses.partitions[key(0)]
+        assert [header.base_offset for header in iterate_headers(response.records)] == [0, 1]
+        assert response.high_watermark == 0
 
     async def test_what_is_asked_for_next_is_what_the_follower_has(self, leader: Leader) -> None:
         leader.write(0)
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
-        answers = await fetcher.ask({0: at(1, last_epoch=4)})
+        responses = await fetcher.ask({0: at(1, last_epoch=4)})
         assert leader.partitions[0].high_watermark == 1
-        assert answers.partitions[key(0)].high_watermark == 1
+        assert responses.partitions[key(0)].high_watermark == 1
 
     @pytest.mark.parametrize(
         ("position", "code"),
@@ -206,17 +206,17 @@ class TestAnswers:
         self, leader: Leader, position: ReplicaPosition, code: ErrorCode
     ) -> None:
         leader.write(0)
-        answers = await Fetcher(leader).ask({0: position})
-        assert answers.partitions[key(0)].code == code
+        responses = await Fetcher(leader).ask({0: position})
+        assert responses.partitions[key(0)].code == code
         in_sync = leader.partitions[0].in_sync
         assert in_sync is not None
         assert [follower.offset for follower in in_sync.followers] == [-1]
 
     async def test_a_node_without_a_replica_gets_nothing(self, leader: Leader) -> None:
         leader.write(0)
-        answers = await Fetcher(leader, STRANGER).ask({0: at(0)})
-        assert answers.partitions[key(0)].code == ErrorCode.not_leader_or_follower
-        assert not answers.partitions[key(0)].records
+        responses = await Fetcher(leader, STRANGER).ask({0: at(0)})
+        assert responses.partitions[key(0)].code == ErrorCode.not_leader_or_follower
+        assert not responses.partitions[key(0)].records
 
     async def test_histories_that_part_are_reported_and_count_for_nothing(self, leader: Leader) -> None:
         partition = leader.partitions[0]
@@ -224,27 +224,27 @@ class TestAnswers:
         partition.apply(Versioned(replace(STATE, leader_epoch=Epoch(7)), 2), me=ME)
         leader.write(0)
         leader.write(0)
-        answers = await Fetcher(leader).ask({0: at(3, last_epoch=5, leader_epoch=7)})
-        assert answers.partitions[key(0)].diverging == (4, 1)
-        answers = await Fetcher(leader).ask({0: at(9, last_epoch=7, leader_epoch=7)})
-        assert answers.partitions[key(0)].diverging == (7, 3)
-        answers = await Fetcher(leader).ask({0: at(2, last_epoch=9, leader_epoch=7)})
-        assert answers.partitions[key(0)].diverging == (7, 3)
+        responses = await Fetcher(leader).ask({0: at(3, last_epoch=5, leader_epoch=7)})
+        assert responses.partitions[key(0)].diverging == (4, 1)
+        responses = await Fetcher(leader).ask({0: at(9, last_epoch=7, leader_epoch=7)})
+        assert responses.partitions[key(0)].diverging == (7, 3)
+        responses = await Fetcher(leader).ask({0: at(2, last_epoch=9, leader_epoch=7)})
+        assert responses.partitions[key(0)].diverging == (7, 3)
         assert partition.high_watermark == 0
 
     async def test_where_the_log_begins_is_reported_with_an_offset_that_is_gone(self, leader: Leader) -> None:
         leader.write(0)
         leader.write(0)
         leader.partitions[0].log.delete_before(2)
-        answers = await Fetcher(leader).ask({0: at(0)})
-        answer = answers.partitions[key(0)]
-        assert (answer.code, answer.log_start) == (ErrorCode.offset_out_of_range, 2)
+        responses = await Fetcher(leader).ask({0: at(0)})
+        response = responses.partitions[key(0)]
+        assert (response.code, response.log_start) == (ErrorCode.offset_out_of_range, 2)
 
     async def test_one_bad_partition_does_not_hold_up_the_others(self, leader: Leader) -> None:
         leader.write(1)
-        answers = await Fetcher(leader).ask({0: at(0, leader_epoch=9), 1: at(0), 99: at(0)})
-        assert answers.partitions[key(99)].code == ErrorCode.unknown_topic_id
-        assert answers.partitions[key(1)].records
+        responses = await Fetcher(leader).ask({0: at(0, leader_epoch=9), 1: at(0), 99: at(0)})
+        assert responses.partitions[key(99)].code == ErrorCode.unknown_topic_id
+        assert responses.partitions[key(1)].records
 
     async def test_only_the_first_partition_exceeds_what_is_asked_for_and_the_others_come_next(
         self, leader: Leader
@@ -255,11 +255,11 @@ class TestAnswers:
         wanted: dict[int, ReplicaPosition] | None = {index: at(0) for index in range(3)}
         served = []
         for _ in range(3):
-            # One that waited for an append would never be answered.
+            # One that waited for an append would never get a response.
             async with asyncio.timeout(60):
-                answers = await fetcher.ask(wanted, max_bytes=1500, wait_ms=600_000)
-            with_records = [key for key, answer in answers.partitions.items() if answer.records]
-            assert sum(len(answer.records) for answer in answers.partitions.values()) <= 1500
+                responses = await fetcher.ask(wanted, max_bytes=1500, wait_ms=600_000)
+            with_records = [key for key, response in responses.partitions.items() if response.records]
+            assert sum(len(response.records) for response in responses.partitions.values()) <= 1500
             served += [index for _, index in with_records]
             wanted = {index: at(1, last_epoch=4) for _, index in with_records}
         assert served == [0, 1, 2]
@@ -268,8 +268,8 @@ class TestAnswers:
         leader = Leader(budget_bytes=1000)
         leader.budget.take(5000)
         leader.write(0, size=BYTES_MIN // 2)
-        answers = await Fetcher(leader).ask({0: at(0)})
-        assert len(answers.partitions[key(0)].records) > BYTES_MIN // 2
+        responses = await Fetcher(leader).ask({0: at(0)})
+        assert len(responses.partitions[key(0)].records) > BYTES_MIN // 2
         leader.store.close_now()
 
     def test_old_versions_are_refused(self, leader: Leader) -> None:
@@ -302,7 +302,7 @@ class TestSessions:
         assert (leader.lookups, read.call_count) == (0, 5)
         leader.store.close_now()
 
-    async def test_a_fetch_that_comes_before_the_answer_ends_the_wait_of_the_one_before(self, leader: Leader) -> None:
+    async def test_a_fetch_that_comes_before_the_response_ends_the_wait_of_the_one_before(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
         first = asyncio.ensure_future(fetcher.ask(wait_ms=60_000))
@@ -310,8 +310,8 @@ class TestSessions:
         other = Fetcher(leader)
         other.session_id, other.epoch = fetcher.session_id, fetcher.epoch + 1
         leader.write(0)
-        answers = [await other.ask({0: at(0)}), await first]
-        assert sorted(len(answer.partitions) for answer in answers) == [1, 1]
+        responses = [await other.ask({0: at(0)}), await first]
+        assert sorted(len(response.partitions) for response in responses) == [1, 1]
 
     async def test_two_followers_in_step_are_given_what_was_read_once(self) -> None:
         leader, third = Leader(1), NodeId(3)
@@ -353,16 +353,16 @@ class TestSessions:
             leader.write(index, size=1000)
         fetcher = Fetcher(leader)
         seen: set[PartitionKey] = set()
-        answers = await fetcher.ask({index: at(0) for index in range(4)}, max_bytes=1500)
+        responses = await fetcher.ask({index: at(0) for index in range(4)}, max_bytes=1500)
         for _ in range(4):
-            seen |= {one for one, answer in answers.partitions.items() if answer.records}
-            answers = await fetcher.ask(max_bytes=1500)
+            seen |= {one for one, response in responses.partitions.items() if response.records}
+            responses = await fetcher.ask(max_bytes=1500)
         assert seen == {key(index) for index in range(4)}
 
 
 class TestWaiting:
-    async def waits(self, fetcher: Fetcher, then: Callable[[], object]) -> ReplicaAnswers:
-        """What a fetch that finds nothing is answered with once something has happened."""
+    async def waits(self, fetcher: Fetcher, then: Callable[[], object]) -> ReplicaResponses:
+        """What a fetch that finds nothing gets once something has happened."""
         waiting = asyncio.ensure_future(fetcher.ask(wait_ms=60_000))
         await asyncio.sleep(0.01)
         assert not waiting.done()
@@ -373,8 +373,8 @@ class TestWaiting:
     async def test_an_append_ends_the_wait(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0), 1: at(0)})
-        answers = await self.waits(fetcher, lambda: leader.write(1))
-        assert answers.partitions[key(1)].records
+        responses = await self.waits(fetcher, lambda: leader.write(1))
+        assert responses.partitions[key(1)].records
 
     async def test_a_high_watermark_that_moved_ends_it_too(self, leader: Leader) -> None:
         state = replace(STATE, replicas=(ME, FOLLOWER, STRANGER), in_sync=(ME, FOLLOWER, STRANGER))
@@ -389,16 +389,16 @@ class TestWaiting:
                 STRANGER, offset=Offset(1), last_epoch=4, leader_epoch=4, max_bytes=0
             )
 
-        answers = await self.waits(fetcher, other_catches_up)
-        assert answers.partitions[key(0)].high_watermark == 1
-        assert not answers.partitions[key(0)].records
+        responses = await self.waits(fetcher, other_catches_up)
+        assert responses.partitions[key(0)].high_watermark == 1
+        assert not responses.partitions[key(0)].records
 
     async def test_a_change_of_leader_ends_it(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
         elected = Versioned(STATE.elected(FOLLOWER), 5)
-        answers = await self.waits(fetcher, lambda: leader.partitions[0].apply(elected, me=ME))
-        assert answers.partitions[key(0)].code == ErrorCode.not_leader_or_follower
+        responses = await self.waits(fetcher, lambda: leader.partitions[0].apply(elected, me=ME))
+        assert responses.partitions[key(0)].code == ErrorCode.not_leader_or_follower
 
     async def test_a_stopping_node_lets_no_one_wait(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
@@ -424,5 +424,5 @@ async def test_a_follower_that_leaves_is_waited_for_no_longer(leader: Leader) ->
     assert not waiting.done()
     fetcher.client.presence.leave()
     assert not (await asyncio.wait_for(waiting, 60)).partitions
-    # What it has sent before it left is answered without a wait as well.
+    # What it has sent before it left gets a response without a wait as well.
     assert not (await asyncio.wait_for(fetcher.ask(wait_ms=300_000), 60)).partitions

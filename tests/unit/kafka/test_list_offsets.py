@@ -51,8 +51,8 @@ async def api(topics: Topics) -> ListOffsets:
 
 
 async def looked_up(api: ListOffsets, version: int, time_ms: int, *, partition: int = 0) -> tuple[Any, ...]:
-    answer = await ask_in(api, version, request((partition, time_ms)))
-    (found,) = answer.topics[0].partitions
+    response = await ask_in(api, version, request((partition, time_ms)))
+    (found,) = response.topics[0].partitions
     return found.error_code, found.offset, found.timestamp
 
 
@@ -99,22 +99,22 @@ async def test_the_largest_timestamp_of_nothing_is_nothing(api: ListOffsets) -> 
 
 async def test_leader_epochs_are_checked_and_reported(api: ListOffsets) -> None:
     async def code(epoch: int) -> ErrorCode:
-        answer = await ask(api, request((0, LATEST), epoch=epoch))
-        found: ErrorCode = answer.topics[0].partitions[0].error_code
+        response = await ask(api, request((0, LATEST), epoch=epoch))
+        found: ErrorCode = response.topics[0].partitions[0].error_code
         return found
 
     assert await code(-1) is ErrorCode.none
     assert await code(0) is ErrorCode.none
     assert await code(1) is ErrorCode.unknown_leader_epoch
     for time_ms in (101, LATEST, EARLIEST, MAX_TIMESTAMP):
-        answer = await ask(api, request((0, time_ms)))
-        assert answer.topics[0].partitions[0].leader_epoch == 0
+        response = await ask(api, request((0, time_ms)))
+        assert response.topics[0].partitions[0].leader_epoch == 0
 
 
 async def test_the_earliest_offset_has_the_epoch_that_wrote_it(api: ListOffsets, topics: Topics) -> None:
     async def epoch(partition: int) -> int:
-        answer = await ask(api, request((partition, EARLIEST)))
-        found: int = answer.topics[0].partitions[0].leader_epoch
+        response = await ask(api, request((partition, EARLIEST)))
+        found: int = response.topics[0].partitions[0].leader_epoch
         return found
 
     for index in range(2):
@@ -128,20 +128,20 @@ async def test_the_earliest_offset_has_the_epoch_that_wrote_it(api: ListOffsets,
 
 
 async def test_read_committed_reads_up_to_the_last_stable_offset(api: ListOffsets) -> None:
-    answer = await ask(api, request((0, LATEST), isolation=1))
-    assert answer.topics[0].partitions[0].offset == 5
+    response = await ask(api, request((0, LATEST), isolation=1))
+    assert response.topics[0].partitions[0].offset == 5
 
 
 async def test_what_is_not_there_is_reported(api: ListOffsets) -> None:
-    answer = await ask(api, request((7, LATEST)))
-    assert answer.topics[0].partitions[0].error_code is ErrorCode.unknown_topic_or_partition
-    answer = await ask(api, request((0, LATEST), topic="nope"))
-    assert answer.topics[0].partitions[0].error_code is ErrorCode.unknown_topic_or_partition
+    response = await ask(api, request((7, LATEST)))
+    assert response.topics[0].partitions[0].error_code is ErrorCode.unknown_topic_or_partition
+    response = await ask(api, request((0, LATEST), topic="nope"))
+    assert response.topics[0].partitions[0].error_code is ErrorCode.unknown_topic_or_partition
 
 
 async def test_a_partition_named_twice_is_refused(api: ListOffsets) -> None:
-    answer = await ask(api, request((0, LATEST), (0, EARLIEST), (1, LATEST)))
-    codes = [one.error_code for one in answer.topics[0].partitions]
+    response = await ask(api, request((0, LATEST), (0, EARLIEST), (1, LATEST)))
+    codes = [one.error_code for one in response.topics[0].partitions]
     assert codes == [ErrorCode.invalid_request, ErrorCode.none]
 
 
@@ -153,8 +153,8 @@ async def test_the_end_of_an_epoch(api: ListOffsets, topics: Topics, version: in
     partitions = (wanted(0, 0), wanted(0, 3), wanted(0, -1), wanted(0, 0, current=4), wanted(9, 0))
     topic = EPOCHS.OffsetForLeaderTopic(topic="orders", partitions=partitions)
     epochs = OffsetForLeaderEpoch(topics)
-    answer = await ask_in(epochs, version, EPOCHS.OffsetForLeaderEpochRequest(topics=(topic,)))
-    found = [(one.error_code, one.leader_epoch, one.end_offset) for one in answer.topics[0].partitions]
+    response = await ask_in(epochs, version, EPOCHS.OffsetForLeaderEpochRequest(topics=(topic,)))
+    found = [(one.error_code, one.leader_epoch, one.end_offset) for one in response.topics[0].partitions]
     assert found == [
         (ErrorCode.none, 0, 5),
         (ErrorCode.none, -1, -1),

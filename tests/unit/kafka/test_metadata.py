@@ -42,20 +42,20 @@ def api(topics: Topics, membership: Membership) -> Metadata:
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_nodes_topics_and_leaders_are_reported(api: Metadata, topics: Topics, version: int) -> None:
     topic = await topics.create("orders", partitions=3)
-    answer = await ask(api, request(version, "orders"))
-    assert [(broker.node_id, broker.host, broker.port) for broker in answer.brokers] == [(5, "broker.example", 9092)]
-    (described,) = answer.topics
+    response = await ask(api, request(version, "orders"))
+    assert [(broker.node_id, broker.host, broker.port) for broker in response.brokers] == [(5, "broker.example", 9092)]
+    (described,) = response.topics
     assert (described.name, described.error_code) == ("orders", ErrorCode.none)
     assert [one.partition_index for one in described.partitions] == [0, 1, 2]
     for partition in described.partitions:
         assert (partition.leader_id, partition.replica_nodes, partition.isr_nodes) == (5, (5,), (5,))
         assert version < 7 or partition.leader_epoch == 0
-    assert version < 1 or (answer.controller_id, answer.brokers[0].rack) == (5, "cellar")
+    assert version < 1 or (response.controller_id, response.brokers[0].rack) == (5, "cellar")
     assert version < 1 or described.is_internal is False
-    assert version < 2 or answer.cluster_id == "test-cluster"
+    assert version < 2 or response.cluster_id == "test-cluster"
     assert version < 10 or described.topic_id == topic.topic_id
     assert version < 8 or described.topic_authorized_operations == NOT_ASKED
-    assert version < 13 or answer.error_code is ErrorCode.none
+    assert version < 13 or response.error_code is ErrorCode.none
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -78,8 +78,8 @@ async def test_missing_topics_are_created_when_that_is_allowed(api: Metadata, to
 
 
 async def test_missing_topics_are_reported_when_creation_is_not_wanted(api: Metadata, topics: Topics) -> None:
-    answer = await ask(api, request(12, "missing", "bad name!", ""))
-    assert [topic.error_code for topic in answer.topics] == [
+    response = await ask(api, request(12, "missing", "bad name!", ""))
+    assert [topic.error_code for topic in response.topics] == [
         ErrorCode.unknown_topic_or_partition,
         ErrorCode.invalid_topic_exception,
         ErrorCode.invalid_topic_exception,
@@ -93,8 +93,8 @@ class TestWithoutAutoCreation:
         return Config(auto_create_topics=False)
 
     async def test_missing_topics_stay_missing(self, api: Metadata, topics: Topics) -> None:
-        answer = await ask(api, request(12, "missing", "bad name!", allow_auto_topic_creation=True))
-        assert [topic.error_code for topic in answer.topics] == [
+        response = await ask(api, request(12, "missing", "bad name!", allow_auto_topic_creation=True))
+        assert [topic.error_code for topic in response.topics] == [
             ErrorCode.unknown_topic_or_partition,
             ErrorCode.invalid_topic_exception,
         ]
@@ -148,8 +148,8 @@ async def test_operations_are_reported_when_asked(api: Metadata, topics: Topics,
         include_cluster_authorized_operations=True,
         include_topic_authorized_operations=True,
     )
-    answer = await ask(api, asked)
-    assert answer.cluster_authorized_operations == CLUSTER_OPERATIONS
-    assert [topic.topic_authorized_operations for topic in answer.topics] == [TOPIC_OPERATIONS] * 2
-    answer = await ask(api, request(version, "orders"))
-    assert answer.cluster_authorized_operations == answer.topics[0].topic_authorized_operations == NOT_ASKED
+    response = await ask(api, asked)
+    assert response.cluster_authorized_operations == CLUSTER_OPERATIONS
+    assert [topic.topic_authorized_operations for topic in response.topics] == [TOPIC_OPERATIONS] * 2
+    response = await ask(api, request(version, "orders"))
+    assert response.cluster_authorized_operations == response.topics[0].topic_authorized_operations == NOT_ASKED

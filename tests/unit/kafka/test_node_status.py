@@ -46,12 +46,12 @@ def status(
     return NodeStatus(node(state), sources, ManualClock(), unready_reasons=lambda: unready_reasons, samples_max=most)
 
 
-def test_a_frame_is_answered_with_the_document() -> None:
+def test_a_frame_gets_the_document() -> None:
     api = status(Numbers(counter("a_total", "A.", 1)))
     frame = memoryview(request_head(api.key, 0, 99, "test"))
-    answer = api.handle_frame(frame, read_request_header(frame), ClientInfo(connection_id=1, host="h"))
-    assert isinstance(answer, list)
-    whole = b"".join(answer)
+    response = api.handle_frame(frame, read_request_header(frame), ClientInfo(connection_id=1, host="h"))
+    assert isinstance(response, list)
+    whole = b"".join(response)
     assert int.from_bytes(whole[:4], "big") == len(whole) - 4
     assert int.from_bytes(whole[4:8], "big") == 99
     document = decode_document(whole[4 + response_body_at(api.key, 0, whole[4:]) :])

@@ -48,9 +48,9 @@ class TestDescribeLogDirs:
 
     @pytest.mark.parametrize("version", range(1, 6))
     async def test_sizes_are_reported(self, api: DescribeLogDirs, topics: Topics, tmp_path: Path, version: int) -> None:
-        answer = await ask_in(api, version, self.request())
-        (folder,) = answer.results
-        assert (answer.error_code, folder.error_code, folder.log_dir) == (
+        response = await ask_in(api, version, self.request())
+        (folder,) = response.results
+        assert (response.error_code, folder.error_code, folder.log_dir) == (
             ErrorCode.none,
             ErrorCode.none,
             str(tmp_path),
@@ -68,8 +68,8 @@ class TestDescribeLogDirs:
         assert not folder.is_cordoned
 
     async def test_only_what_is_asked_for_and_is_there_is_reported(self, api: DescribeLogDirs) -> None:
-        answer = await ask(api, self.request(a=(1, 1, 7, -1), nope=(0,), b=()))
-        (folder,) = answer.results
+        response = await ask(api, self.request(a=(1, 1, 7, -1), nope=(0,), b=()))
+        (folder,) = response.results
         assert [(topic.name, [one.partition_index for one in topic.partitions]) for topic in folder.topics] == [
             ("a", [1])
         ]
@@ -106,8 +106,8 @@ class TestDescribeProducers:
                 PRODUCERS.TopicRequest(name="bad name", partition_indexes=(0,)),
             )
         )
-        answer = await ask(DescribeProducers(topics, cast("Any", None)), asked)
-        orders, bad = answer.topics
+        response = await ask(DescribeProducers(topics, cast("Any", None)), asked)
+        orders, bad = response.topics
         first, second, third = orders.partitions
         assert [(one.producer_id, one.producer_epoch, one.last_sequence) for one in first.active_producers] == [
             (7, 1, 3),
@@ -130,11 +130,11 @@ class TestElectLeaders:
     @pytest.mark.parametrize("kind", [0, 1])
     async def test_no_election_is_needed(self, topics: Topics, version: int, kind: int) -> None:
         await topics.create("orders", partitions=1)
-        answer = await ask_in(ElectLeaders(topics), version, self.request(kind, orders=(0, 3), nope=(0,)))
-        assert answer.error_code is ErrorCode.none
+        response = await ask_in(ElectLeaders(topics), version, self.request(kind, orders=(0, 3), nope=(0,)))
+        assert response.error_code is ErrorCode.none
         codes = {
             (topic.topic, one.partition_id): one.error_code
-            for topic in answer.replica_election_results
+            for topic in response.replica_election_results
             for one in topic.partition_result
         }
         assert codes == {
@@ -146,8 +146,8 @@ class TestElectLeaders:
         assert (everything.error_code, everything.replica_election_results) == (ErrorCode.none, ())
 
     async def test_an_unknown_kind_is_refused(self, topics: Topics) -> None:
-        answer = await ask(ElectLeaders(topics), self.request(7, orders=(0,)))
-        assert (answer.error_code, answer.replica_election_results) == (ErrorCode.invalid_request, ())
+        response = await ask(ElectLeaders(topics), self.request(7, orders=(0,)))
+        assert (response.error_code, response.replica_election_results) == (ErrorCode.invalid_request, ())
 
 
 class TestReassignments:
@@ -166,9 +166,9 @@ class TestReassignments:
         asked = MOVE.AlterPartitionReassignmentsRequest(
             topics=(MOVE.ReassignableTopic(name="orders", partitions=partitions),)
         )
-        answer = await ask_in(AlterPartitionReassignments(topics, membership), version, asked)
-        assert (answer.error_code, answer.allow_replication_factor_change) == (ErrorCode.none, True)
-        (topic,) = answer.responses
+        response = await ask_in(AlterPartitionReassignments(topics, membership), version, asked)
+        assert (response.error_code, response.allow_replication_factor_change) == (ErrorCode.none, True)
+        (topic,) = response.responses
         assert [one.error_code for one in topic.partitions] == [
             ErrorCode.none,
             ErrorCode.invalid_replica_assignment,
@@ -179,5 +179,5 @@ class TestReassignments:
         ]
 
     async def test_nothing_is_being_moved(self, topics: Topics) -> None:
-        answer = await ask(ListPartitionReassignments(topics), MOVES.ListPartitionReassignmentsRequest(topics=None))
-        assert (answer.error_code, answer.error_message, answer.topics) == (ErrorCode.none, None, ())
+        response = await ask(ListPartitionReassignments(topics), MOVES.ListPartitionReassignmentsRequest(topics=None))
+        assert (response.error_code, response.error_message, response.topics) == (ErrorCode.none, None, ())

@@ -194,7 +194,7 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
     nodes.nodes[2].board.clear()
     (reported,) = await client.describe(["land-orders"])
     assert (reported["state"], reported["report"], summary_of(reported)["lag"]) == ("waiting", None, None)
-    # Whoever does not answer may be the one that runs it.
+    # Whoever does not respond may be the one that runs it.
     assert (reported["notes"], summary_of(reported)["error"]) == (["it is away"], "it is away")
     for node in nodes.nodes.values():
         node.is_away = True

@@ -25,8 +25,8 @@ from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log import append as append_module
 from millstream.broker.log.append import check_records
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer
-from millstream.broker.net.reply import Promise, Stream
+from millstream.broker.net.connection import EventualResponse
+from millstream.broker.net.response import Promise, Stream
 from millstream.broker.replication.partition import Partition
 from millstream.core.clock import SystemClock
 from millstream.core.errors import ProtocolViolation
@@ -52,22 +52,22 @@ def no_quota() -> QuotaMeter:
     return QuotaMeter(ClientQuotas(CatalogDeclarations(Catalog("sqlite://"))), PRODUCER_BYTE_RATE)
 
 
-async def settled(answer: Answer) -> bytes | None:
-    if answer is None:
+async def settled(response: EventualResponse) -> bytes | None:
+    if response is None:
         return None
-    buffers = answer if isinstance(answer, list | Stream) else await answer
+    buffers = response if isinstance(response, list | Stream) else await response
     return None if buffers is None else b"".join(bytes(buffer) for buffer in buffers)
 
 
 async def ask(api: Api, request: Any, client: ClientInfo = CLIENT) -> Any:
-    """Send a kio request through the hand-laid API and read the answer with kio."""
+    """Send a kio request through the hand-laid API and read the response with kio."""
     frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
-    reply = await settled(api.handle_frame(frame, read_request_header(frame), client))
-    if reply is None:
+    encoded = await settled(api.handle_frame(frame, read_request_header(frame), client))
+    if encoded is None:
         return None
-    assert int.from_bytes(reply[:4], "big") == len(reply) - 4
-    assert int.from_bytes(reply[4:8], "big") == 7
-    return read_response(api.key, request.__version__, reply[4:])
+    assert int.from_bytes(encoded[:4], "big") == len(encoded) - 4
+    assert int.from_bytes(encoded[4:8], "big") == 7
+    return read_response(api.key, request.__version__, encoded[4:])
 
 
 def produce_request(
@@ -128,9 +128,9 @@ async def test_produce_in_every_version(tmp_path: Path, version: int) -> None:
         produce = Produce(topics, no_quota())
         for expected in (0, 2):
             response = await ask(produce, produce_request(version, "t", topic.topic_id, batch(b"a", b"b")))
-            (answered,) = response.responses
-            assert (answered.topic_id if version >= 13 else answered.name) == (topic.topic_id if version >= 13 else "t")
-            (partition,) = answered.partition_responses
+            (of_topic,) = response.responses
+            assert (of_topic.topic_id if version >= 13 else of_topic.name) == (topic.topic_id if version >= 13 else "t")
+            (partition,) = of_topic.partition_responses
             assert (partition.index, partition.error_code, partition.base_offset) == (0, ErrorCode.none, expected)
         assert topics.partition("t", 0).high_watermark == 4
 
@@ -141,8 +141,8 @@ async def test_fetch_in_every_version(tmp_path: Path, version: int) -> None:
         topic = await topics.create("t")
         await topics.partition("t", 0).append(bytearray(batch(b"a", b"b")))
         response = await ask(fetch_api(topics), fetch_request(version, "t", topic.topic_id, 0))
-        (answered,) = response.responses
-        (partition,) = answered.partitions
+        (of_topic,) = response.responses
+        (partition,) = of_topic.partitions
         assert partition.error_code is ErrorCode.none
         assert partition.high_watermark == 2
         assert values(partition) == [b"a", b"b"]
@@ -283,7 +283,7 @@ async def test_only_what_may_have_happened_on_the_way_is_sent_again(
         assert response.responses[0].partition_responses[0].error_code is code
 
 
-async def test_acks_0_has_no_reply_and_closes_on_error(tmp_path: Path) -> None:
+async def test_acks_0_has_no_response_and_closes_on_error(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t", overrides={"flush": "os"})
         produce = Produce(topics, no_quota())
@@ -305,18 +305,18 @@ async def test_pipelined_requests_are_appended_before_the_first_is_synced(tmp_pa
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         produce = Produce(topics, no_quota())
-        answers = []
+        responses = []
         for number in range(5):
             request = produce_request(9, "t", topic.topic_id, batch(b"%d" % number))
             frame = memoryview(bytearray(write_request(number, "c", request)[4:]))
-            answers.append(produce.handle_frame(frame, read_request_header(frame), CLIENT))
+            responses.append(produce.handle_frame(frame, read_request_header(frame), CLIENT))
         partition = topics.partition("t", 0)
         assert partition.log.end_offset == 5
         assert partition.high_watermark == 0
-        for number, answer in enumerate(answers):
-            reply = await settled(answer)
-            assert reply is not None
-            response = read_response(0, 9, reply[4:])
+        for number, eventual in enumerate(responses):
+            encoded = await settled(eventual)
+            assert encoded is not None
+            response = read_response(0, 9, encoded[4:])
             assert response.responses[0].partition_responses[0].base_offset == number
         assert partition.high_watermark == 5
 
@@ -325,7 +325,7 @@ def promises_alive() -> int:
     return sum(issubclass(type(found), Promise) for found in gc.get_objects())
 
 
-async def test_an_answered_request_is_freed_without_the_collector(tmp_path: Path) -> None:
+async def test_a_completed_request_is_freed_without_the_collector(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         produce = Produce(topics, no_quota())
@@ -379,10 +379,10 @@ async def test_what_comes_before_a_long_poll_has_begun_to_wait_is_seen(tmp_path:
             12, "t", topic.topic_id, 0, partitions=[(index, 0) for index in range(3)], max_wait_ms=60_000
         )
         frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
-        answer = fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT)
+        response = fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT)
         await topics.partition("t", 1).append(bytearray(batch(b"x")))
-        reply = await asyncio.wait_for(settled(answer), 60)
-        found = read_response(1, 12, (reply or b"")[4:]).responses[0].partitions
+        encoded = await asyncio.wait_for(settled(response), 60)
+        found = read_response(1, 12, (encoded or b"")[4:]).responses[0].partitions
         assert {one.partition_index: values(one) for one in found} == {0: [], 1: [b"x"], 2: []}
 
 
@@ -680,7 +680,7 @@ async def filled(topics: Topics, partitions: int) -> UUID:
 
 
 @pytest.mark.parametrize("version", [4, 11, 12, 18])
-async def test_a_large_answer_is_read_while_it_is_sent(tmp_path: Path, version: int) -> None:
+async def test_a_large_response_is_read_while_it_is_sent(tmp_path: Path, version: int) -> None:
     async with single_node(tmp_path) as topics:
         topic_id = await filled(topics, 4)
         partitions = [(index, 0) for index in range(4)]
@@ -694,12 +694,12 @@ async def test_a_large_answer_is_read_while_it_is_sent(tmp_path: Path, version: 
             assert values(partition) == expected
 
 
-async def test_a_topic_that_is_deleted_in_mid_answer_is_sent_to_the_end(tmp_path: Path) -> None:
+async def test_a_topic_that_is_deleted_in_mid_response_is_sent_to_the_end(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic_id = await filled(topics, 4)
         request = fetch_request(12, "t", topic_id, 0, partitions=[(index, 0) for index in range(4)], max_bytes=1 << 25)
         frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
         before = await settled(fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT))
-        answer = fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT)
+        response = fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT)
         await topics.delete("t")
-        assert await settled(answer) == before
+        assert await settled(response) == before

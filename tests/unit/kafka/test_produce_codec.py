@@ -123,7 +123,7 @@ def test_any_bytes_are_read_or_refused_alike(version: int, content: bytes) -> No
     code=st.sampled_from([ErrorCode.none, ErrorCode.request_timed_out]),
     throttle_ms=st.integers(0, 2**31 - 1),
 )
-def test_the_answer_for_one_partition_is_laid_out_alike(
+def test_the_response_for_one_partition_is_laid_out_alike(
     version: int, topic: tuple[str, UUID], index: int, appended: Any, code: ErrorCode, throttle_ms: int
 ) -> None:
     portion = Portion(topic[version >= FIRST_WITH_TOPIC_IDS], index, None)
@@ -136,15 +136,15 @@ def test_the_answer_for_one_partition_is_laid_out_alike(
 
 
 @given(version=versions, message=st.text(max_size=20) | st.just("é" * 40_000))
-def test_every_answer_is_what_the_protocol_says(version: int, message: str) -> None:
+def test_every_response_is_what_the_protocol_says(version: int, message: str) -> None:
     topic_id = UUID(int=9)
     topic: str | UUID = topic_id if version >= FIRST_WITH_TOPIC_IDS else "t"
     good, bad = Portion(topic, 3, None), Portion(topic, 4, None)
     good.appended = AppendedRange(Offset(10), Offset(12), 1000, Offset(5), False)
     bad.fail(ErrorCode.kafka_storage_error, message)
     response = read_response(0, version, b"".join(write(header_of(version), [good, bad], 17))[4:])
-    (answered,) = response.responses
-    stored, failed = answered.partition_responses
+    (responded,) = response.responses
+    stored, failed = responded.partition_responses
     assert (stored.index, stored.error_code, stored.base_offset) == (3, ErrorCode.none, 10)
     assert (failed.index, failed.error_code, failed.base_offset) == (4, ErrorCode.kafka_storage_error, -1)
     if version >= 8:

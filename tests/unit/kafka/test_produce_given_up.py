@@ -1,4 +1,4 @@
-"""Produce requests that time out before they are acknowledged are answered, and hold no memory."""
+"""Produce requests that time out before they are acknowledged get a response, and hold no memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.store import LogStore
-from millstream.broker.net.reply import Promise
+from millstream.broker.net.response import Promise
 from millstream.broker.replication.partition import Partition
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState, Versioned
@@ -44,7 +44,7 @@ class OnePartition:
         return self._partition
 
 
-async def test_those_who_gave_up_are_answered_and_forgotten_while_the_watermark_stands_still() -> None:
+async def test_those_who_gave_up_get_a_response_and_are_forgotten_while_the_watermark_stands_still() -> None:
     store = LogStore.open(
         Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
     )
@@ -67,14 +67,14 @@ async def test_those_who_gave_up_are_answered_and_forgotten_while_the_watermark_
             topic_data=(data,),
         )
         frame = memoryview(bytearray(write_request(number, "test", request)[4:]))
-        answer = produce.handle_frame(frame, read_request_header(frame), ClientInfo(connection_id=1, host="here"))
-        assert isinstance(answer, Promise)
-        promises.append(answer)
+        promise = produce.handle_frame(frame, read_request_header(frame), ClientInfo(connection_id=1, host="here"))
+        assert isinstance(promise, Promise)
+        promises.append(promise)
     assert partition.waiting == 10
     for promise in promises:
         buffers = await promise
-        reply = b"".join(map(bytes, cast("list[bytes]", buffers)))
-        response = read_response(0, 9, reply[4:])
+        encoded = b"".join(map(bytes, cast("list[bytes]", buffers)))
+        response = read_response(0, 9, encoded[4:])
         assert response.responses[0].partition_responses[0].error_code == ErrorCode.request_timed_out
     assert partition.waiting == 0
     store.close_now()

@@ -57,8 +57,8 @@ def init(transactional_id: str | None = None, producer_id: int = -1, epoch: int 
 @pytest.mark.parametrize("version", range(6))
 async def test_every_idempotent_producer_gets_an_id_of_its_own(version: int) -> None:
     api = init_api(Counting())
-    answers = [await ask_in(api, version, init()) for _ in range(2)]
-    assert [(one.error_code, one.producer_id, one.producer_epoch) for one in answers] == [
+    responses = [await ask_in(api, version, init()) for _ in range(2)]
+    assert [(one.error_code, one.producer_id, one.producer_epoch) for one in responses] == [
         (ErrorCode.none, 1000, 0),
         (ErrorCode.none, 1001, 0),
     ]
@@ -66,29 +66,29 @@ async def test_every_idempotent_producer_gets_an_id_of_its_own(version: int) -> 
 
 @pytest.mark.parametrize("version", range(3, 6))
 async def test_a_producer_that_restarts_gets_a_new_id(version: int) -> None:
-    answer = await ask_in(init_api(Counting()), version, init(producer_id=7, epoch=3))
-    assert (answer.error_code, answer.producer_id, answer.producer_epoch) == (ErrorCode.none, 1000, 0)
+    response = await ask_in(init_api(Counting()), version, init(producer_id=7, epoch=3))
+    assert (response.error_code, response.producer_id, response.producer_epoch) == (ErrorCode.none, 1000, 0)
 
 
 @pytest.mark.parametrize(("producer_id", "epoch"), [(7, -1), (-1, 3)])
 async def test_an_id_and_its_epoch_come_together(producer_id: int, epoch: int) -> None:
-    answer = await ask(init_api(Counting()), init(producer_id=producer_id, epoch=epoch))
-    assert (answer.error_code, answer.producer_id) == (ErrorCode.invalid_request, -1)
+    response = await ask(init_api(Counting()), init(producer_id=producer_id, epoch=epoch))
+    assert (response.error_code, response.producer_id) == (ErrorCode.invalid_request, -1)
 
 
 async def test_ids_that_cannot_be_had_are_reported() -> None:
-    answer = await ask(init_api(Failing()), init())
-    assert (answer.error_code, answer.producer_id) == (ErrorCode.kafka_storage_error, -1)
+    response = await ask(init_api(Failing()), init())
+    assert (response.error_code, response.producer_id) == (ErrorCode.kafka_storage_error, -1)
 
 
 @pytest.mark.parametrize("version", range(3))
 async def test_the_cluster_is_described(membership: Membership, version: int) -> None:
     wanted = DESCRIBE.DescribeClusterRequest(include_cluster_authorized_operations=False, include_fenced_brokers=True)
-    answer = await ask_in(DescribeCluster(membership), version, wanted)
-    assert (answer.error_code, answer.cluster_id, answer.controller_id) == (ErrorCode.none, "test-cluster", 5)
-    (broker,) = answer.brokers
+    response = await ask_in(DescribeCluster(membership), version, wanted)
+    assert (response.error_code, response.cluster_id, response.controller_id) == (ErrorCode.none, "test-cluster", 5)
+    (broker,) = response.brokers
     assert (broker.broker_id, broker.host, broker.port, broker.rack) == (5, "broker.example", 9092, "cellar")
-    assert answer.cluster_authorized_operations == NOT_ASKED
+    assert response.cluster_authorized_operations == NOT_ASKED
 
 
 async def test_what_may_be_done_is_reported_when_asked(membership: Membership) -> None:
@@ -103,6 +103,6 @@ async def test_other_endpoints_are_refused(membership: Membership, kind: int, co
     wanted = DESCRIBE.DescribeClusterRequest(
         include_cluster_authorized_operations=False, endpoint_type=kind, include_fenced_brokers=False
     )
-    answer = await ask(DescribeCluster(membership), wanted)
-    assert (answer.error_code, answer.brokers) == (code, ())
-    assert answer.error_message
+    response = await ask(DescribeCluster(membership), wanted)
+    assert (response.error_code, response.brokers) == (code, ())
+    assert response.error_message

@@ -64,8 +64,8 @@ class Door:
 
     async def publish(self, *names: str, compression: int = COMPRESSION_NONE) -> list[tuple[int, bool]]:
         batch = bytes(encode_batch([self.record(name) for name in names], compression=compression))
-        answer = await self.api.handle(PublishOnceRequest("orders", 0, batch))
-        return [(offset, is_new) for offset, _, is_new in answer.placed]
+        response = await self.api.handle(PublishOnceRequest("orders", 0, batch))
+        return [(offset, is_new) for offset, _, is_new in response.placed]
 
     def publish_otherwise(self, name: str, compression: int = COMPRESSION_NONE) -> int:
         batch = encode_batch([self.record(name)], compression=compression)
@@ -158,7 +158,7 @@ async def test_a_node_that_does_not_lead_says_so() -> None:
         await door.publish("a")
 
 
-async def test_a_duplicate_is_answered_when_the_original_is_acknowledged() -> None:
+async def test_a_duplicate_is_acknowledged_when_the_original_is() -> None:
     door = Door()
     partition = door.bench.partition
     state = PartitionState(

@@ -1,4 +1,4 @@
-"""Quotas hold: by the bytes, by the clock, and in the answers of Produce and Fetch in every version."""
+"""Quotas hold: by the bytes, by the clock, and in the responses of Produce and Fetch in every version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.quota_meter import THROTTLE_MS_MAX, WINDOW_S, Bucket, QuotaMeter, QuotaMeters
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.reply import Stream
+from millstream.broker.net.response import Stream
 from millstream.broker.security.rights import Rights
 from millstream.core.quota import (
     ANONYMOUS,
@@ -181,12 +181,12 @@ async def test_the_numbers_are_reported_for_each_kind(quotas: ClientQuotas) -> N
 
 
 async def exchange(api: Produce | Fetch, request: Any, client: ClientInfo) -> Any:
-    """Send a kio request through a hand-laid API and read the answer with kio."""
+    """Send a kio request through a hand-laid API and read the response with kio."""
     frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
-    answer = api.handle_frame(frame, read_request_header(frame), client)
-    if answer is None:
+    response = api.handle_frame(frame, read_request_header(frame), client)
+    if response is None:
         return None
-    buffers = answer if isinstance(answer, list | Stream) else await answer
+    buffers = response if isinstance(response, list | Stream) else await response
     assert buffers is not None
     return read_response(api.key, request.__version__, b"".join(map(bytes, buffers))[4:])
 
@@ -214,8 +214,8 @@ def fetch_request(version: int, topic: Any, *, min_bytes: int = 1, max_wait_ms: 
     return reshape(request, load_request_class(1, version))
 
 
-def milliseconds(answer: Any) -> int:
-    return int(answer.throttle_time / timedelta(milliseconds=1))
+def milliseconds(response: Any) -> int:
+    return int(response.throttle_time / timedelta(milliseconds=1))
 
 
 @pytest.mark.parametrize("version", range(3, 14))
@@ -225,16 +225,16 @@ async def test_produce_is_stored_and_throttled(topics: Topics, quotas: ClientQuo
     client = Muted()
     assert milliseconds(await exchange(produce, produce_request(version, topic), client.info)) == 0
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 50.0})
-    answer = await exchange(produce, produce_request(version, topic), client.info)
-    assert milliseconds(answer) > 0
-    assert client.seconds == [milliseconds(answer) / 1000]
+    response = await exchange(produce, produce_request(version, topic), client.info)
+    assert milliseconds(response) > 0
+    assert client.seconds == [milliseconds(response) / 1000]
     # What went beyond the quota is stored all the same.
     assert topics.partition("orders", 0).high_watermark == 2
     assert client.info.produce_requests == 2
     assert client.info.produced_bytes > 1000
 
 
-async def test_produce_without_an_answer_is_muted_too(topics: Topics, quotas: ClientQuotas) -> None:
+async def test_produce_without_a_response_is_muted_too(topics: Topics, quotas: ClientQuotas) -> None:
     topic = await topics.create("orders", partitions=1)
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
     produce = Produce(topics, QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand()))
@@ -244,20 +244,20 @@ async def test_produce_without_an_answer_is_muted_too(topics: Topics, quotas: Cl
 
 
 @pytest.mark.parametrize("version", range(4, 18))
-async def test_fetch_is_answered_and_throttled(topics: Topics, quotas: ClientQuotas, version: int) -> None:
+async def test_fetch_gets_a_response_and_is_throttled(topics: Topics, quotas: ClientQuotas, version: int) -> None:
     topic = await topics.create("orders", partitions=1)
     for _ in range(3):
         await topics.partition("orders", 0).append(encode_batch([NewRecord(None, bytes(1000), (), 1000)]))
     fetch = Fetch(topics, Budget(1 << 30), QuotaMeter(quotas, CONSUMER_BYTE_RATE, clock=Hand()), bytes_max=1 << 20)
     client = Muted()
-    answer = await exchange(fetch, fetch_request(version, topic), client.info)
-    everything = len(answer.responses[0].partitions[0].records)
-    assert (milliseconds(answer), client.seconds) == (0, [])
+    response = await exchange(fetch, fetch_request(version, topic), client.info)
+    everything = len(response.responses[0].partitions[0].records)
+    assert (milliseconds(response), client.seconds) == (0, [])
     await quotas.alter(EACH_CLIENT, {CONSUMER_BYTE_RATE: 10.0})
     # The quota allows less than one batch at once; one comes anyway, or nothing ever would.
-    answer = await exchange(fetch, fetch_request(version, topic, min_bytes=5000, max_wait_ms=600_000), client.info)
-    records = answer.responses[0].partitions[0].records
+    response = await exchange(fetch, fetch_request(version, topic, min_bytes=5000, max_wait_ms=600_000), client.info)
+    records = response.responses[0].partitions[0].records
     assert 1000 < len(records) < everything
-    assert client.seconds == [milliseconds(answer) / 1000]
-    assert milliseconds(answer) == (len(records) - 100) * 100
+    assert client.seconds == [milliseconds(response) / 1000]
+    assert milliseconds(response) == (len(records) - 100) * 100
     assert (client.info.fetch_requests, client.info.fetched_bytes) == (2, everything + len(records))

@@ -22,7 +22,7 @@ from millstream.broker.kafka.apis import produce as produce_api
 from millstream.broker.kafka.apis.produce import BATCHES_BEHIND_MAX, Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.store import LogStore
-from millstream.broker.net.reply import Promise
+from millstream.broker.net.response import Promise
 from millstream.broker.replication.partition import Partition
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState, Versioned
@@ -69,7 +69,7 @@ class Restarted:
     async def send(
         self, client: ClientInfo, sequence: int, *, producer_id: int = 9, epoch: int = 0, records: bytes | None = None
     ) -> ErrorCode:
-        """Send one batch; return how it was answered."""
+        """Send one batch; return the error code."""
         batch = (
             encode_values(producer_id=producer_id, producer_epoch=epoch, sequence=sequence)
             if records is None
@@ -86,10 +86,10 @@ class Restarted:
             topic_data=(data,),
         )
         frame = memoryview(bytearray(write_request(1, "test", request)[4:]))
-        answer = self._produce.handle_frame(frame, read_request_header(frame), client)
-        buffers = await answer if isinstance(answer, Promise) else answer
-        reply = b"".join(map(bytes, cast("list[bytes]", buffers)))
-        code: ErrorCode = read_response(0, 9, reply[4:]).responses[0].partition_responses[0].error_code
+        response = self._produce.handle_frame(frame, read_request_header(frame), client)
+        buffers = await response if isinstance(response, Promise) else response
+        encoded = b"".join(map(bytes, cast("list[bytes]", buffers)))
+        code: ErrorCode = read_response(0, 9, encoded[4:]).responses[0].partition_responses[0].error_code
         return code
 
 
@@ -164,8 +164,8 @@ async def test_a_real_gap_is_reported_once_no_batch_can_have_been_on_its_way(nod
     client = connection()
     assert await node.send(client, 1) == NOT_LEADER
     node.lead()
-    answers = [await node.send(client, 2 + number) for number in range(BATCHES_BEHIND_MAX + 1)]
-    assert answers == [NOT_LEADER] * BATCHES_BEHIND_MAX + [OUT_OF_ORDER]
+    responses = [await node.send(client, 2 + number) for number in range(BATCHES_BEHIND_MAX + 1)]
+    assert responses == [NOT_LEADER] * BATCHES_BEHIND_MAX + [OUT_OF_ORDER]
 
 
 async def test_other_producers_epochs_and_connections_are_not_held_up(node: Restarted) -> None:

@@ -27,7 +27,7 @@ from millstream.broker.kafka.api import Api, ClientInfo
 from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.reply import Buffers, Parked, Promise
+from millstream.broker.net.response import Buffers, Parked, Promise
 from millstream.broker.replication.partition import ACKS_ALL
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
@@ -133,10 +133,10 @@ class Sharer:
     async def beat(self, **given: Any) -> Any:
         names = (TOPIC,) if given.get("member_epoch", self.epoch) == 0 else None
         values = {"group_id": self.group, "member_id": self.member_id, "member_epoch": self.epoch}
-        answer = await self.desk.ask(HEARTBEAT, 1, **{**values, "subscribed_topic_names": names, **given})
-        if answer.error_code == ErrorCode.none:
-            self.epoch = answer.member_epoch
-        return answer
+        response = await self.desk.ask(HEARTBEAT, 1, **{**values, "subscribed_topic_names": names, **given})
+        if response.error_code == ErrorCode.none:
+            self.epoch = response.member_epoch
+        return response
 
     async def fetch(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
         opens = given.get("share_session_epoch", self.session) == 0
@@ -154,23 +154,23 @@ class Sharer:
 
     async def codes(self, *batches: tuple[int, ...], **given: Any) -> list[str]:
         """What ShareAcknowledge says: the code of the request, and those of partitions."""
-        answer = await self.acknowledge(*batches, **given)
-        partitions = [one.error_code for topic in answer.responses for one in topic.partitions]
-        return [code.name for code in (answer.error_code, *partitions)]
+        response = await self.acknowledge(*batches, **given)
+        partitions = [one.error_code for topic in response.responses for one in topic.partitions]
+        return [code.name for code in (response.error_code, *partitions)]
 
     async def got(self, *batches: tuple[int, ...], **given: Any) -> list[tuple[int, int, int]]:
         """What ShareFetch gives, as ranges with their delivery counts."""
-        answer = await self.fetch(*batches, **given)
-        assert answer.error_code == ErrorCode.none
-        return ranges(answer)
+        response = await self.fetch(*batches, **given)
+        assert response.error_code == ErrorCode.none
+        return ranges(response)
 
     def _who(self) -> dict[str, Any]:
         return {"group_id": self.group, "member_id": self.member_id, "share_session_epoch": self.session}
 
-    def _counted(self, answer: Any, given: dict[str, Any]) -> Any:
-        if answer.error_code == ErrorCode.none and "share_session_epoch" not in given:
+    def _counted(self, response: Any, given: dict[str, Any]) -> Any:
+        if response.error_code == ErrorCode.none and "share_session_epoch" not in given:
             self.session += 1
-        return answer
+        return response
 
     def _topics(self, key: int, version: int, places: Any, batches: Any, parts: dict[str, str]) -> Any:
         named = tuple(
@@ -198,14 +198,14 @@ class Sharer:
         )
 
 
-def partitions_of(answer: Any) -> list[Any]:
-    return [one for topic in answer.responses for one in topic.partitions]
+def partitions_of(response: Any) -> list[Any]:
+    return [one for topic in response.responses for one in topic.partitions]
 
 
-def ranges(answer: Any) -> list[tuple[int, int, int]]:
+def ranges(response: Any) -> list[tuple[int, int, int]]:
     """What was acquired; ranges that follow each other are one, wherever they were cut."""
     merged: list[tuple[int, int, int]] = []
-    for one in (one for partition in partitions_of(answer) for one in partition.acquired_records):
+    for one in (one for partition in partitions_of(response) for one in partition.acquired_records):
         first, last, count = one.first_offset, one.last_offset, one.delivery_count
         if merged and (merged[-1][1] + 1, merged[-1][2]) == (first, count):
             first = merged.pop()[0]
@@ -213,8 +213,8 @@ def ranges(answer: Any) -> list[tuple[int, int, int]]:
     return merged
 
 
-def refusals(answer: Any) -> list[tuple[str, int]]:
-    return [(one.error_code.name, one.acknowledge_error_code) for one in partitions_of(answer)]
+def refusals(response: Any) -> list[tuple[str, int]]:
+    return [(one.error_code.name, one.acknowledge_error_code) for one in partitions_of(response)]
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ async def desk(
 
 @pytest.fixture(params=[0, 1], ids=["without a wait", "with a wait"])
 async def one(desk: Desk, request: pytest.FixtureRequest) -> Sharer:
-    """A member with ten messages in front of it; requests that may wait are answered without a task."""
+    """A member with ten messages in front of it; requests that may wait get a response without a task."""
     await desk.publish(*map(str, range(10)))
     made = Sharer(desk, "one")
     made.wait_ms = request.param
@@ -260,8 +260,8 @@ async def one(desk: Desk, request: pytest.FixtureRequest) -> Sharer:
 async def test_what_share_consumers_get_counts_to_their_quota(one: Sharer, quotas: ClientQuotas) -> None:
     await quotas.alter(QuotaEntity.of([("client-id", "test")]), {CONSUMER_BYTE_RATE: 1.0})
     assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
-    answer = await one.fetch((0, 3, ACCEPT), max_wait=1)
-    assert (refusals(answer), ranges(answer)) == ([("none", 0)], [])
+    response = await one.fetch((0, 3, ACCEPT), max_wait=1)
+    assert (refusals(response), ranges(response)) == ([("none", 0)], [])
 
 
 # ShareGroupHeartbeat, ShareGroupDescribe
@@ -304,9 +304,9 @@ async def test_heartbeats_that_are_refused(desk: Desk) -> None:
     one = Sharer(desk, "one")
     await one.beat()
     for given, code in REFUSED_HEARTBEATS:
-        answer = await one.beat(**given)
-        assert (given, answer.error_code.name, answer.member_epoch) == (given, code, 0)
-        assert answer.error_message
+        response = await one.beat(**given)
+        assert (given, response.error_code.name, response.member_epoch) == (given, code, 0)
+        assert response.error_message
 
 
 async def test_a_group_is_declared_by_its_first_member_and_goes_with_it(desk: Desk) -> None:
@@ -341,7 +341,7 @@ def asks_for_more(one: Sharer, *batches: tuple[int, ...]) -> Buffers | Promise |
     request = built(FETCH, 1, **{**one._who(), **LIMITS, "max_wait": 60_000, "topics": topics})
     frame = memoryview(write_request(9, "test", request)[4:])
     one.session += 1
-    return one.desk.apis[FETCH].answer_frame(frame, read_request_header(frame), one.client)
+    return one.desk.apis[FETCH].respond_to_frame(frame, read_request_header(frame), one.client)
 
 
 async def test_a_member_that_waits_is_given_the_first_message_without_a_task(one: Sharer) -> None:
@@ -350,21 +350,21 @@ async def test_a_member_that_waits_is_given_the_first_message_without_a_task(one
     waiting = asks_for_more(one, (0, 9, ACCEPT))
     assert isinstance(waiting, Parked)
     await one.desk.publish("late")
-    reply = await waiting
-    assert isinstance(reply, list)
-    answer = read_response(FETCH, 1, b"".join(reply)[4:])
-    assert (ranges(answer), refusals(answer)) == ([(10, 10, 1)], [("none", 0)])
+    encoded = await waiting
+    assert isinstance(encoded, list)
+    response = read_response(FETCH, 1, b"".join(encoded)[4:])
+    assert (ranges(response), refusals(response)) == ([(10, 10, 1)], [("none", 0)])
     assert asyncio.all_tasks() == tasks
     assert await one.desk.starts(0) == [(0, 10)]
 
 
 async def test_what_is_acknowledged_wrongly_is_refused_together_with_messages(one: Sharer) -> None:
     assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
-    reply = asks_for_more(one, (5, 6, ACCEPT))
-    assert isinstance(reply, list)
-    answer = read_response(FETCH, 1, b"".join(reply)[4:])
-    assert refusals(answer) == [("none", int(ErrorCode.invalid_record_state))]
-    assert ranges(answer) == [(4, 9, 1)]
+    encoded = asks_for_more(one, (5, 6, ACCEPT))
+    assert isinstance(encoded, list)
+    response = read_response(FETCH, 1, b"".join(encoded)[4:])
+    assert refusals(response) == [("none", int(ErrorCode.invalid_record_state))]
+    assert ranges(response) == [(4, 9, 1)]
 
 
 async def test_a_queue_that_fails_is_reported_together_with_acknowledgements(
@@ -375,8 +375,8 @@ async def test_a_queue_that_fails_is_reported_together_with_acknowledgements(
 
     assert await one.got() == [(0, 9, 1)]
     monkeypatch.setattr(Delivery, "try_receive", fails)
-    answer = await one.fetch((0, 9, ACCEPT))
-    assert (answer.error_code, refusals(answer)) == (ErrorCode.none, [("not_leader_or_follower", 0)])
+    response = await one.fetch((0, 9, ACCEPT))
+    assert (response.error_code, refusals(response)) == (ErrorCode.none, [("not_leader_or_follower", 0)])
     assert await one.desk.starts(0) == [(0, 10)]
 
 
@@ -406,9 +406,9 @@ async def test_a_response_that_cannot_be_encoded_is_an_error_and_returns_its_mes
     assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
     with monkeypatch.context() as broken:
         broken.setattr(share_codec, "write_plain", lambda *_: 1 / 0)
-        reply = asks_for_more(one)
-    assert isinstance(reply, list)
-    assert read_response(FETCH, 1, b"".join(reply)[4:]).error_code == ErrorCode.unknown_server_error
+        encoded = asks_for_more(one)
+    assert isinstance(encoded, list)
+    assert read_response(FETCH, 1, b"".join(encoded)[4:]).error_code == ErrorCode.unknown_server_error
     two = Sharer(one.desk, "two")
     await two.beat()
     assert await two.got() == [(4, 9, 1)]
@@ -427,14 +427,14 @@ async def test_a_member_that_leaves_while_it_waits_keeps_nothing(one: Sharer) ->
 
 
 async def test_messages_are_given_once_and_acknowledged_with_the_next_request(one: Sharer) -> None:
-    answer = await one.fetch()
-    assert answer.acquisition_lock_timeout == timedelta(seconds=600)
-    assert ranges(answer) == [(0, 9, 1)]
-    (partition,) = partitions_of(answer)
+    response = await one.fetch()
+    assert response.acquisition_lock_timeout == timedelta(seconds=600)
+    assert ranges(response) == [(0, 9, 1)]
+    (partition,) = partitions_of(response)
     assert [record.value for record in decode_records(partition.records)] == [b"%d" % n for n in range(10)]
-    answer = await one.fetch((0, 9, ACCEPT))
-    assert refusals(answer) == [("none", 0)]
-    assert ranges(answer) == []
+    response = await one.fetch((0, 9, ACCEPT))
+    assert refusals(response) == [("none", 0)]
+    assert ranges(response) == []
     assert await one.desk.starts() == [(0, 10)]
 
 
@@ -572,8 +572,8 @@ async def test_acknowledgements_that_are_refused_change_nothing(one: Sharer) -> 
     for batches, code in REFUSED:
         for version in (1, 2):
             assert [batches, *await one.codes(*batches, version=version)] == [batches, "none", code]
-            answer = await one.fetch(*batches, version=version)
-            assert [batches, *refusals(answer)] == [batches, ("none", int(ErrorCode[code]))]
+            response = await one.fetch(*batches, version=version)
+            assert [batches, *refusals(response)] == [batches, ("none", int(ErrorCode[code]))]
     assert await one.codes((0, 7, ACCEPT), (9, 9, ACCEPT)) == ["none", "none"]
 
 
@@ -613,8 +613,8 @@ async def test_renewals(one: Sharer) -> None:
 
 async def test_topics_and_partitions_that_are_not_there(one: Sharer) -> None:
     places = ((NOWHERE, 0), (one.desk.topic_id, 9))
-    answer = await one.fetch(places=places)
-    assert refusals(answer) == [("unknown_topic_id", 0), ("unknown_topic_or_partition", 0)]
+    response = await one.fetch(places=places)
+    assert refusals(response) == [("unknown_topic_id", 0), ("unknown_topic_or_partition", 0)]
     assert await one.codes((0, 0, ACCEPT), places=places) == ["none", "unknown_topic_id", "unknown_topic_or_partition"]
 
 
@@ -638,11 +638,11 @@ async def test_a_partition_that_another_node_leads(
     monkeypatch.setattr(membership, "_cluster", Living())
     monkeypatch.setattr(desk.topics, "partition_by_id", moved)
     monkeypatch.setattr(desk.topics, "state_of", lambda _topic, _index: led)
-    for answer in (await one.fetch((0, 0, ACCEPT)), await one.acknowledge((0, 0, ACCEPT))):
-        (partition,) = partitions_of(answer)
+    for response in (await one.fetch((0, 0, ACCEPT)), await one.acknowledge((0, 0, ACCEPT))):
+        (partition,) = partitions_of(response)
         assert partition.error_code == ErrorCode.not_leader_or_follower
         assert (partition.current_leader.leader_id, partition.current_leader.leader_epoch) == (7, 3)
-        assert [(node.node_id, node.host, node.port) for node in answer.node_endpoints] == [(7, "node-7", 9097)]
+        assert [(node.node_id, node.host, node.port) for node in response.node_endpoints] == [(7, "node-7", 9097)]
 
 
 async def test_troubles_that_share_consumers_do_not_know(
@@ -652,8 +652,8 @@ async def test_troubles_that_share_consumers_do_not_know(
         raise CoordinatorUnavailable("the states cannot be read now")
 
     monkeypatch.setattr(await desk.service.engine(), "delivery", unavailable)
-    answer = await one.fetch()
-    assert (answer.error_code, refusals(answer)) == (ErrorCode.none, [("unknown_server_error", 0)])
+    response = await one.fetch()
+    assert (response.error_code, refusals(response)) == (ErrorCode.none, [("unknown_server_error", 0)])
     assert await one.codes((0, 0, ACCEPT)) == ["none", "coordinator_not_available"]
 
 
@@ -736,14 +736,14 @@ async def alter_group(desk: Desk, group: str, operation: int, **changes: str | N
         for name, value in changes.items()
     )
     resource = built(ALTER, 1, "AlterConfigsResource", resource_type=32, resource_name=group, configs=configs)
-    (answer,) = (await desk.ask(ALTER, 1, resources=(resource,))).responses
-    return answer
+    (response,) = (await desk.ask(ALTER, 1, resources=(resource,))).responses
+    return response
 
 
 async def described(desk: Desk, group: str) -> dict[str, tuple[str, int]]:
     resource = built(DESCRIBE_CONFIGS, 4, "DescribeConfigsResource", resource_type=32, resource_name=group)
-    (answer,) = (await desk.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
-    return {one.name: (one.value, one.config_source) for one in answer.configs}
+    (response,) = (await desk.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
+    return {one.name: (one.value, one.config_source) for one in response.configs}
 
 
 async def test_a_consumer_group_has_settings_of_its_own_and_is_no_subscription(desk: Desk) -> None:
@@ -772,8 +772,8 @@ async def test_a_consumer_group_has_settings_of_its_own_and_is_no_subscription(d
 async def test_there_are_no_settings_of_all_groups(desk: Desk) -> None:
     assert (await alter_group(desk, "", 0, consumer_session_timeout_ms="9000")).error_code is ErrorCode.invalid_request
     resource = built(DESCRIBE_CONFIGS, 4, "DescribeConfigsResource", resource_type=32, resource_name="")
-    (answer,) = (await desk.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
-    assert (answer.error_code, answer.configs) == (ErrorCode.invalid_request, ())
+    (response,) = (await desk.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
+    assert (response.error_code, response.configs) == (ErrorCode.invalid_request, ())
 
 
 async def test_settings_that_no_group_has_declare_nothing(desk: Desk) -> None:

@@ -72,8 +72,8 @@ class TestCreateTopics:
     @pytest.mark.parametrize("version", range(2, 8))
     async def test_topics_are_created(self, api: CreateTopics, topics: Topics, version: int) -> None:
         wanted = create(topic("orders", 3, 1, retention_ms="5000"), topic("defaults"))
-        answer = await ask_in(api, version, wanted)
-        assert [(one.name, one.error_code) for one in answer.topics] == [
+        response = await ask_in(api, version, wanted)
+        assert [(one.name, one.error_code) for one in response.topics] == [
             ("orders", ErrorCode.none),
             ("defaults", ErrorCode.none),
         ]
@@ -82,20 +82,20 @@ class TestCreateTopics:
         assert defaults is not None
         assert (orders.partitions, dict(orders.overrides)) == (3, {"retention.ms": "5000"})
         assert defaults.partitions == 2
-        first = answer.topics[0]
+        first = response.topics[0]
         if version >= 5:
             assert (first.num_partitions, first.replication_factor) == (3, 1)
             configs = {one.name: (one.value, one.config_source) for one in first.configs}
             assert configs["retention.ms"] == ("5000", 1)
             assert configs["flush"] == ("always", 5)
-            of_defaults = {one.name: (one.value, one.config_source) for one in answer.topics[1].configs}
+            of_defaults = {one.name: (one.value, one.config_source) for one in response.topics[1].configs}
             assert of_defaults["retention.ms"] == ("3600000", 4)
         assert version < 7 or first.topic_id == orders.topic_id
 
     @pytest.mark.parametrize("version", [2, 7])
     async def test_validation_creates_nothing(self, api: CreateTopics, topics: Topics, version: int) -> None:
-        answer = await ask_in(api, version, create(topic("orders", 3), topic("bad name"), validate_only=True))
-        codes = [one.error_code for one in answer.topics]
+        response = await ask_in(api, version, create(topic("orders", 3), topic("bad name"), validate_only=True))
+        codes = [one.error_code for one in response.topics]
         assert codes == [ErrorCode.none, ErrorCode.invalid_topic_exception]
         assert topics.all() == []
 
@@ -137,8 +137,8 @@ class TestCreateTopics:
 
     async def test_a_topic_that_is_there_or_named_twice_is_refused(self, api: CreateTopics, topics: Topics) -> None:
         await topics.create("orders")
-        answer = await ask(api, create(topic("orders"), topic("twice"), topic("twice"), topic("fine")))
-        assert [(one.name, one.error_code) for one in answer.topics] == [
+        response = await ask(api, create(topic("orders"), topic("twice"), topic("twice"), topic("fine")))
+        assert [(one.name, one.error_code) for one in response.topics] == [
             ("orders", ErrorCode.topic_already_exists),
             ("twice", ErrorCode.invalid_request),
             ("fine", ErrorCode.none),
@@ -182,12 +182,12 @@ class TestDeleteTopics:
         else:
             named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in ("orders", "nope"))
             wanted = request_class(topics=named, timeout=SECOND)
-        answer = await ask(api, wanted)
-        assert [(one.name, one.error_code) for one in answer.responses] == [
+        response = await ask(api, wanted)
+        assert [(one.name, one.error_code) for one in response.responses] == [
             ("orders", ErrorCode.none),
             ("nope", ErrorCode.unknown_topic_or_partition),
         ]
-        assert version < 5 or "'nope' does not exist" in answer.responses[1].error_message
+        assert version < 5 or "'nope' does not exist" in response.responses[1].error_message
         assert topics.all() == []
 
     async def test_topics_go_by_id(self, api: DeleteTopics, topics: Topics) -> None:
@@ -207,8 +207,8 @@ class TestDeleteTopics:
             DELETE.DeleteTopicState(name="orders", topic_id=None),
             DELETE.DeleteTopicState(name=None, topic_id=made.topic_id),
         )
-        answer = await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))
-        assert {one.error_code for one in answer.responses} == {ErrorCode.invalid_request}
+        response = await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))
+        assert {one.error_code for one in response.responses} == {ErrorCode.invalid_request}
         assert len(topics.all()) == 2
 
     async def test_the_brokers_own_topics_stay(self, api: DeleteTopics, topics: Topics) -> None:
@@ -299,8 +299,8 @@ class TestDeleteRecords:
     async def cut(self, api: DeleteRecords, offset: int, *, name: str = "orders", version: int = 2) -> tuple[Any, ...]:
         partition = CUT.DeleteRecordsPartition(partition_index=0, offset=offset)
         topic = CUT.DeleteRecordsTopic(name=name, partitions=(partition,))
-        answer = await ask_in(api, version, CUT.DeleteRecordsRequest(topics=(topic,), timeout=SECOND))
-        (result,) = answer.topics[0].partitions
+        response = await ask_in(api, version, CUT.DeleteRecordsRequest(topics=(topic,), timeout=SECOND))
+        (result,) = response.topics[0].partitions
         return result.error_code, result.low_watermark
 
     @pytest.mark.parametrize("version", range(3))
@@ -328,10 +328,10 @@ async def test_a_client_that_leaves_does_not_leave_half_a_topic(
     run = CatalogDeclarations.run
 
     async def run_slowly(declarations: CatalogDeclarations, ask: Callable[[Catalog], Any]) -> Any:
-        answer = await run(declarations, ask)
+        response = await run(declarations, ask)
         stored.set()
         await may_go_on.wait()
-        return answer
+        return response
 
     monkeypatch.setattr(CatalogDeclarations, "run", run_slowly)
     creating = asyncio.create_task(topics.create("left"))
@@ -373,8 +373,8 @@ async def ask_for_many(topics: Topics, membership: Membership, kind: str) -> lis
         allow_replication_factor_change=True,
         topics=(MOVE.ReassignableTopic(name="wide", partitions=places),),
     )
-    (answered,) = (await ask(AlterPartitionReassignments(topics, membership), moved)).responses
-    return [one.error_code for one in answered.partitions]
+    (responded,) = (await ask(AlterPartitionReassignments(topics, membership), moved)).responses
+    return [one.error_code for one in responded.partitions]
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ class Broker:
     async def add_to(
         self, producer_id: int, epoch: int, *, version: int = 3, topic: str = "t", verify: bool = False
     ) -> Any:
-        """Ask in one version; the answer is the code of partition 1."""
+        """Ask in one version; the response is the code of partition 1."""
         if version >= 4:
             module = messages("add_partitions_to_txn", version)
             wanted = module.AddPartitionsToTxnTopic(name=topic, partitions=(1,))
@@ -138,8 +138,8 @@ class Broker:
                 verify_only=verify,
                 topics=(wanted,),
             )
-            answer = await ask(self.add, module.AddPartitionsToTxnRequest(transactions=(transaction,)))
-            topics = answer.results_by_transaction[0].topic_results
+            response = await ask(self.add, module.AddPartitionsToTxnRequest(transactions=(transaction,)))
+            topics = response.results_by_transaction[0].topic_results
         else:
             module = messages("add_partitions_to_txn", version)
             wanted = module.AddPartitionsToTxnTopic(name=topic, partitions=(1,))
@@ -310,8 +310,8 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
         marker(-1, "t"),
         marker(1, "t", producer_id=-1),
     )
-    answer = await ask_in(broker.markers, version, module.WriteTxnMarkersRequest(markers=wanted))
-    assert [one.topics[0].partitions[0].error_code for one in answer.markers] == [
+    response = await ask_in(broker.markers, version, module.WriteTxnMarkersRequest(markers=wanted))
+    assert [one.topics[0].partitions[0].error_code for one in response.markers] == [
         ErrorCode.none,
         ErrorCode.unknown_topic_or_partition,
         ErrorCode.invalid_producer_epoch,
@@ -338,8 +338,8 @@ async def test_offsets_of_transactions_are_safe_from_coordinators_that_no_one_kn
             topics=(module.WritableTxnMarkerTopic(name="__consumer_offsets", partition_indexes=(0,)),),
             coordinator_epoch=coordinator_epoch,
         )
-        answer = await ask_in(broker.markers, 2, module.WriteTxnMarkersRequest(markers=(marker,)))
-        code: ErrorCode = answer.markers[0].topics[0].partitions[0].error_code
+        response = await ask_in(broker.markers, 2, module.WriteTxnMarkersRequest(markers=(marker,)))
+        code: ErrorCode = response.markers[0].topics[0].partitions[0].error_code
         return code
 
     (pending,) = await broker.groups.pending_producers(0)
@@ -383,8 +383,8 @@ async def asked(api: PrivateApi[Any, Any], body: Any) -> dict[str, Any]:
     header = RequestHeader(api_key=api.key, version=0, correlation_id=1, client_id="c", body_at=0, flexible=False)
     given = cast("Any", api.handle_frame(memoryview(content), header, client_info()))
     buffers = given if isinstance(given, list) else await given
-    answer: dict[str, Any] = msgspec.msgpack.decode(buffers[1])
-    return answer
+    response: dict[str, Any] = msgspec.msgpack.decode(buffers[1])
+    return response
 
 
 async def test_the_requests_of_the_batch_commit(broker: Broker) -> None:

@@ -26,7 +26,7 @@ from millstream.broker.kafka.apis.list_offsets import ListOffsets
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.reply import Stream
+from millstream.broker.net.response import Stream
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import (
     ConcurrentTransactions,
@@ -52,7 +52,7 @@ COMMITTED, UNCOMMITTED = 1, 0
 
 
 class Gate:
-    """Gives scripted answers, and records the questions."""
+    """Gives scripted responses, and records the questions."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int, tuple[TopicPartition, ...], bool]] = []
@@ -92,12 +92,12 @@ class Broker:
 
     async def ask(self, api: Produce | Fetch, request: Any) -> Any:
         frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
-        answer = api.handle_frame(frame, read_request_header(frame), CLIENT)
+        response = api.handle_frame(frame, read_request_header(frame), CLIENT)
         # The memory of a frame is used for another one at once.
         frame[8:] = bytes(len(frame) - 8)
-        if answer is not None and not isinstance(answer, list | Stream):
-            answer = await answer
-        return None if answer is None else read_response(api.key, request.__version__, b"".join(answer)[4:])
+        if response is not None and not isinstance(response, list | Stream):
+            response = await response
+        return None if response is None else read_response(api.key, request.__version__, b"".join(response)[4:])
 
     async def produce(
         self,
@@ -112,12 +112,12 @@ class Broker:
         parts = tuple(module.PartitionProduceData(index=index, records=batch) for index, batch in batches.items())
         data = module.TopicProduceData(partition_data=parts, **name)
         request = cls(transactional_id=transactional_id, acks=-1, timeout=timedelta(seconds=5), topic_data=(data,))
-        answer = await self.ask(self._produce, request)
-        return {int(one.index): one.error_code for one in answer.responses[0].partition_responses}
+        response = await self.ask(self._produce, request)
+        return {int(one.index): one.error_code for one in response.responses[0].partition_responses}
 
     async def write(self, sequence: int, value: bytes = b"v", *, epoch: int = 0, **other: Any) -> ErrorCode:
-        answer = await self.produce({0: batch(sequence, value, epoch=epoch, **other)})
-        return answer[0]
+        response = await self.produce({0: batch(sequence, value, epoch=epoch, **other)})
+        return response[0]
 
     async def fetch(self, offset: int = 0, *, isolation: int = COMMITTED, version: int = 12, wait_ms: int = 0) -> Any:
         from kio.schema.fetch.v12 import request as named
@@ -133,8 +133,8 @@ class Broker:
             topics=(module.FetchTopic(partitions=(wanted,), **name),),
             forgotten_topics_data=(),
         )
-        answer = await self.ask(self._fetch, reshape(request, load_request_class(1, version)))
-        return answer.responses[0].partitions[0]
+        response = await self.ask(self._fetch, reshape(request, load_request_class(1, version)))
+        return response.responses[0].partitions[0]
 
     async def end(self, *, commit: bool = True, epoch: int = 0, coordinator: int = 0, bumps: bool = False) -> None:
         appended = self.partition.write_marker(
@@ -195,8 +195,8 @@ async def test_committed_records_are_read_once_their_marker_is_there(tmp_path: P
 async def test_the_coordinator_is_asked_once_for_each_transaction(tmp_path: Path, version: int) -> None:
     async with broker_in(tmp_path) as broker:
         for sequence in range(3):
-            answer = await broker.produce({0: batch(sequence), 1: batch(sequence)}, version=version)
-            assert answer == {0: ErrorCode.none, 1: ErrorCode.none}
+            response = await broker.produce({0: batch(sequence), 1: batch(sequence)}, version=version)
+            assert response == {0: ErrorCode.none, 1: ErrorCode.none}
         both = (TopicPartition("t", broker.partition.index), broker.topics.partition("t", 1).log.partition)
         assert broker.gate.asked == [("tx", PRODUCER, 0, both, version >= 12)]
 
@@ -275,7 +275,7 @@ async def test_refusals_are_reported_as_the_version_understands(
         assert broker.partition.log.end_offset == 0
 
 
-async def test_a_coordinator_that_does_not_answer_is_not_waited_for_for_ever(
+async def test_a_coordinator_that_does_not_respond_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(produce, "OPENING_TIMEOUT_S", 0.02)
@@ -318,7 +318,7 @@ async def test_only_the_marker_of_the_same_transaction_keeps_it_out_under_versio
             coordinator_epoch=0,
             bumps_epoch=True,
         )
-        # The coordinator may answer only when the transaction before has its markers.
+        # The coordinator may respond only when the transaction before has its markers.
         broker.gate.meanwhile = lambda: broker.partition.write_marker(marker)
         assert await broker.write(0, epoch=1) is code
 
@@ -371,8 +371,8 @@ async def test_offsets_and_producers_report_open_transactions(tmp_path: Path) ->
         asked = module.ListOffsetsRequest(
             replica_id=-1, isolation_level=isolation, topics=(topic,), timeout=timedelta(seconds=1)
         )
-        answer = await ListOffsets(broker.topics).handle(asked, CLIENT)
-        return int(answer.topics[0].partitions[0].offset)
+        response = await ListOffsets(broker.topics).handle(asked, CLIENT)
+        return int(response.topics[0].partitions[0].offset)
 
     async with broker_in(tmp_path) as broker:
         await broker.write(0)
@@ -381,8 +381,8 @@ async def test_offsets_and_producers_report_open_transactions(tmp_path: Path) ->
         assert (await latest(broker, UNCOMMITTED), await latest(broker, COMMITTED)) == (3, 2)
         module: Any = producers_of
         asked = module.DescribeProducersRequest(topics=(module.TopicRequest(name="t", partition_indexes=(0,)),))
-        answer = await DescribeProducers(broker.topics, cast("Any", None)).handle(asked, CLIENT)
-        (producer,) = answer.topics[0].partitions[0].active_producers
+        response = await DescribeProducers(broker.topics, cast("Any", None)).handle(asked, CLIENT)
+        (producer,) = response.topics[0].partitions[0].active_producers
         assert (producer.coordinator_epoch, producer.current_txn_start_offset) == (4, 2)
 
 

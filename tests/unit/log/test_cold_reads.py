@@ -118,7 +118,7 @@ def test_a_write_between_the_announcement_and_the_sending_is_found(log: Log, fil
     assert read_all(log) == without(5)
 
 
-def test_a_write_that_changes_nothing_does_not_disturb_an_answer(log: Log, files: MemoryFiles) -> None:
+def test_a_write_that_changes_nothing_does_not_disturb_a_response(log: Log, files: MemoryFiles) -> None:
     chunk = log.read_slice(0, max_bytes=1500, up_to=log.end_offset, eager_bytes=0)
     assert chunk is not None
     segment = log.segments[0]

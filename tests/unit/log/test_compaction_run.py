@@ -100,7 +100,7 @@ def test_a_segment_that_became_old_enough_during_a_pass_is_not_forgotten(tmp_pat
 
 
 async def test_closing_does_not_wait_for_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child is asked and never answers, as if it had a lot to do."""
+    """The child is asked and never responds, as if it had a lot to do."""
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     popen = subprocess.Popen

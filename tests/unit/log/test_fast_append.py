@@ -1,4 +1,4 @@
-"""The short way into the log against the long one: the same answers, the same errors, the same bytes and indexes."""
+"""The short way into the log against the long one: the same responses, the same errors, the same bytes and indexes."""
 
 from __future__ import annotations
 

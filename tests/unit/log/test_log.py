@@ -129,7 +129,7 @@ def test_what_a_client_may_not_send_changes_nothing(store: LogStore, batch: byte
     assert log.append(encode_values(b"a"), leader_epoch=EPOCH).base_offset == 0
 
 
-def test_a_retried_batch_is_answered_with_its_first_offsets(log: Log) -> None:
+def test_a_retried_batch_gets_its_first_offsets(log: Log) -> None:
     log.append(encode_values(b"a"), leader_epoch=EPOCH)
     first = log.append(encode_values(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)
     again = log.append(encode_values(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
-from millstream.broker.net.reply import start
+from millstream.broker.net.response import start
 from millstream.core.errors import DamagedRange, OutOfOrderSequence, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import FLUSH_ALWAYS, FLUSH_INTERVAL, FLUSH_OS, TopicPartition, TopicSettings

@@ -123,7 +123,7 @@ def test_a_log_that_restarts_gives_nothing_of_before(log: Log) -> None:
         chunk.read(0, chunk.size)
 
 
-def test_after_a_read_failed_in_mid_answer_the_log_itself_says_why(log: Log, files: MemoryFiles) -> None:
+def test_after_a_read_failed_in_mid_response_the_log_itself_says_why(log: Log, files: MemoryFiles) -> None:
     chunk = unread(log, 0)
     segment = chunk._segment
     files.truncate(segment.descriptor, segment.size // 2)

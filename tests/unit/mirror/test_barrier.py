@@ -34,9 +34,9 @@ class Coordinator:
         yield
 
 
-def barrier(*answers: HoldResponse, moves: bool = False) -> dict[str, dict[int, int]]:
-    """Ask for a barrier on a node, when the only other one answers like this: when it begins, and when it ends."""
-    coordinator, left = Coordinator(), list(answers)
+def barrier(*responses: HoldResponse, moves: bool = False) -> dict[str, dict[int, int]]:
+    """Ask for a barrier on a node, when the only other one responds like this: when it begins, and when it ends."""
+    coordinator, left = Coordinator(), list(responses)
     membership = SimpleNamespace(
         me=SimpleNamespace(node_id=NodeId(1)),
         node=lambda _: None,

@@ -50,7 +50,7 @@ def page(last: int, *numbers: int, has_more: bool = False) -> RegistryResponse:
 
 
 class Node:
-    """A node of the target that is the controller, and the answers of its source."""
+    """A node of the target that is the controller, and the responses of its source."""
 
     def __init__(self, catalog: Catalog, examiner: SchemaExaminer) -> None:
         declarations = CatalogDeclarations(catalog)
@@ -70,14 +70,14 @@ class Node:
         self.run, self.source = run, source
         self.copies = DeclaredCopies(run, source)
 
-    async def see_acls(self, *answers: set[Acl]) -> frozenset[Acl]:
-        left = list(answers)
+    async def see_acls(self, *responses: set[Acl]) -> frozenset[Acl]:
+        left = list(responses)
 
         async def acls() -> set[Acl]:
             return left.pop(0)
 
         self.source.acls = acls
-        for _ in answers:
+        for _ in responses:
             await self.copies.sync_acls()
         return await self.acls()
 
@@ -85,13 +85,13 @@ class Node:
         await self.security.load()
         return self.security.snapshot.acls
 
-    async def see_schemas(self, *answers: RegistryResponse) -> set[int]:
-        left = list(answers)
+    async def see_schemas(self, *responses: RegistryResponse) -> set[int]:
+        left = list(responses)
 
         async def ask(_node: Any, _key: Any, request: RegistryRequest, *_: Any, **__: Any) -> RegistryResponse:
             self.asked.append((request.since, request.offset))
-            answer = left.pop(0)
-            return RegistryResponse(last=answer.last) if answer.last == request.since else answer
+            response = left.pop(0)
+            return RegistryResponse(last=response.last) if response.last == request.since else response
 
         self.source.ask = ask
         while left:
@@ -235,7 +235,7 @@ async def test_a_version_that_is_deleted_while_the_controller_restarts_is_delete
 
 
 async def test_settings_that_are_reset_at_the_source_are_reset_here_and_own_ones_stay(node: Node) -> None:
-    def answer(last: int, *subjects: str) -> RegistryResponse:
+    def respond(last: int, *subjects: str) -> RegistryResponse:
         return RegistryResponse(
             last=last, settings=[SettingsMessage(subject=one, config={}, mode="READONLY") for one in subjects]
         )
@@ -243,11 +243,11 @@ async def test_settings_that_are_reset_at_the_source_are_reset_here_and_own_ones
     def held() -> list[str]:
         return [str(one.subject) for one in node.registry.all_settings()]
 
-    await node.see_schemas(answer(18, "kept", "reset"))
+    await node.see_schemas(respond(18, "kept", "reset"))
     await node.registry.set_mode(QualifiedSubject.parse("ours"), "IMPORT")
-    await node.see_schemas(*[answer(19, "kept")] * (ABSENT_TIMES - 1))
+    await node.see_schemas(*[respond(19, "kept")] * (ABSENT_TIMES - 1))
     assert held() == ["kept", "ours", "reset"]
-    await node.see_schemas(answer(19, "kept"))
+    await node.see_schemas(respond(19, "kept"))
     assert held() == ["kept", "ours"]
 
 

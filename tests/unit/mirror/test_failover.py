@@ -312,7 +312,7 @@ async def test_a_side_that_was_failed_over_since_it_followed_is_scanned_again(
 
     async def fence(*_: Any) -> None:
         if not is_fenced:
-            raise NotLeader("a node does not answer")
+            raise NotLeader("a node does not respond")
 
     monkeypatch.setattr(failover, "_beyond", find_beyond)
     monkeypatch.setattr(failover, "_save", save)
@@ -358,7 +358,7 @@ class OtherSide:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
         self.asked: list[str] = []
         self.refused: dict[str, list[MillstreamError]] = {}
-        """The errors with which it answers each step, one after the other."""
+        """The errors with which it responds to each step, one after the other."""
         monkeypatch.setattr(failover, "Source", lambda *_, **__: self)
         target.service.follower_of = self.follower_of
 

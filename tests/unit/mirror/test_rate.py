@@ -11,7 +11,7 @@ import pytest
 from millstream.broker.mirror.copier import Copier
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
-from millstream.protocol.wire.fetch import FetchAnswer
+from millstream.protocol.wire.fetch import FetchedPartition
 
 
 def test_fetches_of_all_lines_together_keep_to_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,12 +31,12 @@ def test_fetches_of_all_lines_together_keep_to_the_rate(monkeypatch: pytest.Monk
         note_gaps=None,
         on_commit=None,
     )
-    answer = FetchAnswer(memoryview(bytes(500)), Offset(0), Offset(0), Offset(0))
-    answers = {TopicPartition("orders", PartitionIndex(index)): answer for index in range(2)}
+    response = FetchedPartition(memoryview(bytes(500)), Offset(0), Offset(0), Offset(0))
+    responses = {TopicPartition("orders", PartitionIndex(index)): response for index in range(2)}
 
     async def fetches() -> None:
         for _ in range(3):
-            await limited._pace(answers)
+            await limited._pace(responses)
 
     with monkeypatch.context() as patched:
         patched.setattr("millstream.broker.mirror.copier.asyncio.sleep", sleep)
@@ -58,8 +58,8 @@ def test_the_current_rate_is_that_of_the_last_seconds() -> None:
         note_gaps=None,
         on_commit=None,
     )
-    answers = {
-        TopicPartition("orders", PartitionIndex(0)): FetchAnswer(
+    responses = {
+        TopicPartition("orders", PartitionIndex(0)): FetchedPartition(
             memoryview(bytes(1000)), Offset(0), Offset(0), Offset(0)
         )
     }
@@ -67,7 +67,7 @@ def test_the_current_rate_is_that_of_the_last_seconds() -> None:
     def copy_for(seconds: int) -> None:
         for _ in range(4 * seconds):
             now[0] += 0.25
-            asyncio.run(copier._pace(answers))
+            asyncio.run(copier._pace(responses))
 
     assert copier.bytes_per_s == 0
     copy_for(2)

@@ -37,7 +37,7 @@ from millstream.protocol.private.mirror_messages import (
 from millstream.protocol.records.batch import iterate_whole_headers, place_batch
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
-from millstream.protocol.wire.fetch import FetchAnswer
+from millstream.protocol.wire.fetch import FetchedPartition
 from millstream.protocol.wire.group_offsets import Commit
 
 ORDERS = Topic(name="orders", topic_id=UUID(int=1), partitions=1, replication=1, overrides={}, created_ms=0)
@@ -47,8 +47,8 @@ WHERE = TopicPartition("orders", PartitionIndex(0))
 class Cluster:
     """The cluster of an owner, which asks its nodes how far the copies are; it is also its topics."""
 
-    def __init__(self, *answers: dict[str, dict[int, int]]) -> None:
-        self.answers = list(answers)
+    def __init__(self, *responses: dict[str, dict[int, int]]) -> None:
+        self.responses = list(responses)
         self.asked: list[ExposeRequest] = []
         self.states_revision = 7
         self.changed = asyncio.Event()
@@ -62,7 +62,7 @@ class Cluster:
 
     async def expose(self, request: ExposeRequest) -> ExposeResponse:
         self.asked.append(request)
-        return ExposeResponse(reached=self.answers.pop(0))
+        return ExposeResponse(reached=self.responses.pop(0))
 
     async def await_revision(self, revision: int, timeout_s: float) -> None:
         assert revision == self.states_revision + 1
@@ -138,8 +138,8 @@ async def test_what_was_asked_for_before_a_copy_was_truncated_is_not_appended(as
     copy = Copy(partition, WHERE, commits=array("q"))
     copier.follow([copy])
     records = bytes(empty_batch(asked, asked + 5, 0))
-    answer = FetchAnswer(memoryview(records), Offset(asked + 5), Offset(0), Offset(asked + 5))
-    await copier._take({copy.key: copy}, {copy.key: Offset(asked)}, {WHERE: answer})
+    response = FetchedPartition(memoryview(records), Offset(asked + 5), Offset(0), Offset(asked + 5))
+    await copier._take({copy.key: copy}, {copy.key: Offset(asked)}, {WHERE: response})
     assert partition.appended == ([records] if is_taken else [])
 
 
@@ -163,8 +163,8 @@ async def test_clients_read_up_to_a_gap_until_all_records_are_here_that_may_have
     copier.follow([copy])
 
     async def take(records: bytes, high_watermark: int) -> None:
-        answer = FetchAnswer(memoryview(records), Offset(high_watermark), Offset(0), Offset(high_watermark))
-        await copier._take({copy.key: copy}, {copy.key: copy.end}, {WHERE: answer})
+        response = FetchedPartition(memoryview(records), Offset(high_watermark), Offset(0), Offset(high_watermark))
+        await copier._take({copy.key: copy}, {copy.key: copy.end}, {WHERE: response})
 
     def whole(base: int) -> bytes:
         batch = bytearray(encode_batch([NewRecord(b"k", b"v")]))
@@ -227,19 +227,19 @@ def described_by(node: int, copies: int, *lags: int | None) -> dict[str, Any]:
 
 
 class Nodes:
-    """Two nodes, of which the second may not answer."""
+    """Two nodes, of which the second may not respond."""
 
-    def __init__(self, *answers: dict[str, Any] | None) -> None:
-        self.answers = answers
+    def __init__(self, *responses: dict[str, Any] | None) -> None:
+        self.responses = responses
 
     async def metadata(self, _topics: Any) -> Any:
-        return SimpleNamespace(nodes=dict.fromkeys(NodeId(at) for at in range(len(self.answers))))
+        return SimpleNamespace(nodes=dict.fromkeys(NodeId(at) for at in range(len(self.responses))))
 
     async def private(self, node: NodeId, _key: int, _body: bytes, *, waits: bool) -> memoryview:
-        answer = self.answers[node]
-        if answer is None:
-            raise RequestTimedOut(f"node {node} does not answer")
-        return memoryview(encode(MirrorDescriptions(mirrors=[answer])))
+        response = self.responses[node]
+        if response is None:
+            raise RequestTimedOut(f"node {node} does not respond")
+        return memoryview(encode(MirrorDescriptions(mirrors=[response])))
 
 
 async def test_lags_that_are_not_known_are_counted() -> None:
@@ -253,7 +253,7 @@ async def test_lags_that_are_not_known_are_counted() -> None:
     assert [(one["lag"], one["lag_unknown"]) for one in found] == [(12, 1), (12, 2), (0, 3), (None, 2)]
 
 
-async def test_a_cutover_waits_for_nodes_that_do_not_answer() -> None:
+async def test_a_cutover_waits_for_nodes_that_do_not_respond() -> None:
     client: Any = Nodes(described_by(0, 4, 0, 0), None)
     with pytest.raises(RequestTimedOut, match="unknown for 3 partitions"):
         await MirrorClient(client).settle("paris", wait_s=0.0, still_s=0.0)
@@ -292,8 +292,8 @@ def test_a_cutover_is_complete_only_if_the_source_has_said_so(
         CutPartition(topic="orders", partition=at, offset=5, epoch=3, source_end=end)
         for at, end in enumerate(source_ends)
     ]
-    answers: list[Any] = [1.0, FailoverResponse(partitions=cuts)]
-    monkeypatch.setattr(mirror_commands, "_ask", lambda *_: answers.pop(0))
+    responses: list[Any] = [1.0, FailoverResponse(partitions=cuts)]
+    monkeypatch.setattr(mirror_commands, "_ask", lambda *_: responses.pop(0))
     with nullcontext() if complete is not False else pytest.raises(CommandFailed, match="lacks its last 2 offsets"):
         mirror_commands.cutover("paris", yes=True, common=Common(as_json=True))
     assert json.loads(capsys.readouterr().out)["complete"] is complete
@@ -480,7 +480,7 @@ async def test_a_cutover_applies_offsets_only_when_the_transactions_that_committ
 
 
 class Sourced:
-    """A source that has one node; it fails as the test says, and then never answers."""
+    """A source that has one node; it fails as the test says, and then never responds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -501,13 +501,13 @@ class Sourced:
             self.now += 60 * (self.asked.count(topic) == 2)
         elif self.fails == ["leader"]:
             self.fails.clear()
-            raise BrokerUnreachable("no broker answered")
+            raise BrokerUnreachable("no broker responded")
         return NodeId(1)
 
     async def fetch_from(self, _leader: NodeId, positions: dict[TopicPartition, Offset], _limits: object) -> None:
         if self.fails == ["fetch"]:
             self.fails.clear()
-            raise RequestTimedOut("it did not answer within 30 s")
+            raise RequestTimedOut("it did not respond within 30 s")
         if any(where.topic == "orders" for where in positions):
             self.fetched.set()
         await asyncio.Event().wait()

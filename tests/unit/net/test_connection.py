@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from millstream.broker.net import listener as listener_module
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
+from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
 from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import BUFFER_BYTES
-from millstream.broker.net.reply import Promise
+from millstream.broker.net.response import Promise
 from millstream.broker.net.turns import Flow, Turns
 from millstream.core.errors import AddressTaken, ProtocolViolation
 from millstream.core.metric import Histogram
@@ -30,20 +30,20 @@ def framed(body: bytes) -> bytes:
 
 
 class Echo:
-    """Answers every frame with itself."""
+    """Responds to every frame with itself."""
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         return [struct.pack(">i", len(frame)), bytes(frame)]
 
 
 class Scripted:
-    """Answers through a function that the test gives."""
+    """Responses through a function that the test gives."""
 
-    def __init__(self, answer: Callable[[bytes], Answer]) -> None:
-        self._answer = answer
+    def __init__(self, response: Callable[[bytes], EventualResponse]) -> None:
+        self._respond = response
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
-        return self._answer(bytes(frame))
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
+        return self._respond(bytes(frame))
 
 
 @asynccontextmanager
@@ -130,10 +130,10 @@ async def test_an_announced_length_alone_costs_little_memory() -> None:
     assert budget.used_bytes == 0
 
 
-async def test_promised_replies_leave_in_the_order_of_their_requests() -> None:
+async def test_promised_responses_leave_in_the_order_of_their_requests() -> None:
     promises: list[Promise] = []
 
-    def promise(frame: bytes) -> Answer:
+    def promise(frame: bytes) -> EventualResponse:
         if frame == b"now":
             return [framed(b"now")]
         promises.append(Promise())
@@ -144,8 +144,8 @@ async def test_promised_replies_leave_in_the_order_of_their_requests() -> None:
         while len(promises) < 3:
             await asyncio.sleep(0.001)
         for number in (2, 0, 1):
-            promises[number].keep([framed(b"reply %d" % number)])
-        assert [await read_frame(reader) for _ in range(4)] == [b"reply 0", b"reply 1", b"reply 2", b"now"]
+            promises[number].keep([framed(b"response %d" % number)])
+        assert [await read_frame(reader) for _ in range(4)] == [b"response 0", b"response 1", b"response 2", b"now"]
 
 
 async def test_a_promise_can_be_waited_for_before_and_after_it_is_kept() -> None:
@@ -164,7 +164,7 @@ async def test_a_coroutine_holds_up_later_requests_of_its_connection_only() -> N
     gate = asyncio.Event()
     seen: list[bytes] = []
 
-    def answer(frame: bytes) -> Answer:
+    def respond(frame: bytes) -> EventualResponse:
         seen.append(frame)
 
         async def slow() -> list[bytes | bytearray | memoryview]:
@@ -173,7 +173,7 @@ async def test_a_coroutine_holds_up_later_requests_of_its_connection_only() -> N
 
         return slow() if frame == b"slow" else [framed(frame)]
 
-    async with listening(Scripted(answer)) as (_, port), client(port) as (reader, writer), client(port) as other:
+    async with listening(Scripted(respond)) as (_, port), client(port) as (reader, writer), client(port) as other:
         writer.write(framed(b"slow") + framed(b"after"))
         other[1].write(framed(b"other"))
         assert await read_frame(other[0]) == b"other"
@@ -183,7 +183,7 @@ async def test_a_coroutine_holds_up_later_requests_of_its_connection_only() -> N
 
 
 async def test_a_violation_closes_the_connection() -> None:
-    def violate(frame: bytes) -> Answer:
+    def violate(frame: bytes) -> EventualResponse:
         raise ProtocolViolation("no")
 
     async with listening(Scripted(violate)) as (_, port), client(port) as (reader, writer):
@@ -194,13 +194,13 @@ async def test_a_violation_closes_the_connection() -> None:
 async def test_a_client_that_never_reads_is_held_back() -> None:
     served = 0
 
-    def answer(frame: bytes) -> Answer:
+    def respond(frame: bytes) -> EventualResponse:
         nonlocal served
         served += 1
         return [framed(bytes(1024 * 1024))]
 
     budget = Budget(1 << 30)
-    async with listening(Scripted(answer), budget=budget) as (_, port), client(port) as (_, writer):
+    async with listening(Scripted(respond), budget=budget) as (_, port), client(port) as (_, writer):
         for _ in range(200):
             writer.write(framed(b"more"))
         await writer.drain()
@@ -217,7 +217,7 @@ async def test_a_client_that_never_reads_is_held_back() -> None:
 async def test_reading_waits_when_the_budget_is_used_up() -> None:
     gate = asyncio.Event()
 
-    def answer(frame: bytes) -> Answer:
+    def respond(frame: bytes) -> EventualResponse:
         async def held() -> list[bytes | bytearray | memoryview]:
             await gate.wait()
             return [framed(b"done")]
@@ -225,7 +225,7 @@ async def test_reading_waits_when_the_budget_is_used_up() -> None:
         return held() if frame[:4] == b"hold" else [framed(frame)]
 
     budget = Budget(1024)
-    async with listening(Scripted(answer), budget=budget) as (_, port), client(port) as first, client(port) as second:
+    async with listening(Scripted(respond), budget=budget) as (_, port), client(port) as first, client(port) as second:
         first[1].write(framed(b"hold" + bytes(2000)))
         while budget.has_room:
             await asyncio.sleep(0.001)
@@ -291,15 +291,15 @@ async def test_a_half_sent_frame_that_stalls_is_ended() -> None:
         assert connection.stalled(connection.last_activity + 11)
 
 
-async def test_draining_answers_what_is_under_way() -> None:
+async def test_draining_responds_to_what_is_under_way() -> None:
     promise: asyncio.Future[list[bytes | bytearray | memoryview] | None] = asyncio.get_running_loop().create_future()
     started = asyncio.Event()
 
-    def answer(frame: bytes) -> Answer:
+    def respond(frame: bytes) -> EventualResponse:
         started.set()
         return promise
 
-    async with listening(Scripted(answer)) as (listener, port), client(port) as (reader, writer):
+    async with listening(Scripted(respond)) as (listener, port), client(port) as (reader, writer):
         writer.write(framed(b"x"))
         await started.wait()
         drained = asyncio.create_task(listener.drain(5))
@@ -323,14 +323,14 @@ async def test_a_frame_that_waits_for_a_coroutine_keeps_its_bytes() -> None:
     """Small frames are served where they lie in a buffer that all connections share; those that wait have a copy."""
     gate = asyncio.Event()
 
-    def answer(frame: bytes) -> Answer:
+    def respond(frame: bytes) -> EventualResponse:
         async def slow() -> list[bytes | bytearray | memoryview]:
             await gate.wait()
             return [framed(frame)]
 
         return slow() if frame == b"slow" else [framed(frame)]
 
-    async with listening(Scripted(answer)) as (_, port), client(port) as (reader, writer), client(port) as other:
+    async with listening(Scripted(respond)) as (_, port), client(port) as (reader, writer), client(port) as other:
         writer.write(framed(b"slow") + framed(b"first") + framed(b"second"))
         for number in range(3):
             other[1].write(framed(b"overwritten %d" % number) * 5)
@@ -339,13 +339,13 @@ async def test_a_frame_that_waits_for_a_coroutine_keeps_its_bytes() -> None:
         assert [await read_frame(reader) for _ in range(3)] == [b"slow", b"first", b"second"]
 
 
-async def test_replies_to_good_requests_leave_before_a_bad_one_ends_the_connection() -> None:
-    def answer(frame: bytes) -> Answer:
+async def test_responses_to_good_requests_leave_before_a_bad_one_ends_the_connection() -> None:
+    def respond(frame: bytes) -> EventualResponse:
         if frame == b"bad":
             raise ProtocolViolation("bad")
         return [framed(frame)]
 
-    async with listening(Scripted(answer)) as (_, port), client(port) as (reader, writer):
+    async with listening(Scripted(respond)) as (_, port), client(port) as (reader, writer):
         writer.write(framed(b"good") + framed(b"bad"))
         assert await read_frame(reader) == b"good"
         assert await reader.read() == b""

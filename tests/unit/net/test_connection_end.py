@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
+from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
 from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.presence import Hangups, Presence
-from millstream.broker.net.reply import Buffers, Parked, Promise
+from millstream.broker.net.response import Buffers, Parked, Promise
 
 LIMITS = ConnectionLimits(frame_bytes_max=1000)
 
@@ -25,7 +25,7 @@ def framed(body: bytes) -> bytes:
 
 
 class Waiting(Parked):
-    """A request that waits for others, until the test answers it."""
+    """A request that waits for others, until the test responds to it."""
 
     def __init__(self, polls: Polls) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class Polls:
         self.promises: list[Promise] = []
         self.parked: list[Waiting] = []
         self.undone = 0
-        """Answers that never left."""
+        """Responses that never left."""
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         name = bytes(frame)
         if name == b"poll":
             return self._poll(connection.presence)
@@ -181,7 +181,7 @@ async def test_a_client_that_closes_leaves_nothing_that_waits(kind: bytes) -> No
 
 
 @pytest.mark.parametrize("ends_its_side", [True, False])
-async def test_an_answer_that_was_read_is_not_undone(ends_its_side: bool) -> None:
+async def test_a_response_that_was_read_is_not_undone(ends_its_side: bool) -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -195,7 +195,7 @@ async def test_an_answer_that_was_read_is_not_undone(ends_its_side: bool) -> Non
         assert service.undone == 0
 
 
-async def test_an_answer_that_did_not_leave_is_undone() -> None:
+async def test_a_response_that_did_not_leave_is_undone() -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
@@ -206,7 +206,7 @@ async def test_an_answer_that_did_not_leave_is_undone() -> None:
         assert service.undone == 1
 
 
-async def test_what_is_given_up_has_no_answer_and_what_comes_behind_it_has() -> None:
+async def test_what_is_given_up_has_no_response_and_what_comes_behind_it_has() -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

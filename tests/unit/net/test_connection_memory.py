@@ -1,4 +1,4 @@
-"""The cost of half-sent frames and unread replies, and that no client waits forever for memory that others hold."""
+"""The cost of half-sent frames and unread responses, and that no client waits forever for memory that others hold."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from contextlib import asynccontextmanager
 import pytest
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import WRITE_BUFFER_HIGH_BYTES, Answer, Connection, ConnectionLimits, Service
+from millstream.broker.net.connection import (
+    WRITE_BUFFER_HIGH_BYTES,
+    Connection,
+    ConnectionLimits,
+    EventualResponse,
+    Service,
+)
 from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import FRAME_COST_BYTES
-from millstream.broker.net.reply import Buffers, Parked, Promise, Stream
+from millstream.broker.net.response import Buffers, Parked, Promise, Stream
 
 LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024)
 MEGABYTE = bytes(1 << 20)
@@ -21,16 +27,16 @@ Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Size:
-    """Answers every frame with its size, but for those that begin with an S."""
+    """Responds to every frame with its size, but for those that begin with an S."""
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         return None if frame[0] == ord("S") else [struct.pack(">ii", 4, len(frame))]
 
 
 class Flood:
-    """Answers every frame with a megabyte, but for those that begin with an S."""
+    """Responds to every frame with a megabyte, but for those that begin with an S."""
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         return None if frame[0] == ord("S") else [struct.pack(">i", 1 << 20), bytes(1 << 20)]
 
 
@@ -62,7 +68,7 @@ def framed(body: bytes) -> bytes:
     return struct.pack(">i", len(body)) + body
 
 
-async def answer(client: Client) -> int:
+async def respond(client: Client) -> int:
     size, reported = struct.unpack(">ii", await client[0].readexactly(8))
     assert size == 4
     return int(reported)
@@ -91,7 +97,7 @@ async def test_half_frames_beyond_the_budget_do_not_wait_for_each_other() -> Non
         await until_holding(budget, 1024 * 1024)
         for size, (_, writer) in zip(sizes, senders, strict=True):
             writer.write(framed(bytes(size))[size // 2 :])
-        assert await asyncio.gather(*map(answer, senders)) == sizes
+        assert await asyncio.gather(*map(respond, senders)) == sizes
 
 
 async def test_small_requests_pass_by_frames_that_are_stuck() -> None:
@@ -103,7 +109,7 @@ async def test_small_requests_pass_by_frames_that_are_stuck() -> None:
         await until_holding(budget, 48 * 1024 * 1024)
         for size in (1, 100, 1000):
             other[1].write(framed(bytes(size)))
-            assert await answer(other) == size
+            assert await respond(other) == size
 
 
 async def test_who_stops_in_the_middle_of_a_frame_is_ended_sooner_when_others_wait() -> None:
@@ -121,9 +127,10 @@ async def test_who_stops_in_the_middle_of_a_frame_is_ended_sooner_when_others_wa
         assert connection.stalled(late, pressed=True)
 
 
-async def test_a_connection_that_ended_its_side_closes_once_its_replies_are_read() -> None:
+async def test_a_connection_that_ended_its_side_closes_once_its_responses_are_read() -> None:
     async with listening(Budget(1 << 30), Flood()) as (listener, port), clients(port, 1) as ((reader, writer),):
-        # The first reply fills the buffers, so the others wait; the last one needs no reply that could notice the end.
+        # The first response fills the buffers, so the others wait; the last one needs no response that could notice the
+        # end.
         writer.write(framed(b"a") * 20 + framed(b"S"))
         writer.write_eof()
         received = await asyncio.wait_for(reader.read(), 60)
@@ -132,7 +139,7 @@ async def test_a_connection_that_ended_its_side_closes_once_its_replies_are_read
             await asyncio.sleep(0.001)
 
 
-async def test_unread_replies_count_against_the_budget() -> None:
+async def test_unread_responses_count_against_the_budget() -> None:
     budget = Budget(1 << 30)
     async with listening(budget, Flood()) as (_, port), clients(port, 1) as ((_, writer),):
         writer.write(framed(b"a") * 30)
@@ -144,39 +151,39 @@ async def test_unread_replies_count_against_the_budget() -> None:
 
 
 class Behind:
-    """Promises an answer to P, parks Q, waits in a task for T, and answers all else with a megabyte."""
+    """Promises a response to P, parks Q, waits in a task for T, and responds to all else with a megabyte."""
 
     def __init__(self) -> None:
         self.first = Promise()
         self.parked = Parked()
-        self.answered = asyncio.Event()
+        self.may_respond = asyncio.Event()
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         match bytes(frame[:1]):
             case b"P":
                 return self.first
             case b"Q":
                 return self.parked
             case b"T":
-                return self._answer()
+                return self._respond()
             case b"S":
                 return Stream([MEGABYTE])
         return [MEGABYTE]
 
-    async def _answer(self) -> Buffers:
-        await self.answered.wait()
+    async def _respond(self) -> Buffers:
+        await self.may_respond.wait()
         return [MEGABYTE]
 
 
 @pytest.mark.parametrize("kind", [b"Q", b"T", b"S", b"a"])
 @pytest.mark.parametrize("is_closed", [False, True])
-async def test_replies_behind_one_that_is_not_ready_count_against_the_budget(kind: bytes, is_closed: bool) -> None:
+async def test_responses_behind_one_that_is_not_ready_count_against_the_budget(kind: bytes, is_closed: bool) -> None:
     service, budget = Behind(), Budget(1 << 30)
     async with listening(budget, service) as (listener, port), clients(port, 1) as ((reader, writer),):
         writer.write(framed(b"P") + framed(kind))
         if kind in (b"Q", b"T"):
             await until_holding(budget, 1)
-            service.answered.set()
+            service.may_respond.set()
             service.parked.keep([MEGABYTE])
         await until_holding(budget, len(MEGABYTE))
         await asyncio.sleep(0.01)
@@ -192,13 +199,13 @@ async def test_replies_behind_one_that_is_not_ready_count_against_the_budget(kin
 
 
 class Late(Parked):
-    """A reply that is about to be kept, so that it is not given up."""
+    """A response that is about to be kept, so that it is not given up."""
 
     def abandon(self) -> None:
         pass
 
 
-async def test_a_reply_that_is_kept_after_the_connection_is_lost_gives_its_memory_back() -> None:
+async def test_a_response_that_is_kept_after_the_connection_is_lost_gives_its_memory_back() -> None:
     service, budget = Behind(), Budget(1 << 30)
     service.parked = Late()
     async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):

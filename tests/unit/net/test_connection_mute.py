@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
+from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
 from millstream.broker.net.listener import Listener, bind
 
 FOR_EVER_S = 3600.0
@@ -23,7 +23,7 @@ class MutesOnDemand:
         self.handled: list[bytes] = []
         self.connections: list[Connection] = []
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         body = bytes(frame)
         self.handled.append(body)
         if body.startswith(b"mute"):
@@ -63,12 +63,12 @@ async def echo(port: int, body: bytes) -> bytes:
     """A round trip of another client, during which the loop has served everything that it is going to serve."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(framed(body))
-    answer = await read_frame(reader)
+    response = await read_frame(reader)
     writer.close()
-    return answer
+    return response
 
 
-async def test_the_reply_leaves_and_what_comes_behind_waits_until_the_end_of_the_mute() -> None:
+async def test_the_response_leaves_and_what_comes_behind_waits_until_the_end_of_the_mute() -> None:
     service = MutesOnDemand(FOR_EVER_S)
     budget = Budget(1 << 30)
     async with listening(service, budget) as (listener, port):
@@ -77,7 +77,7 @@ async def test_the_reply_leaves_and_what_comes_behind_waits_until_the_end_of_the
         assert await read_frame(reader) == b"mute"
         assert await echo(port, b"other") == b"other"
         assert service.handled == [b"mute", b"other"]
-        # A broker that stops keeps no client waiting: requests that were read are answered.
+        # A broker that stops keeps no client waiting: requests that were read get a response.
         drained = asyncio.create_task(listener.drain(5))
         assert await read_frame(reader) == b"behind it"
         assert await read_frame(reader) == b"and this"

@@ -1,4 +1,4 @@
-"""Large answers that are read while they are sent."""
+"""Large responses that are read while they are sent."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
+from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
 from millstream.broker.net.listener import Listener, bind
-from millstream.broker.net.reply import PIECE_BYTES, Outgoing, Piece, Stored, Stream
+from millstream.broker.net.response import PIECE_BYTES, Outgoing, Piece, Stored, Stream
 from millstream.core.errors import StorageFailure
 
 MEGABYTE = 1 << 20
@@ -48,19 +48,19 @@ class Part:
 
 
 class Streams:
-    """Answers a frame of one letter with what was prepared for it, and any other with itself."""
+    """Responds to a frame of one letter with what was prepared for it, and any other with itself."""
 
     def __init__(self, **prepared: Callable[[], list[Part]]) -> None:
         self.prepared = prepared
         self.given: list[Part] = []
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         name = str(frame, "ascii")
         if name not in self.prepared:
             return [struct.pack(">i", len(frame)), bytes(frame)]
         self.given = parts = self.prepared[name]()
         head = struct.pack(">i", sum(map(len, parts)))
-        # Some bytes that are in memory stand between those that are not, as in the answer to a fetch.
+        # Some bytes that are in memory stand between those that are not, as in the response to a fetch.
         laid: list[Piece | Stored] = [head]
         for part in parts:
             laid += [part, b""]
@@ -182,7 +182,7 @@ async def test_what_cannot_be_read_ends_the_connection(failing: int) -> None:
         writer.close()
 
 
-async def test_who_has_ended_its_side_still_gets_all_of_the_answer() -> None:
+async def test_who_has_ended_its_side_still_gets_all_of_the_response() -> None:
     async with listening(Streams(a=lambda: parts_of(20))) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"a") + framed(b"a") + framed(b"end"))
@@ -195,7 +195,7 @@ async def test_who_has_ended_its_side_still_gets_all_of_the_answer() -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_others_have_their_turn_while_a_large_answer_is_sent() -> None:
+async def test_others_have_their_turn_while_a_large_response_is_sent() -> None:
     async with listening(Streams(a=lambda: parts_of(60))) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         other_reader, other = await asyncio.open_connection("127.0.0.1", port)
@@ -208,7 +208,7 @@ async def test_others_have_their_turn_while_a_large_answer_is_sent() -> None:
         other.close()
 
 
-async def test_a_small_answer_may_lie_in_a_file_too() -> None:
+async def test_a_small_response_may_lie_in_a_file_too() -> None:
     service = Streams(a=lambda: parts_of(2, size=100))
     async with listening(service) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -226,7 +226,7 @@ async def test_a_request_that_fails_after_it_had_to_wait_ends_its_connection_and
     service = Streams(a=lambda: parts_of(40), b=fails, c=lambda: parts_of(1))
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
-        # The first answer is so large that the requests behind it have to wait until it is read.
+        # The first response is so large that the requests behind it have to wait until it is read.
         writer.write(framed(b"a") + framed(b"b") + framed(b"c"))
         assert len(await asyncio.wait_for(reader.readexactly(4 + 40 * MEGABYTE), 60)) == 4 + 40 * MEGABYTE
         assert await asyncio.wait_for(reader.read(), 60) == b""

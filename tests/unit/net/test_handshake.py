@@ -16,7 +16,7 @@ import pytest
 
 from millstream.broker.net import listener as listener_module
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
+from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
 from millstream.broker.net.listener import Door, Listener, bind
 from millstream.broker.security.tls import FollowedTls, TlsFiles
 from millstream.protocol.wire.credentials import client_tls
@@ -27,7 +27,7 @@ LIMITS = ConnectionLimits(frame_bytes_max=1 << 20)
 
 
 class Echo:
-    def handle(self, frame: memoryview, _connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, _connection: Connection) -> EventualResponse:
         return [struct.pack(">i", len(frame)), bytes(frame)]
 
 
@@ -105,16 +105,16 @@ async def test_what_comes_with_the_end_of_the_handshake_is_served(running: Runni
                 tls.write(frame(bytes([number]) * 10_000))
             # The last message of the handshake and the first requests in one piece.
             connection.sendall(outgoing.read())
-            answer = b""
-            while len(answer) < 3 * 10_004:
+            response = b""
+            while len(response) < 3 * 10_004:
                 try:
-                    answer += tls.read(65536)
+                    response += tls.read(65536)
                 except ssl.SSLWantReadError:
                     incoming.write(connection.recv(65536))
-            return answer
+            return response
 
-    answered = await asyncio.to_thread(talk)
-    assert answered == b"".join(frame(bytes([number]) * 10_000) for number in range(3))
+    may_respond = await asyncio.to_thread(talk)
+    assert may_respond == b"".join(frame(bytes([number]) * 10_000) for number in range(3))
 
 
 async def test_the_listener_drains_while_a_handshake_is_under_way(running: Running) -> None:

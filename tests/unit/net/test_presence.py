@@ -15,7 +15,7 @@ def test_callbacks_are_called_once_and_not_for_what_has_ended_before() -> None:
         presence.on_close(name, partial(said.append, name))
     presence.forget("two")
     presence.forget("unknown")
-    # Its client has ended its side; what is under way may still be answered.
+    # Its client has ended its side; what is under way may still get a response.
     presence.leave()
     assert said == []
     presence.end()

@@ -14,12 +14,12 @@ from typing import cast
 import pytest
 import uvloop
 
-from millstream.broker.net import connection, reply
+from millstream.broker.net import connection, response
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import SCRATCH_BYTES, Answer, Connection, ConnectionLimits
+from millstream.broker.net.connection import SCRATCH_BYTES, Connection, ConnectionLimits, EventualResponse
 from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import FRAME_COST_BYTES
-from millstream.broker.net.reply import Buffers, Promise
+from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.net.turns import (
     FOLLOWERS,
     LIGHT_BURST_S,
@@ -196,13 +196,13 @@ class Costly:
         self._clock = clock
         self.served: list[bytes] = []
 
-    def handle(self, frame: memoryview, _connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, _connection: Connection) -> EventualResponse:
         self.served.append(bytes(frame[:1]))
         self._clock.now += QUANTUM_S / 4
         return [struct.pack(">i", 1), bytes(frame[:1])]
 
 
-async def test_who_waits_for_each_answer_comes_before_a_flood_that_stays_in_the_sockets() -> None:
+async def test_who_waits_for_each_response_comes_before_a_flood_that_stays_in_the_sockets() -> None:
     clock, budget, floods = Clock(), Budget(1 << 30), 20
     service = Costly(clock)
     listener = Listener(service, limits=LIMITS, budget=budget, connections_max=100, idle_s=600, turns=Turns(clock))
@@ -236,12 +236,12 @@ async def test_who_waits_for_each_answer_comes_before_a_flood_that_stays_in_the_
 
 
 class CostlyInTasks(Costly):
-    """Answers in tasks, which use the loop after the turn that began them."""
+    """Responds in tasks, which use the loop after the turn that began them."""
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
-        return self._answer(memoryview(bytes(frame)), connection)
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
+        return self._respond(memoryview(bytes(frame)), connection)
 
-    async def _answer(self, frame: memoryview, connection: Connection) -> Buffers:
+    async def _respond(self, frame: memoryview, connection: Connection) -> Buffers:
         await asyncio.sleep(0)
         self._clock.now += QUANTUM_S
         return cast("Buffers", super().handle(frame, connection))
@@ -252,7 +252,7 @@ async def test_a_round_of_the_loop_ends_however_many_have_more_than_a_turn_allow
     kind: type[Costly], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, floods = Clock(), 200
-    monkeypatch.setattr(reply, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(response, "time", SimpleNamespace(perf_counter=clock))
     service = kind(clock)
     turns = Turns(clock)
     listener = Listener(service, limits=LIMITS, budget=Budget(1 << 30), connections_max=400, idle_s=600, turns=turns)
@@ -334,20 +334,20 @@ async def test_requests_of_clients_who_hang_up_are_hardly_served(leaving: str, m
                 await asyncio.sleep(0)
     finally:
         await listener.drain(0)
-    # The first reply to one that only ended its side shows that it is gone.
+    # The first response to one that only ended its side shows that it is gone.
     assert len(service.served) - before <= 2 * floods
     assert budget.used_bytes == 0
 
 
 class Tasks:
-    """Answers by a task."""
+    """Responds by a task."""
 
-    def handle(self, frame: memoryview, _connection: Connection) -> Answer:
-        async def answer(body: bytes) -> Buffers:
+    def handle(self, frame: memoryview, _connection: Connection) -> EventualResponse:
+        async def respond(body: bytes) -> Buffers:
             await asyncio.sleep(0)
             return [body]
 
-        return answer(bytes(frame))
+        return respond(bytes(frame))
 
 
 class ChargedTurns(Turns):
@@ -362,16 +362,16 @@ class ChargedTurns(Turns):
         return super().spend(flow, cost_s, now, is_light=is_light)
 
 
-async def test_what_sending_the_answer_of_a_task_takes_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_sending_the_response_of_a_task_takes_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, sending_s = Clock(), 7 * QUANTUM_S
-    monkeypatch.setattr(reply, "time", SimpleNamespace(perf_counter=clock))
-    turns, flush = ChargedTurns(clock), Connection._flush_replies
+    monkeypatch.setattr(response, "time", SimpleNamespace(perf_counter=clock))
+    turns, flush = ChargedTurns(clock), Connection._flush_responses
 
     def flush_slowly(self: Connection) -> None:
         clock.now += sending_s
         flush(self)
 
-    monkeypatch.setattr(Connection, "_flush_replies", flush_slowly)
+    monkeypatch.setattr(Connection, "_flush_responses", flush_slowly)
     listener = Listener(Tasks(), limits=LIMITS, budget=Budget(1 << 30), connections_max=1, idle_s=600, turns=turns)
     bound = bind("127.0.0.1", 0, flag="kafka")
     await listener.start(bound)
@@ -390,12 +390,12 @@ async def test_what_sending_the_answer_of_a_task_takes_is_charged(monkeypatch: p
 
 
 class Promises:
-    """Promises every answer."""
+    """Promises every response."""
 
     def __init__(self) -> None:
         self.promises: list[Promise] = []
 
-    def handle(self, frame: memoryview, _connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, _connection: Connection) -> EventualResponse:
         self.promises.append(Promise())
         return self.promises[-1]
 

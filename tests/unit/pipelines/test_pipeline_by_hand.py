@@ -84,7 +84,7 @@ class Java:
 
 
 def run_watched(script: Script, java: Java, monkeypatch: pytest.MonkeyPatch, *, reacts: bool) -> list[str]:
-    """Run what may be still for a moment only; the answer is why its process had to end, if it had."""
+    """Run what may be still for a moment only; the response is why its process had to end, if it had."""
     monkeypatch.setattr(by_hand_module, "activity_of", lambda _spark: Activity())
     monkeypatch.setattr(by_hand_module, "kill_java", Java.kill)
     monkeypatch.setattr(by_hand_module, "END_S", 0.05)

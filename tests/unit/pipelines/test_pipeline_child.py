@@ -242,7 +242,7 @@ async def test_a_catalog_that_is_away_keeps_no_one_running(tmp_path: Path, monke
             nonlocal calls
             calls += 1
             if calls < 3:
-                raise CatalogUnavailable("no answer")
+                raise CatalogUnavailable("no response")
             return await park(pipeline, reason)
 
         monkeypatch.setattr(scene.declared, "park", away)

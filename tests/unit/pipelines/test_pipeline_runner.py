@@ -74,7 +74,7 @@ def test_a_step_in_which_java_is_lost_stays_under_way() -> None:
     class Py4JNetworkError(Exception):
         """As it is called there."""
 
-    script = Script(ValueError("odd"), Py4JNetworkError("Answer from Java side is empty"), Step(rows=3))
+    script = Script(ValueError("odd"), Py4JNetworkError("Response from Java side is empty"), Step(rows=3))
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
     assert watched.steps[:6] == ["begun", False, "begun", "lost", "begun", True]
@@ -169,7 +169,7 @@ def test_what_is_declared_wrongly_is_tried_once_more() -> None:
 
 
 def test_what_is_away_parks_nothing_however_long() -> None:
-    away = [BrokerUnreachable("nobody answers"), OSError("Generic S3 error"), OSError(ENOSPC, "no space left")]
+    away = [BrokerUnreachable("nobody responds"), OSError("Generic S3 error"), OSError(ENOSPC, "no space left")]
     script = Script(*away * FAILURES_MAX, Step(rows=1))
     with running(script) as watched:
         watched.until("retrying")

@@ -160,7 +160,7 @@ def test_tasks_that_run_on_after_they_were_cancelled_have_the_driver_replaced_wh
         assert other.given_up == []
 
 
-def test_a_java_that_does_not_answer_has_the_driver_replaced() -> None:
+def test_a_java_that_does_not_respond_has_the_driver_replaced() -> None:
     one = Pipeline(stall_s=3600.0)
     with watched(one) as scene:
         scene.watch._look_s = scene.watch._java_s = 0.01
@@ -168,10 +168,10 @@ def test_a_java_that_does_not_answer_has_the_driver_replaced() -> None:
         for _ in range(3):
             scene.now_s += 0.01
             scene.watch.look()
-        assert scene.replaced[0] == ("", "the Java process has not answered for 0 s")
+        assert scene.replaced[0] == ("", "the Java process has not responded for 0 s")
 
 
-def test_no_one_is_blamed_while_java_does_not_answer() -> None:
+def test_no_one_is_blamed_while_java_does_not_respond() -> None:
     one = Pipeline(stall_s=10.0)
     with watched(one) as scene:
         scene.watch._java_s = 500.0
@@ -196,7 +196,7 @@ def test_a_process_that_was_stopped_itself_blames_no_one() -> None:
         assert (one.given_up, scene.replaced) == ([], [])
 
 
-def test_a_spark_that_fails_to_answer_is_no_sign() -> None:
+def test_a_spark_that_fails_to_respond_is_no_sign() -> None:
     one = Pipeline()
     with watched(one) as scene:
 

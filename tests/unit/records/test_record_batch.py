@@ -1,4 +1,4 @@
-"""The header of a batch, and the batches of a fetch answer."""
+"""The header of a batch, and the batches of a fetch response."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_too_few_bytes_for_a_header() -> None:
         read_header(a_batch()[: HEADER_BYTES - 1])
 
 
-def test_an_answer_may_be_cut_off_anywhere() -> None:
-    answer = a_batch() + a_batch(2) + a_batch(4)
+def test_a_response_may_be_cut_off_anywhere() -> None:
+    response = a_batch() + a_batch(2) + a_batch(4)
     size = len(a_batch())
-    for end in range(len(answer) + 1):
-        assert [header.base_offset for header in iterate_whole_headers(answer[:end])] == [0, 2, 4][: end // size]
+    for end in range(len(response) + 1):
+        assert [header.base_offset for header in iterate_whole_headers(response[:end])] == [0, 2, 4][: end // size]
 
 
 def test_a_log_may_not_be_cut_off() -> None:

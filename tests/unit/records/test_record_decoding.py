@@ -200,11 +200,11 @@ def batches(count: int, size: int, *, compression: int = 0) -> bytes:
 
 @pytest.mark.parametrize("codec", range(5))
 def test_only_the_offsets_asked_for(codec: int) -> None:
-    answer = batches(10, 7, compression=codec)
+    response = batches(10, 7, compression=codec)
     for start, end in ((0, 70), (3, 5), (13, 50), (69, 1000), (70, 80), (0, 0)):
         found = [
             int(value or b"")
-            for part in decode_columns(answer, start_offset=start, end_offset=end, rows_max=4)
+            for part in decode_columns(response, start_offset=start, end_offset=end, rows_max=4)
             for value in (part.values.to_list() if part.values else [])
         ]
         assert found == list(range(start, min(end, 70)))
@@ -227,18 +227,18 @@ def test_rows_come_in_parts_of_a_limited_size(codec: int) -> None:
 
 def test_many_headers_end_a_part_early() -> None:
     headers = (("h", b""),) * 1000
-    answer = encode_batch([NewRecord(None, None, headers, 0)] * 200)
-    parts = list(decode_columns(answer))
+    response = encode_batch([NewRecord(None, None, headers, 0)] * 200)
+    parts = list(decode_columns(response))
     assert sum(map(len, parts)) == 200
     assert all(part.headers is not None and len(part.headers.keys) <= 67_000 for part in parts)
 
 
 def test_batches_that_are_not_needed_are_not_looked_into() -> None:
-    answer = bytearray(batches(3, 2))
-    answer[HEADER_BYTES + 3] ^= 1
-    assert sum(map(len, decode_columns(answer, start_offset=2))) == 4
+    response = bytearray(batches(3, 2))
+    response[HEADER_BYTES + 3] ^= 1
+    assert sum(map(len, decode_columns(response, start_offset=2))) == 4
     with pytest.raises(CorruptBatch):
-        list(decode_columns(answer, start_offset=1))
+        list(decode_columns(response, start_offset=1))
 
 
 def test_the_next_offset_counts_batches_without_records_to_show() -> None:
@@ -294,12 +294,12 @@ def test_batches_that_cannot_be_read_are_reported_and_passed_over(codec: int) ->
     bomb = encode_batch([NewRecord(None, bytes(2**21), (), 9)], compression=codec)
     broken = bytearray(good)
     broken[-1] ^= 1
-    answer = b"".join((at_offset(good, 0), at_offset(bomb, 3), at_offset(good, 4), at_offset(broken, 7)))
+    response = b"".join((at_offset(good, 0), at_offset(bomb, 3), at_offset(good, 4), at_offset(broken, 7)))
     passed_over: list[UnreadableBatch] = []
-    found = list(decode_columns(answer, start_offset=1, decompressed_bytes_max=2**20, skip=passed_over.append))
+    found = list(decode_columns(response, start_offset=1, decompressed_bytes_max=2**20, skip=passed_over.append))
     assert [offset for columns in found for offset in columns.offsets.tolist()] == [1, 2, 4, 5, 6]
     assert [(one.start, one.end, one.timestamp_ms) for one in passed_over] == [(3, 4, 9), (7, 10, 7)]
     assert "decompress to more than" in passed_over[0].reason
     assert "CRC" in passed_over[1].reason
     with pytest.raises(BatchRejected):
-        list(decode_columns(answer))
+        list(decode_columns(response))

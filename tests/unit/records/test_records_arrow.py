@@ -29,8 +29,8 @@ RECORDS = [
 ]
 
 
-def as_arrow(answer: bytes | bytearray) -> pa.Table:
-    return pa.Table.from_batches(decode_arrow(answer, topic="orders", partition=3), schema=SCHEMA)
+def as_arrow(response: bytes | bytearray) -> pa.Table:
+    return pa.Table.from_batches(decode_arrow(response, topic="orders", partition=3), schema=SCHEMA)
 
 
 def headers_of(batches: Iterator[bytearray]) -> list[BatchHeader]:
@@ -60,11 +60,11 @@ def test_rows_are_shaped_like_those_of_the_kafka_source() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_the_columns_asked_for_are_built(name: str) -> None:
-    answer = encode_batch(RECORDS, base_offset=7)
-    (batch,) = decode_arrow(answer, topic="orders", partition=3, names=(name,))
+    response = encode_batch(RECORDS, base_offset=7)
+    (batch,) = decode_arrow(response, topic="orders", partition=3, names=(name,))
     batch.validate(full=True)
     assert batch.schema.names == [name]
-    assert batch.column(0).to_pylist() == as_arrow(answer)[name].to_pylist()
+    assert batch.column(0).to_pylist() == as_arrow(response)[name].to_pylist()
 
 
 def test_columns_that_were_not_decoded_cannot_be_shown() -> None:
@@ -108,11 +108,11 @@ def test_arrow_is_written_and_read_back(
             "timestamp": pa.array([row[3] * 1000 for row in rows], SCHEMA.field("timestamp").type),
         }
     ).slice(first)
-    answer = b"".join(encode_columns(from_arrow(batch), compression=codec, batch_bytes_max=300))
+    response = b"".join(encode_columns(from_arrow(batch), compression=codec, batch_bytes_max=300))
     if not batch.num_rows:
-        assert answer == b""
+        assert response == b""
         return
-    found = as_arrow(answer)
+    found = as_arrow(response)
     found.validate(full=True)
     for name in ("key", "value", "timestamp"):
         assert found[name].to_pylist() == batch[name].to_pylist()
@@ -122,9 +122,9 @@ def test_arrow_is_written_and_read_back(
 def test_text_and_large_kinds_are_written_too() -> None:
     for kind in (pa.string(), pa.large_string(), pa.large_binary(), pa.binary_view(), pa.binary(2)):
         batch = pa.record_batch({"value": pa.array(["ab", None, "cd"], pa.string()).cast(pa.binary()).cast(kind)})
-        answer = b"".join(encode_columns(from_arrow(batch, default_timestamp_ms=5)))
-        assert [record.value for record in decode_records(answer)] == [b"ab", None, b"cd"]
-        assert {(record.timestamp_ms, record.key, record.headers) for record in decode_records(answer)} == {
+        response = b"".join(encode_columns(from_arrow(batch, default_timestamp_ms=5)))
+        assert [record.value for record in decode_records(response)] == [b"ab", None, b"cd"]
+        assert {(record.timestamp_ms, record.key, record.headers) for record in decode_records(response)} == {
             (5, None, ())
         }
 
@@ -217,14 +217,14 @@ def test_offsets_are_kept_with_their_gaps_when_asked() -> None:
 def test_timestamps_too_far_apart_for_one_batch() -> None:
     columns = some_columns(2)
     columns.timestamps_ms[:] = (-(2**63), 2**63 - 1)
-    answer = b"".join(encode_columns(columns))
-    assert [record.timestamp_ms for record in decode_records(answer)] == [-(2**63), 2**63 - 1]
+    response = b"".join(encode_columns(columns))
+    assert [record.timestamp_ms for record in decode_records(response)] == [-(2**63), 2**63 - 1]
 
 
 def test_only_some_rows_are_written_in_the_order_given() -> None:
     columns = some_columns(10)
-    answer = b"".join(encode_columns(columns, rows=np.array([7, 2, 2], np.int64)))
-    assert [record.timestamp_ms for record in decode_records(answer)] == [7, 2, 2]
+    response = b"".join(encode_columns(columns, rows=np.array([7, 2, 2], np.int64)))
+    assert [record.timestamp_ms for record in decode_records(response)] == [7, 2, 2]
     assert list(encode_columns(columns, rows=np.array([], np.int64))) == []
     for wrong in (10, -1):
         with pytest.raises(InvalidBatch, match="only 10 rows"):

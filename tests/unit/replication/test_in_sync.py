@@ -169,7 +169,7 @@ class TestChanges:
 
 
 class InSyncMachine(RuleBasedStateMachine):
-    """One leader, its followers and a store that answers late, never or with no; after every step the rules hold.
+    """One leader, its followers and a store that responds late, never or with no; after every step the rules hold.
 
     The leader of an epoch is modelled, and the store's sets of old, pending and lost requests: any of them may be the
     one from which the next leader is taken, so everybody in any of them must have what was acknowledged.
@@ -221,14 +221,14 @@ class InSyncMachine(RuleBasedStateMachine):
             self.requests += again[:1]
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), answered=st.booleans())
-    def arrive(self, data: st.DataObject, answered: bool) -> None:
-        """A request reaches the store, in any order; its answer may be lost."""
+    @rule(data=st.data(), responded=st.booleans())
+    def arrive(self, data: st.DataObject, responded: bool) -> None:
+        """A request reaches the store, in any order; its response may be lost."""
         at = data.draw(st.integers(0, len(self.requests) - 1))
         change = self.requests.pop(at)
         if change.revision == self.stored.revision:
             self.stored = Versioned(change.state, self.stored.revision + 1)
-        if answered:
+        if responded:
             self.in_sync.learned(self.stored, now=self.now)
         self.advance()
 

@@ -131,21 +131,21 @@ def test_changes_of_users_and_rules_are_account_changes(trail: AuditTrail) -> No
 async def test_a_client_that_leaves_cannot_hide_what_it_changed(catalog: Catalog) -> None:
     state = SecurityState(CatalogDeclarations(catalog), ())
     rights = Rights(state, "User:mallory", "10.0.0.9")
-    may_answer = asyncio.Event()
+    may_respond = asyncio.Event()
 
-    async def answer() -> Response:
-        await may_answer.wait()
+    async def respond() -> Response:
+        await may_respond.wait()
         return Response()
 
     request = DeleteSubscriptionRequest("billing")
     deletion = single_change("subscription", DELETE)
-    asking = asyncio.ensure_future(record_changes("SubscriptionDelete", deletion, request, rights, answer()))
+    asking = asyncio.ensure_future(record_changes("SubscriptionDelete", deletion, request, rights, respond()))
     await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert len(state.audit) == 0
-    may_answer.set()
+    may_respond.set()
     await state.audit.changed.wait()
     (event,) = state.audit.take()
     assert (event["entity"]["name"], event["activity_id"]) == ("billing", Activity.DELETE)
@@ -154,10 +154,10 @@ async def test_a_client_that_leaves_cannot_hide_what_it_changed(catalog: Catalog
 async def test_nothing_is_recorded_of_a_request_that_only_validates(catalog: Catalog) -> None:
     state = SecurityState(CatalogDeclarations(catalog), ())
 
-    async def answer() -> Response:
+    async def respond() -> Response:
         return Response()
 
     request = AlterSubscriptionRequest("billing", {}, None, True)
     changes = single_change("subscription", UPDATE)
-    await record_changes("SubscriptionAlter", changes, request, Rights(state, "User:admin", "::1"), answer())
+    await record_changes("SubscriptionAlter", changes, request, Rights(state, "User:admin", "::1"), respond())
     assert len(state.audit) == 0

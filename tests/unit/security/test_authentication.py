@@ -68,8 +68,8 @@ async def authenticate(passwords: Passwords, credentials: Credentials, *, tamper
     message = next(client)
     verified: Verified | None = None
     while True:
-        answer = await server.step(message if tamper is None else tamper(message))
-        said, verified = answer if isinstance(answer, tuple) else (answer, verified)
+        response = await server.step(message if tamper is None else tamper(message))
+        said, verified = response if isinstance(response, tuple) else (response, verified)
         try:
             message = client.send(said)
         except StopIteration:
@@ -180,9 +180,9 @@ def test_garbage_authenticates_nobody(first: bytes, second: bytes) -> None:
 
 async def test_an_unknown_user_looks_like_a_known_one(passwords: Passwords) -> None:
     async def challenge(user: str) -> dict[str, str]:
-        answer = await Authenticator(passwords, None).begin(SHA_256).step(f"n,,n={user},r=abc".encode())
-        assert isinstance(answer, bytes)
-        return dict(part.split("=", 1) for part in answer.decode().split(","))
+        response = await Authenticator(passwords, None).begin(SHA_256).step(f"n,,n={user},r=abc".encode())
+        assert isinstance(response, bytes)
+        return dict(part.split("=", 1) for part in response.decode().split(","))
 
     known, unknown, again = [await challenge(user) for user in (USER, "nobody", "nobody")]
     assert known["i"] == unknown["i"]
@@ -331,12 +331,12 @@ async def test_keys_of_a_url_are_fetched_again_for_a_key_that_is_not_known(
 ) -> None:
     fetched = 0
 
-    def answer(_request: httpx.Request) -> httpx.Response:
+    def respond(_request: httpx.Request) -> httpx.Response:
         nonlocal fetched
         fetched += 1
         return httpx.Response(200, content=issuer.jwks.read_bytes())
 
-    client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+    client = partial(httpx.AsyncClient, transport=httpx.MockTransport(respond))
     monkeypatch.setattr("millstream.broker.security.oauth.httpx.AsyncClient", client)
     tokens = TokenChecker(OAuthSettings(jwks="https://issuer.example/keys", issuer=ISSUER, audience=AUDIENCE))
     running = asyncio.create_task(tokens.run())

@@ -49,10 +49,10 @@ def rule(**changes: object) -> Acl:
 def test_it_decides_as_apache_kafka_does() -> None:
     lines, decisions = [], []
     for line in RECORDED.read_text(encoding="utf-8").splitlines():
-        question, _, answer = line.rpartition("\t")
+        question, _, response = line.rpartition("\t")
         is_question = line[0] in "QT"
         lines.append(question if is_question else line)
-        decisions += [answer] if is_question else []
+        decisions += [response] if is_question else []
     assert len(decisions) >= 2000
     assert {"0", "1"} == set(decisions)
     assert list(differences(lines, decisions)) == []

@@ -58,7 +58,7 @@ def links() -> Iterator[Links]:
     links.loop.dismantle()
 
 
-def test_a_cut_answer_is_lost_after_the_work_was_done(links: Links) -> None:
+def test_a_cut_response_is_lost_after_the_work_was_done(links: Links) -> None:
     done: list[int] = []
 
     async def serve() -> int:
@@ -100,7 +100,7 @@ def test_a_dead_end_refuses_and_a_killed_one_hangs_up(links: Links) -> None:
     links.run(call)
 
 
-def test_a_change_whose_answer_is_lost_was_made_and_a_late_watch_reports_it(links: Links) -> None:
+def test_a_change_whose_response_is_lost_was_made_and_a_late_watch_reports_it(links: Links) -> None:
     async def work() -> None:
         store = links.store()
         assert await store.change([Put("x", "1")], [Expect("x", 0)]) is not None

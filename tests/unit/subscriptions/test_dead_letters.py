@@ -39,7 +39,7 @@ class Box(DeadLetterAppender):
         self.trouble: list[MillstreamError] = []
         self.too_large = b"nothing is"
         self.partition_count = 1
-        self.lost_answers = self.refusals = 0
+        self.lost_responses = self.refusals = 0
         self._numbers: dict[int, list[int]] = {}
 
     async def close(self) -> None:
@@ -64,9 +64,9 @@ class Box(DeadLetterAppender):
             raise OutOfOrderSequence(f"{header.base_sequence} does not follow {numbers[-1]}")
         numbers.append(header.base_sequence)
         self.letters += decode_records(batch)
-        if self.lost_answers:
-            self.lost_answers -= 1
-            raise NotLeader("the answer was lost")
+        if self.lost_responses:
+            self.lost_responses -= 1
+            raise NotLeader("the response was lost")
         return Offset(len(self.letters) - 1)
 
     def values(self) -> list[str]:
@@ -175,8 +175,8 @@ async def test_what_passes_is_tried_again(desk: Desk, caplog: pytest.LogCaptureF
     assert "retrying" in caplog.text
 
 
-async def test_an_answer_that_is_lost_doubles_nothing(desk: Desk) -> None:
-    desk.box.lost_answers = 3
+async def test_a_response_that_is_lost_doubles_nothing(desk: Desk) -> None:
+    desk.box.lost_responses = 3
     give(desk, "a", "b", "c", "d")
     desk.reject(0, 1, 2, 3)
     await desk.until(0)
@@ -186,7 +186,7 @@ async def test_an_answer_that_is_lost_doubles_nothing(desk: Desk) -> None:
 @pytest.mark.parametrize("crashes", [False, True])
 async def test_a_letter_that_is_redriven_before_its_queue_knows_of_it_is_delivered(desk: Desk, crashes: bool) -> None:
     give(desk, "a")
-    desk.box.lost_answers = 1
+    desk.box.lost_responses = 1
     desk.reject(0)
     async with asyncio.timeout(WAIT_S):
         while not desk.box.letters:

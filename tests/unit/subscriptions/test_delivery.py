@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from millstream.broker.kafka.api import error_code
-from millstream.broker.kafka.apis.subscription_receive import build_answer
+from millstream.broker.kafka.apis.subscription_receive import build_response
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import delivery as driver
@@ -70,11 +70,11 @@ def waits(delivery: Delivery, worker: str = "one", count: int = 1) -> asyncio.Ta
 
 
 class HeldFilter(QueueFilter):
-    """A filter whose answer the test holds back."""
+    """A filter whose response the test holds back."""
 
     def __init__(self, text: str, matches: bool) -> None:
         self.filter: Filter = compile_filter(text)
-        self.answers = asyncio.Event()
+        self.responses = asyncio.Event()
         self.asked = asyncio.Event()
         self.failures = 0
         self.unreadable: tuple[tuple[int, int, str], ...] = ()
@@ -85,7 +85,7 @@ class HeldFilter(QueueFilter):
 
     async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> Matches:
         self.asked.set()
-        await self.answers.wait()
+        await self.responses.wait()
         if self.failures:
             self.failures -= 1
             raise StorageFailure("the filter is away")
@@ -323,7 +323,7 @@ async def test_a_lease_is_reported_as_long_as_it_was_granted(bench: Workbench, i
     bench.store.let_go()
     given = await waiting
     (lease,) = given[0].received.leases
-    (reported,) = build_answer(given, 0.0).partitions
+    (reported,) = build_response(given, 0.0).partitions
     assert (lease.deadline_ms - bench.clock.now_ms(), reported.lease_ms) == (1000, 1000)
 
 
@@ -415,7 +415,7 @@ async def test_acceptances_that_come_while_one_is_being_stored_are_stored_togeth
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-async def test_acceptances_that_wait_behind_a_write_are_answered_when_the_queue_closes(
+async def test_acceptances_that_wait_behind_a_write_get_a_response_when_the_queue_closes(
     bench: Workbench, is_stored: bool
 ) -> None:
     delivery = await bench.open()
@@ -437,7 +437,7 @@ async def test_acceptances_that_wait_behind_a_write_are_answered_when_the_queue_
         assert [type(one) for one in outcomes] == [StorageFailure] * 2
 
 
-async def test_an_acceptance_that_could_not_be_written_is_not_answered_and_the_queue_is_read_back(
+async def test_an_acceptance_that_could_not_be_written_gets_no_response_and_the_queue_is_read_back(
     bench: Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
     delivery = await bench.open(lease_ms=100)
@@ -733,7 +733,7 @@ async def test_a_seek_while_a_filter_looks_has_it_look_again(bench: Workbench) -
     waiting = waits(delivery, count=5)
     await queue_filter.asked.wait()
     delivery.seek(Offset(1))
-    queue_filter.answers.set()
+    queue_filter.responses.set()
     assert given_offsets(await waiting) == [1]
     assert delivery.queue.filter_version == int(queue_filter.filter.version, 16) & (2**63 - 1)
 
@@ -744,9 +744,9 @@ async def test_a_filter_that_is_changed_while_it_looks_decides_nothing(bench: Wo
     delivery = await bench.open(queue_filter=before, filter="key = 'a'")
     waiting = waits(delivery, count=5)
     await before.asked.wait()
-    after.answers.set()
+    after.responses.set()
     delivery.change(SubscriptionSettings(filter="key = 'b'"), after)
-    before.answers.set()
+    before.responses.set()
     await turns()
     assert not waiting.done()
     delivery.change(SubscriptionSettings(), None)
@@ -758,7 +758,7 @@ async def test_a_filter_that_fails_is_asked_again(bench: Workbench, monkeypatch:
     monkeypatch.setattr(driver, "FILTER_RETRY_S", 0.01)
     queue_filter = HeldFilter("key = 'a'", matches=True)
     queue_filter.failures = 2
-    queue_filter.answers.set()
+    queue_filter.responses.set()
     delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
     waiting = waits(delivery)
     await turns()
@@ -771,7 +771,7 @@ async def test_messages_that_their_filter_cannot_read_are_skipped_and_counted(
 ) -> None:
     queue_filter = HeldFilter("key = 'a'", matches=True)
     queue_filter.unreadable = ((1, 2, "the process that reads it died 2 times"),)
-    queue_filter.answers.set()
+    queue_filter.responses.set()
     bench.publish("a", "b", "c", "d")
     delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
     assert given_offsets(await receive([delivery], wanted(5), PLENTY, wait_s=WAIT_S)) == [0, 3]

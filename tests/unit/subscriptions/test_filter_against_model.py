@@ -175,7 +175,7 @@ def test_the_canonical_text_means_the_same_and_stays_as_it_is(condition: Term, r
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(CONDITIONS, min_size=1, max_size=3), st.lists(ROWS, min_size=1, max_size=6))
-def test_columns_and_records_give_the_same_answer(conditions: list[Term], rows: list[Row]) -> None:
+def test_columns_and_records_give_the_same_result(conditions: list[Term], rows: list[Row]) -> None:
     filters = [compile_filter(condition.text) for condition in conditions]
     records = [as_record(row) for row in rows]
     batch = bytes(encode_batch([NewRecord(each.key, each.value, each.headers, 0) for each in records]))

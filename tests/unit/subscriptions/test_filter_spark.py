@@ -1,4 +1,4 @@
-"""The same text in Spark: the same answer, or an error there and NULL here. Runs where PySpark and Java are there."""
+"""The same text in Spark: the same response, or an error there and NULL here. Runs where PySpark and Java are there."""
 
 from __future__ import annotations
 
@@ -182,8 +182,8 @@ def there_one_by_one(rows: Any, texts: list[str]) -> list[list[bool]]:
 @pytest.mark.filterwarnings("ignore")
 def test_spark_says_the_same(rows: Any) -> None:
     texts = [form for text in CONDITIONS for form in forms(text)]
-    answers = dict(zip(texts, there(rows, texts), strict=True))
-    assert {text: here(text) for text in texts} == answers
+    responses = dict(zip(texts, there(rows, texts), strict=True))
+    assert {text: here(text) for text in texts} == responses
 
 
 @pytest.mark.filterwarnings("ignore")

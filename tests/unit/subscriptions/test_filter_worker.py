@@ -1,4 +1,4 @@
-"""Filters over batches, here and in a child process: same answers, once decoded, and a child that may die."""
+"""Filters over batches, here and in a child process: same responses, once decoded, and a child that may die."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ DEADLY_CHILD = """
 import os
 from millstream.broker.subscriptions import filter_worker_child as child
 
-answer = child.answer
+respond = child.respond
 
-def die_or_answer(request):
+def die_or_respond(request):
     if b"deadly" in (request.batch if isinstance(request, child.BatchRequest) else request.batches):
         os._exit(1)
-    return answer(request)
+    return respond(request)
 
-child.answer = die_or_answer
+child.respond = die_or_respond
 child.main()
 """
 
@@ -70,7 +70,7 @@ def expected(offsets: range) -> list[list[bool]]:
 
 @pytest.fixture
 async def worker() -> AsyncIterator[FilterWorker]:
-    worker = FilterWorker(answer_s_max=250, backoff_min_s=0.01)
+    worker = FilterWorker(response_s_max=250, backoff_min_s=0.01)
     yield worker
     await worker.stop()
     assert worker.pid is None
@@ -184,14 +184,14 @@ async def test_queues_go_on_behind_a_batch_that_the_child_keeps_dying_over(worke
     assert found.unreadable == ((10, 11, "the process that reads it died 2 times"),)
 
 
-async def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
-    worker = FilterWorker(answer_s_max=0.001, backoff_min_s=0.001)
+async def test_a_response_that_does_not_come_is_not_waited_for() -> None:
+    worker = FilterWorker(response_s_max=0.001, backoff_min_s=0.001)
     with pytest.raises(FilterUnavailable):
         await worker.evaluate(messages(batch(100)), FILTERS)
     assert worker.pid is None
 
 
-async def test_giving_up_on_a_request_does_not_mix_up_answers(worker: FilterWorker) -> None:
+async def test_giving_up_on_a_request_does_not_mix_up_responses(worker: FilterWorker) -> None:
     await check(worker, messages(batch(100)), range(10, 110))
     pid = worker.pid
     assert pid is not None
@@ -227,7 +227,7 @@ async def test_a_stopped_worker_says_so(worker: FilterWorker) -> None:
         await worker.evaluate(messages(batch(100)), FILTERS)
 
 
-def test_large_payloads_are_parsed_in_parts_with_the_same_answer() -> None:
+def test_large_payloads_are_parsed_in_parts_with_the_same_result() -> None:
     values = [b'{"total": %d, "x": "%s", "o": {"a": 1}}' % (at, b"y" * 300_000) for at in range(9)]
     raw = bytes(encode_batch([NewRecord(None, value) for value in values]))
     found = evaluate(messages(raw), [compile_filter("payload.total > 4 AND payload.o IS NOT NULL")])

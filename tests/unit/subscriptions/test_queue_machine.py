@@ -455,7 +455,7 @@ class QueueHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.model.letters)
     @rule(data=st.data(), is_closed=st.booleans())
     def revive(self, data: st.DataObject, is_closed: bool) -> None:
-        """Letters are redriven, some of them again, since the first time was not answered."""
+        """Letters are redriven, some of them again, since the first time got no response."""
         model, (_, parked_max, _) = self.model, self.sizes
         offsets = data.draw(st.lists(st.sampled_from(sorted(model.letters)), min_size=1, max_size=4, unique=True))
         offsets = [offset for offset in offsets if offset >= self.log_start]

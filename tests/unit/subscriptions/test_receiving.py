@@ -9,7 +9,7 @@ import pytest
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.presence import Presence
-from millstream.broker.net.reply import Buffers
+from millstream.broker.net.response import Buffers
 from millstream.broker.subscriptions import receiving
 from millstream.broker.subscriptions.receiving import Grant, ParkedLease, receive
 from millstream.broker.subscriptions.state_store import PendingWrite
@@ -82,12 +82,12 @@ def fails(_grants: list[Grant], _error: Exception | None) -> Buffers:
     raise KeyError("a bug")
 
 
-def parked(budget: Budget, answer: Callable[[list[Grant], Exception | None], Buffers] = sizes) -> ParkedLease:
-    return ParkedLease(budget, "one", Presence(), answer, lambda error: [type(error).__name__.encode()])
+def parked(budget: Budget, response: Callable[[list[Grant], Exception | None], Buffers] = sizes) -> ParkedLease:
+    return ParkedLease(budget, "one", Presence(), response, lambda error: [type(error).__name__.encode()])
 
 
 @pytest.mark.parametrize("is_available", [True, False])
-async def test_an_answer_that_fails_is_refused_and_keeps_nothing(bench: Workbench, is_available: bool) -> None:
+async def test_a_response_that_fails_is_refused_and_keeps_nothing(bench: Workbench, is_available: bool) -> None:
     delivery, budget = await bench.open(), Budget(1 << 20)
     if is_available:
         bench.publish("a")
@@ -117,8 +117,8 @@ async def test_a_queue_with_a_bug_is_an_error_and_nothing_is_kept(
     waiting = parked(budget)
     with monkeypatch.context() as bug:
         bug.setattr(other, method, broken)
-        reply = waiting.begin([delivery, other], wanted(5), wait_s=WAIT_S)
-    assert reply == [b"'a bug'"]
+        response = waiting.begin([delivery, other], wanted(5), wait_s=WAIT_S)
+    assert response == [b"'a bug'"]
     await turns()
     assert (budget.used_bytes, budget.waiting, delivery.waiting, other.waiting) == (0, 0, 0, 0)
     if method == "park":
@@ -127,7 +127,7 @@ async def test_a_queue_with_a_bug_is_an_error_and_nothing_is_kept(
     assert (lease.first, lease.attempt) == (0, 1)
 
 
-async def test_a_failure_that_cannot_be_answered_does_not_leave_the_connection_waiting(bench: Workbench) -> None:
+async def test_a_failure_without_a_response_does_not_leave_the_connection_waiting(bench: Workbench) -> None:
     delivery, budget = await bench.open(), Budget(1 << 20)
     bench.publish("a")
 
@@ -179,7 +179,7 @@ async def test_messages_that_do_not_leave_the_connection_are_returned(bench: Wor
     assert (lease.first, lease.attempt) == (0, 1)
 
 
-async def test_queues_that_are_all_closed_are_answered_as_an_error(bench: Workbench) -> None:
+async def test_queues_that_are_all_closed_are_an_error(bench: Workbench) -> None:
     delivery = await bench.open()
     delivery.close(NotLeader("moved"))
     write, waiting = PendingWrite(), parked(PLENTY)
@@ -237,6 +237,6 @@ async def test_only_the_first_queue_exceeds_the_bytes_asked_for_and_no_queue_sta
     assert served == [1, 2, 3]
 
 
-async def test_without_any_queue_the_answer_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_any_queue_the_response_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "NO_QUEUE_WAIT_S", 0.01)
     assert await receive([], wanted(), PLENTY, wait_s=WAIT_S) == []

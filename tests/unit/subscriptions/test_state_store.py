@@ -86,11 +86,11 @@ class Joined:
 
 
 class FakePeers:
-    """Another node, whose coordinator answers in this process; `trouble` gives the errors of the next requests."""
+    """Another node, whose coordinator responds in this process; `trouble` gives the errors of the next requests."""
 
     def __init__(self, states: StateCoordinator) -> None:
         self.trouble: Iterator[MillstreamError | None] = iter(())
-        self.lost_answers = 0
+        self.lost_responses = 0
         self._load = LoadQueueState(states)
         self._write = WriteQueueStates(states)
         self._frames = ReadQueueFrames(states)
@@ -103,18 +103,18 @@ class FakePeers:
         error = next(self.trouble, None)
         if error is not None:
             raise error
-        answer: object
+        response: object
         if api_key == LOAD_KEY:
-            answer = await self._carry_out(self._load, msgspec.msgpack.decode(body, type=LoadQueue))
+            response = await self._carry_out(self._load, msgspec.msgpack.decode(body, type=LoadQueue))
         elif api_key == FRAMES_KEY:
-            answer = await self._carry_out(self._frames, msgspec.msgpack.decode(body, type=ReadFrames))
+            response = await self._carry_out(self._frames, msgspec.msgpack.decode(body, type=ReadFrames))
         else:
             assert api_key == WRITE_KEY
-            answer = await self._carry_out(self._write, msgspec.msgpack.decode(body, type=WriteQueues))
-        if self.lost_answers:
-            self.lost_answers -= 1
-            raise BrokerUnreachable("the connection was lost before the answer came")
-        return memoryview(msgspec.msgpack.encode(answer))
+            response = await self._carry_out(self._write, msgspec.msgpack.decode(body, type=WriteQueues))
+        if self.lost_responses:
+            self.lost_responses -= 1
+            raise BrokerUnreachable("the connection was lost before the response came")
+        return memoryview(msgspec.msgpack.encode(response))
 
     async def _carry_out(self, api: LoadQueueState | WriteQueueStates | ReadQueueFrames, request: object) -> object:
         try:
@@ -244,7 +244,7 @@ async def test_trouble_that_passes_costs_neither_a_write_nor_the_order() -> None
     await store.load(key, Epoch(0))
     await store.load(other, Epoch(0))
     peers.trouble = iter([BrokerUnreachable("gone"), None, NotCoordinator("moved"), BrokerUnreachable("gone"), None])
-    peers.lost_answers = 2
+    peers.lost_responses = 2
     written = []
     for number in range(20):
         written.append(store.write(QueueWrite(key, Epoch(0), number, bytes([97 + number]))))

@@ -11,10 +11,10 @@ from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ON
 from millstream_testing.subscription_check import check
 from millstream_testing.subscription_events import (
     Leased,
-    ReceiveAnswered,
+    ReceiveCompleted,
     ReceiveFailed,
     ReceiveSent,
-    SettleAnswered,
+    SettleCompleted,
     SettleSent,
     WorkerLeft,
 )
@@ -37,7 +37,7 @@ LEASE_MS = 100
 A, B = Place(0, 1), Place(0, 2)
 
 
-def receive_answered(place: Place, worker: str, attempt: int, at_ms: int, checksum: int = 7) -> Delivery:
+def receive_completed(place: Place, worker: str, attempt: int, at_ms: int, checksum: int = 7) -> Delivery:
     return Delivery(place, worker, attempt, at_ms, at_ms, at_ms + LEASE_MS, checksum)
 
 
@@ -46,14 +46,14 @@ def shared(place: Place, worker: str, attempt: int, from_ms: int, to_ms: int) ->
     return Delivery(place, worker, attempt, from_ms, to_ms, 0, 7)
 
 
-def settle_answered(
+def settle_completed(
     place: Place, worker: str, verb: Verb, sent_ms: int, *, attempt: int = 1, taken: bool = True, known: bool = True
 ) -> Settlement:
     return Settlement(place, worker, attempt, verb, sent_ms, sent_ms + 5 if known else None, taken)
 
 
 def accepted(place: Place, worker: str, sent_ms: int, attempt: int = 1) -> Settlement:
-    return settle_answered(place, worker, Verb.ACCEPT, sent_ms, attempt=attempt)
+    return settle_completed(place, worker, Verb.ACCEPT, sent_ms, attempt=attempt)
 
 
 def judge(
@@ -79,8 +79,8 @@ def judge(
 
 
 GOOD = (
-    [receive_answered(A, "one", 1, 1000), receive_answered(A, "two", 2, 1050), receive_answered(B, "one", 1, 1070)],
-    [settle_answered(A, "one", Verb.RELEASE, 1040), accepted(A, "two", 1060, 2), accepted(B, "one", 1080)],
+    [receive_completed(A, "one", 1, 1000), receive_completed(A, "two", 2, 1050), receive_completed(B, "one", 1, 1070)],
+    [settle_completed(A, "one", Verb.RELEASE, 1040), accepted(A, "two", 1060, 2), accepted(B, "one", 1080)],
 )
 
 
@@ -96,18 +96,18 @@ def test_dead_letters_are_an_end_too() -> None:
 
 
 def test_what_no_one_accepted_is_lost() -> None:
-    refused = settle_answered(A, "one", Verb.ACCEPT, 1010, taken=False)
-    assert "lost" in judge([receive_answered(A, "one", 1, 1000)], [refused], expected={A: Published(b"k", 0, 7)})
-    unknown = settle_answered(A, "one", Verb.ACCEPT, 1010, taken=False, known=False)
-    assert judge([receive_answered(A, "one", 1, 1000)], [unknown], expected={A: Published(b"k", 0, 7)}) == []
+    refused = settle_completed(A, "one", Verb.ACCEPT, 1010, taken=False)
+    assert "lost" in judge([receive_completed(A, "one", 1, 1000)], [refused], expected={A: Published(b"k", 0, 7)})
+    unknown = settle_completed(A, "one", Verb.ACCEPT, 1010, taken=False, known=False)
+    assert judge([receive_completed(A, "one", 1, 1000)], [unknown], expected={A: Published(b"k", 0, 7)}) == []
 
 
 def test_what_is_lost_at_most_once_was_under_way_at_a_fault() -> None:
     at_most = {A: Published(b"k", 0, 7, 1000), B: Published(b"k", 0, 7, 1000)}
-    came = [receive_answered(B, "one", 1, 1100)]
-    asked = Call("one", 1050, 1110, 1, 1, answered=True)
-    receive_failed = Call("two", 1050, 1060, 20, 0, answered=False)
-    last = Call("one", 9000, 9010, 1, 0, answered=True)
+    came = [receive_completed(B, "one", 1, 1100)]
+    asked = Call("one", 1050, 1110, 1, 1, responded=True)
+    receive_failed = Call("two", 1050, 1060, 20, 0, responded=False)
+    last = Call("one", 9000, 9010, 1, 0, responded=True)
     gone = "gone although nothing was struck"
 
     def judged(*calls: Call, struck: tuple[Span, ...] = (), expected: dict[Place, Published] = at_most) -> list[str]:
@@ -125,16 +125,16 @@ def test_what_is_lost_at_most_once_was_under_way_at_a_fault() -> None:
 
 
 def test_dead_letters_are_neither_missing_nor_out_of_place() -> None:
-    rejected = settle_answered(A, "one", Verb.REJECT, 1010)
+    rejected = settle_completed(A, "one", Verb.REJECT, 1010)
     name = "missing or out of place in the dead letter topic"
-    assert name in judge([receive_answered(A, "one", 1, 1000)], [rejected], expected={A: Published(b"k", 0, 7)})
+    assert name in judge([receive_completed(A, "one", 1, 1000)], [rejected], expected={A: Published(b"k", 0, 7)})
     assert judge(
         [],
         [],
         delivery=AT_MOST_ONCE,
         letters=Counter([A]),
         expected={A: Published(b"k", 0, 7)},
-        calls=(Call("one", 0, None, 5, 0, answered=False),),
+        calls=(Call("one", 0, None, 5, 0, responded=False),),
     ) == [name]
 
 
@@ -147,9 +147,9 @@ def test_a_message_that_is_filtered_out_or_another_one_is_seen() -> None:
 
 def test_deliveries_are_counted() -> None:
     one = {A: Published(b"k", 0, 7)}
-    often = [receive_answered(A, "one", attempt, 1000 + 200 * attempt) for attempt in range(1, 5)]
+    often = [receive_completed(A, "one", attempt, 1000 + 200 * attempt) for attempt in range(1, 5)]
     assert judge(often, [accepted(A, "one", 1810, 4)], expected=one) == ["delivered too often"]
-    twice = [receive_answered(A, "one", 1, 1000), receive_answered(A, "two", 1, 1200)]
+    twice = [receive_completed(A, "one", 1, 1000), receive_completed(A, "two", 1, 1200)]
     assert judge(twice, [], expected=one, delivery=AT_MOST_ONCE) == ["delivered too often", "attempts that do not grow"]
     done = [accepted(A, "two", 1210)]
     assert judge(twice, done, expected=one) == ["attempts that do not grow"]
@@ -160,16 +160,16 @@ def test_deliveries_are_counted() -> None:
 
 def test_a_lease_before_something_that_is_durable_is_not_forgotten() -> None:
     twice = [
-        receive_answered(A, "one", 1, 1000),
-        receive_answered(B, "one", 1, 1000),
-        receive_answered(A, "two", 1, 1200),
+        receive_completed(A, "one", 1, 1000),
+        receive_completed(B, "one", 1, 1000),
+        receive_completed(A, "two", 1, 1200),
     ]
     done = [accepted(B, "one", 1010), accepted(A, "two", 1210)]
     struck = (Span(1100, 1150),)
     assert judge(twice, done, delivery=AT_LEAST_ONCE, struck=struck) == ["attempts that do not grow"]
     elsewhere = Place(1, 2)
     expected = {A: Published(b"k", 0, 7), elsewhere: Published(b"k", 0, 7)}
-    other = [twice[0], receive_answered(elsewhere, "one", 1, 1000), twice[2]]
+    other = [twice[0], receive_completed(elsewhere, "one", 1, 1000), twice[2]]
     apart = [accepted(elsewhere, "one", 1010), done[1]]
     assert judge(other, apart, delivery=AT_LEAST_ONCE, struck=struck, expected=expected) == []
     # Who gave the lease was gone before that was settled.
@@ -178,25 +178,25 @@ def test_a_lease_before_something_that_is_durable_is_not_forgotten() -> None:
 
 def test_a_live_lease_is_no_one_elses() -> None:
     one = {A: Published(b"k", 0, 7)}
-    both = [receive_answered(A, "one", 1, 1000), receive_answered(A, "two", 2, 1099)]
+    both = [receive_completed(A, "one", 1, 1000), receive_completed(A, "two", 2, 1099)]
     assert judge(both, [accepted(A, "two", 1100, 2)], expected=one) == ["with two workers at once"]
-    released = [settle_answered(A, "one", Verb.RELEASE, 1098), accepted(A, "two", 1100, 2)]
+    released = [settle_completed(A, "one", Verb.RELEASE, 1098), accepted(A, "two", 1100, 2)]
     assert judge(both, released, expected=one) == []
-    extended = [settle_answered(A, "one", Verb.EXTEND, 1050), accepted(A, "two", 1130, 2)]
-    late = [receive_answered(A, "one", 1, 1000), receive_answered(A, "two", 2, 1120)]
+    extended = [settle_completed(A, "one", Verb.EXTEND, 1050), accepted(A, "two", 1130, 2)]
+    late = [receive_completed(A, "one", 1, 1000), receive_completed(A, "two", 2, 1120)]
     assert judge(late, extended, expected=one) == ["with two workers at once"]
     assert judge(late, extended, expected=one, stepped=(Span(1110, 1115),)) == []
 
 
 def test_what_a_share_consumer_holds_is_no_one_elses_while_it_is_there() -> None:
     one = {A: Published(b"k", 0, 7)}
-    both = [shared(A, "share", 1, 990, 1000), receive_answered(A, "two", 2, 1080)]
+    both = [shared(A, "share", 1, 990, 1000), receive_completed(A, "two", 2, 1080)]
     done = [accepted(A, "two", 1085, 2)]
     assert judge(both, done, expected=one, last_ms={"share": 2000}) == ["with two workers at once"]
     assert judge(both, done, expected=one, last_ms={"share": 1070}) == []
     assert judge(both, done, expected=one, last_ms={"share": 2000}, struck=(Span(1050, 1060),)) == []
     # When it was leased is not known well enough.
-    vague = [shared(A, "share", 1, 900, 1000), receive_answered(A, "two", 2, 1080)]
+    vague = [shared(A, "share", 1, 900, 1000), receive_completed(A, "two", 2, 1080)]
     assert judge(vague, done, expected=one, last_ms={"share": 2000}) == []
 
 
@@ -209,10 +209,10 @@ def test_a_lease_is_as_long_as_was_declared() -> None:
 
 def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> None:
     one = {A: Published(b"k", 0, 7)}
-    again = [receive_answered(A, "one", 1, 1000), receive_answered(A, "two", 2, 1200)]
+    again = [receive_completed(A, "one", 1, 1000), receive_completed(A, "two", 2, 1200)]
     assert judge(again, [accepted(A, "one", 1010)], expected=one) == ["came back after it was accepted"]
     # The attempt shows it where the time does not.
-    late = [receive_answered(A, "one", 1, 1000), shared(A, "two", 2, 900, 1200)]
+    late = [receive_completed(A, "one", 1, 1000), shared(A, "two", 2, 900, 1200)]
     assert judge(late, [accepted(A, "one", 1010)], expected=one) == ["came back after it was accepted"]
     assert judge(late, [accepted(A, "one", 1010)], expected=one, delivery=AT_LEAST_ONCE) == []
     # Who does not know yet that it leads no more may give a message once more, but not when what it gives is durable.
@@ -227,18 +227,18 @@ def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> 
     assert judge(same, reported, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == add_returned
     assert judge(same, [done[0]._replace(node=2)], expected=one, struck=struck, delivery=AT_LEAST_ONCE) == []
     # A worker that was given it twice has settled it by whichever.
-    twice = [receive_answered(A, "one", 1, 1000), receive_answered(A, "one", 2, 1200)]
-    by_first = [accepted(A, "one", 1210, 1), settle_answered(A, "one", Verb.ACCEPT, 1220, attempt=2, taken=False)]
+    twice = [receive_completed(A, "one", 1, 1000), receive_completed(A, "one", 2, 1200)]
+    by_first = [accepted(A, "one", 1210, 1), settle_completed(A, "one", Verb.ACCEPT, 1220, attempt=2, taken=False)]
     assert judge(twice, by_first, expected=one) == []
-    refused = [settle_answered(A, "one", Verb.ACCEPT, 1010, taken=False), accepted(A, "two", 1210, 2)]
+    refused = [settle_completed(A, "one", Verb.ACCEPT, 1010, taken=False), accepted(A, "two", 1210, 2)]
     assert judge(again, refused, expected=one) == ["refused although the lease lasts"]
 
 
 def test_the_order_of_a_key_is_kept() -> None:
     crossed = [
-        receive_answered(A, "one", 1, 1000),
-        receive_answered(B, "two", 1, 1150),
-        receive_answered(A, "one", 2, 1200),
+        receive_completed(A, "one", 1, 1000),
+        receive_completed(B, "two", 1, 1150),
+        receive_completed(A, "one", 2, 1200),
     ]
     done = [accepted(A, "one", 1210, 2), accepted(B, "two", 1160)]
     assert judge(crossed, done, ordered=True) == ["out of order"]
@@ -253,9 +253,9 @@ def test_nothing_comes_before_its_time() -> None:
     early = {A: Published(b"k", 1001, 7), B: Published(b"k", 1070, 7)}
     assert judge(*GOOD, expected=early) == ["delivered early"]
     assert judge(*GOOD, expected=early, stepped=(Span(990, 995),)) == []
-    later = [*GOOD[1], settle_answered(A, "three", Verb.RELEASE, 1300)._replace(delay_ms=11)]
+    later = [*GOOD[1], settle_completed(A, "three", Verb.RELEASE, 1300)._replace(delay_ms=11)]
     assert judge(GOOD[0], later) == []
-    waits = [settle_answered(A, "one", Verb.RELEASE, 1040)._replace(delay_ms=11), *GOOD[1][1:]]
+    waits = [settle_completed(A, "one", Verb.RELEASE, 1040)._replace(delay_ms=11), *GOOD[1][1:]]
     assert judge(GOOD[0], waits) == ["delivered early"]
 
 
@@ -266,11 +266,11 @@ def test_what_workers_wrote_down_is_put_together() -> None:
     reported = histories(
         [
             ReceiveSent(**about("one", 10), call=1, wanted=3),
-            ReceiveAnswered(
+            ReceiveCompleted(
                 **about("one", 12), call=1, from_ms=10, messages=[Leased(0, 1, 1, 112, 7), Leased(0, 2, 1, 112, 7)]
             ),
             SettleSent(**about("one", 13), number=1, verb=int(Verb.ACCEPT), places=[(0, 1, 1), (0, 2, 1)]),
-            SettleAnswered(**about("one", 15), number=1, places=[(0, 1)], taken=True),
+            SettleCompleted(**about("one", 15), number=1, places=[(0, 1)], taken=True),
             ReceiveSent(**about("one", 16), call=2, wanted=3),
             ReceiveFailed(**about("one", 17), call=2),
             ReceiveSent(**about("two", 18), call=1, wanted=1),
@@ -284,10 +284,10 @@ def test_what_workers_wrote_down_is_put_together() -> None:
         (B, False, True),
     ]
     assert reported.calls == [
-        Call("one", 10, 12, 3, 2, answered=True),
-        Call("one", 16, 17, 3, 0, answered=False),
-        Call("two", 18, 19, 1, 0, answered=False),
-        Call("three", 20, None, 1, 0, answered=False),
+        Call("one", 10, 12, 3, 2, responded=True),
+        Call("one", 16, 17, 3, 0, responded=False),
+        Call("two", 18, 19, 1, 0, responded=False),
+        Call("three", 20, None, 1, 0, responded=False),
     ]
     assert reported.last_ms == {"one": 17, "two": 19, "three": 20}
 

@@ -29,7 +29,7 @@ from millstream_testing.transaction_events import (
 from millstream_testing.transaction_history import Transaction, TransactionHistory
 
 PRODUCERS = ("w0", "w1")
-FATES = ("committed", "aborted", "unanswered, committed", "unanswered, aborted", "killed before")
+FATES = ("committed", "aborted", "without a response, committed", "without a response, aborted", "killed before")
 READERS = {"audit": True, "other": True, "all": False}
 Where = tuple[str, int]
 Message = tuple[str, int, int]
@@ -79,7 +79,7 @@ class Story:
     def end(self, one: TransactionBegun, fate: str) -> None:
         key = (one.producer, one.number)
         self.fates[key] = fate
-        commits = fate in ("committed", "unanswered, committed")
+        commits = fate in ("committed", "without a response, committed")
         if fate != "killed before":
             self.ends.append(EndRequested(*key, fate != "aborted", next(self.clock)))
         if fate in ("committed", "aborted"):
@@ -188,7 +188,7 @@ def test_a_message_that_no_one_asked_to_commit_is_found(story: Story, data: st.D
 
 @given(stories(), st.data())
 def test_a_read_before_the_commit_is_found(story: Story, data: st.DataObject) -> None:
-    one, entry = choose(story, data, "committed", "unanswered, committed")
+    one, entry = choose(story, data, "committed", "without a response, committed")
     end_requested = Transaction(
         one, [(each.commit, each.at) for each in story.ends if isinstance(each, EndRequested) and _is(each, one)]
     )
@@ -203,7 +203,7 @@ def _is(event: EndRequested | TransactionEnded, one: TransactionBegun) -> bool:
     return (event.producer, event.number) == (one.producer, one.number)
 
 
-@given(stories(), st.data(), st.sampled_from(["committed", "unanswered, committed"]))
+@given(stories(), st.data(), st.sampled_from(["committed", "without a response, committed"]))
 def test_a_transaction_of_which_one_message_is_missing_is_torn(story: Story, data: st.DataObject, fate: str) -> None:
     _, entry = choose(story, data, fate)
     entry.hidden_from = set(READERS)
@@ -211,8 +211,8 @@ def test_a_transaction_of_which_one_message_is_missing_is_torn(story: Story, dat
 
 
 @given(stories(), st.data())
-def test_an_unanswered_transaction_that_is_half_there_is_torn(story: Story, data: st.DataObject) -> None:
-    _, entry = choose(story, data, "unanswered, aborted")
+def test_a_transaction_without_a_response_that_is_half_there_is_torn(story: Story, data: st.DataObject) -> None:
+    _, entry = choose(story, data, "without a response, aborted")
     for reader in ("audit", "other"):
         entry.polled_at[reader] = next(story.clock)
     counts = story.counts()
@@ -231,7 +231,7 @@ def test_outputs_without_the_offsets_that_belong_to_them_are_torn(story: Story) 
 @given(stories())
 def test_offsets_without_the_outputs_that_belong_to_them_are_torn(story: Story) -> None:
     one = story.begin(PRODUCERS[0], 2, 0)
-    story.end(one, "unanswered, aborted")
+    story.end(one, "without a response, aborted")
     story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 0, one.inputs[0].next, next(story.clock)))
     assert story.counts() == {Kind.TORN: 1}
 
@@ -265,8 +265,8 @@ def _where(one: TransactionBegun, entry: Entry) -> Where:
 
 @given(stories(), st.data())
 def test_a_source_that_was_worked_on_twice_is_found(story: Story, data: st.DataObject) -> None:
-    (consumed,) = choose(story, data, "committed", "unanswered, committed")[0].inputs
-    story.end(story.begin("zombie", 1, consumed.partition, first=consumed.first), "unanswered, committed")
+    (consumed,) = choose(story, data, "committed", "without a response, committed")[0].inputs
+    story.end(story.begin("zombie", 1, consumed.partition, first=consumed.first), "without a response, committed")
     observed_offsets = story.observed_offsets.pop()
     story.position[consumed.partition] = max(story.position[consumed.partition], observed_offsets.offset)
     assert story.counts() == {Kind.DOUBLED: 2}
@@ -274,7 +274,7 @@ def test_a_source_that_was_worked_on_twice_is_found(story: Story, data: st.DataO
 
 @given(stories(), st.data(), st.sampled_from(["audit", "other", "all"]))
 def test_a_message_that_one_reader_skips_is_found(story: Story, data: st.DataObject, reader: str) -> None:
-    _, entry = choose(story, data, "committed", "unanswered, committed")
+    _, entry = choose(story, data, "committed", "without a response, committed")
     entry.hidden_from = {reader}
     assert story.counts() == {Kind.SKIPPED: 1}
 

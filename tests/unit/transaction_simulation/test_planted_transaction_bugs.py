@@ -56,7 +56,7 @@ async def _ask_each_partition_once(self: MarkerSender, shard: MarkedShard, endin
 
 
 class _Satisfied:
-    """Whatever the answers are, they are taken for good ones."""
+    """Whatever the responses are, they are taken for good ones."""
 
     def __init__(self, writer: MarkerWriter) -> None:
         self._writer = writer
@@ -127,10 +127,10 @@ def _deadline_of_all(self: Transaction) -> int | None:
     return self.started_ms + self.timeout_ms if has_one else None
 
 
-_release = Shard._release_answers
+_release = Shard._release_responses
 
 
-def _answer_at_once(self: Shard[Any], needed: Offset) -> None:
+def _respond_at_once(self: Shard[Any], needed: Offset) -> None:
     _release(self, Offset(0))
 
 
@@ -142,7 +142,7 @@ def _keep_offsets_of_the_aborted(self: PendingOffsets, marker: Marker, *, now_ms
 
 
 def _no_guard(self: Producers, header: BatchHeader, guard: Guard | None) -> None:
-    """The answer of the coordinator is enough, whatever has happened since."""
+    """The response of the coordinator is enough, whatever has happened since."""
 
 
 BUGS = (
@@ -159,7 +159,7 @@ BUGS = (
     ),
     PlantedBug(
         "a commit is acknowledged before it is durable",
-        ((Shard, "_release_answers", _answer_at_once),),
+        ((Shard, "_release_responses", _respond_at_once),),
         ("kill", "isolate"),
     ),
     PlantedBug(

@@ -54,15 +54,15 @@ class Run:
         self.zombies: list[Callable[[], None]] = []
 
     def ask(self, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
-        """Send a request to the coordinator; the sender may die before it is carried out or answered."""
+        """Send a request to the coordinator; the sender may die before it is carried out or acknowledged."""
         fate = self.random.random()
         if fate < 0.015:
             raise Crash
-        answer = self.coordinator.run(operation)
+        response = self.coordinator.run(operation)
         self.check()
         if fate < 0.03:
             raise Crash
-        return answer
+        return response
 
     def attempt(self, batch: int, part: int) -> Member | None:
         """A task writes its part; None if the batch is committed already."""

@@ -68,13 +68,13 @@ class Writer:
     ) -> Mapping[TopicPartition, MillstreamError | None]:
         self.asked.set()
         await self.open.wait()
-        answers: dict[TopicPartition, MillstreamError | None] = {}
+        responses: dict[TopicPartition, MillstreamError | None] = {}
         for partition in sorted(partitions, key=str):
             errors = self.errors.get(partition)
-            answers[partition] = errors.pop(0) if errors else None
-            if answers[partition] is None:
+            responses[partition] = errors.pop(0) if errors else None
+            if responses[partition] is None:
                 self.written.append((partition, marker))
-        return answers
+        return responses
 
 
 class Node:
@@ -314,18 +314,18 @@ async def test_what_administrators_see(node: Node) -> None:
 
 
 class Peer:
-    """Another node, which answers as a test says."""
+    """Another node, which responds as a test says."""
 
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
+    def __init__(self, *responses: Any) -> None:
+        self.responses = list(responses)
         self.asked: list[Any] = []
 
     async def send(self, node: NodeId, request: Any) -> Any:
         self.asked.append(request)
-        answer = self.answers.pop(0)
-        if isinstance(answer, MillstreamError):
-            raise answer
-        return answer(request)
+        response = self.responses.pop(0)
+        if isinstance(response, MillstreamError):
+            raise response
+        return response(request)
 
     async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         raise NotImplementedError
@@ -351,10 +351,10 @@ async def test_partitions_of_this_node_are_written_directly() -> None:
     local = Local()
     routes = MarkerRoutes(topics, local, Peer(), me=ME)
     gone = TopicPartition("gone", PartitionIndex(0))
-    answers = await routes.write(marker(), [PARTITION, SECOND, gone])
-    assert answers[PARTITION] is None
-    assert isinstance(answers[SECOND], NotEnoughReplicas)
-    assert isinstance(answers[gone], UnknownTopic)
+    responses = await routes.write(marker(), [PARTITION, SECOND, gone])
+    assert responses[PARTITION] is None
+    assert isinstance(responses[SECOND], NotEnoughReplicas)
+    assert isinstance(responses[gone], UnknownTopic)
     await routes.close()
 
 
@@ -466,8 +466,8 @@ async def test_the_gate_asks_another_node(node: Node) -> None:
     node.topics.leader = OTHER
     peer = Peer(admitted, BrokerUnreachable("down"))
     gate = CoordinatorGate(node.coordinator, peer, me=ME)
-    answers = await gate.admit("tx", 1, 0, [PARTITION, SECOND], add=False)
-    assert answers[PARTITION] is None
-    assert isinstance(answers[SECOND], FencedProducer)
+    responses = await gate.admit("tx", 1, 0, [PARTITION, SECOND], add=False)
+    assert responses[PARTITION] is None
+    assert isinstance(responses[SECOND], FencedProducer)
     assert peer.asked[0].transactions[0].verify_only
     assert isinstance((await gate.admit("tx", 1, 0, [PARTITION], add=True))[PARTITION], NotEnoughReplicas)

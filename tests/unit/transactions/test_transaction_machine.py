@@ -42,7 +42,7 @@ class Client:
         self.who: Initialized | None = None
         self.transaction: int | None = None
         self.wants: bool | None = None
-        """What it has asked for without knowing the answer."""
+        """What it has asked for without knowing the response."""
 
     @property
     def ref(self) -> ProducerRef:
@@ -63,7 +63,7 @@ class Producers:
         self.numbers = 0
         self.touched: dict[int, set[TopicPartition]] = defaultdict(set)
         self.fates: dict[int, set[bool]] = {}
-        """By transaction, how it may end; both where an answer was lost and never came."""
+        """By transaction, how it may end; both where a response was lost and never came."""
 
     def init(self, index: int, *, goes_on: bool) -> None:
         client = self.clients[index]
@@ -87,8 +87,8 @@ class Producers:
         number = self.numbers if client.transaction is None else client.transaction
         try:
             self.coordinator.run(lambda shard: shard.add_partitions(ref, [partition], version=client.version))
-            answers = self.coordinator.run(lambda shard: shard.verify(ref, [partition]))
-            assert answers == {partition: None}
+            responses = self.coordinator.run(lambda shard: shard.verify(ref, [partition]))
+            assert responses == {partition: None}
             self.partitions[partition].append(ref.producer_id, ref.epoch, number)
         except ConcurrentTransactions:
             return
@@ -108,7 +108,7 @@ class Producers:
         commit = commit if client.wants is None else client.wants
         ref, number = client.ref, client.transaction
         if commit:
-            # Until the answer is there it may have happened or not.
+            # Until the response is there it may have happened or not.
             self.fates[number].add(True)
         try:
             reported = self.coordinator.run(lambda shard: shard.end(ref, commit=commit, version=client.version))

@@ -231,7 +231,7 @@ def named(caplog: pytest.LogCaptureFixture) -> list[Any]:
 def test_a_producer_goes_on_after_an_error(coordinator: Coordinator) -> None:
     who = coordinator.init()
     assert coordinator.init(expected=who) == (100, 1)
-    # The answer was lost, and the client asks again.
+    # The response was lost, and the client asks again.
     assert coordinator.init(expected=who) == (100, 1)
     with pytest.raises(ProducerFenced):
         coordinator.init(expected=(100, 7))
@@ -259,14 +259,14 @@ def test_a_transaction_ends_with_a_new_id_when_epochs_are_used_up(coordinator: C
     assert coordinator.end(who, version=2) == (100, 0)
     (ending,) = coordinator.run(lambda shard: shard.endings())
     assert (ending.producer_id, ending.epoch) == (7, EPOCH_MAX)
-    # The id that was answered is not in the state yet.
-    answered = Initialized(ProducerId(100), 0)
+    # The id that got a response is not in the state yet.
+    completed = Initialized(ProducerId(100), 0)
     with pytest.raises(ConcurrentTransactions):
-        coordinator.add(answered, version=2)
+        coordinator.add(completed, version=2)
     with pytest.raises(ConcurrentTransactions):
-        coordinator.end(answered, version=2)
+        coordinator.end(completed, version=2)
     with pytest.raises(ConcurrentTransactions):
-        coordinator.init(expected=answered)
+        coordinator.init(expected=completed)
     coordinator.complete()
     assert (coordinator.transaction.producer_id, coordinator.transaction.epoch) == (100, 0)
     assert coordinator.end(who, version=2) == (100, 0)
@@ -288,9 +288,9 @@ def test_who_is_not_known_or_has_another_id(coordinator: Coordinator) -> None:
 def test_what_is_part_of_a_transaction(coordinator: Coordinator) -> None:
     who = coordinator.init()
     coordinator.add(who)
-    answers = coordinator.run(lambda shard: shard.verify(ProducerRef(ID, *who), (PARTITION, OTHER)))
-    assert answers[PARTITION] is None
-    assert isinstance(answers[OTHER], TransactionAbortable)
+    responses = coordinator.run(lambda shard: shard.verify(ProducerRef(ID, *who), (PARTITION, OTHER)))
+    assert responses[PARTITION] is None
+    assert isinstance(responses[OTHER], TransactionAbortable)
 
 
 def test_a_transaction_that_takes_too_long_is_aborted(coordinator: Coordinator) -> None:
@@ -429,7 +429,7 @@ def test_waiters_for_an_end_are_notified(coordinator: Coordinator) -> None:
         coordinator.add(who)
         coordinator.end(who)
         reported.append(waiting(coordinator))
-        assert [one.answered for one in reported[-1:]] == [False]
+        assert [one.completed for one in reported[-1:]] == [False]
         if len(reported) == 1:
             coordinator.complete()
     coordinator.shard.unload()

@@ -1,4 +1,4 @@
-"""The client against a scripted broker: routing, retries, lost answers, timeouts, and clean ends."""
+"""The client against a scripted broker: routing, retries, lost responses, timeouts, and clean ends."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ async def hang_up(header: codec.RequestHeader, frame: memoryview) -> Any:
 # -- connecting -----------------------------------------------------------------------------------------------
 
 
-async def test_a_broker_that_is_slow_to_answer_at_first_is_asked_again(
+async def test_a_broker_that_is_slow_to_respond_at_first_is_asked_again(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CONNECT_S_MAX", 0.2)
-    answer, silent = broker.handlers[API_VERSIONS], asyncio.Event()
+    respond, silent = broker.handlers[API_VERSIONS], asyncio.Event()
 
     async def slow(header: codec.RequestHeader, frame: memoryview) -> Any:
         if broker.asked(API_VERSIONS) < 3:
             await silent.wait()
-        return await answer(header, frame)
+        return await respond(header, frame)
 
     broker.handlers[API_VERSIONS] = slow
     async with connect(broker, timeout_s=60):
@@ -102,7 +102,7 @@ async def test_a_broker_that_starts_meanwhile_is_found(
     await broker.stop()
     client = Client.connect(broker.address, connect_s=60)
     connecting = asyncio.get_running_loop().create_task(client.__aenter__())
-    while "no broker answers" not in caplog.text:
+    while "no broker responds" not in caplog.text:
         await asyncio.sleep(0)
     await broker.start()
     async with asyncio.timeout(60), await connecting:
@@ -123,14 +123,14 @@ def test_an_address_that_is_none_is_reported(text: str) -> None:
         Client.connect(text)
 
 
-async def test_a_broker_that_never_answers_is_given_up() -> None:
+async def test_a_broker_that_never_responds_is_given_up() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.transport.abort()
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    with pytest.raises(BrokerUnreachable, match="did not answer within"):
+    with pytest.raises(BrokerUnreachable, match="did not respond within"):
         async with Client.connect(f"127.0.0.1:{port}", timeout_s=0.1):
             pass
     server.close()
@@ -145,7 +145,7 @@ async def test_something_that_is_no_broker_is_given_up() -> None:
 
     server = await asyncio.start_server(web_server, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    with pytest.raises(BrokerUnreachable, match="an HTTP server answers there"):
+    with pytest.raises(BrokerUnreachable, match="an HTTP server responds there"):
         async with Client.connect(f"127.0.0.1:{port}", timeout_s=60):
             pass
     server.close()
@@ -156,10 +156,10 @@ async def test_old_brokers_are_asked_again_in_the_oldest_version(broker: Scripte
     broker.served[18] = (0, 2)
     broker.served[METADATA] = (0, 5)
     async with connect(broker) as client:
-        answer = await client.metadata(["orders"])
+        response = await client.metadata(["orders"])
     versions = [header.version for header in broker.headers]
     assert versions == [3, 0, 5]
-    assert set(answer.topics["orders"].partitions) == {0, 1}
+    assert set(response.topics["orders"].partitions) == {0, 1}
 
 
 async def test_versions_are_asked_for_once_per_connection(broker: ScriptedBroker) -> None:
@@ -232,7 +232,7 @@ async def test_closing_while_connecting_leaves_nothing_open(broker: ScriptedBrok
     async def slow(header: codec.RequestHeader, frame: memoryview) -> Any:
         connecting.set()
         await release.wait()
-        return await broker.answer_api_versions(header, frame)
+        return await broker.respond_to_api_versions(header, frame)
 
     broker.handlers[18] = slow
     client = connect(broker)
@@ -248,25 +248,25 @@ async def test_closing_while_connecting_leaves_nothing_open(broker: ScriptedBrok
 # -- requests -------------------------------------------------------------------------------------------------
 
 
-async def test_answers_are_matched_by_number_whatever_their_order(broker: ScriptedBroker) -> None:
+async def test_responses_are_matched_by_number_whatever_their_order(broker: ScriptedBroker) -> None:
     waiting: list[tuple[codec.RequestHeader, bytes]] = []
 
     async def reverse(header: codec.RequestHeader, frame: memoryview) -> Any:
         waiting.append((header, bytes(frame[header.body_at :])))
         if len(waiting) < 5:
             return None
-        answers = [broker.framed(earlier, b"re: " + body) for earlier, body in reversed(waiting[:-1])]
-        broker.write(b"".join(answers))
+        responses = [broker.framed(earlier, b"re: " + body) for earlier, body in reversed(waiting[:-1])]
+        broker.write(b"".join(responses))
         return b"re: " + waiting[-1][1]
 
     broker.handlers[PRIVATE] = reverse
     async with connect(broker) as client:
-        answers = await asyncio.gather(*(client.private(NODE, PRIVATE, b"%d" % number) for number in range(5)))
-    assert [bytes(answer) for answer in answers] == [b"re: %d" % number for number in range(5)]
+        responses = await asyncio.gather(*(client.private(NODE, PRIVATE, b"%d" % number) for number in range(5)))
+    assert [bytes(response) for response in responses] == [b"re: %d" % number for number in range(5)]
     assert broker.connections == 1
 
 
-async def test_large_and_small_answers_in_any_cut(broker: ScriptedBroker) -> None:
+async def test_large_and_small_responses_in_any_cut(broker: ScriptedBroker) -> None:
     sizes = [0, 1, 70_000, 3, 65_531, 65_532, 1_000_000, 10]
 
     async def sized(header: codec.RequestHeader, frame: memoryview) -> Any:
@@ -275,19 +275,19 @@ async def test_large_and_small_answers_in_any_cut(broker: ScriptedBroker) -> Non
 
     broker.handlers[PRIVATE] = sized
     async with connect(broker) as client:
-        answers = await asyncio.gather(*(client.private(None, PRIVATE, b"%d" % size) for size in sizes))
-    assert [len(answer) for answer in answers] == sizes
-    assert all(bytes(answer) == bytes([size % 251]) * size for answer, size in zip(answers, sizes, strict=True))
+        responses = await asyncio.gather(*(client.private(None, PRIVATE, b"%d" % size) for size in sizes))
+    assert [len(response) for response in responses] == sizes
+    assert all(bytes(response) == bytes([size % 251]) * size for response, size in zip(responses, sizes, strict=True))
 
 
-async def test_a_request_without_an_answer_times_out(broker: ScriptedBroker) -> None:
+async def test_a_request_without_a_response_times_out(broker: ScriptedBroker) -> None:
     async def swallow(header: codec.RequestHeader, frame: memoryview) -> Any:
         return None
 
     broker.handlers[PRIVATE] = swallow
     async with connect(broker) as client:
         client._timeout_s = 0.2
-        with pytest.raises(RequestTimedOut, match=r"did not answer within 0\.2 s"):
+        with pytest.raises(RequestTimedOut, match=r"did not respond within 0\.2 s"):
             await client.private(None, PRIVATE, b"")
         client._timeout_s = 60.0
         # The connection is not trusted with more requests.
@@ -315,7 +315,7 @@ async def test_a_cancelled_request_does_not_disturb_others(broker: ScriptedBroke
     assert broker.connections == 1
 
 
-async def test_a_broker_that_answers_nothing_does_not_pile_requests_up(broker: ScriptedBroker) -> None:
+async def test_a_broker_that_returns_nothing_does_not_pile_requests_up(broker: ScriptedBroker) -> None:
     async def swallow(header: codec.RequestHeader, frame: memoryview) -> Any:
         return None
 
@@ -338,8 +338,8 @@ async def test_a_broker_that_answers_nothing_does_not_pile_requests_up(broker: S
 async def test_more_fetches_than_connections_wait_their_turn(broker: ScriptedBroker) -> None:
     broker.handlers[FETCH] = fetched(b"batches")
     async with connect(broker) as client:
-        answers = await asyncio.gather(*(client.fetch("orders", 0, 0, max_wait_ms=0) for _ in range(50)))
-    assert len(answers) == 50
+        responses = await asyncio.gather(*(client.fetch("orders", 0, 0, max_wait_ms=0) for _ in range(50)))
+    assert len(responses) == 50
     assert broker.connections <= 1 + BORROWED_MAX
 
 
@@ -348,12 +348,12 @@ async def test_more_fetches_than_connections_wait_their_turn(broker: ScriptedBro
 
 async def test_metadata_lists_nodes_topics_and_what_is_missing(broker: ScriptedBroker) -> None:
     async with connect(broker) as client:
-        answer = await client.metadata(["orders", "nope"])
+        response = await client.metadata(["orders", "nope"])
         assert await client.leader_of("orders", 1) == NODE
-    assert answer.controller_id == NODE
-    assert answer.nodes[NODE].port == broker.port
-    assert answer.errors == {"nope": 3}
-    assert sorted(answer.topics) == ["orders"]
+    assert response.controller_id == NODE
+    assert response.nodes[NODE].port == broker.port
+    assert response.errors == {"nope": 3}
+    assert sorted(response.topics) == ["orders"]
     assert broker.asked(METADATA) == 1
 
 
@@ -432,12 +432,12 @@ async def test_a_named_node_is_asked_before_others_that_are_open(broker: Scripte
     await other.start()
     messages: Any = importlib.import_module("kio.schema.metadata.v13.response")
 
-    async def answer_with_both(header: codec.RequestHeader, frame: memoryview) -> Any:
-        reported = await broker.answer_metadata(header, frame)
+    async def respond_with_both(header: codec.RequestHeader, frame: memoryview) -> Any:
+        reported = await broker.respond_to_metadata(header, frame)
         first = messages.MetadataResponseBroker(node_id=0, host="127.0.0.1", port=other.port)
         return dataclasses.replace(reported, brokers=(first, *reported.brokers))
 
-    broker.handlers[METADATA] = other.handlers[METADATA] = answer_with_both
+    broker.handlers[METADATA] = other.handlers[METADATA] = respond_with_both
     try:
         async with connect(broker) as client:
             await client.metadata(())
@@ -496,7 +496,7 @@ async def test_a_final_refusal_is_raised_at_once(broker: ScriptedBroker) -> None
     assert broker.asked(PRODUCE) == 1
 
 
-async def test_a_lost_answer_is_not_sent_again_without_idempotence(broker: ScriptedBroker) -> None:
+async def test_a_lost_response_is_not_sent_again_without_idempotence(broker: ScriptedBroker) -> None:
     broker.handlers[PRODUCE] = hang_up
     async with connect(broker) as client:
         with pytest.raises(RequestTimedOut, match="is unknown"):
@@ -504,7 +504,7 @@ async def test_a_lost_answer_is_not_sent_again_without_idempotence(broker: Scrip
     assert broker.asked(PRODUCE) == 1
 
 
-async def test_a_lost_answer_is_sent_again_with_idempotence(broker: ScriptedBroker) -> None:
+async def test_a_lost_response_is_sent_again_with_idempotence(broker: ScriptedBroker) -> None:
     async def once(header: codec.RequestHeader, frame: memoryview) -> Any:
         broker.handlers[PRODUCE] = produced(ErrorCode.none)
         raise EOFError
@@ -534,10 +534,10 @@ async def test_fetch_in_every_version(broker: ScriptedBroker, newest: int) -> No
     broker.served[FETCH] = (4, newest)
     broker.handlers[FETCH] = fetched(b"batches")
     async with connect(broker) as client:
-        answer = await client.fetch("orders", 1, 3, max_bytes=100, max_wait_ms=0)
-    assert bytes(answer.records) == b"batches"
-    assert (answer.high_watermark, answer.last_stable) == (9, 8)
-    assert answer.log_start == (3 if newest >= 5 else 0)
+        response = await client.fetch("orders", 1, 3, max_bytes=100, max_wait_ms=0)
+    assert bytes(response.records) == b"batches"
+    assert (response.high_watermark, response.last_stable) == (9, 8)
+    assert response.log_start == (3 if newest >= 5 else 0)
     assert broker.headers[-1].version == min(newest, 12)
 
 
@@ -553,9 +553,9 @@ async def test_many_partitions_come_in_one_request(broker: ScriptedBroker) -> No
     broker.handlers[FETCH] = fetched(None)
     wanted = {TopicPartition("orders", PartitionIndex(index)): Offset(0) for index in range(2)}
     async with connect(broker) as client:
-        answers = await client.fetch_many(wanted, LIMITS)
-        assert set(answers) == set(wanted)
-        assert all(bytes(answer.records) == b"" for answer in answers.values())
+        responses = await client.fetch_many(wanted, LIMITS)
+        assert set(responses) == set(wanted)
+        assert all(bytes(response.records) == b"" for response in responses.values())
         assert broker.asked(FETCH) == 1
 
         broker.handlers[FETCH] = fetched(None, ErrorCode.not_leader_or_follower)

@@ -91,12 +91,12 @@ async def test_a_pause_that_the_broker_asks_for_is_kept_for_every_caller(
 
     def throttled(handler: Handler, throttle_ms: int) -> Handler:
         async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:
-            answer = await handler(header, frame)
-            return dataclasses.replace(answer, throttle_time=timedelta(milliseconds=throttle_ms))
+            response = await handler(header, frame)
+            return dataclasses.replace(response, throttle_time=timedelta(milliseconds=throttle_ms))
 
         return handle
 
-    broker.handlers[METADATA] = throttled(broker.answer_metadata, 250)
+    broker.handlers[METADATA] = throttled(broker.respond_to_metadata, 250)
     broker.handlers[PRODUCE] = throttled(produced(ErrorCode.none), 500)
     broker.handlers[FETCH] = throttled(fetched(b"batches"), 750)
     async with connect(broker) as client:

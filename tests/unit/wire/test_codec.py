@@ -73,12 +73,12 @@ def test_whole_frames_come_back(seed: int, api_key: int) -> None:
         assert codec.read_request(api_key, version, frame[4:], header.body_at) == request
 
         response = random_message(codec.load_response_class(api_key, version), chance)
-        answer = codec.write_response(api_key, version, 4, response)
-        assert int.from_bytes(answer[:4], "big") == len(answer) - 4
-        assert codec.read_correlation_id(answer[4:]) == 4
-        assert codec.read_response(api_key, version, answer[4:]) == response
+        encoded = codec.write_response(api_key, version, 4, response)
+        assert int.from_bytes(encoded[:4], "big") == len(encoded) - 4
+        assert codec.read_correlation_id(encoded[4:]) == 4
+        assert codec.read_response(api_key, version, encoded[4:]) == response
         header_class = codec.load_response_class(api_key, version).__header_schema__
-        assert entity_reader(header_class)(answer[4:], 0)[0].correlation_id == 4
+        assert entity_reader(header_class)(encoded[4:], 0)[0].correlation_id == 4
 
 
 def test_bodies_are_read_from_writable_buffers_too() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from millstream.core.ids import OffsetRange
 from millstream.protocol.private.leasing import Leased
-from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
+from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveResponse
 from millstream.protocol.private.subscriptions import leased_messages
 from millstream.protocol.records.batch import (
     COMPRESSION_NONE,
@@ -54,7 +54,7 @@ def test_exactly_what_is_leased_is_read(sizes: list[tuple[int, int]], spans: lis
         for lease in leases
         if lease.start <= record.offset < lease.end
     ]
-    found = leased_messages(None, Leased(ReceiveAnswer(0, None, [part]), 0.0))
+    found = leased_messages(None, Leased(ReceiveResponse(0, None, [part]), 0.0))
     assert [(one.attempt, one.deadline_ms, one.record) for one in found] == wanted
     assert all((one.topic, one.topic_id, one.partition) == ("orders", TOPIC_ID, 2) for one in found)
 

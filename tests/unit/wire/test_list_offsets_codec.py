@@ -27,18 +27,18 @@ async def hang_up(header: codec.RequestHeader, frame: memoryview) -> Any:
 
 
 async def look_up(header: codec.RequestHeader, frame: memoryview) -> Any:
-    """Answer with the time as an offset, but of partition 7 with an error."""
+    """Respond with the time as an offset, but of partition 7 with an error."""
     request = codec.read_request(LIST_OFFSETS, header.version, frame, header.body_at)
     messages: Any = importlib.import_module("kio.schema.list_offsets.v10.response")
 
-    def answer(one: Any) -> Any:
+    def respond(one: Any) -> Any:
         code = ErrorCode.unknown_topic_or_partition if one.partition_index == 7 else ErrorCode.none
         return messages.ListOffsetsPartitionResponse(
             partition_index=one.partition_index, error_code=code, offset=one.timestamp + 100, timestamp=5
         )
 
     topics = tuple(
-        messages.ListOffsetsTopicResponse(name=topic.name, partitions=tuple(map(answer, topic.partitions)))
+        messages.ListOffsetsTopicResponse(name=topic.name, partitions=tuple(map(respond, topic.partitions)))
         for topic in request.topics
     )
     return messages.ListOffsetsResponse(throttle_time=timedelta(0), topics=topics)

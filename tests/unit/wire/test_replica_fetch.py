@@ -16,15 +16,15 @@ from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
     PartitionKey,
-    ReplicaAnswer,
-    ReplicaAnswers,
     ReplicaFetch,
     ReplicaPosition,
+    ReplicaResponse,
+    ReplicaResponses,
     next_session_epoch,
-    read_replica_answers,
     read_replica_fetch,
-    write_replica_answers,
+    read_replica_responses,
     write_replica_fetch,
+    write_replica_responses,
 )
 
 KEYS = st.tuples(
@@ -46,8 +46,8 @@ FETCHES = st.builds(
     wanted=st.dictionaries(KEYS, POSITIONS, max_size=5),
     forgotten=st.lists(KEYS, unique=True, max_size=5),
 )
-ANSWERS = st.builds(
-    ReplicaAnswer,
+RESPONSES = st.builds(
+    ReplicaResponse,
     st.integers(0, 100),
     OFFSETS,
     OFFSETS,
@@ -65,15 +65,15 @@ def test_a_request_is_read_back_as_it_was(fetch: ReplicaFetch) -> None:
         assert getattr(read, name) == getattr(fetch, name)
 
 
-@given(st.dictionaries(KEYS, ANSWERS, max_size=5), st.integers(0, 2**31 - 1))
-def test_an_answer_is_read_back_as_it_was(partitions: dict[PartitionKey, ReplicaAnswer], session_id: int) -> None:
-    pieces = write_replica_answers(VERSION, 5, ReplicaAnswers(0, session_id, partitions))
+@given(st.dictionaries(KEYS, RESPONSES, max_size=5), st.integers(0, 2**31 - 1))
+def test_a_response_is_read_back_as_it_was(partitions: dict[PartitionKey, ReplicaResponse], session_id: int) -> None:
+    pieces = write_replica_responses(VERSION, 5, ReplicaResponses(0, session_id, partitions))
     frame = memoryview(b"".join(map(bytes, pieces)))
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
-    read = read_replica_answers(frame[4:])
+    read = read_replica_responses(frame[4:])
     assert (read.code, read.session_id) == (0, session_id)
-    assert {key: (*answer[:4], bytes(answer.records)) for key, answer in read.partitions.items()} == {
-        key: tuple(answer) for key, answer in partitions.items()
+    assert {key: (*response[:4], bytes(response.records)) for key, response in read.partitions.items()} == {
+        key: tuple(response) for key, response in partitions.items()
     }
 
 
@@ -88,8 +88,8 @@ def test_the_layout_is_kafkas() -> None:
     (partition,) = request.topics[0].partitions
     assert (partition.fetch_offset, partition.last_fetched_epoch, partition.current_leader_epoch) == (40, 2, 5)
     assert request.forgotten_topics_data[0].partitions == (3,)
-    answer = ReplicaAnswer(0, Offset(50), Offset(10), EpochEnd(Epoch(4), Offset(44)), b"")
-    pieces = write_replica_answers(VERSION, 5, ReplicaAnswers(0, 8, {key: answer}))
+    partition_response = ReplicaResponse(0, Offset(50), Offset(10), EpochEnd(Epoch(4), Offset(44)), b"")
+    pieces = write_replica_responses(VERSION, 5, ReplicaResponses(0, 8, {key: partition_response}))
     response = read_response(FETCH_KEY, VERSION, b"".join(map(bytes, pieces))[4:])
     (partition,) = response.responses[0].partitions
     assert response.session_id == 8
@@ -105,7 +105,7 @@ def test_a_request_that_does_not_say_which_node_it_is_is_no_followers() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    for read in (lambda: read_replica_fetch(data, 0), lambda: read_replica_answers(memoryview(bytes(5) + data))):
+    for read in (lambda: read_replica_fetch(data, 0), lambda: read_replica_responses(memoryview(bytes(5) + data))):
         with suppress(ProtocolViolation):
             read()
 

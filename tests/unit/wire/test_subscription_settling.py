@@ -11,7 +11,7 @@ import pytest
 from millstream.core.errors import BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId, Offset
 from millstream.core.subscription import Verb
-from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
+from millstream.protocol.private.subscription_messages import SettleRequest, SettleResponse
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Record
 
@@ -39,7 +39,7 @@ class Broker:
             [(REFUSED, "not yours") if self.lost & set(range(one.start, one.end)) else (0, None) for one in part.verbs]
             for part in request.partitions
         ]
-        return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
+        return memoryview(msgspec.msgpack.encode(SettleResponse(0, None, results)))
 
 
 def leased(offset: int, *, partition: int = 0, node: int = 1, attempt: int = 1) -> LeasedMessage:

@@ -1,7 +1,7 @@
 """The parts that make a node a member of a cluster: its view, its registration, its replicas, its controller.
 
 They start and stop in the order of the methods here: `open` (follow the coordination store, host this node's replicas),
-`join` (when the APIs answer), `leave` (move this node's leaderships to others), `close`.
+`join` (when the APIs are loaded), `leave` (move this node's leaderships to others), `close`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ClusterDependencies:
     boot_id: str
     supervise: Supervise
     catalog_away_since_ms: Callable[[], int | None] = lambda: None
-    """Since when the catalog has not answered; None if it answers."""
+    """Since when the catalog has not responded; None if it responds."""
     is_single: bool = False
     """Whether the cluster never has another node, so that no other node needs notifications."""
     node_listener: str = DEFAULT_LISTENER
@@ -125,7 +125,7 @@ class ClusterNode:
     async def open(self) -> None:
         """Follow the coordination store, and open the hosted partitions. None is led or followed yet."""
         if not self._config.in_cluster:
-            # A catalog on this machine answers at once, so the declarations are known before clients connect.
+            # A catalog on this machine responds at once, so the declarations are known before clients connect.
             await self.declared.load()
         self._start("view of the cluster", self.view.run())
         self._start("changes of the catalog", self._announcer.run())
@@ -294,7 +294,7 @@ class ClusterNode:
         yield gauge("millstream_nodes", "Live nodes, as seen by this node.", len(self.view.live))
         yield gauge("millstream_node_fenced", "1 while this node is fenced.", int(fenced))
         yield counter("millstream_node_losses_total", "Times that this node was fenced while it ran.", losses)
-        yield gauge("millstream_coordination_available", "1 while etcd answers.", int(self._store.available))
+        yield gauge("millstream_coordination_available", "1 while etcd responds.", int(self._store.available))
         yield from self.replicas.metrics()
         if self._controller is not None:
             yield from self._controller.metrics()

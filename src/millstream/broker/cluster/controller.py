@@ -223,7 +223,7 @@ class Controller:
             except _Deposed:
                 _logger.info("this node is no longer the controller")
             except StoreUnavailable as error:
-                # The store has answered: usually this node has no session, which is reported elsewhere.
+                # The store has responded: usually this node has no session, which is reported elsewhere.
                 level = logging.INFO if isinstance(error, StoreRefused) else logging.WARNING
                 _logger.log(level, "the controller waits for the store", extra={"error": str(error)})
                 await backoff.pause()

@@ -107,21 +107,21 @@ class CatalogDeclarations(Declarations):
 
     def __init__(self, catalog: Catalog, *, is_prepared: bool = True, clock: Clock | None = None) -> None:
         self.unavailable_since_ms: int | None = None
-        """Since when, on the wall clock, it has not answered; None while it answers."""
+        """Since when, on the wall clock, it has not responded; None while it responds."""
         self._catalog = catalog
         self._clock = clock or SystemClock()
         self._is_prepared = is_prepared
-        self._answered_once = False
+        self._has_responded = False
         self._preparing = asyncio.Lock()
 
     async def run(self, ask: Callable[[Catalog], T]) -> T:
         """Call the catalog in a thread."""
         try:
-            answer = await self._ask(ask)
+            response = await self._ask(ask)
         except CatalogUnavailable as error:
             if self.unavailable_since_ms is None:
                 self.unavailable_since_ms = self._clock.now_ms()
-                if self._answered_once:
+                if self._has_responded:
                     # Until then, the task that waits for the first response reports it.
                     how = "refuses this node" if isinstance(error, CatalogDenied) else "is unavailable"
                     _logger.warning(
@@ -130,11 +130,11 @@ class CatalogDeclarations(Declarations):
                         extra={"reason": str(error)},
                     )
             raise
-        self._answered_once = True
+        self._has_responded = True
         if self.unavailable_since_ms is not None:
             _logger.info("the catalog is back", extra={"away_ms": self._clock.now_ms() - self.unavailable_since_ms})
             self.unavailable_since_ms = None
-        return answer
+        return response
 
     async def _ask(self, ask: Callable[[Catalog], T]) -> T:
         if not self._is_prepared:
@@ -192,13 +192,13 @@ class AnnouncedDeclarations(Declarations):
     async def change(self, method: Callable[Concatenate[Catalog, P], T], *arguments: P.args, **named: P.kwargs) -> T:
         """Call a method and announce the change."""
         try:
-            answer = await self.call(method, *arguments, **named)
+            response = await self.call(method, *arguments, **named)
         except BaseException:
             # The change may have been made before the failure.
             self._announcer.announce(is_certain=False)
             raise
         self._announcer.announce(is_certain=True)
-        return answer
+        return response
 
 
 _BLOCK = 1000

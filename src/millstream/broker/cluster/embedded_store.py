@@ -81,7 +81,8 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
 class CoordinationFile:
     """Every change of the store but those of sessions' keys, in one file, rewritten when most of it is out of date.
 
-    A record that a crash has torn is the last one, was never answered, and is ignored. A record that is bad and not the
+    A record that a crash has torn is the last one, was never acknowledged, and is ignored. A record that is bad and not
+    the
     last was damaged on disk: `CorruptState`.
     """
 
@@ -405,12 +406,12 @@ class EmbeddedSession:
         self._renewing = None if ttl_s == math.inf else asyncio.create_task(self._renew(), name="store-session")
         self.lease = lease
         self.live = True
-        self._unanswered = 0
+        self._missed = 0
 
     @property
     def confirmed(self) -> bool:
-        """Whether the service has answered one of the last renewals."""
-        return self.live and self._unanswered < RENEWALS
+        """Whether the service has responded to one of the last renewals."""
+        return self.live and self._missed < RENEWALS
 
     async def close(self) -> None:
         """End the session and its keys."""
@@ -435,9 +436,9 @@ class EmbeddedSession:
         try:
             holds = await self._store.renew(self.lease)
         except StoreUnavailable:
-            self._unanswered += 1
+            self._missed += 1
             return True
-        self._unanswered = 0
+        self._missed = 0
         return holds
 
 
@@ -506,14 +507,14 @@ class EmbeddedStore(HealthReporting):
 
     async def _call(self, request: Callable[[], T]) -> T:
         try:
-            answer = await self._ask(request)
+            response = await self._ask(request)
         except StoreRefused:
             raise
         except StoreUnavailable as error:
             self._health.silent(str(error))
             raise
-        self._health.answered()
-        return answer
+        self._health.responded()
+        return response
 
     async def _ask(self, request: Callable[[], T]) -> T:
         """Carry a request to the service and its response back."""

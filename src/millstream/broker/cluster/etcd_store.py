@@ -39,7 +39,7 @@ from millstream.core.errors import CorruptState, InvalidSetting, StoreDenied, St
 
 PROBE_S_MAX = 0.5
 
-_REPLY_BYTES_MAX = 512
+_RESPONSE_BYTES_MAX = 512
 
 _SHOWN_MAX = 60
 
@@ -49,47 +49,47 @@ _ETCD = b"etcdserver"
 
 
 async def diagnose_endpoint(endpoint: str, *, with_tls: bool) -> str:
-    """Return why a member did not answer, judging by its reply to a plain HTTP request."""
+    """Return why a member did not respond, judging by its response to a plain HTTP request."""
     host, _, port = endpoint.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S_MAX):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except TimeoutError:
-        return f"{endpoint} did not answer"
+        return f"{endpoint} did not respond"
     except OSError as error:
         # The loop's own message repeats the address; a name that is not found has no errno.
         number = error.errno or 0
         why = os.strerror(number) if number > 0 else error.strerror or str(error)
         return f"{endpoint} cannot be reached ({why})"
     try:
-        return _diagnose_reply(endpoint, await _read_reply(reader, writer), with_tls=with_tls)
+        return _diagnose_response(endpoint, await _read_response(reader, writer), with_tls=with_tls)
     finally:
         writer.transport.abort()
 
 
-async def _read_reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    reply = b""
+async def _read_response(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    response = b""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(PROBE_S_MAX):
             writer.write(_PROBE)
-            while len(reply) < _REPLY_BYTES_MAX and (more := await reader.read(_REPLY_BYTES_MAX)):
-                reply += more
-    return reply
+            while len(response) < _RESPONSE_BYTES_MAX and (more := await reader.read(_RESPONSE_BYTES_MAX)):
+                response += more
+    return response
 
 
-def _diagnose_reply(endpoint: str, reply: bytes, *, with_tls: bool) -> str:
-    if _ETCD in reply:
-        return f"etcd at {endpoint} answers without TLS" if with_tls else f"etcd at {endpoint} accepts no requests"
-    if not reply:
-        return f"{endpoint} accepts connections but does not answer"
-    first = reply.splitlines()[0][:_SHOWN_MAX].decode("ascii", "backslashreplace")
-    return f"{endpoint} is not etcd; it answers {first!r}"
+def _diagnose_response(endpoint: str, response: bytes, *, with_tls: bool) -> str:
+    if _ETCD in response:
+        return f"etcd at {endpoint} responds without TLS" if with_tls else f"etcd at {endpoint} accepts no requests"
+    if not response:
+        return f"{endpoint} accepts connections but does not respond"
+    first = response.splitlines()[0][:_SHOWN_MAX].decode("ascii", "backslashreplace")
+    return f"{endpoint} is not etcd; it returns {first!r}"
 
 
 CONNECT_S_MAX = 1.0
 
 ATTEMPT_S_MAX = 2.0
-"""How long one member may take to answer a request that can go to another one as well."""
+"""How long one member may take to respond to a request that can go to another one as well."""
 
 ROUNDS = 3
 """How often each member is tried: the first attempt may have met a connection that was about to break."""
@@ -157,14 +157,14 @@ class EtcdMember:
                         raise NotConnected(f"{self.endpoint} cannot be reached")
                     await self.channel.wait_for_state_change(state)
         except TimeoutError:
-            raise NotConnected(f"{self.endpoint} did not answer within {CONNECT_S_MAX:g} s") from None
+            raise NotConnected(f"{self.endpoint} did not respond within {CONNECT_S_MAX:g} s") from None
 
 
 Call = Callable[[EtcdMember], Any]
 
 
 class EtcdMembers:
-    """Asks one member after another until one answers.
+    """Asks one member after another until one responds.
 
     A failed request that was never sent, or that etcd certainly did not execute, may go to the next member; one whose
     response was lost is repeated only if it is idempotent.
@@ -223,17 +223,17 @@ class EtcdMembers:
             if attempt and attempt % len(self.address.endpoints) == 0:
                 await asyncio.sleep(PAUSE_S * attempt / len(self.address.endpoints))
             try:
-                answer = await self._ask(call, request, repeatable=repeatable)
+                response = await self._ask(call, request, repeatable=repeatable)
             except NotConnected as error:
                 reason, lost, unreachable = str(error), False, endpoint
             except grpc.aio.AioRpcError as error:
                 if is_final(error):
-                    self.health.answered()
+                    self.health.responded()
                     raise _refused(error) from error
                 reason, lost, unreachable = f"{error.code().name}, {error.details()}", not _is_cut_off(error), ""
             else:
-                self.health.answered()
-                return answer
+                self.health.responded()
+                return response
             self.move_on(endpoint)
             maybe_done = maybe_done or lost
             if lost and not repeatable:
@@ -241,7 +241,7 @@ class EtcdMembers:
         if unreachable:
             reason = await diagnose_endpoint(unreachable, with_tls=self.address.encrypted)
         self.health.silent(reason)
-        raise (StoreUnavailable if maybe_done else StoreRefused)(f"etcd does not answer: {reason}")
+        raise (StoreUnavailable if maybe_done else StoreRefused)(f"etcd does not respond: {reason}")
 
     async def _ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
         member = await self.connected()
@@ -256,8 +256,8 @@ class EtcdMembers:
 
     async def _log_in(self, member: EtcdMember) -> None:
         self._token = ""
-        answer = await member.logins.Authenticate(self.login(), timeout=ATTEMPT_S_MAX, metadata=self.metadata)
-        self._token = answer.token
+        response = await member.logins.Authenticate(self.login(), timeout=ATTEMPT_S_MAX, metadata=self.metadata)
+        self._token = response.token
 
     def login(self) -> Any:
         """Return the request for a token."""
@@ -294,7 +294,7 @@ def wants_login(error: Any) -> bool:
 
 
 def is_final(error: Any) -> bool:
-    """Return whether etcd answered without carrying out the request, and every member would answer the same."""
+    """Return whether etcd responded without carrying out the request, and every member would respond alike."""
     return error.code() in _CERTAINLY_NOT_DONE
 
 
@@ -386,11 +386,11 @@ class EtcdSession:
             self._ask("LeaseRevoke", rpc.LeaseRevokeRequest(ID=self.lease), rpc.LeaseRevokeResponse)
             return False
         asked_at = self._clock.monotonic()
-        answer = self._ask("LeaseKeepAlive", rpc.LeaseKeepAliveRequest(ID=self.lease), rpc.LeaseKeepAliveResponse)
-        if answer is None:
+        response = self._ask("LeaseKeepAlive", rpc.LeaseKeepAliveRequest(ID=self.lease), rpc.LeaseKeepAliveResponse)
+        if response is None:
             return True
         self._renewed_at = asked_at
-        return bool(answer.TTL > 0)
+        return bool(response.TTL > 0)
 
     def _ask(self, method: str, request: Any, kind: Any) -> Any:
         """Send a request about the lease to any member; return None if it was not carried out."""
@@ -398,17 +398,17 @@ class EtcdSession:
         for _ in self._members.address.endpoints:
             endpoint = self._members.endpoint
             try:
-                answer = self._call(endpoint, f"Lease/{method}", request, kind)
+                response = self._call(endpoint, f"Lease/{method}", request, kind)
             except grpc.RpcError as error:
                 if is_final(error):
-                    # An error response is an answer too, for example that the lease no longer exists.
-                    self._loop.call_soon_threadsafe(self._members.health.answered)
+                    # An error response is a response too, for example that the lease no longer exists.
+                    self._loop.call_soon_threadsafe(self._members.health.responded)
                     return None
                 reason = str(error.details())
                 self._loop.call_soon_threadsafe(self._members.move_on, endpoint)
                 continue
-            self._loop.call_soon_threadsafe(self._members.health.answered)
-            return answer
+            self._loop.call_soon_threadsafe(self._members.health.responded)
+            return response
         self._loop.call_soon_threadsafe(self._members.health.silent, reason)
         return None
 
@@ -419,8 +419,8 @@ class EtcdSession:
             if self._members.address.user is None or not wants_login(error):
                 raise
         self._members.use_token("")
-        answer = self._post(endpoint, "Auth/Authenticate", self._members.login(), rpc.AuthenticateResponse)
-        self._members.use_token(answer.token)
+        response = self._post(endpoint, "Auth/Authenticate", self._members.login(), rpc.AuthenticateResponse)
+        self._members.use_token(response.token)
         return self._post(endpoint, method, request, kind)
 
     def _post(self, endpoint: str, method: str, request: Any, kind: Any) -> Any:
@@ -538,9 +538,9 @@ class EtcdWatch:
         while True:
             endpoint = self._members.endpoint
             try:
-                async with aclosing(self._connection()) as answers:
-                    async for answer in answers:
-                        events = self._take(answer)
+                async with aclosing(self._connection()) as responses:
+                    async for response in responses:
+                        events = self._take(response)
                         if events:
                             yield events
             except NotConnected as error:
@@ -568,22 +568,22 @@ class EtcdWatch:
             stop()
             call.cancel()
 
-    def _take(self, answer: Any) -> list[Event]:
-        if answer.compact_revision:
-            raise WatchLost(f"etcd has compacted the changes before revision {answer.compact_revision}")
-        if answer.canceled:
+    def _take(self, response: Any) -> list[Event]:
+        if response.compact_revision:
+            raise WatchLost(f"etcd has compacted the changes before revision {response.compact_revision}")
+        if response.canceled:
             # Some versions of etcd report an expired token only as not permitted.
             self._members.use_token("")
-            raise _Interrupted(answer.cancel_reason)
-        self._members.health.answered()
+            raise _Interrupted(response.cancel_reason)
+        self._members.health.responded()
         self._backoff.reset()
-        events_read = (_to_event(self._namespace, event) for event in answer.events)
+        events_read = (_to_event(self._namespace, event) for event in response.events)
         events = [event for event in events_read if event.revision > self._after]
         if events:
             self._after = events[-1].revision
-        elif not answer.created and not answer.events:
+        elif not response.created and not response.events:
             # A progress report: everything up to the revision in its header has been sent.
-            self._after = max(self._after, answer.header.revision)
+            self._after = max(self._after, response.header.revision)
         return events
 
     async def _rest(self) -> None:
@@ -603,10 +603,10 @@ async def _next_unless(moved: asyncio.Future[None], call: Any) -> Any:
             await asyncio.wait({reading})
     if reading.cancelled():
         raise _Interrupted
-    answer = reading.result()
-    if answer is grpc.aio.EOF:
+    response = reading.result()
+    if response is grpc.aio.EOF:
         raise _Interrupted
-    return answer
+    return response
 
 
 REQUEST_S_MAX = 5.0
@@ -645,14 +645,14 @@ class EtcdStore(HealthReporting):
         first = prefix
         while True:
             request = _page_request(prefix, first=first, revision=revision, keys_max=PAGE_KEYS)
-            answer = await self._members.ask(lambda member: member.keys.Range, request, repeatable=True)
-            revision = revision or answer.header.revision
-            for found in answer.kvs:
+            response = await self._members.ask(lambda member: member.keys.Range, request, repeatable=True)
+            revision = revision or response.header.revision
+            for found in response.kvs:
                 entry = _to_entry(self._namespace, found)
                 entries[entry.key] = entry
-            if not answer.more or not answer.kvs:
+            if not response.more or not response.kvs:
                 return Snapshot(entries, revision)
-            first = answer.kvs[-1].key + b"\x00"
+            first = response.kvs[-1].key + b"\x00"
 
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> int | None:
         """Carry out all changes in one transaction if every expectation holds."""
@@ -661,8 +661,8 @@ class EtcdStore(HealthReporting):
         if not lease and any(isinstance(change, Put) and change.leased for change in changes):
             raise StoreRefused("a leased key needs a live session")
         request = _transaction_request(self._namespace, changes, expect, lease)
-        answer = await self._members.ask(lambda member: member.keys.Txn, request, repeatable=False)
-        return int(answer.header.revision) if answer.succeeded else None
+        response = await self._members.ask(lambda member: member.keys.Txn, request, repeatable=False)
+        return int(response.header.revision) if response.succeeded else None
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
         """Yield every change below `prefix` with a revision above `after`."""

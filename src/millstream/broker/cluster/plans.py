@@ -118,7 +118,7 @@ def state_of(move: Move, view: ClusterView) -> str:
 
 
 class Plans:
-    """The requests of operators about plans, answered by any node."""
+    """The requests of operators about plans, which any node serves."""
 
     def __init__(
         self, store: CoordinationStore, view: ClusterView, clock: Clock, *, new_text: Callable[[], str]

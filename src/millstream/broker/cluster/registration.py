@@ -253,7 +253,7 @@ class NodeIdentity:
 class StartupChecks:
     """Verifies, before a starting node opens its log, that its folder, etcd and the catalog belong together.
 
-    A wrong setting fails at once, a store that does not answer after the configured wait. A node that was admitted
+    A wrong setting fails at once, a store that does not respond after the configured wait. A node that was admitted
     before starts without the catalog, because all declarations are in etcd too.
     """
 
@@ -280,7 +280,7 @@ class StartupChecks:
         self._report = report
 
     async def check(self) -> None:
-        """Wait until the node may start; raise if its settings are wrong, or etcd does not answer."""
+        """Wait until the node may start; raise if its settings are wrong, or etcd does not respond."""
         self._check_folder()
         known = await self._ask_store()
         self._check_known(known)
@@ -314,7 +314,7 @@ class StartupChecks:
             raise cluster_forgotten(claim.node_id)
 
     async def _check_place(self, held: str | None) -> None:
-        """Refuse at once if a node with this id answers; one that does not is waited for when registering."""
+        """Refuse at once if a node with this id responds; one that does not is waited for when registering."""
         if held is None:
             return
         other = NodeRegistration.from_json(held, 0)
@@ -324,7 +324,7 @@ class StartupChecks:
     # -- the stores -----------------------------------------------------------------------------------------
 
     async def _ask_store(self) -> dict[str, str]:
-        """Return the state of this node and its cluster in etcd; wait for an answer as long as configured."""
+        """Return the state of this node and its cluster in etcd; wait for a response as long as configured."""
         claim, backoff = self._claim, self._backoff()
         began, since_ms = self._clock.monotonic(), self._clock.now_ms()
         while True:
@@ -336,7 +336,7 @@ class StartupChecks:
                 waited_s = self._clock.monotonic() - began
                 if claim.etcd_wait_s and waited_s >= claim.etcd_wait_s:
                     raise StoreUnavailable(
-                        f"no answer from etcd at {claim.etcd} within {waited_s:.0f} s ({error}); "
+                        f"no response from etcd at {claim.etcd} within {waited_s:.0f} s ({error}); "
                         "check --etcd and that etcd runs, or wait longer with --etcd-wait-ms"
                     ) from error
                 await self._wait(f"waits for etcd at {claim.etcd}", error, since_ms, backoff)

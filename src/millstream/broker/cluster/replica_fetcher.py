@@ -35,30 +35,30 @@ from millstream.protocol.wire.replica_fetch import (
     NO_SESSION,
     VERSION,
     PartitionKey,
-    ReplicaAnswer,
-    ReplicaAnswers,
     ReplicaFetch,
     ReplicaPosition,
+    ReplicaResponse,
+    ReplicaResponses,
     next_session_epoch,
-    read_replica_answers,
+    read_replica_responses,
     write_replica_fetch,
 )
 
 CONNECT_S = 3.0
-ANSWER_S = 10.0
+RESPONSE_S = 10.0
 """How long a response may take beyond the time for which the leader was asked to wait."""
 
 ROOM_BYTES_MAX = 12 * 1024 * 1024
 """The largest response whose memory is kept for the next one."""
 
-SMALL_ANSWERS_MAX = 8
+SMALL_RESPONSES_MAX = 8
 """After this many responses in a row that need none, the memory is released."""
 
 
 class ReplicaLink(Protocol):
     """A follower's link to one leader. It carries one fetch at a time."""
 
-    async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
+    async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
         """Send a fetch to the leader; raise a `MillstreamError` if there is no response. The next call reconnects.
 
         The records of the response are valid until the next call.
@@ -87,24 +87,24 @@ class WireLink:
         self._client_id = client_id
         self._channel: Channel | None = None
         self._room: bytearray | None = None
-        self._small_answers = 0
+        self._small_responses = 0
         """How many responses in a row did not need the memory."""
         self._due = 0.0
         """When the response to the current fetch is due; 0 for none."""
         self._watch: asyncio.TimerHandle | None = None
 
-    async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
+    async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
         """Send a fetch to the leader."""
         channel = self._channel
         if channel is None or not channel.is_open:
             channel = self._channel = await self._connect()
-        self._small_answers += 1
-        if self._small_answers > SMALL_ANSWERS_MAX:
+        self._small_responses += 1
+        if self._small_responses > SMALL_RESPONSES_MAX:
             # Such responses are rare and small, so no memory is kept for them.
             self._room = None
-        self._expect_answer(fetch.max_wait_ms / 1000 + ANSWER_S)
+        self._expect_response(fetch.max_wait_ms / 1000 + RESPONSE_S)
         try:
-            return read_replica_answers(await channel.ask(FETCH_KEY, VERSION, [write_replica_fetch(fetch)]))
+            return read_replica_responses(await channel.ask(FETCH_KEY, VERSION, [write_replica_fetch(fetch)]))
         except BaseException:
             # A late response must not be mistaken for the response to the next request.
             await self.close()
@@ -121,7 +121,7 @@ class WireLink:
         if channel is not None:
             await asyncio.shield(channel.close())
 
-    def _expect_answer(self, within_s: float) -> None:
+    def _expect_response(self, within_s: float) -> None:
         """Start the timeout. One timer serves many fetches, because each would be cancelled by its response."""
         loop = asyncio.get_running_loop()
         self._due = loop.time() + within_s
@@ -136,12 +136,12 @@ class WireLink:
         if self._due > loop.time():
             self._watch = loop.call_at(self._due, self._look_at_clock)
         elif self._channel is not None:
-            self._channel.abort("a fetch was not answered in time")
+            self._channel.abort("a fetch got no response in time")
 
     def _room_for(self, size: int) -> memoryview:
         if size > ROOM_BYTES_MAX:
             return memoryview(bytearray(size))
-        self._small_answers = 0
+        self._small_responses = 0
         if self._room is None or len(self._room) < size:
             self._room = bytearray(min(max(size, 2 * len(self._room or b"")), ROOM_BYTES_MAX))
         return memoryview(self._room)[:size]
@@ -350,8 +350,8 @@ class ReplicaFetcher:
             self._note_registration()
             await self._truncate_damage()
             await self._stored()
-            answers = await self._link.fetch(self._next_fetch())
-            await self._take(answers)
+            responses = await self._link.fetch(self._next_fetch())
+            await self._take(responses)
             self._backoff.reset()
         except MillstreamError as error:
             self._begin_session()
@@ -440,33 +440,35 @@ class ReplicaFetcher:
             max_bytes=self._limits.partition_bytes_max if is_whole else 0,
         )
 
-    # -- answers --------------------------------------------------------------------------------------------
+    # -- responses ------------------------------------------------------------------------------------------
 
-    async def _take(self, answers: ReplicaAnswers) -> None:
+    async def _take(self, responses: ReplicaResponses) -> None:
         """Apply a response, and wait until it is as durable as the next fetch will report."""
-        if answers.code:
-            raise error_from_code(answers.code, None, about=f"fetch from node {self.leader}")
-        self._session_id = answers.session_id
+        if responses.code:
+            raise error_from_code(responses.code, None, about=f"fetch from node {self.leader}")
+        self._session_id = responses.session_id
         self._session_epoch = next_session_epoch(self._session_epoch)
         syncing: list[tuple[PartitionKey, _Followed, asyncio.Future[None]]] = []
         size = 0
-        for number, (key, answer) in enumerate(answers.partitions.items(), 1):
+        for number, (key, response) in enumerate(responses.partitions.items(), 1):
             followed = self._followed.get(key)
             if followed is None or followed.held is not None or not followed.is_current:
                 continue
-            stored = self._take_one(key, followed, answer)
+            stored = self._take_one(key, followed, response)
             if stored is not None:
                 syncing.append((key, followed, stored))
-            size += len(answer.records)
+            size += len(response.records)
             if size >= BYTES_BETWEEN_YIELDS or number % PARTITIONS_BETWEEN_YIELDS == 0:
                 size = 0
                 await asyncio.sleep(0)
         for key, followed, stored in syncing:
             await self._until_done(key, followed, stored)
 
-    def _take_one(self, key: PartitionKey, followed: _Followed, answer: ReplicaAnswer) -> asyncio.Future[None] | None:
+    def _take_one(
+        self, key: PartitionKey, followed: _Followed, response: ReplicaResponse
+    ) -> asyncio.Future[None] | None:
         try:
-            stored = self._carry_out(key, followed, answer)
+            stored = self._carry_out(key, followed, response)
         except MillstreamError as error:
             self._hold(key, followed, error)
             return None
@@ -479,28 +481,30 @@ class ReplicaFetcher:
         followed.failures = 0
         return stored
 
-    def _carry_out(self, key: PartitionKey, followed: _Followed, answer: ReplicaAnswer) -> asyncio.Future[None] | None:
+    def _carry_out(
+        self, key: PartitionKey, followed: _Followed, response: ReplicaResponse
+    ) -> asyncio.Future[None] | None:
         partition, epoch = followed.partition, followed.asked_epoch
-        if answer.code == OFFSET_OUT_OF_RANGE and answer.log_start > partition.log.end_offset:
-            cut = partition.restart_at(answer.log_start, leader_epoch=epoch)
+        if response.code == OFFSET_OUT_OF_RANGE and response.log_start > partition.log.end_offset:
+            cut = partition.restart_at(response.log_start, leader_epoch=epoch)
             self._changed[key] = None
             return cut
-        if answer.code:
-            raise error_from_code(answer.code, None, about=f"fetch of {partition.log.partition}")
-        if answer.diverging is not None:
-            cut = partition.truncate(answer.diverging, leader_epoch=epoch)
+        if response.code:
+            raise error_from_code(response.code, None, about=f"fetch of {partition.log.partition}")
+        if response.diverging is not None:
+            cut = partition.truncate(response.diverging, leader_epoch=epoch)
             self._changed[key] = None
             return cut
         if followed.is_damaged:
-            followed.watermark = answer.high_watermark
-            partition.note_watermark(answer.high_watermark)
+            followed.watermark = response.high_watermark
+            partition.note_watermark(response.high_watermark)
             raise LogUnavailable(f"{partition.log.partition} waits for the repair of its damage")
         followed.watermark = NO_OFFSET
         stored = partition.append_fetched(
-            answer.records, leader_epoch=epoch, high_watermark=answer.high_watermark, log_start=answer.log_start
+            response.records, leader_epoch=epoch, high_watermark=response.high_watermark, log_start=response.log_start
         )
-        if answer.records:
-            pause_s = self._throttle(key, len(answer.records))
+        if response.records:
+            pause_s = self._throttle(key, len(response.records))
             if pause_s > 0:
                 self._suspend(key, followed, pause_s)
             else:

@@ -50,9 +50,9 @@ from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.replica_fetch import (
     CLOSED_SESSION_EPOCH,
     PartitionKey,
-    ReplicaAnswer,
     ReplicaFetch,
     ReplicaPosition,
+    ReplicaResponse,
 )
 
 REPAIR_RETRY_FIRST_S = 0.5
@@ -152,7 +152,7 @@ class DamageRepair:
             except (MismatchedBatch, StorageFailure) as error:
                 cannot = error
             except MillstreamError as error:
-                # The answer was damaged, or the log changed meanwhile.
+                # The response was damaged, or the log changed meanwhile.
                 undecided = error
         if cannot is not None:
             # Other replicas have it, so one of them should lead.
@@ -185,13 +185,13 @@ class DamageRepair:
         try:
             while offset < lost.next_offset and len(found) < REPAIR_PART_BYTES:
                 try:
-                    answer = await self._ask(link, partition, offset, epoch)
+                    response = await self._ask(link, partition, offset, epoch)
                 except (DamagedRange, CorruptBatch, OffsetOutOfRange):
                     break
-                if not answer.records:
+                if not response.records:
                     raise LogUnavailable(f"node {node} does not know yet that offset {offset} is acknowledged")
-                found += answer.records
-                offset = [int(header.next_offset) for header in iterate_headers(answer.records)][-1]
+                found += response.records
+                offset = [int(header.next_offset) for header in iterate_headers(response.records)][-1]
         except MillstreamError:
             if not found:
                 raise
@@ -201,19 +201,19 @@ class DamageRepair:
             raise LogUnavailable(f"node {node} no longer leads")
         return bytes(found)
 
-    async def _ask(self, link: ReplicaLink, partition: Partition, offset: int, epoch: Epoch) -> ReplicaAnswer:
+    async def _ask(self, link: ReplicaLink, partition: Partition, offset: int, epoch: Epoch) -> ReplicaResponse:
         key: PartitionKey = (partition.topic.topic_id, partition.index)
         position = ReplicaPosition(Offset(offset), epoch, NO_EPOCH, partition.log_start, REPAIR_ASK_BYTES)
         fetch = ReplicaFetch(
             self._me, self._registration(), 0, REPAIR_ASK_BYTES, {key: position}, session_epoch=CLOSED_SESSION_EPOCH
         )
-        answers = await link.fetch(fetch)
-        answer = answers.partitions.get(key)
-        if answers.code or answer is None:
-            raise error_from_code(answers.code or -1, None, about=f"repair of {partition.log.partition}")
-        if answer.code:
-            raise error_from_code(answer.code, None, about=f"repair of {partition.log.partition}")
-        return answer
+        responses = await link.fetch(fetch)
+        response = responses.partitions.get(key)
+        if responses.code or response is None:
+            raise error_from_code(responses.code or -1, None, about=f"repair of {partition.log.partition}")
+        if response.code:
+            raise error_from_code(response.code, None, about=f"repair of {partition.log.partition}")
+        return response
 
     def _log(self, level: int, what: str, partition: Partition, lost: LostRange, error: Exception | None) -> None:
         extra: dict[str, object] = {
@@ -317,7 +317,7 @@ class InSyncWriter:
             await self._give_up(pending, error)
             return
         except StoreUnavailable as error:
-            _logger.warning("the store did not answer about in-sync sets", extra={"error": str(error)})
+            _logger.warning("the store did not respond about in-sync sets", extra={"error": str(error)})
             await self._backoff.pause()
         for one in pending:
             await self._write_alone(one)

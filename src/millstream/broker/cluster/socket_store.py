@@ -4,8 +4,8 @@ The supervising process gives each node one end of a socket before it starts, an
 The socket is the session too: a node that dies closes it, so that its keys are removed at once, and nodes detect at
 once that their supervisor has died. No lease is renewed.
 
-A frame: length u32, then a MessagePack array: a request is [number, method, arguments], an answer [number, error,
-result], and what a watch reports comes as further answers with its number.
+A frame: length u32, then a MessagePack array: a request is [number, method, arguments], a response [number, error,
+result], and what a watch reports comes as further responses with its number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from millstream.core.clock import Clock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 
 FRAME_BYTES_MAX: Final = 256 * 1024 * 1024
-ANSWER_S: Final = 30.0
+RESPONSE_S: Final = 30.0
 BATCHES_MAX: Final = 1000
 """How far a watch may lag before it has to read everything again."""
 
@@ -91,7 +91,7 @@ class StoreServer:
         self._watches: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, connected: socket.socket) -> None:
-        """Answer requests; when the node disconnects, its session ends and its keys are removed."""
+        """Respond to requests; when the node disconnects, its session ends and its keys are removed."""
         channel = await _Channel.over(connected)
         try:
             while (frame := await channel.read()) is not None:
@@ -101,7 +101,7 @@ class StoreServer:
                 elif method == "unwatch":
                     self._end_watch(*arguments)
                 else:
-                    channel.write(await self._answer(number, method, arguments))
+                    channel.write(await self._respond(number, method, arguments))
                     with suppress(OSError):
                         await channel.drain()
         finally:
@@ -110,7 +110,7 @@ class StoreServer:
             await self._store.close()
             channel.close()
 
-    async def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> list[Any]:
+    async def _respond(self, number: int, method: str, arguments: Sequence[Any]) -> list[Any]:
         try:
             return [number, None, await self._call(method, arguments)]
         except (StoreRefused, StoreUnavailable, WatchLost) as error:
@@ -214,12 +214,12 @@ class SocketStore(HealthReporting):
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
         """Yield every change below `prefix` with a revision above `after`."""
         number = next(self._numbers)
-        answers = self._watches[number] = asyncio.Queue()
+        responses = self._watches[number] = asyncio.Queue()
         await self._open()
         self._send([number, "watch", [prefix, after]])
         try:
             while True:
-                _, error, events = await answers.get()
+                _, error, events = await responses.get()
                 if error is not None:
                     raise WatchLost(error[1])
                 yield [Event(*event) for event in events]
@@ -251,14 +251,14 @@ class SocketStore(HealthReporting):
         try:
             await self._open()
             self._send([number, method, arguments])
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(RESPONSE_S):
                 error, result = await future
         except (StoreUnavailable, TimeoutError) as error:
-            self._health.silent(str(error) or f"no answer within {ANSWER_S:g} s")
-            raise StoreUnavailable("the supervising process does not answer") from error
+            self._health.silent(str(error) or f"no response within {RESPONSE_S:g} s")
+            raise StoreUnavailable("the supervising process does not respond") from error
         finally:
             del self._calls[number]
-        self._health.answered()
+        self._health.responded()
         if error is not None:
             raise _ERRORS[error[0]](error[1])
         return result
@@ -271,12 +271,12 @@ class SocketStore(HealthReporting):
     async def _read(self, channel: _Channel) -> None:
         while (frame := await channel.read()) is not None:
             number, error, result = frame
-            if (answers := self._watches.get(number)) is not None:
-                if answers.qsize() < BATCHES_MAX:
-                    answers.put_nowait(frame)
-                elif answers.qsize() == BATCHES_MAX:
+            if (responses := self._watches.get(number)) is not None:
+                if responses.qsize() < BATCHES_MAX:
+                    responses.put_nowait(frame)
+                elif responses.qsize() == BATCHES_MAX:
                     # End the watch, so that it does not silently miss the dropped batches.
-                    answers.put_nowait([number, _TOO_LATE, None])
+                    responses.put_nowait([number, _TOO_LATE, None])
             elif (future := self._calls.get(number)) is not None and not future.done():
                 future.set_result((error, result))
         self.connected = False

@@ -102,17 +102,17 @@ class CoordinationStore(Protocol):
 
     @property
     def available(self) -> bool:
-        """Whether the last call of the store was answered."""
+        """Whether the store responded to the last call."""
 
     @property
     def unavailable_since_ms(self) -> int | None:
-        """Since when, on the wall clock, it does not answer; None while it is available."""
+        """Since when, on the wall clock, it does not respond; None while it is available."""
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener`, on the event loop, each time `available` changes."""
 
     async def read(self, prefix: str) -> Snapshot:
-        """Return every key that begins with `prefix`, including everything answered before this call.
+        """Return every key that begins with `prefix`, including everything acknowledged before this call.
 
         Raises StoreUnavailable if no response came in time.
         """
@@ -166,21 +166,21 @@ class StoreHealth:
         self._clock = clock
         self._name = name
         self._listeners: list[Callable[[], None]] = []
-        self._answered_once = False
+        self._has_responded = False
         self.unavailable_since_ms: int | None = None
 
     @property
     def available(self) -> bool:
-        """Whether the last call of the store was answered."""
+        """Whether the store responded to the last call."""
         return self.unavailable_since_ms is None
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` each time `available` changes."""
         self._listeners.append(listener)
 
-    def answered(self) -> None:
-        """Note that the store answered, with any result."""
-        self._answered_once = True
+    def responded(self) -> None:
+        """Note that the store responded, with any result."""
+        self._has_responded = True
         if self.unavailable_since_ms is None:
             return
         away_ms = self._clock.now_ms() - self.unavailable_since_ms
@@ -189,11 +189,11 @@ class StoreHealth:
         self._notify()
 
     def silent(self, reason: str) -> None:
-        """Note that the store did not answer."""
+        """Note that the store did not respond."""
         if self.unavailable_since_ms is not None:
             return
         self.unavailable_since_ms = self._clock.now_ms()
-        if self._answered_once:
+        if self._has_responded:
             # Until then, the task that waits for the first response reports it.
             _logger.warning(
                 "%s is unavailable; data flows with the current leaders, cluster changes wait",
@@ -215,12 +215,12 @@ class HealthReporting:
 
     @property
     def available(self) -> bool:
-        """Whether the last call of the store was answered."""
+        """Whether the store responded to the last call."""
         return self._health.available
 
     @property
     def unavailable_since_ms(self) -> int | None:
-        """Since when it does not answer."""
+        """Since when it does not respond."""
         return self._health.unavailable_since_ms
 
     def on_change(self, listener: Callable[[], None]) -> None:

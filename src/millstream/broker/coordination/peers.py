@@ -51,7 +51,7 @@ class LeaderAppender:
 
 
 CONNECT_S: Final = 3.0
-ANSWER_S: Final = 30.0
+RESPONSE_S: Final = 30.0
 _PRIVATE_VERSION: Final = 0
 
 
@@ -82,13 +82,13 @@ class WirePeers:
         key, newest = request.__api_key__, request.__version__
         channel = await self._channel(node)
         version = channel.version_for(key, newest=newest)
-        answer = await channel.call(reshape(request, load_request_class(key, version)), timeout_s=ANSWER_S)
-        return reshape(answer, load_response_class(key, newest))
+        response = await channel.call(reshape(request, load_request_class(key, version)), timeout_s=RESPONSE_S)
+        return reshape(response, load_response_class(key, newest))
 
     async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         """Send a private request."""
         channel = await self._channel(node)
-        frame = await channel.exchange(api_key, _PRIVATE_VERSION, [body], timeout_s=ANSWER_S)
+        frame = await channel.exchange(api_key, _PRIVATE_VERSION, [body], timeout_s=RESPONSE_S)
         return frame[response_body_at(api_key, _PRIVATE_VERSION, frame) :]
 
     async def close(self) -> None:

@@ -412,7 +412,7 @@ class Shard(Generic[S]):
         self._acknowledged = Offset(0)
         self._unacknowledged: set[asyncio.Future[None]] = set()
         self._waiting: deque[tuple[Offset, Release[Any], Deferred[Any]]] = deque()
-        self._answered: list[tuple[Release[Any], Deferred[Any]]] = []
+        self._completed: list[tuple[Release[Any], Deferred[Any]]] = []
         self._loading: asyncio.Task[None] | None = None
         self._rewrite = Rewrite(self, records_min=rewrite_records_min)
 
@@ -453,7 +453,7 @@ class Shard(Generic[S]):
             await asyncio.wait(tasks)
         if self._state is not None:
             self._state.unload()
-            self._release_answers(self._written)
+            self._release_responses(self._written)
         if self._unacknowledged:
             await asyncio.wait(self._unacknowledged, timeout=CLOSE_S)
         self._discard_state(NotCoordinator(f"{self.name} was closed"))
@@ -483,7 +483,7 @@ class Shard(Generic[S]):
         try:
             records, response = operation(state)
         except MillstreamError as error:
-            self._answered.append((release, _refused(error)))
+            self._completed.append((release, _refused(error)))
             confirmation = self._confirmation
             needs_confirmation = confirmation is not None and isinstance(error, confirmation.refusals)
             self._append_and_replay(
@@ -495,7 +495,7 @@ class Shard(Generic[S]):
             self._reload("an operation failed inside the broker")
             raise CoordinatorUnavailable(f"{self.name}: the operation failed inside the broker") from None
         later = response if isinstance(response, Deferred) else _resolved(response)
-        later.listen(lambda answered: self._answered.append((release, answered)))
+        later.listen(lambda completed: self._completed.append((release, completed)))
         self._append_and_replay(records, pure=pure)
 
     def fire_timers(self) -> None:
@@ -581,7 +581,7 @@ class Shard(Generic[S]):
                 self._reload("a record could not be replayed")
                 return
             self._rewrite.count(len(records))
-        self._release_answers(self._written)
+        self._release_responses(self._written)
         self._set_alarm()
 
     def _append_refused(self, error: MillstreamError, *, pure: bool) -> None:
@@ -592,20 +592,20 @@ class Shard(Generic[S]):
         if not pure:
             self._reload(str(error))
             return
-        self._refuse_answers(_client_error(self.name, error))
+        self._refuse_responses(_client_error(self.name, error))
 
-    def _release_answers(self, needed: Offset) -> None:
+    def _release_responses(self, needed: Offset) -> None:
         """Release the responses of an operation, now or when the log has acknowledged its records."""
-        answered, self._answered = self._answered, []
-        for release, later in answered:
+        completed, self._completed = self._completed, []
+        for release, later in completed:
             if needed <= self._acknowledged:
                 release(later)
             else:
                 self._waiting.append((needed, release, later))
 
-    def _refuse_answers(self, error: MillstreamError) -> None:
-        answered, self._answered = self._answered, []
-        for release, _ in answered:
+    def _refuse_responses(self, error: MillstreamError) -> None:
+        completed, self._completed = self._completed, []
+        for release, _ in completed:
             release(_refused(error))
 
     def _on_acknowledged(self, next_offset: Offset, incarnation: int, error: MillstreamError | None) -> None:
@@ -640,7 +640,7 @@ class Shard(Generic[S]):
         waiting, self._waiting = self._waiting, deque()
         for _, release, _ in waiting:
             release(_refused(error))
-        self._refuse_answers(error)
+        self._refuse_responses(error)
 
     def _load_soon(self, delay_s: float) -> None:
         task = asyncio.get_running_loop().create_task(self._load(delay_s), name=f"load {self.name}")

@@ -21,30 +21,30 @@ class Deferred(Generic[T]):
     the first response counts.
     """
 
-    __slots__ = ("_error", "_listener", "_value", "answered")
+    __slots__ = ("_error", "_listener", "_value", "completed")
 
     def __init__(self) -> None:
-        self.answered = False
+        self.completed = False
         self._value: T | None = None
         self._error: MillstreamError | None = None
         self._listener: Callable[[Deferred[T]], None] | None = None
 
     def resolve(self, value: T) -> None:
-        """Answer with a value."""
-        if not self.answered:
+        """Respond with a value."""
+        if not self.completed:
             self._value = value
             self._notify()
 
     def refuse(self, error: MillstreamError) -> None:
-        """Answer with an error."""
-        if not self.answered:
+        """Respond with an error."""
+        if not self.completed:
             self._error = error
             self._notify()
 
     def listen(self, listener: Callable[[Deferred[T]], None]) -> None:
         """Call `listener` once the response is available, immediately if it already is."""
         self._listener = listener
-        if self.answered:
+        if self.completed:
             listener(self)
 
     @property
@@ -59,7 +59,7 @@ class Deferred(Generic[T]):
         return cast("T", self._value)
 
     def _notify(self) -> None:
-        self.answered = True
+        self.completed = True
         if self._listener is not None:
             self._listener(self)
 

@@ -17,15 +17,15 @@ from millstream.broker.groups.consumer.group import ConsumerGroupState
 from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.requests import (
-    CommitAnswer,
     CommitRequest,
+    CommitResult,
     ConsumerGroupDescription,
     ConsumerHeartbeat,
     FetchedOffsets,
     GroupDescription,
     GroupLimits,
     GroupListing,
-    HeartbeatAnswer,
+    HeartbeatResult,
     Joined,
     JoinRequest,
     Leaver,
@@ -36,7 +36,7 @@ from millstream.broker.groups.requests import (
     SyncRequest,
 )
 from millstream.broker.groups.shard import GroupShard
-from millstream.broker.groups.share.group import JOIN_EPOCH, ShareAnswer, ShareGroupDescription, ShareHeartbeat
+from millstream.broker.groups.share.group import JOIN_EPOCH, ShareGroupDescription, ShareHeartbeat, ShareHeartbeatResult
 from millstream.broker.groups.transactional_offsets import PendingProducer, Producer
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -115,7 +115,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return self._runtime.leader_of(group_id)
 
     async def join(self, request: JoinRequest) -> Joined:
-        """Join a group; answered with the next generation."""
+        """Join a group; return the next generation."""
         _check_group_id(request.group_id)
         if request.protocol_type != GROUP_TYPE:
             self._check_not_pipeline_group(request.group_id)
@@ -145,14 +145,14 @@ class GroupCoordinator(Coordinator[GroupShard]):
         _check_group_id(who.group_id)
         await self._runtime.run(who.group_id, lambda shard: shard.heartbeat(who), pure=True)
 
-    async def consumer_heartbeat(self, request: ConsumerHeartbeat) -> HeartbeatAnswer:
+    async def consumer_heartbeat(self, request: ConsumerHeartbeat) -> HeartbeatResult:
         """Handle a consumer group heartbeat: join, stay or leave."""
         _check_length(request.group_id)
         if request.epoch == JOIN_EPOCH:
             self._check_not_pipeline_group(request.group_id)
         return await self._runtime.run(request.group_id, lambda shard: shard.consumer_heartbeat(request), pure=True)
 
-    async def share_heartbeat(self, request: ShareHeartbeat) -> ShareAnswer:
+    async def share_heartbeat(self, request: ShareHeartbeat) -> ShareHeartbeatResult:
         """Handle a share group heartbeat: join, stay or leave."""
         _check_length(request.group_id)
         if request.epoch == JOIN_EPOCH:
@@ -180,13 +180,13 @@ class GroupCoordinator(Coordinator[GroupShard]):
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.leave(group_id, leavers))
 
-    async def commit(self, request: CommitRequest) -> CommitAnswer:
-        """Store offsets; answered when they are durable."""
+    async def commit(self, request: CommitRequest) -> CommitResult:
+        """Store offsets; return when they are durable."""
         # Kafka lets consumers outside any group commit under an empty id.
         _check_length(request.member.group_id)
         return await self._runtime.run(request.member.group_id, lambda shard: shard.commit(request), pure=True)
 
-    def commit_now(self, request: CommitRequest, release: Release[CommitAnswer]) -> bool:
+    def commit_now(self, request: CommitRequest, release: Release[CommitResult]) -> bool:
         """Store offsets, and pass on the response when they are durable; return False if `commit` must be awaited."""
         group_id = request.member.group_id
         _check_length(group_id)
@@ -194,7 +194,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
 
     async def commit_in_transaction(
         self, request: CommitRequest, producer_id: ProducerId, epoch: int, *, admit: Admit, adds: bool = False
-    ) -> CommitAnswer:
+    ) -> CommitResult:
         """Store offsets that take effect when the transaction commits, provided that `admit` accepts it.
 
         `admit` is asked about the partition of the offsets topic, and raises if the transaction does not hold it. With
@@ -259,8 +259,8 @@ class GroupCoordinator(Coordinator[GroupShard]):
 
     async def list_groups(self) -> list[GroupListing]:
         """List every group of this node."""
-        answers = [shard.submit(GroupShard.list_groups, pure=True) for shard in self._runtime.shards]
-        return [listing for listings in await asyncio.gather(*answers) for listing in listings]
+        responses = [shard.submit(GroupShard.list_groups, pure=True) for shard in self._runtime.shards]
+        return [listing for listings in await asyncio.gather(*responses) for listing in listings]
 
     async def describe(self, group_id: str) -> GroupDescription:
         """Describe one classic group with its members."""
@@ -329,10 +329,10 @@ def _sweep_soon(shard: GroupShard) -> tuple[tuple[()], None]:
     return (), None
 
 
-def _ignore_result(answer: asyncio.Future[None]) -> None:
-    """Retrieve the exception of an answer that no caller awaits, so that asyncio does not log it."""
-    if not answer.cancelled():
-        answer.exception()
+def _ignore_result(response: asyncio.Future[None]) -> None:
+    """Retrieve the exception of a response that no caller awaits, so that asyncio does not log it."""
+    if not response.cancelled():
+        response.exception()
 
 
 def _check_length(group_id: str) -> None:

@@ -45,13 +45,13 @@ class Member:
         "client_id",
         "instance_id",
         "is_new",
-        "join_reply",
+        "join_response",
         "member_id",
         "protocol_type",
         "protocols",
         "rebalance_timeout_ms",
         "session_timeout_ms",
-        "sync_reply",
+        "sync_response",
     )
 
     def __init__(
@@ -79,8 +79,8 @@ class Member:
         self.assignment = assignment
         # A new member has no session yet, so its parked join request does not keep it alive forever.
         self.is_new = is_new
-        self.join_reply: Deferred[Joined] | None = None
-        self.sync_reply: Deferred[Synced] | None = None
+        self.join_response: Deferred[Joined] | None = None
+        self.sync_response: Deferred[Synced] | None = None
 
     @classmethod
     def joining(cls, member_id: str, request: JoinRequest) -> Member:
@@ -133,7 +133,7 @@ class Member:
     @property
     def awaits_join(self) -> bool:
         """Whether a join request of the member is parked."""
-        return self.join_reply is not None
+        return self.join_response is not None
 
     @property
     def size_bytes(self) -> int:
@@ -150,26 +150,26 @@ class Member:
 
     def is_alive_without_heartbeat(self) -> bool:
         """Return whether a parked request replaces heartbeats, which the client does not send while it waits."""
-        return not self.is_new and (self.join_reply is not None or self.sync_reply is not None)
+        return not self.is_new and (self.join_response is not None or self.sync_response is not None)
 
-    def park_sync(self, reply: Deferred[Synced]) -> None:
+    def park_sync(self, deferred: Deferred[Synced]) -> None:
         """Park a sync request until the leader sends the assignment; it replaces an older one of the member."""
         self.refuse_sync(RebalanceInProgress("a later request of the same member replaced this one"))
-        self.sync_reply = reply
+        self.sync_response = deferred
 
-    def answer_sync(self, answer: Synced) -> bool:
-        """Answer the parked sync request; return whether there was one."""
-        reply, self.sync_reply = self.sync_reply, None
-        if reply is not None:
-            reply.resolve(answer)
-        return reply is not None
+    def respond_to_sync(self, response: Synced) -> bool:
+        """Respond to the parked sync request; return whether there was one."""
+        deferred, self.sync_response = self.sync_response, None
+        if deferred is not None:
+            deferred.resolve(response)
+        return deferred is not None
 
     def refuse_sync(self, error: MillstreamError) -> bool:
         """Refuse the parked sync request; return whether there was one."""
-        reply, self.sync_reply = self.sync_reply, None
-        if reply is not None:
-            reply.refuse(error)
-        return reply is not None
+        deferred, self.sync_response = self.sync_response, None
+        if deferred is not None:
+            deferred.refuse(error)
+        return deferred is not None
 
 
 CONSUMER_PROTOCOL_TYPE = "consumer"
@@ -284,7 +284,7 @@ class Group:
         self.state = state
         self.state_since_ms = now_ms
 
-    def add(self, member: Member, reply: Deferred[Joined] | None = None) -> None:
+    def add(self, member: Member, deferred: Deferred[Joined] | None = None) -> None:
         if not self.members:
             self.protocol_type = member.protocol_type or None
         if member.instance_id is not None:
@@ -294,8 +294,8 @@ class Group:
         self.members[member.member_id] = member
         self._count_protocols(member)
         self.pending_members.discard(member.member_id)
-        if reply is not None:
-            self.park_join(member, reply)
+        if deferred is not None:
+            self.park_join(member, deferred)
 
     def update(self, member: Member, protocols: tuple[tuple[str, bytes], ...]) -> None:
         """Replace the protocols of a member."""
@@ -343,27 +343,27 @@ class Group:
             self.leader_id = new_id
         return new
 
-    def park_join(self, member: Member, reply: Deferred[Joined]) -> None:
+    def park_join(self, member: Member, deferred: Deferred[Joined]) -> None:
         """Park a join request until the generation is complete; it replaces an older one of the member."""
         self.refuse_join(member, RebalanceInProgress("a later request of the same member replaced this one"))
-        member.join_reply = reply
+        member.join_response = deferred
         self.awaiting_join += 1
 
-    def answer_join(self, member: Member, answer: Joined) -> bool:
-        """Answer a parked join request; return whether there was one."""
-        reply, member.join_reply = member.join_reply, None
-        if reply is None:
+    def respond_to_join(self, member: Member, response: Joined) -> bool:
+        """Respond to a parked join request; return whether there was one."""
+        deferred, member.join_response = member.join_response, None
+        if deferred is None:
             return False
         self.awaiting_join -= 1
-        reply.resolve(answer)
+        deferred.resolve(response)
         return True
 
     def refuse_join(self, member: Member, error: MillstreamError) -> None:
         """Refuse a parked join request, if any."""
-        reply, member.join_reply = member.join_reply, None
-        if reply is not None:
+        deferred, member.join_response = member.join_response, None
+        if deferred is not None:
             self.awaiting_join -= 1
-            reply.refuse(error)
+            deferred.refuse(error)
 
     def refuse_all(self, error: MillstreamError) -> None:
         """Refuse all parked requests."""

@@ -5,7 +5,7 @@
       └────────────────────┼──┘                                              │                                │
                            └─────────────────────────────────────────────────┴──── join, leave, no heartbeat ─┘
 
-Every method returns the records that must be durable before any member is answered.
+Every method returns the records that must be durable before any member gets a response.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Rebalance:
         return self.complete_join(group) if group.has_all_joined else []
 
     def complete_join(self, group: Group) -> Records:
-        """Start the next generation with the members that have joined, and answer them."""
+        """Start the next generation with the members that have joined, and respond to them."""
         self._timers.cancel(("join", group.group_id))
         self._drop_absent(group)
         if group.members and not group.elect_joined_leader():
@@ -79,7 +79,7 @@ class Rebalance:
             return [group_record(group.group_id, group.stored({}))]
         for member in group.members.values():
             leads = member.member_id == group.leader_id
-            group.answer_join(member, group.joined(member.member_id, with_members=leads))
+            group.respond_to_join(member, group.joined(member.member_id, with_members=leads))
             member.is_new = False
             self.keep_alive(group, member)
             group.pending_sync.add(member.member_id)

@@ -36,7 +36,7 @@ class ConsumerHeartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeartbeatAnswer:
+class HeartbeatResult:
     """The response to a member; the assignment only if the member may not know it."""
 
     member_id: str
@@ -192,7 +192,7 @@ class CommitRequest:
     """Whether the client understands GROUP_ID_NOT_FOUND; older ones get ILLEGAL_GENERATION."""
 
 
-CommitAnswer = Mapping[str, Mapping[int, MillstreamError | None]]
+CommitResult = Mapping[str, Mapping[int, MillstreamError | None]]
 """By topic and partition: None if the offset is stored, else why not."""
 
 

@@ -36,14 +36,14 @@ from millstream.broker.groups.records import (
     stored_group_record,
 )
 from millstream.broker.groups.requests import (
-    CommitAnswer,
     CommitRequest,
+    CommitResult,
     ConsumerHeartbeat,
     FetchedOffsets,
     GroupDescription,
     GroupLimits,
     GroupListing,
-    HeartbeatAnswer,
+    HeartbeatResult,
     Joined,
     JoinRequest,
     Leaver,
@@ -220,11 +220,11 @@ class Join:
         """Keep the generation of a static member that returned unchanged; only its new id is written."""
         leads = member.member_id == group.leader_id
         if request.knows_skip_assignment:
-            answer = group.joined(member.member_id, with_members=leads, skip_assignment=leads)
+            result = group.joined(member.member_id, with_members=leads, skip_assignment=leads)
         else:
             # An older client must not believe that it leads, or it would assign partitions again.
-            answer = group.joined(member.member_id, leader_id=old_leader_id)
-        group.answer_join(member, answer)
+            result = group.joined(member.member_id, leader_id=old_leader_id)
+        group.respond_to_join(member, result)
         assignments = {known.member_id: known.assignment for known in group.members.values()}
         return [group_record(group.group_id, group.stored(assignments))]
 
@@ -282,7 +282,7 @@ class GroupShard:
         """Every group; read-only."""
         return self._groups
 
-    def consumer_heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
+    def consumer_heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatResult]:
         """Handle a consumer group heartbeat: join, stay or leave."""
         self._check_not_shared(request.group_id)
         return self.consumers.heartbeat(request)
@@ -334,11 +334,11 @@ class GroupShard:
         self._rebalance.synced(group, member.member_id)
         if group.is_in(GroupState.STABLE):
             return [], _synced(group, member)
-        reply: Deferred[Synced] = Deferred()
-        member.park_sync(reply)
+        deferred: Deferred[Synced] = Deferred()
+        member.park_sync(deferred)
         if member.member_id != group.leader_id:
-            return [], reply
-        return self._complete(group, member, dict(request.assignments)), reply
+            return [], deferred
+        return self._complete(group, member, dict(request.assignments)), deferred
 
     def heartbeat(self, who: MemberRef) -> Outcome[None]:
         """Renew a member's session."""
@@ -350,9 +350,9 @@ class GroupShard:
         _check_generation(group, who.generation)
         self._rebalance.keep_alive(group, member)
         if group.is_in(GroupState.PREPARING):
-            reply: Deferred[None] = Deferred()
-            reply.refuse(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
-            return [], reply
+            deferred: Deferred[None] = Deferred()
+            deferred.refuse(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
+            return [], deferred
         return [], None
 
     def leave(self, group_id: str, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
@@ -372,29 +372,29 @@ class GroupShard:
 
     # Offsets
 
-    def commit(self, request: CommitRequest) -> Outcome[CommitAnswer]:
+    def commit(self, request: CommitRequest) -> Outcome[CommitResult]:
         """Store offsets. The state changes when the records are replayed, not before."""
         self._check_not_shared(request.member.group_id)
         self._check_commit(request)
         return self._commit_records(request, offset_record)
 
-    def commit_in_transaction(self, request: CommitRequest, producer: Producer) -> Outcome[CommitAnswer]:
+    def commit_in_transaction(self, request: CommitRequest, producer: Producer) -> Outcome[CommitResult]:
         """Store offsets that take effect when the transaction commits."""
         self._check_not_shared(request.member.group_id)
         self._check_transactional_commit(request)
         return self._commit_records(request, self.transactional.recorder(producer))
 
-    def _commit_records(self, request: CommitRequest, as_record: AsRecord) -> Outcome[CommitAnswer]:
+    def _commit_records(self, request: CommitRequest, as_record: AsRecord) -> Outcome[CommitResult]:
         now_ms = self._clock.now_ms()
         expire_ms = NO_TIME_MS if request.retention_ms is None else now_ms + request.retention_ms
         records: Records = []
-        answer: dict[str, dict[int, MillstreamError | None]] = {}
+        result: dict[str, dict[int, MillstreamError | None]] = {}
         for topic, commits in request.topics.items():
             topic_id = self._topic_id_of(topic)
-            answers = answer[topic] = {}
+            by_partition = result[topic] = {}
             for commit in commits:
                 error = self._check_metadata(commit)
-                answers[commit.partition] = error
+                by_partition[commit.partition] = error
                 if error is None:
                     committed = CommittedOffset(
                         offset=commit.offset,
@@ -406,7 +406,7 @@ class GroupShard:
                     )
                     key = OffsetKey(request.member.group_id, topic, commit.partition)
                     records.append(as_record(key, committed))
-        return records, answer
+        return records, result
 
     def fetch(
         self,
@@ -440,14 +440,14 @@ class GroupShard:
         if isinstance(group, Group) and not group.is_empty and not group.uses_consumer_protocol:
             raise GroupNotEmpty(f"group {group_id!r} has members whose topics are unknown")
         records: Records = []
-        answer: dict[str, dict[int, MillstreamError | None]] = {}
+        result: dict[str, dict[int, MillstreamError | None]] = {}
         for topic, partitions in unwanted.items():
             consumed = SubscribedToTopic(f"group {group_id!r} consumes {topic!r}") if group.consumes(topic) else None
-            answer[topic] = dict.fromkeys(partitions, consumed)
-            keys = [OffsetKey(group_id, topic, partition) for partition in answer[topic]]
+            result[topic] = dict.fromkeys(partitions, consumed)
+            keys = [OffsetKey(group_id, topic, partition) for partition in result[topic]]
             if consumed is None:
                 records += [offset_tombstone(key) for key in keys if self._offsets.get(key) is not None]
-        return records, answer
+        return records, result
 
     # Groups
 
@@ -556,7 +556,7 @@ class GroupShard:
         return group
 
     def _complete(self, group: Group, leader: Member, assignments: dict[str, bytes]) -> Records:
-        """Store the leader's assignment; members are answered when the record is replayed."""
+        """Store the leader's assignment; members get a response when the record is replayed."""
         record = group_record(group.group_id, group.stored(assignments))
         size_bytes = len(record.value or b"")
         if size_bytes > self._limits.generation_bytes_max:
@@ -675,7 +675,7 @@ class GroupShard:
         for share_group in stored.members:
             member = group.members[share_group.member_id]
             member.assignment = share_group.assignment
-            if member.answer_sync(_synced(group, member)):
+            if member.respond_to_sync(_synced(group, member)):
                 self._rebalance.keep_alive(group, member)
 
     def _rebalance_downgraded(self, group_id: str) -> Records:

@@ -1,7 +1,7 @@
 """The base of all APIs of the Kafka front end.
 
 An API serves a range of versions but is written once, against the newest of them: `upgrade` turns a request of
-any version into that one, `handle` answers it, `downgrade` turns the answer back. `answer` does all three.
+any version into that one, `handle` responds to it, `downgrade` turns the response back. `respond` does all three.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kio.static.primitive import i32, i32Timedelta
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.net.connection import Answer
+from millstream.broker.net.connection import EventualResponse
 from millstream.broker.net.presence import Presence
-from millstream.broker.net.reply import Buffers, Promise, start
+from millstream.broker.net.response import Buffers, Promise, start
 from millstream.broker.security.changes import Changes, record_changes
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.credential import Owner
@@ -170,7 +170,7 @@ def cluster_operations(client: ClientInfo) -> i32:
 
 
 class Api(ABC, Generic[RequestT, ResponseT]):
-    """One API: its key, the versions it serves and how it answers."""
+    """One API: its key, the versions it serves and how it responds."""
 
     key: ClassVar[int]
     versions: ClassVar[tuple[int, int]]
@@ -184,13 +184,15 @@ class Api(ABC, Generic[RequestT, ResponseT]):
     """Whether a request is worked on as it arrives, not a turn of the loop later; up to its first wait it has no task,
     so nothing there may need one, as timeouts do."""
 
-    def answer_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
-        """Answer an ordinary request without decoding it into messages; return None for any other."""
+    def respond_to_frame(
+        self, frame: memoryview, header: RequestHeader, client: ClientInfo
+    ) -> Buffers | Promise | None:
+        """Respond to an ordinary request without decoding it into messages; return None for any other."""
         return None
 
     @abstractmethod
     async def handle(self, request: RequestT, client: ClientInfo) -> ResponseT:
-        """Answer a request of the newest version."""
+        """Respond to a request of the newest version."""
 
     def upgrade(self, version: int, request: Any) -> RequestT:
         """Turn a request of any version served into one of the newest."""
@@ -202,11 +204,11 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         return reshape(response, load_response_class(self.key, version))
 
     def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
-        """Answer a request that failed as a whole; APIs whose response has an error field override this."""
+        """Respond to a request that failed as a whole; APIs whose response has an error field override this."""
         raise error
 
-    async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
-        """Answer a request of any version served in that version."""
+    async def respond(self, version: int, request: Any, client: ClientInfo) -> Any:
+        """Respond to a request of any version served in that version."""
         upgraded = self.upgrade(version, request)
         try:
             if client.rights is None:
@@ -235,7 +237,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
     changes: ClassVar[Changes | None]
     """What a request changes of what is declared, for the audit log; None if it changes nothing."""
     waits_for_others: ClassVar[bool] = False
-    """Whether the answer waits for other clients, so that it is abandoned when the client leaves."""
+    """Whether the response waits for other clients, so that it is abandoned when the client leaves."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -263,27 +265,27 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         """Carry out the request of a client; overridden where quotas count."""
         return await self.handle(request)
 
-    def answer_at_once(self, request: RequestT, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
-        """Answer, or promise an answer, without a coroutine; return None if a coroutine is needed."""
+    def respond_at_once(self, request: RequestT, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
+        """Respond, or promise a response, without a coroutine; return None if a coroutine is needed."""
         return None
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Answer once the request is carried out."""
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
+        """Respond once the request is carried out."""
         try:
             request: RequestT = decode(bytes(frame[header.body_at :]), self.request_type)
-            at_once = self.answer_at_once(request, header, client)
+            at_once = self.respond_at_once(request, header, client)
         except MillstreamError as error:
             return self.refuse(error, header, client)
         if at_once is not None:
             return at_once
-        return start(self.answer_later(request, header, client), is_abandoned_with_client=self.waits_for_others)
+        return start(self.respond_later(request, header, client), is_abandoned_with_client=self.waits_for_others)
 
     def refuse(self, error: BaseException, header: RequestHeader, client: ClientInfo) -> Buffers:
-        """Answer with an error."""
+        """Respond with an error."""
         log_fenced(error_code(error), str(error), client)
         return encode_private(header, self.response_type(error=int(error_code(error)), message=error_message(error)))
 
-    async def answer_later(self, request: RequestT, header: RequestHeader, client: ClientInfo) -> Buffers:
+    async def respond_later(self, request: RequestT, header: RequestHeader, client: ClientInfo) -> Buffers:
         """Authorize and carry out a request."""
         response: Any
         try:

@@ -1,7 +1,7 @@
 """Dispatch frames to APIs: read the header, find the API, encode the response.
 
 The APIs are loaded when the broker is up, since their message classes are slow to import; a request that comes before
-that waits. An unreadable or unsupported request closes the connection, as in Kafka; only ApiVersions answers every
+that waits. An unreadable or unsupported request closes the connection, as in Kafka; only ApiVersions responds to every
 version, so that clients can discover what is served.
 """
 
@@ -15,8 +15,8 @@ from itertools import count
 from typing import Any, Final, Protocol
 
 from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.net.connection import Answer, Connection
-from millstream.broker.net.reply import Buffers, Parked, Promise, Reply, Started, Stream, start
+from millstream.broker.net.connection import Connection, EventualResponse
+from millstream.broker.net.response import Buffers, EncodedResponse, Parked, Promise, Started, Stream, start
 from millstream.core.errors import ProtocolViolation
 from millstream.core.metric import Histogram, Metric, Sample
 from millstream.protocol.messages.codec import (
@@ -39,8 +39,8 @@ class RawApi(Protocol):
     key: int
     versions: tuple[int, int]
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Answer a frame; `net.connection.Service` describes the kinds of answers."""
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
+        """Respond to a frame; `net.connection.Service` describes the kinds of responses."""
 
 
 class Dispatch:
@@ -53,13 +53,13 @@ class Dispatch:
         self._latencies: dict[int, Histogram] = {}
 
     def serve(self, apis: Iterable[Api[Any, Any] | RawApi]) -> None:
-        """Start answering with these APIs."""
+        """Start responding with these APIs."""
         self._apis = {api.key: api for api in apis}
         self._latencies = {key: Histogram() for key in self._apis}
         self._loaded.set()
 
     async def loaded(self) -> None:
-        """Wait until requests are answered."""
+        """Wait until requests get a response."""
         await self._loaded.wait()
 
     def metrics(self) -> Iterable[Metric]:
@@ -67,7 +67,7 @@ class Dispatch:
         yield Metric(
             "millstream_request_seconds",
             "histogram",
-            "Time from a request's arrival to its answer, by API.",
+            "Time from a request's arrival to its response, by API.",
             tuple(
                 Sample(latency.distribution(), (("api", type(self._apis[key]).__name__),))
                 for key, latency in self._latencies.items()
@@ -75,7 +75,7 @@ class Dispatch:
             ),
         )
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         if not self._apis:
             return self._serve_when_loaded(bytearray(frame), connection)
         started = time.perf_counter()
@@ -90,32 +90,32 @@ class Dispatch:
                 # which this request would be taken to belong.
                 connection.abort()
                 return None
-            at_once = api.answer_frame(frame, header, client)
+            at_once = api.respond_to_frame(frame, header, client)
             if at_once is None:
-                return self._answer(api, header, frame, client, started)
+                return self._respond(api, header, frame, client, started)
             return self._observe(self._latencies[api.key], at_once, started)
-        answer = api.handle_frame(frame, header, client)
-        if isinstance(answer, list):
+        response = api.handle_frame(frame, header, client)
+        if isinstance(response, list):
             self._latencies[api.key].observe(time.perf_counter() - started)
-            return answer
-        return self._observe(self._latencies[api.key], answer, started)
+            return response
+        return self._observe(self._latencies[api.key], response, started)
 
-    async def _serve_when_loaded(self, frame: bytearray, connection: Connection) -> Reply | None:
+    async def _serve_when_loaded(self, frame: bytearray, connection: Connection) -> EncodedResponse | None:
         await self._loaded.wait()
-        answer = self.handle(memoryview(frame), connection)
-        if isinstance(answer, Started) and answer.is_abandoned_with_client:
+        response = self.handle(memoryview(frame), connection)
+        if isinstance(response, Started) and response.is_abandoned_with_client:
             connection.presence.cancel_on_disconnect()
-        elif isinstance(answer, Parked):
-            connection.presence.on_leave(answer.abandon)
+        elif isinstance(response, Parked):
+            connection.presence.on_leave(response.abandon)
             try:
-                return await answer
+                return await response
             finally:
                 # The task is cancelled when the connection is lost.
-                connection.presence.forget_on_leave(answer.abandon)
-                answer.abandon()
-        if isinstance(answer, Awaitable):
-            return await answer
-        return answer
+                connection.presence.forget_on_leave(response.abandon)
+                response.abandon()
+        if isinstance(response, Awaitable):
+            return await response
+        return response
 
     def _client(self, connection: Connection, header: RequestHeader) -> ClientInfo:
         client: ClientInfo | None = connection.state
@@ -148,38 +148,40 @@ class Dispatch:
             )
         return api
 
-    def _answer(
+    def _respond(
         self, api: Api[Any, Any], header: RequestHeader, frame: memoryview, client: ClientInfo, started: float
-    ) -> Answer:
+    ) -> EventualResponse:
         version = header.version
         # The frame is no longer valid when the coroutine starts.
         request = read_request(api.key, version, frame, header.body_at)
-        answer = self._answer_with(api, header, request, client, started)
-        return start(answer) if api.starts_at_once else answer
+        response = self._respond_with(api, header, request, client, started)
+        return start(response) if api.starts_at_once else response
 
-    async def _answer_with(
+    async def _respond_with(
         self, api: Api[Any, Any], header: RequestHeader, request: Any, client: ClientInfo, started: float
     ) -> Buffers:
         version = header.version
         if api.waits_for_others:
             client.presence.cancel_on_disconnect()
-        response = await api.answer(version, request, client)
+        response = await api.respond(version, request, client)
         encoded = write_response(api.key, version, header.correlation_id, response)
         self._latencies[api.key].observe(time.perf_counter() - started)
         return [encoded]
 
-    def _observe(self, latency: Histogram, answer: Answer, started: float) -> Answer:
-        if answer is None or isinstance(answer, (list, Stream)):
+    def _observe(self, latency: Histogram, response: EventualResponse, started: float) -> EventualResponse:
+        if response is None or isinstance(response, (list, Stream)):
             latency.observe(time.perf_counter() - started)
-            return answer
-        if isinstance(answer, (Promise, Started)):
-            answer.observe(latency, started)
-            return answer
-        return _observed(latency, answer, started)
+            return response
+        if isinstance(response, (Promise, Started)):
+            response.observe(latency, started)
+            return response
+        return _observed(latency, response, started)
 
 
-async def _observed(latency: Histogram, answer: Awaitable[Reply | None], started: float) -> Reply | None:
+async def _observed(
+    latency: Histogram, response: Awaitable[EncodedResponse | None], started: float
+) -> EncodedResponse | None:
     try:
-        return await answer
+        return await response
     finally:
         latency.observe(time.perf_counter() - started)

@@ -6,7 +6,7 @@ the process that registered last as the node it names, and only for partitions o
 leader epoch must be the current one; a follower whose log has diverged gets the diverging epoch (KIP-595). Quotas do
 not apply.
 
-A fetch that finds nothing waits for an append. It is also answered when only a high watermark has moved, a little
+A fetch that finds nothing waits for an append. It also completes when only a high watermark has moved, a little
 later, so that a busy follower learns of it with the records that follow (KIP-1166). Followers are served even when the
 budget for bytes in flight is used up: producers that wait for `acks=all` may be using it.
 """
@@ -24,8 +24,8 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.kafka.api import ClientInfo, error_code
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer, Buffers
-from millstream.broker.net.reply import Promise
+from millstream.broker.net.connection import Buffers, EventualResponse
+from millstream.broker.net.response import Promise
 from millstream.broker.replication.in_sync import MayJoin, any_replica
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.shared_reads import SharedReads
@@ -40,13 +40,13 @@ from millstream.protocol.wire.replica_fetch import (
     NO_SESSION,
     OLDEST,
     PartitionKey,
-    ReplicaAnswer,
-    ReplicaAnswers,
     ReplicaFetch,
     ReplicaPosition,
+    ReplicaResponse,
+    ReplicaResponses,
     next_session_epoch,
     read_replica_fetch,
-    write_replica_answers,
+    write_replica_responses,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Waiter(Protocol):
         """Schedule another read."""
 
     def finish(self) -> None:
-        """Answer with what is available."""
+        """Respond with what is available."""
 
 
 class FollowedPartition:
@@ -171,12 +171,12 @@ WATERMARK_DELAY_S = 0.02
 BYTES_MIN = 1024 * 1024
 """The minimum that a follower gets."""
 
-PARTITIONS_PER_ANSWER_MAX = 2000
+PARTITIONS_PER_RESPONSE_MAX = 2000
 """The number of partitions read per response; the others follow in the next one."""
 
 MAX_WAIT_S_MAX = 300.0
 
-_UNREGISTERED = ReplicaAnswer(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_OFFSET, None, b"")
+_UNREGISTERED = ReplicaResponse(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_OFFSET, None, b"")
 """The response to a process that is not registered as the node it claims to be, as in Kafka (KIP-903)."""
 
 
@@ -188,7 +188,7 @@ class Partitions(Protocol):
 
 
 class FollowerFetch:
-    """Answers the fetches of followers, each in its own session."""
+    """Responds to the fetches of followers, each in its own session."""
 
     def __init__(
         self,
@@ -213,13 +213,15 @@ class FollowerFetch:
         return len(self._sessions)
 
     def stop(self) -> None:
-        """Answer every waiting fetch, and let none wait from now on."""
+        """Respond to every waiting fetch, and let none wait from now on."""
         self._stopping = True
         for session in self._sessions.values():
             session.wake()
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo | None = None) -> Answer:
-        """Answer immediately if there is something to report, otherwise let the connection wait.
+    def handle_frame(
+        self, frame: memoryview, header: RequestHeader, client: ClientInfo | None = None
+    ) -> EventualResponse:
+        """Response immediately if there is something to report, otherwise let the connection wait.
 
         A client that is known to be a node can follow only as that node.
         """
@@ -229,30 +231,30 @@ class FollowerFetch:
         if client is not None and client.rights is not None:
             _check_follower(client.rights, fetch.node)
         if not self._may_follow(fetch.node, fetch.registration):
-            return _encode(header, _unregistered_answers(fetch))
+            return _encode(header, _unregistered_responses(fetch))
         if client is not None:
             client.count_as_follower()
         if fetch.is_repair:
-            return _encode(header, ReplicaAnswers(ErrorCode.none, NO_SESSION, self._read_for_repair(fetch)))
+            return _encode(header, ReplicaResponses(ErrorCode.none, NO_SESSION, self._read_for_repair(fetch)))
         session = self._session(fetch)
         if isinstance(session, ErrorCode):
-            return _encode(header, ReplicaAnswers(session, NO_SESSION))
+            return _encode(header, ReplicaResponses(session, NO_SESSION))
         found = self._read_pending(session, fetch)
         if fetch.max_wait_ms <= 0 or self.is_complete(session, found):
-            return self.answer(header, session, found)
+            return self.respond(header, session, found)
         if client is not None and client.presence.has_left:
-            return self.answer(header, session, found)
+            return self.respond(header, session, found)
         wait = _Wait(self, header, fetch, session, found)
         if client is not None:
             client.presence.on_leave(wait.finish)
         return wait
 
-    def read_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer] | None:
+    def read_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaResponse] | None:
         """Read again; None if the follower has opened another session on another connection."""
         return self._read_pending(session, fetch) if self._sessions.get(session.node) is session else None
 
-    def is_complete(self, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]) -> bool:
-        """Whether an answer is to be given at once."""
+    def is_complete(self, session: FollowerSession, found: dict[PartitionKey, ReplicaResponse]) -> bool:
+        """Whether a response is to be given at once."""
         return bool(session.unread) or self._stopping or any(map(_is_urgent, found.values()))
 
     # -- sessions -------------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ class FollowerFetch:
             return ErrorCode.invalid_fetch_session_epoch
         else:
             if session.waiting is not None:
-                # A follower sends no request before the previous response; if it does, both are answered.
+                # A follower sends no request before the previous response; if it does, both get a response.
                 session.waiting.finish()
             session.epoch = next_session_epoch(session.epoch)
         session.update(fetch.wanted.items(), fetch.forgotten)
@@ -285,22 +287,24 @@ class FollowerFetch:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def _read_pending(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
+    def _read_pending(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaResponse]:
         """Read the partitions with events, within the byte limits."""
         room = max(BYTES_MIN, self._budget.share_bytes)
         remaining = min(fetch.max_bytes, self._bytes_max, room)
         is_first = True
-        found: dict[PartitionKey, ReplicaAnswer] = {}
-        for key in tuple(islice(session.unread, PARTITIONS_PER_ANSWER_MAX)):
+        found: dict[PartitionKey, ReplicaResponse] = {}
+        for key in tuple(islice(session.unread, PARTITIONS_PER_RESPONSE_MAX)):
             followed = session.partitions[key]
             # The position of the follower is recorded even if the byte limit is used up.
-            answer = self._read_partition(session, key, followed, fetch.registration, remaining, at_least_one=is_first)
-            remaining -= len(answer.records)
-            is_first = is_first and not answer.records
-            if not _has_more(answer, followed):
+            response = self._read_partition(
+                session, key, followed, fetch.registration, remaining, at_least_one=is_first
+            )
+            remaining -= len(response.records)
+            is_first = is_first and not response.records
+            if not _has_more(response, followed):
                 del session.unread[key]
-            if _has_changed(answer, followed):
-                found[key] = answer
+            if _has_changed(response, followed):
+                found[key] = response
         for key in tuple(session.moved):
             if key not in found:
                 self._read_watermark(session, key, found)
@@ -316,7 +320,7 @@ class FollowerFetch:
         remaining: int,
         *,
         at_least_one: bool,
-    ) -> ReplicaAnswer:
+    ) -> ReplicaResponse:
         position = followed.position
         try:
             partition = followed.partition
@@ -335,15 +339,15 @@ class FollowerFetch:
                 reads=self._reads,
             )
         except OffsetOutOfRange as error:
-            return ReplicaAnswer(ErrorCode.offset_out_of_range, NO_OFFSET, Offset(error.start), None, b"")
+            return ReplicaResponse(ErrorCode.offset_out_of_range, NO_OFFSET, Offset(error.start), None, b"")
         except MillstreamError as error:
-            return ReplicaAnswer(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
-        return ReplicaAnswer(ErrorCode.none, read.high_watermark, read.log_start, read.diverging, read.records)
+            return ReplicaResponse(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
+        return ReplicaResponse(ErrorCode.none, read.high_watermark, read.log_start, read.diverging, read.records)
 
-    def _read_for_repair(self, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
+    def _read_for_repair(self, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaResponse]:
         """Read what a replica has lost, within the byte limits."""
         remaining = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
-        found: dict[PartitionKey, ReplicaAnswer] = {}
+        found: dict[PartitionKey, ReplicaResponse] = {}
         for key, position in fetch.wanted.items():
             try:
                 read = self._partitions.partition_by_id(*key).read_for_repair(
@@ -353,35 +357,35 @@ class FollowerFetch:
                     max_bytes=min(position.max_bytes, remaining),
                 )
             except MillstreamError as error:
-                found[key] = ReplicaAnswer(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
+                found[key] = ReplicaResponse(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
             else:
-                found[key] = ReplicaAnswer(ErrorCode.none, read.high_watermark, read.log_start, None, read.records)
+                found[key] = ReplicaResponse(ErrorCode.none, read.high_watermark, read.log_start, None, read.records)
                 remaining = max(0, remaining - len(read.records))
         return found
 
     def _read_watermark(
-        self, session: FollowerSession, key: PartitionKey, found: dict[PartitionKey, ReplicaAnswer]
+        self, session: FollowerSession, key: PartitionKey, found: dict[PartitionKey, ReplicaResponse]
     ) -> None:
         followed = session.partitions[key]
         partition = followed.partition
         if partition is None or not partition.is_leader:
             return
-        answer = ReplicaAnswer(ErrorCode.none, partition.high_watermark, partition.log_start, None, b"")
-        if partition.leader_epoch == followed.position.leader_epoch and _has_changed(answer, followed):
-            found[key] = answer
+        response = ReplicaResponse(ErrorCode.none, partition.high_watermark, partition.log_start, None, b"")
+        if partition.leader_epoch == followed.position.leader_epoch and _has_changed(response, followed):
+            found[key] = response
 
-    # -- answering ------------------------------------------------------------------------------------------
+    # -- responding ------------------------------------------------------------------------------------------
 
-    def answer(
-        self, header: RequestHeader, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]
+    def respond(
+        self, header: RequestHeader, session: FollowerSession, found: dict[PartitionKey, ReplicaResponse]
     ) -> Buffers:
         """Encode a response, and remember what the follower learns from it."""
-        for key, answer in found.items():
+        for key, response in found.items():
             followed = session.partitions.get(key)
             if followed is not None:
-                followed.sent_watermark = answer.high_watermark
-                followed.sent_log_start = answer.log_start
-        return _encode(header, ReplicaAnswers(ErrorCode.none, session.session_id, found))
+                followed.sent_watermark = response.high_watermark
+                followed.sent_log_start = response.log_start
+        return _encode(header, ReplicaResponses(ErrorCode.none, session.session_id, found))
 
 
 class _Wait(Promise):
@@ -398,7 +402,7 @@ class _Wait(Promise):
         header: RequestHeader,
         fetch: ReplicaFetch,
         session: FollowerSession,
-        found: dict[PartitionKey, ReplicaAnswer],
+        found: dict[PartitionKey, ReplicaResponse],
     ) -> None:
         super().__init__()
         self._followers = followers
@@ -426,11 +430,11 @@ class _Wait(Promise):
             return
         found = self._followers.read_again(self._session, self._fetch)
         if found is None:
-            self._end(_encode(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+            self._end(_encode(self._header, ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
             return
         self._found.update(found)
         if self._followers.is_complete(self._session, self._found):
-            self._end(self._followers.answer(self._header, self._session, self._found))
+            self._end(self._followers.respond(self._header, self._session, self._found))
         elif self._found:
             self._shorten_wait()
 
@@ -444,15 +448,15 @@ class _Wait(Promise):
             self._timer = loop.call_at(due, self.finish)
 
     def finish(self) -> None:
-        """Answer with what is available."""
+        """Respond with what is available."""
         if self.is_kept:
             return
         found = self._followers.read_again(self._session, self._fetch)
         if found is None:
-            self._end(_encode(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+            self._end(_encode(self._header, ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
         else:
             self._found.update(found)
-            self._end(self._followers.answer(self._header, self._session, self._found))
+            self._end(self._followers.respond(self._header, self._session, self._found))
 
     def _end(self, buffers: Buffers) -> None:
         self._timer.cancel()
@@ -461,39 +465,39 @@ class _Wait(Promise):
         self.keep(buffers)
 
 
-def _has_changed(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
+def _has_changed(response: ReplicaResponse, followed: FollowedPartition) -> bool:
     return (
-        _is_urgent(answer)
-        or answer.high_watermark != followed.sent_watermark
-        or answer.log_start != followed.sent_log_start
+        _is_urgent(response)
+        or response.high_watermark != followed.sent_watermark
+        or response.log_start != followed.sent_log_start
     )
 
 
-def _has_more(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
-    """Whether the partition has records for the follower that did not fit into the answer."""
+def _has_more(response: ReplicaResponse, followed: FollowedPartition) -> bool:
+    """Whether the partition has records for the follower that did not fit into the response."""
     position, partition = followed.position, followed.partition
     return (
-        not _is_urgent(answer)
+        not _is_urgent(response)
         and partition is not None
         and position.max_bytes > 0
         and position.offset < partition.log.end_offset
     )
 
 
-def _is_urgent(answer: ReplicaAnswer) -> bool:
+def _is_urgent(response: ReplicaResponse) -> bool:
     """Whether the follower has to act on the response, not only to record a high watermark."""
-    return bool(answer.records) or answer.code != ErrorCode.none or answer.diverging is not None
+    return bool(response.records) or response.code != ErrorCode.none or response.diverging is not None
 
 
-def _unregistered_answers(fetch: ReplicaFetch) -> ReplicaAnswers:
+def _unregistered_responses(fetch: ReplicaFetch) -> ReplicaResponses:
     """Refuse a session of an earlier registration; an empty request in it would otherwise never wait."""
     if fetch.session_epoch not in (FIRST_SESSION_EPOCH, CLOSED_SESSION_EPOCH):
-        return ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)
-    return ReplicaAnswers(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _UNREGISTERED))
+        return ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)
+    return ReplicaResponses(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _UNREGISTERED))
 
 
-def _encode(header: RequestHeader, answers: ReplicaAnswers) -> Buffers:
-    return write_replica_answers(header.version, header.correlation_id, answers)
+def _encode(header: RequestHeader, responses: ReplicaResponses) -> Buffers:
+    return write_replica_responses(header.version, header.correlation_id, responses)
 
 
 def _check_follower(rights: Rights, node: NodeId) -> None:

@@ -16,7 +16,7 @@ from uuid import UUID
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.log.log import AppendedRange
-from millstream.broker.net.reply import Buffers
+from millstream.broker.net.response import Buffers
 from millstream.core.errors import RecordError
 from millstream.protocol.messages.codec import RequestHeader, response_head
 from millstream.protocol.messages.primitives import Reader, Writer
@@ -40,7 +40,7 @@ _INT32: Final = struct.Struct(">i")
 _PARTITION: Final = struct.Struct(">ii")
 _OUTCOME: Final = struct.Struct(">ihqq")
 _OUTCOME_WITH_START: Final = struct.Struct(">ihqqq")
-# Size and correlation id of an answer; the throttle time with the empty tags of the topic before and of all behind it.
+# Size and correlation id of a response; the throttle time with the empty tags of the topic before and of all behind it.
 _HEAD: Final = struct.Struct(">ii")
 _TAGS_AND_THROTTLE: Final = struct.Struct(">xix")
 _UUID_BYTES: Final = 16

@@ -3,7 +3,7 @@ that time.
 
 A quota is a token bucket that fills with `rate` bytes per second and holds ten seconds' worth, the window over which
 Kafka measures rates too. A request takes its bytes even if the bucket does not have them. If the bucket is then in
-debt, the client waits until the debt is refilled: the answer says so (`throttle_time_ms`, which clients heed by
+debt, the client waits until the debt is refilled: the response says so (`throttle_time_ms`, which clients heed by
 themselves) and the connection is muted for that time.
 """
 

@@ -296,7 +296,7 @@ class ServedApis:
         self._parts.node.state = READY
 
     async def close(self) -> None:
-        """Answer all waiting requests, and wait until everything written is acknowledged."""
+        """Respond to all waiting requests, and wait until everything written is acknowledged."""
         self._parts.node.state = STOPPING
         self._fetch.stop()
         if self._audit is not None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 from uuid import UUID
 
-from millstream.broker.net.reply import Buffers
+from millstream.broker.net.response import Buffers
 from millstream.broker.subscriptions.lease import Lease
 from millstream.protocol.messages.codec import RequestHeader, response_head
 

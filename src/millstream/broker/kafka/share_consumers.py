@@ -321,7 +321,7 @@ class ShareConsumers:
     async def settle(
         self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
     ) -> Settled:
-        """Settle without waiting; `confirm` waits until the request may be answered."""
+        """Settle without waiting; `confirm` waits until the request may get a response."""
         return {
             place: await self._settle(subscription, member_id, place, batches, renews)
             for place, batches in asked.items()

@@ -41,7 +41,7 @@ from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition, by_topic
 from millstream.protocol.records.control import ANY_COORDINATOR, Marker
 from millstream.protocol.wire.error_codes import error_from_code
 
-Answers = Mapping[TopicPartition, MillstreamError | None]
+PartitionErrors = Mapping[TopicPartition, MillstreamError | None]
 
 _UNREACHABLE = (CoordinatorUnavailable, BrokerUnreachable, RequestTimedOut)
 
@@ -49,7 +49,7 @@ _UNREACHABLE = (CoordinatorUnavailable, BrokerUnreachable, RequestTimedOut)
 class CoordinatorGate:
     """Asks the coordinator of a transaction, on any node, whether a partition belongs to it.
 
-    The answers are those that a producer can handle, as in Kafka: if the coordinator cannot be reached, the producer
+    The responses are those that a producer can handle, as in Kafka: if the coordinator cannot be reached, the producer
     gets NOT_ENOUGH_REPLICAS, which every client retries, and a fenced producer gets INVALID_PRODUCER_EPOCH.
     """
 
@@ -66,24 +66,24 @@ class CoordinatorGate:
         partitions: Sequence[TopicPartition],
         *,
         add: bool,
-    ) -> Answers:
+    ) -> PartitionErrors:
         """Return for each partition None if the transaction is open and contains it, else why nothing may be written to
         it.
         """
         who = ProducerRef(transactional_id, ProducerId(producer_id), producer_epoch)
         try:
-            answers = await self._ask(who, partitions, add=add)
+            errors = await self._ask(who, partitions, add=add)
         except MillstreamError as error:
-            answers = dict.fromkeys(partitions, error)
-        return {partition: _client_error(error) for partition, error in answers.items()}
+            errors = dict.fromkeys(partitions, error)
+        return {partition: _client_error(error) for partition, error in errors.items()}
 
-    async def _ask(self, who: ProducerRef, partitions: Sequence[TopicPartition], *, add: bool) -> Answers:
+    async def _ask(self, who: ProducerRef, partitions: Sequence[TopicPartition], *, add: bool) -> PartitionErrors:
         leader = self._coordinator.leader_of(who.transactional_id)
         if leader is None:
             raise CoordinatorUnavailable(f"the coordinator of {who.transactional_id!r} is not available")
         if leader != self._me:
-            answer = await self._peers.send(leader, _request(who, partitions, add=add))
-            return _answers(answer)
+            response = await self._peers.send(leader, _request(who, partitions, add=add))
+            return _partition_errors(response)
         if not add:
             return await self._coordinator.verify(who, partitions)
         await self._coordinator.add_partitions(who, partitions, version=EPOCH_PER_TRANSACTION)
@@ -112,17 +112,17 @@ def _request(who: ProducerRef, partitions: Sequence[TopicPartition], *, add: boo
     return AddPartitionsToTxnRequest(transactions=(transaction,))
 
 
-def _answers(response: Any) -> Answers:
+def _partition_errors(response: Any) -> PartitionErrors:
     if response.error_code:
         raise error_from_code(response.error_code, None, about="the coordinator of a transaction")
-    answers: dict[TopicPartition, MillstreamError | None] = {}
+    errors: dict[TopicPartition, MillstreamError | None] = {}
     for transaction in response.results_by_transaction:
         for topic in transaction.topic_results:
             for one in topic.results_by_partition:
                 partition = TopicPartition(topic.name, PartitionIndex(one.partition_index))
                 code = one.partition_error_code
-                answers[partition] = error_from_code(code, None, about=f"{partition}") if code else None
-    return answers
+                errors[partition] = error_from_code(code, None, about=f"{partition}") if code else None
+    return errors
 
 
 class OffsetTransactions(Protocol):

@@ -1,7 +1,7 @@
 """The child process that compacts: requests on its standard input, responses on its standard output.
 
-The first request is the pass, the next are numbers of groups; each is answered before the next is read. A message is
-its length in four bytes and MessagePack. The child ends when its input closes or its parent is gone, and runs with a
+The first request is the pass, the next are numbers of groups; each gets a response before the next is read. A message
+is its length in four bytes and MessagePack. The child ends when its input closes or its parent is gone, and runs with a
 lower priority than the broker.
 """
 

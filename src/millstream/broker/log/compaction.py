@@ -111,17 +111,17 @@ class ChildWorker:
         )
         if self._cancelled:
             self._child.kill()
-        answer = self._request(self._pass)
-        if not isinstance(answer, MapResponse):
+        response = self._request(self._pass)
+        if not isinstance(response, MapResponse):
             raise OSError(errno.EIO, "the compaction process sent an unexpected response")
-        return answer.mapped
+        return response.mapped
 
     def clean(self, group: int) -> CleanResult:
         """Let the child write the retained records of a group into a new file."""
-        answer = self._request(group)
-        if not isinstance(answer, CleanResponse):
+        response = self._request(group)
+        if not isinstance(response, CleanResponse):
             raise OSError(errno.EIO, "the compaction process sent an unexpected response")
-        return answer.cleaned
+        return response.cleaned
 
     def _request(self, request: CompactionPass | int) -> MapResponse | CleanResponse:
         child = self._child
@@ -135,12 +135,12 @@ class ChildWorker:
             if self._cancelled:
                 raise CleaningCancelled("the store is closing")
             raise OSError(errno.ECHILD, "the compaction process died")
-        answer: Response = msgspec.msgpack.decode(body, type=Response)
-        if not isinstance(answer, Failure):
-            return answer
-        if answer.base_offset >= 0:
-            raise DamagedSource(answer.base_offset, answer.position)
-        raise OSError(answer.errno, answer.reason)
+        response: Response = msgspec.msgpack.decode(body, type=Response)
+        if not isinstance(response, Failure):
+            return response
+        if response.base_offset >= 0:
+            raise DamagedSource(response.base_offset, response.position)
+        raise OSError(response.errno, response.reason)
 
     def close(self) -> None:
         """End the child."""

@@ -49,7 +49,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.control import read_marker
 from millstream.protocol.wire.error_codes import TRANSIENT
-from millstream.protocol.wire.fetch import FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import FetchedPartition, FetchLimits
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ RATE_S: Final = 10.0
 """Over how long the current rate is measured."""
 RATE_STEP_S: Final = 0.5
 SILENT_MS: Final = 3000
-"""A source that has not answered for longer than this may have more than is known here."""
+"""A source that has not responded for longer than this may have more than is known here."""
 HELD_FIRST_S: Final = 0.1
 HELD_MAX_S: Final = 10.0
 MARKERS_MAX: Final = 1_000_000
@@ -98,7 +98,7 @@ class Copy:
     caught_up_ms: int = 0
     """When the exposed offset last was the source's high watermark; at first, when copying began."""
     heard_ms: int = 0
-    """When the source last answered."""
+    """When the source last responded."""
     error: str = ""
     failures: int = 0
     held_until: float = 0.0
@@ -344,7 +344,7 @@ class Copier:
 
     async def _run_line(self, line: tuple[NodeId, int]) -> None:
         backoff = Backoff(max_s=5.0)
-        ahead: asyncio.Task[dict[TopicPartition, FetchAnswer | MillstreamError]] | None = None
+        ahead: asyncio.Task[dict[TopicPartition, FetchedPartition | MillstreamError]] | None = None
         asked: dict[CopyKey, Offset] = {}
         try:
             while members := self._members.get(line):
@@ -357,13 +357,13 @@ class Copier:
                         asked, ahead = wanted, self._fetch(line[0], members, wanted)
                     # A fetch that fails must not be awaited again.
                     arriving, ahead, taken = ahead, None, asked
-                    answers = await arriving
-                    await self._pace(answers)
-                    if any(isinstance(one, FetchAnswer) and len(one.records) for one in answers.values()):
-                        nexts = self._next_positions(members, answers)
+                    responses = await arriving
+                    await self._pace(responses)
+                    if any(isinstance(one, FetchedPartition) and len(one.records) for one in responses.values()):
+                        nexts = self._next_positions(members, responses)
                         if nexts:
                             asked, ahead = nexts, self._fetch(line[0], members, nexts)
-                    await self._take(members, taken, answers)
+                    await self._take(members, taken, responses)
                     backoff.reset()
                 except (BrokerUnreachable, RequestTimedOut, NotLeader) as error:
                     for copy in members.values():
@@ -390,7 +390,7 @@ class Copier:
 
     def _fetch(
         self, leader: NodeId, members: dict[CopyKey, Copy], asked: dict[CopyKey, Offset]
-    ) -> asyncio.Task[dict[TopicPartition, FetchAnswer | MillstreamError]]:
+    ) -> asyncio.Task[dict[TopicPartition, FetchedPartition | MillstreamError]]:
         positions = {members[key].source: offset for key, offset in asked.items()}
         # A few lines get more each, so that they are not idle for most of a long round trip.
         size = min(LINE_BYTES, LEADER_BYTES // max(1, sum(one == leader for one, _ in self._members)))
@@ -399,24 +399,24 @@ class Copier:
         return asyncio.get_running_loop().create_task(self._source.client.fetch_from(leader, positions, limits))
 
     def _next_positions(
-        self, members: dict[CopyKey, Copy], answers: dict[TopicPartition, FetchAnswer | MillstreamError]
+        self, members: dict[CopyKey, Copy], responses: dict[TopicPartition, FetchedPartition | MillstreamError]
     ) -> dict[CopyKey, Offset]:
-        """Return where each partition continues once these answers are appended."""
+        """Return where each partition continues once these responses are appended."""
         found: dict[CopyKey, Offset] = {}
         for key, copy in members.items():
-            answer = answers.get(copy.source)
-            if not self._may_fetch(copy) or isinstance(answer, MillstreamError):
+            response = responses.get(copy.source)
+            if not self._may_fetch(copy) or isinstance(response, MillstreamError):
                 continue
             position = copy.end
-            if answer is not None:
-                for header in iterate_whole_headers(answer.records):
+            if response is not None:
+                for header in iterate_whole_headers(response.records):
                     position = Offset(max(position, header.next_offset))
             found[key] = position
         return found
 
-    async def _pace(self, answers: dict[TopicPartition, FetchAnswer | MillstreamError]) -> None:
+    async def _pace(self, responses: dict[TopicPartition, FetchedPartition | MillstreamError]) -> None:
         """Wait as the rate demands."""
-        size = sum(len(one.records) for one in answers.values() if isinstance(one, FetchAnswer))
+        size = sum(len(one.records) for one in responses.values() if isinstance(one, FetchedPartition))
         self._count(size)
         if not self._rate or not size:
             return
@@ -428,17 +428,17 @@ class Copier:
         self,
         members: dict[CopyKey, Copy],
         asked: dict[CopyKey, Offset],
-        answers: dict[TopicPartition, FetchAnswer | MillstreamError],
+        responses: dict[TopicPartition, FetchedPartition | MillstreamError],
     ) -> None:
         syncing: list[tuple[Copy, asyncio.Future[None]]] = []
-        await self._open_gaps(members, asked, answers)
+        await self._open_gaps(members, asked, responses)
         for copy in members.values():
-            answer = answers.get(copy.source)
+            response = responses.get(copy.source)
             # A copy that was truncated meanwhile must not continue behind a gap.
-            if answer is None or not self._may_fetch(copy) or asked.get(copy.key) != copy.end:
+            if response is None or not self._may_fetch(copy) or asked.get(copy.key) != copy.end:
                 continue
             try:
-                stored = await self._take_one(copy, answer)
+                stored = await self._take_one(copy, response)
             except TRANSIENT as error:
                 self._source.client.forget_leaders()
                 self._changed.set()
@@ -456,32 +456,34 @@ class Copier:
                 await stored
             except MillstreamError as error:
                 self._hold(copy, error)
-        await self._close_gaps(members, answers)
+        await self._close_gaps(members, responses)
 
-    async def _take_one(self, copy: Copy, answer: FetchAnswer | MillstreamError) -> asyncio.Future[None] | None:
+    async def _take_one(self, copy: Copy, response: FetchedPartition | MillstreamError) -> asyncio.Future[None] | None:
         partition, log = copy.partition, copy.partition.log
-        if isinstance(answer, OffsetOutOfRange):
-            if answer.start > log.end_offset:
+        if isinstance(response, OffsetOutOfRange):
+            if response.start > log.end_offset:
                 # The source's retention was faster, or the copy is new.
-                await partition.restart_mirrored(Offset(answer.start))
+                await partition.restart_mirrored(Offset(response.start))
                 return None
             raise CopyDiverged(
-                f"{log.partition} ends at offset {log.end_offset}, and the source's {copy.source} at {answer.end}: "
+                f"{log.partition} ends at offset {log.end_offset}, and the source's {copy.source} at {response.end}: "
                 "it was truncated or recreated. Delete the copy to fetch it again, or fail over to keep it"
             )
-        if isinstance(answer, MillstreamError):
-            raise answer
-        copy.source_end, copy.heard_ms = answer.high_watermark, self._clock.now_ms()
-        headers = [header for header in iterate_whole_headers(answer.records) if header.next_offset > log.end_offset]
-        stored = await self._append(copy, answer, headers) if headers else None
-        start = min(answer.log_start, partition.high_watermark)
+        if isinstance(response, MillstreamError):
+            raise response
+        copy.source_end, copy.heard_ms = response.high_watermark, self._clock.now_ms()
+        headers = [header for header in iterate_whole_headers(response.records) if header.next_offset > log.end_offset]
+        stored = await self._append(copy, response, headers) if headers else None
+        start = min(response.log_start, partition.high_watermark)
         if log.start_offset < start <= log.end_offset:
             partition.delete_before(Offset(start))
         if partition.high_watermark >= copy.source_end:
             copy.caught_up_ms = self._clock.now_ms()
         return stored
 
-    async def _append(self, copy: Copy, answer: FetchAnswer, headers: list[BatchHeader]) -> asyncio.Future[None] | None:
+    async def _append(
+        self, copy: Copy, response: FetchedPartition, headers: list[BatchHeader]
+    ) -> asyncio.Future[None] | None:
         partition = copy.partition
         epoch, end = max(header.leader_epoch for header in headers), copy.end
         if epoch > partition.leader_epoch:
@@ -489,15 +491,15 @@ class Copier:
             copy.checked_epoch = partition.leader_epoch
         if self.copies.get(copy.key) is not copy or copy.end != end:
             return None
-        records = answer.records[headers[0].position : headers[-1].end_position]
+        records = response.records[headers[0].position : headers[-1].end_position]
         if self._gates:
             for header in headers:
-                if header.is_control and _is_commit(answer.records, header):
+                if header.is_control and _is_commit(response.records, header):
                     copy.commits.append(header.base_offset)
             if copy.commits:
                 self._on_commit()
         copy.bytes_copied += len(records)
-        return partition.append_mirrored(records, exposed=copy.exposed, compacted_until=answer.high_watermark)
+        return partition.append_mirrored(records, exposed=copy.exposed, compacted_until=response.high_watermark)
 
     # -- gaps of compacted partitions -----------------------------------------------------------------------
 
@@ -505,18 +507,18 @@ class Copier:
         self,
         members: dict[CopyKey, Copy],
         asked: dict[CopyKey, Offset],
-        answers: dict[TopicPartition, FetchAnswer | MillstreamError],
+        responses: dict[TopicPartition, FetchedPartition | MillstreamError],
     ) -> None:
         """Before records with gaps are appended, record from where on values of keys may be missing."""
         found: dict[TopicPartition, int | None] = {}
         copies = []
         for key, copy in members.items():
-            answer, end = answers.get(copy.source), copy.end
-            if not copy.partition.log.settings.compacts or not isinstance(answer, FetchAnswer):
+            response, end = responses.get(copy.source), copy.end
+            if not copy.partition.log.settings.compacts or not isinstance(response, FetchedPartition):
                 continue
-            if asked.get(key) != end or not _has_gaps(answer.records, end):
+            if asked.get(key) != end or not _has_gaps(response.records, end):
                 continue
-            copy.gap_end = max(copy.gap_end, answer.high_watermark)
+            copy.gap_end = max(copy.gap_end, response.high_watermark)
             if copy.gap is None or copy.gap > end:
                 found[copy.partition.log.partition] = end
                 copies.append(copy)
@@ -533,17 +535,17 @@ class Copier:
             copy.gap = offset_in(stored, copy.partition)
 
     async def _close_gaps(
-        self, members: dict[CopyKey, Copy], answers: dict[TopicPartition, FetchAnswer | MillstreamError]
+        self, members: dict[CopyKey, Copy], responses: dict[TopicPartition, FetchedPartition | MillstreamError]
     ) -> None:
         """Expose the copies again that have reached the end of their gap."""
         closed = []
         for copy in members.values():
-            answer = answers.get(copy.source)
-            if copy.gap is None or not isinstance(answer, FetchAnswer) or not self._may_fetch(copy):
+            response = responses.get(copy.source)
+            if copy.gap is None or not isinstance(response, FetchedPartition) or not self._may_fetch(copy):
                 continue
             if copy.gap_end < 0:
                 # An earlier leader has recorded it.
-                copy.gap_end = answer.high_watermark
+                copy.gap_end = response.high_watermark
             if copy.partition.replicated_offset >= copy.gap_end:
                 closed.append(copy)
         if not closed:

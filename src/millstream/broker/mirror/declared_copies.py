@@ -4,8 +4,8 @@ A schema keeps its id and its version, since records refer to it by its id. The 
 source (*sightings*). A mirror deletes only what is recorded there; schemas and rules that were declared on this cluster
 are neither overwritten nor deleted, and `mirror describe` lists them.
 
-A node of the source may answer before it has learned of a change, so a schema or rule is deleted here only after it was
-missing in several consecutive answers.
+A node of the source may respond before it has learned of a change, so a schema or rule is deleted here only after it
+was missing in several consecutive responses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 PAGE_BYTES: Final = 4 * 1024 * 1024
 ABSENT_TIMES: Final = 3
-"""In how many consecutive answers of the source something has to be missing before it is deleted here."""
+"""In how many consecutive responses of the source something has to be missing before it is deleted here."""
 SCHEMAS: Final = "schemas"
 ACLS: Final = "acls"
 SHOWN_MAX: Final = 5
@@ -117,7 +117,7 @@ class Sightings:
         return any(self._absences.values())
 
     def compare(self, found: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Process one complete answer of the source; return what is new in it, and what is to be deleted here."""
+        """Process one complete response of the source; return what is new in it, and what is to be deleted here."""
         for item_id, times in self._absences.items():
             self._absences[item_id] = 0 if item_id in found else times + 1
         gone = frozenset(item_id for item_id, times in self._absences.items() if times >= ABSENT_TIMES)
@@ -220,7 +220,7 @@ class DeclaredCopies:
 
     @asynccontextmanager
     async def _storing(self, kind: str, seen: Sightings, found: Set[str]) -> AsyncIterator[SightingChange]:
-        """Yield what an answer of the source changes, which has to be stored together with the copies."""
+        """Yield what a response of the source changes, which has to be stored together with the copies."""
         fresh, gone = seen.compare(found)
         change = SightingChange(
             mirror_id=self._run.mirror.mirror_id, owner=seen.owner, kind=kind, seen=fresh, forgotten=gone

@@ -244,7 +244,7 @@ async def _source_ends(mirror: Mirror, topics: Sequence[Topic]) -> tuple[dict[To
         async with asyncio.timeout(SOURCE_S), Source(mirror.settings, name=mirror.name) as source:
             ends = await source.ends(originals)
     except TimeoutError:
-        return {}, f"the source did not answer within {SOURCE_S:g} s"
+        return {}, f"the source did not respond within {SOURCE_S:g} s"
     except MillstreamError as error:
         return {}, str(error)
     return {originals[where]: end for where, end in ends.items()}, ""
@@ -344,7 +344,7 @@ async def _follow_again(service: MirrorService, mirror: Mirror) -> None:
 
 async def _release(source: Source, release: AdoptRequest) -> None:
     """Let the source of a cancelled switch accept writers again; if that fails, raise an error that says what to do."""
-    backoff, reason = Backoff(max_s=5.0), "it did not answer"
+    backoff, reason = Backoff(max_s=5.0), "it did not respond"
     try:
         async with asyncio.timeout(RELEASE_S):
             while True:
@@ -595,11 +595,11 @@ async def _batches(service: MirrorService, removed: RemovedRange) -> AsyncIterat
     """Yield the batches of a range."""
     client, offset = service.client(), removed.start
     while offset < removed.end:
-        answer = await client.fetch(removed.topic, removed.partition, offset, max_wait_ms=0)
+        response = await client.fetch(removed.topic, removed.partition, offset, max_wait_ms=0)
         before = offset
-        for header in iterate_whole_headers(answer.records):
+        for header in iterate_whole_headers(response.records):
             if removed.start < header.next_offset and header.base_offset < removed.end:
-                yield answer.records, header
+                yield response.records, header
             offset = max(offset, header.next_offset)
         if offset == before:
             break

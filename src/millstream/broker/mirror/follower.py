@@ -60,7 +60,7 @@ TOPICS_S: Final = 1.0
 """How often the source is asked for its topics."""
 GROUPS_S: Final = 1.0
 RECONNECT_S: Final = 30.0
-"""After how long without an answer the source is looked up again."""
+"""After how long without a response the source is looked up again."""
 DECLARED_S: Final = 2.0
 """How often the source is asked for schemas and access rules."""
 QUEUES_S: Final = 0.5
@@ -393,7 +393,7 @@ class Follower:
     ) -> dict[str, dict[int, int]]:
         """Return how far the copies on all nodes are; with `is_verified`, expose them up to these offsets.
 
-        Nodes answer when their copies have reached the offsets, or after a while. With `is_readable`, clients have to
+        Nodes respond when their copies have reached the offsets, or after a while. With `is_readable`, clients have to
         be able to read them.
         """
         request = ExposeRequest(
@@ -404,7 +404,7 @@ class Follower:
             revision=self._service.topics.states_revision,
             is_readable=is_readable,
         )
-        answers = await gather_or_cancel(
+        responses = await gather_or_cancel(
             [
                 self._service.expose(request),
                 *(
@@ -413,10 +413,10 @@ class Follower:
                 ),
             ]
         )
-        self._waiting_at = {(topic, index) for answer in answers for topic, index in answer.waiting}
+        self._waiting_at = {(topic, index) for response in responses for topic, index in response.waiting}
         reached: dict[str, dict[int, int]] = {}
-        for answer in answers:
-            for topic, found in answer.reached.items():
+        for response in responses:
+            for topic, found in response.reached.items():
                 reached.setdefault(topic, {}).update(found)
         return reached
 

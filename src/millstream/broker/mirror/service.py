@@ -616,10 +616,10 @@ class MirrorService:
         """Send a request to the node that leads a partition."""
 
         async def attempt(node: NodeId) -> R:
-            answer = decode(await self.client().private(node, key, encode(request), waits=True), kind)
-            if answer.error:
-                raise error_from_code(answer.error, answer.message, about=str(where))
-            return answer
+            response = decode(await self.client().private(node, key, encode(request), waits=True), kind)
+            if response.error:
+                raise error_from_code(response.error, response.message, about=str(where))
+            return response
 
         return await self.client().call_leader(where.topic, where.partition, attempt)
 
@@ -633,10 +633,10 @@ class MirrorService:
             gap=mirror.gap_of(where.topic, where.partition),
             epoch=mirror.cut_epochs[where.topic][where.partition],
         )
-        answer = await self.ask_leader(where, CUT_KEY, asked, CutResponse)
-        if answer.cut is None:
+        response = await self.ask_leader(where, CUT_KEY, asked, CutResponse)
+        if response.cut is None:
             raise NotLeader(f"the leader of {where} did not say where it was cut")
-        return answer.cut
+        return response.cut
 
     async def ask_node(
         self,
@@ -651,12 +651,12 @@ class MirrorService:
         """Send a request to another node of this cluster; one that may wait has its own connection."""
         body = encode(request)
         if waits:
-            answer = decode(await self.client().private(node, key, body, waits=True, timeout_s=timeout_s), kind)
+            response = decode(await self.client().private(node, key, body, waits=True, timeout_s=timeout_s), kind)
         else:
-            answer = decode(await self.peers.send_private(node, key, body), kind)
-        if answer.error:
-            raise error_from_code(answer.error, answer.message, about=f"node {node}")
-        return answer
+            response = decode(await self.peers.send_private(node, key, body), kind)
+        if response.error:
+            raise error_from_code(response.error, response.message, about=f"node {node}")
+        return response
 
     @property
     def others(self) -> list[NodeId]:
@@ -934,13 +934,13 @@ class MirrorService:
         yield Metric(
             "millstream_mirror_lag_seconds",
             "gauge",
-            "For how long a copy has been behind its source, or its source has not answered.",
+            "For how long a copy has been behind its source, or its source has not responded.",
             by_copy(lambda copy: None if (lag_ms := copy.lag_ms(now_ms)) is None else lag_ms / 1000),
         )
         yield Metric(
             "millstream_mirror_lag_unknown",
             "gauge",
-            "Copies whose lag is unknown, because their source has not answered yet.",
+            "Copies whose lag is unknown, because their source has not responded yet.",
             [
                 Sample(len(self.led(name)) - sum(copy.lag is not None for copy in run.copies()), (("mirror", name),))
                 for name, run in runs

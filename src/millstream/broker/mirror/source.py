@@ -77,10 +77,10 @@ class Source:
 
     async def ask(self, node: NodeId | None, key: int, request: Any, kind: type[R], *, waits: bool = False) -> R:
         """Send one of Millstream's own requests to a node, or any."""
-        answer = decode(await self.client.private(node, key, encode(request), waits=waits), kind)
-        if answer.error:
-            raise error_from_code(answer.error, answer.message, about="the source")
-        return answer
+        response = decode(await self.client.private(node, key, encode(request), waits=waits), kind)
+        if response.error:
+            raise error_from_code(response.error, response.message, about="the source")
+        return response
 
     async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
         """Return the largest epoch of the source's log up to the given one, and where it ends."""
@@ -94,10 +94,10 @@ class Source:
         asked = messages.OffsetForLeaderEpochRequest(replica_id=-1, topics=(topic,))
 
         async def attempt(leader: NodeId) -> EpochEnd:
-            answer = (await self.client.send(leader, asked)).topics[0].partitions[0]
-            if answer.error_code:
-                raise error_from_code(answer.error_code, None, about=f"history of {where}")
-            return EpochEnd(answer.leader_epoch, answer.end_offset)
+            response = (await self.client.send(leader, asked)).topics[0].partitions[0]
+            if response.error_code:
+                raise error_from_code(response.error_code, None, about=f"history of {where}")
+            return EpochEnd(response.leader_epoch, response.end_offset)
 
         return await self.client.call_leader(where.topic, where.partition, attempt)
 

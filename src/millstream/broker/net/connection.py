@@ -1,4 +1,4 @@
-"""One client connection: frames in, replies out, in order.
+"""One client connection: frames in, responses out, in order.
 
 A frame is four bytes of length and that many bytes of body. Small frames are served from one scratch buffer that all
 connections of the loop share; a large one is received straight into its own buffer, from which the log later writes to
@@ -7,9 +7,9 @@ reused. A partly received frame takes little more memory than the bytes received
 
 A large response is handed to the transport piece by piece, as the client reads it; parts in files are read only then.
 
-Requests are served one after the other, as Kafka does, with one exception: after a promised reply the next request is
-served at once. Produce and settlements use this, so that pipelined requests share one sync. A long poll is a parked
-reply, which blocks later requests, or a task. Replies always leave in the order of their requests.
+Requests are served one after the other, as Kafka does, with one exception: after a promised response the next request
+is served at once. Produce and settlements use this, so that pipelined requests share one sync. A long poll is a parked
+response, which blocks later requests, or a task. Responses always leave in the order of their requests.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from millstream.broker.net.partial_frame import (
     release_buffer,
 )
 from millstream.broker.net.presence import End, Hangups, Presence, find_end
-from millstream.broker.net.reply import (
+from millstream.broker.net.response import (
     PIECE_BYTES,
+    EncodedResponse,
     Outgoing,
     Parked,
     Piece,
     Promise,
-    Reply,
     Started,
     Stored,
     Stream,
     promise_of,
 )
-from millstream.broker.net.reply import Buffers as Buffers
+from millstream.broker.net.response import Buffers as Buffers
 from millstream.broker.net.turns import (
     BYTE_S,
     FOLLOWERS,
-    LIGHT_ANSWER_BYTES,
     LIGHT_BYTES,
-    LIGHT_REPLIES_MAX,
+    LIGHT_RESPONSE_BYTES,
+    LIGHT_RESPONSES_MAX,
     ROUND_SPENT_MAX_S,
     TASK_S,
     Flow,
@@ -79,7 +79,7 @@ class ConnectionLimits:
 
     frame_bytes_max: int
     stall_s: float = 60.0
-    """A partly sent frame or an unread reply that makes no progress for this long ends the connection."""
+    """A partly sent frame or an unread response that makes no progress for this long ends the connection."""
     pressed_stall_s: float = 5.0
     """The same while others wait for memory."""
     pressed_frame_s: float = 60.0
@@ -88,7 +88,14 @@ class ConnectionLimits:
 
 _logger = logging.getLogger(__name__)
 
-Answer = Reply | Promise | asyncio.Future[Buffers | None] | Started | Coroutine[Any, Any, Reply | None] | None
+EventualResponse = (
+    EncodedResponse
+    | Promise
+    | asyncio.Future[Buffers | None]
+    | Started
+    | Coroutine[Any, Any, EncodedResponse | None]
+    | None
+)
 
 SCRATCH_BYTES = 128 * 1024
 START_BYTES = 20 * 1024
@@ -100,7 +107,7 @@ WRITE_BUFFER_HIGH_BYTES = 64 * 1024
 SHORT_PIECE_BYTES = 256 * 1024
 """How much of a large response is sent at a time while many wait for their turn."""
 
-REPLIES_WAITING_MAX = 1024
+RESPONSES_WAITING_MAX = 1024
 PIECES_MAX = 4
 """More small pieces than this are joined, because each one costs the transport more than its bytes."""
 
@@ -108,7 +115,7 @@ DOUBT_S = 0.02
 """Under load, a client that was silent for longer gets one response before the rest of its requests are served: the end
 of its stream follows everything it sent, so only a response shows whether it has left."""
 
-LAST_ANSWERS_S = 5.0
+LAST_RESPONSES_S = 5.0
 """How long a client whose connection failed may take to read earlier responses."""
 
 _LENGTH = struct.Struct(">i")
@@ -118,12 +125,12 @@ _start_view = _scratch_view[:START_BYTES]
 
 
 class Service(Protocol):
-    """Answers the requests of a connection."""
+    """Responds to the requests of a connection."""
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
-        """Answer now (buffers), promise an answer, or make the connection wait (a coroutine).
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
+        """Respond now (buffers), promise a response, or make the connection wait (a coroutine).
 
-        None means that the client expects no reply. `ProtocolViolation` closes the connection. The frame's memory is
+        None means that the client expects no response. `ProtocolViolation` closes the connection. The frame's memory is
         reused as soon as this returns; code that needs it later, such as a coroutine, takes a copy.
         """
 
@@ -151,8 +158,8 @@ class Connection(asyncio.BufferedProtocol):
         self._awaits_turn = False
         self._has_ended = False
         """Whether the client had sent nothing more at its last turn."""
-        self._began = self._answering_s = 0.0
-        """When the turn began, minus the time charged meanwhile; and how long sending the answer of a task took."""
+        self._began = self._sending_s = 0.0
+        """When the turn began, minus the time charged meanwhile; and how long sending the response of a task took."""
         self._serve_until = 0.0
         self._read_bytes_max = 0
         self._hangups = hangups
@@ -167,7 +174,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unserved: memoryview | None = None
         """Bytes read after the last served frame; nothing more is read meanwhile."""
         self._unserved_bytes = 0
-        self._replies: deque[Promise] = deque()
+        self._promises: deque[Promise] = deque()
         self._ready: list[Piece | Stored] = []
         self._outgoing = Outgoing()
         self._task: asyncio.Task[None] | None = None
@@ -240,14 +247,14 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = None
         if self._parked is not None:
             self._abandon(self._parked)
-        for reply in self._replies:
-            if reply.is_kept:
-                self._turns.keep(self._flow, reply.cost_bytes)
-                self._budget.give_back(reply.held_bytes)
-            elif reply is not self._parked:
+        for promise in self._promises:
+            if promise.is_kept:
+                self._turns.keep(self._flow, promise.cost_bytes)
+                self._budget.give_back(promise.held_bytes)
+            elif promise is not self._parked:
                 # Its records become durable in the same commit as those of others, so they count until then.
-                reply.on_kept = partial(self._turns.keep, self._flow, reply.cost_bytes)
-        self._replies.clear()
+                promise.on_kept = partial(self._turns.keep, self._flow, promise.cost_bytes)
+        self._promises.clear()
         self._ready.clear()
         self._outgoing.clear()
         self._forget_unserved()
@@ -257,14 +264,14 @@ class Connection(asyncio.BufferedProtocol):
         self._count_unread(0)
         self.presence.end()
 
-    def _abandon(self, reply: Parked) -> None:
+    def _abandon(self, promise: Parked) -> None:
         try:
-            reply.abandon()
+            promise.abandon()
         except Exception:
             _logger.exception("a request could not be abandoned", extra={"peer": self.peer})
-            if not reply.is_kept:
-                reply.keep(None)
-                reply.on_kept = None
+            if not promise.is_kept:
+                promise.keep(None)
+                promise.on_kept = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go: into the frame that is being received, or the scratch buffer."""
@@ -284,7 +291,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.presence.has_undelivered:
             self._note_delivered()
         # The client waits for a small request with none before and none after it.
-        is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and len(self._replies) < LIGHT_REPLIES_MAX
+        is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and len(self._promises) < LIGHT_RESPONSES_MAX
         turns = self._turns
         frames_before = self._traffic.frames_in
         self._began = began = turns.clock()
@@ -294,8 +301,8 @@ class Connection(asyncio.BufferedProtocol):
         if is_allowed and not is_light and turns.is_crowded and not self._flow.used_s:
             # A new client gets one response at once; its other requests wait like those of other clients.
             self._serve_until = began
-        # Replies to requests that arrived together are sent together: a system call per reply costs more than the
-        # reply.
+        # Responses to requests that arrived together are sent together: a system call per response costs more than the
+        # response.
         self._gathering = True
         try:
             if self._partial is not None:
@@ -303,21 +310,21 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._split(_scratch_view[:nbytes])
         except ProtocolViolation as error:
-            self._flush_replies()
+            self._flush_responses()
             self.fail(error)
         except Exception as error:
             _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
             self.fail(error)
         else:
-            self._flush_replies()
+            self._flush_responses()
         finally:
             self._gathering = False
         now = turns.clock()
-        is_light = is_light and not self._has_unserved and self._traffic.frames_in - frames_before < LIGHT_REPLIES_MAX
+        is_light = is_light and not self._has_unserved and self._traffic.frames_in - frames_before < LIGHT_RESPONSES_MAX
         self._spend(now - self._began + nbytes * BYTE_S, now, is_light=is_light)
 
     def eof_received(self) -> bool:
-        """Send pending replies before closing the connection, and wait for nothing else."""
+        """Send pending responses before closing the connection, and wait for nothing else."""
         self._draining = True
         self._note_delivered()
         self.presence.leave()
@@ -333,7 +340,7 @@ class Connection(asyncio.BufferedProtocol):
         self._adjust_reading()
 
     def resume_writing(self) -> None:
-        """Resume serving: the client has drained its replies."""
+        """Resume serving: the client has drained its responses."""
         self._write_paused = False
         self.last_activity = self._loop.time()
         self._count_unread(0)
@@ -345,7 +352,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_idle(self) -> bool:
         """Whether no request is in progress and the client is not throttled."""
-        if self._muted is not None or self._replies or self._ready or self._has_unserved or self._outgoing:
+        if self._muted is not None or self._promises or self._ready or self._has_unserved or self._outgoing:
             return False
         return not (self._is_waiting or self._write_paused or self._partial is not None)
 
@@ -378,7 +385,7 @@ class Connection(asyncio.BufferedProtocol):
             self.known(self)
 
     def drain(self) -> None:
-        """Read nothing more, answer pending requests, then close."""
+        """Read nothing more, respond to pending requests, then close."""
         self._draining = True
         if self._muted is not None:
             self._muted.cancel()
@@ -391,7 +398,7 @@ class Connection(asyncio.BufferedProtocol):
         self._turns.move(self._flow, FOLLOWERS)
 
     def mute(self, seconds: float) -> None:
-        """Serve no more requests for some seconds; replies to earlier ones still leave."""
+        """Serve no more requests for some seconds; responses to earlier ones still leave."""
         if self._transport is None or self._draining:
             return
         until = self._loop.time() + seconds
@@ -419,7 +426,7 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()
         else:
             transport.close()
-            self._loop.call_later(LAST_ANSWERS_S, transport.abort)
+            self._loop.call_later(LAST_RESPONSES_S, transport.abort)
 
     def abort(self) -> None:
         """Close at once."""
@@ -486,7 +493,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether a request is being answered that the next ones wait for."""
+        """Whether a request is being processed that the next ones wait for."""
         return self._task is not None or self._parked is not None
 
     @property
@@ -521,63 +528,63 @@ class Connection(asyncio.BufferedProtocol):
     def _serve(self, frame: memoryview, buffer: bytearray | None) -> None:
         """Serve one frame, and release its buffer if it has a separate one."""
         try:
-            answer = self._service.handle(frame, self)
+            response = self._service.handle(frame, self)
         except BaseException:
             if buffer is not None:
                 self._release(buffer)
             raise
-        if not isinstance(answer, (Promise, list)) and asyncio.iscoroutine(answer):
-            answer = Started(answer)
-        if isinstance(answer, Started):
-            self._begin_task(answer, len(frame), buffer)
+        if not isinstance(response, (Promise, list)) and asyncio.iscoroutine(response):
+            response = Started(response)
+        if isinstance(response, Started):
+            self._begin_task(response, len(frame), buffer)
             return
         if buffer is not None:
             self._release(buffer)
-        if isinstance(answer, Parked):
-            self._park(answer, len(frame))
-        elif isinstance(answer, Promise):
-            answer.cost_bytes = self._turns.promise(self._flow, len(frame))
-            answer.on_kept = self._promise_kept
-            self._replies.append(answer)
-        elif isinstance(answer, list):
-            self._answer(answer)
-        elif isinstance(answer, Stream):
-            reply = Promise()
-            self._replies.append(reply)
-            reply.keep(answer)
-            self._flush_replies()
-            self._hold_back(reply)
-        elif answer is not None:
-            promise = promise_of(answer, self.fail)
+        if isinstance(response, Parked):
+            self._park(response, len(frame))
+        elif isinstance(response, Promise):
+            response.cost_bytes = self._turns.promise(self._flow, len(frame))
+            response.on_kept = self._promise_kept
+            self._promises.append(response)
+        elif isinstance(response, list):
+            self._respond(response)
+        elif isinstance(response, Stream):
+            promise = Promise()
+            self._promises.append(promise)
+            promise.keep(response)
+            self._flush_responses()
+            self._hold_back(promise)
+        elif response is not None:
+            promise = promise_of(response, self.fail)
             promise.on_kept = self._promise_kept
-            self._replies.append(promise)
+            self._promises.append(promise)
 
-    def _park(self, reply: Parked, size: int) -> None:
-        """Make the connection wait for a reply that other events complete; the request counts against the budget."""
+    def _park(self, promise: Parked, size: int) -> None:
+        """Make the connection wait for a response that other events complete; the request counts against the budget."""
         self._turns.begin_task(self._flow)
-        self._replies.append(reply)
-        self._parked = reply
+        self._promises.append(promise)
+        self._parked = promise
         self._budget.take(size + FRAME_COST_BYTES)
-        reply.on_kept = partial(self._unpark, reply, size)
-        self.presence.on_leave(reply.abandon)
+        promise.on_kept = partial(self._unpark, promise, size)
+        self.presence.on_leave(promise.abandon)
 
-    def _unpark(self, reply: Parked, size: int) -> None:
-        """Send the reply that the connection waited for; called from within the event that completes it."""
+    def _unpark(self, promise: Parked, size: int) -> None:
+        """Send the response that the connection waited for; called from within the event that completes it."""
         self._parked = None
-        self.presence.forget_on_leave(reply.abandon)
+        self.presence.forget_on_leave(promise.abandon)
         self._budget.give_back(size + FRAME_COST_BYTES)
         if self._transport is None:
             return
         began, charged = self._turns.clock(), self._began
-        self._flush_replies()
-        self._hold_back(reply)
+        self._flush_responses()
+        self._hold_back(promise)
         # Large responses are charged as they are sent, which moves `_began`.
         self._charge_wait(self._turns.clock() - began - (self._began - charged))
         if self._has_unserved:
             self._loop.call_soon(self._serve_next)
 
     def _charge_wait(self, spent_s: float) -> None:
-        """Charge the client for a request that was answered later."""
+        """Charge the client for a request whose response was sent later."""
         cost_s = TASK_S + spent_s
         self._turns.end_task(self._flow, cost_s)
         self._spend(cost_s, self._turns.clock(), is_light=not self._has_unserved)
@@ -585,24 +592,24 @@ class Connection(asyncio.BufferedProtocol):
             # The next request's cost arises after the round that starts it, so it waits for a round to account for it.
             self._await_turn_if_free()
 
-    def _begin_task(self, answer: Started, size: int, buffer: bytearray | None) -> None:
+    def _begin_task(self, response: Started, size: int, buffer: bytearray | None) -> None:
         """Make the connection wait for a coroutine; the frame counts against the budget until it is done."""
         self._turns.begin_task(self._flow)
-        reply = Promise()
-        self._replies.append(reply)
+        promise = Promise()
+        self._promises.append(promise)
         if buffer is None:
             self._budget.take(size + FRAME_COST_BYTES)
-        self._task = self._loop.create_task(self._wait_for(reply, answer))
-        if answer.is_abandoned_with_client:
+        self._task = self._loop.create_task(self._wait_for(promise, response))
+        if response.is_abandoned_with_client:
             self.presence.cancel_on_disconnect(self._task)
-        self._task.add_done_callback(lambda task: self._after_task(task, answer, size, buffer))
+        self._task.add_done_callback(lambda task: self._after_task(task, response, size, buffer))
 
-    async def _wait_for(self, reply: Promise, answer: Started) -> None:
+    async def _wait_for(self, promise: Promise, response: Started) -> None:
         try:
-            buffers = await answer
+            buffers = await response
         except asyncio.CancelledError:
-            # The client no longer waits for it, but perhaps for later replies.
-            reply.keep(None)
+            # The client no longer waits for it, but perhaps for later responses.
+            promise.keep(None)
             self._promise_kept()
             raise
         except ProtocolViolation as error:
@@ -611,25 +618,25 @@ class Connection(asyncio.BufferedProtocol):
             _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
             self.fail(error)
         else:
-            # This step answers nothing else, so there is no reply to combine it with.
+            # This step sends nothing else, so there is no response to combine it with.
             began, charged = self._turns.clock(), self._began
-            reply.keep(buffers)
-            self._flush_replies()
-            self._hold_back(reply)
+            promise.keep(buffers)
+            self._flush_responses()
+            self._hold_back(promise)
             # Large responses are charged as they are sent, which moves `_began`.
-            self._answering_s = self._turns.clock() - began - (self._began - charged)
+            self._sending_s = self._turns.clock() - began - (self._began - charged)
 
-    def _after_task(self, task: asyncio.Task[None], answer: Started, size: int, buffer: bytearray | None) -> None:
+    def _after_task(self, task: asyncio.Task[None], response: Started, size: int, buffer: bytearray | None) -> None:
         # A task that was cancelled before its first step has not awaited the coroutine; close it, so that it never
         # runs.
-        answer.close()
+        response.close()
         self._task = None
         self.presence.forget_on_leave(task.cancel)
         if buffer is None:
             self._budget.give_back(size + FRAME_COST_BYTES)
         else:
             self._release(buffer)
-        spent_s, self._answering_s = answer.spent_s + self._answering_s, 0.0
+        spent_s, self._sending_s = response.spent_s + self._sending_s, 0.0
         self._charge_wait(spent_s)
         self._serve_next()
 
@@ -715,35 +722,35 @@ class Connection(asyncio.BufferedProtocol):
         self._has_ended = end is End.SENT_ALL
         self._resume_sending()
 
-    # -- replies --------------------------------------------------------------------------------------------
+    # -- responses ------------------------------------------------------------------------------------------
 
-    def _answer(self, buffers: Buffers) -> None:
+    def _respond(self, buffers: Buffers) -> None:
         """Send a response that is ready, after earlier ones that are not."""
-        if self._replies:
-            reply = Promise()
-            self._replies.append(reply)
-            reply.keep(buffers)
-            self._hold_back(reply)
+        if self._promises:
+            promise = Promise()
+            self._promises.append(promise)
+            promise.keep(buffers)
+            self._hold_back(promise)
         else:
             self._ready += buffers
         for buffer in buffers:
             self._unsent_bytes += len(buffer)
         if self._unsent_bytes > WRITE_BUFFER_HIGH_BYTES:
             # Large ones are sent at once: only the transport knows whether the client reads, and applies backpressure.
-            self._flush_replies()
+            self._flush_responses()
         elif not self._gathering:
             self._flush_soon()
 
-    def _hold_back(self, reply: Promise) -> None:
+    def _hold_back(self, promise: Promise) -> None:
         """Count the last response towards the memory of clients if it waits behind one that is not ready."""
-        if self._replies and self._replies[-1] is reply and reply.buffers is not None:
-            parts = reply.buffers.parts if isinstance(reply.buffers, Stream) else reply.buffers
-            reply.held_bytes = sum(len(part) for part in parts if isinstance(part, Piece))
-            self._budget.take(reply.held_bytes)
+        if self._promises and self._promises[-1] is promise and promise.buffers is not None:
+            parts = promise.buffers.parts if isinstance(promise.buffers, Stream) else promise.buffers
+            promise.held_bytes = sum(len(part) for part in parts if isinstance(part, Piece))
+            self._budget.take(promise.held_bytes)
 
     def _promise_kept(self) -> None:
         # One commit keeps many promises; wait for the others of this turn of the loop.
-        if not self._flush_is_due and self._replies and self._replies[0].is_kept:
+        if not self._flush_is_due and self._promises and self._promises[0].is_kept:
             self._flush_soon()
 
     def _flush_soon(self) -> None:
@@ -753,17 +760,17 @@ class Connection(asyncio.BufferedProtocol):
 
     def _flush_due(self) -> None:
         self._flush_is_due = False
-        self._flush_replies()
+        self._flush_responses()
 
-    def _flush_replies(self) -> None:
-        """Send every reply that is ready and has no unanswered request before it."""
+    def _flush_responses(self) -> None:
+        """Send every response that is ready and has no pending request before it."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         if not self._outgoing:
             self._unsent_bytes = 0
-            # A request was often only promised an answer, or parked.
-            if self._ready or (self._replies and self._replies[0].is_kept):
+            # A request was often only promised a response, or parked.
+            if self._ready or (self._promises and self._promises[0].is_kept):
                 self._send_ready(transport)
         self._adjust_reading()
         if self._draining:
@@ -771,14 +778,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _send_ready(self, transport: asyncio.Transport) -> None:
         out = self._ready
-        replies = self._replies
+        promises = self._promises
         is_stored = False
         kept_bytes = held_bytes = 0
-        while replies and replies[0].is_kept:
-            reply = replies.popleft()
-            kept_bytes += reply.cost_bytes
-            held_bytes += reply.held_bytes
-            buffers = reply.buffers
+        while promises and promises[0].is_kept:
+            promise = promises.popleft()
+            kept_bytes += promise.cost_bytes
+            held_bytes += promise.held_bytes
+            buffers = promise.buffers
             if isinstance(buffers, Stream):
                 is_stored = True
                 out += buffers.parts
@@ -823,7 +830,7 @@ class Connection(asyncio.BufferedProtocol):
             cost_s = now - began + sent_bytes * BYTE_S
         if cost_s:
             self._began += now - began
-            is_light = sent_bytes <= LIGHT_ANSWER_BYTES and not (self._outgoing or self._has_unserved)
+            is_light = sent_bytes <= LIGHT_RESPONSE_BYTES and not (self._outgoing or self._has_unserved)
             self._spend(cost_s, now, is_light=is_light)
             if self._outgoing and not self._write_paused:
                 self._await_turn()
@@ -832,7 +839,7 @@ class Connection(asyncio.BufferedProtocol):
         """Send the rest of a large response, then serve the waiting requests."""
         if self._transport is not None:
             self._send_pieces(self._transport)
-            self._flush_replies()
+            self._flush_responses()
             self._serve_next()
 
     def _send(self, transport: asyncio.Transport, out: list[Piece], size: int) -> None:
@@ -853,7 +860,7 @@ class Connection(asyncio.BufferedProtocol):
     def _note_delivered(self) -> None:
         """Check whether all responses have been sent."""
         transport = self._transport
-        if transport is None or self._ready or self._outgoing or any(reply.is_kept for reply in self._replies):
+        if transport is None or self._ready or self._outgoing or any(promise.is_kept for promise in self._promises):
             return
         # A reset transport has discarded what it could not write.
         if not transport.is_closing() and not transport.get_write_buffer_size():
@@ -891,7 +898,7 @@ class Connection(asyncio.BufferedProtocol):
             or (self._flow.under_way_bytes and not self._turns.may_promise(self._flow))
             or self._unserved is not None
             or self._whole is not None
-            or len(self._replies) >= REPLIES_WAITING_MAX
+            or len(self._promises) >= RESPONSES_WAITING_MAX
         )
         if no_room:
             self._budget.wait(self, self._adjust_reading)
@@ -921,6 +928,6 @@ class Connection(asyncio.BufferedProtocol):
     def _close_when_drained(self) -> None:
         if not self._draining or self._transport is None:
             return
-        if not (self._replies or self._ready or self._outgoing or self._has_unserved or self._is_waiting):
+        if not (self._promises or self._ready or self._outgoing or self._has_unserved or self._is_waiting):
             self._is_flushing = True
             self._transport.close()

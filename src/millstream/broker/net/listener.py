@@ -327,7 +327,7 @@ class Listener:
             if connection.deadline is not None and now > connection.deadline:
                 connection.fail(TimeoutError("the client did not authenticate in time"))
             elif connection.stalled(now, pressed=pressed):
-                connection.fail(TimeoutError("a request or a reply made no progress"))
+                connection.fail(TimeoutError("a request or a response made no progress"))
             elif connection.is_idle and now - connection.last_activity > self._idle_s:
                 connection.abort()
         # Connections have closed since the last search, so the next one is due at a lower number.

@@ -39,11 +39,11 @@ CHARGE_QUANTA_MAX: Final = 2
 """The most that is charged at once: the time may be due to a slow disk, another process, or garbage collection."""
 BYTE_S: Final = 4e-9
 TASK_S: Final = 0.0001
-"""The cost of a request that a task answers, in addition to the steps of that task."""
+"""The cost of a request that a task serves, in addition to the steps of that task."""
 
 LIGHT_BYTES: Final = 16 * 1024
-LIGHT_ANSWER_BYTES: Final = 256 * 1024
-LIGHT_REPLIES_MAX: Final = 3
+LIGHT_RESPONSE_BYTES: Final = 256 * 1024
+LIGHT_RESPONSES_MAX: Final = 3
 """A client with more requests in progress does not wait for a single one of them."""
 LIGHT_SHARE: Final = 0.5
 LIGHT_BURST_S: Final = 0.02
@@ -115,7 +115,7 @@ class Flow:
         self.is_waiting = False
         self.under_way_bytes = 0
         self.task_s = task_s
-        """What its last request cost that a task answered, so probably what the next one will."""
+        """What its last request cost that a task served, so probably what the next one will."""
 
 
 class Turns:
@@ -279,10 +279,10 @@ class Turns:
         elif took_s < ROUND_S and self._quanta < QUANTA_MAX:
             self._quanta += 1
 
-    # -- promised replies -----------------------------------------------------------------------------------
+    # -- promised responses ---------------------------------------------------------------------------------
 
     def promise(self, flow: Flow, size_bytes: int) -> int:
-        """Count a request whose response is promised; return what to pass to `keep` when it is answered."""
+        """Count a request whose response is promised; return what to pass to `keep` when it is sent."""
         cost_bytes = size_bytes + PROMISE_COST_BYTES
         if not flow.under_way_bytes:
             self._flows_under_way += 1
@@ -290,7 +290,7 @@ class Turns:
         return cost_bytes
 
     def keep(self, flow: Flow, cost_bytes: int) -> None:
-        """Count requests of a connection as answered."""
+        """Count requests of a connection as completed."""
         if cost_bytes:
             flow.under_way_bytes -= cost_bytes
             self._flows_under_way -= not flow.under_way_bytes

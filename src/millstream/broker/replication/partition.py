@@ -1,8 +1,9 @@
 """One partition of this node and its role: appends, the high watermark, and the requests that wait for it.
 
-This is the only place where the reply to a producer waits. This node's own guarantee follows from the topic's `flush`
-setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high watermark; with
-followers it is the least that all in-sync replicas have (`in_sync`). `acks=1` waits for this node's own guarantee,
+This is the only place where the response to a producer waits. This node's own guarantee follows from the topic's
+`flush` setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high
+watermark; with followers it is the least that all in-sync replicas have (`in_sync`). `acks=1` waits for this node's own
+guarantee,
 `acks=all` for the high watermark.
 
 Nothing here waits for the network or asks the coordination store: `apply` takes the states of the store,
@@ -168,7 +169,7 @@ class Partition(Replica):
         guard: Guard | None = None,
         is_checked: bool = False,
     ) -> AppendedRange:
-        """Append without waiting; `acknowledged` returns when a reply may be sent.
+        """Append without waiting; `acknowledged` returns when a response may be sent.
 
         A transaction begins only under the guard of `start_transaction`. Records are checked unless `is_checked`.
         """
@@ -216,7 +217,8 @@ class Partition(Replica):
     def _earlier_write_failed(self) -> StorageFailure:
         """Return the error for a gap that the disk itself may have caused, so that the client retries.
 
-        A client that sees a gap begins a new epoch. Requests to other partitions that were not answered by then are
+        A client that sees a gap begins a new epoch. Requests to other partitions that did not get a response from then
+        are
         sent again under the new epoch, where they can no longer be recognised as duplicates.
         """
         return StorageFailure(f"{self.log.partition}: the disk refused an earlier write: {self.log.failure}")
@@ -230,7 +232,7 @@ class Partition(Replica):
         return acknowledgement.future
 
     def is_acknowledged(self, appended: AppendedRange, acks: int = ACKS_ALL) -> bool:
-        """Whether a reply about an append may be sent."""
+        """Whether a response about an append may be sent."""
         if appended.next_offset <= self.high_watermark:
             return True
         return acks != ACKS_ALL and self._in_sync is not None and appended.next_offset <= self.promised_offset

@@ -1,4 +1,4 @@
-"""A small pool of child processes that answer requests: the cost of a hostile request is bounded.
+"""A small pool of child processes that respond to requests: the cost of a hostile request is bounded.
 
 Processes are started on demand and end after a while without work. The numbers of processes and of waiting requests are
 limited. A request that takes longer than `USUAL_S_MAX` is killed with its process and restarted in a separate queue, so
@@ -30,12 +30,12 @@ WAITING_MAX: Final = 256
 SLOW_WAITING_MAX: Final = 16
 USUAL_S_MAX: Final = 1.0
 """How long a request may hold up others; one that takes longer waits for a slow worker."""
-ANSWER_S_MAX: Final = 10.0
+RESPONSE_S_MAX: Final = 10.0
 START_S_MAX: Final = 60.0
 IDLE_S: Final = 60.0
 """How long a process without work is kept."""
 MEMORY_BYTES_MAX: Final = 1 << 30
-_CHILD_ANSWER_S_MAX: Final = 30.0
+_CHILD_RESPONSE_S_MAX: Final = 30.0
 _ENVIRONMENT: Final = (
     *("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV"),
     *(DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE),
@@ -43,11 +43,11 @@ _ENVIRONMENT: Final = (
 
 
 class ChildTimedOut(Exception):
-    """A child took too long for an answer and was killed."""
+    """A child took too long for a response and was killed."""
 
 
 class ChildDied(Exception):
-    """A child ended without an answer, because it ran out of memory."""
+    """A child ended without a response, because it ran out of memory."""
 
 
 class _Worker(NamedTuple):
@@ -65,13 +65,13 @@ class ChildPool:
         *,
         noun: str,
         workers: int = WORKERS_MAX,
-        answer_s: float = ANSWER_S_MAX,
+        response_s: float = RESPONSE_S_MAX,
         idle_s: float = IDLE_S,
         start_s: float = START_S_MAX,
     ) -> None:
         self._module = module
         self._noun = noun
-        self.answer_s = answer_s
+        self.response_s = response_s
         self._idle_s = idle_s
         self._start_s = start_s
         self._turns = asyncio.Semaphore(workers)
@@ -83,7 +83,7 @@ class ChildPool:
         self._is_closed = False
 
     async def ask(self, body: bytes) -> bytes:
-        """Return the answer of a child; raise `ChildTimedOut` or `ChildDied` without one.
+        """Return the response of a child; raise `ChildTimedOut` or `ChildDied` without one.
 
         Without a child that starts, and with too many requests waiting, it is `QuotaExceeded`: the request can be
         repeated later.
@@ -93,7 +93,7 @@ class ChildPool:
         self._waiting += 1
         try:
             async with self._turns:
-                return await self._exchange(body, min(USUAL_S_MAX, self.answer_s))
+                return await self._exchange(body, min(USUAL_S_MAX, self.response_s))
         except ChildTimedOut:
             pass
         finally:
@@ -105,7 +105,7 @@ class ChildPool:
         self._slow_waiting += 1
         try:
             async with self._slow_turns:
-                return await self._exchange(body, self.answer_s)
+                return await self._exchange(body, self.response_s)
         finally:
             self._slow_waiting -= 1
 
@@ -216,8 +216,8 @@ async def _end(worker: _Worker) -> None:
 # -- in the child -------------------------------------------------------------------------------------------
 
 
-def serve_parent(answer: Callable[[bytes], bytes], *, memory_bytes_max: int = MEMORY_BYTES_MAX) -> None:
-    """Answer requests one by one until the broker closes the pipe; then remove the folder for temporary files."""
+def serve_parent(respond: Callable[[bytes], bytes], *, memory_bytes_max: int = MEMORY_BYTES_MAX) -> None:
+    """Respond to requests one by one until the broker closes the pipe; then remove the folder for temporary files."""
     # Ctrl-C in a terminal reaches the whole process group; the broker decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
@@ -230,8 +230,8 @@ def serve_parent(answer: Callable[[bytes], bytes], *, memory_bytes_max: int = ME
             if body is None:
                 return
             # Ends this process; a running broker does so earlier.
-            signal.setitimer(signal.ITIMER_REAL, _CHILD_ANSWER_S_MAX)
-            response = answer(body)
+            signal.setitimer(signal.ITIMER_REAL, _CHILD_RESPONSE_S_MAX)
+            response = respond(body)
             signal.setitimer(signal.ITIMER_REAL, 0)
             _write(responses, response)
     finally:

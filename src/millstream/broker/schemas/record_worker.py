@@ -77,7 +77,7 @@ class RecordChecker:
     def __init__(self) -> None:
         self._codecs: OrderedDict[str, Codec | SchemaMismatch] = OrderedDict()
 
-    def answer(self, request: RecordsRequest) -> RecordsResponse:
+    def respond(self, request: RecordsRequest) -> RecordsResponse:
         """Check one batch."""
         for schema in request.schemas:
             self._keep(schema)
@@ -122,7 +122,7 @@ def main() -> None:
     """Serve the broker until it closes the pipe."""
     decoder, checker = msgspec.msgpack.Decoder(RecordsRequest), RecordChecker()
     serve_parent(
-        lambda body: msgspec.msgpack.encode(checker.answer(decoder.decode(body))), memory_bytes_max=MEMORY_BYTES_MAX
+        lambda body: msgspec.msgpack.encode(checker.respond(decoder.decode(body))), memory_bytes_max=MEMORY_BYTES_MAX
     )
 
 

@@ -1,6 +1,6 @@
 """The schema registry: every schema, version and setting in memory, changed through the catalog.
 
-Reads are answered from memory, also while the catalog is unavailable. A change is prepared from the state in memory,
+Reads get a response from memory, also while the catalog is unavailable. A change is prepared from the state in memory,
 and stored only if the subject has not changed in the catalog since; otherwise it is prepared again.
 """
 
@@ -30,7 +30,7 @@ from millstream.broker.schemas.annotations import (
     with_version,
     without_version,
 )
-from millstream.broker.schemas.child_pool import ANSWER_S_MAX, IDLE_S, ChildDied, ChildPool, ChildTimedOut
+from millstream.broker.schemas.child_pool import IDLE_S, RESPONSE_S_MAX, ChildDied, ChildPool, ChildTimedOut
 from millstream.broker.schemas.worker import (
     MESSAGE_BYTES_MAX,
     CheckRequest,
@@ -72,8 +72,8 @@ WORKER_MODULE: Final = "millstream.broker.schemas.worker"
 class SchemaExaminer:
     """Parses and compares schemas of all formats."""
 
-    def __init__(self, *, examine_s: float = ANSWER_S_MAX, idle_s: float = IDLE_S) -> None:
-        self._children = ChildPool(WORKER_MODULE, noun="schemas", answer_s=examine_s, idle_s=idle_s)
+    def __init__(self, *, examine_s: float = RESPONSE_S_MAX, idle_s: float = IDLE_S) -> None:
+        self._children = ChildPool(WORKER_MODULE, noun="schemas", response_s=examine_s, idle_s=idle_s)
 
     async def parse(self, schema: SchemaText) -> ParsedTexts:
         """Return the canonical and the normalized text of a schema; raise `SchemaRegistryError` if it is invalid."""
@@ -100,7 +100,7 @@ class SchemaExaminer:
         try:
             response = msgspec.msgpack.decode(await self._children.ask(body), type=WorkerResponse)
         except ChildTimedOut:
-            limit_s = self._children.answer_s
+            limit_s = self._children.response_s
             raise _invalid(f"the schema could not be examined within {limit_s:.0f} s; simplify it") from None
         except ChildDied:
             raise _invalid("the schema takes too much memory to examine; simplify it") from None

@@ -153,7 +153,7 @@ class SchemaRules:
         try:
             return msgspec.msgpack.decode(await self._children.ask(body), type=RecordsResponse)
         except ChildTimedOut:
-            limit_s = self._children.answer_s
+            limit_s = self._children.response_s
             raise InvalidBatch(
                 f"the records could not be checked against the topic's schema within {limit_s:.0f} s"
             ) from None

@@ -48,7 +48,7 @@ class WorkerResponse(msgspec.Struct, frozen=True, kw_only=True):
 Request = ParseRequest | CheckRequest | RenderRequest
 
 
-def answer(request: Request) -> WorkerResponse:
+def respond(request: Request) -> WorkerResponse:
     """Examine a schema."""
     try:
         if isinstance(request, ParseRequest):
@@ -65,7 +65,7 @@ def answer(request: Request) -> WorkerResponse:
 def main() -> None:
     """Serve the broker until it closes the pipe."""
     decoder = msgspec.msgpack.Decoder(Request)
-    serve_parent(lambda body: msgspec.msgpack.encode(answer(decoder.decode(body))))
+    serve_parent(lambda body: msgspec.msgpack.encode(respond(decoder.decode(body))))
 
 
 if __name__ == "__main__":

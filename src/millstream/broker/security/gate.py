@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol, cast
 
-from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
+from millstream.broker.net.connection import Buffers, Connection, ConnectionLimits, EventualResponse, Service
 from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.audit import HTTP
 from millstream.broker.security.rights import ANONYMOUS, Rights
@@ -42,7 +42,7 @@ CERTIFICATE: Final = "TLS"
 """The mechanism of clients that authenticate by certificate, in the audit log."""
 _BEFORE: Final = frozenset({API_VERSIONS_KEY, SASL_HANDSHAKE_KEY})
 _IN_DIALOGUE: Final = frozenset({SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY})
-"""The allowed requests before a client has chosen a mechanism, and after that; a second handshake is answered."""
+"""The allowed requests before a client has chosen a mechanism, and after that; a second handshake gets a response."""
 LIMITS: Final = ConnectionLimits(frame_bytes_max=FRAME_BYTES_MAX)
 
 
@@ -99,8 +99,8 @@ class Gate:
         """Whether gateways act for their callers here."""
         self.offered: Sequence[str] = (PLAIN,) if is_internal else knowledge.authenticator.offered(in_clear=in_clear)
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
-        """Answer a request of a client that has authenticated, or one that authenticates it."""
+    def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
+        """Respond to a request of a client that has authenticated, or one that authenticates it."""
         session: Session = connection.session or self._open(connection)
         if session.is_known:
             return self.service.handle(frame, connection)
@@ -108,7 +108,7 @@ class Gate:
         if session.requests > REQUESTS_MAX:
             raise ProtocolViolation(f"more than {REQUESTS_MAX} requests before authentication")
         if session.takes_tokens:
-            return session.answer_token(bytes(frame))
+            return session.respond_to_token(bytes(frame))
         header = read_request_header(frame)
         if header.api_key not in (_IN_DIALOGUE if session.has_begun else _BEFORE):
             raise ProtocolViolation(f"API {header.api_key} was requested before authentication")
@@ -196,18 +196,18 @@ class Session:
         return self._mechanism is not None
 
     async def step(self, message: bytes) -> tuple[bytes, float]:
-        """Continue the exchange; return the answer and, at its end, the session's length in seconds (0: no end).
+        """Continue the exchange; return the response and, at its end, the session's length in seconds (0: no end).
 
-        A failure is answered after a pause, and then the connection is closed.
+        The response to a failure is sent after a pause, and then the connection is closed.
         """
         mechanism = self._mechanism
         if mechanism is None:
             raise ProtocolViolation("SASL messages came before a mechanism was chosen")
         try:
-            answer = await mechanism.step(message)
-            if isinstance(answer, bytes):
-                return answer, 0.0
-            said, verified = answer
+            response = await mechanism.step(message)
+            if isinstance(response, bytes):
+                return response, 0.0
+            said, verified = response
             if self.verified is not None and not (self._is_default or verified.principal == self.verified.principal):
                 raise AuthenticationFailed("a connection cannot become another principal's")
             lasts = self.admit(verified) if self._mechanism_name != ASSERTION else self._admit(verified, None)
@@ -219,8 +219,8 @@ class Session:
         self.takes_tokens = False
         return said, lasts
 
-    async def answer_token(self, message: bytes) -> Buffers:
-        """Answer a bare SASL message."""
+    async def respond_to_token(self, message: bytes) -> Buffers:
+        """Respond to a bare SASL message."""
         try:
             said, _ = await self.step(message)
         except AuthenticationFailed as error:

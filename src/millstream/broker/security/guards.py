@@ -61,7 +61,7 @@ from millstream.core.errors import ClusterNotAuthorized
 from millstream.core.tasks import finish
 
 Guard = Callable[[Any, Any, Any, Rights], Coroutine[Any, Any, Any]]
-"""Answers for an API, given the API, the request in its newest version, the client and its rights."""
+"""Responds for an API, given the API, the request in its newest version, the client and its rights."""
 
 READ, WRITE, CREATE, DELETE = Operation.READ, Operation.WRITE, Operation.CREATE, Operation.DELETE
 ALTER, DESCRIBE = Operation.ALTER, Operation.DESCRIBE
@@ -152,14 +152,15 @@ def _refusing(
     *,
     name: str = "name",
     asked: str = "partitions",
-    answered: str = "partitions",
+    response_field: str = "partitions",
     index: str = "partition_index",
     of_topic: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> Callable[[Any], Any]:
-    """Return a function that answers for a topic of a request with an error for each of its partitions.
+    """Return a function that responds for a topic of a request with an error for each of its partitions.
 
-    `name`, `answered` and `index` are fields of the response. A request names a partition by a number, or by an object
+    `name`, `response_field` and `index` are fields of the response. A request names a partition by a number, or by an
+    object
     that has its `index`.
     """
 
@@ -169,7 +170,7 @@ def _refusing(
             for one in getattr(topic, asked)
         )
         named = next(getattr(topic, field) for field in ("name", "topic", "topic_name") if hasattr(topic, field))
-        return topic_type(**{name: named, answered: partitions}, **of_topic)
+        return topic_type(**{name: named, response_field: partitions}, **of_topic)
 
     return refuse
 
@@ -180,12 +181,12 @@ def _each(
     refused: Callable[[Any], Any],
     *,
     asked: str = "topics",
-    answered: str = "topics",
+    response_field: str = "topics",
     name: str = "name",
     group: Operation | None = None,
     cluster: Operation | None = None,
 ) -> Guard:
-    """Return a guard for requests whose resources are answered one by one.
+    """Return a guard for requests whose resources have separate results.
 
     `name` is the field with a resource's name; empty if the request holds the names themselves. `group` is what the
     request needs on its group as a whole; `cluster` is what suffices for all resources.
@@ -200,7 +201,7 @@ def _each(
             getattr(request, asked), lambda one: rights.check(operation, kind, getattr(one, name) if name else one)
         )
         response = await api.handle(dataclasses.replace(request, **{asked: allowed}), client)
-        return _extend(response, answered, map(refused, denied))
+        return _extend(response, response_field, map(refused, denied))
 
     return guard
 
@@ -220,7 +221,7 @@ async def _open(api: Any, request: Any, client: Any, _rights: Rights) -> Any:
 def _on_cluster(
     operation: Operation, refused: Callable[[Any], Any] | None = None, *, or_else: Operation | None = None
 ) -> Guard:
-    """Return a guard for requests about the cluster; without `refused`, the API answers with an error itself.
+    """Return a guard for requests about the cluster; without `refused`, the API responds with an error itself.
 
     `or_else` is another operation that suffices.
     """
@@ -247,7 +248,7 @@ _refuse_election_of: Final = _refusing(
     elect_leaders.PartitionResult,
     _CLUSTER_DENIED,
     name="topic",
-    answered="partition_result",
+    response_field="partition_result",
     index="partition_id",
     error_message=_TEXT,
 )
@@ -368,7 +369,7 @@ _GUARDS[21] = _each(TOPIC, DELETE, _refuse_delete_records)  # DeleteRecords
 _GUARDS[23] = _each(  # OffsetForLeaderEpoch
     TOPIC, DESCRIBE, _refuse_leader_epoch, name="topic", cluster=CLUSTER_ACTION
 )
-_GUARDS[37] = _each(TOPIC, ALTER, _refuse_create_partitions, answered="results")  # CreatePartitions
+_GUARDS[37] = _each(TOPIC, ALTER, _refuse_create_partitions, response_field="results")  # CreatePartitions
 _GUARDS[61] = _each(TOPIC, READ, _refuse_producers)  # DescribeProducers
 
 
@@ -518,13 +519,13 @@ def _may(rights: Rights, operation: Operation, topic: Any) -> bool:
 # -- settings -----------------------------------------------------------------------------------------------------
 
 
-def _by_config_resource(operation: Operation, result: Callable[..., Any], answered: str, **more: Any) -> Guard:
+def _by_config_resource(operation: Operation, result: Callable[..., Any], response_field: str, **more: Any) -> Guard:
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
         allowed, denied = _divide(
             request.resources, lambda one: rights.check(operation, _config_kind(one), _config_name(one))
         )
         response = await api.handle(dataclasses.replace(request, resources=allowed), client)
-        return _extend(response, answered, map(refuse, denied))
+        return _extend(response, response_field, map(refuse, denied))
 
     def refuse(resource: Any) -> Any:
         code = _CONFIG_DENIED[_config_kind(resource)]
@@ -687,7 +688,7 @@ _GUARDS[77] = _describing_groups(  # ShareGroupDescribe
     _refuse_group_as(describe_share_groups.DescribedGroup), asked="group_ids"
 )
 _GUARDS[42] = _each(  # DeleteGroups
-    GROUP, DELETE, _refuse_group_deletion, asked="groups_names", answered="results", name=""
+    GROUP, DELETE, _refuse_group_deletion, asked="groups_names", response_field="results", name=""
 )
 _GUARDS[47] = _each(TOPIC, READ, _refuse_offset_deletion, group=DELETE)  # OffsetDelete
 
@@ -695,22 +696,22 @@ _GUARDS[47] = _each(TOPIC, READ, _refuse_offset_deletion, group=DELETE)  # Offse
 @_guards(9)
 async def _offset_fetch(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """OffsetFetch: DESCRIBE on the group and on the topics; a request for all topics gets those it may describe."""
-    answers = []
+    responses = []
     for query in request:
         if not rights.check(DESCRIBE, GROUP, query.group_id):
-            answers.append(api.refuse(query, _GROUP_DENIED))
+            responses.append(api.refuse(query, _GROUP_DENIED))
             continue
         if query.topics is None:
-            (answer,) = await api.handle((query,), client)
-            seen = tuple(topic for topic in answer.topics if _is_visible(rights, topic))
-            answers.append(dataclasses.replace(answer, topics=seen))
+            (response,) = await api.handle((query,), client)
+            seen = tuple(topic for topic in response.topics if _is_visible(rights, topic))
+            responses.append(dataclasses.replace(response, topics=seen))
             continue
         allowed, denied = _divide(query.topics, lambda topic: _may(rights, DESCRIBE, topic))
-        (answer,) = await api.handle((dataclasses.replace(query, topics=allowed),), client)
-        if answer.code is ErrorCode.none:
-            answer = _extend(answer, "topics", (api.refuse_topic(topic, _TOPIC_DENIED) for topic in denied))
-        answers.append(answer)
-    return tuple(answers)
+        (response,) = await api.handle((dataclasses.replace(query, topics=allowed),), client)
+        if response.code is ErrorCode.none:
+            response = _extend(response, "topics", (api.refuse_topic(topic, _TOPIC_DENIED) for topic in denied))
+        responses.append(response)
+    return tuple(responses)
 
 
 def _is_visible(rights: Rights, topic: Any) -> bool:
@@ -914,10 +915,10 @@ _GUARDS[79] = _reading_share(  # ShareAcknowledge
     share_acknowledge.ShareAcknowledgeTopicResponse, _refuse_share_acknowledge
 )
 _GUARDS[91] = _each(  # AlterShareGroupOffsets
-    TOPIC, READ, _refuse_share_offsets, answered="responses", name="topic_name", group=READ
+    TOPIC, READ, _refuse_share_offsets, response_field="responses", name="topic_name", group=READ
 )
 _GUARDS[92] = _each(  # DeleteShareGroupOffsets
-    TOPIC, READ, _refuse_share_deletion, answered="responses", name="topic_name", group=DELETE
+    TOPIC, READ, _refuse_share_deletion, response_field="responses", name="topic_name", group=DELETE
 )
 
 

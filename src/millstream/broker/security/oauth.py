@@ -184,10 +184,10 @@ class TokenChecker:
         document = b""
         async with (
             httpx.AsyncClient(timeout=FETCH_S_MAX, follow_redirects=False) as client,
-            client.stream("GET", self._settings.jwks) as answer,
+            client.stream("GET", self._settings.jwks) as response,
         ):
-            answer.raise_for_status()
-            async for piece in answer.aiter_bytes():
+            response.raise_for_status()
+            async for piece in response.aiter_bytes():
                 document += piece
                 if len(document) > KEYS_BYTES_MAX:
                     raise ValueError(f"the set of keys has more than {KEYS_BYTES_MAX} bytes")

@@ -95,7 +95,7 @@ class Mechanism(Protocol):
     """The user that the client claims to be; empty until it has said so."""
 
     async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
-        """Answer a message of the client; the last answer is returned with the principal."""
+        """Respond to a message of the client; the last response is returned with the principal."""
 
 
 class Passwords:
@@ -180,7 +180,7 @@ class _Scram:
         self._is_known = False
 
     async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
-        """Answer the first message with a challenge, and the second with a verdict."""
+        """Respond to the first message with a challenge, and the second with a verdict."""
         try:
             text = message.decode()
         except UnicodeDecodeError:
@@ -298,14 +298,14 @@ class Authenticator:
 
 
 class FailedAttempts:
-    """Delays the answers to failures, longer after each failure of the same address or user."""
+    """Delays the responses to failures, longer after each failure of the same address or user."""
 
     def __init__(self) -> None:
         self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self.total = 0
 
     def pause_s(self, host: str, user: str) -> float:
-        """Count a failure; return how many seconds to wait before it is answered; the user may be unknown."""
+        """Count a failure; return how many seconds to wait before responding; the user may be unknown."""
         self.total += 1
         now = time.monotonic()
         worst = 0

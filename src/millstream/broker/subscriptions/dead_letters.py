@@ -41,8 +41,8 @@ from millstream.core.ids import NodeId, Offset, OffsetRange, ProducerId
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     APPEND_LETTER_KEY,
-    AppendLetterAnswer,
     AppendLetterRequest,
+    AppendLetterResponse,
 )
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
@@ -74,10 +74,10 @@ class DeadLetterAppender(LeaderAppender):
         body = encode(AppendLetterRequest(topic, index, bytes(batch), self._me.node_id, self._me.secret))
 
         async def attempt(leader: NodeId) -> Offset:
-            answer = decode(await client.private(leader, APPEND_LETTER_KEY, body), AppendLetterAnswer)
-            if answer.error:
-                raise error_from_code(answer.error, answer.message, about=f"dead letter to {topic}-{index}")
-            return Offset(answer.offset)
+            response = decode(await client.private(leader, APPEND_LETTER_KEY, body), AppendLetterResponse)
+            if response.error:
+                raise error_from_code(response.error, response.message, about=f"dead letter to {topic}-{index}")
+            return Offset(response.offset)
 
         return await client.call_leader(topic, index, attempt, create=True)
 

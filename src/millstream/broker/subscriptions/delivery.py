@@ -1,11 +1,11 @@
 """Run one queue: scan its log ahead, deliver messages to workers, and make every change durable.
 
 Waiting workers are woken when the log grows, a message returns, or a time is reached. Decisions are made on the loop
-without an `await`. When an answer waits for the store depends on the delivery mode of the subscription:
+without an `await`. When a response waits for the store depends on the delivery mode of the subscription:
 
     at-most-once    a message is done, durably, before it is delivered
-    at-least-once   a lease is written with the next write, or soon; an acceptance is durable before it is answered
-    exactly-once    both are durable before they are answered
+    at-least-once   a lease is written with the next write, or soon; an acceptance is durable before it is acknowledged
+    exactly-once    both are durable before they are acknowledged
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Delivery:
     # Workers
 
     def try_receive(self, demand: Demand) -> Received:
-        """Lease the messages that are available now; `leases_durable` waits until the worker may be answered."""
+        """Lease the messages that are available now; `leases_durable` waits until the worker may get a response."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         if not self._may_deliver or self._is_drained(self.last_used_ms):
@@ -316,7 +316,7 @@ class Delivery:
         return results
 
     def settle_now(self, worker: str, verbs: Sequence[Settlement]) -> list[MillstreamError | None]:
-        """Settle leases without waiting; `durable` waits until the worker may be answered."""
+        """Settle leases without waiting; `durable` waits until the worker may get a response."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self.last_used_ms)]
@@ -327,7 +327,7 @@ class Delivery:
         """Settle all ranges, or raise and change nothing; no range is named twice.
 
         Gaps are offsets in which the worker found no message: whether it holds them does not matter. `durable` waits
-        until the worker may be answered.
+        until the worker may get a response.
         """
         end = self.partition.high_watermark
         if any(one.last >= end for one in (*settlements, *gaps)):
@@ -432,7 +432,7 @@ class Delivery:
             self.mark_window(LEDGER_OFF)
             self.queue_changed()
         if settings.delivery != self.settings.delivery:
-            # It determines when a worker may be answered, so waiting workers must ask again.
+            # It determines when a worker may get a response, so waiting workers must ask again.
             self._end_waits(CoordinatorUnavailable("the delivery mode of the subscription has changed"))
         self.queue.settings = settings
         if self._filter is not None:

@@ -2,8 +2,8 @@
 
 The child starts with the first batch that is worth it, stops after an idle period, and is restarted when it dies. It
 handles one request at a time; the others wait in order, holding no more than the bytes that their callers hold anyway.
-A request that kills the child twice, while the child answers others, counts as unreadable, so that it cannot block a
-queue forever.
+A request that kills the child twice, while the child responds to others, counts as unreadable, so that it cannot block
+a queue forever.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from millstream.broker.subscriptions.batch_scan import BatchScan
 from millstream.broker.subscriptions.filter_worker_child import (
     LENGTH_BYTES,
     MESSAGE_BYTES_MAX,
-    Answer,
     BatchRequest,
     FilterMatches,
     FilterRequest,
+    FilterResponse,
     ScannedBatch,
     Unreadable,
     frame_message,
@@ -45,7 +45,7 @@ INLINE_CHECKS_MAX = 1024
 """The number of messages times filters up to which evaluation stays on the loop, for less than a millisecond."""
 
 ATTEMPTS = 2
-ANSWER_S_MAX = 60.0
+RESPONSE_S_MAX = 60.0
 """A child that takes longer, including its start, counts as dead."""
 
 FATAL_REQUESTS_MAX = 1024
@@ -56,7 +56,7 @@ BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 10.0
 
 _DEATHS = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
 _FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.MsgspecError)
-_FATAL_ANSWER = Unreadable(f"the process that reads it died {ATTEMPTS} times")
+_FATAL_RESPONSE = Unreadable(f"the process that reads it died {ATTEMPTS} times")
 _PROBE = frame_message(FilterRequest("", 0, b"", 0, 0, [], []))
 
 
@@ -64,9 +64,9 @@ class FilterWorker:
     """Evaluates filters; one per node."""
 
     def __init__(
-        self, *, answer_s_max: float = ANSWER_S_MAX, idle_s: float = IDLE_S, backoff_min_s: float = BACKOFF_MIN_S
+        self, *, response_s_max: float = RESPONSE_S_MAX, idle_s: float = IDLE_S, backoff_min_s: float = BACKOFF_MIN_S
     ) -> None:
-        self._answer_s_max = answer_s_max
+        self._response_s_max = response_s_max
         self._idle_s = idle_s
         self._backoff_min_s = backoff_min_s
         self._lock = asyncio.Lock()
@@ -91,8 +91,8 @@ class FilterWorker:
     async def evaluate(self, messages: Messages, filters: Sequence[Filter]) -> Evaluation:
         """Find which messages match which filter.
 
-        Raises `CorruptBatch` if the messages are unreadable or kill the child, and `FilterUnavailable` without an
-        answer.
+        Raises `CorruptBatch` if the messages are unreadable or kill the child, and `FilterUnavailable` without a
+        response.
         """
         if is_light(messages, len(filters)):
             with suppress(CorruptBatch):
@@ -102,40 +102,42 @@ class FilterWorker:
             # Batches that decompress to too much go to the child, which also recognizes corrupt ones.
         request = _request(messages, filters)
         async with self._lock:
-            answer = await self._ask(request)
-        if not isinstance(answer, FilterMatches):
+            response = await self._ask(request)
+        if not isinstance(response, FilterMatches):
             raise CorruptBatch(
-                answer.reason if isinstance(answer, Unreadable) else "the response has an unexpected type"
+                response.reason if isinstance(response, Unreadable) else "the response has an unexpected type"
             )
         self.evaluated_in_child += 1
-        return answer.evaluation()
+        return response.evaluation()
 
     async def scan_batch(self, batch: Buffer, first: int, *, with_keys: bool) -> BatchScan | str:
         """Scan a batch that is too heavy for the loop; return the reason if it is unreadable or kills the child.
 
-        Raises `FilterUnavailable` without an answer.
+        Raises `FilterUnavailable` without a response.
         """
         request = frame_message(BatchRequest(bytes(batch), first, with_keys))
         async with self._lock:
-            answer = await self._ask(request)
+            response = await self._ask(request)
         self.scanned_in_child += 1
-        return answer.scan() if isinstance(answer, ScannedBatch) else getattr(answer, "reason", "it was not scanned")
+        return (
+            response.scan() if isinstance(response, ScannedBatch) else getattr(response, "reason", "it was not scanned")
+        )
 
     async def stop(self) -> None:
         """Stop the child; pending requests raise `FilterUnavailable`."""
         self._stopping.set()
         await self._kill()
 
-    async def _ask(self, request: bytes) -> Answer:
+    async def _ask(self, request: bytes) -> FilterResponse:
         if hash(request) in self._fatal_requests:
-            return _FATAL_ANSWER
+            return _FATAL_RESPONSE
         deaths = 0
         for attempt in range(ATTEMPTS):
             await self._pause()
             if self._stopping.is_set():
                 raise FilterUnavailable("the broker is stopping")
             try:
-                answer = await self._ask_child(request)
+                response = await self._ask_child(request)
             except _FAILURES as error:
                 self._failures += 1
                 deaths += isinstance(error, _DEATHS)
@@ -143,17 +145,17 @@ class FilterWorker:
                 _logger.warning("evaluating filters failed", extra={"reason": reason, "attempt": attempt + 1})
             else:
                 self._failures = 0
-                return answer
-        # A timeout, or a child that answers nothing at all, does not prove that the messages are to blame.
-        if deaths == ATTEMPTS and await self._child_answers():
+                return response
+        # A timeout, or a child that returns nothing at all, does not prove that the messages are to blame.
+        if deaths == ATTEMPTS and await self._child_responds():
             self._fatal_requests[hash(request)] = None
             if len(self._fatal_requests) > FATAL_REQUESTS_MAX:
                 del self._fatal_requests[next(iter(self._fatal_requests))]
-            return _FATAL_ANSWER
+            return _FATAL_RESPONSE
         raise FilterUnavailable(f"filters could not be evaluated: {reason}")
 
-    async def _child_answers(self) -> bool:
-        """Whether the child runs and answers an empty request."""
+    async def _child_responds(self) -> bool:
+        """Whether the child runs and responds to an empty request."""
         await self._pause()
         if self._stopping.is_set():
             return False
@@ -173,18 +175,18 @@ class FilterWorker:
         with suppress(TimeoutError):
             await within(pause_s, self._stopping.wait())
 
-    async def _ask_child(self, request: bytes) -> Answer:
+    async def _ask_child(self, request: bytes) -> FilterResponse:
         try:
-            async with asyncio.timeout(self._answer_s_max):
-                answer = await self._exchange(request)
+            async with asyncio.timeout(self._response_s_max):
+                response = await self._exchange(request)
         except BaseException:
-            # A late answer must not be taken for the answer to the next request.
+            # A late response must not be taken for the response to the next request.
             await self._kill()
             raise
         self._schedule_idle_stop()
-        return answer
+        return response
 
-    async def _exchange(self, request: bytes) -> Answer:
+    async def _exchange(self, request: bytes) -> FilterResponse:
         child = await self._running_child()
         if child.stdin is None or child.stdout is None:
             raise OSError("the child has no pipes")
@@ -192,9 +194,9 @@ class FilterWorker:
         await child.stdin.drain()
         size = int.from_bytes(await child.stdout.readexactly(LENGTH_BYTES), "big")
         if size > MESSAGE_BYTES_MAX:
-            raise OSError(f"an answer of {size} bytes is too large")
-        answer: Answer = msgspec.msgpack.decode(await child.stdout.readexactly(size), type=Answer)
-        return answer
+            raise OSError(f"a response of {size} bytes is too large")
+        response: FilterResponse = msgspec.msgpack.decode(await child.stdout.readexactly(size), type=FilterResponse)
+        return response
 
     async def _running_child(self) -> Process:
         if self._idle is not None:

@@ -78,7 +78,7 @@ class ScannedBatch(msgspec.Struct, frozen=True, tag=True):
 class FilterMatches(msgspec.Struct, frozen=True, tag=True):
     """The result of an evaluation: offsets as 64-bit integers, and one bit per message and filter.
 
-    Each is its length in four bytes followed by MessagePack. A request is answered before the next one is read.
+    Each is its length in four bytes followed by MessagePack. A request gets a response before the next one is read.
     """
 
     offsets: bytes
@@ -108,7 +108,7 @@ class Unreadable(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Answer = FilterMatches | ScannedBatch | Unreadable
+FilterResponse = FilterMatches | ScannedBatch | Unreadable
 
 
 def frame_message(message: object) -> bytes:
@@ -122,7 +122,7 @@ FILTERS_KEPT = 1024
 _compiled = lru_cache(maxsize=FILTERS_KEPT)(compile_filter)
 
 
-def answer(request: FilterRequest | BatchRequest) -> Answer:
+def respond(request: FilterRequest | BatchRequest) -> FilterResponse:
     """Evaluate the filters of one request, or scan its batch."""
     try:
         if isinstance(request, BatchRequest):
@@ -134,8 +134,8 @@ def answer(request: FilterRequest | BatchRequest) -> Answer:
         return Unreadable(str(error))
 
 
-def serve(asking: IO[bytes], answering: IO[bytes]) -> None:
-    """Answer requests until the input ends."""
+def serve(asking: IO[bytes], responses: IO[bytes]) -> None:
+    """Respond to requests until the input ends."""
     decode = msgspec.msgpack.Decoder(FilterRequest | BatchRequest).decode
     while True:
         head = asking.read(LENGTH_BYTES)
@@ -145,8 +145,8 @@ def serve(asking: IO[bytes], answering: IO[bytes]) -> None:
         body = asking.read(size)
         if len(body) < size:
             return
-        answering.write(frame_message(answer(decode(body))))
-        answering.flush()
+        responses.write(frame_message(respond(decode(body))))
+        responses.flush()
 
 
 def main() -> None:

@@ -641,7 +641,8 @@ class Queue:
         """Make dead letters available as new messages; return how many.
 
         Unfinished messages are left alone, and so are messages revived by the same letter before, so that a caller that
-        received no answer can repeat the request. A message whose letter may not be written yet would be finished again
+        received no response can repeat the request. A message whose letter may not be written yet would be finished
+        again
         by that write, so it is refused.
         """
         fold = self._fold

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.presence import Presence
-from millstream.broker.net.reply import Buffers, Parked
+from millstream.broker.net.response import Buffers, Parked
 from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.state_store import PendingWrite
@@ -23,7 +23,7 @@ from millstream.core.subscription import AT_MOST_ONCE, Verb
 _logger = logging.getLogger(__name__)
 
 NO_QUEUE_WAIT_S: Final = 1.0
-"""How long an answer is delayed at most if this node has no queue of the subscription."""
+"""How long a response is delayed at most if this node has no queue of the subscription."""
 FILTER_WAIT_S: Final = 5.0
 """How long a request without a wait still waits for a filter."""
 _turns: Final = count(1)
@@ -47,7 +47,7 @@ class Grant(NamedTuple):
 
 
 class _BudgetShare:
-    """The memory that an answer takes from the budget of all clients until the connection accounts for it."""
+    """The memory that a response takes from the budget of all clients until the connection accounts for it."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -68,7 +68,7 @@ class _BudgetShare:
         return size
 
     def give_back_soon(self) -> None:
-        """Release the memory in the loop's next turn: the answer is sent or abandoned by then."""
+        """Release the memory in the loop's next turn: the response is sent or abandoned by then."""
         taken_bytes, self._taken_bytes = self._taken_bytes, 0
         if taken_bytes:
             asyncio.get_running_loop().call_soon(self.budget.give_back, taken_bytes)
@@ -157,12 +157,12 @@ class ParkedLease(Parked):
     """
 
     __slots__ = (
-        "_answer",
         "_error",
         "_grants",
         "_later",
         "_presence",
         "_refuse",
+        "_respond",
         "_share",
         "_unstored",
         "_wait",
@@ -174,15 +174,15 @@ class ParkedLease(Parked):
         budget: Budget,
         worker: str,
         presence: Presence,
-        answer: Callable[[list[Grant], Exception | None], Buffers | Coroutine[Any, Any, Buffers]],
+        respond: Callable[[list[Grant], Exception | None], Buffers | Coroutine[Any, Any, Buffers]],
         refuse: Callable[[BaseException], Buffers],
     ) -> None:
-        """`answer` encodes the leases, or why no queue could be asked, or goes on in a task if nothing is leased."""
+        """`respond` encodes the leases, or why no queue could be asked, or goes on in a task if nothing is leased."""
         super().__init__()
         self._share = _BudgetShare(budget)
         self._worker = worker
         self._presence = presence
-        self._answer = answer
+        self._respond = respond
         self._refuse = refuse
         self._grants: list[Grant] | None = None
         self._error: Exception | None = None
@@ -216,7 +216,7 @@ class ParkedLease(Parked):
                 self._grants, self._error = [], error
         for write in writes:
             write.listen(self._stored)
-        self._answer_if_done()
+        self._respond_if_done()
         return cast("Buffers", self.buffers) if self.is_kept else self
 
     def abandon(self) -> None:
@@ -236,31 +236,31 @@ class ParkedLease(Parked):
     def _found(self, grant: Grant | None) -> None:
         self._wait = None
         self._grants = [] if grant is None else [grant]
-        self._answer_if_done()
+        self._respond_if_done()
 
     def _stored(self, _error: MillstreamError | None) -> None:
         self._unstored -= 1
-        self._answer_if_done()
+        self._respond_if_done()
 
-    def _answer_if_done(self) -> None:
+    def _respond_if_done(self) -> None:
         if self._grants is None or self._unstored:
             return
         grants, self._grants = self._grants, None
         try:
-            answer = self._answer(grants, self._error)
+            response = self._respond(grants, self._error)
         except Exception as error:
             return_leases(grants, self._worker)
             self._fail(error)
             return
-        if isinstance(answer, list):
+        if isinstance(response, list):
             if grants:
                 self._presence.on_undelivered(partial(return_leases, grants, self._worker))
-            self._finish(answer)
+            self._finish(response)
         else:
-            self._later = asyncio.get_running_loop().create_task(answer)
-            self._later.add_done_callback(self._answered_later)
+            self._later = asyncio.get_running_loop().create_task(response)
+            self._later.add_done_callback(self._response_ready)
 
-    def _answered_later(self, later: asyncio.Task[Buffers]) -> None:
+    def _response_ready(self, later: asyncio.Task[Buffers]) -> None:
         if later.cancelled():
             return
         error = later.exception()
@@ -276,7 +276,7 @@ class ParkedLease(Parked):
         try:
             refusal = self._refuse(error)
         except Exception:
-            _logger.exception("a failed request cannot be answered", extra={"worker": self._worker})
+            _logger.exception("cannot respond to a failed request", extra={"worker": self._worker})
         self._finish(refusal)
 
     def _log_unexpected(self, error: BaseException) -> None:
@@ -299,7 +299,7 @@ async def receive(
 ) -> list[Grant]:
     """Lease messages to a worker; wait up to `wait_s` for some, or until `interrupt`.
 
-    `also_after` is a further condition of the answer. Leases are durable on return where the delivery mode requires
+    `also_after` is a further condition of the response. Leases are durable on return where the delivery mode requires
     it. A queue that fails is skipped; an error is raised only when all of them fail. The messages count towards the
     memory of clients until the loop's next turn, so the caller encodes and sends them before that.
     """
@@ -327,7 +327,7 @@ async def receive(
 
 
 def _in_turn(deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
-    """Start with the queue that was the first one longest ago, so that none starves behind others that fill answers."""
+    """Start with the queue that was first longest ago, so that none starves behind others that fill responses."""
     turns = [one.turn for one in deliveries]
     first = turns.index(min(turns))
     deliveries[first].turn = next(_turns)

@@ -254,10 +254,10 @@ class RoutedStateStore:
         if node == self._me:
             return await self._local.frames(key, offset, since_ms)
         body = await self._peers.send_private(node, FRAMES_KEY, encode_frames_request(key, offset, since_ms))
-        answer = decode(body, FramesRead)
-        if answer.error:
-            raise error_from_code(answer.error, answer.message, about="the events of a queue")
-        return answer.frames
+        response = decode(body, FramesRead)
+        if response.error:
+            raise error_from_code(response.error, response.message, about="the events of a queue")
+        return response.frames
 
     def write(self, write: QueueWrite) -> PendingWrite:
         """Write in the order of the calls."""
@@ -272,10 +272,10 @@ class RoutedStateStore:
         if node == self._me:
             return await self._local.load(key, leader_epoch)
         body = await self._peers.send_private(node, LOAD_KEY, encode_load(key, leader_epoch))
-        answer = decode(body, QueueLoaded)
-        if answer.error:
-            raise error_from_code(answer.error, answer.message, about="the state of a queue")
-        return StoredQueue(answer.snapshot, answer.sequence)
+        response = decode(body, QueueLoaded)
+        if response.error:
+            raise error_from_code(response.error, response.message, about="the state of a queue")
+        return StoredQueue(response.snapshot, response.sequence)
 
     async def _wait_settled(self, key: QueueKey, deadline: float) -> None:
         """Wait for earlier writes of this node: they are numbered, so the state is read after all of them."""
@@ -312,14 +312,14 @@ class RoutedStateStore:
 
     async def _send_to(self, node: NodeId, index: PartitionIndex, writes: Sequence[QueueWrite]) -> list[WriteResult]:
         body = await self._peers.send_private(node, WRITE_KEY, encode_writes(index, writes))
-        answer = decode(body, QueuesWritten)
-        if answer.error:
-            raise error_from_code(answer.error, answer.message, about="the states of queues")
-        if len(answer.errors) != len(writes):
-            raise ProtocolViolation(f"{len(writes)} writes got {len(answer.errors)} answers")
+        response = decode(body, QueuesWritten)
+        if response.error:
+            raise error_from_code(response.error, response.message, about="the states of queues")
+        if len(response.errors) != len(writes):
+            raise ProtocolViolation(f"{len(writes)} writes got {len(response.errors)} responses")
         return [
             error_from_code(code, message, about="a write of a queue") if code else None
-            for code, message in answer.errors
+            for code, message in response.errors
         ]
 
     def _leader(self, index: PartitionIndex) -> NodeId:

@@ -216,7 +216,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         return await self._run(who.transactional_id, lambda shard: shard.verify(who, partitions))
 
     async def end(self, who: ProducerRef, *, commit: bool, version: int) -> Initialized:
-        """Commit or abort; answered when the decision is durable, while markers are still being written."""
+        """Commit or abort; return when the decision is durable, while markers are still being written."""
         _check_id(who.transactional_id)
         await self._reserve.fill()
         await self._may_decide.wait()
@@ -251,8 +251,8 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
     async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
         """Commit all members of a batch together; return False if that was done before.
 
-        Answered when the markers are written, so that readers see the result of a finished job; if that takes long,
-        answered earlier, since the decision is final.
+        Return when the markers are written, so that readers see the result of a finished job; if that takes long,
+        return earlier, since the decision is final.
         """
         _check_id(query)
         await self._reserve.fill()
@@ -292,8 +292,8 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
 
     async def listing(self, wanted: TransactionFilter) -> list[TransactionDescription]:
         """List the transactional ids of this node."""
-        answers = [shard.submit(lambda state: state.listing(wanted), pure=True) for shard in self.shards]
-        return [one for listing in await asyncio.gather(*answers) for one in listing]
+        responses = [shard.submit(lambda state: state.listing(wanted), pure=True) for shard in self.shards]
+        return [one for listing in await asyncio.gather(*responses) for one in listing]
 
     def status(self) -> TransactionsStatus:
         """Count the transactions of this node."""

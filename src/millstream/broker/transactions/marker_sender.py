@@ -48,7 +48,7 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 MARKERS_AT_ONCE_MAX: Final = 500
 
-Answers = Mapping[TopicPartition, MillstreamError | None]
+PartitionErrors = Mapping[TopicPartition, MillstreamError | None]
 
 
 class LocalMarkers(Protocol):
@@ -71,7 +71,7 @@ class LedTopics(Protocol):
 class _MarkerBatch(NamedTuple):
     marker: Marker
     partitions: tuple[TopicPartition, ...]
-    answers: asyncio.Future[Answers]
+    errors: asyncio.Future[PartitionErrors]
 
 
 class MarkerRoutes:
@@ -85,21 +85,21 @@ class MarkerRoutes:
         self._waiting: dict[NodeId, list[_MarkerBatch]] = {}
         self._sending: dict[NodeId, asyncio.Task[None]] = {}
 
-    async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> Answers:
+    async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> PartitionErrors:
         """Write one marker to these partitions, to all of them at once."""
-        answers: dict[TopicPartition, MillstreamError | None] = {}
+        errors: dict[TopicPartition, MillstreamError | None] = {}
         by_leader: dict[NodeId, list[TopicPartition]] = {}
         for partition in partitions:
             try:
                 by_leader.setdefault(self._leader_of(partition), []).append(partition)
             except MillstreamError as error:
-                answers[partition] = error
+                errors[partition] = error
         here = by_leader.pop(self._me, [])
         pending = [self._write_here(marker, partition) for partition in here]
         pending += [self._enqueue(node, marker, tuple(there)) for node, there in by_leader.items()]
-        for answered in await asyncio.gather(*pending):
-            answers.update(answered)
-        return answers
+        for written in await asyncio.gather(*pending):
+            errors.update(written)
+        return errors
 
     async def close(self) -> None:
         """Cancel all pending requests."""
@@ -118,19 +118,19 @@ class MarkerRoutes:
             raise NotLeader(f"{partition} has no leader")
         return state.leader
 
-    async def _write_here(self, marker: Marker, partition: TopicPartition) -> Answers:
+    async def _write_here(self, marker: Marker, partition: TopicPartition) -> PartitionErrors:
         try:
             await self._local.write(marker, partition)
         except MillstreamError as error:
             return {partition: _retryable(error)}
         return {partition: None}
 
-    async def _enqueue(self, node: NodeId, marker: Marker, partitions: tuple[TopicPartition, ...]) -> Answers:
+    async def _enqueue(self, node: NodeId, marker: Marker, partitions: tuple[TopicPartition, ...]) -> PartitionErrors:
         batch = _MarkerBatch(marker, partitions, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(node, []).append(batch)
         if node not in self._sending:
             self._sending[node] = asyncio.get_running_loop().create_task(self._send(node), name=f"markers to {node}")
-        return await batch.answers
+        return await batch.errors
 
     async def _send(self, node: NodeId) -> None:
         waiting = self._waiting[node]
@@ -142,19 +142,21 @@ class MarkerRoutes:
         finally:
             del self._sending[node], self._waiting[node]
             for batch in (*batches, *waiting):
-                batch.answers.cancel()
+                batch.errors.cancel()
 
     async def _send_batches(self, node: NodeId, batches: list[_MarkerBatch]) -> None:
         request = WriteTxnMarkersRequest(markers=tuple(_to_wire(batch) for batch in batches))
         try:
-            answer = await self._peers.send(node, request)
-            results = [_answers(batch, result) for batch, result in zip(batches, answer.markers, strict=True)]
+            response = await self._peers.send(node, request)
+            results = [
+                _partition_errors(batch, result) for batch, result in zip(batches, response.markers, strict=True)
+            ]
         except (MillstreamError, ValueError) as error:
             lost = error if isinstance(error, MillstreamError) else NotLeader(f"node {node} omitted results")
             results = [dict.fromkeys(batch.partitions, lost) for batch in batches]
-        for batch, answers in zip(batches, results, strict=True):
-            if not batch.answers.done():
-                batch.answers.set_result(answers)
+        for batch, errors in zip(batches, results, strict=True):
+            if not batch.errors.done():
+                batch.errors.set_result(errors)
 
 
 def _to_wire(batch: _MarkerBatch) -> WritableTxnMarker:
@@ -172,15 +174,15 @@ def _to_wire(batch: _MarkerBatch) -> WritableTxnMarker:
     )
 
 
-def _answers(batch: _MarkerBatch, result: Any) -> Answers:
-    answers: dict[TopicPartition, MillstreamError | None] = {}
+def _partition_errors(batch: _MarkerBatch, result: Any) -> PartitionErrors:
+    errors: dict[TopicPartition, MillstreamError | None] = {}
     for topic in result.topics:
         for one in topic.partitions:
             partition = TopicPartition(topic.name, PartitionIndex(one.partition_index))
             code = one.error_code
             error = error_from_code(code, None, about=f"a marker for {partition}") if code else None
-            answers[partition] = None if error is None else _retryable(error)
-    return answers
+            errors[partition] = None if error is None else _retryable(error)
+    return errors
 
 
 def _retryable(error: MillstreamError) -> MillstreamError:
@@ -320,12 +322,12 @@ class MarkerSender:
             if shard.state is None:
                 return False
             epoch = max(shard.epoch, claimed)
-            answers = await self._writer.write(_marker(ending, epoch), left)
-            if any(isinstance(error, TransactionCoordinatorFenced) for error in answers.values()):
+            errors = await self._writer.write(_marker(ending, epoch), left)
+            if any(isinstance(error, TransactionCoordinatorFenced) for error in errors.values()):
                 claimed = self._latest_epoch()
                 if claimed <= epoch or not await shard.run(lambda state: state.confirmed(ending), pure=True):
                     return False
-            left = {one for one in left if not _is_settled(ending, one, answers.get(one, _NO_ANSWER))}
+            left = {one for one in left if not _is_settled(ending, one, errors.get(one, _NO_RESPONSE))}
             if left:
                 self.retries += 1
                 await backoff.pause()
@@ -352,7 +354,7 @@ def _marker(ending: Ending, coordinator_epoch: int) -> Marker:
     )
 
 
-_NO_ANSWER: Final = MillstreamError("no answer came")
+_NO_RESPONSE: Final = MillstreamError("no response came")
 
 
 def _is_settled(ending: Ending, partition: TopicPartition, error: MillstreamError | None) -> bool:

@@ -327,7 +327,7 @@ class TransactionShard:
         return frozenset() if transaction is None or transaction.state in ENDING else transaction.partitions
 
     def end(self, who: ProducerRef, *, commit: bool, version: int) -> Outcome[Initialized]:
-        """Commit or abort; version 2 of the protocol is answered with the id and epoch for the next transaction."""
+        """Commit or abort; version 2 of the protocol gets the id and epoch for the next transaction."""
         transaction = self._known(who.transactional_id)
         if version < EPOCH_PER_TRANSACTION:
             _check_producer(transaction, who)

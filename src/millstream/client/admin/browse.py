@@ -1,4 +1,4 @@
-"""Pages of topics, the totals of nodes and the client's rights. Only Millstream brokers answer these requests."""
+"""Pages of topics, the totals of nodes and the client's rights. Only Millstream brokers respond to these requests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def topics_page(
         partitions=partitions,
     )
     if len(nodes) < 2 or order in (BY_NAME, BY_PARTITIONS):
-        node, first = await _first_answer(client, nodes, request)
+        node, first = await _first_response(client, nodes, request)
         others = ListTopicsRequest(names=[one.name for one in first.topics], limit=limit, partitions=partitions)
         found = await gather_or_cancel(list_or_nothing(client, one, others) for one in nodes if one != node)
         summed = _sum([first, *found])
@@ -96,20 +96,20 @@ async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
     nodes = sorted((await client.metadata([])).nodes) if names else []
     for at in range(0, len(names), PAGE_MAX):
         request = ListTopicsRequest(names=list(names[at : at + PAGE_MAX]), limit=PAGE_MAX)
-        _, answer = await _first_answer(client, nodes, request)
-        found += [one.name for one in answer.topics]
+        _, response = await _first_response(client, nodes, request)
+        found += [one.name for one in response.topics]
     return found
 
 
 async def list_or_nothing(client: Client, node: NodeId, request: ListTopicsRequest) -> ListTopicsResponse:
-    """Return what one node lists; nothing if it does not answer, so that one dead node does not hide all others."""
+    """Return what one node lists; nothing if it does not respond, so that one dead node does not hide all others."""
     try:
         return await list_topics(client, node, request)
     except (BrokerUnreachable, RequestTimedOut):
         return ListTopicsResponse()
 
 
-async def _first_answer(
+async def _first_response(
     client: Client, nodes: Sequence[NodeId], request: ListTopicsRequest
 ) -> tuple[NodeId | None, ListTopicsResponse]:
     """Ask one node after the other: each knows all topics."""
@@ -122,11 +122,11 @@ async def _first_answer(
     return last, await list_topics(client, last, request)
 
 
-def _sum(answers: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
+def _sum(responses: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
     """Sum up the reports of the nodes for each topic."""
     found: dict[str, ListedTopic] = {}
-    for answer in answers:
-        for one in answer.topics:
+    for response in responses:
+        for one in response.topics:
             known = found.get(one.name)
             if known is None:
                 found[one.name] = one
@@ -139,7 +139,7 @@ def _sum(answers: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
 
 
 async def node_sums(client: Client) -> list[NodeSumsResponse]:
-    """Return the state of every node in a few numbers; one that does not answer is unreachable."""
+    """Return the state of every node in a few numbers; one that does not respond is unreachable."""
     nodes = sorted((await client.metadata([])).nodes)
     return list(await gather_or_cancel(_sums_of(client, node) for node in nodes))
 
@@ -166,7 +166,7 @@ async def note_reading(client: Client, request: NoteReadingRequest) -> None:
 
 
 async def _ask(client: Client, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
-    answer = decode(await client.private(node, key, encode(request)), kind)
-    if answer.error:
-        raise error_from_code(answer.error, answer.message)
-    return answer
+    response = decode(await client.private(node, key, encode(request)), kind)
+    if response.error:
+        raise error_from_code(response.error, response.message)
+    return response

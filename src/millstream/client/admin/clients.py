@@ -19,14 +19,14 @@ async def list_quotas(client: Client) -> Mapping[QuotaEntity, Mapping[str, float
     """Return every entity that has quotas, with its limits."""
     from kio.schema.describe_client_quotas.v1.request import DescribeClientQuotasRequest
 
-    answer = await client.send(None, DescribeClientQuotasRequest(components=(), strict=False))
-    if answer.error_code:
-        raise error_from_code(answer.error_code, answer.error_message, about="list quotas")
+    response = await client.send(None, DescribeClientQuotasRequest(components=(), strict=False))
+    if response.error_code:
+        raise error_from_code(response.error_code, response.error_message, about="list quotas")
     return {
         QuotaEntity.of((part.entity_type, part.entity_name) for part in entry.entity): {
             one.key: float(one.value) for one in entry.values
         }
-        for entry in answer.entries or ()
+        for entry in response.entries or ()
     }
 
 
@@ -73,7 +73,7 @@ class ConnectedClient:
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """The clients of all nodes, and how many were omitted from their answers."""
+    """The clients of all nodes, and how many were omitted from their responses."""
 
     clients: tuple[ConnectedClient, ...]
     left_out: int
@@ -97,13 +97,13 @@ async def list_clients(client: Client, *, interval_s: float) -> Clients:
 
 async def _ask(client: Client, node: NodeId) -> dict[str, Any]:
     try:
-        answer: dict[str, Any] = decode_document(await client.private(node, CLIENT_LIST_KEY, encode(Nothing())))
+        response: dict[str, Any] = decode_document(await client.private(node, CLIENT_LIST_KEY, encode(Nothing())))
     except (BrokerUnreachable, ProtocolViolation) as error:
         raise RequestRefused(
             f"node {node} does not list its clients ({error}); only Millstream brokers do",
             code=UNSUPPORTED_VERSION,
         ) from error
-    return answer
+    return response
 
 
 def _client(node: int, now: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s: float) -> ConnectedClient:

@@ -111,8 +111,8 @@ async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -
 
 async def _disks(client: Client, metadata: ClusterMetadata) -> dict[NodeId, _Disk]:
     nodes = sorted(metadata.nodes)
-    answers = await asyncio.gather(*(_disk(client, node) for node in nodes))
-    return {node: answer for node, answer in zip(nodes, answers, strict=True) if answer is not None}
+    responses = await asyncio.gather(*(_disk(client, node) for node in nodes))
+    return {node: response for node, response in zip(nodes, responses, strict=True) if response is not None}
 
 
 async def _disk(client: Client, node: NodeId) -> _Disk | None:
@@ -120,13 +120,13 @@ async def _disk(client: Client, node: NodeId) -> _Disk | None:
 
     messages: Any = request
     try:
-        answer = await client.send(node, messages.DescribeLogDirsRequest(topics=None))
+        response = await client.send(node, messages.DescribeLogDirsRequest(topics=None))
     except MillstreamError:
         # A node that has just died: the plan is computed without its sizes.
         return None
     sizes: Counter[tuple[str, int]] = Counter()
     total = free = 0
-    for result in answer.results:
+    for result in response.results:
         if result.error_code:
             continue
         total, free = total + max(0, result.total_bytes), free + max(0, result.usable_bytes)

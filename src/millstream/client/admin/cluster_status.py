@@ -57,7 +57,7 @@ class DamagedOffsets(NamedTuple):
 
 
 async def node_status(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:
-    """Return a node's status; None if it does not answer this request, like brokers other than Millstream.
+    """Return a node's status; None if it does not respond to this request, like brokers other than Millstream.
 
     Raise `NotAuthorized` if this client may not ask.
     """
@@ -107,7 +107,7 @@ async def timeout_with_reasons(client: Client, attempted: str) -> RequestTimedOu
 
 
 UNREACHABLE = "unreachable"
-"""In the cluster, but it does not answer this command."""
+"""In the cluster, but it does not respond to this command."""
 
 AWAY = "away"
 """It has replicas, but is not part of the cluster now."""
@@ -167,7 +167,7 @@ class ClusterStatus:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Return the nodes that do not answer."""
+        """Return the nodes that do not respond."""
         return tuple(node.id for node in self.nodes if node.state in (AWAY, UNREACHABLE))
 
     def described(self) -> dict[str, Any]:
@@ -187,9 +187,9 @@ class ClusterStatus:
 async def cluster_status(client: Client) -> ClusterStatus:
     """Ask for the cluster's metadata, then each node for its status."""
     metadata = await client.metadata()
-    answers = await asyncio.gather(*(node_status(client, node) for node in metadata.nodes))
-    by_node = dict(zip(metadata.nodes, answers, strict=True))
-    behind = [one for answer in answers if answer is not None for one in _behind(answer)]
+    responses = await asyncio.gather(*(node_status(client, node) for node in metadata.nodes))
+    by_node = dict(zip(metadata.nodes, responses, strict=True))
+    behind = [one for response in responses if response is not None for one in _behind(response)]
     leads, replicas = _counted(metadata)
     lacking: Counter[int] = Counter()
     for one in behind:
@@ -205,7 +205,9 @@ async def cluster_status(client: Client) -> ClusterStatus:
         partitions=sum(len(topic.partitions) for topic in metadata.topics.values()),
         troubled=_troubled(metadata),
         behind=behind,
-        warnings=sorted({text for answer in answers if answer is not None for text in answer.get("warnings", [])}),
+        warnings=sorted(
+            {text for response in responses if response is not None for text in response.get("warnings", [])}
+        ),
     )
 
 
@@ -218,7 +220,7 @@ def _counted(metadata: ClusterMetadata) -> tuple[Counter[NodeId], Counter[NodeId
 def _node(
     node_id: NodeId,
     metadata: ClusterMetadata,
-    answer: dict[str, Any] | None,
+    response: dict[str, Any] | None,
     *,
     leads: int,
     replicas: int,
@@ -230,18 +232,18 @@ def _node(
         id=node_id,
         address=None if node is None else f"{node.host}:{node.port}",
         rack=None if node is None else node.rack,
-        state=silent if answer is None else answer["state"],
-        version=None if answer is None else answer["version"],
+        state=silent if response is None else response["state"],
+        version=None if response is None else response["version"],
         leads=leads,
         replicas=replicas,
         behind=behind,
-        reasons=() if answer is None else tuple(answer["reasons"]),
+        reasons=() if response is None else tuple(response["reasons"]),
     )
 
 
-def _behind(answer: dict[str, Any]) -> list[ReplicaView]:
+def _behind(response: dict[str, Any]) -> list[ReplicaView]:
     """Return the replicas that lag behind a node, and by how much."""
-    return [ReplicaView(**{field: one[field] for field in _REPLICA_FIELDS}) for one in answer.get("behind", ())]
+    return [ReplicaView(**{field: one[field] for field in _REPLICA_FIELDS}) for one in response.get("behind", ())]
 
 
 def _troubled(metadata: ClusterMetadata) -> list[PartitionView]:

@@ -106,10 +106,10 @@ class DeadLetterProducer:
 
         messages: Any = request
         asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
-        answer = await self._client.send(None, asked)
-        if answer.error_code:
-            raise no_producer_error(answer.error_code)
-        return answer.producer_id, answer.producer_epoch
+        response = await self._client.send(None, asked)
+        if response.error_code:
+            raise no_producer_error(response.error_code)
+        return response.producer_id, response.producer_epoch
 
 
 PREFIX = "dlq-"
@@ -158,7 +158,7 @@ class DeadLetterTopic(NamedTuple):
     subscriptions: list[str]
     letters: int
     unreached: list[int]
-    """The partitions without a leader, or whose leader did not answer; their letters are not counted."""
+    """The partitions without a leader, or whose leader did not respond; their letters are not counted."""
     refused: int
     """Messages that the topic refuses as letters, which are tried again."""
     refusals: list[str]
@@ -394,7 +394,7 @@ class DeadLetterDesk:
         )
 
     async def _is_at_end(self) -> bool:
-        """Return whether all queues answered and none has letters left; during a failover some do not answer."""
+        """Return whether all queues responded and none has letters left; during a failover some do not respond."""
         described = await self._described(*_PASSES)
         found = (await self._client.metadata([self.topic])).topics.get(self.topic)
         partitions = set() if found is None else set(found.partitions)
@@ -492,7 +492,7 @@ async def _patiently(
 
 
 async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list[DeadLetterTopic]:
-    """Return every dead letter topic; partitions without an answer are asked again for a while."""
+    """Return every dead letter topic; partitions without a response are asked again for a while."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
@@ -572,7 +572,7 @@ async def check_no_open_letters(client: Client, topic: str) -> None:
     found = await _dead_letter_topic(client, topic)
     if found is not None and found.unreached:
         raise CoordinatorUnavailable(
-            f"the open dead letters of topic {topic!r} cannot be counted: no leader answers for partitions "
+            f"the open dead letters of topic {topic!r} cannot be counted: no leader responds for partitions "
             f"{', '.join(map(str, found.unreached))} now; try again when they have a leader"
         )
     if found is not None and found.letters:
@@ -587,7 +587,7 @@ async def close_letters_of(client: Client, topic: str) -> None:
 
 
 async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | None:
-    # Brokers other than Millstream have no subscriptions, and answer nothing readable.
+    # Brokers other than Millstream have no subscriptions, and response nothing readable.
     with suppress(MillstreamError, ValueError):
         return next((one for one in await dead_letter_topics(client) if one.topic == topic), None)
     return None

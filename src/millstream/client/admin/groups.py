@@ -257,12 +257,12 @@ async def share_offsets(client: Client, name: str) -> Committed:
     messages: Any = request
     group = messages.DescribeShareGroupOffsetsRequestGroup(group_id=name, topics=None)
     asked = messages.DescribeShareGroupOffsetsRequest(groups=(group,))
-    answer = (await client.send(await client.coordinator(name), asked)).groups[0]
-    if answer.error_code:
-        raise error_from_code(answer.error_code, answer.error_message, about=f"offsets of group {name!r}")
+    response = (await client.send(await client.coordinator(name), asked)).groups[0]
+    if response.error_code:
+        raise error_from_code(response.error_code, response.error_message, about=f"offsets of group {name!r}")
     return {
         TopicPartition(topic.topic_name, PartitionIndex(one.partition_index)): one.start_offset
-        for topic in answer.topics
+        for topic in response.topics
         for one in topic.partitions
         if one.start_offset >= 0
     }

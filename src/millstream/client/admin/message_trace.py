@@ -64,14 +64,14 @@ async def find_by_id(client: Client, wanted: str, topic: str, since: str, until:
     for partition in sorted(found.partitions):
         offset, end = [await _offset_at(client, topic, partition, when) for when in (since, until)]
         while offset < end and len(places) < FOUND_MAX:
-            answer = await client.fetch(topic, partition, offset, max_bytes=FETCH_BYTES, max_wait_ms=0)
+            response = await client.fetch(topic, partition, offset, max_bytes=FETCH_BYTES, max_wait_ms=0)
             before = offset
-            for header in iterate_whole_headers(answer.records):
+            for header in iterate_whole_headers(response.records):
                 offset = max(offset, header.next_offset)
                 if header.is_control:
                     continue
                 # In a thread: batches may be large and compressed.
-                places += await asyncio.to_thread(_with_id, answer.records, header, wanted, found, partition)
+                places += await asyncio.to_thread(_with_id, response.records, header, wanted, found, partition)
             if offset == before:
                 break
     return [place for place in places if place.offset >= 0][:FOUND_MAX]

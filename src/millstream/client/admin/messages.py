@@ -148,7 +148,7 @@ async def find_message(
         raise UnknownTopic(f"topic {topic.name!r} has no partition {partition}; the last is {max(topic.partitions)}")
     where = f"{topic.name}/{partition}"
     try:
-        answer = await client.fetch(topic.name, partition, offset, max_bytes=_ONE_BATCH, max_wait_ms=0)
+        response = await client.fetch(topic.name, partition, offset, max_bytes=_ONE_BATCH, max_wait_ms=0)
     except OffsetOutOfRange:
         from millstream.client.admin.topics import offset_bounds
 
@@ -161,15 +161,15 @@ async def find_message(
             if lost.first <= offset < lost.next_offset:
                 raise NotFound(f"{lost}; {lost.advice}") from None
         raise
-    for header in iterate_whole_headers(answer.records):
+    for header in iterate_whole_headers(response.records):
         if not header.base_offset <= offset <= header.last_offset:
             continue
-        check_crc(answer.records, header)
-        record = await read_record(answer.records, header, offset)
+        check_crc(response.records, header)
+        record = await read_record(response.records, header, offset)
         if record is not None:
             return StoredMessage(record, header)
-    if offset >= answer.high_watermark:
-        raise NotFound(_nothing(where, offset, answer.log_start, answer.high_watermark))
+    if offset >= response.high_watermark:
+        raise NotFound(_nothing(where, offset, response.log_start, response.high_watermark))
     raise NotFound(f"there is no message at {where}@{offset} any more: compaction has removed it")
 
 

@@ -33,7 +33,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 LISTED_S: Final = 5.0
-"""A node that has not answered by then hangs, and is skipped."""
+"""A node that has not responded by then hangs, and is skipped."""
 SETTLE_LOOK_S: Final = 0.5
 _DUPLICATE_RESOURCE: Final = 92
 
@@ -114,14 +114,14 @@ class MirrorClient:
             await asyncio.sleep(SETTLE_LOOK_S)
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Return mirrors with what all nodes report on them; a node that does not answer is in `notes`."""
+        """Return mirrors with what all nodes report on them; a node that does not respond is in `notes`."""
         body = MirrorNames(names=None if names is None else list(names))
         nodes = sorted((await self._client.metadata(())).nodes)
-        answers = await gather_or_cancel(self._listed(node, body) for node in nodes)
-        failed = [answer for answer in answers if isinstance(answer, MillstreamError)]
+        responses = await gather_or_cancel(self._listed(node, body) for node in nodes)
+        failed = [response for response in responses if isinstance(response, MillstreamError)]
         by_name: dict[str, list[dict[str, Any]]] = {}
-        for answer in answers:
-            for one in () if isinstance(answer, MillstreamError) else answer.mirrors:
+        for response in responses:
+            for one in () if isinstance(response, MillstreamError) else response.mirrors:
                 by_name.setdefault(one["name"], []).append(one)
         if not by_name and failed:
             raise failed[0]
@@ -139,12 +139,12 @@ class MirrorClient:
             return error
 
     async def _ask(self, node: NodeId | None, key: int, body: Any, kind: type[R]) -> R:
-        answer = decode(await self._client.private(node, key, encode(body), waits=True), kind)
-        if answer.error == _DUPLICATE_RESOURCE:
-            raise MirrorExists(answer.message or "")
-        if answer.error:
-            raise error_from_code(answer.error, answer.message)
-        return answer
+        response = decode(await self._client.private(node, key, encode(body), waits=True), kind)
+        if response.error == _DUPLICATE_RESOURCE:
+            raise MirrorExists(response.message or "")
+        if response.error:
+            raise error_from_code(response.error, response.message)
+        return response
 
 
 def _lags(copies: Mapping[str, int], partitions: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:

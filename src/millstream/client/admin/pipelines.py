@@ -48,7 +48,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 LISTED_S: Final = 5.0
-"""A node that has not answered by then hangs, and is skipped."""
+"""A node that has not responded by then hangs, and is skipped."""
 _DUPLICATE_RESOURCE: Final = 92
 _WELL: Final = ("running", "stopped")
 """In these states, an earlier error is over."""
@@ -105,11 +105,11 @@ class PipelineClient:
             wanted=is_wanted,
             validate_only=True,
         )
-        answer = await self._ask(None, CREATE_KEY, body)
+        response = await self._ask(None, CREATE_KEY, body)
         if not validate_only:
             await self._forget_progress(name)
-            answer = await self._ask(None, CREATE_KEY, msgspec.structs.replace(body, validate_only=False))
-        return PipelineMade(UUID(answer["pipeline_id"]), answer.get("notes", []))
+            response = await self._ask(None, CREATE_KEY, msgspec.structs.replace(body, validate_only=False))
+        return PipelineMade(UUID(response["pipeline_id"]), response.get("notes", []))
 
     async def _forget_progress(self, name: str) -> None:
         """Delete the offsets of an earlier pipeline of this name; other groups are untouched."""
@@ -166,22 +166,22 @@ class PipelineClient:
         """Add or replace rules, and delete others."""
         put = [RuleMessage.of(rule) for rule in rules]
         body = RuleChanges(name=name, put=put, delete=list(gone), validate_only=validate_only)
-        answer = await self._ask(None, RULES_KEY, body)
-        return RulesChanged(answer["rules"], answer.get("notes", []))
+        response = await self._ask(None, RULES_KEY, body)
+        return RulesChanged(response["rules"], response.get("notes", []))
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Return pipelines with their `state` and the report of the node that runs them, and with rules if named.
 
-        Every node is asked, and the newest version is returned. A node that does not answer is skipped as long as
+        Every node is asked, and the newest version is returned. A node that does not respond is skipped as long as
         another does; `notes` say so for pipelines that it may be running.
         """
         body = PipelineNames(names=None if names is None else list(names))
         nodes = sorted((await self._client.metadata(())).nodes)
-        answers = await gather_or_cancel(self._listed(node, body) for node in nodes)
-        failed = [answer for answer in answers if isinstance(answer, MillstreamError)]
+        responses = await gather_or_cancel(self._listed(node, body) for node in nodes)
+        failed = [response for response in responses if isinstance(response, MillstreamError)]
         found: dict[str, dict[str, Any]] = {}
-        for answer in answers:
-            for described in () if isinstance(answer, MillstreamError) else answer["pipelines"]:
+        for response in responses:
+            for described in () if isinstance(response, MillstreamError) else response["pipelines"]:
                 found[described["name"]] = _newer(found.get(described["name"]), described)
         if not found and failed:
             raise failed[0]
@@ -202,8 +202,8 @@ class PipelineClient:
 
     async def cancel_run(self, name: str) -> int:
         """Cancel the run of a job that is in progress, wherever it runs; return its number."""
-        answers = await self._ask_all(CANCEL_RUN_KEY, JobName(name=name))
-        found = [answer["run"] for answer in answers if answer["run"]]
+        responses = await self._ask_all(CANCEL_RUN_KEY, JobName(name=name))
+        found = [response["run"] for response in responses if response["run"]]
         if not found:
             raise NotFound(f"no run of job {name!r} is running; see `millstream pipeline runs {name}`")
         return int(found[0])
@@ -213,25 +213,25 @@ class PipelineClient:
 
         0 is the last run. If several nodes made attempts at it, their outputs are concatenated.
         """
-        answers = await self._ask_all(RUN_LOG_KEY, RunLogRequest(name=name, run=run, bytes_max=bytes_max))
-        found = [answer for answer in answers if answer["run"]]
+        responses = await self._ask_all(RUN_LOG_KEY, RunLogRequest(name=name, run=run, bytes_max=bytes_max))
+        found = [response for response in responses if response["run"]]
         if not found:
             what = f"run {run}" if run else "the last run"
             raise NotFound(f"no node has a log of {what} of job {name!r}; see `millstream pipeline runs {name}`")
-        newest = max(answer["run"] for answer in found)
-        texts = [answer for answer in found if answer["run"] == newest]
+        newest = max(response["run"] for response in found)
+        texts = [response for response in found if response["run"] == newest]
         return {
             "run": newest,
-            "text": "".join(answer["text"] for answer in texts),
-            "is_cut": any(answer["is_cut"] for answer in texts),
+            "text": "".join(response["text"] for response in texts),
+            "is_cut": any(response["is_cut"] for response in texts),
         }
 
     async def _ask_all(self, key: int, body: Any) -> list[dict[str, Any]]:
-        """Ask every node; those that do not answer are skipped as long as another does."""
+        """Ask every node; those that do not respond are skipped as long as another does."""
         nodes = sorted((await self._client.metadata(())).nodes)
-        answers = await gather_or_cancel(self._listed(node, body, key) for node in nodes)
-        found = [answer for answer in answers if not isinstance(answer, MillstreamError)]
-        for error in answers:
+        responses = await gather_or_cancel(self._listed(node, body, key) for node in nodes)
+        found = [response for response in responses if not isinstance(response, MillstreamError)]
+        for error in responses:
             if isinstance(error, MillstreamError) and not found:
                 raise error
         return found
@@ -243,18 +243,18 @@ class PipelineClient:
         except TimeoutError:
             return RequestTimedOut(f"node {node} did not report the state of its pipelines within {LISTED_S:g} s")
         except NotFound:
-            # The answer comes from the catalog: nodes that still know it have not seen the deletion yet.
+            # The response comes from the catalog: nodes that still know it have not seen the deletion yet.
             raise
         except MillstreamError as error:
             return error
 
     async def _ask(self, node: NodeId | None, key: int, body: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = decode(await self._client.private(node, key, encode(body)), dict)
-        if answer["error"] == _DUPLICATE_RESOURCE:
-            raise PipelineExists(answer["message"])
-        if answer["error"]:
-            raise error_from_code(answer["error"], answer["message"])
-        return answer
+        response: dict[str, Any] = decode(await self._client.private(node, key, encode(body)), dict)
+        if response["error"] == _DUPLICATE_RESOURCE:
+            raise PipelineExists(response["message"])
+        if response["error"]:
+            raise error_from_code(response["error"], response["message"])
+        return response
 
 
 def _newer(known: dict[str, Any] | None, described: dict[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class SchemaClient:
 
 def _found(schema: SchemaMessage | None) -> SchemaMessage:
     if schema is None:
-        raise ProtocolViolation("the registry's answer has no schema")
+        raise ProtocolViolation("the registry's response has no schema")
     return schema
 
 

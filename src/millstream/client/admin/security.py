@@ -38,17 +38,19 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 _SALT_BYTES = 24
 _SUPER_USERS = "super-users"
-_Answer = TypeVar("_Answer", bound=Response)
+_ResponseT = TypeVar("_ResponseT", bound=Response)
 
 
 async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
     """Return every user that has a password, with the mechanisms it has one for."""
     from kio.schema.describe_user_scram_credentials.v0.request import DescribeUserScramCredentialsRequest
 
-    answer = await client.send(None, DescribeUserScramCredentialsRequest(users=None))
-    if answer.error_code:
-        raise error_from_code(answer.error_code, answer.error_message, about="list users")
-    return {one.user: [SCRAM_MECHANISMS[info.mechanism - 1] for info in one.credential_infos] for one in answer.results}
+    response = await client.send(None, DescribeUserScramCredentialsRequest(users=None))
+    if response.error_code:
+        raise error_from_code(response.error_code, response.error_message, about="list users")
+    return {
+        one.user: [SCRAM_MECHANISMS[info.mechanism - 1] for info in one.credential_infos] for one in response.results
+    }
 
 
 async def put_user(client: Client, name: str, password: str) -> None:
@@ -123,7 +125,7 @@ async def revoke_token(client: Client, token_id: str) -> None:
     await _ask(client, REVOKE_TOKEN_KEY, RevokeTokenRequest(token_id=token_id), Response)
 
 
-async def _ask(client: Client, key: int, request: object, kind: type[_Answer]) -> _Answer:
+async def _ask(client: Client, key: int, request: object, kind: type[_ResponseT]) -> _ResponseT:
     return decode_response(await client.private(None, key, encode(request)), kind)
 
 
@@ -150,8 +152,8 @@ async def add_acls(client: Client, acls: Iterable[Acl]) -> None:
         )
         for acl in wanted
     )
-    answer = await client.send(None, CreateAclsRequest(creations=creations))
-    for acl, result in zip(wanted, answer.results, strict=True):
+    response = await client.send(None, CreateAclsRequest(creations=creations))
+    for acl, result in zip(wanted, response.results, strict=True):
         if result.error_code:
             raise error_from_code(result.error_code, result.error_message, about=str(acl))
 

@@ -16,7 +16,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchedPartition, FetchLimits
 
 if TYPE_CHECKING:
     from millstream.client.admin.cluster_status import DamagedOffsets
@@ -31,7 +31,7 @@ _RETRY_S = 0.2
 _NO_LEADER = NodeId(-1)
 
 T = TypeVar("T")
-_Fetched = dict[TopicPartition, FetchAnswer]
+_Fetched = dict[TopicPartition, FetchedPartition]
 
 
 class Message(NamedTuple):
@@ -46,7 +46,7 @@ class Fetched(NamedTuple):
 
     partition: int
     start: int
-    answer: FetchAnswer
+    response: FetchedPartition
 
 
 class _Polled(NamedTuple):
@@ -114,8 +114,8 @@ class Tailer:
             if not wanted:
                 return
             before = dict(self._positions)
-            for where, answer in (await self._fetch(wanted, limits)).items():
-                for message in self._messages(self._take(where, answer)):
+            for where, response in (await self._fetch(wanted, limits)).items():
+                for message in self._messages(self._take(where, response)):
                     if message.record.offset < ends[where.partition]:
                         yield message
             if self._positions == before:
@@ -163,9 +163,9 @@ class Tailer:
         async def fetch() -> _Fetched:
             return await self._fetch({where: self._positions[where] for where in places}, limits)
 
-        answers = await self._patiently(fetch)
-        fetched = [self._take(where, answer) for where, answer in answers.items() if answer.records]
-        return _Polled(fetched, has_moved=len(answers) < len(places))
+        responses = await self._patiently(fetch)
+        fetched = [self._take(where, response) for where, response in responses.items() if response.records]
+        return _Polled(fetched, has_moved=len(responses) < len(places))
 
     async def _by_leader(self) -> dict[NodeId, list[TopicPartition]]:
         """Return the partitions to fetch from each leader; new partitions are read from their start.
@@ -183,19 +183,19 @@ class Tailer:
             led.setdefault(_NO_LEADER if known is None else known.leader_id, []).append(where)
         return led
 
-    def _take(self, where: TopicPartition, answer: FetchAnswer) -> Fetched:
+    def _take(self, where: TopicPartition, response: FetchedPartition) -> Fetched:
         """Advance past a response."""
         start = self._positions[where]
         # By the headers, since a batch may end with offsets that no longer hold records.
-        for header in iterate_whole_headers(answer.records):
+        for header in iterate_whole_headers(response.records):
             self._positions[where] = max(self._positions[where], header.next_offset)
-        return Fetched(where.partition, start, answer)
+        return Fetched(where.partition, start, response)
 
     def _messages(self, fetched: Fetched) -> Iterator[Message]:
         """Yield messages while no more than one of their batches is held decompressed."""
         skip = partial(self._skip, TopicPartition(self._topic, PartitionIndex(fetched.partition)))
-        answer = fetched.answer
-        for record in decode_records(answer.records, aborted=answer.aborted, skip=skip):
+        response = fetched.response
+        for record in decode_records(response.records, aborted=response.aborted, skip=skip):
             if record.offset >= fetched.start:
                 yield Message(fetched.partition, record)
 

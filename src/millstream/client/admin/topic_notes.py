@@ -41,7 +41,7 @@ class Reading(NamedTuple):
 
 async def pipelines_reading(client: Client, topic: TopicMetadata) -> list[Reading]:
     """Return the pipelines that read a topic, by name; empty if unknown."""
-    # Brokers other than Millstream answer nothing readable.
+    # Brokers other than Millstream return nothing readable.
     with suppress(MillstreamError, ValueError):
         pipelines = PipelineClient(client)
         found = await pipelines.describe()
@@ -63,7 +63,7 @@ _DELETING: Final = frozenset({"cleanup.policy", "retention.ms", "retention.bytes
 
 async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
     """Note if the topic has fewer replicas than the node's default."""
-    # This is only a note, so a broker that does not answer is not an error.
+    # This is only a note, so a broker that does not respond is not an error.
     with suppress(MillstreamError):
         usual = await default_replication(client, min((await client.metadata(())).nodes))
         copies = topic.replication
@@ -132,7 +132,7 @@ async def topic_writers(client: Client, topic: str) -> list[dict[str, str]] | No
 
 
 async def _subscriptions(client: Client, topic: TopicMetadata) -> list[str]:
-    # Brokers other than Millstream answer nothing readable.
+    # Brokers other than Millstream return nothing readable.
     with suppress(MillstreamError, ValueError):
         described = await SubscriptionClient(client).describe()
         shown = [one for one in described if not one["name"].startswith(OWN_PREFIX)]

@@ -179,15 +179,15 @@ async def _read(client: Client, topic: str) -> dict[str, bytes | None]:
     ((offset, end),) = (await offset_bounds(client, topic, [0])).values()
     found: dict[str, bytes | None] = {}
     while offset < end:
-        answer = await client.fetch(topic, 0, offset, max_bytes=_FETCH_BYTES, max_wait_ms=500)
-        if not answer.records:
+        response = await client.fetch(topic, 0, offset, max_bytes=_FETCH_BYTES, max_wait_ms=500)
+        if not response.records:
             # Compaction or a marker has taken the end.
             break
-        for header in iterate_whole_headers(answer.records):
+        for header in iterate_whole_headers(response.records):
             offset = max(offset, header.last_offset + 1)
             if header.is_control:
                 continue
-            for record in decode_batch(answer.records, header):
+            for record in decode_batch(response.records, header):
                 key = (record.key or b"").decode()
                 found.pop(key, None)
                 found[key] = record.value

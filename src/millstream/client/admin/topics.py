@@ -117,8 +117,8 @@ async def create_topic(
         assignments=(),
         configs=tuple(messages.CreatableTopicConfig(name=key, value=value) for key, value in settings.items()),
     )
-    answer = await client.send(None, messages.CreateTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
-    return _checked(answer.topics[0], f"create topic {name!r}")
+    response = await client.send(None, messages.CreateTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
+    return _checked(response.topics[0], f"create topic {name!r}")
 
 
 async def delete_topic(client: Client, name: str) -> None:
@@ -127,8 +127,8 @@ async def delete_topic(client: Client, name: str) -> None:
 
     messages: Any = request
     wanted = messages.DeleteTopicState(name=name, topic_id=None)
-    answer = await client.send(None, messages.DeleteTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
-    _checked(answer.responses[0], f"delete topic {name!r}")
+    response = await client.send(None, messages.DeleteTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
+    _checked(response.responses[0], f"delete topic {name!r}")
 
 
 async def grow_topic(client: Client, name: str, partitions: int) -> None:
@@ -195,8 +195,8 @@ async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
     )
     if not resources:
         return {}
-    answer = await client.send(None, messages.DescribeConfigsRequest(resources=resources))
-    configs_by_topic = {result.resource_name: result.configs for result in answer.results if not result.error_code}
+    response = await client.send(None, messages.DescribeConfigsRequest(resources=resources))
+    configs_by_topic = {result.resource_name: result.configs for result in response.results if not result.error_code}
     return {
         name: int(one.value)
         for name, configs in configs_by_topic.items()

@@ -94,16 +94,17 @@ async def list_transactions(
     )
     found: list[ListedTransaction] = []
     for node in (await client.metadata([])).nodes:
-        answer = await client.send(node, asked)
-        if answer.error_code:
-            raise error_from_code(answer.error_code, None, about="the list of transactions")
-        if answer.unknown_state_filters:
+        response = await client.send(node, asked)
+        if response.error_code:
+            raise error_from_code(response.error_code, None, about="the list of transactions")
+        if response.unknown_state_filters:
             raise InvalidRequest(
-                f"there is no state {answer.unknown_state_filters[0]!r}; a transaction is in one of {', '.join(STATES)}"
+                f"there is no state {response.unknown_state_filters[0]!r}; "
+                f"a transaction is in one of {', '.join(STATES)}"
             )
         found += [
             ListedTransaction(one.transactional_id, one.producer_id, one.transaction_state)
-            for one in answer.transaction_states
+            for one in response.transaction_states
         ]
     return sorted(found, key=lambda one: one.transactional_id)
 
@@ -276,8 +277,8 @@ async def abort_on_partition(
         topics=(messages.WritableTxnMarkerTopic(name=where.topic, partition_indexes=(where.partition,)),),
         coordinator_epoch=max(found.coordinator_epoch, 0),
     )
-    answer = await client.send(found.leader, messages.WriteTxnMarkersRequest(markers=(marker,)))
-    code = answer.markers[0].topics[0].partitions[0].error_code
+    response = await client.send(found.leader, messages.WriteTxnMarkersRequest(markers=(marker,)))
+    code = response.markers[0].topics[0].partitions[0].error_code
     if code:
         raise error_from_code(code, None, about=f"the marker for {where}")
     return found

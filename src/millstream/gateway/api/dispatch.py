@@ -1,4 +1,4 @@
-"""The API under `/v1` as an ASGI application: finds the route, validates the request, answers in JSON.
+"""The API under `/v1` as an ASGI application: finds the route, validates the request, responds in JSON.
 
 Every request passes through here, so this is plain ASGI and creates no object that is not needed. Routes declare what
 is validated.
@@ -128,9 +128,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _encode_plain = msgspec.json.Encoder().encode
 
 
-def _encode(answer: Any) -> bytes:
-    """Encode an answer with a line end, so that a shell's prompt starts on a new line."""
-    return _encode_plain(answer) + b"\n"
+def _encode(response: Any) -> bytes:
+    """Encode a response with a line end, so that a shell's prompt starts on a new line."""
+    return _encode_plain(response) + b"\n"
 
 
 class _Exchange(NamedTuple):
@@ -162,7 +162,7 @@ class Api:
         self._pressure = services.pressure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; every failure becomes a problem document."""
+        """Respond to one request; every failure becomes a problem document."""
         try:
             await self._serve(scope, receive, send)
         except ClientDisconnected:
@@ -228,7 +228,7 @@ class Api:
             if lane is Lane.WAIT:
                 await self._wait(services, route, request, exchange)
             else:
-                await self._send_answer(send, route, await route.handle(services, request))
+                await self._send_response(send, route, await route.handle(services, request))
         finally:
             memory.release()
             self._pressure.leave(lane)
@@ -246,15 +246,15 @@ class Api:
         request.gone = gone
         is_delivered = False
         try:
-            answer = await route.handle(services, request)
-            if isinstance(answer, StreamResponse):
+            response = await route.handle(services, request)
+            if isinstance(response, StreamResponse):
                 self._pressure.count(HTTPStatus.OK)
-                await self._stream(answer, gone, scope, send)
+                await self._stream(response, gone, scope, send)
                 return
             # A connection that was lost in this turn of the loop is reported in the next.
             await asyncio.sleep(0)
             if not gone.done():
-                await self._send_answer(send, route, answer)
+                await self._send_response(send, route, response)
                 is_delivered = not gone.done()
         finally:
             if request.undelivered is not None and not is_delivered:
@@ -263,15 +263,15 @@ class Api:
             with suppress(asyncio.CancelledError):
                 await gone
 
-    async def _stream(self, answer: StreamResponse, gone: asyncio.Future[None], scope: Scope, send: Send) -> None:
+    async def _stream(self, response: StreamResponse, gone: asyncio.Future[None], scope: Scope, send: Send) -> None:
         """Send events while the client is connected and authorized."""
         stopping = self._services.stopping
         if self._callers is None:
-            await send_events(send, answer.pieces, gone, stopping)
+            await send_events(send, response.pieces, gone, stopping)
             return
         lapsed = asyncio.ensure_future(self._last_event(self._callers, scope))
         try:
-            await send_events(send, answer.pieces, gone, stopping, lapsed)
+            await send_events(send, response.pieces, gone, stopping, lapsed)
         finally:
             lapsed.cancel()
             with suppress(asyncio.CancelledError):
@@ -282,12 +282,12 @@ class Api:
         refused = await callers.until_lapsed(callers.read(scope["headers"], _host(scope)))
         return event("error", _encode_plain(problem_document(scope["path"], refused.status, refused.detail, {})))
 
-    async def _send_answer(self, send: Send, route: Route[Any, Any], answer: Any) -> None:
+    async def _send_response(self, send: Send, route: Route[Any, Any], response: Any) -> None:
         status = route.status
-        if isinstance(answer, Response):
-            status, answer = answer.status, answer.content
+        if isinstance(response, Response):
+            status, response = response.status, response.content
         self._pressure.count(status)
-        content = b"" if answer is None else _encode(answer)
+        content = b"" if response is None else _encode(response)
         await _send(send, status, _JSON_HEADER if content else _NO_HEADER, content)
 
     async def _send_problem(self, scope: Scope, send: Send, error: Refused) -> None:
@@ -297,8 +297,8 @@ class Api:
         try:
             await _send(send, error.status, (b"content-type", CONTENT_TYPE.encode()), _encode(document), more)
         except RuntimeError:
-            # The answer has started already; a stream that breaks off shows the client that it failed.
-            _logger.warning("an answer was cut off", extra={"path": scope["path"], "reason": error.detail})
+            # The response has started already; a stream that breaks off shows the client that it failed.
+            _logger.warning("a response was cut off", extra={"path": scope["path"], "reason": error.detail})
 
 
 class _Reader:

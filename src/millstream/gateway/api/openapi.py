@@ -85,7 +85,7 @@ _REFUSALS: Final = {
     HTTPStatus.INTERNAL_SERVER_ERROR: "The gateway failed.",
     HTTPStatus.BAD_GATEWAY: "The broker's response was invalid.",
     HTTPStatus.SERVICE_UNAVAILABLE: "The broker is temporarily unable to do this; try again.",
-    HTTPStatus.GATEWAY_TIMEOUT: "The broker did not answer in time; the request may have been executed.",
+    HTTPStatus.GATEWAY_TIMEOUT: "The broker did not respond in time; the request may have been executed.",
 }
 
 _SECURITY: Final = {
@@ -165,7 +165,7 @@ class _Schemas:
     def __init__(self, routes: Iterable[Route[Any, Any]]) -> None:
         types: list[Any] = [Problem]
         for route in routes:
-            types += [one for one in (route.body, *route.answers, *route.forms.values()) if _has_schema(one)]
+            types += [one for one in (route.body, *route.responses, *route.forms.values()) if _has_schema(one)]
         unique = list(dict.fromkeys(types))
         found, self.components = msgspec.json.schema_components(unique, ref_template=_REF)
         self._of = dict(zip(unique, found, strict=True))
@@ -212,8 +212,8 @@ def _responses(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
         response: dict[str, Any] = {"description": description}
         if route.streams:
             response["content"] = {EVENT_STREAM: {"schema": {"type": "string"}}}
-        elif route.answers:
-            found = [schemas.of(kind) for kind in route.answers]
+        elif route.responses:
+            found = [schemas.of(kind) for kind in route.responses]
             response["content"] = {JSON: {"schema": found[0] if len(found) == 1 else {"anyOf": found}}}
         responses[str(int(status))] = response
     for status in sorted([*_REFUSALS, *([] if route.body is NoFields else _BODY_REFUSALS)]):
@@ -288,7 +288,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[str]:
             yield from _parameter_rows(operation.get("parameters", ()))
             if "requestBody" in operation:
                 yield f"<p>Body</p>{_contents(operation['requestBody']['content'])}"
-            yield from _answer_rows(operation["responses"], document["components"]["responses"])
+            yield from _response_rows(operation["responses"], document["components"]["responses"])
             yield "</div></details>"
 
 
@@ -305,8 +305,8 @@ def _parameter_rows(parameters: Any) -> Iterator[str]:
         yield "</table>"
 
 
-def _answer_rows(responses: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[str]:
-    yield "<p>Answers</p><table>"
+def _response_rows(responses: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[str]:
+    yield "<p>Responses</p><table>"
     for status, response in responses.items():
         described = shared[response["$ref"].rpartition("/")[2]] if "$ref" in response else response
         contents = _contents(described.get("content", {}))

@@ -65,7 +65,7 @@ def invalid(detail: str) -> Refused:
 
 
 def stopped() -> Refused:
-    """Refuse a request because the gateway is stopping and the answer did not arrive in time."""
+    """Refuse a request because the gateway is stopping and the response did not arrive in time."""
     return Refused(
         HTTPStatus.SERVICE_UNAVAILABLE,
         "the node is stopping and the outcome is unknown; check it, or send the request to another node",
@@ -115,12 +115,12 @@ class JSONLine(JSONResponse):
 
 
 def problem(request: Request, status: int, detail: str, **more: Any) -> JSONResponse:
-    """Answer with a problem document."""
+    """Respond with a problem document."""
     return JSONLine(problem_document(request.url.path, status, detail, more), status, media_type=CONTENT_TYPE)
 
 
 def refused(request: Request, error: Exception) -> JSONResponse:
-    """Answer an unknown path or method."""
+    """Respond to an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else HTTPStatus.INTERNAL_SERVER_ERROR
     details = {
         HTTPStatus.NOT_FOUND: f"there is no page {request.url.path}; GET / lists all pages",
@@ -132,5 +132,5 @@ def refused(request: Request, error: Exception) -> JSONResponse:
 
 
 def failed(request: Request, error: Exception) -> JSONResponse:
-    """Answer after an internal error; the log has the traceback."""
+    """Respond after an internal error; the log has the traceback."""
     return problem(request, HTTPStatus.INTERNAL_SERVER_ERROR, "the gateway failed; see its log for the reason")

@@ -42,7 +42,7 @@ class Slice(NamedTuple):
 
 
 class ReadRecords(NamedTuple):
-    """The messages that a node's answer leases, by what has to be done with them."""
+    """The messages that a node's response leases, by what has to be done with them."""
 
     messages: list[LeasedMessage]
     surplus: list[LeasedMessage]
@@ -95,13 +95,13 @@ class RecordReader:
         return found.records[0] if found.records else None
 
     async def read_leased(self, node: NodeId | None, leased: Leased, bytes_max: int) -> ReadRecords:
-        """Read the messages that an answer leases until they take `bytes_max`, at least one.
+        """Read the messages that a response leases until they take `bytes_max`, at least one.
 
         What is delivered at most once is read whole, since it cannot be returned.
         """
         unpacked = ReadRecords([], [], [])
         left = bytes_max
-        for part in leased.answer.partitions:
+        for part in leased.response.partitions:
             if part.lease_ms is None:
                 left = sys.maxsize
             place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)

@@ -103,12 +103,12 @@ class Request(Generic[Q, B]):
     gone: Future[None] | None = None
     """Done when the client has disconnected; only for requests that wait."""
     undelivered: Callable[[], Awaitable[None]] | None = None
-    """Set by a route that waits: awaited if the client does not receive the answer."""
+    """Set by a route that waits: awaited if the client does not receive the response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer with a status other than the route's usual one."""
+    """A response with a status other than the route's usual one."""
 
     status: HTTPStatus
     content: Any
@@ -116,7 +116,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class StreamResponse:
-    """An answer without end: pieces of an event stream."""
+    """A response without end: pieces of an event stream."""
 
     pieces: AsyncGenerator[bytes, None]
 
@@ -130,13 +130,13 @@ class Route(Generic[Q, B]):
     """As in OpenAPI, with names in braces; relative to `/v1`."""
     summary: str
     handle: Callable[[Services, Request[Q, B]], Awaitable[Any]]
-    answer: type | None
-    """The type of the answer; None if it has no body."""
+    response: type | None
+    """The type of the response; None if it has no body."""
     _: KW_ONLY
     tag: str = ""
     """Its section of the OpenAPI document; empty for the first part of the path."""
-    other_answer: type | None = None
-    """The type of the answer to bodies in another form."""
+    other_response: type | None = None
+    """The type of the response to bodies in another form."""
     query: type[Q] = _NO_FIELDS
     body: type[B] = _NO_FIELDS
     """`bytes` passes the body on unparsed; `forms` lists what it may be."""
@@ -146,7 +146,7 @@ class Route(Generic[Q, B]):
     """The request headers for the OpenAPI document; handlers read them by the same type."""
     status: HTTPStatus = HTTPStatus.OK
     more: Mapping[HTTPStatus, str] = field(default_factory=dict)
-    """Further statuses of the same answer, with their meaning."""
+    """Further statuses of the same response, with their meaning."""
     lane: Lane = Lane.ADMIN
     streams: bool = False
 
@@ -156,9 +156,9 @@ class Route(Generic[Q, B]):
         return self.tag or self.path.split("/")[1].replace("-", " ")
 
     @property
-    def answers(self) -> tuple[type, ...]:
-        """Return the possible answer types."""
-        return tuple(one for one in (self.answer, self.other_answer) if one is not None)
+    def responses(self) -> tuple[type, ...]:
+        """Return the possible response types."""
+        return tuple(one for one in (self.response, self.other_response) if one is not None)
 
     @property
     def names(self) -> dict[str, Any]:

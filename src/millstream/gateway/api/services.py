@@ -23,7 +23,7 @@ from millstream.gateway.api.record_reader import ReadRecords, RecordReader
 from millstream.gateway.api.route import Lane
 from millstream.gateway.pressure import REQUESTS_MAX, Pressure
 from millstream.protocol.private.leasing import LeaseRequests
-from millstream.protocol.private.subscription_messages import Receive, ReceiveAnswer
+from millstream.protocol.private.subscription_messages import Receive, ReceiveResponse
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient, remaining
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
@@ -36,18 +36,19 @@ NODES_S: Final = 1.0
 """How long the list of nodes is cached."""
 
 PAUSE_S: Final = 0.1
-ANSWER_S: Final = 15.0
+RESPONSE_S: Final = 15.0
 GIVE_BACK_S: Final = 5.0
 HUNG_S: Final = 10.0
-"""How long a node that did not answer in time is asked after all others."""
+"""How long a node that did not respond in time is asked after all others."""
 _PASSING: Final = (*TRANSIENT, RequestTimedOut)
 
 
 class Leasing:
     """Leases messages of subscriptions from the nodes that lead their partitions; returns those no client received.
 
-    A node answers once it has messages, so while a client waits all nodes are asked at once, each on a connection of
-    its own. As soon as one has answered, the requests to the others are cancelled, and what they have leased by then is
+    A node responds once it has messages, so while a client waits all nodes are asked at once, each on a connection of
+    its own. As soon as one has responded, the requests to the others are cancelled, and what they have leased by then
+    is
     returned.
     """
 
@@ -77,7 +78,7 @@ class Leasing:
             refused.clear()
             messages = await self._confirmed(request, await self._first(nodes, waiting, refused))
             if not messages and loop.time() - asked_at < PAUSE_S:
-                # Leaders may have moved: the nodes answered at once that they have nothing.
+                # Leaders may have moved: the nodes responded at once that they have nothing.
                 self._nodes = []
                 await asyncio.sleep(min(PAUSE_S, left_s))
         if not messages and refused:
@@ -102,7 +103,7 @@ class Leasing:
                     await self._subscriptions.settle(subscription, worker, messages, Verb.RETURN, delay_ms=0)
 
     async def _confirmed(self, request: Receive, messages: list[LeasedMessage]) -> list[LeasedMessage]:
-        """Keep the messages whose leases still hold, however long the answers were on their way."""
+        """Keep the messages whose leases still hold, however long the responses were on their way."""
         try:
             return await self._subscriptions.confirmed(request.subscription, request.worker, messages)
         except asyncio.CancelledError:
@@ -149,9 +150,9 @@ class Leasing:
         is_wanted = False
         messages: list[LeasedMessage] = []
         try:
-            for answered in asyncio.as_completed(asking):
+            for responded in asyncio.as_completed(asking):
                 try:
-                    if await answered:
+                    if await responded:
                         break
                 except (QuotaExceeded, *_PASSING) as error:
                     refused.append(error)
@@ -170,19 +171,19 @@ class Leasing:
     async def _from(self, node: NodeId, request: Receive) -> list[LeasedMessage]:
         pool = await self._client.pool_for(node)
         try:
-            leased = await self._requests.ask(pool, request, timeout_s=ANSWER_S + request.wait_ms / 1000)
+            leased = await self._requests.ask(pool, request, timeout_s=RESPONSE_S + request.wait_ms / 1000)
         except RequestTimedOut:
             self._hung_until[node] = asyncio.get_running_loop().time() + HUNG_S
             raise
-        answer = leased.answer
-        if answer.error:
-            raise _refused(answer, request.subscription)
-        if (held_back := answer.held_back) is not None:
+        response = leased.response
+        if response.error:
+            raise _refused(response, request.subscription)
+        if (held_back := response.held_back) is not None:
             raise held_back
         try:
             unpacked = await self._reader.read_leased(node, leased, request.max_bytes)
         except BaseException:
-            self._requests.give_back(pool, request, answer.partitions)
+            self._requests.give_back(pool, request, response.partitions)
             raise
         await self._settle_rest(request, unpacked)
         return unpacked.messages
@@ -221,15 +222,17 @@ def _fitting(messages: Sequence[LeasedMessage], request: Receive) -> int:
     return min(len(messages), request.max_records)
 
 
-def _refused(answer: ReceiveAnswer, subscription: str) -> MillstreamError:
-    error = error_from_code(answer.error, answer.message)
-    return error if answer.message or not isinstance(error, NotFound) else NotFound(f"no subscription {subscription!r}")
+def _refused(response: ReceiveResponse, subscription: str) -> MillstreamError:
+    error = error_from_code(response.error, response.message)
+    return (
+        error if response.message or not isinstance(error, NotFound) else NotFound(f"no subscription {subscription!r}")
+    )
 
 
 CLIENT_ID: Final = "millstream-gateway"
 TIMEOUT_S: Final = 15.0
 PUBLISH_S: Final = 30.0
-"""Few HTTP clients wait longer for an answer."""
+"""Few HTTP clients wait longer for a response."""
 
 
 class Services:

@@ -1,6 +1,6 @@
 """The console as an ASGI application: signs users in, finds the page, carries out changes, renders.
 
-Every answer has a strict Content-Security-Policy: pages run the console's own script and nothing else, whatever
+Every response has a strict Content-Security-Policy: pages run the console's own script and nothing else, whatever
 messages, names and headers contain. Changes need the token in the user's own pages, and are made with the user's rights
 by the operations that commands and the API use.
 """
@@ -34,13 +34,13 @@ from millstream.gateway.console.table import ROUTES
 from millstream.gateway.console.tasks import Acting, Tasks
 from millstream.gateway.console.visit import (
     PREFIX,
-    Answer,
     Checked,
     ConsoleSettings,
     Done,
     Download,
     Page,
     PageRoute,
+    Response,
     Visit,
     refuse_read_only,
 )
@@ -136,7 +136,7 @@ class ConsoleApp:
         await self.searches.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Respond to one request."""
         exchange = _Exchange(scope, dict(scope["headers"]), receive, send)
         path: str = scope["path"]
         if path.startswith(STATIC):
@@ -205,7 +205,7 @@ class ConsoleApp:
                 elif route.method == "POST":
                     await self._change(exchange, route, visit, signed_in)
                 else:
-                    await self._answer(exchange, visit, signed_in, await _unless_gone(exchange, route, visit))
+                    await self._respond(exchange, visit, signed_in, await _unless_gone(exchange, route, visit))
             finally:
                 if route.method == "POST":
                     self.recent.clear()
@@ -265,11 +265,11 @@ class ConsoleApp:
                     HTTPStatus.FORBIDDEN,
                     "the form is not from this session, or the session has ended; nothing was changed; send it again",
                 )
-            answer = await route.handle(visit)
+            response = await route.handle(visit)
         except Exception as error:
             await self._show_form(exchange, visit, signed_in, _refusal(error, visit.path))
         else:
-            await self._answer(exchange, visit, signed_in, answer)
+            await self._respond(exchange, visit, signed_in, response)
 
     async def _show_form(self, exchange: _Exchange, visit: Visit, signed_in: SignedIn, outcome: Refused) -> None:
         """Show a form again as it was sent, with the outcome; raise that if the form has no page."""
@@ -305,12 +305,12 @@ class ConsoleApp:
         if self._callers is not None:
             lapsed = asyncio.ensure_future(self._until_lapsed(exchange, signed_in, self._callers))
         try:
-            answer = await route.handle(visit)
-            if isinstance(answer, Download) and answer.content_type == EVENT_STREAM:
+            response = await route.handle(visit)
+            if isinstance(response, Download) and response.content_type == EVENT_STREAM:
                 self._services.pressure.count(HTTPStatus.OK)
-                await send_events(exchange.send, answer.pieces, gone, self._services.stopping, lapsed)
+                await send_events(exchange.send, response.pieces, gone, self._services.stopping, lapsed)
             else:
-                await self._answer(exchange, visit, signed_in, answer, gone)
+                await self._respond(exchange, visit, signed_in, response, gone)
         finally:
             for one in (gone, lapsed):
                 if one is not None:
@@ -322,29 +322,31 @@ class ConsoleApp:
         await callers.until_lapsed(self._shown(exchange, signed_in))
         return b"event: ended\ndata: {}\n\n"
 
-    # -- answers --------------------------------------------------------------------------------------------
+    # -- responses ------------------------------------------------------------------------------------------
 
-    async def _answer(
+    async def _respond(
         self,
         exchange: _Exchange,
         visit: Visit,
         signed_in: SignedIn,
-        answer: Answer,
+        response: Response,
         gone: asyncio.Future[None] | None = None,
     ) -> None:
         cookies = self._sessions.cookies_of(signed_in)
-        if isinstance(answer, Done):
-            cookies += self._sessions.notice(answer.notice)
-            headers = [(b"location", answer.to.encode()), *cookies]
+        if isinstance(response, Done):
+            cookies += self._sessions.notice(response.notice)
+            headers = [(b"location", response.to.encode()), *cookies]
             await self._send(exchange, HTTPStatus.SEE_OTHER, headers, b"")
-        elif isinstance(answer, Download):
-            await self._send_download(exchange, answer, gone)
-        elif isinstance(answer, Checked):
-            await self._show_form(exchange, visit, signed_in, Refused(HTTPStatus.OK, answer.text))
+        elif isinstance(response, Download):
+            await self._send_download(exchange, response, gone)
+        elif isinstance(response, Checked):
+            await self._show_form(exchange, visit, signed_in, Refused(HTTPStatus.OK, response.text))
         else:
             if visit.notice and not exchange.is_partial:
                 cookies += self._sessions.notice("")
-            await self._send(exchange, answer.status, [_HTML, *cookies], await self._render(exchange, visit, answer))
+            await self._send(
+                exchange, response.status, [_HTML, *cookies], await self._render(exchange, visit, response)
+            )
 
     async def _render(self, exchange: _Exchange, visit: Visit, page: Page) -> bytes:
         # Scripts replace the numbers of a page, not its menu.
@@ -382,7 +384,7 @@ class ConsoleApp:
         }
         headers: Headers = [_HTML, *_encoded(error.headers)]
         with suppress(RuntimeError):
-            # Raised if the answer has started already; one that breaks off shows that it failed.
+            # Raised if the response has started already; one that breaks off shows that it failed.
             await self._send(exchange, error.status, headers, render("refused.html", context))
 
     async def send_page(
@@ -411,20 +413,20 @@ class ConsoleApp:
         body = b"" if exchange.scope["method"] == "HEAD" else content
         await exchange.send({"type": "http.response.body", "body": body})
 
-    async def _send_download(self, exchange: _Exchange, answer: Download, gone: asyncio.Future[None] | None) -> None:
+    async def _send_download(self, exchange: _Exchange, response: Download, gone: asyncio.Future[None] | None) -> None:
         self._services.pressure.count(HTTPStatus.OK)
-        headers = [(b"content-type", answer.content_type.encode()), *HEADERS, _NO_STORE]
-        if answer.file_name:
-            safe = "".join(one if one.isalnum() or one in "._-" else "_" for one in answer.file_name)
+        headers = [(b"content-type", response.content_type.encode()), *HEADERS, _NO_STORE]
+        if response.file_name:
+            safe = "".join(one if one.isalnum() or one in "._-" else "_" for one in response.file_name)
             headers.append((b"content-disposition", f'attachment; filename="{safe}"'.encode("ascii", "replace")))
         await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            async for piece in answer.pieces:
+            async for piece in response.pieces:
                 if gone is not None and gone.done():
                     return
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
         finally:
-            await answer.pieces.aclose()
+            await response.pieces.aclose()
         await exchange.send({"type": "http.response.body", "body": b""})
 
     async def _send_static(self, exchange: _Exchange, name: str) -> None:
@@ -484,7 +486,7 @@ def _pairs(text: bytes) -> dict[str, str]:
     return dict(pairs)
 
 
-async def _unless_gone(exchange: _Exchange, route: PageRoute, visit: Visit) -> Answer:
+async def _unless_gone(exchange: _Exchange, route: PageRoute, visit: Visit) -> Response:
     """Prepare a page; stop when the browser has disconnected."""
     working = asyncio.ensure_future(route.handle(visit))
     gone = asyncio.ensure_future(_disconnected(exchange.receive))

@@ -43,9 +43,9 @@ RECENT_MAX: Final = 200
 RECENT_S: Final = 60.0
 """A page that was not refreshed for so long is closed, or hidden."""
 RECENT_S_MIN: Final = 1.0
-"""The shortest time for which an answer is shared, also with requests that have waited for it."""
+"""The shortest time for which a response is shared, also with requests that have waited for it."""
 RECENT_S_MAX: Final = 300.0
-"""The longest time for which an answer is shared."""
+"""The longest time for which a response is shared."""
 COST_MAX: Final = 0.01
 """The share of processor time that sampling everything may take, and that refreshing all pages may take together."""
 UNVISITED_COST_MAX: Final = 0.001
@@ -131,10 +131,10 @@ class Series:
 
 
 class Recent:
-    """Answers for pages that refresh automatically, shared by all tabs of a session.
+    """Responds for pages that refresh automatically, shared by all tabs of a session.
 
-    The more processor time an answer takes and the more pages are open, the longer it is shared, so that all pages
-    together take at most a hundredth of the gateway's time. Waiting for a node that does not answer does not count.
+    The more processor time a response takes and the more pages are open, the longer it is shared, so that all pages
+    together take at most a hundredth of the gateway's time. Waiting for a node that does not respond does not count.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Recent:
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
 
     async def get(self, key: tuple[str, str], ask: Callable[[], Awaitable[T]]) -> T:
-        """Return the cached answer for a session and a page, or ask; concurrent requests wait for the same answer."""
+        """Return the cached response for a session and a page, or ask; concurrent requests wait for one response."""
         now = self._clock()
         kept = self._kept.setdefault(key, _Kept())
         kept.asked_at = now
@@ -170,7 +170,7 @@ class Recent:
 
 
 class _Kept:
-    """One answer; `until` says for how long it is shown."""
+    """One response; `until` says for how long it is shown."""
 
     __slots__ = ("asked_at", "lock", "until", "value")
 
@@ -266,10 +266,10 @@ class History:
         client = self._services.client
         nodes = sorted((await client.metadata([])).nodes)
         request = ListTopicsRequest(names=None if is_full else self._top, limit=PAGE_MAX)
-        answers = await gather_or_cancel(list_or_nothing(client, node, request) for node in nodes)
+        responses = await gather_or_cancel(list_or_nothing(client, node, request) for node in nodes)
         sums = await node_sums(client)
         self.totals.add(Counters(*(sum(getattr(one, name) for one in sums) for name in Counters._fields)), now)
-        self._add(([one for answer in answers for one in answer.topics]), now, is_full=is_full)
+        self._add(([one for response in responses for one in response.topics]), now, is_full=is_full)
         if is_full:
             await self._sample_queues(now)
             self._full_at = now

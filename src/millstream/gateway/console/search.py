@@ -26,7 +26,7 @@ from millstream.protocol.filter.filter import Filter, Messages
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
 from millstream.protocol.records.record import AbortedBatches, Record
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.fetch import READ_COMMITTED, FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import READ_COMMITTED, FetchedPartition, FetchLimits
 
 FETCH_BYTES: Final = 2 * 1024 * 1024
 FOUND_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What was found in one answer, and the offset to continue at."""
+    """What was found in one response, and the offset to continue at."""
 
     found: list[Found]
     next_offset: int
@@ -119,7 +119,7 @@ class Searches:
         left = limit
         while open_places:
             try:
-                answers = await _fetch(services, open_places)
+                responses = await _fetch(services, open_places)
             except OffsetOutOfRange as error:
                 progress.skip(str(error))
                 return
@@ -135,10 +135,10 @@ class Searches:
                         del open_places[where]
                 continue
             has_moved = False
-            for where, answer in answers.items():
+            for where, response in responses.items():
                 start, end = open_places[where], ranges[where.partition].end
                 step = await self.matching(
-                    services, topic, Fetched(where.partition, start, answer), condition, progress, end=end, limit=left
+                    services, topic, Fetched(where.partition, start, response), condition, progress, end=end, limit=left
                 )
                 has_moved = has_moved or step.next_offset > start
                 progress.read += step.next_offset - start
@@ -154,8 +154,8 @@ class Searches:
                         return
             if not has_moved:
                 # The rest can no longer be read, its transaction is open, or its leader has moved.
-                for where in open_places.keys() - answers.keys():
-                    progress.skip(f"{where} has no leader that answers now; load the page again")
+                for where in open_places.keys() - responses.keys():
+                    progress.skip(f"{where} has no leader that responds now; load the page again")
                 return
 
     async def _step_over(
@@ -178,19 +178,19 @@ class Searches:
         end: int | None = None,
         limit: int | None = None,
     ) -> Step:
-        """Read the matching messages of one answer, and say where to continue."""
-        answer, start = fetched.answer, fetched.start
-        last = max((header.next_offset for header in iterate_whole_headers(answer.records)), default=Offset(start))
+        """Read the matching messages of one response, and say where to continue."""
+        response, start = fetched.response, fetched.start
+        last = max((header.next_offset for header in iterate_whole_headers(response.records)), default=Offset(start))
         stop = last if end is None else min(last, end)
         wanted: list[OffsetRange] = [OffsetRange(start, stop)]
         if condition is not None:
             messages = Messages(
                 topic=topic.name,
                 partition=fetched.partition,
-                batches=answer.records,
+                batches=response.records,
                 start_offset=start,
                 end_offset=stop,
-                aborted=answer.aborted,
+                aborted=response.aborted,
             )
             try:
                 evaluated = await self._worker.evaluate(messages, [condition])
@@ -214,7 +214,7 @@ class Searches:
         limit: int | None,
     ) -> tuple[list[Found], int | None]:
         """Read the records at some offsets, ascending; also return where to continue if there are too many."""
-        batches, left_out = fetched.answer.records, AbortedBatches(fetched.answer.aborted)
+        batches, left_out = fetched.response.records, AbortedBatches(fetched.response.aborted)
         found: list[Found] = []
         size = at = 0
         for header in iterate_whole_headers(batches):
@@ -250,7 +250,7 @@ class Searches:
         return found, None
 
 
-async def _fetch(services: Services, places: Mapping[TopicPartition, Offset]) -> dict[TopicPartition, FetchAnswer]:
+async def _fetch(services: Services, places: Mapping[TopicPartition, Offset]) -> dict[TopicPartition, FetchedPartition]:
     limits = FetchLimits(FETCH_BYTES, 0, isolation=READ_COMMITTED)
     try:
         return await services.reading.fetch_many(places, limits)

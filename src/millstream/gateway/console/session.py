@@ -343,12 +343,12 @@ class Sessions:
     async def _ask_provider(self, method: str, url: str, form: dict[str, str] | None) -> dict[str, Any]:
         try:
             async with httpx.AsyncClient(timeout=OIDC_S, follow_redirects=False) as client:
-                answer = await client.request(method, url, data=form)
-                found = json.loads(answer.content[:OIDC_BYTES_MAX])
+                response = await client.request(method, url, data=form)
+                found = json.loads(response.content[:OIDC_BYTES_MAX])
         except (httpx.HTTPError, ValueError) as error:
             raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider cannot be reached: {error}") from None
-        if answer.is_error or not isinstance(found, dict):
-            said = found.get("error", answer.status_code) if isinstance(found, dict) else answer.status_code
+        if response.is_error or not isinstance(found, dict):
+            said = found.get("error", response.status_code) if isinstance(found, dict) else response.status_code
             raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider refuses: {said}")
         return found
 

@@ -27,7 +27,7 @@ TASKS_MAX: Final = 32
 KEPT_MAX: Final = 200
 KEPT_S: Final = 3600.0
 SOON_S: Final = 1.0
-"""A task that ends within this time is answered like any other change."""
+"""A task that ends within this time gets the same response as any other change."""
 
 RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped"
 
@@ -83,7 +83,7 @@ class Task:
         """How long it has taken so far, or took."""
         return (self.ended_s or time.time()) - self.started_s
 
-    def answer(self) -> Done:
+    def response(self) -> Done:
         """Go to the page that it was started from if it has ended, otherwise to its own."""
         if self.is_running:
             return Done(address("tasks", self.id), "")

@@ -1,4 +1,4 @@
-"""A visit: one request for a page, and what its handler answers with."""
+"""A visit: one request for a page, and what its handler responds with."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class Checked:
     text: str
 
 
-Answer = Page | Done | Download | Checked
+Response = Page | Done | Download | Checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,17 +236,17 @@ class PageRoute:
     """One method of one path below `/console`."""
 
     path: str
-    handle: Callable[[Visit], Awaitable[Answer]]
+    handle: Callable[[Visit], Awaitable[Response]]
     method: str = "GET"
     lane: Lane = Lane.ADMIN
 
 
-def change(path: str, handle: Callable[[Visit], Awaitable[Answer]]) -> PageRoute:
+def change(path: str, handle: Callable[[Visit], Awaitable[Response]]) -> PageRoute:
     return PageRoute(path=path, handle=handle, method="POST")
 
 
 def done(to: str, text: str, *words: object) -> Done:
-    """Return the answer to a change: what happened, and the command that does the same."""
+    """Return the response to a change: what happened, and the command that does the same."""
     said = command(*words)
     return Done(to, f"{text} ({said})" if text.endswith(".") else f"{text}: {said}")
 

@@ -31,7 +31,7 @@ SPECIAL_IPV4: Final = tuple(
             "10.0.0.0/8",  # private
             "100.64.0.0/10",  # shared by carriers and clouds
             "127.0.0.0/8",  # loopback
-            "168.63.129.16/32",  # Azure's platform, which answers every machine there
+            "168.63.129.16/32",  # Azure's platform, which responds to every machine there
             "169.254.0.0/16",  # link-local
             "172.16.0.0/12",  # private
             "192.0.0.0/24",  # protocol assignments
@@ -107,7 +107,7 @@ class Addresses:
         self._known = []
 
     def prefer(self, address: str) -> None:
-        """Try an address first that has answered."""
+        """Try an address first that has responded."""
         if address in self._known[1:]:
             self._known = [address, *(one for one in self._known if one != address)]
 

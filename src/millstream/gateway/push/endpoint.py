@@ -1,11 +1,11 @@
-"""The capacity of an endpoint, estimated from its answers as TCP estimates the capacity of a network.
+"""The capacity of an endpoint, estimated from its responses as TCP estimates the capacity of a network.
 
-It starts with one request at a time. While requests succeed the limit grows, first by one per answer, later by one per
-round; a failure halves it. When everything in flight fails, and at least three requests, the endpoint counts as down:
-no requests are sent for a while, and then it is probed with one message until it answers. An endpoint that refuses
-connections is down at once. When five different messages have failed in a row, the endpoint is to blame rather than the
-messages, and further failures use no attempts; so an endpoint that is down does not exhaust the attempts of waiting
-messages.
+It starts with one request at a time. While requests succeed the limit grows, first by one per response, later by one
+per round; a failure halves it. When everything in flight fails, and at least three requests, the endpoint counts as
+down: no requests are sent for a while, and then it is probed with one message until it responds. An endpoint that
+refuses connections is down at once. When five different messages have failed in a row, the endpoint is to blame rather
+than the messages, and further failures use no attempts; so an endpoint that is down does not exhaust the attempts of
+waiting messages.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Verdict(Enum):
     REFUSED = "refused"
     """The endpoint works but does not want this message."""
     FAILED = "failed"
-    """The endpoint answered that it cannot work now."""
+    """The endpoint responded that it cannot work now."""
     UNREACHABLE = "unreachable"
-    """There was no answer."""
+    """There was no response."""
 
 
-class Answer(NamedTuple):
-    """An endpoint's answer: the status, or 0 and the reason why there is none."""
+class EndpointResponse(NamedTuple):
+    """An endpoint's response: the status, or 0 and the reason why there is none."""
 
     status: int
     text: str = ""
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     @property
     def reason(self) -> str:
         """Return, in one line, why the message was not accepted."""
-        outcome = f"the endpoint answered {self.status}" if self.status else "the endpoint did not answer"
+        outcome = f"the endpoint returned {self.status}" if self.status else "the endpoint did not respond"
         return f"{outcome}: {self.text}" if self.text else outcome
 
     def delay_ms(self, attempt: int, *, backoff_min_ms: int, backoff_max_ms: int) -> int | None:

@@ -41,7 +41,7 @@ GIVE_BACK_S: Final = 2.0
 REPORT_S: Final = 0.5
 """The minimum time between reports."""
 RATES_S: Final = 2.0
-ANSWER_S: Final = 30.0
+RESPONSE_S: Final = 30.0
 WAITING_MAX: Final = 10_000
 """The most subscriptions that are pushed, each with a connection while it waits for messages."""
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -74,25 +74,25 @@ class Line:
 
     def __init__(self, address: str) -> None:
         host, port = parse_address(address, name="kafka")
-        self._pool = Pool(host, port, client_id="push", connect_s=ANSWER_S, borrowed_max=WAITING_MAX)
+        self._pool = Pool(host, port, client_id="push", connect_s=RESPONSE_S, borrowed_max=WAITING_MAX)
         self._requests = LeaseRequests()
         self._unpacking = RecordReader(measure=message_bytes)
 
     async def ask(self, key: int, body: bytes) -> memoryview:
-        """Send a request that is answered at once."""
+        """Send a request that gets a response at once."""
         channel = await self._pool.shared()
-        frame = await channel.exchange(key, 0, [body], timeout_s=ANSWER_S)
+        frame = await channel.exchange(key, 0, [body], timeout_s=RESPONSE_S)
         return frame[response_body_at(key, 0, frame) :]
 
     async def receive(self, wanted: Receive) -> ReadRecords:
         """Receive messages from this node, within limits; a cancelled call leaves nothing leased."""
-        leased = await self._requests.ask(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + ANSWER_S)
-        if leased.answer.error:
-            raise error_from_code(leased.answer.error, leased.answer.message)
+        leased = await self._requests.ask(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + RESPONSE_S)
+        if leased.response.error:
+            raise error_from_code(leased.response.error, leased.response.message)
         try:
             return await self._unpacking.read_leased(None, leased, wanted.max_bytes)
         except BaseException:
-            self._requests.give_back(self._pool, wanted, leased.answer.partitions)
+            self._requests.give_back(self._pool, wanted, leased.response.partitions)
             raise
 
     async def close(self) -> None:
@@ -108,7 +108,7 @@ class PushProcess:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._line = Line(options.kafka)
-        self._client = Client.connect(options.kafka, client_id="push", timeout_s=ANSWER_S)
+        self._client = Client.connect(options.kafka, client_id="push", timeout_s=RESPONSE_S)
         self._trust = trusted()
         self._pushers: dict[str, Pusher] = {}
         # Includes pushers that are ending.

@@ -1,4 +1,4 @@
-"""Push for one subscription on one node: leases messages from this node, sends them, and settles them by the answers.
+"""Push for one subscription on one node: leases messages from this node, sends them, and settles them by the responses.
 
 The endpoint's limit (`endpoint.py`) bounds the requests in flight. Leases are extended while messages are being sent.
 When the endpoint is down, one message is kept and sent again after each rest, so that waiting costs no attempts. After
@@ -25,7 +25,7 @@ from millstream.core.ids import NodeId
 from millstream.core.metric import Histogram
 from millstream.core.subscription import AT_MOST_ONCE, Verb
 from millstream.gateway.api.record_reader import ReadRecords
-from millstream.gateway.push.endpoint import Answer, Endpoint, Verdict
+from millstream.gateway.push.endpoint import Endpoint, EndpointResponse, Verdict
 from millstream.gateway.push.event import content_of
 from millstream.gateway.push.push_subscription import PushSubscription
 from millstream.gateway.push.sender import Sender
@@ -64,7 +64,11 @@ class Settler:
             async with asyncio.timeout(SETTLE_S):
                 await self._settler.settle(lease, message.record.offset, verb, delay_ms=delay_ms, reason=reason)
         except (MillstreamError, TimeoutError) as error:
-            extra = {"topic": message.topic, "partition": message.partition, "error": str(error) or "no answer in time"}
+            extra = {
+                "topic": message.topic,
+                "partition": message.partition,
+                "error": str(error) or "no response in time",
+            }
             _logger.debug("a lease could not be settled", extra=extra)
             return False
         return True
@@ -90,13 +94,13 @@ class Statistics:
         # Samples: time, accepted, not accepted.
         self._moments: deque[tuple[float, int, int]] = deque([(float("-inf"), 0, 0)], maxlen=64)
 
-    def note(self, answer: Answer, seconds: float, now_ms: int) -> None:
+    def note(self, response: EndpointResponse, seconds: float, now_ms: int) -> None:
         """Count a finished request."""
-        self._counts[answer.verdict] += 1
+        self._counts[response.verdict] += 1
         self._seconds.observe(seconds)
-        self._last_status = answer.status
-        if answer.verdict is not Verdict.ACCEPTED:
-            self._last_error, self._last_error_ms = answer.reason, now_ms
+        self._last_status = response.status
+        if response.verdict is not Verdict.ACCEPTED:
+            self._last_error, self._last_error_ms = response.reason, now_ms
 
     def report(self, endpoint: Endpoint, in_flight: int, now: float) -> PushReport:
         counts, distribution = self._counts, self._seconds.distribution()
@@ -208,7 +212,7 @@ class Pusher:
             # Nothing is sent without leases that are extended, so an error of either task ends both.
             (pushing if pushing.done() else extending).result()
             if self._in_flight:
-                # Messages that were sent keep their leases until they are answered.
+                # Messages that were sent keep their leases until they get a response.
                 await asyncio.wait(self._in_flight)
         finally:
             extending.cancel()
@@ -287,7 +291,7 @@ class Pusher:
         return taken.messages
 
     async def _confirmed(self, messages: list[LeasedMessage]) -> list[LeasedMessage]:
-        """Keep the messages whose leases still hold, however long the answer was on its way."""
+        """Keep the messages whose leases still hold, however long the response was on its way."""
         if all(message.is_fresh for message in messages):
             return messages
         extended = await asyncio.gather(*map(self._extended, messages))
@@ -336,10 +340,10 @@ class Pusher:
             while True:
                 began = self._now
                 sent += 1
-                answer = await sender.post(content)
-                sent -= answer.is_unsent
-                self._note(endpoint, message, answer, began)
-                if sent >= PROBES_MAX or not self._is_kept(endpoint, answer):
+                response = await sender.post(content)
+                sent -= response.is_unsent
+                self._note(endpoint, message, response, began)
+                if sent >= PROBES_MAX or not self._is_kept(endpoint, response):
                     break
                 await self._rest(endpoint)
                 if self._stopping.is_set() and not sent:
@@ -348,7 +352,7 @@ class Pusher:
                 if not await self._is_held():
                     # Another worker has it.
                     return
-            await self._settle(endpoint, message, answer)
+            await self._settle(endpoint, message, response)
         except asyncio.CancelledError:
             await self._give_back(message, sent)
 
@@ -357,30 +361,30 @@ class Pusher:
         verb = Verb.RELEASE if sent else Verb.RETURN
         await self._settler.settle(message, verb, delay_ms=0, reason="the node stops")
 
-    def _note(self, endpoint: Endpoint, message: LeasedMessage, answer: Answer, began: float) -> None:
+    def _note(self, endpoint: Endpoint, message: LeasedMessage, response: EndpointResponse, began: float) -> None:
         now = self._now
-        self._statistics.note(answer, now - began, int(time() * 1000))
+        self._statistics.note(response, now - began, int(time() * 1000))
         was = endpoint.state
-        if answer.verdict is Verdict.ACCEPTED:
+        if response.verdict is Verdict.ACCEPTED:
             endpoint.succeeded(len(self._in_flight))
-        elif answer.verdict is Verdict.REFUSED:
+        elif response.verdict is Verdict.REFUSED:
             endpoint.refused()
         else:
             place = message.partition, message.record.offset
-            endpoint.failed(began, now, len(self._in_flight), message=place, is_unsent=answer.is_unsent)
-            if answer.retry_after_s is not None:
-                endpoint.rest(answer.retry_after_s, now)
+            endpoint.failed(began, now, len(self._in_flight), message=place, is_unsent=response.is_unsent)
+            if response.retry_after_s is not None:
+                endpoint.rest(response.retry_after_s, now)
         if (endpoint.state == "down") != (was == "down"):
-            extra = {"subscription": self.declared.name, "host": self.declared.host, "reason": answer.reason}
+            extra = {"subscription": self.declared.name, "host": self.declared.host, "reason": response.reason}
             _logger.warning("an endpoint is %s", "down" if endpoint.is_down else "up again", extra=extra)
         self._on_change()
 
-    def _is_kept(self, endpoint: Endpoint, answer: Answer) -> bool:
+    def _is_kept(self, endpoint: Endpoint, response: EndpointResponse) -> bool:
         """Whether this message waits here for the endpoint to recover; one of them does."""
-        if answer.verdict not in _OF_ENDPOINT or not endpoint.is_down:
+        if response.verdict not in _OF_ENDPOINT or not endpoint.is_down:
             return False
         if self.declared.delivery == AT_MOST_ONCE:
-            # The endpoint may have received it without answering.
+            # The endpoint may have received it without responding.
             return False
         if endpoint is not self._endpoint or self._stopping.is_set():
             return False
@@ -393,23 +397,25 @@ class Pusher:
             async with asyncio.timeout(endpoint.rest_left(self._now)):
                 await self._stopping.wait()
 
-    async def _settle(self, endpoint: Endpoint, message: LeasedMessage, answer: Answer) -> None:
-        if answer.verdict is Verdict.ACCEPTED:
+    async def _settle(self, endpoint: Endpoint, message: LeasedMessage, response: EndpointResponse) -> None:
+        if response.verdict is Verdict.ACCEPTED:
             await self._settler.settle(message, Verb.ACCEPT)
             return
         declared = self.declared
         if declared.delivery == AT_MOST_ONCE:
             # The message was finished when it was delivered.
             return
-        if answer.verdict in _OF_ENDPOINT and endpoint.is_to_blame:
+        if response.verdict in _OF_ENDPOINT and endpoint.is_to_blame:
             # Delayed, so that another message is tried first.
             rest_ms = int(2000 * endpoint.rest_left(self._now))
-            await self._settler.settle(message, Verb.RETURN, delay_ms=max(rest_ms, RETURN_MS_MIN), reason=answer.reason)
+            await self._settler.settle(
+                message, Verb.RETURN, delay_ms=max(rest_ms, RETURN_MS_MIN), reason=response.reason
+            )
             return
-        delay_ms = answer.delay_ms(
+        delay_ms = response.delay_ms(
             message.attempt, backoff_min_ms=declared.backoff_min_ms, backoff_max_ms=declared.backoff_max_ms
         )
-        await self._settler.settle(message, Verb.RELEASE, delay_ms=delay_ms, reason=answer.reason[:REASON_LENGTH_MAX])
+        await self._settler.settle(message, Verb.RELEASE, delay_ms=delay_ms, reason=response.reason[:REASON_LENGTH_MAX])
 
     # -- holding them ----------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A name is resolved and checked here, and the connection goes to the checked address while the request still names the
 host, so a name that changes a moment later has no effect. Redirects are followed within the host. Proxies of the
-environment are not used, cookies are not kept, and only the start of an answer is read.
+environment are not used, cookies are not kept, and only the start of a response is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import httpx
 from millstream import __version__
 from millstream.core.errors import PolicyViolation
 from millstream.gateway.push.address import Addresses
-from millstream.gateway.push.endpoint import Answer, retry_after
+from millstream.gateway.push.endpoint import EndpointResponse, retry_after
 from millstream.gateway.push.event import Content, Headers
 
 ID = b"webhook-id"
@@ -73,7 +73,7 @@ class Lanes:
         try:
             yield lane
         except BaseException:
-            # The connection may hold the rest of an answer.
+            # The connection may hold the rest of a response.
             await lane.aclose()
             raise
         if self._is_closed:
@@ -112,10 +112,10 @@ class Lanes:
 REDIRECTS_MAX: Final = 3
 
 TEXT_BYTES_MAX: Final = 300
-"""How much of an error answer is kept for the reason."""
+"""How much of an error response is kept for the reason."""
 
 READ_BYTES_MAX: Final = 64 * 1024
-"""How much of an answer is read so that its connection can be reused; with a longer one it is closed."""
+"""How much of a response is read so that its connection can be reused; with a longer one it is closed."""
 
 PLACED_MAX: Final = 64
 
@@ -160,37 +160,37 @@ class Sender:
         """Close every connection."""
         await self._lanes.close()
 
-    async def post(self, content: Content) -> Answer:
-        """Send a message; failures are part of the answer."""
+    async def post(self, content: Content) -> EndpointResponse:
+        """Send a message; failures are part of the response."""
         try:
             async with asyncio.timeout(self._target.timeout_s):
                 return await self._follow(content)
         except TimeoutError:
-            return Answer(0, f"no answer within {self._target.timeout_s:g} s")
+            return EndpointResponse(0, f"no response within {self._target.timeout_s:g} s")
         except PolicyViolation as refused:
-            return Answer(0, str(refused))
+            return EndpointResponse(0, str(refused))
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ssl.SSLError) as error:
             self._addresses.forget()
-            return Answer(0, _line(str(error) or type(error).__name__), is_unsent=isinstance(error, _UNSENT))
+            return EndpointResponse(0, _line(str(error) or type(error).__name__), is_unsent=isinstance(error, _UNSENT))
 
-    async def _follow(self, content: Content) -> Answer:
+    async def _follow(self, content: Content) -> EndpointResponse:
         url = self._url
         for _ in range(REDIRECTS_MAX + 1):
-            answer, location = await self._send(url, content)
-            if answer.status not in _REDIRECTS:
-                return answer
+            response, location = await self._send(url, content)
+            if response.status not in _REDIRECTS:
+                return response
             following = None if location is None else url.join(location)
             if following is None or not _is_within(url, following):
-                return answer._replace(text="it redirects to another host, which is not allowed")
+                return response._replace(text="it redirects to another host, which is not allowed")
             url = following
-        return answer._replace(text=f"it redirects more than {REDIRECTS_MAX} times")
+        return response._replace(text=f"it redirects more than {REDIRECTS_MAX} times")
 
-    async def _send(self, url: httpx.URL, content: Content) -> tuple[Answer, str | None]:
+    async def _send(self, url: httpx.URL, content: Content) -> tuple[EndpointResponse, str | None]:
         """Send to the first address that accepts a connection."""
         failed: Exception | None = None
         for address in await self._addresses.find():
             try:
-                answered = await self._exchange(url, address, content)
+                responded = await self._exchange(url, address, content)
             except httpx.ConnectError as error:
                 failed = error
                 continue
@@ -199,15 +199,15 @@ class Sender:
                     raise
                 # A persistent connection may just have been closed by the peer; a new one decides.
                 try:
-                    answered = await self._exchange(url, address, content)
+                    responded = await self._exchange(url, address, content)
                 except _UNSENT:
                     # The first request may have reached the endpoint, and may even have crashed it.
                     raise broken from None
             self._addresses.prefer(address)
-            return answered
+            return responded
         raise failed or OSError(f"{url.host} has no address")
 
-    async def _exchange(self, url: httpx.URL, address: str, content: Content) -> tuple[Answer, str | None]:
+    async def _exchange(self, url: httpx.URL, address: str, content: Content) -> tuple[EndpointResponse, str | None]:
         async with self._lanes.lent() as lane:
             return await _read(await lane.handle_async_request(self._request(url, address, content)))
 
@@ -230,7 +230,7 @@ class Sender:
             content=content.body,
             extensions={
                 "sni_hostname": self._host,
-                # Shorter for connecting, which distinguishes an unreachable endpoint from one that does not answer.
+                # Shorter for connecting, which distinguishes an unreachable endpoint from one that does not respond.
                 "timeout": {"connect": timeout_s / 2, **dict.fromkeys(("read", "write", "pool"), timeout_s)},
             },
         )
@@ -252,7 +252,7 @@ def trusted() -> ssl.SSLContext:
     return context
 
 
-async def _read(response: httpx.Response) -> tuple[Answer, str | None]:
+async def _read(response: httpx.Response) -> tuple[EndpointResponse, str | None]:
     text = b""
     read = 0
     try:
@@ -265,8 +265,8 @@ async def _read(response: httpx.Response) -> tuple[Answer, str | None]:
     finally:
         await response.aclose()
     excerpt = _line(text[:TEXT_BYTES_MAX].decode(errors="replace"))
-    answer = Answer(response.status_code, excerpt, retry_after(response.headers.get("retry-after")))
-    return answer, response.headers.get("location")
+    result = EndpointResponse(response.status_code, excerpt, retry_after(response.headers.get("retry-after")))
+    return result, response.headers.get("location")
 
 
 def _is_within(url: httpx.URL, following: httpx.URL) -> bool:

@@ -1,4 +1,4 @@
-"""The registry as an ASGI application: finds the route, checks content types, answers as Confluent's server does.
+"""The registry as an ASGI application: finds the route, checks content types, responds as Confluent's server does.
 
 Every error is `{"error_code": …, "message": …}`; the first three digits of the code are the HTTP status. A path may
 begin with `/contexts/CONTEXT`, which is then the context of every subject and id in it.
@@ -134,7 +134,7 @@ class RegistryRequest:
 
 
 class PlainText(NamedTuple):
-    """An answer that is no JSON: the text of a schema."""
+    """A response that is no JSON: the text of a schema."""
 
     text: str
 
@@ -506,9 +506,9 @@ class RegistryApp:
             self._tree.add(route, route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Respond to one request."""
         try:
-            answer = await self._authenticated(scope, receive)
+            response = await self._authenticated(scope, receive)
         except ClientDisconnected:
             return
         except SchemaRegistryError as error:
@@ -524,7 +524,7 @@ class RegistryApp:
             await self._send_error(send, HTTPStatus.INTERNAL_SERVER_ERROR, "the gateway failed; see its log")
         else:
             kind = _content_type(dict(scope["headers"]).get(b"accept", b""))
-            content = answer.text.encode() if isinstance(answer, PlainText) else msgspec.json.encode(answer)
+            content = response.text.encode() if isinstance(response, PlainText) else msgspec.json.encode(response)
             await self._send(send, HTTPStatus.OK, content, kind)
 
     async def _authenticated(self, scope: Scope, receive: Receive) -> Any:
@@ -594,7 +594,7 @@ def _query(text: bytes) -> dict[str, list[str]]:
 
 
 def _content_type(accept: bytes) -> str | None:
-    """Return the content type of an answer; None if the client accepts none of those available."""
+    """Return the content type of a response; None if the client accepts none of those available."""
     wanted = [one.partition(";")[0].strip().lower() for one in accept.decode("latin-1").split(",") if one.strip()]
     if not wanted:
         return CONTENT_TYPE

@@ -27,11 +27,11 @@ async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]
     )
 
     async def attempt(node: NodeId) -> dict[str, dict[int, int]]:
-        answer = (await client.send(node, asked)).groups[0]
-        if answer.error_code:
-            raise error_from_code(answer.error_code, None, about=f"offsets of group {group!r}")
+        response = (await client.send(node, asked)).groups[0]
+        if response.error_code:
+            raise error_from_code(response.error_code, None, about=f"offsets of group {group!r}")
         found: dict[str, dict[int, int]] = {}
-        for topic in answer.topics:
+        for topic in response.topics:
             for one in topic.partitions:
                 if one.error_code == _UNSTABLE:
                     # Transient, like everything that a coordinator asks to retry.

@@ -114,7 +114,7 @@ class Storage:
             self.files().delete_file(path)
 
     def sync(self, path: str) -> None:
-        """Sync a file and all folders of its path; object stores answer only once data is durable."""
+        """Sync a file and all folders of its path; object stores respond only once data is durable."""
         if self.folder is not None:
             file = self.folder / path
             _sync(file)

@@ -73,7 +73,7 @@ class LakeTable(Protocol):
         columns of the schema are added first. Quarantined files are part of the same commit: they are in their table
         when this returns, or as soon as the table is used again after a crash.
 
-        Return True if this run did it, even if the store's answer was lost; False if another run has done all of it:
+        Return True if this run did it, even if the store's response was lost; False if another run has done all of it:
         its rows are there, and these files are garbage for `vacuum`, never for the caller to delete. Raise `StalePlan`
         if the table is at another position, so that the step has to be planned again, and `ColumnMismatch` if it has a
         column under another type.

@@ -427,7 +427,7 @@ PAUSE_S_MIN: Final = 1.0
 SHARE_MAX: Final = 10
 """The pause after a slow measurement, as a multiple of its duration."""
 PAUSE_S_MAX: Final = 30.0
-"""The longest pause: a measurement may have been slow because a node did not answer."""
+"""The longest pause: a measurement may have been slow because a node did not respond."""
 TIMEOUT_S: Final = 10.0
 
 

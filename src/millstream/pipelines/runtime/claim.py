@@ -132,8 +132,8 @@ class Claim:
 
         messages: Any = request
         asked = messages.DescribeGroupsRequest(groups=(self._group,), include_authorized_operations=False)
-        answer = await self._ask(asked, lambda answer: answer.groups[0].error_code, _GROUP_ID_NOT_FOUND)
-        for other in answer.groups[0].members:
+        response = await self._ask(asked, lambda response: response.groups[0].error_code, _GROUP_ID_NOT_FOUND)
+        for other in response.groups[0].members:
             if self._me.instance_id is None or other.group_instance_id != self._me.instance_id:
                 host = other.client_host.removeprefix("/")
                 raise GroupNotEmpty(
@@ -155,7 +155,7 @@ class Claim:
             protocols=(messages.JoinGroupRequestProtocol(name=_PROTOCOL, metadata=b""),),
         )
         try:
-            joined = await self._ask(asked, lambda answer: answer.error_code, _MEMBER_ID_REQUIRED)
+            joined = await self._ask(asked, lambda response: response.error_code, _MEMBER_ID_REQUIRED)
         except (*_PUT_OUT, InconsistentProtocol):
             self._me = GroupMember(instance_id=self._me.instance_id)
             raise
@@ -184,7 +184,7 @@ class Claim:
             protocol_name=_PROTOCOL,
             assignments=(share,),
         )
-        await self._ask(asked, lambda answer: answer.error_code)
+        await self._ask(asked, lambda response: response.error_code)
 
     async def _keep(self) -> None:
         """Send heartbeats until the group fences this member."""
@@ -217,7 +217,7 @@ class Claim:
             member_id=self._me.member_id,
             group_instance_id=self._me.instance_id,
         )
-        await self._ask(asked, lambda answer: answer.error_code)
+        await self._ask(asked, lambda response: response.error_code)
 
     async def _leave(self) -> None:
         from kio.schema.leave_group.v5 import request
@@ -227,7 +227,7 @@ class Claim:
         self._me = GroupMember(instance_id=self._me.instance_id)
         with suppress(*_PUT_OUT):
             await self._ask(
-                messages.LeaveGroupRequest(group_id=self._group, members=(me,)), lambda answer: answer.error_code
+                messages.LeaveGroupRequest(group_id=self._group, members=(me,)), lambda response: response.error_code
             )
 
     async def _forget(self) -> None:
@@ -235,10 +235,10 @@ class Claim:
 
     async def _ask(self, request: Any, code_of: Callable[[Any], int], *fine: int) -> Any:
         async def attempt(coordinator: NodeId) -> Any:
-            answer = await self._link.client.send(coordinator, request)
-            code = code_of(answer)
+            response = await self._link.client.send(coordinator, request)
+            code = code_of(response)
             if code and code not in fine:
                 raise error_from_code(code, None, about=f"group {self._group!r}")
-            return answer
+            return response
 
         return await self._link.client.call_coordinator(self._group, attempt, kind=_GROUP_COORDINATOR)

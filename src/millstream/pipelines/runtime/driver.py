@@ -71,7 +71,7 @@ class Turns:
 
 _logger = logging.getLogger(__name__)
 
-ANSWER_S: Final = 30.0
+RESPONSE_S: Final = 30.0
 REPORT_S: Final = 0.5
 """The minimum time between reports."""
 RATES_S: Final = 5.0
@@ -356,7 +356,7 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
         if options.is_spare:
             _warm_up(spark, scratch_folder())
         credentials = NODE_CREDENTIALS.get()
-        link = Link(options.kafka, f"{DRIVER_CLIENT}{options.node}", ANSWER_S, credentials=credentials)
+        link = Link(options.kafka, f"{DRIVER_CLIENT}{options.node}", RESPONSE_S, credentials=credentials)
     except Exception as error:
         events.send(DriverEvent(failed=reason_of(error)))
         raise

@@ -140,7 +140,7 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether another attempt would fail in the same way."""
 
 
-class JobReply(msgspec.Struct, frozen=True, kw_only=True):
+class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A line to the process: the input of its run is stored."""
 
     pinned: bool
@@ -155,12 +155,12 @@ class Pipes:
         self._commands = commands
         self._events = events
         self._lock = threading.Lock()
-        self._replies: SimpleQueue[JobReply] = SimpleQueue()
+        self._responses: SimpleQueue[JobResponse] = SimpleQueue()
 
     def take_order(self) -> JobOrder:
         """Read the order, and from then on detect when the other process has ended."""
         order = msgspec.json.decode(self._commands.readline(), type=JobOrder)
-        threading.Thread(target=self._listen, name="read replies", daemon=True).start()
+        threading.Thread(target=self._listen, name="read responses", daemon=True).start()
         return order
 
     def send(self, event: JobEvent) -> None:
@@ -172,7 +172,7 @@ class Pipes:
         """Store which messages the run takes; raise if that fails."""
         self.send(JobEvent(pin=dict(pin)))
         try:
-            is_stored = self._replies.get(timeout=STORE_S).pinned
+            is_stored = self._responses.get(timeout=STORE_S).pinned
         except Empty:
             is_stored = False
         if not is_stored:
@@ -180,5 +180,5 @@ class Pipes:
 
     def _listen(self) -> None:
         for line in self._commands:
-            self._replies.put(msgspec.json.decode(line, type=JobReply))
+            self._responses.put(msgspec.json.decode(line, type=JobResponse))
         self._leave()

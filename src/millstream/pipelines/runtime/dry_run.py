@@ -1,6 +1,6 @@
 """The process of a dry run that a page of the console has asked for: `python -m millstream.pipelines.runtime.dry_run`.
 
-The first line of standard input is the order, one line of standard output the answer. It ends when standard input
+The first line of standard input is the order, one line of standard output the response. It ends when standard input
 does. It signs in as the user who asked, with a read-only token; nothing is written or committed.
 """
 
@@ -34,7 +34,7 @@ class DryRunOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the source with the credentials; a token is given by the name of its file."""
 
 
-class DryRunAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class DryRunResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The result of the dry run, or why it failed."""
 
     document: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def _transform_sample(pipeline: Pipeline, brokers: str, access: Access, scratch:
     return dry_run(pipeline, context).as_document()
 
 
-def try_order(order: DryRunOrder, scratch: str) -> DryRunAnswer:
+def try_order(order: DryRunOrder, scratch: str) -> DryRunResponse:
     """Carry out the order."""
     from millstream.pipelines.jobs.error_reason import reason_of
 
@@ -82,18 +82,18 @@ def try_order(order: DryRunOrder, scratch: str) -> DryRunAnswer:
         else:
             raise InvalidPipeline(f"pipelines of kind {order.kind} have no dry run")
     except MillstreamError as error:
-        return DryRunAnswer(failed=str(error))
+        return DryRunResponse(failed=str(error))
     except Exception as error:
-        return DryRunAnswer(failed=reason_of(error))
-    return DryRunAnswer(document=document)
+        return DryRunResponse(failed=reason_of(error))
+    return DryRunResponse(document=document)
 
 
 def main() -> None:
-    """Read the order, try it, answer."""
+    """Read the order, try it, and write the response."""
     from millstream.pipelines.runtime.driver import exit_now
     from millstream.pipelines.runtime.spark_session import make_scratch, remove_scratch
 
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    responses = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=DryRunOrder)
 
@@ -103,11 +103,11 @@ def main() -> None:
 
     threading.Thread(target=watch, name="watch the gateway", daemon=True).start()
     try:
-        answer = try_order(order, make_scratch())
+        response = try_order(order, make_scratch())
     finally:
         remove_scratch()
-    answers.write(msgspec.json.encode(answer) + b"\n")
-    answers.flush()
+    responses.write(msgspec.json.encode(response) + b"\n")
+    responses.flush()
     exit_now()
 
 

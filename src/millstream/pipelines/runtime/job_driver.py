@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("millstream.job")
 
-ANSWER_S: Final = 30.0
+RESPONSE_S: Final = 30.0
 CLAIM_S: Final = 30.0
 """How long to wait for the previous attempt to end."""
 PROGRESS_S: Final = 1
@@ -94,7 +94,7 @@ def run(order: JobOrder, pipes: Pipes) -> None:
     _set_environment(order)
     access = _access_of(order.access)
     link = Link(
-        order.kafka, f"{DRIVER_CLIENT}{order.node}", ANSWER_S, patience_s=ANSWER_S, credentials=access.credentials()
+        order.kafka, f"{DRIVER_CLIENT}{order.node}", RESPONSE_S, patience_s=RESPONSE_S, credentials=access.credentials()
     )
     claim = Claim(link, pipeline.group, instance_id=DRIVER_INSTANCE, on_lost=_leave_at_once)
     if order.sample is None and order.kind is PipelineKind.JOB:

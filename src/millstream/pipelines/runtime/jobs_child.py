@@ -38,7 +38,7 @@ from millstream.core.errors import InvalidSetting, MillstreamError, UnknownPipel
 from millstream.core.job import ERROR_LENGTH_MAX, RUNS_KEPT, JobRun, RunState, code_hash, parse_memory
 from millstream.core.pipeline import JobSettings, Pipeline
 from millstream.core.tasks import within
-from millstream.pipelines.runtime.driver_messages import LOST, JobEvent, JobOrder, JobReply, Options
+from millstream.pipelines.runtime.driver_messages import LOST, JobEvent, JobOrder, JobResponse, Options
 from millstream.pipelines.runtime.fault import Fault
 from millstream.pipelines.runtime.job_environment import PackagesFailed, install, resolve
 from millstream.pipelines.runtime.runner import FAILURES_MAX, WEIGHTS
@@ -784,7 +784,7 @@ class _Watching:
                 _logger.warning("the input of a run is not stored yet", extra={"error": str(error)})
         if self._process.stdin is not None:
             with suppress(ConnectionError):
-                self._process.stdin.write(msgspec.json.encode(JobReply(pinned=is_kept)) + b"\n")
+                self._process.stdin.write(msgspec.json.encode(JobResponse(pinned=is_kept)) + b"\n")
                 await self._process.stdin.drain()
 
     async def _take_progress(self, progress: dict[str, Any]) -> None:

@@ -143,7 +143,7 @@ class HeldClaim(Protocol):
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the broker has answered recently."""
+        """Whether the broker has responded recently."""
 
     @property
     def is_held(self) -> bool:

@@ -177,7 +177,7 @@ class Watch:
         self._looked = clock()
         self._seen: dict[Working, _Seen] = {}
         self._known = Activity()
-        self._answer: Future[Activity] | None = None
+        self._response: Future[Activity] | None = None
         # A hung Java process must not block the thread that has to detect it.
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="ask Spark")
         self._silent_s = 0.0
@@ -200,24 +200,24 @@ class Watch:
             self._ask(passed_s)
             self._look_for_orphans(passed_s)
         for one, seen in self._seen.items():
-            # While Java does not answer, the culprit is unknown.
+            # While Java does not respond, the culprit is unknown.
             self._judge(one, seen, 0.0 if self._silent_s else passed_s)
 
     def _ask(self, passed_s: float) -> None:
-        """Ask Java for its activity; if it does not answer, the last answer holds."""
-        if self._answer is None:
-            self._answer = self._asking.submit(self._activity)
+        """Ask Java for its activity; if it does not respond, the last response holds."""
+        if self._response is None:
+            self._response = self._asking.submit(self._activity)
         try:
-            self._known = self._answer.result(self._look_s)
+            self._known = self._response.result(self._look_s)
         except TimeoutError:
             self._silent_s += passed_s
             if self._silent_s >= self._java_s:
-                self._replace("", f"the Java process has not answered for {self._silent_s:.0f} s")
+                self._replace("", f"the Java process has not responded for {self._silent_s:.0f} s")
             return
         except Exception as error:
             # Java is ending, or no longer has a job that it has just listed.
             _logger.debug("Spark did not report its activity", extra={"error": str(error)})
-        self._answer = None
+        self._response = None
         self._silent_s = 0.0
 
     def _judge(self, one: Working, seen: _Seen, passed_s: float) -> None:

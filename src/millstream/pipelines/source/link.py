@@ -67,7 +67,7 @@ class Link(LoopThread):
                     await asyncio.sleep(_PAUSE_S)
                     continue
                 raise BrokerUnreachable(
-                    f"no broker answers at {self._brokers}; check that it is running and that the option "
+                    f"no broker responds at {self._brokers}; check that it is running and that the option "
                     "kafka.bootstrap.servers is right"
                 ) from None
 
@@ -77,7 +77,7 @@ def link_to(
 ) -> Link:
     """Return this process's link to a cluster, creating it on first use.
 
-    Planning a query fails at once if no broker answers; a task of a running query is patient, since a broker may be
+    Planning a query fails at once if no broker responds; a task of a running query is patient, since a broker may be
     restarting.
     """
     key = (brokers, client_id, timeout_s, access)

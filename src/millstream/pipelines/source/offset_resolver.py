@@ -24,7 +24,7 @@ from millstream.pipelines.source.options import (
     Timestamps,
 )
 from millstream.protocol.wire.error_codes import error_from_code
-from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchedPartition, FetchLimits
 from millstream.protocol.wire.list_offsets import ListedOffset
 
 _logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class OffsetResolver:
         return any(_may_have_more(one, waits[one]) for one in done)
 
 
-def _may_have_more(fetched: asyncio.Task[dict[TopicPartition, FetchAnswer]], partitions: int) -> bool:
+def _may_have_more(fetched: asyncio.Task[dict[TopicPartition, FetchedPartition]], partitions: int) -> bool:
     """Whether a fetch returned records, or not of all partitions; an error shows when their ends are looked up."""
     if fetched.exception() is not None:
         return True

@@ -222,7 +222,7 @@ def _write_once(link: Link, options: WriteOptions, batch: Batch, iterator: Itera
     transactions = Transactions(link.client)
     context = TaskContext.get()
     transactional_id = batch.new_attempt(0 if context is None else context.partitionId())
-    # Sent together: the coordinator answers both, and they are independent.
+    # Sent together: the coordinator responds to both, and they are independent.
     beginning = link.start(transactions.begin(transactional_id, timeout_ms=TASK_MS_MAX))
     if _last_batch(link, transactions, batch, beginning) >= batch.number:
         # Spark repeats a batch whose commit it has no record of; its rows are stored.

@@ -35,7 +35,7 @@ from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.records.arrow import to_arrow
 from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.decoder import FIELDS, Batches, Skip, UnreadableBatch, decode_columns, find_batches
-from millstream.protocol.wire.fetch import READ_COMMITTED, FetchAnswer
+from millstream.protocol.wire.fetch import READ_COMMITTED, FetchedPartition
 
 # The nesting depth of JSON texts, checked before parsing: parsers recurse for every level.
 #
@@ -184,13 +184,13 @@ def read_columns(
     """
     link = task_link(options)
     skip = skip or partial(_skip_unreadable, one, options)
-    for batches, start, answer in _fetched(link, one, options, skip):
+    for batches, start, response in _fetched(link, one, options, skip):
         yield from decode_columns(
             batches,
             fields=fields,
             start_offset=start,
             end_offset=one.end,
-            aborted=answer.aborted,
+            aborted=response.aborted,
             skip=skip,
         )
 
@@ -257,7 +257,9 @@ def _cast(array: pa.Array, column: Column) -> pa.Array:
         return pa.array(texts, column.kind)
 
 
-def _fetched(link: Link, one: Range, options: ReadOptions, skip: Skip) -> Iterator[tuple[Batches, int, FetchAnswer]]:
+def _fetched(
+    link: Link, one: Range, options: ReadOptions, skip: Skip
+) -> Iterator[tuple[Batches, int, FetchedPartition]]:
     """Yield the responses of a range, each with the offset from which it counts: batches may start before it.
 
     The next fetch is sent before a response is yielded.
@@ -267,7 +269,7 @@ def _fetched(link: Link, one: Range, options: ReadOptions, skip: Skip) -> Iterat
     coming = _ask(link, one, position, options)
     while True:
         try:
-            answer = coming.result()
+            response = coming.result()
         except (OffsetOutOfRange, CorruptBatch) as error:
             if isinstance(error, CorruptBatch):
                 position = _skip_damage(link, one, position, skip, error)
@@ -277,15 +279,15 @@ def _fetched(link: Link, one: Range, options: ReadOptions, skip: Skip) -> Iterat
                 return
             coming = _ask(link, one, position, options)
             continue
-        batches = find_batches(answer.records)
+        batches = find_batches(response.records)
         reached = batches.next_offset
         if reached is None:
-            if _limit(answer, options) >= one.end:
+            if _limit(response, options) >= one.end:
                 # Everything up to the end was examined, and no record remains.
                 return
             if time.monotonic() > deadline:
                 raise RequestTimedOut(
-                    f"{one.topic}-{one.partition} ends at {_limit(answer, options)}, but {one.end} was planned"
+                    f"{one.topic}-{one.partition} ends at {_limit(response, options)}, but {one.end} was planned"
                 )
             # A new leader may not know the followers' progress yet.
             coming = _ask(link, one, position, options)
@@ -295,16 +297,16 @@ def _fetched(link: Link, one: Range, options: ReadOptions, skip: Skip) -> Iterat
         is_last = position >= one.end
         if not is_last:
             coming = _ask(link, one, position, options)
-        yield batches, start, answer
+        yield batches, start, response
         if is_last:
             return
 
 
-def _limit(answer: FetchAnswer, options: ReadOptions) -> int:
-    return answer.last_stable if options.isolation == READ_COMMITTED else answer.high_watermark
+def _limit(response: FetchedPartition, options: ReadOptions) -> int:
+    return response.last_stable if options.isolation == READ_COMMITTED else response.high_watermark
 
 
-def _ask(link: Link, one: Range, offset: int, options: ReadOptions) -> Future[FetchAnswer]:
+def _ask(link: Link, one: Range, offset: int, options: ReadOptions) -> Future[FetchedPartition]:
     return link.start(
         link.client.fetch(
             one.topic,

@@ -25,7 +25,7 @@ STREAM_PATIENCE_S: Final = 10.0
 restarting."""
 
 CREATE_S_MAX: Final = 5.0
-"""How long Apache Kafka may take to create a topic: it answers before it is done."""
+"""How long Apache Kafka may take to create a topic: it responds before it is done."""
 
 _PAUSE_S: Final = 0.2
 
@@ -62,7 +62,7 @@ def supports_batch_commit(link: Link) -> bool:
 
 
 def check_target(options: WriteOptions, patience_s: float = 0.0) -> None:
-    """Raise unless the brokers answer and have the topic; successful checks are cached."""
+    """Raise unless the brokers respond and have the topic; successful checks are cached."""
     _check(options.brokers, options.access, options.client_id, options.timeout_s, options.topic, patience_s)
 
 
@@ -107,8 +107,8 @@ async def _create(client: Client, names: list[str], partitions: int) -> None:
         )
         for name in names
     )
-    answer = await client.send(None, messages.CreateTopicsRequest(topics=topics, timeout=_TIMEOUT))
-    for made in answer.topics:
+    response = await client.send(None, messages.CreateTopicsRequest(topics=topics, timeout=_TIMEOUT))
+    for made in response.topics:
         if made.error_code:
             error = error_from_code(made.error_code, made.error_message, about=f"create topic {made.name!r}")
             # Another run may have created it at the same time.

@@ -29,7 +29,7 @@ from millstream.protocol.private.subscription_messages import (
     PartitionMessages,
     PartitionSettles,
     Receive,
-    ReceiveAnswer,
+    ReceiveResponse,
     SettledRange,
     SettleRequest,
 )
@@ -54,12 +54,12 @@ def fresh_until(sent_at: float, lease_ms: int | None, *, waited_ms: int = 0) -> 
 class Leased(NamedTuple):
     """The response to a request for messages, and when the request was sent."""
 
-    answer: ReceiveAnswer
+    response: ReceiveResponse
     sent_at: float
 
     def fresh_until(self, part: PartitionMessages) -> float:
         """Return until when the leases of one partition are certain to hold."""
-        return fresh_until(self.sent_at, part.lease_ms, waited_ms=self.answer.waited_ms)
+        return fresh_until(self.sent_at, part.lease_ms, waited_ms=self.response.waited_ms)
 
 
 class _Asking:
@@ -76,7 +76,7 @@ class _Asking:
             self._channel = channel
             sent_at = monotonic()
             frame = await channel.exchange(RECEIVE_KEY, 0, [encode(self.request)], timeout_s=timeout_s)
-        return Leased(decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], ReceiveAnswer), sent_at)
+        return Leased(decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], ReceiveResponse), sent_at)
 
     def withdraw(self) -> None:
         """Make the broker stop waiting; a response that it has sent still arrives."""
@@ -94,7 +94,7 @@ class LeaseRequests:
         self._returning: set[asyncio.Task[None]] = set()
 
     async def ask(self, pool: Pool, request: Receive, *, timeout_s: float) -> Leased:
-        """Request messages from one node, which answers within the request's wait unless something is wrong."""
+        """Request messages from one node, which responds within the request's wait unless something is wrong."""
         asking = _Asking(pool, request, timeout_s + LATE_S)
         self._open.add(asking)
         try:
@@ -102,7 +102,7 @@ class LeaseRequests:
                 return await asyncio.shield(asking.task)
         except TimeoutError:
             self._give_up(asking)
-            raise RequestTimedOut(f"{pool.address} did not answer within {timeout_s:g} s") from None
+            raise RequestTimedOut(f"{pool.address} did not respond within {timeout_s:g} s") from None
         except asyncio.CancelledError:
             self._give_up(asking)
             raise
@@ -110,7 +110,7 @@ class LeaseRequests:
             self._open.discard(asking)
 
     def withdraw(self) -> None:
-        """Make nodes answer at once, with the leases granted so far or by hanging up."""
+        """Make nodes respond at once, with the leases granted so far or by hanging up."""
         for asking in self._open:
             asking.withdraw()
 
@@ -144,7 +144,7 @@ class LeaseRequests:
 async def _return_late(asking: _Asking) -> None:
     await asyncio.wait([asking.task])
     if not asking.task.cancelled() and asking.task.exception() is None:
-        await _return(asking.pool, asking.request, asking.task.result().answer.partitions)
+        await _return(asking.pool, asking.request, asking.task.result().response.partitions)
 
 
 async def _return(pool: Pool, request: Receive, partitions: list[PartitionMessages]) -> None:

@@ -61,7 +61,7 @@ class MirrorNames(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MirrorDescriptions(Response, frozen=True, kw_only=True):
-    """Mirrors, each with its state on the node that answers."""
+    """Mirrors, each with its state on the node that responds."""
 
     mirrors: Sequence[dict[str, Any]] = ()
 

@@ -42,7 +42,7 @@ class PublishOnceRequest(msgspec.Struct, frozen=True, array_like=True):
     timeout_ms: int = TIMEOUT_MS
 
 
-class PublishOnceAnswer(msgspec.Struct, frozen=True, array_like=True):
+class PublishOnceResponse(msgspec.Struct, frozen=True, array_like=True):
     """For every record: its offset, its timestamp, and whether it is new."""
 
     error: int
@@ -84,23 +84,25 @@ async def publish_once(
     batch = bytes(encode_batch(records, compression=compression))
     body = encode(PublishOnceRequest(topic, partition, batch, window_ms, timeout_ms))
 
-    async def attempt(leader: NodeId) -> PublishOnceAnswer:
+    async def attempt(leader: NodeId) -> PublishOnceResponse:
         frame = await client.private(leader, PUBLISH_ONCE_KEY, body)
-        answer = decode(frame, PublishOnceAnswer)
-        if answer.error:
-            refused = error_from_code(answer.error, answer.message, about=f"publish to {topic}-{partition}")
-            raise QuotaExceeded(str(refused), wait_s=answer.throttle_ms / 1000) if answer.throttle_ms else refused
-        return answer
+        response = decode(frame, PublishOnceResponse)
+        if response.error:
+            refused = error_from_code(response.error, response.message, about=f"publish to {topic}-{partition}")
+            raise QuotaExceeded(str(refused), wait_s=response.throttle_ms / 1000) if response.throttle_ms else refused
+        return response
 
     while True:
         try:
-            answer = await client.call_leader(topic, partition, attempt, create=True)
+            response = await client.call_leader(topic, partition, attempt, create=True)
             break
         except QuotaExceeded as error:
             patience_s -= error.wait_s
             if patience_s < 0:
                 raise
             await asyncio.sleep(error.wait_s)
-    if len(answer.placed) != len(records):
-        raise ProtocolViolation(f"{len(records)} messages were published, but the broker reported {len(answer.placed)}")
-    return [Placed(*one) for one in answer.placed]
+    if len(response.placed) != len(records):
+        raise ProtocolViolation(
+            f"{len(records)} messages were published, but the broker reported {len(response.placed)}"
+        )
+    return [Placed(*one) for one in response.placed]

@@ -36,7 +36,7 @@ class AuthenticateRequest(msgspec.Struct, frozen=True):
 
 
 class AuthenticateResponse(Response, frozen=True, kw_only=True):
-    """Who the caller is; on failure `pause_ms` says how long to hold the answer back."""
+    """Who the caller is; on failure `pause_ms` says how long to hold the response back."""
 
     principal: str = ""
     identity: str = ""

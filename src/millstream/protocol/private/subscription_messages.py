@@ -61,7 +61,7 @@ class PartitionMessages(msgspec.Struct, frozen=True, array_like=True):
     """The duration of the leases from when they were granted; None if nothing is leased (at most once)."""
 
 
-class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
+class ReceiveResponse(msgspec.Struct, frozen=True, array_like=True):
     """The response to `Receive`; `error` is Kafka's code."""
 
     error: int
@@ -110,7 +110,7 @@ class SettleRequest(msgspec.Struct, frozen=True, array_like=True):
     partitions: list[PartitionSettles]
 
 
-class SettleAnswer(msgspec.Struct, frozen=True, array_like=True):
+class SettleResponse(msgspec.Struct, frozen=True, array_like=True):
     """For every partition, a result for every verb: Kafka's code, and a message if it is not 0."""
 
     error: int
@@ -223,7 +223,7 @@ class AppendLetterRequest(msgspec.Struct, frozen=True, array_like=True):
     secret: str
 
 
-class AppendLetterAnswer(msgspec.Struct, frozen=True, array_like=True):
+class AppendLetterResponse(msgspec.Struct, frozen=True, array_like=True):
     """The offset of the letter."""
 
     error: int

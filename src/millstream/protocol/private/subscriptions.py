@@ -42,14 +42,14 @@ from millstream.protocol.private.subscription_messages import (
     PartitionMessages,
     PartitionSettles,
     Receive,
-    ReceiveAnswer,
+    ReceiveResponse,
     ReviveMessagesRequest,
     ReviveMessagesResponse,
     SeekSubscriptionRequest,
     SeekSubscriptionResponse,
-    SettleAnswer,
     SettledRange,
     SettleRequest,
+    SettleResponse,
 )
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_batch
@@ -91,11 +91,13 @@ async def mark_ledger(client: Client, mark: str, names: list[str] | None = None)
     found: dict[tuple[str, str, int], MarkedQueue] = {}
     body = encode(LedgerMarkRequest(mark, names))
     for node in (await client.metadata(())).nodes:
-        answer = decode(await client.private(NodeId(node), LEDGER_MARK_KEY, body), LedgerMarkResponse)
-        if answer.error:
-            error: MillstreamError = error_from_code(answer.error, answer.message, about=f"the ledger on node {node}")
+        response = decode(await client.private(NodeId(node), LEDGER_MARK_KEY, body), LedgerMarkResponse)
+        if response.error:
+            error: MillstreamError = error_from_code(
+                response.error, response.message, about=f"the ledger on node {node}"
+            )
             raise error
-        found |= {(one.subscription_id, one.topic_id, one.partition): one for one in answer.queues}
+        found |= {(one.subscription_id, one.topic_id, one.partition): one for one in response.queues}
     return list(found.values())
 
 
@@ -185,10 +187,10 @@ async def message_trace(client: Client, topic: str, partition: int, offset: int)
     body = encode(MessageTraceRequest(topic, partition, offset))
 
     async def attempt(leader: NodeId) -> MessageTrace:
-        answer = decode(await client.private(leader, MESSAGE_TRACE_KEY, body), MessageTrace)
-        if answer.error:
-            raise error_from_code(answer.error, answer.message, about=f"{topic}-{partition} at {offset}")
-        return answer
+        response = decode(await client.private(leader, MESSAGE_TRACE_KEY, body), MessageTrace)
+        if response.error:
+            raise error_from_code(response.error, response.message, about=f"{topic}-{partition} at {offset}")
+        return response
 
     return await client.call_leader(topic, partition, attempt)
 
@@ -209,7 +211,7 @@ class DeliveryStateRequest(msgspec.Struct, frozen=True, array_like=True):
     wait_ms: int = 0
 
 
-class DeliveryStateAnswer(msgspec.Struct, frozen=True, array_like=True):
+class DeliveryStateResponse(msgspec.Struct, frozen=True, array_like=True):
     """The delivery state."""
 
     error: int
@@ -238,16 +240,16 @@ class MessageDelivery(NamedTuple):
 async def delivery_state(
     client: Client, subscription: str, topic: str, partition: int, offset: int, *, wait_ms: int = 0
 ) -> MessageDelivery:
-    """Ask the leader of a partition; with a wait of at most `WAIT_MS_MAX`, it answers when the state is final."""
+    """Ask the leader of a partition; with a wait of at most `WAIT_MS_MAX`, it responds when the state is final."""
     request = DeliveryStateRequest(subscription, topic, partition, offset, min(wait_ms, WAIT_MS_MAX))
     body = encode(request)
 
     async def attempt(leader: NodeId) -> MessageDelivery:
         frame = await client.private(leader, DELIVERY_STATE_KEY, body, waits=wait_ms > 0)
-        answer = decode(frame, DeliveryStateAnswer)
-        if answer.error:
-            raise error_from_code(answer.error, answer.message, about=f"{topic}-{partition} at {offset}")
-        return MessageDelivery(answer.state, answer.attempt, answer.next_ms, answer.is_final)
+        response = decode(frame, DeliveryStateResponse)
+        if response.error:
+            raise error_from_code(response.error, response.message, about=f"{topic}-{partition} at {offset}")
+        return MessageDelivery(response.state, response.attempt, response.next_ms, response.is_final)
 
     return await client.call_leader(topic, partition, attempt)
 
@@ -376,7 +378,7 @@ class SubscriptionClient:
         """Return subscriptions with all their queues and up to `leases_max` leases, from the nodes that lead them.
 
         For a single one, queues that have started are opened, and those on the partitions of `places`. With
-        `without_silent`, the queues of nodes that do not answer are left out, unless no node answers.
+        `without_silent`, the queues of nodes that do not respond are left out, unless no node responds.
         """
         request = ListSubscriptionsRequest(None if names is None else list(names), leases_max=leases_max)
         found = await self._describe_all(request, without_silent=without_silent)
@@ -405,7 +407,7 @@ class SubscriptionClient:
         nodes = await self._nodes()
         for node in nodes:
             try:
-                answer = await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)
+                response = await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)
             except (BrokerUnreachable, RequestTimedOut) as error:
                 # There may be other nodes by now.
                 self._known_nodes = []
@@ -413,7 +415,7 @@ class SubscriptionClient:
                 if not without_silent or len(silent) == len(nodes):
                     raise
                 continue
-            for described in answer.subscriptions:
+            for described in response.subscriptions:
                 known = found.setdefault(described["name"], described)
                 if known is not described:
                     for part in known.keys() & {"queues", "push", "kept", "leases"}:
@@ -443,7 +445,7 @@ class SubscriptionClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
         while True:
-            # A node without messages delays its answer, so none is asked to wait long while others may have some.
+            # A node without messages delays its response, so none is asked to wait long while others may have some.
             left_ms = max(0, int((deadline - loop.time()) * 1000))
             request = Receive(name, worker, max_records, max_bytes, min(left_ms, _TURN_MS) // len(nodes))
             messages, failed = await self._receive_from_all(nodes, request)
@@ -544,16 +546,16 @@ class SubscriptionClient:
         ]
         body = encode(SettleRequest(name, worker, settles))
         try:
-            answer = decode(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
-            if answer.error:
-                raise error_from_code(answer.error, answer.message)
+            response = decode(await self._client.private(node, SETTLE_KEY, body), SettleResponse)
+            if response.error:
+                raise error_from_code(response.error, response.message)
         except MillstreamError as error:
             # Messages of other nodes can still be settled.
             for run in runs:
                 results[run.start : run.stop] = [error] * len(run)
             return []
         refused: list[range] = []
-        for own, outcomes in zip(asked.values(), answer.results, strict=True):
+        for own, outcomes in zip(asked.values(), response.results, strict=True):
             for run, (code, text) in zip(own, outcomes, strict=True):
                 if not code:
                     results[run.start : run.stop] = [None] * len(run)
@@ -570,16 +572,16 @@ class SubscriptionClient:
         sent_at = monotonic()
         try:
             body = await self._client.private(node, RECEIVE_KEY, encode(request), waits=request.wait_ms > 0)
-            answer = decode(body, ReceiveAnswer)
-            if answer.error:
-                raise error_from_code(answer.error, answer.message)
-            if (held_back := answer.held_back) is not None:
+            response = decode(body, ReceiveResponse)
+            if response.error:
+                raise error_from_code(response.error, response.message)
+            if (held_back := response.held_back) is not None:
                 raise held_back
         except MillstreamError:
             # The cluster may have other nodes by now.
             self._known_nodes = []
             raise
-        return leased_messages(node, Leased(answer, sent_at))
+        return leased_messages(node, Leased(response, sent_at))
 
     async def _nodes(self) -> list[NodeId | None]:
         loop = asyncio.get_running_loop()
@@ -631,7 +633,7 @@ def remaining(request: Receive, messages: Sequence[LeasedMessage]) -> Receive | 
 def leased_messages(node: NodeId | None, leased: Leased) -> list[LeasedMessage]:
     """Return the messages that a node's response leases."""
     messages: list[LeasedMessage] = []
-    for part in leased.answer.partitions:
+    for part in leased.response.partitions:
         place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
         lasts = (part.lease_ms, leased.fresh_until(part))
         for lease, record in _leased_records(part):
@@ -671,7 +673,7 @@ async def open_letters(client: Client, topic: str) -> int:
     unreached = sorted(partitions - {queue["partition"] for queue in described["queues"]})
     if unreached:
         raise CoordinatorUnavailable(
-            f"the open dead letters of topic {topic!r} cannot be counted: no leader answers for partitions "
+            f"the open dead letters of topic {topic!r} cannot be counted: no leader responds for partitions "
             f"{', '.join(map(str, unreached))} now; try again when they have a leader"
         )
     return sum(queue["backlog"] for queue in described["queues"])

@@ -135,9 +135,9 @@ class Transactions:
         )
 
         async def attempt(node: NodeId) -> TransactionalProducer:
-            answer = await self._client.send(node, asked)
-            _check(answer.error_code, f"producer of {transactional_id!r}")
-            return TransactionalProducer(transactional_id, ProducerId(answer.producer_id), answer.producer_epoch)
+            response = await self._client.send(node, asked)
+            _check(response.error_code, f"producer of {transactional_id!r}")
+            return TransactionalProducer(transactional_id, ProducerId(response.producer_id), response.producer_epoch)
 
         return await self._at_coordinator(transactional_id, attempt)
 
@@ -154,11 +154,11 @@ class Transactions:
         )
 
         async def attempt(node: NodeId) -> TransactionalProducer:
-            answer = await self._client.send(node, asked)
-            _check(answer.error_code, f"end of the transaction of {producer.transactional_id!r}")
-            if answer.producer_id < 0:
+            response = await self._client.send(node, asked)
+            _check(response.error_code, f"end of the transaction of {producer.transactional_id!r}")
+            if response.producer_id < 0:
                 return producer
-            return producer._replace(producer_id=ProducerId(answer.producer_id), epoch=answer.producer_epoch)
+            return producer._replace(producer_id=ProducerId(response.producer_id), epoch=response.producer_epoch)
 
         return await self._at_coordinator(producer.transactional_id, attempt)
 
@@ -192,8 +192,8 @@ class Transactions:
         )
 
         async def attempt(node: NodeId) -> None:
-            answer = await self._client.send(node, asked)
-            for topic in answer.topics:
+            response = await self._client.send(node, asked)
+            for topic in response.topics:
                 for one in topic.partitions:
                     _check(one.error_code, f"offset of group {group!r} in {topic.name}-{one.partition_index}")
 

@@ -1,4 +1,4 @@
-"""Arrow record batches shaped like the rows of Spark's Kafka source, made from fetch answers and turned into batches.
+"""Arrow record batches shaped like the rows of Spark's Kafka source, made from fetch responses and turned into batches.
 
 Key, value and header values are `binary` (Spark refuses the large kinds), timestamps are microseconds in UTC, and a
 record without headers has a null there, all as Spark's own source does it. Nothing is copied on the way from columns.
@@ -57,7 +57,7 @@ def decode_arrow(
     aborted: Collection[tuple[int, int]] = (),
     rows_max: int = ROWS_MAX,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the records of a fetch answer with the named columns only; see `decode_columns`."""
+    """Yield the records of a fetch response with the named columns only; see `decode_columns`."""
     fields = FIELDS.intersection(names)
     for columns in decode_columns(
         buffer,

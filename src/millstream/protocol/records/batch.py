@@ -154,7 +154,7 @@ def iterate_headers(buffer: Buffer) -> Iterator[BatchHeader]:
 
 
 def iterate_whole_headers(buffer: Buffer) -> Iterator[BatchHeader]:
-    """Yield the header of every whole batch of a fetch answer, whose last batch may be cut off anywhere."""
+    """Yield the header of every whole batch of a fetch response, whose last batch may be cut off anywhere."""
     position = 0
     while len(buffer) - position >= HEADER_BYTES:
         (length,) = _LENGTH.unpack_from(buffer, position + _LENGTH_AT)

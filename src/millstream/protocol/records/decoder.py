@@ -1,4 +1,4 @@
-"""Fetch answers to columns, in compiled code.
+"""Fetch responses to columns, in compiled code.
 
 No Python runs per record: batches are found, records parsed and fields copied by kernels, a few thousand records at a
 time. Python runs per batch only to check its CRC and to decompress it. Every table is sized by the bytes received,
@@ -76,15 +76,15 @@ Skip = Callable[[UnreadableBatch], None]
 def find_batches(buffer: Buffer) -> Batches:
     """Find the batches of a fetch response and check their framing; an incomplete last batch is ignored."""
     if len(buffer) > _SOURCE_BYTES_MAX:
-        raise CorruptBatch(f"{len(buffer)} bytes are more than a fetch is answered with")
+        raise CorruptBatch(f"{len(buffer)} bytes are more than a fetch gets")
     data = read_only(np.frombuffer(buffer, np.uint8))
     count, fault = parse.count_batches(data)
     if fault:
-        raise CorruptBatch(f"record batch {count} of a fetch answer is corrupt: {parse.SCAN_FAULTS[fault]}")
+        raise CorruptBatch(f"record batch {count} of a fetch response is corrupt: {parse.SCAN_FAULTS[fault]}")
     table = np.empty(count, BATCHES)
     row, fault = parse.scan_batches(data, table)
     if fault:
-        raise CorruptBatch(f"record batch {row} of a fetch answer is corrupt: {parse.SCAN_FAULTS[fault]}")
+        raise CorruptBatch(f"record batch {row} of a fetch response is corrupt: {parse.SCAN_FAULTS[fault]}")
     if np.any(table["attributes"] & COMPRESSION_MASK > COMPRESSION_ZSTD):
         raise UnsupportedCompression("a record batch names a compression codec that is unknown")
     return Batches(data, table)

@@ -37,7 +37,7 @@ BATCHES = np.dtype(
         ("crc", np.int64),
     ]
 )
-"""Batches: where each is in the fetch answer, where its (decompressed) records are, and its header."""
+"""Batches: where each is in the fetch response, where its (decompressed) records are, and its header."""
 
 RECORDS = np.dtype(
     [

@@ -175,7 +175,7 @@ def decode_records(
     decompressed_bytes_max: int | None = None,
     skip: Callable[[BatchHeader, BatchRejected], None] | None = None,
 ) -> Iterator[Record]:
-    """Yield the records of a fetch answer, without those of the aborted transactions that came with it.
+    """Yield the records of a fetch response, without those of the aborted transactions that came with it.
 
     A last batch that is cut off is ignored. Control batches are skipped unless requested. The first batch may hold
     records below the offset that was fetched: dropping them is the caller's job. A batch that cannot be read raises, or

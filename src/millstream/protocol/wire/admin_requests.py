@@ -29,8 +29,8 @@ async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
     resource = messages.DescribeConfigsResource(
         resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=None
     )
-    answer = await client.send(None, messages.DescribeConfigsRequest(resources=(resource,)))
-    described = answer.results[0]
+    response = await client.send(None, messages.DescribeConfigsRequest(resources=(resource,)))
+    described = response.results[0]
     if described.error_code:
         raise error_from_code(described.error_code, described.error_message, about=f"settings of topic {name!r}")
     return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
@@ -40,9 +40,9 @@ async def describe_acls(client: Client, selected: AclFilter) -> list[Acl]:
     """Return the access rules that a filter selects."""
     from kio.schema.describe_acls.v3.request import DescribeAclsRequest
 
-    answer = await client.send(None, DescribeAclsRequest(**filter_fields(selected)))
-    if answer.error_code:
-        raise error_from_code(answer.error_code, answer.error_message, about="list access rules")
+    response = await client.send(None, DescribeAclsRequest(**filter_fields(selected)))
+    if response.error_code:
+        raise error_from_code(response.error_code, response.error_message, about="list access rules")
     return [
         Acl(
             resource_type=ResourceType(resource.resource_type),
@@ -53,7 +53,7 @@ async def describe_acls(client: Client, selected: AclFilter) -> list[Acl]:
             operation=Operation(one.operation),
             permission=Permission(one.permission_type),
         )
-        for resource in answer.resources
+        for resource in response.resources
         for one in resource.acls
     ]
 

@@ -1,8 +1,8 @@
 """One client connection to a broker, and the pool of connections to an address.
 
 Requests are pipelined: each gets a correlation id, by which responses are matched. Nothing here runs as a task:
-responses arrive as callbacks of the transport and complete the callers' futures. A request that is not answered in time
-closes the connection, since all requests after it would wait too.
+responses arrive as callbacks of the transport and complete the callers' futures. A request that gets no response in
+time closes the connection, since all requests after it would wait too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from millstream.protocol.messages.primitives import Buffer, Reader
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS, Credentials
 
 IN_FLIGHT_MAX: Final = 64
-_UNANSWERED_MAX: Final = 2 * IN_FLIGHT_MAX
+_PENDING_MAX: Final = 2 * IN_FLIGHT_MAX
 FRAME_BYTES_MAX: Final = 256 * 1024 * 1024
 _SCRATCH_BYTES: Final = 64 * 1024
 _SIZE: Final = struct.Struct(">i")
@@ -157,7 +157,7 @@ class Channel(asyncio.BufferedProtocol):
         def give_up() -> None:
             nonlocal is_late
             is_late = True
-            self.abort("a request was not answered in time")
+            self.abort("a request got no response in time")
 
         # This costs a fraction of `asyncio.timeout`.
         timer = asyncio.get_running_loop().call_later(timeout_s, give_up)
@@ -168,16 +168,16 @@ class Channel(asyncio.BufferedProtocol):
             if not is_late:
                 raise
             raise RequestTimedOut(
-                f"{self.address} did not answer within {timeout_s:g} s; the request may have been carried out"
+                f"{self.address} did not respond within {timeout_s:g} s; the request may have been carried out"
             ) from None
         finally:
             timer.cancel()
 
     def ask(self, api_key: int, version: int, body: list[Buffer]) -> asyncio.Future[memoryview]:
         """Send a body at once; the caller limits how many are in flight and how long a response may take."""
-        answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
-        self._pending[self._write(api_key, version, body)] = answer
-        return answer
+        response: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+        self._pending[self._write(api_key, version, body)] = response
+        return response
 
     async def send(self, api_key: int, version: int, body: list[Buffer]) -> None:
         """Send a body that gets no response."""
@@ -186,13 +186,13 @@ class Channel(asyncio.BufferedProtocol):
 
     async def _exchange(self, api_key: int, version: int, body: list[Buffer]) -> memoryview:
         await self._writable.wait()
-        if len(self._pending) >= _UNANSWERED_MAX:
+        if len(self._pending) >= _PENDING_MAX:
             self.abort("too many requests were abandoned before their responses arrived")
         correlation_id = self._write(api_key, version, body)
-        answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+        response: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
         # The entry stays when the caller is cancelled, so that the late response is recognised and dropped.
-        self._pending[correlation_id] = answer
-        return await answer
+        self._pending[correlation_id] = response
+        return await response
 
     def _write(self, api_key: int, version: int, body: list[Buffer]) -> int:
         if self._transport is None or not self.is_open:
@@ -230,14 +230,14 @@ class Channel(asyncio.BufferedProtocol):
             while True:
                 body = codec.write_entity(request(auth_bytes=message))
                 frame = await self.exchange(_SASL_AUTHENTICATE_KEY, version, [body], timeout_s=timeout_s)
-                answer = codec.read_response(_SASL_AUTHENTICATE_KEY, version, frame)
-                if answer.error_code:
-                    raise AuthenticationFailed(f"{self.address}: {answer.error_message or 'authentication failed'}")
-                lifetime = getattr(answer, "session_lifetime", None)
+                response = codec.read_response(_SASL_AUTHENTICATE_KEY, version, frame)
+                if response.error_code:
+                    raise AuthenticationFailed(f"{self.address}: {response.error_message or 'authentication failed'}")
+                lifetime = getattr(response, "session_lifetime", None)
                 if lifetime:
                     left_s = lifetime.total_seconds() * _SESSION_PART
                     self._renew_at = asyncio.get_running_loop().time() + left_s
-                message = exchange.send(bytes(answer.auth_bytes))
+                message = exchange.send(bytes(response.auth_bytes))
         self._has_signed_in = True
 
     def _ssl_object(self) -> ssl.SSLObject | None:
@@ -248,7 +248,7 @@ class Channel(asyncio.BufferedProtocol):
         named = {"client_software_name": "millstream", "client_software_version": __version__} if version >= 3 else {}
         body = codec.write_entity(request_class(**named))
         frame = await self.exchange(codec.API_VERSIONS_KEY, version, [body], timeout_s=timeout_s)
-        # A broker that does not know the version answers in the oldest one; every version begins with the code.
+        # A broker that does not know the version responds in the oldest one; every version begins with the code.
         unknown = Reader(frame, 4).int16() == _UNSUPPORTED_VERSION
         return codec.read_response(codec.API_VERSIONS_KEY, 0 if unknown else version, frame)
 
@@ -259,7 +259,7 @@ class Channel(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def end_writing(self) -> None:
-        """Close the sending half: the broker answers what it can at once, and closes the connection."""
+        """Close the sending half: the broker responds to what it can at once, and closes the connection."""
         if self._transport is not None and self.is_open:
             self._has_ended_writing = True
             if self._transport.can_write_eof():
@@ -283,9 +283,9 @@ class Channel(asyncio.BufferedProtocol):
         if exc is not None:
             self._cause = str(exc) or type(exc).__name__
         self._writable.set()
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(self._gone())
+        for response in self._pending.values():
+            if not response.done():
+                response.set_exception(self._gone())
         self._pending.clear()
         if not self._lost.done():
             self._lost.set_result(None)
@@ -299,7 +299,7 @@ class Channel(asyncio.BufferedProtocol):
         self._writable.set()
 
     def eof_received(self) -> bool:
-        """Close: the broker closed its end and will answer nothing more."""
+        """Close: the broker closed its end and will return nothing more."""
         self._cause = "closed by the broker"
         if self._last_id <= _FIRST_REQUESTS and (expected := self._may_expect()):
             self._cause += f"; {expected}"
@@ -360,11 +360,11 @@ class Channel(asyncio.BufferedProtocol):
 
     def _deliver(self, frame: memoryview) -> None:
         correlation_id = codec.read_correlation_id(frame)
-        answer = self._pending.pop(correlation_id, None)
-        if answer is None:
+        response = self._pending.pop(correlation_id, None)
+        if response is None:
             raise ProtocolViolation(f"received a response to request {correlation_id}, which was not sent")
-        if not answer.done():
-            answer.set_result(frame)
+        if not response.done():
+            response.set_result(frame)
 
 
 def _new_buffer(size: int) -> memoryview:
@@ -372,12 +372,12 @@ def _new_buffer(size: int) -> memoryview:
 
 
 def _not_kafka(head: bytes) -> str:
-    """Return what kind of server answers, judging by the first bytes of a response that no broker sends."""
+    """Return what kind of server responds, judging by the first bytes of a response that no broker sends."""
     if head == b"HTTP":
-        return "an HTTP server answers there; give the Kafka address, which is another port than that of HTTP"
+        return "an HTTP server responds there; give the Kafka address, which is another port than that of HTTP"
     if head[:2] in _TLS_HEADS:
-        return "a TLS server answers there, but this client does not use TLS"
-    return f"the server there is not a Kafka broker: its answer starts with {head!r}"
+        return "a TLS server responds there, but this client does not use TLS"
+    return f"the server there is not a Kafka broker: its response starts with {head!r}"
 
 
 def _reason(error: OSError) -> str:
@@ -398,7 +398,8 @@ MUTED_S_MAX: Final = 300.0
 class Pool:
     """One shared connection and a few to borrow, opened on first use and again when lost.
 
-    A broker answers the requests of one connection in order, so a fetch that waits for records delays everything behind
+    A broker responds to the requests of one connection in order, so a fetch that waits for records delays everything
+    behind
     it. Ordinary requests therefore share one pipelined connection, and each request that may wait, such as a fetch or a
     JoinGroup, borrows a separate one.
     """
@@ -435,7 +436,7 @@ class Pool:
         return self._shared is not None and self._shared.is_open
 
     async def shared(self) -> Channel:
-        """Return the connection for requests that are answered at once."""
+        """Return the connection for requests that get a response at once."""
         if self._shared is not None and self._shared.is_open:
             return self._shared
         async with self._opening:

@@ -5,7 +5,7 @@ raises the errors of `core/errors.py`. Records go in and come out as whole batch
 
     async with Client.connect("127.0.0.1:9092") as client:
         produced = await client.produce("orders", 0, batch)
-        answer = await client.fetch("orders", 0, produced.base_offset)
+        response = await client.fetch("orders", 0, produced.base_offset)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from millstream.protocol.wire.channel import BORROWED_MAX, Channel, Pool
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS, Credentials
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
-from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchedPartition, FetchLimits
 from millstream.protocol.wire.list_offsets import Listed, ListedOffset
 from millstream.protocol.wire.produce import Produced
 
@@ -86,7 +86,7 @@ class Client:
         self._waiting_max = waiting_max
         self._credentials = credentials or NODE_CREDENTIALS.get()
         self._given_as = given_as
-        """How users give addresses, for the error that no broker answers."""
+        """How users give addresses, for the error that no broker responds."""
         self._pools: dict[tuple[str, int], Pool] = {}
         self._nodes: dict[NodeId, NodeMetadata] = {}
         self._leaders: dict[TopicPartition, NodeId] = {}
@@ -105,7 +105,7 @@ class Client:
         given_as: str = _GIVEN_AS,
         credentials: Credentials | None = None,
     ) -> Self:
-        """Prepare a client from `host:port,host:port`; entering it connects to the first that answers.
+        """Prepare a client from `host:port,host:port`; entering it connects to the first that responds.
 
         If none does, connecting is retried for `connect_s` seconds, since a broker may be starting. At most
         `waiting_max` requests may wait at one node for records or messages, each on its own connection.
@@ -124,7 +124,7 @@ class Client:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._first_answer()
+            await self._first_response()
         except BaseException:
             await self.close()
             raise
@@ -320,12 +320,12 @@ class Client:
         max_wait_ms: int = 500,
         min_bytes: int = 1,
         isolation: int = READ_UNCOMMITTED,
-    ) -> FetchAnswer:
+    ) -> FetchedPartition:
         """Read from one partition; wait up to `max_wait_ms` for `min_bytes`."""
         wanted = TopicPartition(topic, PartitionIndex(partition))
         limits = FetchLimits(max_bytes, max_wait_ms, min_bytes, isolation)
 
-        async def attempt() -> FetchAnswer:
+        async def attempt() -> FetchedPartition:
             leader = await self._leader(topic, partition)
             return fetch.only(await self.fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
 
@@ -333,7 +333,7 @@ class Client:
 
     async def fetch_many(
         self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
-    ) -> dict[TopicPartition, FetchAnswer]:
+    ) -> dict[TopicPartition, FetchedPartition]:
         """Read from many partitions, with one concurrent request per leader.
 
         Partitions whose leader has moved are missing from the result; the next call finds the new one. So does one
@@ -352,9 +352,9 @@ class Client:
         for partition, offset in positions.items():
             leader = await self.leader_of(partition.topic, partition.partition)
             by_leader.setdefault(leader, {})[partition] = offset
-        fetched: dict[TopicPartition, FetchAnswer] = {}
-        for answered in await gather_or_cancel(fetch(*one) for one in by_leader.items()):
-            for partition, found in answered.items():
+        fetched: dict[TopicPartition, FetchedPartition] = {}
+        for responded in await gather_or_cancel(fetch(*one) for one in by_leader.items()):
+            for partition, found in responded.items():
                 if isinstance(found, TRANSIENT):
                     self._leaders.pop(partition, None)
                 elif isinstance(found, MillstreamError):
@@ -418,19 +418,19 @@ class Client:
         request = MetadataRequest(
             topics=named, allow_auto_topic_creation=create, include_topic_authorized_operations=False
         )
-        answer = from_response(await self.send(None, request))
-        self._remember(answer, topics)
-        return answer
+        response = from_response(await self.send(None, request))
+        self._remember(response, topics)
+        return response
 
     async def _leader(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
         wanted = TopicPartition(topic, PartitionIndex(partition))
         known = self._leaders.get(wanted)
         if known is not None:
             return known
-        answer = await self._ask_metadata([topic], create=create)
-        if topic in answer.errors:
-            raise error_from_code(answer.errors[topic], None, about=f"topic {topic!r}")
-        partitions = answer.topics[topic].partitions if topic in answer.topics else {}
+        response = await self._ask_metadata([topic], create=create)
+        if topic in response.errors:
+            raise error_from_code(response.errors[topic], None, about=f"topic {topic!r}")
+        partitions = response.topics[topic].partitions if topic in response.topics else {}
         if wanted.partition not in partitions:
             raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, not a partition {partition}")
         if wanted not in self._leaders:
@@ -460,16 +460,16 @@ class Client:
         try:
             frame = await channel.exchange(produce.PRODUCE_KEY, version, body, timeout_s=timeout_s)
         except BrokerUnreachable as error:
-            raise _AnswerLost(str(error)) from error
-        answer, throttle_ms = produce.read_produced(version, frame, about=f"publish to {topic}-{partition}")
+            raise _ResponseLost(str(error)) from error
+        response, throttle_ms = produce.read_produced(version, frame, about=f"publish to {topic}-{partition}")
         pool.mute(throttle_ms / 1000)
-        if isinstance(answer, MillstreamError):
-            raise answer
-        return answer
+        if isinstance(response, MillstreamError):
+            raise response
+        return response
 
     async def fetch_from(
         self, leader: NodeId, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
-    ) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
+    ) -> dict[TopicPartition, FetchedPartition | MillstreamError]:
         """Read from partitions of one leader, once; an error takes the place of a partition that it does not serve."""
         pool = await self._reach(leader)
         await pool.unmuted()
@@ -507,11 +507,11 @@ class Client:
         from kio.static.primitive import i8
 
         request = FindCoordinatorRequest(key_type=i8(kind), coordinator_keys=(name,))
-        answer = (await self.send(None, request)).coordinators[0]
-        if answer.error_code:
-            raise error_from_code(answer.error_code, answer.error_message, about=f"coordinator of {name!r}")
-        node_id = NodeId(answer.node_id)
-        self._nodes[node_id] = NodeMetadata(node_id=node_id, host=answer.host, port=answer.port, rack=None)
+        response = (await self.send(None, request)).coordinators[0]
+        if response.error_code:
+            raise error_from_code(response.error_code, response.error_message, about=f"coordinator of {name!r}")
+        node_id = NodeId(response.node_id)
+        self._nodes[node_id] = NodeMetadata(node_id=node_id, host=response.host, port=response.port, rack=None)
         return node_id
 
     # -- reaching nodes -------------------------------------------------------------------------------------
@@ -534,8 +534,8 @@ class Client:
             ) from error
         return pool
 
-    async def _first_answer(self) -> None:
-        """Find a broker that answers, since one may be starting; a silent one is given the time of a response."""
+    async def _first_response(self) -> None:
+        """Find a broker that responds, since one may be starting; a silent one is given the time of a response."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         backoff = Backoff(max_s=BACKOFF_S_MAX)
@@ -550,7 +550,7 @@ class Client:
                     raise
                 if not is_silent and not backoff.failures:
                     _logger.warning(
-                        "no broker answers at %s yet; retrying for %.3g s", _places(self._bootstrap), left_s
+                        "no broker responds at %s yet; retrying for %.3g s", _places(self._bootstrap), left_s
                     )
             # A silent broker has been waited for already.
             delay_s = backoff.take_s()
@@ -577,7 +577,7 @@ class Client:
                 return self._pool(host, port)
         tried = _places(addresses) + ("" if silent else within)
         raise BrokerUnreachable(
-            f"no broker answered at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
+            f"no broker responded at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
             f"or give the address of a running one {self._given_as}"
         ) from silent
 
@@ -598,15 +598,15 @@ class Client:
             self._pools[host, port] = pool
         return pool
 
-    def _remember(self, answer: ClusterMetadata, wanted: Collection[str] | None) -> None:
-        self._nodes = dict(answer.nodes)
+    def _remember(self, response: ClusterMetadata, wanted: Collection[str] | None) -> None:
+        self._nodes = dict(response.nodes)
         asked = None if wanted is None else set(wanted)
         self._leaders = {
             partition: leader
             for partition, leader in self._leaders.items()
             if asked is not None and partition.topic not in asked
         }
-        for topic in answer.topics.values():
+        for topic in response.topics.values():
             for partition in topic.partitions.values():
                 if partition.leader_id >= 0:
                     self._leaders[TopicPartition(topic.name, partition.partition)] = partition.leader_id
@@ -621,7 +621,7 @@ class Client:
         while True:
             try:
                 return await attempt()
-            except _AnswerLost as error:
+            except _ResponseLost as error:
                 if not lost_is_transient or loop.time() + backoff.next_s > deadline:
                     raise RequestTimedOut(f"{error} Whether the records were stored is unknown.") from error
             except TRANSIENT:
@@ -634,14 +634,14 @@ class Client:
 async def _call(pool: Pool, channel: Channel, request: Any, timeout_s: float) -> Any:
     key, newest = request.__api_key__, request.__version__
     version = channel.version_for(key, newest=newest)
-    answer = await channel.call(reshape(request, load_request_class(key, version)), timeout_s=timeout_s)
-    throttle = getattr(answer, "throttle_time", None)
+    response = await channel.call(reshape(request, load_request_class(key, version)), timeout_s=timeout_s)
+    throttle = getattr(response, "throttle_time", None)
     if throttle is not None:
         pool.mute(throttle.total_seconds())
-    return reshape(answer, load_response_class(key, newest))
+    return reshape(response, load_response_class(key, newest))
 
 
-class _AnswerLost(MillstreamError):
+class _ResponseLost(MillstreamError):
     """The connection broke after a request was sent and before its response arrived."""
 
 

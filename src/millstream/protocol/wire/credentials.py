@@ -236,9 +236,9 @@ def _prove_password(mechanism: str, user: str, password: str) -> Exchange:
     try:
         full_nonce, salt, iterations = fields["r"], base64.b64decode(fields["s"], validate=True), int(fields["i"])
     except (KeyError, ValueError):
-        raise AuthenticationFailed("the broker's answer to SCRAM cannot be read") from None
+        raise AuthenticationFailed("the broker's response to SCRAM cannot be read") from None
     if not full_nonce.startswith(nonce) or not ITERATIONS_MIN <= iterations <= 4 * ITERATIONS_MAX:
-        raise AuthenticationFailed("the broker's answer to SCRAM does not match this client's nonce")
+        raise AuthenticationFailed("the broker's response to SCRAM does not match this client's nonce")
     channel = base64.b64encode(_GS2_HEADER.encode()).decode()
     final = f"c={channel},r={full_nonce}"
     salted = hash_password(mechanism, password, salt, iterations)

@@ -131,7 +131,7 @@ def error_from_code(code: int, message: str | None, *, about: str = "") -> error
     """Build the error for a code other than 0; `about` says what was requested, where the message does not."""
     kind = _ERRORS.get(code)
     is_denied = kind is not None and issubclass(kind, errors.NotAuthorized)
-    text = message or f"{'not authorized, ' if is_denied else ''}the broker answered with {code_name(code)}"
+    text = message or f"{'not authorized, ' if is_denied else ''}the broker responded with {code_name(code)}"
     if about:
         text = f"{about}: {text}"
     if code == OFFSET_OUT_OF_RANGE:

@@ -24,7 +24,7 @@ _NO_SESSION: Final = (0, -1)
 _UNKNOWN: Final = -1
 
 
-class FetchAnswer(NamedTuple):
+class FetchedPartition(NamedTuple):
     """The response for one partition: whole batches (the last may be incomplete) and the bounds of the log."""
 
     records: memoryview
@@ -91,7 +91,7 @@ def read_throttle_ms(version: int, frame: memoryview) -> int:
     return Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version)).int32()
 
 
-def read_fetched(version: int, frame: memoryview) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
+def read_fetched(version: int, frame: memoryview) -> dict[TopicPartition, FetchedPartition | MillstreamError]:
     """Decode the response; the records are views into the frame."""
     reader = Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version))
     reader.int32()
@@ -100,17 +100,19 @@ def read_fetched(version: int, frame: memoryview) -> dict[TopicPartition, FetchA
         reader.int32()
         if code:
             raise error_from_code(code, None, about="fetch")
-    answers: dict[TopicPartition, FetchAnswer | MillstreamError] = {}
+    responses: dict[TopicPartition, FetchedPartition | MillstreamError] = {}
     for _ in range(reader.array_length()):
         topic = reader.string()
         for _ in range(reader.array_length()):
-            index, answer = _read_partition(version, reader, topic)
-            answers[TopicPartition(topic, index)] = answer
+            index, response = _read_partition(version, reader, topic)
+            responses[TopicPartition(topic, index)] = response
         reader.skip_tags()
-    return answers
+    return responses
 
 
-def _read_partition(version: int, reader: Reader, topic: str) -> tuple[PartitionIndex, FetchAnswer | MillstreamError]:
+def _read_partition(
+    version: int, reader: Reader, topic: str
+) -> tuple[PartitionIndex, FetchedPartition | MillstreamError]:
     index = PartitionIndex(reader.int32())
     code = reader.int16()
     high_watermark = Offset(reader.int64())
@@ -131,14 +133,16 @@ def _read_partition(version: int, reader: Reader, topic: str) -> tuple[Partition
         return index, error_from_code(code, None, about=f"fetch from {topic}-{index}")
     if records is None:
         records = memoryview(b"")
-    return index, FetchAnswer(records, high_watermark, log_start, last_stable, tuple(aborted))
+    return index, FetchedPartition(records, high_watermark, log_start, last_stable, tuple(aborted))
 
 
-def only(answers: Mapping[TopicPartition, FetchAnswer | MillstreamError], partition: TopicPartition) -> FetchAnswer:
+def only(
+    responses: Mapping[TopicPartition, FetchedPartition | MillstreamError], partition: TopicPartition
+) -> FetchedPartition:
     """Return the result for the one requested partition, or raise its error."""
-    answer = answers.get(partition)
-    if answer is None:
-        raise ProtocolViolation(f"the answer to a fetch does not name {partition}")
-    if isinstance(answer, MillstreamError):
-        raise answer
-    return answer
+    response = responses.get(partition)
+    if response is None:
+        raise ProtocolViolation(f"the response to a fetch does not name {partition}")
+    if isinstance(response, MillstreamError):
+        raise response
+    return response

@@ -40,10 +40,10 @@ async def list_groups(client: Client) -> list[tuple[str, str, str]]:
     messages: Any = request
     found: dict[str, tuple[str, str, str]] = {}
     for node in (await client.metadata([])).nodes:
-        answer = await client.send(node, messages.ListGroupsRequest())
-        if answer.error_code:
-            raise error_from_code(answer.error_code, None, about="the list of groups")
-        for group in answer.groups:
+        response = await client.send(node, messages.ListGroupsRequest())
+        if response.error_code:
+            raise error_from_code(response.error_code, None, about="the list of groups")
+        for group in response.groups:
             found[group.group_id] = (group.group_id, group.group_state, group.group_type or CLASSIC)
     return sorted(found.values())
 
@@ -75,8 +75,8 @@ async def commits_by_group(client: Client, names: Sequence[str]) -> dict[str, Co
         else:
             by_node.setdefault(where, []).append(name)
     asked = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
-    for answers in await gather_or_cancel(_commits_or_errors(client, *one) for one in asked):
-        found.update(answers)
+    for responses in await gather_or_cancel(_commits_or_errors(client, *one) for one in asked):
+        found.update(responses)
     return found
 
 
@@ -102,13 +102,13 @@ async def _commits_or_errors(
     client: Client, node: NodeId, names: Sequence[str]
 ) -> dict[str, Commits | MillstreamError]:
     try:
-        answers = await _ask_offsets(client, node, names)
+        responses = await _ask_offsets(client, node, names)
     except MillstreamError as error:
         return dict.fromkeys(names, error)
     found: dict[str, Commits | MillstreamError] = {}
     for name in names:
         try:
-            found[name] = _commits(answers, name)
+            found[name] = _commits(responses, name)
         except MillstreamError as error:
             found[name] = error
     return found
@@ -119,21 +119,21 @@ async def _ask_offsets(client: Client, node: NodeId, names: Sequence[str]) -> di
 
     messages: Any = request
     groups = tuple(messages.OffsetFetchRequestGroup(group_id=name, topics=None) for name in names)
-    answer = await client.send(node, messages.OffsetFetchRequest(groups=groups))
-    return {one.group_id: one for one in answer.groups}
+    response = await client.send(node, messages.OffsetFetchRequest(groups=groups))
+    return {one.group_id: one for one in response.groups}
 
 
-def _commits(answers: Mapping[str, Any], name: str) -> Commits:
-    answer = answers.get(name)
-    if answer is None:
+def _commits(responses: Mapping[str, Any], name: str) -> Commits:
+    response = responses.get(name)
+    if response is None:
         raise ProtocolViolation(f"the response with offsets does not include group {name!r}")
-    if answer.error_code:
-        raise error_from_code(answer.error_code, None, about=f"offsets of group {name!r}")
+    if response.error_code:
+        raise error_from_code(response.error_code, None, about=f"offsets of group {name!r}")
     return {
         TopicPartition(topic.name, PartitionIndex(one.partition_index)): Commit(
             one.committed_offset, one.metadata or ""
         )
-        for topic in answer.topics
+        for topic in response.topics
         for one in topic.partitions
         if one.committed_offset >= 0
     }
@@ -160,8 +160,8 @@ async def commit_offsets(
     )
 
     async def attempt(node: NodeId) -> None:
-        answer = await client.send(node, asked)
-        for topic in answer.topics:
+        response = await client.send(node, asked)
+        for topic in response.topics:
             for one in topic.partitions:
                 if one.error_code == _UNKNOWN_MEMBER_ID:
                     raise GroupNotEmpty(busy_sentence(name))

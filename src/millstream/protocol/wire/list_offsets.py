@@ -91,7 +91,7 @@ def listed_in(found: Listed, where: TopicPartition) -> ListedOffset:
     """Return the result for a partition, or raise its error."""
     one = found.get(where)
     if one is None:
-        raise ProtocolViolation(f"the answer with offsets does not name {where}")
+        raise ProtocolViolation(f"the response with offsets does not name {where}")
     if isinstance(one, MillstreamError):
         raise one
     return one

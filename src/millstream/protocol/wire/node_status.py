@@ -1,7 +1,7 @@
 """How the gateway learns the state of its broker: health over a private socket, metrics over the Kafka port.
 
 Health must be known while the Kafka port is flooded, out of connections or behind a busy loop. So it uses the socket
-between the gateway and its broker, which nothing else can load, and the last answer is used while the next is late.
+between the gateway and its broker, which nothing else can load, and the last response is used while the next is late.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
 
 NODE_STATUS_KEY = 32000
-ANSWER_S = 3.0
+RESPONSE_S = 3.0
 """A broker that takes longer to report its status is not healthy."""
 
 FRESH_S = 1.0
-"""A more recent answer is used again."""
+"""A more recent response is used again."""
 HEALTH_S = 0.5
-"""How long a health check waits for a busy broker before it answers with what is known; probes wait for one second."""
+"""How long a health check waits for a busy broker before it responds with what is known; probes wait for one second."""
 UNREADY_S = 10.0
-"""A broker whose event loop has not answered for this long should get no new traffic."""
+"""A broker whose event loop has not responded for this long should get no new traffic."""
 STUCK_S = 30.0
-"""A broker whose event loop has not answered for this long is stuck and should be restarted."""
+"""A broker whose event loop has not responded for this long is stuck and should be restarted."""
 
 QUESTION = b"?\n"
 """What the gateway writes to the private socket to request the broker's state."""
 
 
 class BrokerStarting(MillstreamError):
-    """The broker has not started far enough to answer."""
+    """The broker has not started far enough to respond."""
 
 
 class Health(NamedTuple):
-    """The broker's last report, and for how long a request has been unanswered."""
+    """The broker's last report, and for how long a request has been without a response."""
 
     status: dict[str, Any]
     silent_s: float
 
 
 class BrokerStatusPipe:
-    """The gateway's end of the private socket: sends one request at a time, on demand, and keeps the last answer."""
+    """The gateway's end of the private socket: sends one request at a time, on demand, and keeps the last response."""
 
     def __init__(self, line: socket.socket, *, says_why: bool = True) -> None:
         self.starting: str | None = None
-        """Why the broker does not answer yet; None once it does."""
+        """Why the broker does not respond yet; None once it does."""
         self._says_why = says_why
         """Whether the reason is public; it may name other servers."""
         self._line = line
         self._rest = b""
         self._status: dict[str, Any] = {}
-        self._answered_at = 0.0
+        self._responded_at = 0.0
         self._asked_at: float | None = None
-        self._answered = asyncio.Event()
+        self._responded = asyncio.Event()
 
     def feed(self, piece: bytes) -> None:
         """Process what the broker has written."""
@@ -72,25 +72,25 @@ class BrokerStatusPipe:
             self.starting = starting if self._says_why or starting is None else "its log says how far it is"
             if document["status"] is not None:
                 self._status = document["status"]
-                self._answered_at = asyncio.get_running_loop().time()
+                self._responded_at = asyncio.get_running_loop().time()
                 self._asked_at = None
-                self._answered.set()
+                self._responded.set()
 
     async def health(self) -> Health:
-        """Send a request, unless the last answer is recent or one is pending, and wait a moment for the answer."""
+        """Send a request, unless the last response is recent or one is pending, and wait a moment for the response."""
         if self.starting is not None:
             raise BrokerStarting(self.starting)
         now = asyncio.get_running_loop().time
-        if self._status and now() - self._answered_at < FRESH_S:
+        if self._status and now() - self._responded_at < FRESH_S:
             return Health(self._status, 0.0)
         if self._asked_at is None:
             self._asked_at = now()
-            self._answered.clear()
+            self._responded.clear()
             # The socket accepts a request at any time; if the broker is gone, this process ends.
             with suppress(OSError):
                 self._line.send(QUESTION)
         with suppress(TimeoutError):
-            await within(HEALTH_S, self._answered.wait())
+            await within(HEALTH_S, self._responded.wait())
         return Health(self._status, 0.0 if self._asked_at is None else now() - self._asked_at)
 
 
@@ -110,11 +110,11 @@ class BrokerStatus:
     """The gateway's wire client for status. Concurrent callers share one request."""
 
     def __init__(
-        self, kafka_address: str, *, answer_s: float = ANSWER_S, credentials: Credentials | None = None
+        self, kafka_address: str, *, response_s: float = RESPONSE_S, credentials: Credentials | None = None
     ) -> None:
         self._kafka_address = kafka_address
         self._credentials = credentials
-        self._answer_s = answer_s
+        self._response_s = response_s
         self._connection = AsyncExitStack()
         self._client: Client | None = None
         self._asking: asyncio.Task[dict[str, Any]] | None = None
@@ -123,8 +123,8 @@ class BrokerStatus:
         """Return the broker's status, as `broker/kafka/apis/node_status.py` describes it."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask())
-            self._asking.add_done_callback(self._answered)
-        # Shielded, since other callers may wait for the same answer.
+            self._asking.add_done_callback(self._responded)
+        # Shielded, since other callers may wait for the same response.
         return await asyncio.shield(self._asking)
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class BrokerStatus:
             await asyncio.wait([self._asking])
         await self._connection.aclose()
 
-    def _answered(self, done: asyncio.Task[dict[str, Any]]) -> None:
+    def _responded(self, done: asyncio.Task[dict[str, Any]]) -> None:
         self._asking = None
         if not done.cancelled():
             # Retrieved, so that asyncio does not log an error whose callers have all gone.
@@ -142,21 +142,21 @@ class BrokerStatus:
 
     async def _ask(self) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(self._answer_s):
+            async with asyncio.timeout(self._response_s):
                 client = await self._connected()
                 status = decode_document(await client.private(None, NODE_STATUS_KEY, encode(Nothing())))
         except TimeoutError:
-            raise RequestTimedOut(f"no answer from {self._kafka_address} within {self._answer_s:g} s") from None
+            raise RequestTimedOut(f"no response from {self._kafka_address} within {self._response_s:g} s") from None
         others = [NodeId(node) for node in status["machine"] if node != status["node_id"]]
         if others:
-            answers = await asyncio.gather(*(self._ask_other(client, node) for node in others))
-            status["metrics"] = of_all_nodes([status, *(one for one in answers if one is not None)])
+            responses = await asyncio.gather(*(self._ask_other(client, node) for node in others))
+            status["metrics"] = of_all_nodes([status, *(one for one in responses if one is not None)])
         return status
 
     async def _ask_other(self, client: Client, node: NodeId) -> dict[str, Any] | None:
         """Return the status of another node of the machine; None if it does not respond, as while it restarts."""
         try:
-            async with asyncio.timeout(self._answer_s):
+            async with asyncio.timeout(self._response_s):
                 return decode_document(await client.private(node, NODE_STATUS_KEY, encode(Nothing())))
         except (MillstreamError, TimeoutError):
             return None
@@ -166,7 +166,7 @@ class BrokerStatus:
             connecting = Client.connect(
                 self._kafka_address,
                 client_id="millstream-gateway",
-                timeout_s=self._answer_s,
+                timeout_s=self._response_s,
                 credentials=self._credentials,
             )
             self._client = await self._connection.enter_async_context(connecting)

@@ -31,7 +31,7 @@ class ProducedAt(NamedTuple):
 
     topic: str
     partition: int
-    answer: Produced | MillstreamError
+    response: Produced | MillstreamError
 
 
 def write_produce(
@@ -90,8 +90,8 @@ def read_produced(version: int, frame: memoryview, *, about: str) -> tuple[Produ
     """Decode the response for the one partition, and for how many milliseconds the broker throttles the client."""
     found, throttle_ms = read_produced_many(version, frame, about=about)
     if len(found) != 1:
-        raise ProtocolViolation("the answer to a produce request does not name its one partition")
-    return found[0].answer, throttle_ms
+        raise ProtocolViolation("the response to a produce request does not name its one partition")
+    return found[0].response, throttle_ms
 
 
 def read_produced_many(

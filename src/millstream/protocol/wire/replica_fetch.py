@@ -41,13 +41,13 @@ _NO_PREFERRED_REPLICA: Final = -1
 _PARTITION_BYTES_MIN: Final = 33
 _POSITION: Final = struct.Struct(">iiqiqi")
 _POSITION_AND_TAGS: Final = struct.Struct(">iiqiqiB")
-_ANSWER: Final = struct.Struct(">ihqqq")
-_ANSWER_AND_NO_ABORTED: Final = struct.Struct(">ihqqqBi")
+_RESPONSE: Final = struct.Struct(">ihqqq")
+_RESPONSE_AND_NO_ABORTED: Final = struct.Struct(">ihqqqBi")
 _FETCH_HEAD: Final = struct.Struct(">iiibii")
 _FETCH_TAIL: Final = struct.Struct(">BBBBiqB")
 _REPLICA_STATE: Final = (1, 1, _REPLICA_STATE_TAG, 13)
 """An empty rack, one tagged field, its number and its size: how the request of a follower ends."""
-_ANSWERS_HEAD: Final = struct.Struct(">ihi")
+_RESPONSES_HEAD: Final = struct.Struct(">ihi")
 _TOPIC_ID: Final = struct.Struct(">16s")
 _TOPIC: Final = struct.Struct(">16sB")
 _SHORT_MAX: Final = 0x7F
@@ -90,7 +90,7 @@ class ReplicaFetch(NamedTuple):
         )
 
 
-class ReplicaAnswer(NamedTuple):
+class ReplicaResponse(NamedTuple):
     """The response for one partition."""
 
     code: int
@@ -100,12 +100,12 @@ class ReplicaAnswer(NamedTuple):
     records: Buffer
 
 
-class ReplicaAnswers(NamedTuple):
+class ReplicaResponses(NamedTuple):
     """The response; a code other than 0 means that the session has ended and nothing else is reported."""
 
     code: int
     session_id: int
-    partitions: Mapping[PartitionKey, ReplicaAnswer] = MappingProxyType({})
+    partitions: Mapping[PartitionKey, ReplicaResponse] = MappingProxyType({})
 
 
 def next_session_epoch(epoch: int) -> int:
@@ -246,14 +246,14 @@ def _read_position(reader: Reader) -> tuple[PartitionIndex, ReplicaPosition]:
     return index, ReplicaPosition(offset, last_epoch, leader_epoch, log_start, max_bytes)
 
 
-# -- the answer ---------------------------------------------------------------------------------------------------
+# -- the response -------------------------------------------------------------------------------------------------
 
 
-def write_replica_answers(version: int, correlation_id: int, answers: ReplicaAnswers) -> list[Buffer]:
+def write_replica_responses(version: int, correlation_id: int, responses: ReplicaResponses) -> list[Buffer]:
     """Encode the frame of a response as a list of buffers, so that records are sent from where they were read."""
     writer = Writer(flexible=True)
-    writer.buffer += _ANSWERS_HEAD.pack(0, answers.code, answers.session_id)
-    by_topic = _by_topic(answers.partitions)
+    writer.buffer += _RESPONSES_HEAD.pack(0, responses.code, responses.session_id)
+    by_topic = _by_topic(responses.partitions)
     writer.array_length(len(by_topic))
     pieces: list[Buffer] = []
     size = 0
@@ -261,8 +261,8 @@ def write_replica_answers(version: int, correlation_id: int, answers: ReplicaAns
         writer.buffer += topic_id.bytes
         writer.array_length(len(keys))
         for key in keys:
-            code, end, log_start, diverging, records = answers.partitions[key]
-            writer.buffer += _ANSWER_AND_NO_ABORTED.pack(key[1], code, end, end, log_start, 0, _NO_PREFERRED_REPLICA)
+            code, end, log_start, diverging, records = responses.partitions[key]
+            writer.buffer += _RESPONSE_AND_NO_ABORTED.pack(key[1], code, end, end, log_start, 0, _NO_PREFERRED_REPLICA)
             writer.uvarint(len(records) + 1)
             if records:
                 pieces += (writer.buffer, records)
@@ -287,22 +287,22 @@ def _write_diverging(writer: Writer, diverging: EpochEnd) -> None:
     writer.no_tags()
 
 
-def read_replica_answers(frame: memoryview) -> ReplicaAnswers:
+def read_replica_responses(frame: memoryview) -> ReplicaResponses:
     """Decode a response without the frame's size; the records are views into it."""
     reader = Reader(frame, response_body_at(FETCH_KEY, VERSION, frame), flexible=True)
-    _, code, session_id = reader.fields(_ANSWERS_HEAD)
-    partitions: dict[PartitionKey, ReplicaAnswer] = {}
+    _, code, session_id = reader.fields(_RESPONSES_HEAD)
+    partitions: dict[PartitionKey, ReplicaResponse] = {}
     for _ in range(reader.array_length()):
         topic_id = _topic_id(reader.fields(_TOPIC_ID)[0])
         for _ in range(reader.array_length(item_bytes_min=_PARTITION_BYTES_MIN)):
-            index, answer = _read_answer(reader)
-            partitions[topic_id, index] = answer
+            index, response = _read_response(reader)
+            partitions[topic_id, index] = response
         reader.skip_tags()
-    return ReplicaAnswers(code, session_id, partitions)
+    return ReplicaResponses(code, session_id, partitions)
 
 
-def _read_answer(reader: Reader) -> tuple[PartitionIndex, ReplicaAnswer]:
-    index, code, high_watermark, _, log_start = reader.fields(_ANSWER)
+def _read_response(reader: Reader) -> tuple[PartitionIndex, ReplicaResponse]:
+    index, code, high_watermark, _, log_start = reader.fields(_RESPONSE)
     for _ in range(max(0, reader.array_length())):
         reader.int64()
         reader.int64()
@@ -310,9 +310,9 @@ def _read_answer(reader: Reader) -> tuple[PartitionIndex, ReplicaAnswer]:
     reader.int32()
     records = reader.blob()
     if reader.skip_no_tags():
-        return index, ReplicaAnswer(code, high_watermark, log_start, None, records if records is not None else b"")
+        return index, ReplicaResponse(code, high_watermark, log_start, None, records if records is not None else b"")
     diverging = None
     for tag, content in reader.tags():
         if tag == _DIVERGING_TAG:
             diverging = EpochEnd(Epoch(content.int32()), Offset(content.int64()))
-    return index, ReplicaAnswer(code, high_watermark, log_start, diverging, records if records is not None else b"")
+    return index, ReplicaResponse(code, high_watermark, log_start, diverging, records if records is not None else b"")

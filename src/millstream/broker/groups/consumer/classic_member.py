@@ -1,8 +1,8 @@
 """Serve members of a consumer group that use the classic protocol.
 
-A generation is an epoch. JoinGroup corresponds to a full heartbeat and is answered immediately; no member leads, since
-the coordinator assigns partitions. SyncGroup returns the current assignment. Heartbeats ask a member to rejoin when it
-must revoke partitions or can get new ones.
+A generation is an epoch. JoinGroup corresponds to a full heartbeat and gets its response immediately; no member leads,
+since the coordinator assigns partitions. SyncGroup returns the current assignment. Heartbeats ask a member to rejoin
+when it must revoke partitions or can get new ones.
 """
 
 from __future__ import annotations

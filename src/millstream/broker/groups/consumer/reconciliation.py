@@ -54,7 +54,7 @@ from millstream.broker.groups.consumer.records import (
     target_record,
     tombstone,
 )
-from millstream.broker.groups.requests import ConsumerHeartbeat, GroupLimits, HeartbeatAnswer
+from millstream.broker.groups.requests import ConsumerHeartbeat, GroupLimits, HeartbeatResult
 from millstream.core.clock import Clock
 from millstream.core.errors import FencedMemberEpoch, GroupFull, InvalidRegex, UnreleasedInstance
 from millstream.core.regex import compile_regex
@@ -523,15 +523,15 @@ class Departure:
         self._context = context
         self._downgrade = downgrade
 
-    def leave(self, group: ConsumerGroup, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
+    def leave(self, group: ConsumerGroup, request: ConsumerHeartbeat) -> Outcome[HeartbeatResult]:
         """Handle a member that leaves."""
         member = group.find_sender(request.member_id, request.instance_id)
-        answer = HeartbeatAnswer(member_id=member.member_id, epoch=request.epoch)
+        response = HeartbeatResult(member_id=member.member_id, epoch=request.epoch)
         if request.epoch != AWAY_EPOCH:
-            return self.remove(group, [member], "left"), answer
+            return self.remove(group, [member], "left"), response
         # It owns its partitions until its session ends, except those that it was asked to revoke.
         position = dataclasses.replace(member.position, epoch=AWAY_EPOCH, pending=NOTHING)
-        return [position_record(group.group_id, member.member_id, position)], answer
+        return [position_record(group.group_id, member.member_id, position)], response
 
     def remove(self, group: ConsumerGroup, members: Collection[ConsumerMember], reason: str) -> list[StateRecord]:
         """Remove members; the next heartbeat of any member reassigns their partitions."""
@@ -566,7 +566,7 @@ class Heartbeats:
         self._context = context
         self._find_group = find_group
 
-    def run(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
+    def run(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatResult]:
         """Handle a heartbeat; the records contain everything that it changes."""
         joins = request.epoch == 0
         group, records = self._find_group(request.group_id, joins)
@@ -579,13 +579,13 @@ class Heartbeats:
         self._context.sessions.keep_alive(group.group_id, member)
         # A member that joins, or sends everything, may not know its assignment.
         include_assignment = joins or request.is_full or member.position.assigned != before.position.assigned
-        answer = HeartbeatAnswer(
+        response = HeartbeatResult(
             member_id=member_id,
             epoch=member.epoch,
             heartbeat_ms=self._context.limits.heartbeat_of(group.group_id),
             assignment=member.position.assigned if include_assignment else None,
         )
-        return records, answer
+        return records, response
 
     def _member(
         self, group: ConsumerGroup, member_id: str, request: ConsumerHeartbeat, records: list[StateRecord]

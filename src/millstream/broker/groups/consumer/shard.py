@@ -64,7 +64,7 @@ from millstream.broker.groups.requests import (
     ConsumerMemberDescription,
     GroupLimits,
     GroupListing,
-    HeartbeatAnswer,
+    HeartbeatResult,
     Joined,
     JoinRequest,
     Leaver,
@@ -233,7 +233,7 @@ class ConsumerShard:
 
     # The newer protocol
 
-    def heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
+    def heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatResult]:
         """Handle a heartbeat: join, stay or leave."""
         if request.epoch < 0:
             return self._departure.leave(self._existing(request.group_id), request)

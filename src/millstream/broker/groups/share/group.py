@@ -155,7 +155,7 @@ class ShareHeartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareAnswer:
+class ShareHeartbeatResult:
     """The response to a member."""
 
     member_id: str

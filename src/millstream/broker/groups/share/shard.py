@@ -20,10 +20,10 @@ from millstream.broker.groups.share.group import (
     NO_EPOCH,
     Assignment,
     ReportedState,
-    ShareAnswer,
     ShareGroup,
     ShareGroupDescription,
     ShareHeartbeat,
+    ShareHeartbeatResult,
     ShareKey,
     ShareKind,
     ShareMember,
@@ -65,7 +65,7 @@ class ShareShard:
         self._is_taken = is_taken
         self._check_room = check_room
         self._groups: dict[str, ShareGroup] = {}
-        # Not stored, and separate from the groups: the first member is answered before its group exists.
+        # Not stored, and separate from the groups: the first member gets a response before its group exists.
         self._reported: dict[tuple[str, str], ReportedState] = {}
 
     def __iter__(self) -> Iterator[ShareGroup]:
@@ -77,7 +77,7 @@ class ShareShard:
     def get(self, group_id: str) -> ShareGroup | None:
         return self._groups.get(group_id)
 
-    def heartbeat(self, request: ShareHeartbeat) -> Outcome[ShareAnswer]:
+    def heartbeat(self, request: ShareHeartbeat) -> Outcome[ShareHeartbeatResult]:
         """Handle a heartbeat: join, stay or leave."""
         group = self._find(request)
         known = group.members.get(request.member_id)
@@ -94,14 +94,14 @@ class ShareShard:
         target = group.target(self._topics) if not records else target_of(members, self._topics)
         assignment = target.get(member.member_id, {})
         self._keep_alive(request.group_id, member.member_id, request.session_ms)
-        answer = ShareAnswer(
+        response = ShareHeartbeatResult(
             member_id=member.member_id,
             epoch=epoch,
             heartbeat_ms=request.heartbeat_ms,
             assignment=assignment if request.epoch == JOIN_EPOCH or assignment != reported.assignment else None,
         )
         self._note_reported(request.group_id, member.member_id, epoch, assignment)
-        return records, answer
+        return records, response
 
     def describe(self, group_id: str) -> Outcome[ShareGroupDescription]:
         """Describe one group with its members."""
@@ -242,13 +242,13 @@ class ShareShard:
         records.append(group_record(group.group_id, group.epoch + 1, topics_hash))
         return records, group.epoch + 1
 
-    def _leave(self, group: ShareGroup, request: ShareHeartbeat) -> Outcome[ShareAnswer]:
+    def _leave(self, group: ShareGroup, request: ShareHeartbeat) -> Outcome[ShareHeartbeatResult]:
         if request.member_id not in group.members:
             raise UnknownMember(f"share group {request.group_id!r} has no member {request.member_id!r}")
-        answer = ShareAnswer(
+        response = ShareHeartbeatResult(
             member_id=request.member_id, epoch=LEFT_EPOCH, heartbeat_ms=request.heartbeat_ms, assignment=None
         )
-        return self._removed(group, request.member_id), answer
+        return self._removed(group, request.member_id), response
 
     def _removed(self, group: ShareGroup, member_id: str) -> Records:
         remaining = {known: member for known, member in group.members.items() if known != member_id}
@@ -278,7 +278,7 @@ class ShareShard:
     def _expire(self, group_id: str, member_id: str) -> Records:
         group = self._groups.get(group_id)
         if group is None or member_id not in group.members:
-            # The member was answered, but the append was refused.
+            # The member got its response, but the append was refused.
             self._reported.pop((group_id, member_id), None)
             return []
         # Set again, in case the log refuses the record.

@@ -75,7 +75,7 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         return AddPartitionsCall(version, (only,))
 
     def downgrade(self, version: int, response: AddPartitionsToTxnResponse) -> Any:
-        """Take the one answer out for older versions."""
+        """Take the one response out for older versions."""
         if version >= _FIRST_WITH_MANY:
             return super().downgrade(version, response)
         only = response.results_by_transaction[0]
@@ -88,12 +88,14 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         return reshape(older, load_response_class(self.key, version))
 
     async def handle(self, request: AddPartitionsCall, client: ClientInfo) -> AddPartitionsToTxnResponse:
-        results = await asyncio.gather(*(self._answer(request.version, one, client) for one in request.transactions))
+        results = await asyncio.gather(
+            *(self._transaction_result(request.version, one, client) for one in request.transactions)
+        )
         return AddPartitionsToTxnResponse(
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, results_by_transaction=tuple(results)
         )
 
-    async def _answer(
+    async def _transaction_result(
         self, version: int, one: AddPartitionsToTxnTransaction, client: ClientInfo
     ) -> AddPartitionsToTxnResult:
         partitions = [

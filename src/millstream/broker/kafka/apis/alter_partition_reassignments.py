@@ -1,6 +1,6 @@
 """AlterPartitionReassignments (key 45), versions 0 and 1: moves partitions to other nodes.
 
-Answered when a move has begun: its new replicas are added and follow, and once all of them are in sync the old ones are
+Responds when a move has begun: its new replicas are added and follow, and once all of them are in sync the old ones are
 removed. A request without nodes cancels the move, or gets NO_REASSIGNMENT_IN_PROGRESS if there is none. Nodes that are
 not alive are INVALID_REPLICA_ASSIGNMENT. Moves that have not started within the timeout of the request are
 REQUEST_TIMED_OUT.
@@ -58,10 +58,11 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
         deadline = RequestDeadline(request.timeout)
         may_change = request.allow_replication_factor_change
         for topic in request.topics:
-            answers = [
-                await self._answer(topic.name, wanted, deadline, may_change=may_change) for wanted in topic.partitions
+            partitions = [
+                await self._partition_response(topic.name, wanted, deadline, may_change=may_change)
+                for wanted in topic.partitions
             ]
-            responses.append(ReassignableTopicResponse(name=topic.name, partitions=tuple(answers)))
+            responses.append(ReassignableTopicResponse(name=topic.name, partitions=tuple(partitions)))
         return AlterPartitionReassignmentsResponse(
             throttle_time=NO_THROTTLE,
             allow_replication_factor_change=request.allow_replication_factor_change,
@@ -70,7 +71,7 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
             responses=tuple(responses),
         )
 
-    async def _answer(
+    async def _partition_response(
         self, topic: str, wanted: ReassignablePartition, deadline: RequestDeadline, *, may_change: bool
     ) -> ReassignablePartitionResponse:
         code, message = ErrorCode.none, None

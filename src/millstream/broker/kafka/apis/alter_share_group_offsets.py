@@ -61,10 +61,10 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
         self, group_id: str, asked: AlterShareGroupOffsetsRequestTopic
     ) -> AlterShareGroupOffsetsResponseTopic:
         topic = self._topics.get(asked.topic_name)
-        answers = []
+        responses = []
         for partition in asked.partitions:
             error = await self._move_one(group_id, topic, partition.partition_index, partition.start_offset)
-            answers.append(
+            responses.append(
                 AlterShareGroupOffsetsResponsePartition(
                     partition_index=i32(partition.partition_index),
                     error_code=ErrorCode.none if error is None else error_code(error),
@@ -74,7 +74,7 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
         return AlterShareGroupOffsetsResponseTopic(
             topic_name=asked.topic_name,
             topic_id=None if topic is None else topic.topic_id,
-            partitions=tuple(answers),
+            partitions=tuple(responses),
         )
 
     async def _move_one(self, group_id: str, topic: Topic | None, index: int, offset: int) -> MillstreamError | None:

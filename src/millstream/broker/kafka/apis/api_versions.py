@@ -6,8 +6,8 @@ clients, which may also connect to Apache Kafka. The features and their levels f
 Version notes: 1 adds the throttle time, 3 is flexible and carries the client's software, whose name and version are
 checked as Kafka does, and adds the features, without those that may be off, since older clients cannot read a level of
 0; 4 has these too. The response header is that of version 0 in every version, since a client reads it before it knows
-what the broker serves. A version that is not served is answered in version 0 with UNSUPPORTED_VERSION and the versions
-of this API alone.
+what the broker serves. A version that is not served gets a response in version 0 with UNSUPPORTED_VERSION and the
+versions of this API alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i16, i64
 
 from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo
-from millstream.broker.net.connection import Answer
+from millstream.broker.net.connection import EventualResponse
 from millstream.protocol.messages.codec import (
     API_VERSIONS_KEY,
     PRIVATE_KEY_MIN,
@@ -122,7 +122,7 @@ class ApiVersions:
         self._encoded: dict[tuple[int, bool], bytes] = {}
         """By version and whether the client is one of ours, the body of the response."""
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
         """Refuse a version that is not served and a client that does not name its software properly."""
         version = header.version
         if not self.versions[0] <= version <= self.versions[1]:
@@ -164,7 +164,7 @@ class ApiVersions:
         )
 
     def unsupported(self) -> Any:
-        """Return the answer, in version 0, to a version that is not served."""
+        """Return the response, in version 0, to a version that is not served."""
         return _for_version(0, _response(ErrorCode.unsupported_version, (self,)))
 
 

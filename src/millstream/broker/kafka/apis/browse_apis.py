@@ -51,7 +51,7 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
 
         {"search": "ord", "names": null, "internal": false, "order": "name" | "partitions" | "records" | "bytes",
          "descending": false, "offset": 0, "limit": 100, "partitions": false}
-        answer: {"error": 0, "message": null, "topics": [[name, id, partitions, replication, internal, records, bytes,
+        response: {"error": 0, "message": null, "topics": [[name, id, partitions, replication, internal, records, bytes,
         records_in, bytes_in, bytes_out, partition_bytes], …], "total": 1}
 
     `total` counts the topics on all pages. Numbers of records and bytes are those of the partitions that this node
@@ -166,9 +166,10 @@ _NEVER: Final = (-1, -1, frozenset[NodeId]())
 class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
     """Reports the state of a node in a few numbers.
 
-        {}     answer: {"error": 0, "message": null, "node_id": 1, "state": "ready", "reasons": [], "records_in": …, …}
+        {}   response: {"error": 0, "message": null, "node_id": 1, "state": "ready", "reasons": [], "records_in": …, …}
 
-    Unlike NodeStatus, the answer does not grow with the number of partitions, and they are counted in turns with other
+    Unlike NodeStatus, the response does not grow with the number of partitions, and they are counted in turns with
+    other
     work. `without_leader` and `under_replicated` count the partitions of the whole cluster, as this node knows them.
     """
 
@@ -252,7 +253,7 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
     """Returns the rights of the client itself.
 
         {"asked": [[3, 2, "orders"], …]}     each the numbers of an operation and a resource type, and a name
-        answer: {"error": 0, "message": null, "allowed": [true, …], "principal": "User:alice"}
+        response: {"error": 0, "message": null, "allowed": [true, …], "principal": "User:alice"}
 
     `principal` is empty where clients are not authorized, and everything is allowed.
     """
@@ -281,7 +282,7 @@ class NoteReading(PrivateApi[NoteReadingRequest, NoteReadingResponse]):
     """Records in the audit log that a user views messages; the console sends it before it shows them.
 
     {"topic": "orders", "how": "message", "partition": 0, "offset": 42, "filter": ""}
-    answer: {"error": 0, "message": null}
+    response: {"error": 0, "message": null}
     """
 
     key = READING_KEY

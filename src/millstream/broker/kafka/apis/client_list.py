@@ -7,7 +7,7 @@
      "fetched_bytes": …}, …], "left_out": 0}
 
 Counters start with the connection. For rates, send the request twice and divide by the difference of `clock_s`, which
-is not a wall clock. Those that produced or fetched come first. An answer has at most `CLIENTS_MAX` of them, so that it
+is not a wall clock. Those that produced or fetched come first. A response has at most `CLIENTS_MAX` of them, so that it
 never blocks the loop; `left_out` says how many more there are.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from millstream.broker.kafka.api import ClientInfo, encode_private, refuse_unless_described
-from millstream.broker.net.connection import Answer, Connection
+from millstream.broker.net.connection import Connection, EventualResponse
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.message import Response
 
@@ -42,14 +42,14 @@ class ClientList:
     def __init__(self, connections: Collection[Connection]) -> None:
         self._connections = connections
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Answer at once."""
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
+        """Respond at once."""
         return refuse_unless_described(header, client) or encode_private(
             header, self.snapshot(asyncio.get_running_loop().time())
         )
 
     def snapshot(self, now: float) -> ClientListResponse:
-        """Return the document that the answer carries."""
+        """Return the document that the response carries."""
         busy: list[tuple[Connection, ClientInfo]] = []
         others: list[tuple[Connection, ClientInfo]] = []
         for connection in self._connections:

@@ -32,7 +32,7 @@ from kio.static.primitive import i32
 from millstream.broker.groups.consumer.assignor import ASSIGNORS
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH, assignment_of
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatAnswer
+from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatResult
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, error_message
 from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
 from millstream.core.errors import InvalidRequest, MillstreamError, UnsupportedAssignor
@@ -130,15 +130,15 @@ def _as_heartbeat(message: ConsumerGroupHeartbeatRequest, client: ClientInfo) ->
     )
 
 
-def _accepted(answer: HeartbeatAnswer) -> ConsumerGroupHeartbeatResponse:
+def _accepted(response: HeartbeatResult) -> ConsumerGroupHeartbeatResponse:
     assignment = None
-    if answer.assignment is not None:
-        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, answer.assignment))
+    if response.assignment is not None:
+        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, response.assignment))
     return ConsumerGroupHeartbeatResponse(
         throttle_time=NO_THROTTLE,
         error_code=ErrorCode.none,
-        member_id=answer.member_id,
-        member_epoch=i32(answer.epoch),
-        heartbeat_interval=milliseconds(answer.heartbeat_ms),
+        member_id=response.member_id,
+        member_epoch=i32(response.epoch),
+        heartbeat_interval=milliseconds(response.heartbeat_ms),
         assignment=assignment,
     )

@@ -1,6 +1,6 @@
 """CreateAcls (key 30), versions 1 to 3: adds access rules; existing ones are left unchanged.
 
-Each rule succeeds or fails independently. A node without authentication answers SECURITY_DISABLED, as Kafka does
+Each rule succeeds or fails independently. A node without authentication returns SECURITY_DISABLED, as Kafka does
 without an authorizer: a rule that is not enforced would be worse than none.
 
 Version notes: 2 is flexible, 3 adds resources of the type user.

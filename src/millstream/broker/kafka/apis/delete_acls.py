@@ -1,6 +1,6 @@
 """DeleteAcls (key 31), versions 1 to 3: removes the access rules that each filter selects, and returns them.
 
-A node without authentication answers SECURITY_DISABLED, as Kafka does without an authorizer.
+A node without authentication returns SECURITY_DISABLED, as Kafka does without an authorizer.
 
 Version notes: 2 is flexible, 3 adds resources of the type user.
 """

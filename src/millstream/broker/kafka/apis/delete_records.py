@@ -43,13 +43,14 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
     async def handle(self, request: DeleteRecordsRequest, client: ClientInfo) -> DeleteRecordsResponse:
         topics = tuple(
             DeleteRecordsTopicResult(
-                name=topic.name, partitions=tuple(self._answer(topic.name, wanted) for wanted in topic.partitions)
+                name=topic.name,
+                partitions=tuple(self._partition_result(topic.name, wanted) for wanted in topic.partitions),
             )
             for topic in request.topics
         )
         return DeleteRecordsResponse(throttle_time=NO_THROTTLE, topics=topics)
 
-    def _answer(self, topic: str, wanted: DeleteRecordsPartition) -> DeleteRecordsPartitionResult:
+    def _partition_result(self, topic: str, wanted: DeleteRecordsPartition) -> DeleteRecordsPartitionResult:
         code, low_watermark = ErrorCode.none, _NO_LOW_WATERMARK
         try:
             low_watermark = i64(self._delete(topic, wanted))

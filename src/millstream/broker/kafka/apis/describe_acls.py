@@ -1,6 +1,6 @@
 """DescribeAcls (key 29), versions 1 to 3: returns the access rules that a filter selects.
 
-A node without authentication answers SECURITY_DISABLED, as Kafka does without an authorizer; tools use this to find out
+A node without authentication returns SECURITY_DISABLED, as Kafka does without an authorizer; tools use this to find out
 whether access rules apply.
 
 Version notes: 2 is flexible, 3 adds resources of the type user.

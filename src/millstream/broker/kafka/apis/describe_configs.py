@@ -68,10 +68,12 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
         self._config = config
 
     async def handle(self, request: DescribeConfigsRequest, client: ClientInfo) -> DescribeConfigsResponse:
-        results = tuple(self._answer(resource, request) for resource in request.resources)
+        results = tuple(self._resource_result(resource, request) for resource in request.resources)
         return DescribeConfigsResponse(throttle_time=NO_THROTTLE, results=results)
 
-    def _answer(self, resource: DescribeConfigsResource, request: DescribeConfigsRequest) -> DescribeConfigsResult:
+    def _resource_result(
+        self, resource: DescribeConfigsResource, request: DescribeConfigsRequest
+    ) -> DescribeConfigsResult:
         code, message = ErrorCode.none, None
         views: Iterable[SettingView] = ()
         try:

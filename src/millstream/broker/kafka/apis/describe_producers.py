@@ -55,13 +55,15 @@ class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]
         topics = [
             TopicResponse(
                 name=topic.name,
-                partitions=tuple([await self._answer(topic.name, index) for index in topic.partition_indexes]),
+                partitions=tuple(
+                    [await self._partition_response(topic.name, index) for index in topic.partition_indexes]
+                ),
             )
             for topic in request.topics
         ]
         return DescribeProducersResponse(throttle_time=NO_THROTTLE, topics=tuple(topics))
 
-    async def _answer(self, topic: str, index: i32) -> PartitionResponse:
+    async def _partition_response(self, topic: str, index: i32) -> PartitionResponse:
         try:
             check_topic_name(topic)
             partition = self._topics.partition(topic, index)

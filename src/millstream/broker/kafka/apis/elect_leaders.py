@@ -60,13 +60,13 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
         results = []
         for topic, indexes in self._wanted(request):
             elections = (self._elect(topic, index, unclean, room, deadline) for index in indexes)
-            answers = [
+            responses = [
                 one
                 for one in await asyncio.gather(*elections)
                 if named or one.error_code is not ErrorCode.election_not_needed
             ]
-            if answers or named:
-                results.append(ReplicaElectionResult(topic=topic, partition_result=tuple(answers)))
+            if responses or named:
+                results.append(ReplicaElectionResult(topic=topic, partition_result=tuple(responses)))
         return _response(ErrorCode.none, results)
 
     def _wanted(self, request: ElectLeadersRequest) -> _Wanted:

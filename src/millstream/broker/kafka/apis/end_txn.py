@@ -1,8 +1,8 @@
 """EndTxn (key 26), versions 0 to 5: commits or aborts a transaction.
 
-Answered when the decision is durable; the markers are written afterwards, also after a crash. Repeated requests get the
-same response. While markers are being written, requests get CONCURRENT_TRANSACTIONS, from version 5 on regardless of
-their producer id and epoch. An impossible request, such as to commit an aborted transaction, gets INVALID_TXN_STATE.
+Responded when the decision is durable; the markers are written afterwards, also after a crash. Repeated requests get
+the same response. While markers are being written, requests get CONCURRENT_TRANSACTIONS, from version 5 on regardless
+of their producer id and epoch. An impossible request, such as to commit an aborted transaction, gets INVALID_TXN_STATE.
 
 Version notes: up to 1 a fenced producer gets INVALID_PRODUCER_EPOCH, from 2 on PRODUCER_FENCED. 5 is the second version
 of the protocol (KIP-890): each end increments the epoch, and the response holds the id and epoch for the next

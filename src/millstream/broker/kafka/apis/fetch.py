@@ -30,8 +30,8 @@ from millstream.broker.kafka.follower_fetch import FollowerFetch
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.segment_slice import SegmentSlice
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer
-from millstream.broker.net.reply import Buffers, Piece, Reply, Stored, Stream
+from millstream.broker.net.connection import EventualResponse
+from millstream.broker.net.response import Buffers, EncodedResponse, Piece, Stored, Stream
 from millstream.broker.replication.partition import Partition
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType
@@ -163,10 +163,10 @@ FIRST_WITHOUT_REPLICA_ID = 15
 MAX_WAIT_S_MAX = 300.0
 
 READ_BYTES_MAX = 64 * 1024
-"""Records of a partition up to this size are read at once; more are read while the answer is being sent."""
+"""Records of a partition up to this size are read at once; more are read while the response is being sent."""
 
 READ_ALL_BYTES_MAX = 1024 * 1024
-"""In an answer of this size, everything else is."""
+"""In a response of this size, everything else is."""
 
 READ_COMMITTED = 1
 
@@ -307,14 +307,14 @@ class Fetch:
         yield gauge("millstream_fetch_followers", "Nodes that follow partitions of this one.", len(self._followers))
 
     def stop(self) -> None:
-        """Answer every long poll now and start no more: the broker is stopping."""
+        """Respond to every long poll now and start no more: the broker is stopping."""
         self._stopping = True
         self._followers.stop()
         for wait in tuple(self._waits):
             wait.finish()
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Answer at once when there is enough to send, else have the connection wait."""
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
+        """Respond at once when there is enough to send, else have the connection wait."""
         if header.version >= FIRST_WITHOUT_REPLICA_ID and is_replica_fetch(frame):
             return self._followers.handle_frame(frame, header, client)
         request = _read(frame, header)
@@ -326,7 +326,7 @@ class Fetch:
             return _write(header, context, 0, [])
         found = self._read_all(context)
         if self._is_complete(context, found):
-            return self._answer(header, context, found)
+            return self._build_response(header, context, found)
         return self._wait(header, context, found)
 
     # -- sessions -------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ class Fetch:
 
     # -- waiting --------------------------------------------------------------------------------------------
 
-    async def _wait(self, header: RequestHeader, context: _Context, found: _FoundByKey) -> Reply:
+    async def _wait(self, header: RequestHeader, context: _Context, found: _FoundByKey) -> EncodedResponse:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(context.request.max_wait_ms / 1000, MAX_WAIT_S_MAX)
         wait = _Wait(committed=context.request.read_committed)
@@ -455,7 +455,7 @@ class Fetch:
                     found = self._read_all(context)
                 else:
                     self._read_moved(context, found, moved)
-            return self._answer(header, context, found)
+            return self._build_response(header, context, found)
         finally:
             context.client.presence.forget_on_leave(wait.finish)
             self._waits.discard(wait)
@@ -500,7 +500,7 @@ class Fetch:
                 changed = True
         return changed
 
-    def _answer(self, header: RequestHeader, context: _Context, found_by_key: _FoundByKey) -> Reply:
+    def _build_response(self, header: RequestHeader, context: _Context, found_by_key: _FoundByKey) -> EncodedResponse:
         size = _size_of(found_by_key)
         found = list(found_by_key.values())
         if context.incremental:
@@ -536,7 +536,7 @@ def _is_full(context: _Context, found: _FoundByKey) -> bool:
 
 
 def _has_changed(result: _Found, position: Position) -> bool:
-    """Whether an incremental answer has to mention the partition."""
+    """Whether an incremental response has to mention the partition."""
     return (
         bool(result.size)
         or result.code is not ErrorCode.none
@@ -613,8 +613,8 @@ def _write(
     found: list[_Found],
     *,
     throttle_ms: int = 0,
-) -> Reply:
-    """Encode the reply in parts: records are sent from where they were read, or read when their turn comes."""
+) -> EncodedResponse:
+    """Encode the response in parts: records are sent from where they were read, or read when their turn comes."""
     version = header.version
     writer = Writer(flexible=header.flexible)
     writer.int32(throttle_ms)

@@ -86,7 +86,7 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         return FindCoordinatorRequest(key_type=upgraded.key_type, coordinator_keys=(request.key,))
 
     def downgrade(self, version: int, response: FindCoordinatorResponse) -> Any:
-        """Take the one answer out for older versions."""
+        """Take the one response out for older versions."""
         if version >= _FIRST_WITH_MANY:
             return super().downgrade(version, response)
         only = response.coordinators[0]

@@ -39,7 +39,7 @@ class Heartbeat(Api[HeartbeatRequest, HeartbeatResponse]):
         return _response(ErrorCode.none)
 
     def failure(self, error: MillstreamError, request: HeartbeatRequest) -> HeartbeatResponse:
-        """Report the error; a loading coordinator answers with success."""
+        """Report the error; a loading coordinator responds with success."""
         return _response(ErrorCode.none if isinstance(error, CoordinatorLoading) else error_code(error))
 
 

@@ -3,7 +3,7 @@
 Without a transactional id every request gets a new producer id at epoch 0, also one that sends its current id (version
 3 and later), as in Kafka. An id without its epoch, or an epoch without its id, is INVALID_REQUEST.
 
-With a transactional id the coordinator answers: the previous owner of the id is fenced, and a transaction it left open
+With a transactional id the coordinator responds: the previous owner of the id is fenced, and a transaction it left open
 is aborted first (CONCURRENT_TRANSACTIONS if that takes longer than a moment). A timeout beyond
 `transaction-timeout-max-ms` is INVALID_TRANSACTION_TIMEOUT.
 

@@ -7,8 +7,8 @@ Instead of a time in milliseconds (the first record that is not older), a reques
     -5  latest in tiered storage (9 and later): none        -6  earliest to be uploaded there (11 and later): none
 
 "None", and a time after the last record, is offset -1 without an error, as in Kafka. A negative time that the version
-does not know is UNSUPPORTED_VERSION. A partition named twice is answered once, with INVALID_REQUEST. A leader that has
-just been elected and does not yet know the high watermark of its predecessor answers OFFSET_NOT_AVAILABLE, so that no
+does not know is UNSUPPORTED_VERSION. A partition named twice is reported once, with INVALID_REQUEST. A leader that has
+just been elected and does not yet know the high watermark of its predecessor returns OFFSET_NOT_AVAILABLE, so that no
 client sees the end move back; before version 5, which has that code, LEADER_NOT_AVAILABLE.
 
 Version notes: 2 adds the isolation level, 4 the leader epochs, 6 is flexible, 10 adds a timeout that only tiered
@@ -81,17 +81,17 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
 
     async def handle(self, request: ListOffsetsRequest, client: ClientInfo) -> ListOffsetsResponse:
         named = Counter((topic.name, one.partition_index) for topic in request.topics for one in topic.partitions)
-        answers: dict[TopicName, dict[int, ListOffsetsPartitionResponse]] = {}
+        responses: dict[TopicName, dict[int, ListOffsetsPartitionResponse]] = {}
         for topic in request.topics:
-            of_topic = answers.setdefault(topic.name, {})
+            of_topic = responses.setdefault(topic.name, {})
             for one in topic.partitions:
                 if named[topic.name, one.partition_index] > 1:
                     of_topic[one.partition_index] = _refused(one, ErrorCode.invalid_request)
                 else:
-                    of_topic[one.partition_index] = await self._answer(topic.name, one, request)
+                    of_topic[one.partition_index] = await self._partition_response(topic.name, one, request)
         topics = tuple(
             ListOffsetsTopicResponse(name=name, partitions=tuple(of_topic.values()))
-            for name, of_topic in answers.items()
+            for name, of_topic in responses.items()
         )
         return ListOffsetsResponse(throttle_time=NO_THROTTLE, topics=topics)
 
@@ -114,7 +114,7 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         )
         return dataclasses.replace(upgraded, topics=topics)
 
-    async def _answer(
+    async def _partition_response(
         self, topic: str, wanted: ListOffsetsPartition, request: ListOffsetsRequest
     ) -> ListOffsetsPartitionResponse:
         if wanted.timestamp == _UNSUPPORTED:
@@ -137,10 +137,10 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         )
 
 
-def _as_no_leader(answer: ListOffsetsPartitionResponse) -> ListOffsetsPartitionResponse:
-    if answer.error_code is not ErrorCode.offset_not_available:
-        return answer
-    return dataclasses.replace(answer, error_code=ErrorCode.leader_not_available)
+def _as_no_leader(response: ListOffsetsPartitionResponse) -> ListOffsetsPartitionResponse:
+    if response.error_code is not ErrorCode.offset_not_available:
+        return response
+    return dataclasses.replace(response, error_code=ErrorCode.leader_not_available)
 
 
 def _marked(version: int, wanted: ListOffsetsPartition) -> ListOffsetsPartition:
@@ -159,7 +159,7 @@ def _readable_end(partition: Partition, request: ListOffsetsRequest) -> Offset:
 
 
 def _is_uncertain(partition: Partition, timestamp_ms: int, found: _Found, request: ListOffsetsRequest) -> bool:
-    """Whether the answer depends on the end of the log for consumers, which the leader does not know yet."""
+    """Whether the response depends on the end of the log for consumers, which the leader does not know yet."""
     if request.replica_id != _CONSUMER or partition.is_settled:
         return False
     return timestamp_ms in (LATEST, MAX_TIMESTAMP) or (timestamp_ms >= 0 and found is _NONE)

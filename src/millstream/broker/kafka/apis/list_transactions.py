@@ -2,7 +2,7 @@
 
 Filters by state, producer id, running time and, from 2 on, a regular expression for the whole id
 (INVALID_REGULAR_EXPRESSION if it is invalid); all given filters must match. Unknown states are returned. While one
-of this node's coordinators is loading, the answer is COORDINATOR_LOAD_IN_PROGRESS.
+of this node's coordinators is loading, the response is COORDINATOR_LOAD_IN_PROGRESS.
 
 Version notes: 1 adds the filter by running time, 2 that by the id.
 """

@@ -9,7 +9,7 @@ offline.
 
 Version notes: 4 adds `allow_auto_topic_creation` (older clients always allow it), 8 to 10 can ask for what the client
 may do with the cluster, 10 adds topic ids, and from 12 on a topic can be asked for by its id. 10 and 11 have the field,
-but a client that fills it in gets INVALID_REQUEST, as in Kafka. 13 adds an error for the whole answer.
+but a client that fills it in gets INVALID_REQUEST, as in Kafka. 13 adds an error for the whole response.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
             return MetadataRequest(topics=None, include_topic_authorized_operations=False)
         return super().upgrade(version, request)
 
-    async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
-        """Answer, with what only some versions have: refused topic ids and authorized operations."""
+    async def respond(self, version: int, request: Any, client: ClientInfo) -> Any:
+        """Respond, with what only some versions have: refused topic ids and authorized operations."""
         if version < _FIRST_BY_ID and _names_ids(request):
             error = InvalidRequest(f"version {version} cannot request topics by id, only {_FIRST_BY_ID} and later")
             return self.downgrade(version, self.failure(error, self.upgrade(version, request)))
-        response = await super().answer(version, request, client)
+        response = await super().respond(version, request, client)
         oldest, newest = _CLUSTER_OPERATIONS_IN
         if oldest <= version <= newest and request.include_cluster_authorized_operations:
             return dataclasses.replace(response, cluster_authorized_operations=cluster_operations(client))

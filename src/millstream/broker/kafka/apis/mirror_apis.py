@@ -104,7 +104,7 @@ class MirrorCreate(_MirrorApi[NewMirror, Response]):
     """Creates a mirror.
 
         {"name": "paris", "settings": {"from": "broker-1.paris:9092", "topics": "orders.*"}, "wanted": true}
-        answer: {"error": 0, "message": null}
+        response: {"error": 0, "message": null}
 
     A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md.
     """
@@ -122,7 +122,7 @@ class MirrorCreate(_MirrorApi[NewMirror, Response]):
 
 
 async def _cluster_of(settings: MirrorSettings, name: str) -> str | None:
-    """Return the id of the source's cluster; None if it does not answer soon, since it may be down now."""
+    """Return the id of the source's cluster; None if it does not respond soon, since it may be down now."""
     with suppress(MillstreamError, TimeoutError, OSError):
         async with asyncio.timeout(SOURCE_S), Source(settings, name=name) as source:
             return source.cluster_id
@@ -133,7 +133,7 @@ class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
     """Changes, pauses or resumes a mirror.
 
         {"name": "paris", "settings": {"rate": "10000000", "exclude": null}, "wanted": true}
-        answer: {"error": 0, "message": null}
+        response: {"error": 0, "message": null}
 
     A setting of null is reset to its default. `wanted` resumes or pauses it; null changes nothing. An unknown name is
     RESOURCE_NOT_FOUND.
@@ -158,7 +158,7 @@ class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
 class MirrorDelete(_MirrorApi[MirrorName, Response]):
     """Deletes a mirror that has no copies any more.
 
-        {"name": "paris"}     answer: {"error": 0, "message": null}
+        {"name": "paris"}     response: {"error": 0, "message": null}
 
     Otherwise copies without a writer would be left behind: fail over or delete them first.
     """
@@ -182,7 +182,7 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
     """Lists mirrors with their state and lag.
 
         {"names": ["paris"]}, or null for all
-        answer: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
+        response: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
         "wanted": true, "problem": "", "version": …, "topics": […], "copies": {"orders": 3}, "cuts": {…},
         "cutting": ["orders"], "notes": […],
         "report": {"node": 1, "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "notes": […],
@@ -207,8 +207,8 @@ class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
     """Makes copies writable, and returns where each of them was cut.
 
         {"name": "paris", "topics": null}, or regular expressions for the names of topics
-        answer: {"error": 0, "message": null, "partitions": [{"topic": …, "partition": 0, "offset": 4711, "epoch": 1003,
-        "dropped": 0, "aborted": 0, "source_end": 4720}], "source_error": "", "waited_ms": 210}
+        response: {"error": 0, "message": null, "partitions": [{"topic": …, "partition": 0, "offset": 4711,
+        "epoch": 1003, "dropped": 0, "aborted": 0, "source_end": 4720}], "source_error": "", "waited_ms": 210}
 
     Without topics, the mirror is paused. `source_end` is null if the source could not be asked. May be repeated.
     """
@@ -227,7 +227,7 @@ class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
     """Cuts a copy that this node leads, for the node that carries out a failover.
 
     {"mirror": "paris", "topic": "orders", "partition": 0, "epoch": 1003, "verified": 4711}
-    answer: {"error": 0, "message": null, "cut": {…}}
+    response: {"error": 0, "message": null, "cut": {…}}
     """
 
     key = CUT_KEY
@@ -242,7 +242,7 @@ class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
     """Reports the progress of a node's copies; then exposes transactions that have arrived completely everywhere.
 
     {"mirror": "paris", "offsets": {"orders": {0: 4711}}, "is_verified": false, "wait_ms": 1000, "is_readable": false}
-    answer: {"error": 0, "message": null, "reached": {"orders": {0: 4720}}, "waiting": [["orders", 0]]}
+    response: {"error": 0, "message": null, "reached": {"orders": {0: 4720}}, "waiting": [["orders", 0]]}
     """
 
     key = EXPOSE_KEY
@@ -256,7 +256,7 @@ class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
 class MirrorNotice(_MirrorApi[CommitNotice, Response]):
     """Notifies the owner of a mirror that clients on the sending node wait for a commit.
 
-    {"mirror": "paris"}     answer: {"error": 0, "message": null}
+    {"mirror": "paris"}     response: {"error": 0, "message": null}
     """
 
     key = NOTICE_KEY
@@ -272,7 +272,7 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
     """Returns everything but records from a node of a source, for a mirror of another cluster.
 
         {"topics": ["5cf0…"], "known": [[subscription id, topic id, partition, sequence], …]}
-        answer: {"error": 0, "message": null, "subscriptions": [{"name": …, …}],
+        response: {"error": 0, "message": null, "subscriptions": [{"name": …, …}],
         "queues": [[subscription id, topic id, partition, sequence, snapshot], …], "has_more": false}
         without topics: {"error": 0, "message": null, "mirrored": ["paris.orders"], "origins": {"orders": ["Q3k…"]}}
 
@@ -292,7 +292,7 @@ class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
     """Returns the schemas of a source, for a mirror of another cluster.
 
         {"since": 17, "offset": 0}
-        answer: {"error": 0, "message": null, "last": 18, "schemas": [{"id": 1, "subject": "orders-value", …}],
+        response: {"error": 0, "message": null, "last": 18, "schemas": [{"id": 1, "subject": "orders-value", …}],
         "settings": [{"subject": "orders-value", "config": {"compatibilityLevel": "FULL"}, "mode": null}],
         "has_more": false}
 
@@ -310,7 +310,7 @@ class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
 class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
     """Returns the high watermarks of a moment at which no transaction is half committed.
 
-        {"topics": ["orders"]}     answer: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}}}
+        {"topics": ["orders"]}     response: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}}}
 
     For that moment, all nodes hold back the decisions of transactions. REQUEST_TIMED_OUT if they take long to end.
     """
@@ -327,7 +327,7 @@ class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     """Holds back the decisions of transactions on a node, for the node that carries out MirrorBarrier.
 
         {"token": "9f…", "hold_ms": 2000}
-        answer: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]]}
+        response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]]}
 
     `shards` are the coordinators that the node runs, as partition and leader epoch. 0 ms lets decisions through again;
     `held` then says whether they were held until now.
@@ -344,7 +344,7 @@ class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
 class MirrorFence(_MirrorApi[FenceRequest, Response]):
     """Waits until a node refuses clients of topics, and has acknowledged what they wrote, for MirrorAdopt.
 
-        {"mirror": "paris", "topic_ids": ["5cf0…"], "cuts": {}}     answer: {"error": 0, "message": null}
+        {"mirror": "paris", "topic_ids": ["5cf0…"], "cuts": {}}     response: {"error": 0, "message": null}
 
     With cuts, it truncates those partitions there; NOT_LEADER_OR_FOLLOWER if it does not lead one. REQUEST_TIMED_OUT
     if records are not replicated in time.
@@ -364,7 +364,7 @@ class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):
 
         {"name": "paris", "address": "broker-1.berlin:9092", "settings": {"user": "mirror", "password": "…"},
         "save_to": ""}
-        answer: {"error": 0, "message": null, "removed": [{"topic": "orders", "partition": 0, "start": 4711,
+        response: {"error": 0, "message": null, "removed": [{"topic": "orders", "partition": 0, "start": 4711,
         "end": 4720}], "saved_to": "", "waited_ms": 350}
 
     The old source declares a mirror of the same name, drops what only it has, and copies the difference; this cluster
@@ -382,7 +382,7 @@ class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
     """Switches the direction of a mirror without loss.
 
         as MirrorReverse, with "timeout_ms": 60000
-        answer: as MirrorReverse, with "partitions": [{"topic": …, "partition": 0, "offset": 4720, …}]
+        response: as MirrorReverse, with "partitions": [{"topic": …, "partition": 0, "offset": 4720, …}]
 
     The source refuses writers, everything that it has is copied, then this cluster takes writers and the source
     follows. If that takes too long, the source keeps its role.
@@ -402,7 +402,7 @@ class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
 
         {"name": "paris", "step": "follow", "settings": {"from": "broker-1.berlin:9092"}, "cuts": {"orders": {0: 4711}},
         "topic_ids": ["5cf0…"], "save_to": "", "is_fenced": false}
-        answer: {"error": 0, "message": null, "ends": {}, "removed": [{…}]}
+        response: {"error": 0, "message": null, "ends": {}, "removed": [{…}]}
 
     `fence` refuses writers, waits until all decided transactions have ended, and returns the end of each partition and
     the ranges beyond the cuts that hold records. `follow` drops what is beyond the cuts and starts copying; with

@@ -17,7 +17,7 @@ offsets that the disk lost, each from `first` up to but without `next`, at most 
 whether a range is being fetched from other replicas. `behind` names replicas on other nodes that lack records of what
 this node leads, at most `BEHIND_MAX` of them. The value of a histogram's sample is `{"bounds": […], "cumulative": […],
 "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so that a node with very many partitions
-answers as quickly as any; `left_out` says whether there are more.
+responds as quickly as any; `left_out` says whether there are more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from millstream import __version__
 from millstream.broker.kafka.api import ClientInfo, encode_private, refuse_unless_described
-from millstream.broker.net.connection import Answer
+from millstream.broker.net.connection import EventualResponse
 from millstream.broker.replication.partition import ReplicaLag
 from millstream.core.clock import Clock
 from millstream.core.heap import resident_bytes
@@ -159,8 +159,8 @@ class NodeStatus:
         self._warnings = warnings
         self._samples_max = samples_max
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Answer at once."""
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
+        """Respond at once."""
         return refuse_unless_described(header, client) or encode_private(
             header, {"error": 0, "message": None, **self.snapshot()}
         )
@@ -184,7 +184,7 @@ class NodeStatus:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the document that the answer carries."""
+        """Return the document that the response carries."""
         node = self._node
         return {
             **self.health(),

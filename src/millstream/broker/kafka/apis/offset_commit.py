@@ -8,7 +8,7 @@ Members of consumer groups commit from 9 on (UNSUPPORTED_VERSION before), and se
 (STALE_MEMBER_EPOCH if it is one to come, or if the member did not have the partition in it).
 
 Decoded and encoded by hand, since consumers send it all the time. The offsets are appended before the frame is handled,
-and the reply is a promise that completes as soon as the log acknowledges them, so that it needs no task and no
+and the response is a promise that completes as soon as the log acknowledges them, so that it needs no task and no
 iteration of the loop, and requests behind it on the connection share its sync.
 """
 
@@ -24,10 +24,10 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.requests import CommitAnswer, CommitRequest, MemberRef, PartitionCommit
+from millstream.broker.groups.requests import CommitRequest, CommitResult, MemberRef, PartitionCommit
 from millstream.broker.kafka.api import ClientInfo, error_code
-from millstream.broker.net.connection import Answer
-from millstream.broker.net.reply import Buffers, Promise
+from millstream.broker.net.connection import EventualResponse
+from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, ProtocolViolation
@@ -67,7 +67,7 @@ class OffsetCommitCall(NamedTuple):
 
 
 class _Pending(Promise):
-    """A request whose reply waits for its offsets to be acknowledged."""
+    """A request whose response waits for its offsets to be acknowledged."""
 
     __slots__ = ("_header", "_names", "_refused", "_topics", "_valid")
 
@@ -86,20 +86,20 @@ class _Pending(Promise):
         self._valid = valid
         self._refused = refused
 
-    def release(self, answer: Deferred[CommitAnswer]) -> None:
-        """Reply to the client: the coordinator has answered."""
-        self.keep(self.refuse(answer.error) if answer.error is not None else self.accept(answer.result()))
+    def release(self, response: Deferred[CommitResult]) -> None:
+        """Respond to the client: the coordinator has responded."""
+        self.keep(self.refuse(response.error) if response.error is not None else self.accept(response.result()))
 
-    def accept(self, answer: CommitAnswer) -> Buffers:
-        """Return the reply for offsets that are kept, except for those with an error."""
-        for name, partitions in answer.items():
+    def accept(self, response: CommitResult) -> Buffers:
+        """Return the response for offsets that are kept, except for those with an error."""
+        for name, partitions in response.items():
             for partition, error in partitions.items():
                 if error is not None:
                     self._refused[name, partition] = error_code(error)
         return self.write()
 
     def refuse(self, error: MillstreamError) -> Buffers:
-        """Return the reply when no offset is kept."""
+        """Return the response when no offset is kept."""
         code = error_code(error)
         self._refused.update(
             {(name, commit.partition): code for name, commits in self._valid.items() for commit in commits}
@@ -107,7 +107,7 @@ class _Pending(Promise):
         return self.write()
 
     def write(self) -> Buffers:
-        """Encode the reply, in the order of the request."""
+        """Encode the response, in the order of the request."""
         header, refused = self._header, self._refused
         writer = Writer(flexible=header.flexible)
         if header.version >= _FIRST_WITH_THROTTLE:
@@ -138,7 +138,7 @@ class OffsetCommit:
         self._groups = groups
         self._topics = topics
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
         """Store the offsets of partitions that exist."""
         call = read(frame, header)
         names = [self._name_of(topic.topic) for topic in call.topics]

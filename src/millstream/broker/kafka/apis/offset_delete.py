@@ -38,10 +38,10 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
             indexes = [partition.partition_index for partition in topic.partitions]
             existing = [index for index in indexes if self._exists(topic.name, index)]
             unwanted.setdefault(topic.name, []).extend(existing)
-        answer = await self._groups.delete_offsets(request.group_id, unwanted)
+        response = await self._groups.delete_offsets(request.group_id, unwanted)
         codes = {
             (name, index): ErrorCode.none if error is None else error_code(error)
-            for name, partitions in answer.items()
+            for name, partitions in response.items()
             for index, error in partitions.items()
         }
         return OffsetDeleteResponse(

@@ -58,7 +58,7 @@ class GroupQuery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopicAnswer:
+class TopicResponse:
     """Offsets of one topic."""
 
     name: str
@@ -67,15 +67,15 @@ class TopicAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAnswer:
+class GroupResponse:
     """Offsets of one group, or why there are none."""
 
     group_id: str
-    topics: tuple[TopicAnswer, ...]
+    topics: tuple[TopicResponse, ...]
     code: ErrorCode = ErrorCode.none
 
 
-class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
+class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
     """Returns committed offsets."""
 
     key = 9
@@ -87,18 +87,18 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
         self._groups = groups
         self._topics = topics
 
-    async def handle(self, request: tuple[GroupQuery, ...], client: ClientInfo) -> tuple[GroupAnswer, ...]:
+    async def handle(self, request: tuple[GroupQuery, ...], client: ClientInfo) -> tuple[GroupResponse, ...]:
         if len(request) == 1:
             return (await self._fetch(request[0]),)
         return tuple(await asyncio.gather(*(self._fetch(query) for query in request)))
 
-    def refuse(self, query: GroupQuery, code: ErrorCode) -> GroupAnswer:
+    def refuse(self, query: GroupQuery, code: ErrorCode) -> GroupResponse:
         """Return an error for a group."""
         in_partitions = query.version < _FIRST_WITH_GROUP_ERROR
         topics = tuple(_refused(topic, code) for topic in query.topics or ()) if in_partitions else ()
-        return GroupAnswer(group_id=query.group_id, topics=topics, code=code)
+        return GroupResponse(group_id=query.group_id, topics=topics, code=code)
 
-    def refuse_topic(self, topic: TopicQuery, code: ErrorCode) -> TopicAnswer:
+    def refuse_topic(self, topic: TopicQuery, code: ErrorCode) -> TopicResponse:
         """Return an error for one topic of a group."""
         return _refused(topic, code)
 
@@ -117,24 +117,24 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
             for group in asked
         )
 
-    def downgrade(self, version: int, response: tuple[GroupAnswer, ...]) -> Any:
-        """Answer in the shape of the version."""
+    def downgrade(self, version: int, response: tuple[GroupResponse, ...]) -> Any:
+        """Respond in the shape of the version."""
         if version >= _FIRST_BY_ID:
-            return _answer_by_id(response)
+            return _response_by_id(response)
         if version >= _FIRST_WITH_MANY:
-            return reshape(_answer_by_name(response), load_response_class(self.key, version))
-        return reshape(_answer_single(response[0]), load_response_class(self.key, version))
+            return reshape(_response_by_name(response), load_response_class(self.key, version))
+        return reshape(_single_response(response[0]), load_response_class(self.key, version))
 
-    async def _fetch(self, query: GroupQuery) -> GroupAnswer:
+    async def _fetch(self, query: GroupQuery) -> GroupResponse:
         try:
             if query.topics is None:
                 fetched = await self._offsets(query, None)
-                return GroupAnswer(group_id=query.group_id, topics=self._all_topics(query.version, fetched))
-            return GroupAnswer(group_id=query.group_id, topics=await self._fetch_topics(query, query.topics))
+                return GroupResponse(group_id=query.group_id, topics=self._all_topics(query.version, fetched))
+            return GroupResponse(group_id=query.group_id, topics=await self._fetch_topics(query, query.topics))
         except MillstreamError as error:
             return self.refuse(query, error_code(error))
 
-    async def _fetch_topics(self, query: GroupQuery, asked: tuple[TopicQuery, ...]) -> tuple[TopicAnswer, ...]:
+    async def _fetch_topics(self, query: GroupQuery, asked: tuple[TopicQuery, ...]) -> tuple[TopicResponse, ...]:
         names = [self._name_of(query.version, topic) for topic in asked]
         wanted: dict[str, list[int]] = {}
         for name, topic in zip(names, asked, strict=True):
@@ -142,7 +142,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
                 wanted.setdefault(name, []).extend(topic.partitions)
         fetched = await self._offsets(query, wanted)
         return tuple(
-            _refused(topic, ErrorCode.unknown_topic_id) if name is None else _answered(topic, fetched[name])
+            _refused(topic, ErrorCode.unknown_topic_id) if name is None else _topic_response(topic, fetched[name])
             for name, topic in zip(names, asked, strict=True)
         )
 
@@ -155,8 +155,8 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
             require_stable=query.require_stable,
         )
 
-    def _all_topics(self, version: int, fetched: FetchedOffsets) -> tuple[TopicAnswer, ...]:
-        answers = []
+    def _all_topics(self, version: int, fetched: FetchedOffsets) -> tuple[TopicResponse, ...]:
+        responses = []
         for name, offsets in fetched.items():
             topic = self._topics.get(name)
             topic_id = None if topic is None else topic.topic_id
@@ -164,8 +164,8 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
                 # A topic without an id cannot be named any more.
                 continue
             query = TopicQuery(name=name, topic_id=topic_id, partitions=tuple(offsets))
-            answers.append(_answered(query, offsets))
-        return tuple(answers)
+            responses.append(_topic_response(query, offsets))
+        return tuple(responses)
 
     def _name_of(self, version: int, topic: TopicQuery) -> str | None:
         if version < _FIRST_BY_ID:
@@ -182,8 +182,8 @@ def _topic_query(topic: Any) -> TopicQuery:
     )
 
 
-def _answered(topic: TopicQuery, offsets: Any) -> TopicAnswer:
-    return TopicAnswer(
+def _topic_response(topic: TopicQuery, offsets: Any) -> TopicResponse:
+    return TopicResponse(
         name=topic.name,
         topic_id=topic.topic_id,
         partitions=tuple(_checked(index, offsets[index]) for index in topic.partitions),
@@ -196,15 +196,15 @@ def _checked(index: int, offset: FetchedOffset) -> tuple[int, FetchedOffset, Err
     return index, _NO_OFFSET, ErrorCode.unstable_offset_commit
 
 
-def _refused(topic: TopicQuery, code: ErrorCode) -> TopicAnswer:
-    return TopicAnswer(
+def _refused(topic: TopicQuery, code: ErrorCode) -> TopicResponse:
+    return TopicResponse(
         name=topic.name,
         topic_id=topic.topic_id,
         partitions=tuple((index, _NO_OFFSET, code) for index in topic.partitions),
     )
 
 
-def _answer_by_id(groups: tuple[GroupAnswer, ...]) -> by_id.OffsetFetchResponse:
+def _response_by_id(groups: tuple[GroupResponse, ...]) -> by_id.OffsetFetchResponse:
     return by_id.OffsetFetchResponse(
         throttle_time=NO_THROTTLE,
         groups=tuple(
@@ -224,7 +224,7 @@ def _answer_by_id(groups: tuple[GroupAnswer, ...]) -> by_id.OffsetFetchResponse:
     )
 
 
-def _answer_by_name(groups: tuple[GroupAnswer, ...]) -> by_name.OffsetFetchResponse:
+def _response_by_name(groups: tuple[GroupResponse, ...]) -> by_name.OffsetFetchResponse:
     return by_name.OffsetFetchResponse(
         throttle_time=NO_THROTTLE,
         groups=tuple(
@@ -244,7 +244,7 @@ def _answer_by_name(groups: tuple[GroupAnswer, ...]) -> by_name.OffsetFetchRespo
     )
 
 
-def _answer_single(group: GroupAnswer) -> single.OffsetFetchResponse:
+def _single_response(group: GroupResponse) -> single.OffsetFetchResponse:
     return single.OffsetFetchResponse(
         throttle_time=NO_THROTTLE,
         topics=tuple(
@@ -257,7 +257,7 @@ def _answer_single(group: GroupAnswer) -> single.OffsetFetchResponse:
     )
 
 
-def _partitions(kind: Any, topic: TopicAnswer) -> tuple[Any, ...]:
+def _partitions(kind: Any, topic: TopicResponse) -> tuple[Any, ...]:
     """Return the partitions of a topic as the class of one version, which all have the same fields."""
     return tuple(
         kind(

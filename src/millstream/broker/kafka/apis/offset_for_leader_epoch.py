@@ -37,13 +37,14 @@ class OffsetForLeaderEpoch(Api[OffsetForLeaderEpochRequest, OffsetForLeaderEpoch
     async def handle(self, request: OffsetForLeaderEpochRequest, client: ClientInfo) -> OffsetForLeaderEpochResponse:
         topics = tuple(
             OffsetForLeaderTopicResult(
-                topic=topic.topic, partitions=tuple(self._answer(topic.topic, wanted) for wanted in topic.partitions)
+                topic=topic.topic,
+                partitions=tuple(self._partition_result(topic.topic, wanted) for wanted in topic.partitions),
             )
             for topic in request.topics
         )
         return OffsetForLeaderEpochResponse(throttle_time=NO_THROTTLE, topics=topics)
 
-    def _answer(self, topic: str, wanted: OffsetForLeaderPartition) -> EpochEndOffset:
+    def _partition_result(self, topic: str, wanted: OffsetForLeaderPartition) -> EpochEndOffset:
         try:
             partition = self._topics.partition(topic, wanted.partition)
             partition.check_leader_epoch(wanted.current_leader_epoch)

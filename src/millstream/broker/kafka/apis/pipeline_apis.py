@@ -95,7 +95,7 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
 
         {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "wanted": true,
         "validate_only": false}
-        answer: {"error": 0, "message": null, "pipeline_id": "…", "notes": ["There is no topic 'orders' yet; …"]}
+        response: {"error": 0, "message": null, "pipeline_id": "…", "notes": ["There is no topic 'orders' yet; …"]}
 
     A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md; rules are written as in
     RuleChange. Notes are what its owner should know, and no reason to refuse it.
@@ -131,7 +131,7 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
     """Changes, starts, stops or parks a pipeline.
 
         {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "wanted": true, "parked": null}
-        answer: {"error": 0, "message": null, "notes": []}
+        response: {"error": 0, "message": null, "notes": []}
 
     A setting of null is reset to its default. `wanted` starts or stops it; null changes nothing. `parked` is the reason
     why it is no longer run; null changes nothing. A parked pipeline runs again when it is started, or when its settings
@@ -171,7 +171,7 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
 class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
     """Deletes a pipeline.
 
-        {"name": "land-orders"}     answer: {"error": 0, "message": null}
+        {"name": "land-orders"}     response: {"error": 0, "message": null}
 
     Its rules are deleted with it; its tables stay. An unknown name is RESOURCE_NOT_FOUND.
     """
@@ -195,7 +195,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
     """Lists pipelines and their progress.
 
         {"names": ["land-orders"]}, or null for all
-        answer: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,
+        response: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,
         "settings": {…}, "overrides": {…}, "wanted": true, "parked": "", "created_ms": …, "version": …,
         "owner": "User:alice", "rules": [{…}], "lag": …, "report": {"state": "running", "rows": …, "rows_per_s": …,
         "lag": …, "batches": …, "restarts": …, "last_error": "", "last_error_ms": 0, "failing_ms": 0, "counts": {…},
@@ -253,7 +253,7 @@ class PipelineLanded(PrivateApi[Landed, Response]):
 
         {"pipeline_id": "…", "lake": "", "format": "delta",
          "topics": [{"topic_id": "…", "offsets": {"0": 1200, "1": 900}}]}
-        answer: {"error": 0, "message": null}
+        response: {"error": 0, "message": null}
 
     The driver sends it to all nodes after each batch, with the lake and the format that the pipeline is declared with.
     A topic with `retention.until.landed` keeps what follows.
@@ -280,7 +280,7 @@ class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
 
         {"name": "director", "put": [{"name": "large", "topic": "orders", "targets": ["large-orders"],
         "condition": "payload.total > 1000", "subscription": ""}], "delete": ["small"]}
-        answer: {"error": 0, "message": null, "rules": 17, "notes": []}
+        response: {"error": 0, "message": null, "rules": 17, "notes": []}
 
     Rules replace those with the same names. All changes are made, or none. A rule that uses the filter of a
     subscription names it instead of a condition. An invalid condition is refused with the position of the error.
@@ -319,7 +319,7 @@ class PipelineRuns(_JobRequest[JobRuns, JobRunsResponse]):
     """Lists the last runs of a job, the latest first; every node knows them.
 
     {"name": "nightly", "limit": 20}
-    answer: {"error": 0, "message": null, "runs": [{"run": 7, "state": "succeeded", "scheduled_ms": …,
+    response: {"error": 0, "message": null, "runs": [{"run": 7, "state": "succeeded", "scheduled_ms": …,
     "started_ms": …, "ended_ms": …, "attempt": 1, "node": 1, "code_hash": "…", "version": 3, "error": "",
     "progress": {"written": 1200}}]}
     """
@@ -341,9 +341,9 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
     """Returns the end of a job run's output.
 
         {"name": "nightly", "run": 7, "bytes_max": 262144}, or run 0 for the last one
-        answer: {"error": 0, "message": null, "run": 7, "text": "…", "is_cut": false}
+        response: {"error": 0, "message": null, "run": 7, "text": "…", "is_cut": false}
 
-    The node that ran it has the text; others answer with run 0.
+    The node that ran it has the text; others respond with run 0.
     """
 
     key = RUN_LOG_KEY
@@ -369,7 +369,7 @@ LOG_BYTES_MAX = 1024 * 1024
 class PipelineRequestRun(_JobRequest[JobName, Response]):
     """Requests a run of a job now; if one is running, the new one follows it.
 
-    {"name": "nightly"}     answer: {"error": 0, "message": null}
+    {"name": "nightly"}     response: {"error": 0, "message": null}
     """
 
     key = REQUEST_RUN_KEY
@@ -390,9 +390,9 @@ class PipelineRequestRun(_JobRequest[JobName, Response]):
 class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
     """Cancels the run of a job that is in progress; it is not retried, and its schedule continues.
 
-        {"name": "nightly"}     answer: {"error": 0, "message": null, "run": 7}
+        {"name": "nightly"}     response: {"error": 0, "message": null, "run": 7}
 
-    Only the node that runs it can; others answer with run 0, so a client asks all nodes.
+    Only the node that runs it can; others respond with run 0, so a client asks all nodes.
     """
 
     key = CANCEL_RUN_KEY

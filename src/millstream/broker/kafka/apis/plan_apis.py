@@ -66,7 +66,7 @@ class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
 
         {"kind": "drain", "subject": "2", "moves": [{"topic": "orders", "topic_id": "…", "partition": 0,
         "before": [1, 2], "target": [1, 3], "size_bytes": 1048576}], "throttle_bytes": 33554432}
-        answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "proposed", …}
+        response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "proposed", …}
 
     It replaces the last plan, which must have ended. A partition that was moved since is INVALID_REQUEST.
     """
@@ -85,7 +85,7 @@ class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
     """Lets the controller carry out a plan, or changes the speed of a running one.
 
     {"plan_id": "1f0c2a3b", "throttle_bytes": null}
-    answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "running", …}
+    response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "running", …}
     """
 
     key = APPLY_KEY
@@ -99,7 +99,7 @@ class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
 class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
     """Stops a plan: moves under way go back, completed ones stay.
 
-    {"plan_id": "1f0c2a3b"}     answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "cancelling", …}
+    {"plan_id": "1f0c2a3b"}     response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "cancelling", …}
     """
 
     key = CANCEL_KEY
@@ -113,7 +113,7 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
 class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
     """Returns the last plan, what became of each move, the drained nodes, and the machines and racks of nodes.
 
-    {}     answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "kind": "drain", "subject": "2",
+    {}     response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "kind": "drain", "subject": "2",
     "state": "running", "throttle_bytes": 33554432, "created_ms": 1780000000000, "finished_ms": 0,
     "moves": [{…, "state": "moving"}], "drained": [2], "machines": {"1": 1, "1001": 1},
     "racks": {"1": "a", "1001": "a"}}
@@ -139,7 +139,7 @@ class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
 class NodeUndrain(_PlanApi[UndrainRequest, Response]):
     """Lets a drained node get leaders and replicas again.
 
-    {"node": 2}     answer: {"error": 0, "message": null}
+    {"node": 2}     response: {"error": 0, "message": null}
     """
 
     key = UNDRAIN_KEY

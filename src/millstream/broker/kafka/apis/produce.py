@@ -1,11 +1,11 @@
-"""Produce (key 0), versions 3 to 13: appends batches, and answers once they are as durable as requested.
+"""Produce (key 0), versions 3 to 13: appends batches, and responds once they are as durable as requested.
 
 Versions 0 to 2 are advertised for old librdkafka, which needs to see them, and refused.
 
 Decoded by hand, since this is the hot path: the batches are patched and written to disk straight from the frame they
 arrived in. All partitions of a request are appended before the first await, in the order of the request, so requests of
-one connection are appended in the order they were sent, and the reply is a promise that completes once every partition
-is acknowledged as `acks` and the topic's `flush` require.
+one connection are appended in the order they were sent, and the response is a promise that completes once every
+partition is acknowledged as `acks` and the topic's `flush` require.
 
 A batch that starts a transaction on a partition is appended once the coordinator of the transaction knows of it
 (`Opening`); the connection waits meanwhile. Later batches of the transaction are appended like any other.
@@ -23,7 +23,7 @@ begins a new epoch and sends batches for other partitions again whose responses 
 
 Version notes: 7 is the first that may send zstd, 8 adds the error message and the records to blame, 9 is flexible, 10
 adds the current leader (a tag we leave out), 11 knows TRANSACTION_ABORTABLE, from 12 on a partition is added to the
-transaction by writing to it, 13 names topics by id. With `acks=0` there is no reply; an error then closes the
+transaction by writing to it, 13 names topics by id. With `acks=0` there is no response; an error then closes the
 connection, as in Kafka.
 """
 
@@ -43,8 +43,8 @@ from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.append import check_records, is_expensive_to_check
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.log.transactions import Guard
-from millstream.broker.net.connection import Answer
-from millstream.broker.net.reply import Buffers, Promise, Reply
+from millstream.broker.net.connection import EventualResponse
+from millstream.broker.net.response import Buffers, EncodedResponse, Promise
 from millstream.broker.replication.acknowledgement import TransactionGate
 from millstream.broker.replication.partition import Partition
 from millstream.broker.schemas.rules import SchemaRules
@@ -105,7 +105,7 @@ REFUSED_PRODUCERS_MAX: Final = 1000
 
 _SEQUENCE_MASK: Final = 0x7FFFFFFF
 _PRODUCER: Final = struct.Struct(">qh")
-_Answers = dict[TopicPartition, MillstreamError | None]
+_PartitionErrors = dict[TopicPartition, MillstreamError | None]
 
 
 def is_open(topics: Topics, request: Request) -> bool:
@@ -195,9 +195,9 @@ class Opening:
 
     async def ask(self, gate: TransactionGate) -> None:
         """Ask the coordinator; portions that it does not admit have failed on return."""
-        answers = await self._answers(gate)
+        errors = await self._admission_errors(gate)
         for beginning in self._beginnings:
-            error = answers.get(beginning.partition.log.partition)
+            error = errors.get(beginning.partition.log.partition)
             if error is None:
                 self._admit(beginning)
             else:
@@ -214,16 +214,16 @@ class Opening:
         if guard is not None:
             self.guards[beginning.portion] = guard
 
-    async def _answers(self, gate: TransactionGate) -> _Answers:
+    async def _admission_errors(self, gate: TransactionGate) -> _PartitionErrors:
         for attempt in range(OPENING_RETRIES_MAX + 1):
-            answers = await self._ask_once(gate)
-            is_busy = any(isinstance(error, ConcurrentTransactions) for error in answers.values())
+            errors = await self._ask_once(gate)
+            is_busy = any(isinstance(error, ConcurrentTransactions) for error in errors.values())
             if not is_busy or self._version < FIRST_THAT_ADDS or attempt == OPENING_RETRIES_MAX:
                 break
             await asyncio.sleep(OPENING_RETRY_S)
-        return answers
+        return errors
 
-    async def _ask_once(self, gate: TransactionGate) -> _Answers:
+    async def _ask_once(self, gate: TransactionGate) -> _PartitionErrors:
         partitions = [beginning.partition.log.partition for beginning in self._beginnings]
         add = self._version >= FIRST_THAT_ADDS
         try:
@@ -231,7 +231,7 @@ class Opening:
                 named = self._request.transactional_id or ""
                 return dict(await gate.admit(named, *self._producer, partitions, add=add))
         except TimeoutError:
-            return dict.fromkeys(partitions, RequestTimedOut(f"no answer within {OPENING_TIMEOUT_S:g} s"))
+            return dict.fromkeys(partitions, RequestTimedOut(f"no response within {OPENING_TIMEOUT_S:g} s"))
         except MillstreamError as error:
             return dict.fromkeys(partitions, error)
 
@@ -284,7 +284,7 @@ _NO_TRANSACTION = "the record batch belongs to a transaction, but the request na
 
 
 class _Waiting:
-    """A partition of a request whose reply waits for it to be acknowledged."""
+    """A partition of a request whose response waits for it to be acknowledged."""
 
     __slots__ = ("is_finished", "partition", "pending", "portion")
 
@@ -306,7 +306,7 @@ class _Waiting:
 
 
 class _Pending(Promise):
-    """A request whose reply waits for acknowledgements."""
+    """A request whose response waits for acknowledgements."""
 
     __slots__ = ("_produce", "client", "deadline", "header", "portions", "throttle_ms", "unacknowledged", "waiting")
 
@@ -327,7 +327,7 @@ class _Pending(Promise):
         """Record that a partition is acknowledged, or never will be."""
         self.unacknowledged -= 1
         if not self.unacknowledged:
-            self._produce.send_reply(self)
+            self._produce.respond(self)
 
     def time_out(self) -> list[Partition]:
         """Fail every partition that is still unacknowledged with a timeout; return them."""
@@ -339,7 +339,7 @@ class _Pending(Promise):
 
 
 class Produce:
-    """Appends batches, and answers once they are as durable as requested."""
+    """Appends batches, and responds once they are as durable as requested."""
 
     key = 0
     versions = (0, 13)
@@ -364,8 +364,8 @@ class Produce:
         yield gauge("millstream_produce_waiting", "Produce requests that wait for acknowledgement.", len(self._pending))
         yield counter("millstream_batches_rejected_total", "Batches that were not stored.", self.batches_rejected)
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Append everything in the frame; the answer is ready, promised, or none."""
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
+        """Append everything in the frame; the response is ready, promised, or none."""
         if header.version < FIRST_SERVED:
             raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
         request = read(frame, header)
@@ -381,7 +381,7 @@ class Produce:
         if opening or heavy or ruled:
             request.keep_records()
             return self._prepare(header, request, client, opening or None, heavy, ruled, len(frame))
-        return self._answer(header, request, client, len(frame), None)
+        return self._respond(header, request, client, len(frame), None)
 
     def _authorize(self, request: Request, rights: Rights) -> None:
         """Refuse what the client may not write: a whole transaction, or single topics."""
@@ -408,7 +408,7 @@ class Produce:
         heavy: list[Portion],
         ruled: list[Portion],
         size: int,
-    ) -> Reply | None:
+    ) -> EncodedResponse | None:
         """Check heavy batches in a thread and schemas in a child, and ask the coordinator, before any is appended."""
         for portion in heavy:
             try:
@@ -427,8 +427,8 @@ class Produce:
                 self._reject(portion, error)
         if opening is not None and self._gate is not None:
             await opening.ask(self._gate)
-        answer = self._answer(header, request, client, size, None if opening is None else opening.guards)
-        return await answer if isinstance(answer, Promise) else answer
+        response = self._respond(header, request, client, size, None if opening is None else opening.guards)
+        return await response if isinstance(response, Promise) else response
 
     def _is_heavy(self, portion: Portion) -> bool:
         """Whether checking the records, if the topic requires it, would block the loop."""
@@ -455,7 +455,7 @@ class Produce:
             return False
         return not self._rules.conforms(portion.records, settings)
 
-    def _answer(
+    def _respond(
         self,
         header: RequestHeader,
         request: Request,
@@ -484,7 +484,7 @@ class Produce:
         client.produced_bytes += size
         throttle_ms = self._quota.charge(client, size) if self._quota.is_limiting else 0
         if request.acks == ACKS_NONE:
-            _check_unanswered(request.portions)
+            _check_acks_0(request.portions)
             return None
         if not waiting:
             return write(header, request.portions, throttle_ms)
@@ -523,7 +523,7 @@ class Produce:
             check_declared_size(codec, records[HEADER_BYTES:])
         appended = portion.appended = partition.write(records, acks=acks, guard=guard, is_checked=portion.is_checked)
         is_acknowledged = partition.is_acknowledged(appended, acks)
-        # The memory belongs to the next request once this one is answered or promised.
+        # The memory belongs to the next request once the response to this one is sent or promised.
         portion.records = None if is_acknowledged else memoryview(bytes(records[:HEADER_BYTES]))
         return None if is_acknowledged else partition
 
@@ -581,15 +581,15 @@ class Produce:
         if self._sweep is None:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
-    def send_reply(self, pending: _Pending) -> None:
-        """Answer a request that no longer waits."""
+    def respond(self, pending: _Pending) -> None:
+        """Respond to a request that no longer waits."""
         del self._pending[pending]
         # Breaks the reference cycle with the request, so that both are freed without the garbage collector.
         pending.waiting.clear()
         pending.keep(write(pending.header, pending.portions, pending.throttle_ms))
 
     def _time_out(self) -> None:
-        """Answer requests that exceed their timeout; their records may still become durable."""
+        """Respond to requests that exceed their timeout; their records may still become durable."""
         self._sweep = None
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -597,7 +597,7 @@ class Produce:
         for pending in tuple(self._pending):
             if pending.deadline <= now:
                 timed_out.update(dict.fromkeys(pending.time_out()))
-                self.send_reply(pending)
+                self.respond(pending)
         for partition in timed_out:
             partition.discard_finished()
         if self._pending:
@@ -667,8 +667,8 @@ def _client_error(error: CorruptBatch, records: memoryview | None) -> Millstream
     return error
 
 
-def _check_unanswered(portions: list[Portion]) -> None:
+def _check_acks_0(portions: list[Portion]) -> None:
     for portion in portions:
         if portion.code is not ErrorCode.none:
-            # No reply could carry the error, so the connection is closed.
+            # No response could carry the error, so the connection is closed.
             raise ProtocolViolation(f"produce with acks=0 failed: {portion.message}")

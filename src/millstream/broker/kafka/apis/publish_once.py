@@ -1,7 +1,7 @@
 """PublishOnce (key 32038), version 0: stores messages that are not stored yet, by their ids.
 
     [topic, partition, one record batch, window ms or nil, timeout ms]
-    answer, when they are acknowledged by all:
+    response, when they are acknowledged by all:
     [error, message, for each record [offset, timestamp ms, is new], throttle ms]
 
 Every record has a `message-id` header. A message whose id was stored in the partition within the window, by any client,
@@ -32,7 +32,7 @@ from millstream.core.errors import InvalidBatch, InvalidRequest, InvalidTopicNam
 from millstream.core.ids import Offset
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.topic import Topic
-from millstream.protocol.private.publish_once import PUBLISH_ONCE_KEY, PublishOnceAnswer, PublishOnceRequest
+from millstream.protocol.private.publish_once import PUBLISH_ONCE_KEY, PublishOnceRequest, PublishOnceResponse
 from millstream.protocol.records.batch import check_crc, read_header
 from millstream.protocol.records.record import NewRecord, Record, decode_batch, encode_batch
 
@@ -45,7 +45,7 @@ COUNT_EVERY: Final = 64
 _ACKS_ALL: Final = -1
 
 
-class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
+class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
     """Stores messages that are not stored yet."""
 
     key = PUBLISH_ONCE_KEY
@@ -81,20 +81,20 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
     async def needs(self, request: PublishOnceRequest) -> Sequence[Need]:
         return [(Operation.WRITE, ResourceType.TOPIC, request.topic)]
 
-    async def handle_from(self, client: ClientInfo, request: PublishOnceRequest) -> PublishOnceAnswer:
+    async def handle_from(self, client: ClientInfo, request: PublishOnceRequest) -> PublishOnceResponse:
         """Store new messages, unless the client is over its quota."""
         owed_ms = self._quota.owed_ms(client)
         if owed_ms:
             message = f"client {client.client_id!r} exceeds its {self._quota.key}; wait for {owed_ms} ms"
-            return PublishOnceAnswer(int(ErrorCode.throttling_quota_exceeded), message, [], owed_ms)
+            return PublishOnceResponse(int(ErrorCode.throttling_quota_exceeded), message, [], owed_ms)
         client.produce_requests += 1
         client.produced_bytes += len(request.batch)
         if self._quota.is_limiting:
             self._quota.take(client, len(request.batch))
         return await self.handle(request)
 
-    async def handle(self, request: PublishOnceRequest) -> PublishOnceAnswer:
-        """Store new messages; answer once they and their duplicates are acknowledged."""
+    async def handle(self, request: PublishOnceRequest) -> PublishOnceResponse:
+        """Store new messages; respond once they and their duplicates are acknowledged."""
         partition = self._topics.partition(request.topic, request.partition)
         if partition.topic.is_internal:
             raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
@@ -112,7 +112,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
         except TimeoutError:
             raise RequestTimedOut("the messages were not acknowledged in time; publish them again") from None
         self.duplicates += sum(not is_new for _, _, is_new in results)
-        return PublishOnceAnswer(0, None, results)
+        return PublishOnceResponse(0, None, results)
 
     async def _publish(
         self, partition: Partition, records: Sequence[Record], batch: bytes, window_ms: int

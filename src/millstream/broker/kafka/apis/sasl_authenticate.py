@@ -1,6 +1,6 @@
 """SaslAuthenticate (key 36), versions 0 to 2: carries one message of the mechanism that SaslHandshake selected.
 
-A failure is answered with SASL_AUTHENTICATION_FAILED, after a pause that grows with the number of earlier failures, and
+A failure gets SASL_AUTHENTICATION_FAILED, after a pause that grows with the number of earlier failures, and
 the connection is closed. Without a handshake, the response is ILLEGAL_SASL_STATE in a session, and closes a
 connection that has none.
 

@@ -68,7 +68,7 @@ SCHEMAS_CHARACTERS_MAX: Final = 16 * 1024 * 1024
 
 T = TypeVar("T")
 RequestT = TypeVar("RequestT")
-AnswerT = TypeVar("AnswerT", bound=RegistryResponse)
+RegistryResponseT = TypeVar("RegistryResponseT", bound=RegistryResponse)
 
 
 def subject_need(operation: Operation, subject: str) -> Need:
@@ -83,22 +83,22 @@ def may_describe(rights: Rights, subject: str) -> bool:
     return rights.topic(Operation.DESCRIBE, subject_topic(subject))
 
 
-class RegistryApi(PrivateApi[RequestT, AnswerT]):
+class RegistryApi(PrivateApi[RequestT, RegistryResponseT]):
     """A request to the registry; a refusal carries the registry's own code."""
 
     def __init__(self, registry: SchemaRegistry) -> None:
         self._registry = registry
 
-    async def handle(self, request: RequestT) -> AnswerT:
-        """Answer, also with the registry's refusal."""
+    async def handle(self, request: RequestT) -> RegistryResponseT:
+        """Respond, also with the registry's refusal."""
         try:
-            return await self.answer(request)
+            return await self.respond(request)
         except SchemaRegistryError as error:
-            refused: AnswerT = self.response_type(code=error.code, message=str(error))
+            refused: RegistryResponseT = self.response_type(code=error.code, message=str(error))
             return refused
 
     @abstractmethod
-    async def answer(self, request: RequestT) -> AnswerT:
+    async def respond(self, request: RequestT) -> RegistryResponseT:
         """Carry out a request."""
 
     async def needs_on(
@@ -107,7 +107,7 @@ class RegistryApi(PrivateApi[RequestT, AnswerT]):
         """Return the permissions for a request about a subject, or its alias target; DESCRIBE on references."""
         qualified = QualifiedSubject.parse(subject)
         if not self._registry.versions(qualified):
-            # The answer will look in the catalog, too, where the subject may have become an alias.
+            # The response will look in the catalog, too, where the subject may have become an alias.
             with suppress(CatalogUnavailable):
                 await self._registry.load()
         names = self._registry.names_of(qualified)
@@ -167,7 +167,7 @@ class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
 
         {"subject": "orders-value", "schema": "…", "schema_type": "AVRO", "references": [["name", "subject", 1], …],
         "metadata": {…}, "rule_set": {…}, "normalize": false, "id": null, "version": null}
-        answer: {"error": 0, "message": null, "code": 0, "schema": {"id": 1, "guid": "…", "subject": …, "version": 1,
+        response: {"error": 0, "message": null, "code": 0, "schema": {"id": 1, "guid": "…", "subject": …, "version": 1,
         …}}
 
     A schema that a version of the subject has already is not registered again, unless its `version` is given, which is
@@ -183,7 +183,7 @@ class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
         """WRITE on the subject's topic, since producers register what they write with; DESCRIBE on its references'."""
         return await self.needs_on(Operation.WRITE, request.subject, references_of(request))
 
-    async def answer(self, request: RegisterSchema) -> SchemaResponse:
+    async def respond(self, request: RegisterSchema) -> SchemaResponse:
         """Register it durably."""
         new = new_schema(request, schema_id=request.id, version=request.version)
         version = await self._registry.register(QualifiedSubject.parse(request.subject), new)
@@ -194,7 +194,7 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
     """Finds the version of a subject that has a schema.
 
         {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "deleted": false, "format": ""}
-        answer: {"error": 0, "message": null, "code": 0, "schema": {"id": 1, "guid": "…", "subject": …, "version": 1,
+        response: {"error": 0, "message": null, "code": 0, "schema": {"id": 1, "guid": "…", "subject": …, "version": 1,
         …}}
 
     A refusal has Confluent's code: 40401 for an unknown subject, 40403 if none of its versions has the schema.
@@ -207,7 +207,7 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
         """DESCRIBE on the topics of the subject and of the references."""
         return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
-    async def answer(self, request: LookupSchema) -> SchemaResponse:
+    async def respond(self, request: LookupSchema) -> SchemaResponse:
         """Find the newest version with this content."""
         subject = QualifiedSubject.parse(request.subject)
         version = await self._registry.lookup(subject, new_schema(request), deleted=request.deleted)
@@ -218,7 +218,7 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
     """Checks whether a schema is compatible with a subject.
 
         {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "version": "latest", "compiled": false}
-        answer: {"error": 0, "message": null, "code": 0, "reasons": ["{errorType:…}", …], "compiled": "…"}
+        response: {"error": 0, "message": null, "code": 0, "reasons": ["{errorType:…}", …], "compiled": "…"}
 
     Without a version, the schema is checked against those that the subject's level covers. It is compatible if there
     are no reasons against it. `compiled` asks for the schema as codecs need it, to try it on stored messages.
@@ -231,7 +231,7 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
         """DESCRIBE on the topics of the subject and of the references."""
         return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
-    async def answer(self, request: CheckSchema) -> CheckResponse:
+    async def respond(self, request: CheckSchema) -> CheckResponse:
         """Decide, without registering anything."""
         subject = QualifiedSubject.parse(request.subject)
         new = new_schema(request)
@@ -247,7 +247,7 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
     """Returns a schema by its id or guid, and which versions have it.
 
         {"id": 1, "guid": "", "subject": "", "format": "", "deleted": false}
-        answer: {"error": 0, "message": null, "code": 0, "schema": {…}, "uses": [["orders-value", 1], …],
+        response: {"error": 0, "message": null, "code": 0, "schema": {…}, "uses": [["orders-value", 1], …],
         "ids": [[".", 1], …], "max_id": 7}
 
     The subject says in which context the id is; without one it is the default context. `format` is `serialized` for the
@@ -272,7 +272,7 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
             return SchemaResponse(code=RegistryCode.SCHEMA_NOT_FOUND, message=f"Schema {missing} not found")
         return msgspec.structs.replace(response, uses=[use for use in response.uses if may_describe(rights, use[0])])
 
-    async def answer(self, request: GetSchema) -> SchemaResponse:
+    async def respond(self, request: GetSchema) -> SchemaResponse:
         """Describe a schema."""
         if request.guid:
             found = await self._registry.find_by_guid(request.guid)
@@ -292,7 +292,7 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
 
         {"prefix": "", "deleted": false, "deleted_only": false, "schemas": false, "latest_only": false,
         "offset": 0, "limit": -1}
-        answer: {"error": 0, "message": null, "code": 0, "subjects": ["orders-value", …], "schemas": [{…}, …],
+        response: {"error": 0, "message": null, "code": 0, "subjects": ["orders-value", …], "schemas": [{…}, …],
         "contexts": [".", …]}
 
     Schemas are returned without the names of their subjects, and not more than fit into a response. A prefix
@@ -316,7 +316,7 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
             contexts=sorted({".", *(QualifiedSubject.parse(subject).context for subject in visible)}),
         )
 
-    async def answer(self, request: ListSubjects) -> SubjectsResponse:
+    async def respond(self, request: ListSubjects) -> SubjectsResponse:
         """List what starts with the prefix."""
         listed: list[SubjectVersion] = []
         subjects: list[str] = []
@@ -362,7 +362,7 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
 
         {"subject": "orders-value", "version": "latest", "deleted": false, "deleted_only": false, "format": "",
         "metadata": null}
-        answer: {"error": 0, "message": null, "code": 0, "versions": [1, 2], "schema": {…}, "referrers": [3]}
+        response: {"error": 0, "message": null, "code": 0, "versions": [1, 2], "schema": {…}, "referrers": [3]}
 
     Without a version, the numbers of all are returned; with one, its schema and the ids of the schemas that refer to
     it. `metadata` asks for the latest version that has these properties.
@@ -375,7 +375,7 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
         """DESCRIBE on the subject's topic."""
         return await self.needs_on(Operation.DESCRIBE, request.subject)
 
-    async def answer(self, request: GetSubject) -> SubjectResponse:
+    async def respond(self, request: GetSubject) -> SubjectResponse:
         """Describe a subject."""
         subject = QualifiedSubject.parse(request.subject)
         if request.metadata is not None:
@@ -405,7 +405,7 @@ class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
     """Deletes a subject or one of its versions.
 
         {"subject": "orders-value", "version": null, "permanent": false}
-        answer: {"error": 0, "message": null, "code": 0, "versions": [1, 2]}
+        response: {"error": 0, "message": null, "code": 0, "versions": [1, 2]}
 
     A deleted version is hidden, but its id still returns its schema. Permanent deletion is for versions that are
     deleted already. What other schemas refer to is not deleted.
@@ -418,7 +418,7 @@ class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
         """DELETE on the subject's topic."""
         return await self.needs_on(Operation.DELETE, request.subject)
 
-    async def answer(self, request: DeleteSubject) -> DeletedResponse:
+    async def respond(self, request: DeleteSubject) -> DeletedResponse:
         """Delete durably."""
         subject, permanent = QualifiedSubject.parse(request.subject), request.permanent
         if request.version is None:
@@ -431,7 +431,7 @@ class SchemaSettings(RegistryApi[GetSettings, SettingsResponse]):
     """Returns configuration and mode of a subject or context.
 
         {"subject": "", "default_to_global": false}
-        answer: {"error": 0, "message": null, "code": 0, "config": {"compatibilityLevel": "BACKWARD"},
+        response: {"error": 0, "message": null, "code": 0, "config": {"compatibilityLevel": "BACKWARD"},
         "mode": "READWRITE"}
 
     An empty subject is the default context, `:.name:` another one. Of a subject, only what was set for itself is
@@ -445,7 +445,7 @@ class SchemaSettings(RegistryApi[GetSettings, SettingsResponse]):
         """DESCRIBE_CONFIGS on the subject's topic, or on the cluster for a context."""
         return [subject_need(Operation.DESCRIBE_CONFIGS, request.subject)]
 
-    async def answer(self, request: GetSettings) -> SettingsResponse:
+    async def respond(self, request: GetSettings) -> SettingsResponse:
         """Describe what is set."""
         subject = QualifiedSubject.parse(request.subject)
         if request.default_to_global or not subject.name:
@@ -459,7 +459,7 @@ class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
 
         {"subject": "orders-value", "config": {"compatibilityLevel": "FULL"}, "mode": null, "reset_config": false,
         "reset_mode": false, "force": false}
-        answer: {"error": 0, "message": null, "code": 0, "config": {…}, "mode": null}, which was set before
+        response: {"error": 0, "message": null, "code": 0, "config": {…}, "mode": null}, which was set before
 
     IMPORT mode is for subjects and contexts without schemas, unless `force` is given; deleted versions are then deleted
     permanently.
@@ -478,7 +478,7 @@ class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
             needs.append(subject_need(Operation.DELETE, request.subject))
         return needs
 
-    async def answer(self, request: Configure) -> SettingsResponse:
+    async def respond(self, request: Configure) -> SettingsResponse:
         """Store what is set from now on."""
         subject = QualifiedSubject.parse(request.subject)
         before = self._registry.settings(subject)

@@ -52,12 +52,12 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
 
         {"owner": "", "lasts_ms": 2592000000,
         "scope": [{"operation": "read", "type": "topic", "name": "orders", "pattern": "literal"}]}
-        answer: {"error": 0, "message": null, "token_id": "mst_…", "token": "mst_….…", "owner": "User:alice",
+        response: {"error": 0, "message": null, "token_id": "mst_…", "token": "mst_….…", "owner": "User:alice",
         "expires_ms": 1790000000000}
 
     Without an owner it is the client's own; one for another principal needs ALTER on the cluster. An empty scope is all
     that the owner may do. A token that is created with another one may do no more, and lasts no longer, than that one.
-    The token itself is in this answer only.
+    The token itself is in this response only.
     """
 
     key = CREATE_TOKEN_KEY
@@ -113,7 +113,7 @@ def _owner(request: NewToken, rights: Rights) -> str:
 class TokenList(PrivateApi[Nothing, ListTokensResponse]):
     """Lists API tokens.
 
-        {}     answer: {"error": 0, "message": null, "tokens": [{"token_id": "mst_…", "owner": "User:alice",
+        {}     response: {"error": 0, "message": null, "tokens": [{"token_id": "mst_…", "owner": "User:alice",
         "scope": [], "parent": "", "created_ms": 1780000000000, "expires_ms": 1790000000000}]}
 
     A client sees its own, and with DESCRIBE on the cluster those of everyone. Secrets are not kept, so they are not
@@ -148,7 +148,7 @@ class TokenList(PrivateApi[Nothing, ListTokensResponse]):
 class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
     """Revokes an API token.
 
-        {"token_id": "mst_…"}     answer: {"error": 0, "message": null}
+        {"token_id": "mst_…"}     response: {"error": 0, "message": null}
 
     Those that were created with it are revoked too, and their connections are closed. One's own needs nothing,
     another's ALTER on the cluster. An unknown id, and one that the client may not know of, is RESOURCE_NOT_FOUND.
@@ -189,10 +189,10 @@ class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
     """Lists the secrets in the catalog without their values, and seals them again.
 
         {"reseal": false}
-        answer: {"error": 0, "message": null, "newest": "1f0c…", "resealed": 0, "secrets": [{"noun": "subscription",
+        response: {"error": 0, "message": null, "newest": "1f0c…", "resealed": 0, "secrets": [{"noun": "subscription",
         "name": "billing", "setting": "millstream.push.secret", "key": "1f0c…", "problem": ""}, …]}
 
-    `newest` is the key with which the node that answers seals, empty if it has none; `problem` says why it cannot open
+    `newest` is the key with which the node that responds seals, empty if it has none; `problem` says why it cannot open
     a secret. With `reseal`, secrets that older keys sealed are sealed with `newest` first.
     """
 
@@ -233,14 +233,15 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
     """Authenticates a caller of a gateway, and returns an assertion about it.
 
         {"scheme": "basic", "host": "10.0.0.7", "user": "alice", "secret": "…", "session_s": 0}
-        answer: {"error": 0, "message": null, "principal": "User:alice", "identity": "…", "assertion": "…",
+        response: {"error": 0, "message": null, "principal": "User:alice", "identity": "…", "assertion": "…",
         "expires_ms": 0, "pause_ms": 0, "session": "", "session_expires_ms": 0}
 
-    `scheme` is `basic` (a user and a password), `bearer` (a token), `session` (what an earlier answer has as `session`,
+    `scheme` is `basic` (a user and a password), `bearer` (a token), `session` (what an earlier response has as
+    `session`,
     if `session_s` asked for one), or empty for a caller that showed nothing, which is anonymous unless HTTP requires
     authentication. A session cannot open another one. With the assertion, the gateway opens connections on which it has
     the caller's rights at every node; `broker/security/assertion.py` describes it. A failure is
-    SASL_AUTHENTICATION_FAILED, and `pause_ms` says how long the gateway has to hold its answer back: longer with each
+    SASL_AUTHENTICATION_FAILED, and `pause_ms` says how long the gateway has to hold its response back: longer with each
     failure of the address or the user.
 
     Only nodes may send this request, since the sender names the address that access rules are evaluated with.

@@ -2,7 +2,7 @@
 (KIP-932).
 
 Acknowledgements are 1 accept, 2 release, 3 reject and, with `is_renew_ack`, 4 renew; 0 means an offset without a
-message. Answered when they are durable; in each partition, all are carried out or none. The request continues the
+message. Responds when they are durable; in each partition, all are carried out or none. The request continues the
 session that ShareFetch opened; epoch -1 closes it.
 
 Epoch 0 is INVALID_SHARE_SESSION_EPOCH; an invalid acknowledgement is INVALID_REQUEST, and one of a message that the
@@ -67,12 +67,14 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         finally:
             if epoch == CLOSES:
                 self._consumers.release(session)
-        return self._answer(results, self._consumers.service.declared.settings_of(subscription).lease_ms, client)
+        return self._build_response(
+            results, self._consumers.service.declared.settings_of(subscription).lease_ms, client
+        )
 
     def failure(self, error: MillstreamError, request: ShareAcknowledgeRequest) -> ShareAcknowledgeResponse:
         return _refused(error_code(error), error_message(error))
 
-    def _answer(
+    def _build_response(
         self, results: Mapping[SharePartition, MillstreamError | None], lease_ms: int, client: ClientInfo
     ) -> ShareAcknowledgeResponse:
         by_topic: dict[UUID, list[PartitionData]] = {}

@@ -53,7 +53,7 @@ from millstream.broker.kafka.share_consumers import (
     check_member_id,
     outcome_of,
 )
-from millstream.broker.net.reply import Buffers, Promise
+from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.subscriptions.lease import Lease, Origin
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
@@ -70,7 +70,7 @@ _ACKNOWLEDGED_MS_MAX: Final = 20
 arrive often it carries some, which saves requests.
 """
 _BYTES_MAX: Final = 16 * 1024 * 1024
-"""An answer is held in memory as a whole; one batch is given however large it is."""
+"""A response is held in memory as a whole; one batch is given however large it is."""
 _PAUSE_MS: Final = 100
 _KNOWN_TO_CLIENTS: Final = frozenset(
     {
@@ -124,8 +124,10 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         self._quota = quota
         self._bytes_max = bytes_max
 
-    def answer_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
-        """Answer a request that continues a session on open queues, without a task and the generic codec."""
+    def respond_to_frame(
+        self, frame: memoryview, header: RequestHeader, client: ClientInfo
+    ) -> Buffers | Promise | None:
+        """Respond to a request that continues a session on open queues, without a task and the generic codec."""
         if client.rights is not None or self._quota.is_limiting:
             return None
         request = share_codec.read_plain(frame, header)
@@ -161,7 +163,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         )
         client.fetch_requests += 1
 
-        def answer(grants: list[Grant], error: Exception | None) -> Buffers | Coroutine[Any, Any, Buffers]:
+        def respond(grants: list[Grant], error: Exception | None) -> Buffers | Coroutine[Any, Any, Buffers]:
             results = _Results()
             results.add(grants)
             results.acknowledged = {place: outcome_of(one) for place, one in settled.items()}
@@ -174,7 +176,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             response = _refused(error_code(error), error_message(error))
             return [write_response(self.key, header.version, header.correlation_id, response)]
 
-        return ParkedLease(consumers.service.budget, wanted.worker, client.presence, answer, refuse).begin(
+        return ParkedLease(consumers.service.budget, wanted.worker, client.presence, respond, refuse).begin(
             list(deliveries.values()),
             wanted,
             wait_s=min(request.max_wait_ms, _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX) / 1000,
@@ -208,7 +210,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         # The group may be deleted meanwhile.
         results.lease_ms = results.lease_ms or lease_ms
         if results.failed or any(results.acknowledged.values()):
-            response = self._answer(subscription, results, client)
+            response = self._build_response(subscription, results, client)
             return [write_response(self.key, header.version, header.correlation_id, response)]
         places = list(dict.fromkeys([*results.acknowledged, *results.leases]))
         return share_codec.write_plain(header, results.lease_ms, places, results.leases, results.records)
@@ -239,7 +241,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         client.fetched_bytes += size
         if self._quota.is_limiting:
             self._quota.take(client, size)
-        return self._answer(subscription, results, client)
+        return self._build_response(subscription, results, client)
 
     def downgrade(self, version: int, response: ShareFetchResponse) -> ShareFetchResponse:
         """Both versions have the same response."""
@@ -303,7 +305,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             wait_ms -= owed_ms
         return wait_ms
 
-    def _answer(self, subscription: Subscription, results: _Results, client: ClientInfo) -> ShareFetchResponse:
+    def _build_response(self, subscription: Subscription, results: _Results, client: ClientInfo) -> ShareFetchResponse:
         by_topic: dict[UUID, list[PartitionData]] = {}
         for topic_id, index in dict.fromkeys([*results.acknowledged, *results.failed, *results.leases]):
             by_topic.setdefault(topic_id, []).append(self._partition((topic_id, index), results))

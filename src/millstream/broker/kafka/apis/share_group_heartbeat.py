@@ -25,7 +25,7 @@ from kio.static.primitive import i32
 
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.share.group import JOIN_EPOCH, LEFT_EPOCH, ShareAnswer, ShareHeartbeat
+from millstream.broker.groups.share.group import JOIN_EPOCH, LEFT_EPOCH, ShareHeartbeat, ShareHeartbeatResult
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
 from millstream.core.errors import InvalidRequest, MillstreamError
@@ -59,10 +59,10 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
             session_ms=settings.session_ms,
             heartbeat_ms=settings.heartbeat_ms,
         )
-        answer = await self._groups.share_heartbeat(heartbeat)
+        response = await self._groups.share_heartbeat(heartbeat)
         if request.member_epoch == JOIN_EPOCH:
             await self._subscriptions.ensure(request.group_id)
-        return _accepted(answer)
+        return _accepted(response)
 
     def failure(self, error: MillstreamError, request: ShareGroupHeartbeatRequest) -> ShareGroupHeartbeatResponse:
         return ShareGroupHeartbeatResponse(
@@ -89,15 +89,15 @@ def _check(message: ShareGroupHeartbeatRequest) -> None:
         raise InvalidRequest("a member that joins must send its topics")
 
 
-def _accepted(answer: ShareAnswer) -> ShareGroupHeartbeatResponse:
+def _accepted(response: ShareHeartbeatResult) -> ShareGroupHeartbeatResponse:
     assignment = None
-    if answer.assignment is not None:
-        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, answer.assignment))
+    if response.assignment is not None:
+        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, response.assignment))
     return ShareGroupHeartbeatResponse(
         throttle_time=NO_THROTTLE,
         error_code=ErrorCode.none,
-        member_id=answer.member_id,
-        member_epoch=i32(answer.epoch),
-        heartbeat_interval=milliseconds(answer.heartbeat_ms),
+        member_id=response.member_id,
+        member_epoch=i32(response.epoch),
+        heartbeat_interval=milliseconds(response.heartbeat_ms),
         assignment=assignment,
     )

@@ -79,8 +79,8 @@ from millstream.protocol.private.subscription_messages import (
     REVIVE_KEY,
     SEEK_KEY,
     AlterSubscriptionRequest,
-    AppendLetterAnswer,
     AppendLetterRequest,
+    AppendLetterResponse,
     CreateSubscriptionRequest,
     CreateSubscriptionResponse,
     DeleteSubscriptionRequest,
@@ -97,8 +97,8 @@ from millstream.protocol.private.subscriptions import (
     LEDGER_MARK_KEY,
     MESSAGE_TRACE_KEY,
     WAIT_MS_MAX,
-    DeliveryStateAnswer,
     DeliveryStateRequest,
+    DeliveryStateResponse,
     LedgerMarkRequest,
     LedgerMarkResponse,
     MarkedQueue,
@@ -117,7 +117,7 @@ class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubsc
     """Creates a subscription.
 
         {"name": "billing", "topics": ["orders"], "settings": {"millstream.filter": "…"}, "validate_only": false}
-        answer: {"error": 0, "message": null, "subscription_id": "…"}
+        response: {"error": 0, "message": null, "subscription_id": "…"}
 
     A name that is taken is DUPLICATE_RESOURCE, and the group of a pipeline is refused. Settings are those of
     docs/configuration.md.
@@ -162,7 +162,7 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
     """Changes a subscription.
 
         {"name": "billing", "settings": {"millstream.paused": "true", "millstream.filter": null}, "topics": null}
-        answer: {"error": 0, "message": null}
+        response: {"error": 0, "message": null}
 
     A setting of null is reset to its default; topics of null are left unchanged.
     """
@@ -196,7 +196,7 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
 class SubscriptionDelete(_SubscriptionApi[DeleteSubscriptionRequest, Response]):
     """Deletes a subscription.
 
-        {"name": "billing", "force": false}     answer: {"error": 0, "message": null}
+        {"name": "billing", "force": false}     response: {"error": 0, "message": null}
 
     The state of its queues is deleted; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One
     with open dead letters is NON_EMPTY_GROUP unless it is forced; its letters then stay in their topic.
@@ -237,7 +237,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
     """Lists subscriptions and their queues.
 
         {"names": ["billing"], "open": [["orders", 0]], "leases_max": 0}, or null for all
-        answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
+        response: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
         "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
         "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}], "owner": "User:alice",
         "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "left_ms": …,
@@ -425,7 +425,7 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
     """Moves a subscription to another position.
 
         {"name": "billing", "topic": null, "partition": null, "to": "earliest" | "latest" | "at:<ms>" | "offset:<n>"}
-        answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
+        response: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
 
     It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes.
     Outstanding leases become void; messages after the new position are delivered again. A state that cannot be read is
@@ -499,13 +499,13 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
 
         {"name": "billing", "topic": "orders", "topic_id": "…", "partition": 0, "letter_topic_id": "…",
         "letters": [[offset, letter partition, letter offset], …], "closed": [[…], …]}
-        answer, when it is durable: {"error": 0, "message": null, "missing": [offset, …]}
+        response, when it is durable: {"error": 0, "message": null, "missing": [offset, …]}
 
     The messages at these offsets are available again in this one subscription, as if they had never been delivered, in
     the order of their offsets; in an ordered subscription before all later messages of their keys. Asking again with
     the same letters does nothing, until the letters are named in `closed`. `missing` are messages that the log no
     longer has; they are all that are asked for when the topic is another one by now. The leader of the partition
-    answers. While the queue does not know yet that one of the letters is written, the answer is
+    responds. While the queue does not know yet that one of the letters is written, the response is
     COORDINATOR_NOT_AVAILABLE, nothing is revived, and the client asks again.
     """
 
@@ -519,7 +519,7 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
         ]
 
     async def handle(self, request: ReviveMessagesRequest) -> ReviveMessagesResponse:
-        """Revive all that can be; answered once it is durable."""
+        """Revive all that can be; responds once it is durable."""
         subscription = await self._subscriptions.find(request.name)
         if request.topic not in await self._service.share_topics.of(subscription):
             raise InvalidSubscription(f"subscription {request.name!r} no longer delivers topic {request.topic!r}")
@@ -538,7 +538,7 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
 class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
     """Discards the delivery state of a topic.
 
-        {"name": "billing", "topic": "orders", "only_close": true}     answer: {"error": 0, "message": null}
+        {"name": "billing", "topic": "orders", "only_close": true}     response: {"error": 0, "message": null}
 
     Sent to every node twice: with `only_close` the queues of the topic are closed, and without it their states go. When
     they are next used they begin where the subscription's `share.auto.offset.reset` says.
@@ -569,11 +569,11 @@ class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
         return Response()
 
 
-class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterAnswer]):
+class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterResponse]):
     """Appends a dead letter of another node.
 
         [topic, partition, one record batch of an idempotent producer, node id, its secret]
-        answer, when all replicas have it: [error, message, offset]
+        response, when all replicas have it: [error, message, offset]
 
     A letter is exempt from the schema rule of its topic, since the message that it holds may not conform to it. So the
     sender has to be a node also without authentication: it shows the secret of its registration, which other nodes
@@ -591,7 +591,7 @@ class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterAnswer]):
         """CLUSTER_ACTION on the cluster, which nodes have."""
         return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
-    async def handle(self, request: AppendLetterRequest) -> AppendLetterAnswer:
+    async def handle(self, request: AppendLetterRequest) -> AppendLetterResponse:
         node = self._membership.node(NodeId(request.node_id))
         if node is None or not node.secret or not compare_digest(node.secret.encode(), request.secret.encode()):
             raise ClusterNotAuthorized("only nodes of this cluster may write dead letters to each other")
@@ -599,16 +599,16 @@ class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterAnswer]):
         if partition.topic.is_internal:
             raise InvalidTopicName(f"topic {request.topic!r} is internal; it cannot hold dead letters")
         appended = await partition.append(bytearray(request.batch))
-        return AppendLetterAnswer(0, None, appended.base_offset)
+        return AppendLetterResponse(0, None, appended.base_offset)
 
 
-class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateAnswer]):
+class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse]):
     """Returns the delivery state of a message.
 
         [subscription, topic, partition, offset, wait ms]
-        answer: [error, message, state, attempt, next ms, is final]
+        response: [error, message, state, attempt, next ms, is final]
 
-    With a wait, it is answered when the state is final: accepted, dead-lettered, dropped, filtered, skipped, absent, or
+    With a wait, it responds when the state is final: accepted, dead-lettered, dropped, filtered, skipped, absent, or
     done where it is not remembered how. Before that it is waiting, blocked, delayed, leased or rejected, and `next ms`
     is the time that it waits for. A queue has 256 such waits at most; more are POLICY_VIOLATION.
     """
@@ -623,7 +623,7 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateAnswer])
             (Operation.DESCRIBE, ResourceType.TOPIC, request.topic),
         ]
 
-    async def handle(self, request: DeliveryStateRequest) -> DeliveryStateAnswer:
+    async def handle(self, request: DeliveryStateRequest) -> DeliveryStateResponse:
         """Look up the state, waiting until it is final."""
         subscription = await self._subscriptions.find(request.subscription)
         if subscription.topics and request.topic not in subscription.topics:
@@ -646,14 +646,15 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateAnswer])
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
         current = await message_state(delivery, request.offset, start=start, wait_s=wait_s)
-        return DeliveryStateAnswer(0, None, current.state, current.attempt, current.next_ms, current.is_final)
+        return DeliveryStateResponse(0, None, current.state, current.attempt, current.next_ms, current.is_final)
 
 
 class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
     """Records in the ledger which messages of queues are unfinished now.
 
         {"mark": "…", "names": ["billing"]}, or null for all subscriptions with a ledger
-        answer, when it is durable: {"error": 0, "message": null, "queues": [{"subscription": "billing", …, "end": 12}]}
+        response, when it is durable: {"error": 0, "message": null,
+        "queues": [{"subscription": "billing", …, "end": 12}]}
 
     Each node marks the queues that it leads, so a client asks all nodes. An audit compares events with the mark.
     """
@@ -711,10 +712,10 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
     """Returns what became of a message in every subscription of its topic.
 
         [topic, partition, offset]
-        answer: {"error": 0, "message": null, "topic": …, "topic_id": …, "log_start": …, "subscriptions":
+        response: {"error": 0, "message": null, "topic": …, "topic_id": …, "log_start": …, "subscriptions":
         [{"subscription": "billing", "state": "accepted", "attempts": 2, "events": […], …}]}
 
-    The leader of the partition answers, for the subscriptions that the client may describe. Events are those that the
+    The leader of the partition responds, for the subscriptions that the client may describe. Events are those that the
     node remembers, the last ones of each queue; with a ledger, also those that have not landed yet. `unknown` says what
     is missing.
     """
@@ -778,9 +779,9 @@ class _QueueStateApi(PrivateApi[RequestT, ResponseT]):
 class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
     """Returns the stored state of a queue to the queue's leader.
 
-        [subscription id, topic id, partition, leader epoch]   answer: [error, message, snapshot or nil, last sequence]
+        [subscription id, topic id, partition, leader epoch]  response: [error, message, snapshot or nil, last sequence]
 
-    Once it is answered, leaders with an older epoch can write no more (FENCED_LEADER_EPOCH). May be repeated.
+    After the response, leaders with an older epoch can write no more (FENCED_LEADER_EPOCH). May be repeated.
     """
 
     key = LOAD_KEY
@@ -794,7 +795,7 @@ class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
 class ReadQueueFrames(_QueueStateApi[ReadFrames, FramesRead]):
     """Returns the frames of a queue about one message, as far as they are still in the log, to the queue's leader.
 
-    [subscription id, topic id, partition, offset, since]   answer: [error, message, [frame, …]]
+    [subscription id, topic id, partition, offset, since]   response: [error, message, [frame, …]]
     """
 
     key = FRAMES_KEY
@@ -808,7 +809,7 @@ class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):
     """Stores the changes of queues, for the node that leads them.
 
         [state partition, [[subscription id, topic id, partition, leader epoch, sequence, deltas], …]]
-        answer, when all of it is durable: [error, message, [[error, message], …]]
+        response, when all of it is durable: [error, message, [[error, message], …]]
 
     Writes of one queue are numbered without gaps; one that is repeated counts once, one that leaves a gap is
     OUT_OF_ORDER_SEQUENCE_NUMBER, and one of a leader that was replaced is FENCED_LEADER_EPOCH.

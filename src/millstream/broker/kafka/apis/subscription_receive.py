@@ -2,7 +2,7 @@
 
     [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here,
     whether the first batch may exceed max bytes, address of the worker or "" for that of the connection]
-    answer: [error, message, [[topic, topic id, partition, [[start, end, attempt, deadline ms], …], batches], …],
+    response: [error, message, [[topic, topic id, partition, [[start, end, attempt, deadline ms], …], batches], …],
     throttle ms, waited ms]
 
 Messages are leased to the worker until the deadline, and to its principal if it has authenticated: another principal's
@@ -26,7 +26,7 @@ import msgspec
 from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, check_needs, encode_private, with_owned_worker
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.net.reply import Buffers, Promise
+from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Origin
 from millstream.core.acl import Operation, ResourceType
@@ -38,7 +38,7 @@ from millstream.protocol.private.subscription_messages import (
     LeasedRange,
     PartitionMessages,
     Receive,
-    ReceiveAnswer,
+    ReceiveResponse,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ WAIT_MS_MAX = 300_000
 WORKER_LENGTH_MAX = 249
 
 
-class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
+class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
     """Leases messages to workers."""
 
     key = RECEIVE_KEY
@@ -73,8 +73,8 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         """READ on the subscription and on its topics: responses carry whole batches."""
         return _needs(request.subscription, await self._service.topics_of(request.subscription))
 
-    def answer_at_once(self, request: Receive, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
-        """Answer without a task where nothing has to be looked up and leases need not be durable.
+    def respond_at_once(self, request: Receive, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
+        """Respond without a task where nothing has to be looked up and leases need not be durable.
 
         Nearly every request is of this kind, and most of them wait for a message.
         """
@@ -98,21 +98,21 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
         opening = engine.next_opening(subscription)
 
-        def answer(grants: list[Grant], error: Exception | None) -> Buffers | Coroutine[Any, Any, Buffers]:
+        def respond(grants: list[Grant], error: Exception | None) -> Buffers | Coroutine[Any, Any, Buffers]:
             if error is not None:
                 raise error
             left_ms = int((arrived + wait_s - monotonic()) * 1000)
             if not grants and left_ms > 0 and opening.done():
                 # Another queue has opened here.
-                return self.answer_later(msgspec.structs.replace(request, wait_ms=left_ms), header, client)
+                return self.respond_later(msgspec.structs.replace(request, wait_ms=left_ms), header, client)
             return encode_private(header, self._build_for(client, grants, arrived))
 
         parked = ParkedLease(
-            service.budget, demand.worker, client.presence, answer, lambda error: self.refuse(error, header, client)
+            service.budget, demand.worker, client.presence, respond, lambda error: self.refuse(error, header, client)
         )
         return parked.begin(deliveries, demand, wait_s=wait_s, interrupt=opening)
 
-    async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
+    async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveResponse:
         """Lease messages, or wait for some, once the client's quota allows it."""
         arrived = monotonic()
         client.fetch_requests += 1
@@ -125,7 +125,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
             while owed_ms := self._quota.owed_ms(client):
                 if owed_ms > left_ms:
                     await asyncio.sleep(left_ms / 1000)
-                    return ReceiveAnswer(0, None, [], owed_ms - left_ms)
+                    return ReceiveResponse(0, None, [], owed_ms - left_ms)
                 await asyncio.sleep(owed_ms / 1000)
                 left_ms -= owed_ms
             bytes_max = self._quota.allowance(client, request.max_bytes)
@@ -135,20 +135,20 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
             client.presence.on_undelivered(partial(_give_back, grants, request.worker))
         return self._build_for(client, grants, arrived)
 
-    def _build_for(self, client: ClientInfo, grants: list[Grant], arrived: float) -> ReceiveAnswer:
+    def _build_for(self, client: ClientInfo, grants: list[Grant], arrived: float) -> ReceiveResponse:
         """Build the response to a client, which counts towards its quota."""
-        answer = build_answer(grants, arrived)
-        size = sum(len(one.batches) for one in answer.partitions)
+        response = build_response(grants, arrived)
+        size = sum(len(one.batches) for one in response.partitions)
         client.fetched_bytes += size
         if self._quota.is_limiting:
             self._quota.take(client, size)
-        return answer
+        return response
 
-    async def handle(self, request: Receive) -> ReceiveAnswer:
+    async def handle(self, request: Receive) -> ReceiveResponse:
         """Lease messages, or wait for some, without a quota."""
         arrived = monotonic()
         _check(request)
-        return build_answer(await self._lease(request, None), arrived)
+        return build_response(await self._lease(request, None), arrived)
 
     async def _lease(self, request: Receive, client: ClientInfo | None) -> list[Grant]:
         subscription = await self._subscriptions.find(request.subscription)
@@ -228,10 +228,12 @@ def _check(request: Receive) -> None:
         raise InvalidRequest("max records and max bytes must be at least 1, and the wait not negative")
 
 
-def build_answer(grants: list[Grant], arrived: float) -> ReceiveAnswer:
+def build_response(grants: list[Grant], arrived: float) -> ReceiveResponse:
     """Build the response to a request that arrived at this monotonic time."""
     waited_s = min((one.granted_at for one in grants), default=arrived) - arrived
-    return ReceiveAnswer(0, None, [_partition_messages(one) for one in grants], waited_ms=max(0, int(waited_s * 1000)))
+    return ReceiveResponse(
+        0, None, [_partition_messages(one) for one in grants], waited_ms=max(0, int(waited_s * 1000))
+    )
 
 
 def _partition_messages(grants: Grant) -> PartitionMessages:

@@ -1,7 +1,7 @@
 """SubscriptionSettle (key 32031), version 0: settles the leases of a worker.
 
     [subscription, worker, [[topic, partition, [[start, end, verb, delay ms or nil, reason, attempt or nil], …]], …]]
-    answer, when it is durable: [error, message, for each partition [[error, message], …]]
+    response, when it is durable: [error, message, for each partition [[error, message], …]]
 
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
 `delay ms`, else the declared lease), 5 return (unseen: available at once, and the delivery does not count). A lease
@@ -26,7 +26,7 @@ from millstream.broker.kafka.api import (
     with_owned_worker,
 )
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.net.reply import Buffers, Promise
+from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.subscriptions.lease import Origin, Settlement
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, MillstreamError
@@ -36,9 +36,9 @@ from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     PartitionSettles,
-    SettleAnswer,
     SettledRange,
     SettleRequest,
+    SettleResponse,
 )
 
 Results = list[tuple[int, str | None]]
@@ -49,7 +49,7 @@ OFFSET_MAX = 2**63 - 1
 _VERBS = frozenset(Verb)
 
 
-class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
+class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
     """Settles the leases of workers."""
 
     key = SETTLE_KEY
@@ -67,7 +67,7 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
     async def needs(self, request: SettleRequest) -> Sequence[Need]:
         return [(Operation.READ, ResourceType.GROUP, request.subscription)]
 
-    def answer_at_once(
+    def respond_at_once(
         self, request: SettleRequest, header: RequestHeader, client: ClientInfo
     ) -> Buffers | Promise | None:
         """Settle in one queue that is open, without a task; requests behind it on the connection share its sync."""
@@ -89,27 +89,29 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
             results = _results(delivery.settle_now(worker, verbs))
             written = delivery.pending_write()
         except MillstreamError as error:
-            return _answer(header, _failed(error, asked))
+            return _encode_results(header, _failed(error, asked))
         if written is None:
-            return _answer(header, results)
+            return _encode_results(header, results)
         promise = Promise()
-        written.listen(lambda error: promise.keep(_answer(header, results if error is None else _failed(error, asked))))
+        written.listen(
+            lambda error: promise.keep(_encode_results(header, results if error is None else _failed(error, asked)))
+        )
         return promise
 
-    async def handle(self, request: SettleRequest) -> SettleAnswer:
+    async def handle(self, request: SettleRequest) -> SettleResponse:
         return await self._settle_all(request, Origin())
 
-    async def handle_from(self, client: ClientInfo, request: SettleRequest) -> SettleAnswer:
+    async def handle_from(self, client: ClientInfo, request: SettleRequest) -> SettleResponse:
         """Settle, and remember which client speaks for the worker if this node did not lease to it."""
         return await self._settle_all(with_owned_worker(request, client), Origin(client.client_id, client.address))
 
-    async def _settle_all(self, request: SettleRequest, origin: Origin) -> SettleAnswer:
+    async def _settle_all(self, request: SettleRequest, origin: Origin) -> SettleResponse:
         subscription = await self._subscriptions.find(request.subscription)
         settles = [self._settle(subscription, request.worker, origin, one) for one in request.partitions]
         if len(settles) == 1:
             # Nearly every request: without its own task.
-            return SettleAnswer(0, None, [await settles[0]])
-        return SettleAnswer(0, None, await asyncio.gather(*settles))
+            return SettleResponse(0, None, [await settles[0]])
+        return SettleResponse(0, None, await asyncio.gather(*settles))
 
     async def _settle(
         self, subscription: Subscription, worker: str, origin: Origin, asked: PartitionSettles
@@ -136,8 +138,8 @@ def _failed(error: MillstreamError, asked: PartitionSettles) -> Results:
     return [(int(error_code(error)), error_message(error))] * len(asked.verbs)
 
 
-def _answer(header: RequestHeader, results: Results) -> Buffers:
-    return encode_private(header, SettleAnswer(0, None, [results]))
+def _encode_results(header: RequestHeader, results: Results) -> Buffers:
+    return encode_private(header, SettleResponse(0, None, [results]))
 
 
 def _verb(asked: SettledRange) -> Settlement:

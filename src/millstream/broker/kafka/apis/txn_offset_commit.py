@@ -4,7 +4,7 @@ Before they are stored, the coordinator of the transaction is asked whether the 
 `__consumer_offsets` belongs to it. Until the transaction ends, consumers that ask for stable offsets get
 UNSTABLE_OFFSET_COMMIT.
 
-Version notes: up to 1 a coordinator that is loading answers COORDINATOR_NOT_AVAILABLE, since old clients do not know
+Version notes: up to 1 a coordinator that is loading returns COORDINATOR_NOT_AVAILABLE, since old clients do not know
 the other code; 2 adds the leader epoch; 3 adds the member and its generation, which are checked (ILLEGAL_GENERATION,
 UNKNOWN_MEMBER_ID, FENCED_INSTANCE_ID); from 4 on a transaction that does not hold the group is TRANSACTION_ABORTABLE,
 INVALID_TXN_STATE before; from 5 on, the second version of the protocol, the partition is added to the transaction
@@ -101,14 +101,14 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
         adds = version >= _FIRST_THAT_ADDS
 
         async def admit(partition: TopicPartition) -> None:
-            answers = await self._gate.admit(
+            responses = await self._gate.admit(
                 message.transactional_id,
                 message.producer_id,
                 message.producer_epoch,
                 (partition,),
                 add=adds,
             )
-            error = answers.get(partition)
+            error = responses.get(partition)
             if error is not None:
                 raise error
 
@@ -122,7 +122,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
             topics={name: tuple(commits) for name, commits in valid.items()},
         )
         try:
-            answer = await self._groups.commit_in_transaction(
+            response = await self._groups.commit_in_transaction(
                 request, ProducerId(message.producer_id), message.producer_epoch, admit=admit, adds=adds
             )
         except MillstreamError as error:
@@ -131,8 +131,8 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
             return {(name, one.partition): code for name, commits in valid.items() for one in commits}
         return {
             (name, index): ErrorCode.none if error is None else error_code(error)
-            for name, answers in answer.items()
-            for index, error in answers.items()
+            for name, responses in response.items()
+            for index, error in responses.items()
         }
 
     def _exists(self, name: str, index: int) -> bool:

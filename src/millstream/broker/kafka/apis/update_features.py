@@ -41,7 +41,7 @@ class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
         self._served = served
 
     def upgrade(self, version: int, request: Any) -> Versioned[UpdateFeaturesRequest]:
-        """Remember the version, since the answer depends on it."""
+        """Remember the version, since the response depends on it."""
         newest: UpdateFeaturesRequest = reshape(request, UpdateFeaturesRequest)
         return Versioned(version, newest)
 
@@ -63,7 +63,7 @@ class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
         return _with_results(request.version, code, text, [])
 
     def downgrade(self, version: int, response: Any) -> Any:
-        """The answer is of the right version already."""
+        """Return the response, which has the right version already."""
         return response
 
 

@@ -45,7 +45,7 @@ class DeadLetters(msgspec.Struct, frozen=True):
     subscriptions: list[str]
     letters: int
     unreached: list[int]
-    """The partitions that did not answer; their letters are not counted."""
+    """The partitions that did not respond; their letters are not counted."""
     refused: int
     """Messages that the topic refuses as letters, which are tried again."""
     refusals: list[str]

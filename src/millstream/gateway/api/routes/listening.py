@@ -93,7 +93,7 @@ async def consume(services: Services, request: Request[Consume, NoFields]) -> St
     name, worker = request.path["subscription"], services.new_worker(request.query.worker)
     request.memory.reserve(READ_BYTES)
     receive = Receive(name, worker, request.query.max, READ_BYTES, WAIT_MS, address=request.address)
-    # Asked before the stream starts, so that an unknown subscription is answered with a problem document.
+    # Asked before the stream starts, so that an unknown subscription gets a problem document.
     await services.subscriptions.describe([name])
     pieces = _leased(services, receive, request.gone, request.memory, request.query.decode)
     return StreamResponse(_reporting_errors(pieces, f"/v1/subscriptions/{name}/events"))
@@ -134,7 +134,7 @@ async def _records(
     services: Services, topic: TopicMetadata, fetched: Fetched, memory: RequestMemory, notes: list[str]
 ) -> AsyncGenerator[list[Record], None]:
     """Yield the records of one partition in slices, each once there is memory for it."""
-    batches, left_out = fetched.answer.records, AbortedBatches(fetched.answer.aborted)
+    batches, left_out = fetched.response.records, AbortedBatches(fetched.response.aborted)
     for header in iterate_whole_headers(batches):
         start = max(fetched.start, header.base_offset)
         if left_out.holds(header.last_offset, header.attributes, header.producer_id) or header.is_control:

@@ -129,7 +129,7 @@ async def with_history(services: Services, found: dict[str, Any]) -> dict[str, A
                 await process.wait()
     finally:
         _READING.release()
-    # Without a table, or the packages to read it, the broker's answer is all there is.
+    # Without a table, or the packages to read it, the broker's response is all there is.
     return dict(msgspec.json.decode(text)) if process.returncode == 0 and text else found
 
 

@@ -110,7 +110,7 @@ class MirrorDescription(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """Where a copy was cut; `missing` is what the source had beyond it, null if the source did not answer."""
+    """Where a copy was cut; `missing` is what the source had beyond it, null if the source did not respond."""
 
     topic: str
     partition: int

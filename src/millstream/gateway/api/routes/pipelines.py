@@ -211,7 +211,7 @@ class PipelineDescription(msgspec.Struct, frozen=True):
     """The tables that a landing pipeline writes."""
     report: PipelineReport | None
     notes: list[str]
-    """Hints for the owner, such as nodes that do not answer."""
+    """Hints for the owner, such as nodes that do not respond."""
 
 
 class RuleList(msgspec.Struct, frozen=True):

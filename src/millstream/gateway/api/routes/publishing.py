@@ -91,7 +91,7 @@ class PublishedBatch(msgspec.Struct, frozen=True):
 
 
 async def publish(services: Services, request: Request[PublishQuery, bytes]) -> Any:
-    """Publish the messages of a request; answer once they are as durable as the topic's settings demand."""
+    """Publish the messages of a request; respond once they are as durable as the topic's settings demand."""
     topic = request.path["topic"]
     headers = request.headers
     services.pressure.check_pause(services.publishing.throttle_of(topic))
@@ -276,7 +276,7 @@ ROUTES: Final = (
         body=bytes,
         forms={MESSAGES: MessageBatch, STRUCTURED: CloudEvent, BATCHED: CloudEvents, "*/*": bytes},
         headers=MessageHeaders,
-        other_answer=PublishedBatch,
+        other_response=PublishedBatch,
         status=HTTPStatus.CREATED,
         more={HTTPStatus.OK: "All messages were already stored."},
         lane=Lane.PUBLISH,

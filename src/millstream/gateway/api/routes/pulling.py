@@ -80,24 +80,24 @@ async def settle(client: Client, subscription: str, verdicts: Sequence[Verdict])
         if _delivery_key(lease) not in deliveries:
             deliveries[_delivery_key(lease)] = await _find_delivery(client, lease)
     settlers: dict[str, Settler] = {}
-    answers: list[MillstreamError | asyncio.Future[None]] = []
+    responses: list[MillstreamError | asyncio.Future[None]] = []
     for lease, verb, delay_ms, reason in verdicts:
         delivery = deliveries[_delivery_key(lease)]
         if isinstance(delivery, MillstreamError):
-            answers.append(delivery)
+            responses.append(delivery)
             continue
         if lease.worker not in settlers:
             settlers[lease.worker] = Settler(client, subscription, lease.worker)
         settler = settlers[lease.worker]
-        answers.append(settler.settle(delivery, lease.offset, verb, delay_ms=delay_ms, reason=reason))
-    waiting = [answer for answer in answers if isinstance(answer, asyncio.Future)]
+        responses.append(settler.settle(delivery, lease.offset, verb, delay_ms=delay_ms, reason=reason))
+    waiting = [response for response in responses if isinstance(response, asyncio.Future)]
     try:
         if waiting:
             await asyncio.wait(waiting, timeout=SETTLE_S)
     finally:
         for settler in settlers.values():
             await settler.close()
-    outcomes = [answer.exception() if isinstance(answer, asyncio.Future) else answer for answer in answers]
+    outcomes = [response.exception() if isinstance(response, asyncio.Future) else response for response in responses]
     for outcome in outcomes:
         if outcome is not None and (isinstance(outcome, UnknownGroup) or not isinstance(outcome, MillstreamError)):
             raise outcome
@@ -201,7 +201,7 @@ class SettledLeases(msgspec.Struct, frozen=True):
 
 
 async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMessages:
-    """Lease messages; a client that disconnects before it has the answer leases none."""
+    """Lease messages; a client that disconnects before it has the response leases none."""
     wanted = request.body
     name, worker = request.path["subscription"], services.new_worker(wanted.worker)
     request.memory.reserve(wanted.max_bytes)

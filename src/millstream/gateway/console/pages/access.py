@@ -34,14 +34,14 @@ from millstream.core.acl import (
 from millstream.core.errors import MillstreamError
 from millstream.core.quota import CONSUMER_BYTE_RATE, LIMITS, PRODUCER_BYTE_RATE, QuotaEntity
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, command, done
+from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change, command, done
 
 SHOWN: Final = 200
 _TYPES: Final = (ResourceType.TOPIC, ResourceType.GROUP, ResourceType.CLUSTER, ResourceType.TRANSACTIONAL_ID)
 _OPERATIONS: Final = tuple(one for one in Operation if one is not Operation.ANY)
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show users, tokens, access rules and quotas, as far as the person may see them."""
     client = visit.services.client
     problems: list[str] = []
@@ -87,7 +87,7 @@ def _words(rule: Acl) -> tuple[str, ...]:
     return (rule.principal, name_of(rule.operation), resource, *flags, "--only", name_of(rule.permission))
 
 
-async def put(visit: Visit) -> Answer:
+async def put(visit: Visit) -> Response:
     """Create a user, or give one another password."""
     name, password = visit.text("name", length_max=249), visit.form.get("password", "")
     client = visit.services.client
@@ -104,7 +104,7 @@ async def put(visit: Visit) -> Answer:
     return _done(text, "user", "create" if wants_new else "password", name, "--password-stdin")
 
 
-async def delete(visit: Visit) -> Answer:
+async def delete(visit: Visit) -> Response:
     """Delete a user; its access rules stay."""
     name = visit.text("name", length_max=249)
     visit.confirm(name)
@@ -112,7 +112,7 @@ async def delete(visit: Visit) -> Answer:
     return _done(f"User {name} is deleted", "user", "delete", name)
 
 
-async def make_token(visit: Visit) -> Answer:
+async def make_token(visit: Visit) -> Response:
     """Create an API token, and show it, once."""
     owner, expires = visit.text("owner", length_max=249), visit.text("expires") or "30d"
     lasts_ms = parse_age_ms(expires)
@@ -126,11 +126,11 @@ async def make_token(visit: Visit) -> Answer:
         scope = parse_rules(Permission.ALLOW, EVERYONE, operations, resource, is_prefixed, WILDCARD)
         words += ["--allow", operations, resource, *(("--prefixed",) if is_prefixed else ())]
     made = await create_token(visit.services.client, scope, owner=owner, lasts_ms=lasts_ms)
-    # Shown by this answer alone: a notice would keep the secret in a cookie.
+    # Shown by this response alone: a notice would keep the secret in a cookie.
     return Page("token.html", {"made": made, "words": command(*words)})
 
 
-async def revoke(visit: Visit) -> Answer:
+async def revoke(visit: Visit) -> Response:
     """Revoke an API token."""
     token = visit.text("token")
     visit.confirm(token)
@@ -138,7 +138,7 @@ async def revoke(visit: Visit) -> Answer:
     return _done(f"Token {token} is revoked", "token", "revoke", token)
 
 
-async def allow(visit: Visit) -> Answer:
+async def allow(visit: Visit) -> Response:
     """Add access rules."""
     verb = visit.choice("permission", ("allow", "deny"))
     principal, operations = visit.text("principal", length_max=1024), visit.text("operations") or "read"
@@ -151,7 +151,7 @@ async def allow(visit: Visit) -> Answer:
     return _done("The rule is added", "acl", verb, principal, operations, resource, *flags)
 
 
-async def remove(visit: Visit) -> Answer:
+async def remove(visit: Visit) -> Response:
     """Remove one access rule."""
     wanted = visit.text("rule", length_max=8192)
     rule = next((one for one in await list_acls(visit.services.client, AclFilter()) if str(one) == wanted), None)
@@ -171,7 +171,7 @@ async def remove(visit: Visit) -> Answer:
     return _done("The rule is removed", "acl", "remove", *_words(rule))
 
 
-async def set_quota(visit: Visit) -> Answer:
+async def set_quota(visit: Visit) -> Response:
     """Limit a user or a client id, or remove its limits."""
     words = visit.text("entity", length_max=2048).split()
     entity = QuotaEntity.parse(words)

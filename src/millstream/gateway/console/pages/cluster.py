@@ -20,13 +20,13 @@ from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, done
+from millstream.gateway.console.visit import Page, PageRoute, Response, Visit, address, change, done
 
 SHOWN: Final = 200
 MEASURED_S: Final = 0.5
 
 
-async def cluster(visit: Visit) -> Answer:
+async def cluster(visit: Visit) -> Response:
     """Show the nodes, and unhealthy partitions; all partitions are examined only if some are unhealthy."""
     client = visit.services.client
     nodes = await visit.shared(lambda: node_sums(client))
@@ -49,7 +49,7 @@ async def cluster(visit: Visit) -> Answer:
     return Page("cluster.html", context)
 
 
-async def transactions(visit: Visit) -> Answer:
+async def transactions(visit: Visit) -> Response:
     """Show open transactions and, if asked for, those that no coordinator will end: that looks at every partition."""
     client = visit.services.client
     only_open = visit.text("all") != "1"
@@ -84,7 +84,7 @@ async def transactions(visit: Visit) -> Answer:
     return Page("transactions.html", context)
 
 
-async def abort(visit: Visit) -> Answer:
+async def abort(visit: Visit) -> Response:
     """Abort a transaction, or end a hanging one on a partition."""
     client = visit.services.client
     if name := visit.text("transaction"):
@@ -101,7 +101,7 @@ async def abort(visit: Visit) -> Answer:
     return done(address("transactions"), f"The transaction of producer {producer} is ended", *words)
 
 
-async def clients(visit: Visit) -> Answer:
+async def clients(visit: Visit) -> Response:
     """Show who is connected, and what they move."""
     found = await list_clients(visit.services.client, interval_s=MEASURED_S)
     every = visit.text("all") == "1"

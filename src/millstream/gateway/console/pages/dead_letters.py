@@ -27,7 +27,7 @@ from millstream.gateway.api.message import held_bytes
 from millstream.gateway.api.services import Services
 from millstream.gateway.console.render import counted
 from millstream.gateway.console.tasks import Measured, Task
-from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.visit import Page, PageRoute, Response, Visit, address, change, command
 from millstream.protocol.filter.node import quoted
 from millstream.protocol.private.subscriptions import LeasedMessage
 
@@ -37,7 +37,7 @@ SHOWN: Final = 50
 PATIENCE_S: Final = 5.0
 
 
-async def list_all(visit: Visit) -> Answer:
+async def list_all(visit: Visit) -> Response:
     """List the dead letter topics with their open letters."""
     return Page("dead_letters.html", {"topics": await dead_letter_topics(visit.services.client)})
 
@@ -70,7 +70,7 @@ def _selects(subscription: str, reason: str) -> str:
     return " AND ".join(terms)
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show the open letters of a topic; they stay open."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
@@ -114,7 +114,7 @@ def _desk(visit: Visit, topic: str, services: Services | None = None) -> DeadLet
     return DeadLetterDesk(used.client, topic, used.new_worker(None), patience_s=PATIENCE_S)
 
 
-async def redrive(visit: Visit) -> Answer:
+async def redrive(visit: Visit) -> Response:
     """Deliver the selected messages again, each in its own subscription, or only count them."""
     if visit.text("only") == "check":
         return await _count(visit, is_redrive=True)
@@ -129,7 +129,7 @@ async def redrive(visit: Visit) -> Answer:
     return await _task(visit, "Redrive letters of", act, "redrive")
 
 
-async def purge(visit: Visit) -> Answer:
+async def purge(visit: Visit) -> Response:
     """Close the selected letters without delivering their messages, or only count them."""
     if visit.text("only") == "check":
         return await _count(visit, is_redrive=False)
@@ -142,7 +142,7 @@ async def purge(visit: Visit) -> Answer:
     return await _task(visit, "Delete letters of", act, "purge")
 
 
-async def _count(visit: Visit, *, is_redrive: bool) -> Answer:
+async def _count(visit: Visit, *, is_redrive: bool) -> Response:
     """Count what a change would do; every letter stays open."""
 
     async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
@@ -162,8 +162,8 @@ async def _count(visit: Visit, *, is_redrive: bool) -> Answer:
 
 async def _task(
     visit: Visit, title: str, act: Callable[[DeadLetterDesk, Outcome, Wanted | None], Awaitable[str]], *words: str
-) -> Answer:
-    """Process the selected letters in a task; if it ends within a moment, answer with its result."""
+) -> Response:
+    """Process the selected letters in a task; if it ends within a moment, respond with its result."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
     wanted = await letters_wanted(condition or None)
@@ -198,7 +198,7 @@ async def _task(
     task = Task(visit.person, f"{title} {topic}", back, _words(verb, topic, condition, *flags))
     task.measure = measure
     task.on_stop = lambda: setattr(outcome, "is_stopped", True)
-    return (await visit.tasks.start(task, process, visit.acting)).answer()
+    return (await visit.tasks.start(task, process, visit.acting)).response()
 
 
 def _where(counts: Mapping[str, int], preposition: str) -> str:

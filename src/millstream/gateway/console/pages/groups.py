@@ -16,13 +16,13 @@ from millstream.client.admin.position import parse_position
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
 from millstream.gateway.console.render import counted
-from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, done
+from millstream.gateway.console.visit import Page, PageRoute, Response, Visit, address, change, done
 from millstream.protocol.wire.group_offsets import commit_offsets, list_groups
 
 _GROUP: Final = ResourceType.GROUP
 
 
-async def list_all(visit: Visit) -> Answer:
+async def list_all(visit: Visit) -> Response:
     """List groups; lag is looked up for those on the page."""
     wanted = visit.search.lower()
     listed = [one for one in await list_groups(visit.services.client) if wanted in one[0].lower()]
@@ -30,7 +30,7 @@ async def list_all(visit: Visit) -> Answer:
     return Page("groups.html", {**visit.paging(len(listed)), "groups": shown})
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show a group, and what a reset would do."""
     name, client = visit.names["group"], visit.services.client
     found = await describe_group(client, name)
@@ -53,7 +53,7 @@ async def show(visit: Visit) -> Answer:
     return Page("group.html", context)
 
 
-async def reset(visit: Visit) -> Answer:
+async def reset(visit: Visit) -> Response:
     """Move a group that has no members."""
     name, to, topic = visit.names["group"], visit.text("to"), visit.text("topic")
     visit.confirm(name)
@@ -63,7 +63,7 @@ async def reset(visit: Visit) -> Answer:
     return done(address("groups", name), f"{counted(len(moves), 'partition')} of {name} moved", *words)
 
 
-async def delete(visit: Visit) -> Answer:
+async def delete(visit: Visit) -> Response:
     """Delete a group and its offsets."""
     name = visit.names["group"]
     visit.confirm(name)

@@ -28,7 +28,7 @@ from millstream.gateway.api.routes.messages import with_history
 from millstream.gateway.api.routes.publishing import publish_messages
 from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environment, hex_dump, number, text_of
 from millstream.gateway.console.search import Found, Progress, compiled
-from millstream.gateway.console.visit import Answer, Download, Page, PageRoute, Visit, address, change, command, done
+from millstream.gateway.console.visit import Download, Page, PageRoute, Response, Visit, address, change, command, done
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.filter.node import quoted
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
@@ -234,7 +234,7 @@ async def _search(visit: Visit, wanted: _Wanted, limit: int) -> _Reading:
     return reading
 
 
-async def browse(visit: Visit) -> Answer:
+async def browse(visit: Visit) -> Response:
     """Show messages of a topic: the newest, from a position on, or those that match."""
     wanted = await _wanted(visit)
     name = wanted.topic.name
@@ -277,7 +277,7 @@ def _said(progress: Progress, *, is_done: bool) -> str:
     return f"{looked}." if is_done else f"{looked} so far."
 
 
-async def search(visit: Visit) -> Answer:
+async def search(visit: Visit) -> Response:
     """Continue a search as a stream of rows."""
     wanted = await _wanted(visit)
     if wanted.problem:
@@ -316,7 +316,7 @@ async def _found(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) 
         yield event("done", msgspec.json.encode({"state": f"The search failed: {error}"}))
 
 
-async def tail(visit: Visit) -> Answer:
+async def tail(visit: Visit) -> Response:
     """Follow a topic as a stream of rows, for as long as the browser listens."""
     wanted = await _wanted(visit)
     if wanted.problem:
@@ -351,7 +351,7 @@ async def _followed(visit: Visit, wanted: _Wanted, starts: dict[int, int]) -> As
         yield event("done", msgspec.json.encode({"state": f"The tail ended: {error}"}))
 
 
-async def download(visit: Visit) -> Answer:
+async def download(visit: Visit) -> Response:
     """Send everything that the form selects as JSON lines."""
     wanted = await _wanted(visit)
     if wanted.problem:
@@ -376,7 +376,7 @@ async def _lines(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) 
                 yield b"".join(line + b"\n" for line in lines)
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show one message: its contents, its batch, and its state in every subscription."""
     topic = await find_topic(visit.services.client, visit.names["topic"])
     partition, offset = _index(visit.names["partition"]), _index(visit.names["offset"])
@@ -477,13 +477,13 @@ def _samples(visit: Visit, topic: str, stored: StoredMessage) -> list[tuple[str,
     ]
 
 
-async def publish_form(visit: Visit) -> Answer:
+async def publish_form(visit: Visit) -> Response:
     name = visit.names["topic"]
     topic = await find_topic(visit.services.client, name)
     return Page("publish.html", {**await visit.topic_tabs(name), "partitions": sorted(topic.partitions)})
 
 
-async def publish(visit: Visit) -> Answer:
+async def publish(visit: Visit) -> Response:
     name = visit.names["topic"]
     if visit.text("sure") != "1":
         raise invalid("confirm that the message should be published; consumers receive it at once")

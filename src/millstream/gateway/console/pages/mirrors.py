@@ -6,16 +6,16 @@ from typing import Final
 
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.core.acl import Operation, ResourceType
-from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, done
+from millstream.gateway.console.visit import Page, PageRoute, Response, Visit, address, change, done
 
 PARTITIONS_SHOWN: Final = 200
 
 
-async def list_all(visit: Visit) -> Answer:
+async def list_all(visit: Visit) -> Response:
     return Page("mirrors.html", {"mirrors": await MirrorClient(visit.services.client).describe()})
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show one mirror and its copies; those that are furthest behind come first."""
     name = visit.names["mirror"]
     (described,) = await MirrorClient(visit.services.client).describe([name])
@@ -30,23 +30,23 @@ async def show(visit: Visit) -> Answer:
     return Page("mirror.html", context)
 
 
-async def pause(visit: Visit) -> Answer:
+async def pause(visit: Visit) -> Response:
     """Stop copying for now."""
     return await _want(visit, "pause", "is paused; its copies stay readable", is_wanted=False)
 
 
-async def resume(visit: Visit) -> Answer:
+async def resume(visit: Visit) -> Response:
     """Continue copying."""
     return await _want(visit, "resume", "copies again", is_wanted=True)
 
 
-async def _want(visit: Visit, verb: str, said: str, *, is_wanted: bool) -> Answer:
+async def _want(visit: Visit, verb: str, said: str, *, is_wanted: bool) -> Response:
     name = visit.names["mirror"]
     await MirrorClient(visit.services.client).want(name, is_wanted=is_wanted)
     return done(address("mirrors", name), f"Mirror {name} {said}", "mirror", verb, name)
 
 
-async def fail_over(visit: Visit) -> Answer:
+async def fail_over(visit: Visit) -> Response:
     """Make the copies writable."""
     name = visit.names["mirror"]
     visit.confirm(name)

@@ -17,7 +17,7 @@ from millstream.gateway.api.event_stream import event
 from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.console.pages.subscriptions import rows_of
 from millstream.gateway.console.render import age, counted
-from millstream.gateway.console.visit import Answer, Download, Page, PageRoute, Visit, address
+from millstream.gateway.console.visit import Download, Page, PageRoute, Response, Visit, address
 from millstream.protocol.private.browse_messages import NodeSumsResponse
 
 OLD_S: Final = 300.0
@@ -33,7 +33,7 @@ class Warned(NamedTuple):
     is_bad: bool = False
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show the state of everything that the person may see."""
     return Page("overview.html", await visit.shared(lambda: _state(visit)))
 
@@ -95,7 +95,7 @@ def _warnings(
     cluster = address("cluster")
     for node in nodes:
         if node.state == UNREACHABLE:
-            found.append(Warned(f"Node {node.node_id} does not answer.", cluster, "See the cluster", True))
+            found.append(Warned(f"Node {node.node_id} does not respond.", cluster, "See the cluster", True))
         found += [
             Warned(f"Node {node.node_id}: {reason}.", cluster, "See the cluster", True) for reason in node.reasons
         ]
@@ -147,7 +147,7 @@ def _warnings(
     return sorted(found, key=lambda one: not one.is_bad)[:20]
 
 
-async def events(visit: Visit) -> Answer:
+async def events(visit: Visit) -> Response:
     """Notify a browser of new numbers."""
     visit.history.note_visit()
     return Download(_sampled(visit), EVENT_STREAM)

@@ -36,12 +36,12 @@ from millstream.gateway.api.services import Services
 from millstream.gateway.console.pages.subscriptions import try_condition
 from millstream.gateway.console.tasks import Measured, Task
 from millstream.gateway.console.visit import (
-    Answer,
     Checked,
     ConsoleSettings,
     Done,
     Page,
     PageRoute,
+    Response,
     Visit,
     address,
     change,
@@ -56,7 +56,7 @@ VALUE_CHARACTERS_MAX: Final = 256 * 1024
 DRY_RUN_S: Final = 180.0
 DRY_RUN_USUAL_S: Final = 40.0
 """How long a dry run usually takes: most of it is Spark's start."""
-ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
+RESPONSE_BYTES_MAX: Final = 16 * 1024 * 1024
 _DRY_RUN: Final = "millstream.pipelines.runtime.dry_run"
 _TRYING: Final = asyncio.Semaphore(1)
 """One dry run at a time: it takes a gigabyte of memory."""
@@ -67,13 +67,13 @@ _MAY_READ: Final = (
 )
 
 
-async def list_all(visit: Visit) -> Answer:
+async def list_all(visit: Visit) -> Response:
     found = [summary_of(one) for one in await PipelineClient(visit.services.client).describe()]
     rows = [one for one in found if visit.search.lower() in one["pipeline"].lower()]
     return Page("pipelines.html", {**visit.paging(len(rows)), "pipelines": visit.on_page(rows)})
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show one pipeline, and if asked for which recent messages its rules match."""
     name, client = visit.names["pipeline"], visit.services.client
     (described,) = await PipelineClient(client).describe([name])
@@ -129,20 +129,20 @@ async def _try_rules(visit: Visit, described: dict[str, Any]) -> dict[str, str]:
     return tried
 
 
-async def start(visit: Visit) -> Answer:
+async def start(visit: Visit) -> Response:
     """Start a pipeline; a parked one is retried."""
     name = visit.names["pipeline"]
     await PipelineClient(visit.services.client).start(name)
     return _done(name, f"Pipeline {name} starts", "start", name)
 
 
-async def stop(visit: Visit) -> Answer:
+async def stop(visit: Visit) -> Response:
     name = visit.names["pipeline"]
     await PipelineClient(visit.services.client).stop(name)
     return _done(name, f"Pipeline {name} stops", "stop", name)
 
 
-async def delete(visit: Visit) -> Answer:
+async def delete(visit: Visit) -> Response:
     """Delete a pipeline; what it wrote stays."""
     name = visit.names["pipeline"]
     visit.confirm(name)
@@ -150,7 +150,7 @@ async def delete(visit: Visit) -> Answer:
     return done(address("pipelines"), f"Pipeline {name} is deleted", "pipeline", "delete", name)
 
 
-async def alter(visit: Visit) -> Answer:
+async def alter(visit: Visit) -> Response:
     """Change a setting, or check a change without making it."""
     name, key = visit.names["pipeline"], visit.text("setting")
     value = visit.text("setting_value", length_max=VALUE_CHARACTERS_MAX).replace("\r\n", "\n")
@@ -169,7 +169,7 @@ async def alter(visit: Visit) -> Answer:
     return _done(name, f"Pipeline {name} is changed. {said}".strip(), "update", name, *words)
 
 
-async def dry_run(visit: Visit) -> Answer:
+async def dry_run(visit: Visit) -> Response:
     """Try a pipeline on the newest messages, in its own process and with the rights of the user."""
     name, client = visit.names["pipeline"], visit.services.client
     (described,) = await PipelineClient(client).describe([name])
@@ -228,7 +228,7 @@ def dry_run_refusal(described: Mapping[str, Any], settings: ConsoleSettings) -> 
 
 async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, is_guarded: bool) -> dict[str, Any]:
     """Run the process of a dry run; where users are authorized, it gets a read-only token."""
-    from millstream.pipelines.runtime.dry_run import DryRunAnswer, DryRunOrder
+    from millstream.pipelines.runtime.dry_run import DryRunOrder, DryRunResponse
     from millstream.pipelines.source.access import connection_access
 
     access = connection_access(NODE_CREDENTIALS.get())
@@ -255,7 +255,7 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,
-            limit=ANSWER_BYTES_MAX,
+            limit=RESPONSE_BYTES_MAX,
             env=_dry_run_environment(scratch),
             # The leader of its group, so that Java ends with it.
             start_new_session=True,
@@ -271,10 +271,10 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
             raise RequestTimedOut(f"the dry run took longer than {DRY_RUN_S:g} s, and was ended") from None
         if not line:
             raise CoordinatorUnavailable("the dry run process exited without a result; it may have run out of memory")
-        answer = msgspec.json.decode(line, type=DryRunAnswer)
-        if answer.failed:
-            raise InvalidRequest(answer.failed)
-        return answer.document
+        response = msgspec.json.decode(line, type=DryRunResponse)
+        if response.failed:
+            raise InvalidRequest(response.failed)
+        return response.document
 
 
 async def _revoke(services: Services, token_id: str) -> None:
@@ -300,7 +300,7 @@ async def _end(process: Process) -> None:
     await process.wait()
 
 
-async def put_rule(visit: Visit) -> Answer:
+async def put_rule(visit: Visit) -> Response:
     """Add or replace a rule of a route, or try its condition on recent messages."""
     name, rule = visit.names["pipeline"], visit.text("rule", length_max=249)
     topic, targets = visit.text("topic", length_max=249), visit.text("to").replace(",", " ").split()
@@ -320,7 +320,7 @@ async def put_rule(visit: Visit) -> Answer:
     return _done(name, f"Rule {rule} applies from the next batch on. {said}".strip(), "rule", "put", name, rule, *words)
 
 
-async def delete_rule(visit: Visit) -> Answer:
+async def delete_rule(visit: Visit) -> Response:
     """Delete a rule; what it has routed stays."""
     name, rule = visit.names["pipeline"], visit.text("rule", length_max=249)
     visit.confirm(rule)
@@ -328,14 +328,14 @@ async def delete_rule(visit: Visit) -> Answer:
     return _done(name, f"Rule {rule} is deleted, {left:,} left", "rule", "delete", name, rule)
 
 
-async def trigger(visit: Visit) -> Answer:
+async def trigger(visit: Visit) -> Response:
     """Run a job now."""
     name = visit.names["pipeline"]
     await PipelineClient(visit.services.client).request_run(name)
     return _done(name, f"Job {name} runs now, or after the run in progress", "trigger", name)
 
 
-async def cancel_run(visit: Visit) -> Answer:
+async def cancel_run(visit: Visit) -> Response:
     """Cancel the run of a job that is in progress."""
     name = visit.names["pipeline"]
     visit.confirm(name)
@@ -343,7 +343,7 @@ async def cancel_run(visit: Visit) -> Answer:
     return _done(name, f"Run {run} of {name} is cancelled", "cancel", name)
 
 
-async def show_run(visit: Visit) -> Answer:
+async def show_run(visit: Visit) -> Response:
     """Show a run of a job and its output."""
     name, number = visit.names["pipeline"], visit.names["run"]
     if not number.isascii() or not number.isdigit() or len(number) > 9:

@@ -11,7 +11,7 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.cluster_plan import BALANCE, DRAIN, REMOVE, THROTTLE_BYTES
 from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, done
+from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change, done
 from millstream.protocol.private.plan_messages import PlannedMove, PlanResponse
 
 MOVES_SHOWN: Final = 200
@@ -19,7 +19,7 @@ MIB: Final = 1024 * 1024
 _KINDS: Final = (BALANCE, DRAIN, REMOVE)
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show the last plan, and how far it is."""
     try:
         current = await cluster_plans.current_plan(visit.services.client)
@@ -46,7 +46,7 @@ async def _context(
     }
 
 
-async def propose(visit: Visit) -> Answer:
+async def propose(visit: Visit) -> Response:
     """Compute a plan and store it for review; nothing moves yet."""
     kind = visit.choice("kind", _KINDS)
     node = visit.number("node", -1) if kind != BALANCE else None
@@ -59,12 +59,12 @@ async def propose(visit: Visit) -> Answer:
         return _done("The cluster is balanced; there is nothing to move", "cluster", "plan", kind)
     proposed = await cluster_plans.propose_plan(client, plan, throttle_bytes=throttle)
     document = cluster_plans.describe_plan(plan, plan_id=proposed.plan_id, throttle_bytes=throttle)
-    # The answer names the plan; its moves are those that were just computed.
+    # The response names the plan; its moves are those that were just computed.
     shown = msgspec.structs.replace(proposed, moves=[PlannedMove.of(move) for move in plan.moves])
     return Page("plan.html", await _context(visit, shown, may_change=True, computed=document))
 
 
-async def apply(visit: Visit) -> Answer:
+async def apply(visit: Visit) -> Response:
     """Let the cluster carry out the plan."""
     plan_id = visit.text("plan", length_max=100)
     throttle = visit.number("throttle", 0, high=1_000_000) * MIB
@@ -73,7 +73,7 @@ async def apply(visit: Visit) -> Answer:
     return _done(f"Plan {plan_id} runs", "cluster", "apply", plan_id, *flags)
 
 
-async def cancel(visit: Visit) -> Answer:
+async def cancel(visit: Visit) -> Response:
     """Stop the plan."""
     plan_id = visit.text("plan", length_max=100)
     visit.confirm(plan_id)
@@ -81,7 +81,7 @@ async def cancel(visit: Visit) -> Answer:
     return _done(f"Plan {plan_id} is {cancelled.state}", "cluster", "cancel", plan_id)
 
 
-async def undrain(visit: Visit) -> Answer:
+async def undrain(visit: Visit) -> Response:
     """Let a drained node get leaders and replicas again."""
     node = visit.number("node", -1)
     await cluster_plans.undrain(visit.services.client, node)

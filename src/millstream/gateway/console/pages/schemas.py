@@ -12,7 +12,7 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import NotAuthorized, SchemaRegistryError
 from millstream.core.schema import AVRO, JSON_SCHEMA, LEVELS, PROTOBUF, subject_topic
 from millstream.gateway.api.problem import Refused, invalid
-from millstream.gateway.console.visit import Answer, Checked, Page, PageRoute, Visit, address, change, done
+from millstream.gateway.console.visit import Checked, Page, PageRoute, Response, Visit, address, change, done
 from millstream.protocol.private.schema_messages import (
     CheckSchema,
     Configure,
@@ -29,7 +29,7 @@ _FILES: Final = {AVRO: "schema.avsc", JSON_SCHEMA: "schema.json", PROTOBUF: "sch
 _TOPIC: Final = ResourceType.TOPIC
 
 
-async def list_all(visit: Visit) -> Answer:
+async def list_all(visit: Visit) -> Response:
     """List the subjects of the registry."""
     client = SchemaClient(visit.services.client)
     found = (await client.subjects(ListSubjects())).subjects
@@ -56,7 +56,7 @@ async def list_all(visit: Visit) -> Answer:
     return Page("schemas.html", context)
 
 
-async def register(visit: Visit) -> Answer:
+async def register(visit: Visit) -> Response:
     """Register a schema, or say what registering it would do."""
     subject, kind = visit.text("subject", length_max=1024), visit.choice("type", list(_FILES))
     text = visit.text("schema", length_max=SCHEMA_CHARACTERS_MAX)
@@ -94,7 +94,7 @@ async def _check_compatible(client: SchemaClient, body: Mapping[str, Any]) -> No
         )
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show a version of a subject, and how it differs from the one before."""
     name, version = visit.names["subject"], visit.text("version") or "latest"
     client = SchemaClient(visit.services.client)
@@ -123,7 +123,7 @@ async def show(visit: Visit) -> Answer:
     return Page("schema.html", context)
 
 
-async def configure(visit: Visit) -> Answer:
+async def configure(visit: Visit) -> Response:
     """Set the compatibility level of a subject, or of all subjects without one."""
     name, level = visit.names.get("subject", ""), visit.choice("level", (DEFAULT, *LEVELS))
     if level == DEFAULT:
@@ -136,7 +136,7 @@ async def configure(visit: Visit) -> Answer:
     return done(to, text, "schema", "compatibility", *((name,) if name else ()), "--set", level)
 
 
-async def delete(visit: Visit) -> Answer:
+async def delete(visit: Visit) -> Response:
     """Delete a subject or one of its versions."""
     name, version = visit.names["subject"], visit.text("version")
     visit.confirm(name)

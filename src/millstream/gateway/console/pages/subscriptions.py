@@ -30,7 +30,7 @@ from millstream.core.subscription import (
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.pages.messages import rows_of as message_rows
 from millstream.gateway.console.search import Found, Progress, compiled
-from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, done
+from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change, done
 from millstream.protocol.wire.fetch import READ_COMMITTED
 
 LEASES_SHOWN: Final = 200
@@ -71,7 +71,7 @@ def _row(described: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def list_all(visit: Visit) -> Answer:
+async def list_all(visit: Visit) -> Response:
     wanted = visit.search.lower()
     order, descending = visit.choice("order", _ORDERS), visit.text("down") == "1"
     rows = [
@@ -94,7 +94,7 @@ async def _all_rows(visit: Visit) -> list[dict[str, Any]]:
     return rows_of(await visit.services.subscriptions.describe(without_silent=True))
 
 
-async def create(visit: Visit) -> Answer:
+async def create(visit: Visit) -> Response:
     name, topics = visit.text("name"), visit.text("topics").replace(",", " ").split()
     start, condition = visit.choice("start", ("end", "start")), visit.text("filter")
     if not name or not topics:
@@ -107,7 +107,7 @@ async def create(visit: Visit) -> Answer:
     return _done(name, f"Subscription {name} is created", "create", name, *words)
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show a subscription: its queues, who holds what, its settings, and what can be done."""
     name = visit.names["subscription"]
     (described,) = await visit.services.subscriptions.describe([name], leases_max=LEASES_SHOWN)
@@ -188,21 +188,21 @@ async def try_condition(visit: Visit, topics: Sequence[str], text: str) -> list[
     return tried
 
 
-async def pause(visit: Visit) -> Answer:
+async def pause(visit: Visit) -> Response:
     """Stop delivering; leases can still be settled."""
     name = visit.names["subscription"]
     await visit.services.subscriptions.alter(name, {PAUSED: "true"})
     return _done(name, f"{name} is paused", "pause", name)
 
 
-async def resume(visit: Visit) -> Answer:
+async def resume(visit: Visit) -> Response:
     """Deliver again."""
     name = visit.names["subscription"]
     await visit.services.subscriptions.alter(name, {PAUSED: None})
     return _done(name, f"{name} delivers again", "resume", name)
 
 
-async def seek(visit: Visit) -> Answer:
+async def seek(visit: Visit) -> Response:
     """Move to another position."""
     name, to = visit.names["subscription"], visit.text("to")
     visit.confirm(name)
@@ -210,7 +210,7 @@ async def seek(visit: Visit) -> Answer:
     return _done(name, f"{len(moved)} queues of {name} moved", "seek", name, "--to", to)
 
 
-async def purge(visit: Visit) -> Answer:
+async def purge(visit: Visit) -> Response:
     """Skip everything that waits."""
     name = visit.names["subscription"]
     visit.confirm(name)
@@ -218,7 +218,7 @@ async def purge(visit: Visit) -> Answer:
     return _done(name, f"{name} is empty; what waited was skipped", "seek", name, "--to", "end")
 
 
-async def alter(visit: Visit) -> Answer:
+async def alter(visit: Visit) -> Response:
     """Change one setting."""
     name, key, value = visit.names["subscription"], visit.text("setting"), visit.text("setting_value")
     if key not in _CHANGEABLE:
@@ -238,7 +238,7 @@ def _flags(key: str, value: str) -> tuple[str, ...]:
     return _FLAGS[key], f"{int(value) / 1000:g}" if key in (LEASE, EXPIRES) and value.isdigit() else value
 
 
-async def delete(visit: Visit) -> Answer:
+async def delete(visit: Visit) -> Response:
     """Delete a subscription; messages stay in their topics."""
     name = visit.names["subscription"]
     visit.confirm(name)

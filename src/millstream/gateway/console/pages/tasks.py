@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change
+from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     task = visit.tasks.find(visit.names["task"], visit.person)
     return Page("task.html", {"task": task, "measured": task.measure()})
 
 
-async def stop(visit: Visit) -> Answer:
+async def stop(visit: Visit) -> Response:
     """Stop it; what it has done stays done."""
     task = visit.tasks.find(visit.names["task"], visit.person)
     task.stop()

@@ -28,9 +28,9 @@ from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE, Top
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.visit import (
     PAGE_ROWS,
-    Answer,
     Page,
     PageRoute,
+    Response,
     Visit,
     address,
     change,
@@ -50,7 +50,7 @@ _DECLARED: Final = {declared.name: declared for _, declared in settings_of(Topic
 _TOPIC: Final = ResourceType.TOPIC
 
 
-async def list_all(visit: Visit) -> Answer:
+async def list_all(visit: Visit) -> Response:
     """List topics, searched, ordered and paged by the nodes."""
     internal = visit.text("internal") == "1"
     order, descending = visit.choice("order", ORDERS), visit.text("down") == "1"
@@ -76,7 +76,7 @@ async def list_all(visit: Visit) -> Answer:
     return Page("topics.html", context)
 
 
-async def create(visit: Visit) -> Answer:
+async def create(visit: Visit) -> Response:
     name = visit.text("name")
     check_topic_name(name)
     partitions = visit.number("partitions", BROKER_DECIDES, low=1, high=10_000)
@@ -85,7 +85,7 @@ async def create(visit: Visit) -> Answer:
     return done(address("topics", name), f"Topic {name} is created", "topic", "create", name, *flags)
 
 
-async def show(visit: Visit) -> Answer:
+async def show(visit: Visit) -> Response:
     """Show a topic's partitions, card and traffic."""
     name = visit.names["topic"]
     client = visit.services.client
@@ -128,7 +128,7 @@ async def _numbers(visit: Visit, name: str) -> list[Any]:
     return [next(iter((await topics_page(visit.services.client, names=[name], partitions=True)).topics), None)]
 
 
-async def settings(visit: Visit) -> Answer:
+async def settings(visit: Visit) -> Response:
     """Show every setting with its meaning and its default."""
     name = visit.names["topic"]
     described = await describe_topic(visit.services.client, name, with_damage=False)
@@ -156,7 +156,7 @@ async def settings(visit: Visit) -> Answer:
     return Page("topic_settings.html", context)
 
 
-async def alter(visit: Visit) -> Answer:
+async def alter(visit: Visit) -> Response:
     """Change one setting, or the number of partitions."""
     name, key, value = visit.names["topic"], visit.text("setting"), visit.text("setting_value")
     client = visit.services.client
@@ -178,7 +178,7 @@ async def alter(visit: Visit) -> Answer:
     return done(address("topics", name, "settings"), text, "topic", "alter", name, *flags)
 
 
-async def delete(visit: Visit) -> Answer:
+async def delete(visit: Visit) -> Response:
     """Delete a topic and every message in it."""
     name = visit.names["topic"]
     visit.confirm(name)
@@ -189,7 +189,7 @@ async def delete(visit: Visit) -> Answer:
     return done(address("topics"), f"Topic {name} is deleted", "topic", "delete", name)
 
 
-async def consumers(visit: Visit) -> Answer:
+async def consumers(visit: Visit) -> Response:
     """Show who reads a topic, how far each one is behind, and who has written to it lately."""
     name = visit.names["topic"]
     client = visit.services.client

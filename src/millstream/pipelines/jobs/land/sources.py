@@ -85,28 +85,28 @@ class Sources:
             return None
         client = self.link.client
         try:
-            answer = self.link.call(
+            response = self.link.call(
                 client.fetch(source.topic, partition, start, max_bytes=_SAMPLE_BYTES, isolation=READ_COMMITTED)
             )
         except OffsetOutOfRange:
             # Retention has deleted it since; the tasks skip it too.
             return None
-        batches = find_batches(answer.records)
+        batches = find_batches(response.records)
         if batches.next_offset is None or batches.next_offset <= start:
             return None
-        return max(1.0, len(answer.records) / (batches.next_offset - start))
+        return max(1.0, len(response.records) / (batches.next_offset - start))
 
 
 async def _found(client: Client, names: list[str], pattern: re.Pattern[str] | None) -> list[Source]:
-    answer = await client.metadata(None if pattern is not None else names)
+    response = await client.metadata(None if pattern is not None else names)
     for name in names:
-        if name in answer.errors:
-            error = error_from_code(answer.errors[name], None, about=f"topic {name!r}")
+        if name in response.errors:
+            error = error_from_code(response.errors[name], None, about=f"topic {name!r}")
             if not isinstance(error, UnknownTopic):
                 raise error
     wanted = [
         topic
-        for name, topic in sorted(answer.topics.items())
+        for name, topic in sorted(response.topics.items())
         if pattern is None or (pattern.fullmatch(name) and not topic.is_internal)
     ]
     places = [TopicPartition(topic.name, PartitionIndex(number)) for topic in wanted for number in topic.partitions]

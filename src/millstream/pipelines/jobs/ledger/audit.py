@@ -429,19 +429,19 @@ async def committed_ranges(
     offset = start
     while offset < end:
         try:
-            answer = await client.fetch(
+            response = await client.fetch(
                 topic, partition, offset, max_bytes=_FETCH_BYTES, max_wait_ms=0, isolation=isolation
             )
         except OffsetOutOfRange:
             # Retention continues while the audit runs; what it deletes now was there at the mark.
             break
-        aborted = AbortedBatches(answer.aborted)
+        aborted = AbortedBatches(response.aborted)
         before = offset
-        for header in iterate_whole_headers(answer.records):
+        for header in iterate_whole_headers(response.records):
             is_aborted = aborted.holds(header.last_offset, header.attributes, header.producer_id)
             offset = max(offset, header.next_offset)
             if not (header.is_control or is_aborted):
-                _extend(found, answer.records, header, start, end)
+                _extend(found, response.records, header, start, end)
         if offset == before:
             break
     return [OffsetRange(first, after) for first, after in found]
@@ -485,7 +485,7 @@ async def _missing_in(client: Client, topic: str, partition: int, letters: dict[
     missing: list[int] = []
     for at in sorted(letters):
         try:
-            answer = await client.fetch(topic, partition, at, max_bytes=1, max_wait_ms=0)
+            response = await client.fetch(topic, partition, at, max_bytes=1, max_wait_ms=0)
         except OffsetOutOfRange:
             earliest = (await client.list_offsets(topic, {partition: OFFSET_EARLIEST}))[partition].offset
             if at >= earliest:
@@ -493,15 +493,15 @@ async def _missing_in(client: Client, topic: str, partition: int, letters: dict[
             continue
         except MillstreamError:
             continue
-        if not await _holds_letter(answer, at, letters[at]):
+        if not await _holds_letter(response, at, letters[at]):
             missing.append(letters[at])
     return missing
 
 
-async def _holds_letter(answer: fetch.FetchAnswer, at: int, offset: int) -> bool:
-    for header in iterate_whole_headers(answer.records):
+async def _holds_letter(response: fetch.FetchedPartition, at: int, offset: int) -> bool:
+    for header in iterate_whole_headers(response.records):
         if header.base_offset <= at <= header.last_offset:
             ranges = (OffsetRange(at, at + 1),)
-            record = next(decode_batch(answer.records, header, ranges=ranges), None)
+            record = next(decode_batch(response.records, header, ranges=ranges), None)
             return record is not None and dict(record.headers).get("dlq-offset") == str(offset).encode()
     return False

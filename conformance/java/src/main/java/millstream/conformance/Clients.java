@@ -157,7 +157,7 @@ public final class Clients {
         });
     }
 
-    /** Ask the broker again and again until the answer is right; it may refuse while it gets ready. */
+    /** Ask the broker again and again until the response is right; it may refuse while it gets ready. */
     public static void eventually(String what, Object expected, Callable<?> question) {
         AtomicReference<Object> last = new AtomicReference<>();
         await(() -> what + ": expected " + expected + ", got " + last.get(), () -> {

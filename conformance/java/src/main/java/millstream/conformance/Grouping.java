@@ -92,11 +92,11 @@ public final class Grouping implements Trial.Suite {
         try (KafkaConsumer<String, String> consumer = member(group)) {
             consumer.subscribe(List.of(topic));
             take(consumer, 5);
-            AtomicReference<Object> answered = new AtomicReference<>();
+            AtomicReference<Object> responded = new AtomicReference<>();
             consumer.commitAsync(Map.of(partition, new OffsetAndMetadata(3, "half way")),
-                    (offsets, error) -> answered.set(error == null ? offsets : error));
-            pollUntil("the answer to commitAsync", List.of(consumer), () -> answered.get() != null);
-            Wrong.unless(answered.get() instanceof Map, "commitAsync failed: " + answered.get());
+                    (offsets, error) -> responded.set(error == null ? offsets : error));
+            pollUntil("the response to commitAsync", List.of(consumer), () -> responded.get() != null);
+            Wrong.unless(responded.get() instanceof Map, "commitAsync failed: " + responded.get());
         }
         Wrong.unlessEqual("offset", 3L, committed(group).get(partition).offset());
         Wrong.unlessEqual("metadata", "half way", committed(group).get(partition).metadata());

@@ -42,7 +42,7 @@ final class Producing implements Trial.Suite {
         }
         report.check("headers: order, doubles, null and empty values", this::headers);
         report.check("null and empty keys and values", this::nulls);
-        report.check("acks=0 answers no offset and arrives", this::acksNone);
+        report.check("acks=0 returns no offset and arrives", this::acksNone);
         report.check("acks=1", () -> acks("1"));
         report.check("acks=all without idempotence", () -> acks("all"));
         report.check("flush sends what lingers", this::flush);

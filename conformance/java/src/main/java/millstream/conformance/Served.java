@@ -4,7 +4,7 @@ import java.util.HashMap;
 import java.util.Map;
 import millstream.conformance.Api.Need;
 
-/** What the broker answered to ApiVersions, as the driver read it: {@code key:oldest-newest,...}. */
+/** What the broker returned for ApiVersions, as the driver read it: {@code key:oldest-newest,...}. */
 public final class Served {
     private final Map<Integer, Integer> oldest = new HashMap<>();
     private final Map<Integer, Integer> newest = new HashMap<>();

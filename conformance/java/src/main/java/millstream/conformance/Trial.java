@@ -10,7 +10,7 @@ import java.nio.charset.StandardCharsets;
  * package; ONLY is a part of the names of the checks to run, empty for all.
  */
 public final class Trial {
-    private static final BufferedReader ANSWERS =
+    private static final BufferedReader RESPONSES =
             new BufferedReader(new InputStreamReader(System.in, StandardCharsets.UTF_8));
 
     private Trial() {}
@@ -36,6 +36,6 @@ public final class Trial {
     public static void ask(String what) throws IOException {
         System.out.println("@" + what);
         System.out.flush();
-        Wrong.unlessEqual("the driver's answer", "done", ANSWERS.readLine());
+        Wrong.unlessEqual("the driver's response", "done", RESPONSES.readLine());
     }
 }

@@ -18,7 +18,7 @@ import org.apache.avro.Schema;
 import org.apache.avro.SchemaCompatibility;
 
 /**
- * Reads pairs of schemas, one JSON object a line with {@code type}, {@code reader} and {@code writer}, and answers
+ * Reads pairs of schemas, one JSON object a line with {@code type}, {@code reader} and {@code writer}, and writes
  * each with a line: why the reader cannot read what the writer wrote ({@code reasons}, empty if it can), or
  * {@code error} if the library takes one of the two for invalid.
  *
@@ -32,27 +32,27 @@ public final class Decide {
 
     public static void main(String[] arguments) throws IOException {
         try (var lines = new BufferedReader(new InputStreamReader(System.in, StandardCharsets.UTF_8));
-                var answers = new BufferedWriter(new OutputStreamWriter(System.out, StandardCharsets.UTF_8))) {
+                var responses = new BufferedWriter(new OutputStreamWriter(System.out, StandardCharsets.UTF_8))) {
             for (String line = lines.readLine(); line != null; line = lines.readLine()) {
-                answers.write(JSON.writeValueAsString(answer(JSON.readTree(line))));
-                answers.newLine();
+                responses.write(JSON.writeValueAsString(response(JSON.readTree(line))));
+                responses.newLine();
             }
         }
     }
 
-    private static ObjectNode answer(JsonNode pair) {
-        ObjectNode answer = JSON.createObjectNode();
+    private static ObjectNode response(JsonNode pair) {
+        ObjectNode response = JSON.createObjectNode();
         try {
-            var reasons = answer.putArray("reasons");
+            var reasons = response.putArray("reasons");
             String reader = pair.get("reader").asText();
             String writer = pair.get("writer").asText();
             for (String reason : decide(pair.get("type").asText(), reader, writer)) {
                 reasons.add(reason);
             }
         } catch (RuntimeException | StackOverflowError invalid) {
-            answer.put("error", String.valueOf(invalid));
+            response.put("error", String.valueOf(invalid));
         }
-        return answer;
+        return response;
     }
 
     private static List<String> decide(String type, String reader, String writer) {

@@ -1,6 +1,6 @@
-"""Late replies: no worker handles a message that another one may have, and no lease stays without a holder.
+"""Late responses: no worker handles a message that another one may have, and no lease stays without a holder.
 
-A proxy stands between clients and broker, and keeps the broker's answers to requests for messages for a while.
+A proxy stands between clients and broker, and keeps the broker's responses to requests for messages for a while.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 
 
 class Proxy:
-    """Passes everything on, except answers to one client's requests for messages while they are held."""
+    """Passes everything on, except responses to one client's requests for messages while they are held."""
 
     def __init__(self, address: str, host: str, port: int) -> None:
         self.address = address
         self._upstream = (host, port)
         self.is_held = asyncio.Event()
-        """An answer has come, and is kept."""
+        """A response has come, and is kept."""
         self._asked: dict[str, asyncio.Event] = {}
         self._client_id = ""
         self._released = asyncio.Event()
@@ -49,7 +49,7 @@ class Proxy:
         self._open = 0
 
     async def hold(self, client_id: str) -> None:
-        """Keep the answer to the request that the client has sent, or sends next."""
+        """Keep the response to the request that the client has sent, or sends next."""
         self._client_id = client_id
         self._released.clear()
         await self._asked.setdefault(client_id, asyncio.Event()).wait()
@@ -156,7 +156,7 @@ class Http:
         http._writer.write(head.encode() + content)
         return http
 
-    async def answer(self) -> list[dict[str, object]]:
+    async def respond(self) -> list[dict[str, object]]:
         """The messages of a pull."""
         head = await self._reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
@@ -185,7 +185,7 @@ def pull(server: Server, name: str, wait_ms: int = 60_000) -> Awaitable[Http]:
 
 
 async def overtake(proxy: Proxy, server: Server, topic: str, client_id: str, **wanted: object) -> None:
-    """Have another worker accept a message whose answer to the client is kept, then let the answer go."""
+    """Have another worker accept a message whose response to the client is kept, then let the response go."""
     handled = asyncio.Event()
 
     async def handle(_message: millstream.Message) -> None:
@@ -257,7 +257,7 @@ async def test_a_pull_gets_none_either(hidden: Hidden, topic: str) -> None:
         await declare(server, topic, SHORT_S)
         pulling = await pull(server, topic)
         await overtake(proxy, server, topic, GATEWAY)
-        assert [message["value"] for message in await pulling.answer()] == ["last"]
+        assert [message["value"] for message in await pulling.respond()] == ["last"]
         await pulling.hang_up()
 
 
@@ -270,7 +270,7 @@ async def test_an_event_stream_gets_none_either(hidden: Hidden, topic: str) -> N
         await stream.hang_up()
 
 
-async def test_what_a_worker_accepted_while_its_answer_was_held_is_not_handled_again(
+async def test_what_a_worker_accepted_while_its_response_was_held_is_not_handled_again(
     start_server: Callable[..., Server], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restarted broker leases again what the worker still holds; more is accepted than the worker remembers."""
@@ -345,7 +345,7 @@ async def test_what_is_leased_for_a_client_that_hung_up_goes_back(hidden: Hidden
             await ms.publish(topic, "first")
         await proxy.is_held.wait()
         await asked.hang_up()
-        # The gateway hears of that at about the time at which the answer arrives.
+        # The gateway hears of that at about the time at which the response arrives.
         proxy.release()
         assert await taken(server, topic) == [1]
 
@@ -368,7 +368,9 @@ async def test_what_is_leased_while_a_worker_leaves_goes_back(hidden: Hidden, to
         assert await taken(server, topic) == [1]
 
 
-async def test_what_a_broker_has_leased_for_a_client_that_reads_no_answer_goes_back(server: Server, topic: str) -> None:
+async def test_what_a_broker_has_leased_for_a_client_that_reads_no_response_goes_back(
+    server: Server, topic: str
+) -> None:
     create = CommandLine(server.kafka)
     await asyncio.to_thread(create, "topic", "create", topic, "--set", "max.message.bytes=33554432")
     await declare(server, topic, LONG_S)
@@ -382,6 +384,6 @@ async def test_what_a_broker_has_leased_for_a_client_that_reads_no_answer_goes_b
         head = request_head(RECEIVE_KEY, 0, 1, "gone")
         asking.sendall(struct.pack(">i", len(head) + len(body)) + bytes(head) + body)
         assert await asyncio.to_thread(asking.recv, 4)
-        # Closed with most of the answer unread, so that the broker sees a reset.
+        # Closed with most of the response unread, so that the broker sees a reset.
         asking.close()
         assert await taken(server, topic) == [1]

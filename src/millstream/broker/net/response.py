@@ -1,4 +1,4 @@
-"""Replies of a connection: promised ones, and large ones that are read from files while they are sent.
+"""Responses of a connection: promised ones, and large ones that are read from files while they are sent.
 
 A promise is like an asyncio future at a fraction of the cost: its one waiter is called at once, without a turn of the
 loop in between.
@@ -43,16 +43,16 @@ class Stream:
 
 
 Buffers = list[Piece]
-Reply = Buffers | Stream
+EncodedResponse = Buffers | Stream
 
 
 class Promise:
-    """A place in the order of a connection's replies, which is filled by `keep`."""
+    """A place in the order of a connection's responses, which is filled by `keep`."""
 
     __slots__ = ("_latency", "_started", "buffers", "cost_bytes", "held_bytes", "is_kept", "on_kept")
 
     def __init__(self) -> None:
-        self.buffers: Reply | None = None
+        self.buffers: EncodedResponse | None = None
         self.is_kept = False
         self.cost_bytes = 0
         """The size that the request counts as until its response is sent."""
@@ -68,7 +68,7 @@ class Promise:
         self._latency = latency
         self._started = started
 
-    def keep(self, buffers: Reply | None) -> None:
+    def keep(self, buffers: EncodedResponse | None) -> None:
         """Set the response; None means that the client expects none."""
         self.buffers = buffers
         self.is_kept = True
@@ -77,7 +77,7 @@ class Promise:
         if self.on_kept is not None:
             self.on_kept()
 
-    def __await__(self) -> Generator[Any, None, Reply | None]:
+    def __await__(self) -> Generator[Any, None, EncodedResponse | None]:
         """Wait for the response in a task."""
         if not self.is_kept:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,17 +114,17 @@ def promise_of(future: asyncio.Future[Buffers | None], fail: Callable[[BaseExcep
 
 
 def start(
-    answer: Coroutine[Any, Any, Buffers | None], *, is_abandoned_with_client: bool = False
+    coroutine: Coroutine[Any, Any, Buffers | None], *, is_abandoned_with_client: bool = False
 ) -> Buffers | Started | None:
     """Run a coroutine up to its first wait; return its result, or what a task continues from there.
 
     A task would take its first step in the next turn of the loop, and turns of a busy loop are long.
     """
     try:
-        waits_for = answer.send(None)
+        waits_for = coroutine.send(None)
     except StopIteration as done:
         return cast("Buffers | None", done.value)
-    return Started(answer, waits_for, is_abandoned_with_client=is_abandoned_with_client)
+    return Started(coroutine, waits_for, is_abandoned_with_client=is_abandoned_with_client)
 
 
 class Started:
@@ -142,7 +142,7 @@ class Started:
 
     def __init__(
         self,
-        coroutine: Coroutine[Any, Any, Reply | None],
+        coroutine: Coroutine[Any, Any, EncodedResponse | None],
         waits_for: Any = None,
         *,
         is_abandoned_with_client: bool = False,
@@ -162,7 +162,7 @@ class Started:
         self._latency = latency
         self._started = started
 
-    def __await__(self) -> Generator[Any, Any, Reply | None]:
+    def __await__(self) -> Generator[Any, Any, EncodedResponse | None]:
         """Continue in a task."""
         self._is_continued = True
         step: Callable[[Any], Any] = self._coroutine.send
@@ -187,7 +187,7 @@ class Started:
                 finally:
                     self.spent_s += time.perf_counter() - began
         except StopIteration as done:
-            return cast("Reply | None", done.value)
+            return cast("EncodedResponse | None", done.value)
         finally:
             if self._latency is not None:
                 self._latency.observe(time.perf_counter() - self._started)

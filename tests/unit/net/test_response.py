@@ -1,4 +1,4 @@
-"""Answers that begin with the request: what is ready is answered at once, what waits goes on in a task."""
+"""Responses that begin with the request: what is ready gets a response at once, what waits goes on in a task."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from millstream.broker.net import reply
-from millstream.broker.net.reply import Buffers, Reply, Started, start
+from millstream.broker.net import response
+from millstream.broker.net.response import Buffers, EncodedResponse, Started, start
 
 
-async def continued(started: Buffers | Started | None) -> Reply | None:
+async def continued(started: Buffers | Started | None) -> EncodedResponse | None:
     assert isinstance(started, Started)
     return await started
 
 
-async def test_what_waits_for_nothing_is_answered_without_a_turn_of_the_loop() -> None:
-    async def answer() -> Buffers:
+async def test_what_waits_for_nothing_gets_a_response_without_a_turn_of_the_loop() -> None:
+    async def respond() -> Buffers:
         return [b"ready"]
 
-    assert start(answer()) == [b"ready"]
+    assert start(respond()) == [b"ready"]
 
 
 async def test_what_waits_goes_on_in_a_task_where_it_stopped() -> None:
     steps: list[str] = []
     futures: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future() for _ in range(2)]
 
-    async def answer() -> Buffers:
+    async def respond() -> Buffers:
         for future in futures:
             steps.append("waits")
             steps.append(await future)
@@ -36,7 +36,7 @@ async def test_what_waits_goes_on_in_a_task_where_it_stopped() -> None:
             await asyncio.sleep(0)
         return [b"late"]
 
-    started = start(answer())
+    started = start(respond())
     assert steps == ["waits"]
     # It may be there before the task has taken its first step.
     futures[0].set_result("first")
@@ -47,10 +47,10 @@ async def test_what_waits_goes_on_in_a_task_where_it_stopped() -> None:
     assert steps == ["waits", "first", "waits", "second"]
 
 
-async def test_an_answer_that_is_given_up_or_refused_hears_of_it() -> None:
+async def test_a_response_that_is_given_up_or_refused_hears_of_it() -> None:
     heard: list[BaseException] = []
 
-    async def answer(future: asyncio.Future[None]) -> Buffers:
+    async def respond(future: asyncio.Future[None]) -> Buffers:
         try:
             await future
         except BaseException as error:
@@ -59,24 +59,24 @@ async def test_an_answer_that_is_given_up_or_refused_hears_of_it() -> None:
         return []
 
     loop = asyncio.get_running_loop()
-    task = asyncio.create_task(continued(start(answer(loop.create_future()))))
+    task = asyncio.create_task(continued(start(respond(loop.create_future()))))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     refused: asyncio.Future[None] = loop.create_future()
-    task = asyncio.create_task(continued(start(answer(refused))))
+    task = asyncio.create_task(continued(start(respond(refused))))
     refused.set_exception(ValueError("no"))
     with pytest.raises(ValueError, match="no"):
         await task
     assert [type(error) for error in heard] == [asyncio.CancelledError, ValueError]
 
 
-async def test_an_answer_that_no_task_continues_gives_back_what_it_holds() -> None:
+async def test_a_response_that_no_task_continues_gives_back_what_it_holds() -> None:
     """Its connection may be lost in the turn of the loop in which the request came."""
     given_back: list[str] = []
 
-    async def answer() -> Buffers:
+    async def respond() -> Buffers:
         try:
             await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -84,7 +84,7 @@ async def test_an_answer_that_no_task_continues_gives_back_what_it_holds() -> No
             raise
         return []
 
-    started = start(answer())
+    started = start(respond())
     assert isinstance(started, Started)
     started.close()
     started.close()
@@ -94,13 +94,13 @@ async def test_an_answer_that_no_task_continues_gives_back_what_it_holds() -> No
 async def test_what_only_needs_a_task_goes_on_with_its_first_step() -> None:
     steps: list[str] = []
 
-    async def answer() -> Buffers:
+    async def respond() -> Buffers:
         steps.append("arrived")
         await asyncio.sleep(0)
         steps.append("arrived" if asyncio.current_task() is None else "in a task")
         return []
 
-    task = asyncio.create_task(continued(start(answer())))
+    task = asyncio.create_task(continued(start(respond())))
     assert steps == ["arrived"]
     await asyncio.sleep(0)
     assert steps == ["arrived", "in a task"]
@@ -109,10 +109,10 @@ async def test_what_only_needs_a_task_goes_on_with_its_first_step() -> None:
 
 async def test_steps_of_a_task_are_measured_without_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(reply, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(response, "time", SimpleNamespace(perf_counter=lambda: now))
     waits_for = asyncio.get_running_loop().create_future()
 
-    async def answer() -> Buffers:
+    async def respond() -> Buffers:
         nonlocal now
         now += 1
         with suppress(OSError):
@@ -122,7 +122,7 @@ async def test_steps_of_a_task_are_measured_without_what_they_wait_for(monkeypat
         now += 100
         return [b"done"]
 
-    started = Started(answer())
+    started = Started(respond())
     task = asyncio.create_task(continued(started))
     await asyncio.sleep(0)
     assert started.spent_s == 1
