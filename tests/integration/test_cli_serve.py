@@ -212,6 +212,16 @@ def test_an_address_that_no_one_can_connect_to_is_not_advertised(tmp_path: Path,
     assert (refused.code, "--advertise" in refused.err) == (2, True)
 
 
+@pytest.mark.parametrize(("folders", "before", "now"), [(["node-1", "node-1001"], 2, 1), (["."], 1, 2)])
+def test_a_member_of_a_cluster_keeps_its_processes(tmp_path: Path, folders: list[str], before: int, now: int) -> None:
+    for folder in folders:
+        (tmp_path / folder / "partitions").mkdir(parents=True)
+    stores = ["--etcd", "http://127.0.0.1:1", "--catalog", "postgresql://127.0.0.1:1/x"]
+    refused = call_command(["serve", "--data", str(tmp_path), *FREE, *stores, "--cores", str(now)])
+    assert (refused.code, f"--cores {before} as before" in refused.err) == (5, True), refused.err
+    assert sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.glob("**/partitions")) == folders
+
+
 @pytest.mark.parametrize(
     ("flags", "advice"),
     [

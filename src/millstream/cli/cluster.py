@@ -346,9 +346,8 @@ def adopt(
     print_line(f"{verb} {counted(found.topics, 'topic')} with {counted(found.partitions, 'partition')}.")
     if dry_run:
         return
-    flags = f"--data {data} --node-id {min(found.nodes)} --cluster {settings.cluster}"
-    cores = f" --cores {len(found.nodes)}" if len(found.nodes) > 1 else ""
-    print_line(f"Start it with: millstream serve {flags}{cores} --etcd URL --catalog URL")
+    flags = f"--data {data} {found.flags} --cluster {settings.cluster}"
+    print_line(f"Start it with: millstream serve {flags} --etcd URL --catalog URL")
     if found.has_secrets:
         print_line("The catalog has sealed secrets: give every node their keys with --secrets-key-file.")
     print_line("To go back before that: the same command with --undo. Afterwards, raise the replicas of topics.")

@@ -40,7 +40,7 @@ from millstream.core.backoff import Backoff
 from millstream.core.child_process import SupervisedChild
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config, ListenerConfig
-from millstream.core.errors import ClusterMismatch, InvalidSetting, MillstreamError
+from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
 from millstream.core.tasks import TaskSupervisor, within
@@ -330,13 +330,7 @@ class Machine:
         self._layout.check_owner(files, in_cluster=self._config.in_cluster)
         if self._config.http:
             await self._prepare_gateway()
-        if self._config.in_cluster:
-            if not self._layout.fits(files):
-                raise ClusterMismatch(
-                    f"{self._data} was used with more cores, with one, or with another node id, which a node of a "
-                    "cluster cannot change; start it as before"
-                )
-        else:
+        if not self._config.in_cluster:
             if not self._layout.is_settled(files):
                 self._starting = "the logs are moved between the folders of the broker processes"
                 await self._explain_start()

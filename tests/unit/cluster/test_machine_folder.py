@@ -18,7 +18,7 @@ from millstream.broker.cluster.machine_folder import Layout, open_coordination, 
 from millstream.broker.cluster.store import Delete, Put
 from millstream.broker.log.files import DiskFiles
 from millstream.core.clock import SystemClock
-from millstream.core.errors import CorruptState, InvalidSetting
+from millstream.core.errors import ClusterMismatch, CorruptState, InvalidSetting
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream_testing.files import MemoryFiles
 from millstream_testing.single_node import single_node
@@ -123,6 +123,26 @@ def test_the_logs_of_a_machine_in_a_cluster_fit_without_stores_of_its_own() -> N
     assert not Layout.of(FOLDER, 1, 1).fits(files)
     assert Layout.of(FOLDER, 1, 3).fits(files)
     assert not Layout.of(FOLDER, 2, 2).fits(files)
+
+
+@pytest.mark.parametrize(
+    ("folders", "first", "cores", "flags"),
+    [
+        (["node-1", "node-1001"], 1, 1, "--node-id 1 --cores 2"),
+        (["node-7", "node-1007", "node-3007"], 7, 2, "--node-id 7 --cores 4"),
+        (["node-1"], 1, 1, "--node-id 1 --cores 2"),
+        (["."], 1, 2, "--node-id 1 --cores 1"),
+    ],
+)
+def test_in_a_cluster_a_machine_is_refused_with_other_processes_than_before(
+    folders: list[str], first: int, cores: int, flags: str
+) -> None:
+    files = new_files()
+    for folder in folders:
+        files.make_directory(f"{FOLDER}/{folder}/partitions".replace("/./", "/"))
+    with pytest.raises(ClusterMismatch, match=f"give {flags} as before"):
+        Layout.of(FOLDER, first, cores).check_owner(files, in_cluster=True)
+    Layout.of(FOLDER, first, int(flags[-1])).check_owner(files, in_cluster=True)
 
 
 async def test_a_node_that_a_machine_gives_up_is_no_longer_drained(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class Adopted:
 
     cluster_id: str
     nodes: tuple[int, ...]
+    flags: str
+    """Those of `millstream serve` for these nodes."""
     topics: int
     partitions: int
     has_secrets: bool
@@ -124,6 +126,7 @@ class Adoption:
         found = Adopted(
             cluster_id=cluster_id,
             nodes=tuple(int(node) for node in self._nodes().values()),
+            flags=Layout(self._data, {}).used_flags(self._files),
             topics=len(topics),
             partitions=sum(topic.partitions for topic in topics),
             has_secrets=bool(source.secrets()),

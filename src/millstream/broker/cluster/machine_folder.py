@@ -99,7 +99,7 @@ class Layout:
         return found
 
     def check_owner(self, files: Files, *, in_cluster: bool) -> None:
-        """Raise if the folder belongs to a cluster and is started without one, or vice versa."""
+        """Raise if the folder belongs to a cluster and is started without one or with other nodes, or vice versa."""
         if files.exists(f"{self.data}/{ADOPTING_NAME}"):
             raise ClusterMismatch(
                 f"{self.data} is being adopted by a cluster, which was interrupted; repeat `millstream cluster adopt "
@@ -111,10 +111,24 @@ class Layout:
                     f"{self.data} belongs to a standalone machine; `millstream cluster adopt --data {self.data}` with "
                     "the same --etcd and --catalog makes it the first of a cluster, or give another --data"
                 )
+            if not self.fits(files):
+                nodes = ", ".join(str(node) for node in sorted(set(self.present(files).values())))
+                raise ClusterMismatch(
+                    f"{self.data} has the logs of nodes {nodes}, and in a cluster logs are not moved between the "
+                    f"processes of a machine; give {self.used_flags(files)} as before, or another --data"
+                )
         elif any(FolderOwner.read(files, folder).cluster for folder in self.present(files)):
             raise ClusterMismatch(
                 f"{self.data} belongs to a node of a cluster; give --etcd and --catalog too, or another --data"
             )
+
+    def used_flags(self, files: Files) -> str:
+        """Return the flags for the nodes that last had the folder; it may lack those that could not be started."""
+        present = self.present(files)
+        numbered = [node for folder, node in present.items() if folder != self.data]
+        if not numbered:
+            return f"--node-id {present.get(self.data, NodeId(1))} --cores 1"
+        return f"--node-id {numbered[0] % ID_STEP} --cores {max(2, max(numbered) // ID_STEP + 1)}"
 
     def fits(self, files: Files) -> bool:
         """Whether every log belongs to a node of this layout and is in its folder; the others have none yet."""
