@@ -332,18 +332,18 @@ class SubscriptionClient:
     ) -> UUID:
         """Declare a subscription."""
         request = CreateSubscriptionRequest(name, list(topics), dict(settings), validate_only)
-        return UUID((await self._ask(None, CREATE_KEY, request, CreateSubscriptionResponse)).subscription_id)
+        return UUID((await self._request(None, CREATE_KEY, request, CreateSubscriptionResponse)).subscription_id)
 
     async def alter(
         self, name: str, settings: Mapping[str, str | None], *, topics: Sequence[str] | None = None
     ) -> None:
         """Change a subscription."""
         request = AlterSubscriptionRequest(name, dict(settings), None if topics is None else list(topics))
-        await self._ask(None, ALTER_KEY, request, Response)
+        await self._request(None, ALTER_KEY, request, Response)
 
     async def delete(self, name: str, *, force: bool = False) -> None:
         """Delete a subscription; one with open dead letters only with `force`."""
-        await self._ask(None, DELETE_KEY, DeleteSubscriptionRequest(name, force), Response)
+        await self._request(None, DELETE_KEY, DeleteSubscriptionRequest(name, force), Response)
 
     async def revive(
         self,
@@ -363,7 +363,7 @@ class SubscriptionClient:
         request = ReviveMessagesRequest(name, topic, topic_id, partition, letter_topic_id, list(letters), list(closed))
 
         async def attempt(leader: NodeId) -> list[int]:
-            return list((await self._ask(leader, REVIVE_KEY, request, ReviveMessagesResponse)).missing)
+            return list((await self._request(leader, REVIVE_KEY, request, ReviveMessagesResponse)).missing)
 
         return await self._client.call_leader(topic, partition, attempt)
 
@@ -407,7 +407,7 @@ class SubscriptionClient:
         nodes = await self._nodes()
         for node in nodes:
             try:
-                response = await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)
+                response = await self._request(node, LIST_KEY, request, ListSubscriptionsResponse)
             except (BrokerUnreachable, RequestTimedOut) as error:
                 # There may be other nodes by now.
                 self._known_nodes = []
@@ -431,7 +431,7 @@ class SubscriptionClient:
         request = SeekSubscriptionRequest(name, to, topic, partition)
         moved: list[dict[str, Any]] = []
         for node in await self._nodes():
-            moved += (await self._ask(node, SEEK_KEY, request, SeekSubscriptionResponse)).queues
+            moved += (await self._request(node, SEEK_KEY, request, SeekSubscriptionResponse)).queues
         return moved
 
     async def receive(
@@ -591,7 +591,7 @@ class SubscriptionClient:
             self._known_until = loop.time() + _NODES_S
         return self._known_nodes
 
-    async def _ask(self, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
+    async def _request(self, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
         response = decode(await self._client.private(node, key, encode(request)), kind)
         if response.error:
             raise error_from_code(response.error, response.message)

@@ -201,28 +201,28 @@ class Transactions:
 
     async def prepare(self, producer: TransactionalProducer) -> None:
         """Prepare one part of a batch, once it is written and acknowledged; from now on only the batch decides."""
-        await self._ask(producer.transactional_id, PREPARE_KEY, _member(producer), Response)
+        await self._request(producer.transactional_id, PREPARE_KEY, _member(producer), Response)
 
     async def complete_batch(self, query: str, batch: int, members: Iterable[TransactionalProducer]) -> bool:
         """Commit all parts of a batch together; return False if the batch was committed before."""
         request = CompleteBatchRequest(query, batch, tuple(_member(member) for member in members))
-        return (await self._ask(_place_of(query), COMPLETE_BATCH_KEY, request, CompleteBatchResponse)).done_now
+        return (await self._request(_place_of(query), COMPLETE_BATCH_KEY, request, CompleteBatchResponse)).done_now
 
     async def abort_batch(self, query: str, batch: int, *, run: str = "") -> int:
         """Abort every attempt at a batch, and all that this run still starts; return how many there were."""
         request = AbortBatchRequest(query, batch, run)
-        return (await self._ask(_place_of(query), ABORT_BATCH_KEY, request, AbortBatchResponse)).aborted
+        return (await self._request(_place_of(query), ABORT_BATCH_KEY, request, AbortBatchResponse)).aborted
 
     async def last_batch(self, query: str) -> int:
         """Return the last committed batch of a query; -1 if there is none."""
-        return (await self._ask(_place_of(query), LAST_BATCH_KEY, LastBatchRequest(query), LastBatchResponse)).batch
+        return (await self._request(_place_of(query), LAST_BATCH_KEY, LastBatchRequest(query), LastBatchResponse)).batch
 
     async def abort(self, transactional_id: str) -> str:
         """Abort a transaction of another producer; return its previous state."""
         request = AbortTransactionRequest(transactional_id)
-        return (await self._ask(transactional_id, ABORT_KEY, request, AbortTransactionResponse)).state
+        return (await self._request(transactional_id, ABORT_KEY, request, AbortTransactionResponse)).state
 
-    async def _ask(self, transactional_id: str, api_key: int, request: msgspec.Struct, kind: type[R]) -> R:
+    async def _request(self, transactional_id: str, api_key: int, request: msgspec.Struct, kind: type[R]) -> R:
         async def attempt(node: NodeId) -> R:
             response = decode(await self._client.private(node, api_key, encode(request)), kind)
             _check(response.error, f"{transactional_id!r}", response.message)

@@ -122,7 +122,7 @@ class BrokerStatus:
     async def ask(self) -> dict[str, Any]:
         """Return the broker's status, as `broker/kafka/apis/node_status.py` describes it."""
         if self._asking is None:
-            self._asking = asyncio.create_task(self._ask())
+            self._asking = asyncio.create_task(self._request_status())
             self._asking.add_done_callback(self._responded)
         # Shielded, since other callers may wait for the same response.
         return await asyncio.shield(self._asking)
@@ -140,7 +140,7 @@ class BrokerStatus:
             # Retrieved, so that asyncio does not log an error whose callers have all gone.
             done.exception()
 
-    async def _ask(self) -> dict[str, Any]:
+    async def _request_status(self) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self._response_s):
                 client = await self._connected()
