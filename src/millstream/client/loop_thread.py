@@ -103,9 +103,9 @@ class LoopThread:
         finally:
             close = getattr(items, "aclose", None) or getattr(items, "close", None)
             if close is not None and self._thread.is_alive():
-                self._end(close())
+                self._close(close())
 
-    def _end(self, closing: Coroutine[Any, Any, None]) -> None:
+    def _close(self, closing: Coroutine[Any, Any, None]) -> None:
         if threading.current_thread() is not self._thread:
             self.call(closing)
             return

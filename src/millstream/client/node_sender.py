@@ -158,7 +158,7 @@ class NodeSender:
             return
         self._requests[response] = self._loop.time() + self._patience_s
         if self._watch is None:
-            self._watch = self._loop.call_later(self._patience_s, self._look)
+            self._watch = self._loop.call_later(self._patience_s, self._check_timeout)
         response.add_done_callback(lambda done: self._handle_response(done, sent))
 
     def _ids(self, sent: Sequence[_Sent]) -> dict[str, UUID]:
@@ -166,7 +166,7 @@ class NodeSender:
             return {}
         return {queue.topic: _as_id(queue.topic_id) for queue, _ in sent}
 
-    def _look(self) -> None:
+    def _check_timeout(self) -> None:
         """Break the connection if a response does not arrive; everything in flight is sent again."""
         self._watch = None
         if not self._requests:
@@ -175,7 +175,7 @@ class NodeSender:
         if due <= self._loop.time() and self._channel is not None:
             self._channel.abort("a publish got no response in time")
             return
-        self._watch = self._loop.call_at(due, self._look)
+        self._watch = self._loop.call_at(due, self._check_timeout)
 
     # -- responses ------------------------------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ class OutgoingBatch:
                 receipts[index] = new(Receipt, (topic, partition, offset, time_ms, topic_id, ids[index]))
                 offset += step
             shared.settle(len(indexes))
-        self._end()
+        self._finish()
 
     def failed(self, error: MillstreamError, by_record: Sequence[MillstreamError] = ()) -> None:
         """Fail the callers' futures, with an error per record if known."""
@@ -184,7 +184,7 @@ class OutgoingBatch:
             for position, index in enumerate(indexes, first):
                 shared.receipts[index] = errors[position]
             shared.settle(len(indexes))
-        self._end()
+        self._finish()
 
     def halves(self, compression: int) -> tuple[OutgoingBatch, OutgoingBatch]:
         """Split the records into two batches, because the topic does not accept one this large."""
@@ -207,7 +207,7 @@ class OutgoingBatch:
         parts[1].flushers = self.flushers
         return parts
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self.is_done = True
         self._freed(self.charged)
         for flusher in self.flushers:

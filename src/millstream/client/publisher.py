@@ -312,9 +312,9 @@ class Publisher:
         finally:
             self._closed = True
             self._topics, routes = {}, list(self._topics.values())
-            await self._end(routes)
+            await self._stop(routes)
 
-    async def _end(self, routes: Sequence[TopicRoute]) -> None:
+    async def _stop(self, routes: Sequence[TopicRoute]) -> None:
         tasks = [*self._opening.values(), *(one for one in (self._recovering, self._refreshing) if one is not None)]
         for task in tasks:
             task.cancel()

@@ -256,7 +256,7 @@ class Subscriber:
         except TimeoutError:
             _logger.warning("subscription %r was not drained within %g s", self.name, timeout)
         finally:
-            await self._end()
+            await self._stop()
             await self._forget(False)
 
     async def unsubscribe(self, *, delete: bool = False, timeout: float | None = DRAIN_S) -> None:
@@ -289,7 +289,7 @@ class Subscriber:
     async def _wait_until_stopped(self) -> None:
         await asyncio.shield(self._stopped)
 
-    async def _end(self) -> None:
+    async def _stop(self) -> None:
         self._is_ending = True
         for worker in self._workers:
             worker.cancel()

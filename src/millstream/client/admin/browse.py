@@ -87,7 +87,7 @@ async def topics_page(
 
 async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRequest) -> ListTopicsResponse:
     """Return what one node lists."""
-    return await _ask(client, node, TOPICS_KEY, request, ListTopicsResponse)
+    return await _request(client, node, TOPICS_KEY, request, ListTopicsResponse)
 
 
 async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
@@ -146,7 +146,7 @@ async def node_sums(client: Client) -> list[NodeSumsResponse]:
 
 async def _sums_of(client: Client, node: NodeId) -> NodeSumsResponse:
     try:
-        return await _ask(client, node, SUMS_KEY, Nothing(), NodeSumsResponse)
+        return await _request(client, node, SUMS_KEY, Nothing(), NodeSumsResponse)
     except (BrokerUnreachable, RequestTimedOut):
         return NodeSumsResponse(node_id=node, state=UNREACHABLE)
 
@@ -156,16 +156,16 @@ async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:
     allowed: list[bool] = []
     for at in range(0, len(asked), RIGHTS_MAX):
         part = [(int(operation), int(kind), name) for operation, kind, name in asked[at : at + RIGHTS_MAX]]
-        allowed += (await _ask(client, None, RIGHTS_KEY, ListRightsRequest(asked=part), ListRightsResponse)).allowed
+        allowed += (await _request(client, None, RIGHTS_KEY, ListRightsRequest(asked=part), ListRightsResponse)).allowed
     return allowed
 
 
 async def note_reading(client: Client, request: NoteReadingRequest) -> None:
     """Record that a user is shown messages; raise if the user may not read them."""
-    await _ask(client, None, READING_KEY, request, NoteReadingResponse)
+    await _request(client, None, READING_KEY, request, NoteReadingResponse)
 
 
-async def _ask(client: Client, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
+async def _request(client: Client, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
     response = decode(await client.private(node, key, encode(request)), kind)
     if response.error:
         raise error_from_code(response.error, response.message)

@@ -82,12 +82,12 @@ class Clients:
 async def list_clients(client: Client, *, interval_s: float) -> Clients:
     """List every connection to every node, with rates measured over an interval."""
     nodes = sorted((await client.metadata([])).nodes)
-    before = {node: await _ask(client, node) for node in nodes}
+    before = {node: await _request(client, node) for node in nodes}
     await asyncio.sleep(interval_s)
     found: list[ConnectedClient] = []
     left_out = 0
     for node in nodes:
-        after = await _ask(client, node)
+        after = await _request(client, node)
         earlier = {one["connection"]: one for one in before[node]["clients"]}
         elapsed_s = after["clock_s"] - before[node]["clock_s"]
         found += [_client(node, one, earlier.get(one["connection"]), elapsed_s) for one in after["clients"]]
@@ -95,7 +95,7 @@ async def list_clients(client: Client, *, interval_s: float) -> Clients:
     return Clients(tuple(sorted(found, key=lambda one: (one.client_id, one.node, one.address))), left_out)
 
 
-async def _ask(client: Client, node: NodeId) -> dict[str, Any]:
+async def _request(client: Client, node: NodeId) -> dict[str, Any]:
     try:
         response: dict[str, Any] = decode_document(await client.private(node, CLIENT_LIST_KEY, encode(Nothing())))
     except (BrokerUnreachable, ProtocolViolation) as error:

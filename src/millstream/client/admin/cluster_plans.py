@@ -160,27 +160,29 @@ async def propose_plan(client: Client, plan: Plan, *, throttle_bytes: int = THRO
     """Store a plan in the cluster, for review."""
     moves = [PlannedMove.of(move) for move in plan.moves]
     request = ProposePlanRequest(kind=plan.kind, subject=plan.subject, moves=moves, throttle_bytes=throttle_bytes)
-    return await _ask(client, PROPOSE_KEY, request, PlanResponse)
+    return await _request(client, PROPOSE_KEY, request, PlanResponse)
 
 
 async def apply_plan(client: Client, plan_id: str = "", *, throttle_bytes: int | None = None) -> PlanResponse:
     """Make the cluster carry out a plan; return when that has begun."""
-    return await _ask(client, APPLY_KEY, ApplyPlanRequest(plan_id=plan_id, throttle_bytes=throttle_bytes), PlanResponse)
+    return await _request(
+        client, APPLY_KEY, ApplyPlanRequest(plan_id=plan_id, throttle_bytes=throttle_bytes), PlanResponse
+    )
 
 
 async def cancel_plan(client: Client, plan_id: str = "") -> PlanResponse:
     """Stop a plan."""
-    return await _ask(client, CANCEL_KEY, CancelPlanRequest(plan_id=plan_id), PlanResponse)
+    return await _request(client, CANCEL_KEY, CancelPlanRequest(plan_id=plan_id), PlanResponse)
 
 
 async def current_plan(client: Client) -> PlanResponse:
     """Return the last plan with its progress, and the drained nodes."""
-    return await _ask(client, DESCRIBE_KEY, Nothing(), PlanResponse)
+    return await _request(client, DESCRIBE_KEY, Nothing(), PlanResponse)
 
 
 async def undrain(client: Client, node: int) -> None:
     """Let a node get leaders and replicas again."""
-    await _ask(client, UNDRAIN_KEY, UndrainRequest(node=node), Response)
+    await _request(client, UNDRAIN_KEY, UndrainRequest(node=node), Response)
 
 
 def describe_plan(plan: Plan, *, plan_id: str | None, throttle_bytes: int) -> dict[str, Any]:
@@ -237,5 +239,5 @@ def describe_progress(current: PlanResponse) -> dict[str, Any]:
     }
 
 
-async def _ask(client: Client, key: int, request: object, kind: type[R]) -> R:
+async def _request(client: Client, key: int, request: object, kind: type[R]) -> R:
     return decode_response(await client.private(None, key, encode(request)), kind)

@@ -48,19 +48,19 @@ class MirrorClient:
 
     async def create(self, name: str, settings: Mapping[str, str], *, is_wanted: bool = True) -> None:
         """Declare a mirror."""
-        await self._ask(None, CREATE_KEY, NewMirror(name=name, settings=dict(settings), wanted=is_wanted), Response)
+        await self._request(None, CREATE_KEY, NewMirror(name=name, settings=dict(settings), wanted=is_wanted), Response)
 
     async def alter(self, name: str, settings: Mapping[str, str | None]) -> None:
         """Change settings; None resets one to its default."""
-        await self._ask(None, ALTER_KEY, MirrorChanges(name=name, settings=dict(settings)), Response)
+        await self._request(None, ALTER_KEY, MirrorChanges(name=name, settings=dict(settings)), Response)
 
     async def want(self, name: str, *, is_wanted: bool) -> None:
         """Pause or resume a mirror."""
-        await self._ask(None, ALTER_KEY, MirrorChanges(name=name, wanted=is_wanted), Response)
+        await self._request(None, ALTER_KEY, MirrorChanges(name=name, wanted=is_wanted), Response)
 
     async def delete(self, name: str) -> None:
         """Delete a mirror without copies."""
-        await self._ask(None, DELETE_KEY, MirrorName(name=name), Response)
+        await self._request(None, DELETE_KEY, MirrorName(name=name), Response)
 
     async def fail_over(
         self, name: str, topics: Sequence[str] | None = None, *, is_planned: bool = False
@@ -70,15 +70,15 @@ class MirrorClient:
         With `is_planned`, the last offsets of groups are fetched from the source first, which has to be reachable.
         """
         body = FailoverRequest(name=name, topics=None if topics is None else list(topics), is_planned=is_planned)
-        return await self._ask(None, FAILOVER_KEY, body, FailoverResponse)
+        return await self._request(None, FAILOVER_KEY, body, FailoverResponse)
 
     async def reverse(self, request: ReverseRequest) -> ReverseResponse:
         """Make the old source follow this cluster."""
-        return await self._ask(None, REVERSE_KEY, request, ReverseResponse)
+        return await self._request(None, REVERSE_KEY, request, ReverseResponse)
 
     async def switch(self, request: ReverseRequest) -> ReverseResponse:
         """Reverse the direction of a mirror without losing anything."""
-        return await self._ask(None, SWITCH_KEY, request, ReverseResponse)
+        return await self._request(None, SWITCH_KEY, request, ReverseResponse)
 
     async def settle(
         self, name: str, topics: Sequence[str] | None = None, *, wait_s: float, still_s: float
@@ -130,7 +130,7 @@ class MirrorClient:
     async def _listed(self, node: NodeId, body: MirrorNames) -> MirrorDescriptions | MillstreamError:
         try:
             async with asyncio.timeout(LISTED_S):
-                return await self._ask(node, LIST_KEY, body, MirrorDescriptions)
+                return await self._request(node, LIST_KEY, body, MirrorDescriptions)
         except TimeoutError:
             return RequestTimedOut(f"node {node} did not report on its mirrors within {LISTED_S:g} s")
         except NotFound:
@@ -138,7 +138,7 @@ class MirrorClient:
         except MillstreamError as error:
             return error
 
-    async def _ask(self, node: NodeId | None, key: int, body: Any, kind: type[R]) -> R:
+    async def _request(self, node: NodeId | None, key: int, body: Any, kind: type[R]) -> R:
         response = decode(await self._client.private(node, key, encode(body), waits=True), kind)
         if response.error == _DUPLICATE_RESOURCE:
             raise MirrorExists(response.message or "")

@@ -105,10 +105,10 @@ class PipelineClient:
             wanted=is_wanted,
             validate_only=True,
         )
-        response = await self._ask(None, CREATE_KEY, body)
+        response = await self._request(None, CREATE_KEY, body)
         if not validate_only:
             await self._forget_progress(name)
-            response = await self._ask(None, CREATE_KEY, msgspec.structs.replace(body, validate_only=False))
+            response = await self._request(None, CREATE_KEY, msgspec.structs.replace(body, validate_only=False))
         return PipelineMade(UUID(response["pipeline_id"]), response.get("notes", []))
 
     async def _forget_progress(self, name: str) -> None:
@@ -134,20 +134,20 @@ class PipelineClient:
     async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> list[str]:
         """Change settings; None restores a default. Return notes for the owner."""
         body = PipelineChanges(name=name, settings=dict(settings), validate_only=validate_only)
-        notes: list[str] = (await self._ask(None, ALTER_KEY, body)).get("notes", [])
+        notes: list[str] = (await self._request(None, ALTER_KEY, body)).get("notes", [])
         return notes
 
     async def start(self, name: str) -> None:
         """Start it; a parked pipeline is retried."""
-        await self._ask(None, ALTER_KEY, PipelineChanges(name=name, wanted=True))
+        await self._request(None, ALTER_KEY, PipelineChanges(name=name, wanted=True))
 
     async def stop(self, name: str) -> None:
         """Stop it."""
-        await self._ask(None, ALTER_KEY, PipelineChanges(name=name, wanted=False))
+        await self._request(None, ALTER_KEY, PipelineChanges(name=name, wanted=False))
 
     async def delete(self, name: str) -> None:
         """Delete it and its offsets; what it has written stays."""
-        await self._ask(None, DELETE_KEY, {"name": name})
+        await self._request(None, DELETE_KEY, {"name": name})
         # The node that runs it needs a moment to learn of this, and deletes the group afterwards.
         with suppress(UnknownGroup, GroupNotEmpty):
             await delete_group(self._client, f"{GROUP_PREFIX}{name}")
@@ -166,7 +166,7 @@ class PipelineClient:
         """Add or replace rules, and delete others."""
         put = [RuleMessage.of(rule) for rule in rules]
         body = RuleChanges(name=name, put=put, delete=list(gone), validate_only=validate_only)
-        response = await self._ask(None, RULES_KEY, body)
+        response = await self._request(None, RULES_KEY, body)
         return RulesChanged(response["rules"], response.get("notes", []))
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -193,12 +193,12 @@ class PipelineClient:
 
     async def runs(self, name: str, *, limit: int = 20) -> list[dict[str, Any]]:
         """Return the last runs of a job, the latest first."""
-        found: list[dict[str, Any]] = (await self._ask(None, RUNS_KEY, JobRuns(name=name, limit=limit)))["runs"]
+        found: list[dict[str, Any]] = (await self._request(None, RUNS_KEY, JobRuns(name=name, limit=limit)))["runs"]
         return found
 
     async def request_run(self, name: str) -> None:
         """Request a run of a job now; if one is in progress, the next follows it."""
-        await self._ask(None, REQUEST_RUN_KEY, JobName(name=name))
+        await self._request(None, REQUEST_RUN_KEY, JobName(name=name))
 
     async def cancel_run(self, name: str) -> int:
         """Cancel the run of a job that is in progress, wherever it runs; return its number."""
@@ -239,7 +239,7 @@ class PipelineClient:
     async def _listed(self, node: NodeId, body: Any, key: int = LIST_KEY) -> dict[str, Any] | MillstreamError:
         try:
             async with asyncio.timeout(LISTED_S):
-                return await self._ask(node, key, body)
+                return await self._request(node, key, body)
         except TimeoutError:
             return RequestTimedOut(f"node {node} did not report the state of its pipelines within {LISTED_S:g} s")
         except NotFound:
@@ -248,7 +248,7 @@ class PipelineClient:
         except MillstreamError as error:
             return error
 
-    async def _ask(self, node: NodeId | None, key: int, body: Any) -> dict[str, Any]:
+    async def _request(self, node: NodeId | None, key: int, body: Any) -> dict[str, Any]:
         response: dict[str, Any] = decode(await self._client.private(node, key, encode(body)), dict)
         if response["error"] == _DUPLICATE_RESOURCE:
             raise PipelineExists(response["message"])

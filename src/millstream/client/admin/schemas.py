@@ -57,27 +57,27 @@ class SchemaClient:
 
     async def register(self, request: RegisterSchema) -> SchemaMessage:
         """Register a schema as the next version of a subject, unless a version has it already."""
-        return _found((await self._ask(REGISTER_KEY, request, SchemaResponse)).schema)
+        return _found((await self._request(REGISTER_KEY, request, SchemaResponse)).schema)
 
     async def lookup(self, request: LookupSchema) -> SchemaMessage:
         """Find the version of a subject that has a schema."""
-        return _found((await self._ask(LOOKUP_KEY, request, SchemaResponse)).schema)
+        return _found((await self._request(LOOKUP_KEY, request, SchemaResponse)).schema)
 
     async def check(self, request: CheckSchema) -> list[str]:
         """Return why a schema is incompatible with a subject; empty if it is compatible."""
-        return list((await self._ask(CHECK_KEY, request, CheckResponse)).reasons)
+        return list((await self._request(CHECK_KEY, request, CheckResponse)).reasons)
 
     async def try_out(self, request: CheckSchema) -> CheckResponse:
         """Return why a schema is incompatible with a subject, which may be new, and the schema for a codec."""
-        return await self._ask(CHECK_KEY, msgspec.structs.replace(request, compiled=True), CheckResponse)
+        return await self._request(CHECK_KEY, msgspec.structs.replace(request, compiled=True), CheckResponse)
 
     async def get(self, request: GetSchema) -> SchemaResponse:
         """Return a schema by its id or guid."""
-        return await self._ask(GET_KEY, request, SchemaResponse)
+        return await self._request(GET_KEY, request, SchemaResponse)
 
     async def subjects(self, request: ListSubjects) -> SubjectsResponse:
         """List subjects."""
-        return await self._ask(LIST_KEY, request, SubjectsResponse)
+        return await self._request(LIST_KEY, request, SubjectsResponse)
 
     async def latest(self, prefix: str, *, deleted: bool = False) -> list[SchemaMessage]:
         """Return the latest version of each subject that starts with a prefix, however many they are."""
@@ -92,7 +92,7 @@ class SchemaClient:
 
     async def subject(self, request: GetSubject) -> SubjectResponse:
         """Return the versions of a subject, or one of them."""
-        return await self._ask(SUBJECT_KEY, request, SubjectResponse)
+        return await self._request(SUBJECT_KEY, request, SubjectResponse)
 
     async def version(self, subject: str, version: str = "latest", *, deleted: bool = False) -> SchemaMessage:
         """Return one version of a subject."""
@@ -100,18 +100,18 @@ class SchemaClient:
 
     async def delete(self, request: DeleteSubject) -> list[int]:
         """Delete a subject or one of its versions; return the numbers of those deleted."""
-        return list((await self._ask(DELETE_KEY, request, DeletedResponse)).versions)
+        return list((await self._request(DELETE_KEY, request, DeletedResponse)).versions)
 
     async def settings(self, subject: str = "", *, default_to_global: bool = False) -> SettingsResponse:
         """Return configuration and mode of a subject or context."""
         request = GetSettings(subject=subject, default_to_global=default_to_global)
-        return await self._ask(SETTINGS_KEY, request, SettingsResponse)
+        return await self._request(SETTINGS_KEY, request, SettingsResponse)
 
     async def configure(self, request: Configure) -> SettingsResponse:
         """Change configuration or mode; return what was set before."""
-        return await self._ask(CONFIGURE_KEY, request, SettingsResponse)
+        return await self._request(CONFIGURE_KEY, request, SettingsResponse)
 
-    async def _ask(self, key: int, request: msgspec.Struct, kind: type[R]) -> R:
+    async def _request(self, key: int, request: msgspec.Struct, kind: type[R]) -> R:
         body = await self._client.private(None, key, encode(request), waits=key in _EXAMINING)
         response = decode_response(body, kind)
         if response.code:

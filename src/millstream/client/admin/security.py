@@ -112,20 +112,20 @@ async def create_token(
 ) -> CreateTokenResponse:
     """Create an API token; this is the only time that its secret is shown."""
     request = NewToken(owner=owner, lasts_ms=lasts_ms, scope=[ScopeRule.of(acl) for acl in scope])
-    return await _ask(client, CREATE_TOKEN_KEY, request, CreateTokenResponse)
+    return await _request(client, CREATE_TOKEN_KEY, request, CreateTokenResponse)
 
 
 async def list_tokens(client: Client) -> Sequence[TokenDescription]:
     """Return the API tokens that the client may see."""
-    return (await _ask(client, LIST_TOKENS_KEY, Nothing(), ListTokensResponse)).tokens
+    return (await _request(client, LIST_TOKENS_KEY, Nothing(), ListTokensResponse)).tokens
 
 
 async def revoke_token(client: Client, token_id: str) -> None:
     """Revoke an API token and those that were created with it."""
-    await _ask(client, REVOKE_TOKEN_KEY, RevokeTokenRequest(token_id=token_id), Response)
+    await _request(client, REVOKE_TOKEN_KEY, RevokeTokenRequest(token_id=token_id), Response)
 
 
-async def _ask(client: Client, key: int, request: object, kind: type[_ResponseT]) -> _ResponseT:
+async def _request(client: Client, key: int, request: object, kind: type[_ResponseT]) -> _ResponseT:
     return decode_response(await client.private(None, key, encode(request)), kind)
 
 
@@ -173,4 +173,4 @@ async def remove_acls(client: Client, filters: Iterable[AclFilter]) -> int:
 
 async def list_secrets(client: Client, *, reseal: bool = False) -> SecretsResponse:
     """Return the secrets in the catalog, without their values; with `reseal`, seal them with the newest key first."""
-    return await _ask(client, SECRETS_KEY, SecretsRequest(reseal=reseal), SecretsResponse)
+    return await _request(client, SECRETS_KEY, SecretsRequest(reseal=reseal), SecretsResponse)

@@ -115,7 +115,7 @@ class Tailer:
                 return
             before = dict(self._positions)
             for where, response in (await self._fetch(wanted, limits)).items():
-                for message in self._messages(self._take(where, response)):
+                for message in self._messages(self._advance(where, response)):
                     if message.record.offset < ends[where.partition]:
                         yield message
             if self._positions == before:
@@ -164,7 +164,7 @@ class Tailer:
             return await self._fetch({where: self._positions[where] for where in places}, limits)
 
         responses = await self._patiently(fetch)
-        fetched = [self._take(where, response) for where, response in responses.items() if response.records]
+        fetched = [self._advance(where, response) for where, response in responses.items() if response.records]
         return _Polled(fetched, has_moved=len(responses) < len(places))
 
     async def _by_leader(self) -> dict[NodeId, list[TopicPartition]]:
@@ -183,7 +183,7 @@ class Tailer:
             led.setdefault(_NO_LEADER if known is None else known.leader_id, []).append(where)
         return led
 
-    def _take(self, where: TopicPartition, response: FetchedPartition) -> Fetched:
+    def _advance(self, where: TopicPartition, response: FetchedPartition) -> Fetched:
         """Advance past a response."""
         start = self._positions[where]
         # By the headers, since a batch may end with offsets that no longer hold records.
