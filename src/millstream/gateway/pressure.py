@@ -129,7 +129,7 @@ class RequestMemory:
         """Read the whole body, or raise `Refused`."""
         declared = headers.get(b"content-length")
         if declared is not None and declared.isdigit():
-            self._take(int(declared))
+            self._reserve(int(declared))
         try:
             async with asyncio.timeout(BODY_S_MAX):
                 return await self._read_all(receive)
@@ -162,12 +162,12 @@ class RequestMemory:
                 raise ClientDisconnected
             body: bytes = message["body"]
             if len(whole) + len(body) > self._taken:
-                self._take(len(whole) + len(body) - self._taken)
+                self._reserve(len(whole) + len(body) - self._taken)
             if not message["more_body"]:
                 return bytes(whole + body) if whole else body
             whole += body
 
-    def _take(self, size: int) -> None:
+    def _reserve(self, size: int) -> None:
         if self._taken + size > BODY_BYTES_MAX:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request body has at most {BODY_BYTES_MAX} bytes")
         self._pressure.take(self._lane, size)

@@ -206,7 +206,7 @@ class Protocol(HttpToolsProtocol):
         if not self._is_in_head or self._refused_bytes >= 0 or self.transport.is_closing():
             return
         if self._head_bytes > HEAD_BYTES_MAX:
-            self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
+            self._refuse_rest(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
         elif self._is_begun and self._expected is None:
             # Only for a head that arrives in pieces; most arrive whole.
             self._start_head_timeout()
@@ -219,7 +219,7 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """End the limits of the head, and measure it if so much arrived that it may be too large."""
         if self._head_bytes > HEAD_BYTES_MAX and self._head_size() > HEAD_BYTES_MAX:
-            self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
+            self._refuse_rest(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
             raise ValueError(_HEAD_TOO_LARGE)  # The rest of the request is not read.
         if self in self.surplus:
             self._check_surplus()
@@ -232,7 +232,7 @@ class Protocol(HttpToolsProtocol):
         """Let a health check pass as the newest surplus connection; refuse anything else."""
         if self.url.partition(b"?")[0] not in HEALTH_PATHS:
             refusal = f"{CONNECTIONS_MAX} connections are open"
-            self._end(HTTPStatus.SERVICE_UNAVAILABLE, refusal)
+            self._refuse_rest(HTTPStatus.SERVICE_UNAVAILABLE, refusal)
             raise ValueError(refusal)
         del self.surplus[self]
         self.surplus[self] = None
@@ -305,12 +305,12 @@ class Protocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Respond to malformed HTTP, unless the request was refused while it was parsed."""
         if self._refused_bytes < 0:
-            self._end(HTTPStatus.BAD_REQUEST, "this is not an HTTP request")
+            self._refuse_rest(HTTPStatus.BAD_REQUEST, "this is not an HTTP request")
 
     def _head_size(self) -> int:
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
-    def _end(self, status: HTTPStatus, detail: str) -> None:
+    def _refuse_rest(self, status: HTTPStatus, detail: str) -> None:
         """Refuse everything that arrives on this connection; closing it while the client sends would lose the
         response.
         """

@@ -99,7 +99,7 @@ class Task:
         if self.on_stop is not None:
             self.on_stop()
         else:
-            self._end(STOPPED, "Stopped. What was done until then stays done.")
+            self._finish(STOPPED, "Stopped. What was done until then stays done.")
             self.running.cancel()
 
     async def run(self, act: Act, start: Start) -> None:
@@ -110,25 +110,25 @@ class Task:
                 try:
                     await asyncio.wait({acting, lapsed}, return_when=asyncio.FIRST_COMPLETED)
                     if acting.done():
-                        self._end(STOPPED if self.is_stopping else DONE, acting.result())
+                        self._finish(STOPPED if self.is_stopping else DONE, acting.result())
                     else:
-                        self._end(STOPPED, "Stopped, because the session of the user who started it has ended.")
+                        self._finish(STOPPED, "Stopped, because the session of the user who started it has ended.")
                 finally:
                     acting.cancel()
                     with suppress(asyncio.CancelledError, Exception):
                         await acting
         except asyncio.CancelledError:
-            self._end(STOPPED, "Stopped, because the gateway is shutting down.")
+            self._finish(STOPPED, "Stopped, because the gateway is shutting down.")
             raise
         except Refused as error:
-            self._end(FAILED, error.detail)
+            self._finish(FAILED, error.detail)
         except MillstreamError as error:
-            self._end(FAILED, str(error))
+            self._finish(FAILED, str(error))
         except Exception:
             _logger.exception("a task of the console failed", extra={"title": self.title})
-            self._end(FAILED, "The task failed unexpectedly; see the gateway's log for the reason.")
+            self._finish(FAILED, "The task failed unexpectedly; see the gateway's log for the reason.")
 
-    def _end(self, state: str, text: str) -> None:
+    def _finish(self, state: str, text: str) -> None:
         if self.is_running:
             self.state, self.text, self.ended_s = state, text, time.time()
 

@@ -240,7 +240,7 @@ class Pusher:
                 await self._wait(self._endpoint.rest_left(self._now) or None)
                 continue
             try:
-                messages = await self._confirmed(await self._readable(await self._take(room)))
+                messages = await self._confirmed(await self._readable(await self._lease(room)))
             except MillstreamError as error:
                 # The partition moves to another node, or the broker is stopping; a new declaration wakes this loop.
                 _logger.debug(
@@ -259,7 +259,7 @@ class Pusher:
         # While most of the limit is in use, requesting one message at a time would cost more than it brings.
         return 0 if self._in_flight and 4 * room < self._endpoint.limit else room
 
-    async def _take(self, room: int) -> ReadRecords:
+    async def _lease(self, room: int) -> ReadRecords:
         """Lease some messages, unless `stop` comes first."""
         wanted = Receive(self.declared.name, self._worker, room, RECEIVE_BYTES, WAIT_MS)
         taking = asyncio.ensure_future(self._receive(wanted))
@@ -342,7 +342,7 @@ class Pusher:
                 sent += 1
                 response = await sender.post(content)
                 sent -= response.is_unsent
-                self._note(endpoint, message, response, began)
+                self._record_response(endpoint, message, response, began)
                 if sent >= PROBES_MAX or not self._is_kept(endpoint, response):
                     break
                 await self._rest(endpoint)
@@ -361,7 +361,9 @@ class Pusher:
         verb = Verb.RELEASE if sent else Verb.RETURN
         await self._settler.settle(message, verb, delay_ms=0, reason="the node stops")
 
-    def _note(self, endpoint: Endpoint, message: LeasedMessage, response: EndpointResponse, began: float) -> None:
+    def _record_response(
+        self, endpoint: Endpoint, message: LeasedMessage, response: EndpointResponse, began: float
+    ) -> None:
         now = self._now
         self._statistics.note(response, now - began, int(time() * 1000))
         was = endpoint.state

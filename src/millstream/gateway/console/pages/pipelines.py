@@ -260,7 +260,7 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
             # The leader of its group, so that Java ends with it.
             start_new_session=True,
         )
-        stack.push_async_callback(_end, process)
+        stack.push_async_callback(_kill, process)
         if process.stdin is None or process.stdout is None:
             raise OSError("a process without pipes")
         process.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -292,7 +292,7 @@ def _dry_run_environment(scratch: str) -> dict[str, str]:
     return {**kept, "TMPDIR": scratch}
 
 
-async def _end(process: Process) -> None:
+async def _kill(process: Process) -> None:
     if process.stdin is not None:
         process.stdin.close()
     with suppress(ProcessLookupError):
