@@ -42,7 +42,8 @@ class MirrorSettings:
     topics: str = setting(
         "topics",
         ALL_TOPICS,
-        "A regular expression (RE2) that the name of a topic matches as a whole to be mirrored.",
+        "A regular expression (RE2) that the name of a topic matches as a whole to be mirrored. The dead letter topics "
+        "of mirrored subscriptions are mirrored with them.",
         needs_restart=False,
     )
     exclude: str = setting(
@@ -169,9 +170,13 @@ class MirrorSettings:
         return compile_regex(self.topics), compile_regex(self.exclude) if self.exclude else None
 
     def takes(self, name: str) -> bool:
-        """Whether a topic of the source is mirrored, by its name."""
-        wanted, excluded = self._patterns
-        return wanted.fullmatch(name) is not None and (excluded is None or excluded.fullmatch(name) is None)
+        """Whether a topic of the source is mirrored because of its name."""
+        return self._patterns[0].fullmatch(name) is not None and not self.excludes(name)
+
+    def excludes(self, name: str) -> bool:
+        """Whether a topic of the source must not be mirrored."""
+        excluded = self._patterns[1]
+        return excluded is not None and excluded.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

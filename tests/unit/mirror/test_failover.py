@@ -107,7 +107,9 @@ class Topics:
 
 def service_of(topics: Any, mirrors: Any = None) -> Any:
     membership = SimpleNamespace(me=SimpleNamespace(node_id=ME), node=lambda _: None, controller_id=ME)
-    subscriptions = SimpleNamespace(track_letters=AsyncMock(), letter_topics=lambda: {US})
+    subscriptions = SimpleNamespace(
+        track_letters=AsyncMock(), letter_topics=lambda: {US}, letter_origins=lambda: {US: {EU, EUX}}
+    )
     made: Any = MirrorService
     return made(topics, membership, mirrors, subscriptions, None, None, None, SystemClock(), None)
 
@@ -178,6 +180,14 @@ async def test_a_repeated_failover_of_some_copies_continues_with_the_others(targ
     assert (await target.mirror()).is_wanted
     with pytest.raises(InvalidMirror, match="has no copies that match"):
         await target.fail_over("nothing")
+
+
+async def test_dead_letters_are_failed_over_with_the_last_topic_that_they_come_from(target: Target) -> None:
+    await target.fail_over(PATTERN)
+    assert target.copies == [EUX, US]
+    await target.fail_over(EUX)
+    assert target.copies == []
+    assert {one.topic for one in (await target.fail_over(EUX)).partitions} == {EUX, US}
 
 
 async def test_a_failover_that_ends_before_that_is_recorded_continues_with_the_others(target: Target) -> None:

@@ -14,6 +14,7 @@ from millstream.broker.mirror.declared_copies import ABSENT_TIMES
 from millstream.broker.mirror.follower import Follower
 from millstream.core.errors import NotLeader
 from millstream.core.ids import PartitionIndex
+from millstream.core.mirror import MirrorSettings
 from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, READ_COMMITTED, Subscription
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.mirror_messages import OfferedSubscription
@@ -51,7 +52,7 @@ class Here:
         self.delete = self._record("delete with letters")
         self.track_letters_of = self._record("track")
         run = SimpleNamespace(
-            service=SimpleNamespace(subscriptions=self),
+            service=SimpleNamespace(subscriptions=self, copied_topics=lambda _: []),
             settings=None,
             mirror=SimpleNamespace(name="paris"),
             notes={},
@@ -77,6 +78,15 @@ async def test_a_deletion_keeps_the_letters() -> None:
     for _ in range(ABSENT_TIMES):
         await here.follower._delete_subscriptions(set())
     assert here.done == [("delete with letters", BILLING)]
+
+
+@pytest.mark.parametrize("excluded", ["", DEAD])
+def test_dead_letters_are_mirrored_with_the_subscriptions_that_write_them(excluded: str) -> None:
+    here = Here()
+    here.follower._settings = MirrorSettings(topics="orders", exclude=excluded)
+    origins = {DEAD: ["orders"], f"{DEAD}-dead": [DEAD], OTHER: ["payments"]}
+    assert here.follower._wanted_letters(origins) == {DEAD, f"{DEAD}-dead"} - {excluded}
+    assert list(here.notes) == ([f"letters {DEAD}"] if excluded else [])
 
 
 @pytest.mark.parametrize("name", [BILLING, LETTERS_PREFIX + DEAD])

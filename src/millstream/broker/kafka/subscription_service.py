@@ -328,6 +328,15 @@ class SubscriptionService:
         tracked = {one.name.removeprefix(LETTERS_PREFIX) for one in declared if one.name.startswith(LETTERS_PREFIX)}
         return tracked | {one.dead_letter_topic for one in settings if one.has_dead_letters}
 
+    def letter_origins(self) -> dict[str, set[str]]:
+        """Return the dead letter topics of subscriptions, each with the topics whose messages it may hold."""
+        found: dict[str, set[str]] = {}
+        for one in self.declared.all():
+            settings = self.declared.settings_of(one)
+            if one.topics and settings.has_dead_letters:
+                found.setdefault(settings.dead_letter_topic, set()).update(one.topics)
+        return found
+
     def _open_letters(self) -> Iterator[tuple[Partition, Delivery | None]]:
         """Yield the partitions of dead letter topics that this node leads, each with the queue of its open letters."""
         for name in sorted(self.letter_topics()):

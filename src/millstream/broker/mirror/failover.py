@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from millstream.broker.mirror.service import MirrorService
+from millstream.broker.mirror.service import MirrorService, pattern_of
 from millstream.broker.mirror.source import Source, offer_pages
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
@@ -77,6 +77,9 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
     copied = service.copied_topics(mirror.name)
+    if request.topics is not None:
+        letters = _letters_of(service, mirror, request.topics)
+        request = msgspec.structs.replace(request, topics=[*request.topics, *map(pattern_of, letters)])
     if service.is_fenced(mirror.name):
         async with service.adopting:
             return await _end_fence(service, mirror, request.topics, started)
@@ -158,6 +161,21 @@ def _matching(names: Iterable[str], patterns: Sequence[str] | None) -> set[str]:
         return set(names)
     compiled = [compile_regex(pattern) for pattern in patterns]
     return {name for name in names if any(one.fullmatch(name) for one in compiled)}
+
+
+def _letters_of(service: MirrorService, mirror: Mirror, patterns: Sequence[str]) -> list[str]:
+    """Return the dead letter topics of copies whose names match, unless they also belong to other copies.
+
+    The queues of these copies will write to them.
+    """
+    copied = {topic.name for topic in service.copied_topics(mirror.name)}
+    return sorted(
+        letters
+        for letters, topics in service.subscriptions.letter_origins().items()
+        if (letters in copied or letters in mirror.cuts)
+        and (chosen := _matching(topics, patterns))
+        and copied.isdisjoint(topics - chosen)
+    )
 
 
 def _epoch_of(service: MirrorService, topic: Topic, index: int) -> int:

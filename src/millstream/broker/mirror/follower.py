@@ -184,8 +184,9 @@ class Follower:
         checks_configs = now >= self._configs_at
         if checks_configs:
             self._configs_at = now + CONFIGS_S
+        letters = self._wanted_letters(offer.letters)
         for name, topic in sorted(metadata.topics.items()):
-            if not self._is_wanted(topic):
+            if not self._is_wanted(topic, letters):
                 continue
             key = f"topic {name}"
             if name in mirrored:
@@ -198,10 +199,34 @@ class Follower:
                 self._run.notes[key] = f"topic {name!r}: {error}"
         await self._sync_deletions(metadata.topics)
 
-    def _is_wanted(self, topic: TopicMetadata) -> bool:
+    def _is_wanted(self, topic: TopicMetadata, letters: Set[str]) -> bool:
         if topic.is_internal or topic.name in INTERNAL_TOPICS:
             return False
-        return self._settings.takes(topic.name)
+        return self._settings.takes(topic.name) or topic.name in letters
+
+    def _wanted_letters(self, origins: Mapping[str, Sequence[str]]) -> set[str]:
+        """Return the dead letter topics of mirrored subscriptions, and note those that are excluded.
+
+        The queues of these subscriptions count the messages in them as done, so they would be lost in a failover.
+        """
+        settings, found = self._settings, set[str]()
+        if not settings.subscriptions or settings.rename:
+            return found
+        copied = {topic.name for topic in self._service.copied_topics(self._run.mirror.name)}
+        while fresh := {
+            letters
+            for letters, topics in origins.items()
+            if letters not in found and any(name in found or name in copied or settings.takes(name) for name in topics)
+        }:
+            found |= fresh
+        for letters in origins:
+            self._run.notes.pop(f"letters {letters}", None)
+        for letters in filter(settings.excludes, found):
+            self._run.notes[f"letters {letters}"] = (
+                f"dead letter topic {letters!r} is excluded, so the dead letters of mirrored subscriptions stay on the "
+                "source; after a failover they are not here, and their messages are not delivered"
+            )
+        return {letters for letters in found if not settings.excludes(letters)}
 
     async def _sync_topic(self, original: TopicMetadata, came_from: Sequence[str], *, checks_configs: bool) -> None:
         """Create a copy, or let it follow changes; `came_from` are the clusters from which the original was copied."""

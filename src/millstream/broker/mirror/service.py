@@ -488,8 +488,7 @@ class MirrorService:
         command = ["millstream", "mirror", "failover", mirror.name]
         if len(unfinished) < len(self.copied_topics(mirror.name)):
             for name in unfinished:
-                # The only character of names that means something else in a regular expression.
-                command += ["--topics", name.replace(".", r"\.")]
+                command += ["--topics", pattern_of(name)]
         return shlex.join(command)
 
     async def begin_cut(self, mirror: Mirror, topics: Sequence[Topic], *, is_partial: bool = False) -> Mirror:
@@ -853,7 +852,8 @@ class MirrorService:
         if not request.topics:
             mirrored = [topic.name for topic in self.topics.all() if topic.mirror]
             origins = {topic.name: list(topic.origins) for topic in self.topics.all() if topic.origins}
-            return OfferResponse(mirrored=mirrored, origins=origins)
+            letters = {name: sorted(topics) for name, topics in self.subscriptions.letter_origins().items()}
+            return OfferResponse(mirrored=mirrored, origins=origins, letters=letters)
         wanted = set(request.topics)
         names = {topic.name for topic in self.topics.all() if topic.topic_id in wanted}
         known = {
@@ -963,6 +963,12 @@ class MirrorService:
 def _listed(names: Collection[str]) -> str:
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return ", ".join(sorted(names)[:NAMED_MAX]) + more
+
+
+def pattern_of(name: str) -> str:
+    """Return a regular expression that only this name of a topic matches."""
+    # The only character of names that means something else in a regular expression.
+    return name.replace(".", r"\.")
 
 
 def _is_cut_in(mirror: Mirror, request: CutRequest) -> bool:

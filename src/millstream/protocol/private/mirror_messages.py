@@ -242,6 +242,8 @@ class OfferResponse(Response, frozen=True, kw_only=True):
     """Without topics in the request: those that a mirror writes there, and which are therefore not mirrored again."""
     origins: dict[str, list[str]] = msgspec.field(default_factory=dict)
     """Without topics in the request: the ids of the clusters from which the records of topics came."""
+    letters: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """Without topics in the request: dead letter topics, each with the topics whose messages it may hold."""
     subscriptions: Sequence[OfferedSubscription] = ()
     queues: Sequence[QueueSnapshot] = ()
     has_more: bool = False

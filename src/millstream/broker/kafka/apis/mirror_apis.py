@@ -274,10 +274,12 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
         {"topics": ["5cf0…"], "known": [[subscription id, topic id, partition, sequence], …]}
         response: {"error": 0, "message": null, "subscriptions": [{"name": …, …}],
         "queues": [[subscription id, topic id, partition, sequence, snapshot], …], "has_more": false}
-        without topics: {"error": 0, "message": null, "mirrored": ["paris.orders"], "origins": {"orders": ["Q3k…"]}}
+        without topics: {"error": 0, "message": null, "mirrored": ["paris.orders"], "origins": {"orders": ["Q3k…"]},
+        "letters": {"billing-dlq": ["orders"]}}
 
     `mirrored` are topics that are copies themselves, which are not mirrored again; `origins` are the ids of the
-    clusters from which the records of a topic came. Queues whose last write the caller has seen are left out.
+    clusters from which the records of a topic came; `letters` are dead letter topics, with the topics whose messages
+    they may hold. Queues whose last write the caller has seen are left out.
     """
 
     key = OFFER_KEY
