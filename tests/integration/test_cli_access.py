@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -84,6 +85,33 @@ def test_explain_knows_super_users(run: Run) -> None:
     assert run("acl", "explain", "User:admin", "alter", "cluster").lines == ["allowed: User:admin is a super user"]
     document = run("acl", "explain", "User:admin", "alter", "cluster", "--json").document
     assert document == {"allowed": True, "super_user": True, "rule": None}
+
+
+def test_creating_a_topic_needs_no_right_to_describe_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _add_user(run, "erin", "allow User:erin create cluster")
+    run("acl", "deny", "User:erin", "create", "topic:erins")
+    assert run("acl", "explain", "User:erin", "create", "topic:erins").lines == [
+        "allowed: allow User:erin create cluster:kafka-cluster"
+    ]
+    _become(monkeypatch, "erin")
+    created = run("topic", "create", "erins")
+    assert (created.code, created.lines) == (0, ["Created topic erins."])
+    assert "You may not describe it." in created.err
+    again = run("topic", "create", "erins", "--if-not-exists", "--json").document
+    assert (again["created"], again["partitions"]) == (False, None)
+
+
+def _add_user(run: Run, name: str, *rules: str) -> None:
+    for rule in rules:
+        assert run("acl", *rule.split()).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", io.StringIO(f"{name}-password\n"))
+        assert run("user", "create", name, "--password-stdin").code == 0
+
+
+def _become(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("MILLSTREAM_USER", name)
+    monkeypatch.setenv("MILLSTREAM_PASSWORD", f"{name}-password")
 
 
 def test_quotas_are_set_listed_and_removed(run: Run) -> None:

@@ -13,6 +13,7 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun
 from millstream.cli.output import counted, print_json, print_line, print_list, print_result
 from millstream.core.acl import (
+    CLUSTER_NAME,
     ROLES,
     WILDCARD,
     Acl,
@@ -20,6 +21,7 @@ from millstream.core.acl import (
     Operation,
     PatternType,
     Permission,
+    ResourceType,
     check_principal,
     name_of,
     parse_name,
@@ -185,11 +187,14 @@ def explain(
 
     async def question(client: Client) -> tuple[AclSnapshot, bool]:
         named = await super_users_setting(client)
-        rules = await list_acls(client, AclFilter(resource_type=kind))
+        rules = await list_acls(client, AclFilter())
         return AclSnapshot(rules, parse_super_users(named or "")), named is not None
 
     rules, knows_super_users = ask(common, question)
     decision = rules.decide(principal, host, wanted, kind, name)
+    if (wanted, kind) == (Operation.CREATE, ResourceType.TOPIC):
+        # CREATE on the cluster allows every topic, whatever a rule for the topic denies.
+        decision = rules.decide(principal, host, wanted, ResourceType.CLUSTER, CLUSTER_NAME) or decision
     is_super_user = principal in rules.super_users
     if is_super_user:
         why = f"{principal} is a super user"

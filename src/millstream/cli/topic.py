@@ -19,7 +19,7 @@ from millstream.cli.options import (
     parse_assignments,
 )
 from millstream.cli.output import counted, print_json, print_line, print_list, print_noted, print_table
-from millstream.core.errors import TopicExists
+from millstream.core.errors import TopicExists, TopicNotAuthorized
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
@@ -93,7 +93,7 @@ def create(
     given = {**_card(owner, description, contract), **_schema_rule(schemas, validate)}
     overrides.update({key: text for key, text in given.items() if text})
 
-    async def question(client: Client) -> tuple[bool, TopicMetadata, list[str]]:
+    async def question(client: Client) -> tuple[bool, TopicMetadata | None, list[str]]:
         from millstream.client.admin.topic_notes import creation_notes
         from millstream.client.admin.topics import create_topic, find_topic
 
@@ -112,21 +112,27 @@ def create(
                 raise
             created = False
         await _land(client, name, wanted=land)
-        topic = await find_topic(client, name)
+        try:
+            topic = await find_topic(client, name)
+        except TopicNotAuthorized:
+            # The right to create a topic does not include the right to describe it.
+            return created, None, ["You may not describe it."]
         return created, topic, await creation_notes(client, topic) if created and replication is None else []
 
     created, topic, notes = ask(common, question)
-    number = len(topic.partitions)
-    response = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": topic.replication}
-    made = {**response, "created": created}
+    made: dict[str, object] = {"topic": name, "id": None, "partitions": None, "replication": None, "created": created}
     text = "Created topic" if created else "There is already a topic"
-    landed = ""
+    size = landed = ""
+    if topic is not None:
+        number = len(topic.partitions)
+        made |= {"id": str(topic.topic_id), "partitions": number, "replication": topic.replication}
+        size = f" with {counted(number, 'partition')}"
     if land:
         from millstream.core.pipeline import LAND_PREFIX
 
         made["pipeline"] = f"{LAND_PREFIX}{name}"
         landed = f", landed by pipeline {LAND_PREFIX}{name}"
-    print_noted(made, f"{text} {name} with {counted(number, 'partition')}{landed}.", notes, as_json=common.as_json)
+    print_noted(made, f"{text} {name}{size}{landed}.", notes, as_json=common.as_json)
 
 
 @app.command("list")
