@@ -386,6 +386,13 @@ async def test_users_are_managed_by_an_admin_client_and_lose_their_connections(l
             pass
 
 
+async def test_publishing_without_a_credential_is_refused_at_once(locked: Locked) -> None:
+    # The time that is given would fail the test if it were used up.
+    async with millstream.connect(locked.server.kafka, tls=locked.certificates.ca, publish_timeout=3600) as ms:
+        with pytest.raises(AuthenticationFailed, match=r"requires authentication.*\(user= and password=, or token=\)"):
+            await ms.publish("orders", 1)
+
+
 def test_a_command_says_what_a_locked_node_may_expect(locked: Locked, tmp_path: Path) -> None:
     millstream = CommandLine(locked.server.kafka)
     (tmp_path / "word").write_text("not the password")

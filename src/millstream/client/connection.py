@@ -73,7 +73,7 @@ from millstream.protocol.private.subscriptions import (
 )
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.credentials import Credentials, client_tls
+from millstream.protocol.wire.credentials import SDK_SPELLED, Credentials, client_tls
 
 Start = str | datetime | timedelta
 Seconds = float
@@ -366,10 +366,15 @@ def _credentials(
         context: ssl.SSLContext | None = tls
     elif isinstance(tls, bool):
         context = client_tls() if tls else None
-    else:
+    elif isinstance(tls, str | os.PathLike):
         context = client_tls(tls)
+    else:
+        raise InvalidRequest(
+            "tls must be the file of an authority, True, or an ssl.SSLContext (with load_cert_chain for a client "
+            f"certificate), not {tls!r}"
+        )
     given = (lambda: token) if isinstance(token, str) else token
-    return Credentials(tls=context, user=user or "", password=password or "", token=given)
+    return Credentials(tls=context, user=user or "", password=password or "", token=given, spelled=SDK_SPELLED)
 
 
 def _check_options(addresses: Sequence[object], acks: object, compression: object, receipts: object) -> None:

@@ -37,6 +37,7 @@ from millstream_testing.producer_ledger import ProducerLedger
         ({"client_id": 5}, "client_id must be a string"),
         ({"acks": True}, "acks must be"),
         ({"receipts": 5}, "receipts must be a file name"),
+        ({"tls": ("ca.pem", "alice.pem", "alice.key")}, r"tls must be the file .* load_cert_chain"),
     ],
 )
 def test_options_are_checked_when_they_are_given(options: dict[str, Any], reported: str) -> None:

@@ -26,7 +26,7 @@ from millstream.core.errors import (
 )
 from millstream.protocol.messages import codec
 from millstream.protocol.messages.primitives import Buffer, Reader
-from millstream.protocol.wire.credentials import NODE_CREDENTIALS, Credentials
+from millstream.protocol.wire.credentials import CLI_SPELLED, NODE_CREDENTIALS, Credentials
 
 IN_FLIGHT_MAX: Final = 64
 _PENDING_MAX: Final = 2 * IN_FLIGHT_MAX
@@ -36,6 +36,7 @@ _SIZE: Final = struct.Struct(">i")
 _TLS_HEADS: Final = (b"\x15\x03", b"\x16\x03")
 """How a TLS alert and a TLS handshake start."""
 _API_VERSIONS_SENT: Final = 3
+_UNSUPPORTED_SASL_MECHANISM: Final = 33
 _UNSUPPORTED_VERSION: Final = 35
 _SASL_HANDSHAKE_KEY: Final = 17
 _SASL_AUTHENTICATE_KEY: Final = 36
@@ -66,6 +67,9 @@ class Channel(asyncio.BufferedProtocol):
         self._cause = "closed"
         self._has_ended_writing = False
         self._has_signed_in = False
+        self._spelled = CLI_SPELLED
+        self.was_refused = False
+        """Whether the broker closed the connection on the first request that needs to know the client."""
         self._renew_at: float | None = None
         """When another connection has to take over, since this one's session ends soon."""
         self.room_for = _new_buffer
@@ -100,6 +104,7 @@ class Channel(asyncio.BufferedProtocol):
             raise BrokerUnreachable(f"{address} does not speak TLS ({reason}); is it a TLS port?") from error
         except OSError as error:
             raise BrokerUnreachable(f"{address}: {_reason(error)}") from error
+        channel._spelled = credentials.spelled
         try:
             if credentials.check_peer is not None:
                 credentials.check_peer(channel._ssl_object())
@@ -240,6 +245,18 @@ class Channel(asyncio.BufferedProtocol):
                 message = exchange.send(bytes(response.auth_bytes))
         self._has_signed_in = True
 
+    async def check_admitted(self, timeout_s: float) -> None:
+        """Raise if the broker waits for this client to authenticate, which trying again does not change."""
+        if self._has_signed_in or _SASL_HANDSHAKE_KEY not in self.versions:
+            return
+        body = codec.write_entity(codec.load_request_class(_SASL_HANDSHAKE_KEY, 1)(mechanism=""))
+        frame = await self.exchange(_SASL_HANDSHAKE_KEY, 1, [body], timeout_s=timeout_s)
+        if codec.read_response(_SASL_HANDSHAKE_KEY, 1, frame).error_code == _UNSUPPORTED_SASL_MECHANISM:
+            raise AuthenticationFailed(f"{self.address} closed the connection; {self._needs_identity()}")
+
+    def _needs_identity(self) -> str:
+        return f"if it requires authentication, give a user or a token ({self._spelled.identity})"
+
     def _ssl_object(self) -> ssl.SSLObject | None:
         return None if self._transport is None else self._transport.get_extra_info("ssl_object")
 
@@ -301,19 +318,13 @@ class Channel(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """Close: the broker closed its end and will return nothing more."""
         self._cause = "closed by the broker"
-        if self._last_id <= _FIRST_REQUESTS and (expected := self._may_expect()):
-            self._cause += f"; {expected}"
+        if self._last_id <= _FIRST_REQUESTS and not self._has_signed_in:
+            self.was_refused = bool(self.versions and self._pending)
+            if self.was_refused:
+                self._cause += f"; {self._needs_identity()}"
+            elif not self.versions and self._ssl_object() is None:
+                self._cause += f"; if it uses TLS, give the authority of its certificate ({self._spelled.tls})"
         return False
-
-    def _may_expect(self) -> str:
-        """Return what may be missing for a broker that closes the connection on the first request."""
-        if self._ssl_object() is None:
-            return "if it uses TLS, give the authority of its certificate (--tls-ca)"
-        return (
-            ""
-            if self._has_signed_in
-            else "if it requires authentication, give a user or a token (--user, --token-file)"
-        )
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the buffer for the next bytes: that of a large frame in progress, or the scratch buffer."""
@@ -441,7 +452,14 @@ class Pool:
             return self._shared
         async with self._opening:
             if self._shared is None or not self._shared.is_open:
-                self._shared = await self._open()
+                opened = await self._open()
+                if self._shared is not None and self._shared.was_refused:
+                    try:
+                        await opened.check_admitted(self._connect_s)
+                    except BaseException:
+                        await opened.close()
+                        raise
+                self._shared = opened
             return self._shared
 
     @asynccontextmanager

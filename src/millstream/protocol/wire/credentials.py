@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote, unquote
 
 from millstream.core.errors import AuthenticationFailed, InvalidRequest, NotFound
@@ -38,6 +38,17 @@ Exchange = Generator[bytes, bytes, None]
 CheckPeer = Callable[[ssl.SSLObject | None], None]
 
 
+class Spelled(NamedTuple):
+    """What the options for TLS and for an identity are called, for errors that ask for them."""
+
+    tls: str
+    identity: str
+
+
+CLI_SPELLED: Final = Spelled("--tls-ca", "--user, --token-file")
+SDK_SPELLED: Final = Spelled("tls=", "user= and password=, or token=")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
     """How a client connects; by default in plain text and anonymously."""
@@ -52,6 +63,7 @@ class Credentials:
     check_peer: CheckPeer | None = field(default=None, repr=False)
     """Verifies the peer's certificate, where it is not checked against the host name."""
 
+    spelled: Spelled = CLI_SPELLED
     exported: Mapping[str, str] | None = field(default=None, repr=False)
     """What a child process needs to build the same credentials; None if it gets none."""
 
