@@ -300,6 +300,7 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     mirror = mirrored(paris, berlin, topic, "--exclude", ".*-saved")
     transact(paris.brokers, f"{topic}-t2", [topic, other], ["c"])
     hanging = transact(paris.brokers, f"{topic}-t3", [topic, other], ["open"], ends=False)
+    late = transact(paris.brokers, f"{topic}-t4", [topic, other], ["late"], ends=False)
 
     commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 2))
     taken = paris("subscription", "pull", f"{topic}-workers", "-n", "2", "--accept", "--json")
@@ -322,8 +323,11 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     assert mirror in refused.err
 
     report = berlin("mirror", "failover", mirror, "--json").document
-    aborted = {one["topic"]: one["aborted"] for one in report["partitions"]}
-    assert (aborted[topic], aborted[other]) == (1, 1)
+    repeated = berlin("mirror", "failover", mirror, "--json").document
+    for shown in (report, repeated):
+        aborted = {one["topic"]: one["aborted"] for one in shown["partitions"]}
+        assert (aborted[topic], aborted[other]) == (2, 2)
+    assert {one["dropped"] for one in repeated["partitions"]} == {None}
     publish(berlin.brokers, topic, ["d"])
     assert [value for _, _, value in read(berlin.brokers, topic, 4)] == ["a", "b", "c", "d"]
     # What was accepted in paris is not delivered again, and nothing new is taken for accepted.
@@ -333,17 +337,22 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     again = berlin(*failing, "--accept")
     assert [(one["value"], one["attempt"]) for one in again.documents] == [("b", 2)], again.out + again.err
 
-    # Paris did not notice, and has records that exist only there.
+    # Paris did not notice, and has records that exist only there, or were committed only there.
     hanging.abort_transaction(PATIENCE_S)
+    late.commit_transaction(PATIENCE_S)
     publish(paris.brokers, topic, ["lost-1", "lost-2"])
     cuts = cuts_of(berlin, mirror)
     reversed_ = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")
     assert reversed_.code == 0, reversed_.err
-    assert {one["topic"] for one in reversed_.document["removed"]} >= {topic}
+    named = [(one["topic"], one["start"], one["end"]) for one in reversed_.document["removed"]]
+    (torn,) = [(start, end) for name, start, end in named if name == other]
+    assert torn == (cuts[other][0] - 1, cuts[other][0])
+    assert next(end for name, _, end in named if name == topic) == cuts[topic][0]
     wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
     check_repeated(paris, mirror, cuts, ids_of(berlin, cuts), reversed_.document["removed"])
     assert read(paris.brokers, topic, 4) == read(berlin.brokers, topic, 4)
-    assert {value for _, _, value in read(paris.brokers, f"{topic}-saved", 2)} >= {"lost-1", "lost-2"}
+    saved = [value for _, _, value in read(paris.brokers, f"{topic}-saved", 4)]
+    assert sorted(saved) == ["late", "late", "lost-1", "lost-2"]
 
     switch_back(paris, berlin, mirror, topic)
     berlin("mirror", "failover", mirror)

@@ -375,7 +375,7 @@ def _cut_document(cut: CutPartition) -> dict[str, Any]:
         "offset": cut.offset,
         "epoch": cut.epoch,
         "dropped": cut.dropped,
-        "aborted": cut.aborted,
+        "aborted": len(cut.aborted),
         "source_end": cut.source_end,
         "missing": cut.missing,
     }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self, TypeVar
 from uuid import UUID
 
 from millstream.core.errors import InvalidMirror, InvalidRegex, InvalidSetting, InvalidTopicName
@@ -30,6 +30,7 @@ CREDENTIALS: Final = ("tls", "tls.ca", "user", "password", "token", "sasl.mechan
 EPOCH_STEP: Final = 1000
 """How far a failover raises the leader epoch: more than the old source can in elections before it follows."""
 
+V = TypeVar("V")
 TopicOffsets = Mapping[str, Mapping[int, int]]
 """An offset of each partition, by topic."""
 
@@ -196,8 +197,10 @@ class Mirror:
     """How often it has changed since it was declared."""
     cuts: TopicOffsets = field(default_factory=dict)
     """The offset up to which each partition is certainly equal on both sides since the last failover."""
-    dropped: TopicOffsets = field(default_factory=dict)
-    """For an old source that now follows: the ends of the ranges that it has dropped, which begin at the cuts."""
+    aborted: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
+    """Where the transactions begin that the last failover has aborted, by topic and partition."""
+    dropped: Mapping[str, Mapping[int, Sequence[tuple[int, int]]]] = field(default_factory=dict)
+    """For an old source that now follows: the ranges that it has dropped, by topic and partition."""
     verified: TopicOffsets = field(default_factory=dict)
     """The offset up to which each partition holds complete transactions; from there on, readers wait at a commit."""
     gaps: TopicOffsets = field(default_factory=dict)
@@ -272,10 +275,12 @@ def check_mirror(name: str, overrides: Mapping[str, str]) -> MirrorSettings:
     return settings
 
 
-def merged_offsets(before: TopicOffsets, after: TopicOffsets) -> dict[str, dict[int, int]]:
+def merged_offsets(
+    before: Mapping[str, Mapping[int, V]], after: Mapping[str, Mapping[int, V]]
+) -> dict[str, dict[int, V]]:
     """Merge offsets by topic and partition; later ones replace earlier ones."""
     merged = {topic: dict(offsets) for topic, offsets in before.items()}
     for topic, offsets in after.items():
-        known: dict[int, int] = merged.setdefault(topic, {})
+        known: dict[int, V] = merged.setdefault(topic, {})
         known.update(offsets)
     return merged

@@ -35,11 +35,12 @@ from millstream.core.errors import (
     InvalidMirror,
     MillstreamError,
     NotLeader,
+    OffsetOutOfRange,
     RequestTimedOut,
     StoreUnavailable,
     UnknownMirror,
 )
-from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex, ProducerEpoch, ProducerId
 from millstream.core.mirror import Mirror
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.regex import compile_regex
@@ -58,7 +59,8 @@ from millstream.protocol.private.mirror_messages import (
     ReverseRequest,
 )
 from millstream.protocol.records.batch import iterate_whole_headers, place_batch
-from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.records.control import Marker, encode_marker
+from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
@@ -273,14 +275,14 @@ async def test_a_reverse_that_is_repeated_names_what_the_first_attempt_has_dropp
     async def nothing(*_: Any) -> dict[str, dict[int, int]]:
         return {}
 
-    async def find_beyond(*_: Any) -> list[Any]:
+    async def find_lost(*_: Any) -> list[Any]:
         return [(one, None) for one in beyond.pop(0)]
 
     async def truncate(*_: Any) -> None:
         if not is_led.pop(0):
             raise NotLeader("a partition has no leader")
 
-    monkeypatch.setattr(failover, "_beyond", find_beyond)
+    monkeypatch.setattr(failover, "_lost", find_lost)
     monkeypatch.setattr(failover, "_cut_queues", nothing)
     target.service.high_watermarks, target.service.truncate_everywhere = nothing, truncate
     request = AdoptRequest(name=NAME, step="follow", settings={"from": "berlin:9092"}, cuts={EU: {0: 5, 1: 7}})
@@ -290,7 +292,7 @@ async def test_a_reverse_that_is_repeated_names_what_the_first_attempt_has_dropp
     for _ in range(2):
         assert (await failover._follow(target.service, request, [])).removed == [lost]
     mirror = await target.mirror()
-    assert (mirror.is_wanted, mirror.cuts, mirror.dropped) == (True, {EU: {0: 5, 1: 7}}, {EU: {0: 9}})
+    assert (mirror.is_wanted, mirror.cuts, mirror.dropped) == (True, {EU: {0: 5, 1: 7}}, {EU: {0: [(5, 9)]}})
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ async def test_a_side_that_was_failed_over_since_it_followed_is_scanned_again(
     async def nothing(*_: Any) -> dict[str, dict[int, int]]:
         return {}
 
-    async def find_beyond(_service: Any, cuts: dict[str, Any], _ends: Any) -> list[Any]:
+    async def find_lost(_service: Any, _request: AdoptRequest, cuts: dict[str, Any], _ends: Any) -> list[Any]:
         scans.append(set(cuts))
         return [(one, None) for one in beyond]
 
@@ -324,7 +326,7 @@ async def test_a_side_that_was_failed_over_since_it_followed_is_scanned_again(
         if not is_fenced:
             raise NotLeader("a node does not respond")
 
-    monkeypatch.setattr(failover, "_beyond", find_beyond)
+    monkeypatch.setattr(failover, "_lost", find_lost)
     monkeypatch.setattr(failover, "_save", save)
     monkeypatch.setattr(failover, "_cut_queues", nothing)
     service = target.service
@@ -360,6 +362,91 @@ async def test_a_side_that_was_failed_over_since_it_followed_is_scanned_again(
     await target.mirrors.want(NAME, is_wanted=False)
     await failover.adopt(service, request)
     assert len(scans) == 2
+
+
+class OneLog:
+    """A partition of an old source that has some batches, and the topic to which records are saved."""
+
+    def __init__(self, batches: list[bytearray], *, log_start: int = 0) -> None:
+        self.log_start, self.end = log_start, 0
+        self.batches = []
+        self.saved: list[str] = []
+        for batch in batches:
+            (header,) = iterate_whole_headers(memoryview(batch))
+            place_batch(batch, header, self.end, 3)
+            (header,) = iterate_whole_headers(memoryview(batch))
+            self.batches.append((header, bytes(batch)))
+            self.end = header.next_offset
+
+    def client(self) -> OneLog:
+        return self
+
+    async def fetch(self, _topic: str, _partition: int, offset: int, *, max_wait_ms: int) -> Any:
+        assert max_wait_ms == 0
+        if offset < self.log_start:
+            raise OffsetOutOfRange("retention", start=self.log_start, end=self.end)
+        # Two batches at a time, so that a scan has to continue.
+        rest = [batch for header, batch in self.batches if header.next_offset > offset]
+        return SimpleNamespace(records=memoryview(b"".join(rest[:2])))
+
+    async def produce(self, _topic: str, _partition: int, batch: bytearray) -> None:
+        (header,) = iterate_whole_headers(memoryview(batch))
+        for record in decode_batch(memoryview(batch), header):
+            self.saved.append((record.value or b"").decode())
+
+
+def in_transaction(producer_id: int, *values: str) -> bytearray:
+    return encode_batch(
+        [NewRecord(None, value.encode()) for value in values],
+        producer_id=producer_id,
+        producer_epoch=0,
+        base_sequence=0,
+        transactional=True,
+    )
+
+
+def end_of(producer_id: int, *, commit: bool) -> bytearray:
+    marker = Marker(
+        producer_id=ProducerId(producer_id), producer_epoch=ProducerEpoch(0), commit=commit, coordinator_epoch=0
+    )
+    return encode_marker(marker, 0)
+
+
+@pytest.mark.parametrize(
+    ("log_start", "ranges", "saved"),
+    [
+        (0, [(2, 4), (6, 7), (10, 13)], ["c1", "c2", "c3", "new"]),
+        (6, [(6, 7), (10, 13)], ["c3", "new"]),
+    ],
+    ids=["all", "after retention"],
+)
+async def test_records_below_the_cut_that_only_the_old_source_has_committed_are_lost_too(
+    log_start: int, ranges: list[tuple[int, int]], saved: list[str]
+) -> None:
+    log: Any = OneLog(
+        [
+            in_transaction(1, "before"),
+            end_of(1, commit=True),
+            in_transaction(1, "c1", "c2"),
+            in_transaction(2, "a1"),
+            in_transaction(3, "whole"),
+            in_transaction(1, "c3"),
+            end_of(3, commit=True),
+            in_transaction(4, "open"),
+            encode_batch([NewRecord(None, b"shared")]),
+            # The cut.
+            end_of(1, commit=True),
+            end_of(2, commit=False),
+            encode_batch([NewRecord(None, b"new")]),
+        ],
+        log_start=log_start,
+    )
+    request = AdoptRequest(name=NAME, step="follow", cuts={EU: {0: 10}}, aborted={EU: {0: 2}})
+    lost = await failover._lost(log, request, request.cuts, {EU: {0: log.end}})
+    assert [(one.start, one.end) for one, _ in lost] == ranges
+    for one, found in lost:
+        await failover._save(log, one, found, "saved")
+    assert log.saved == saved
 
 
 class OtherSide:

@@ -159,6 +159,7 @@ mirrors = Table(
     Column("created_ms", BigInteger, nullable=False),
     Column("version", BigInteger, nullable=False),
     Column("cuts", JSON, nullable=False),
+    Column("aborted", JSON, nullable=False),
     Column("dropped", JSON, nullable=False),
     Column("verified", JSON, nullable=False),
     Column("gaps", JSON, nullable=False),
@@ -168,8 +169,8 @@ mirrors = Table(
     Column("sightings_source", String(64), nullable=False),
     Column("sightings_owner", String(64), nullable=False),
 )
-"""Mirrors of other clusters. `cuts`, `dropped`, `verified` and `gaps` hold offsets, by topic and partition, and
-`cut_epochs` leader epochs.
+"""Mirrors of other clusters. `cuts`, `aborted`, `dropped`, `verified` and `gaps` hold offsets, by topic and partition,
+and `cut_epochs` leader epochs.
 
 `sightings_source` is the cluster that `mirror_sightings` are of, `sightings_owner` the only node that may change them.
 """

@@ -24,6 +24,7 @@ from millstream.core.errors import (
     CoordinatorUnavailable,
     InvalidMirror,
     MillstreamError,
+    OffsetOutOfRange,
     RequestTimedOut,
     TopicExists,
     UnknownMirror,
@@ -148,7 +149,14 @@ async def _end_fence(
 def _earlier_cuts(service: MirrorService, mirror: Mirror, patterns: Sequence[str] | None) -> list[CutPartition]:
     """Return the cuts of those copies of a mirror that still exist and whose names match."""
     return [
-        CutPartition(topic=name, partition=index, offset=offset, epoch=_epoch_of(service, topic, index))
+        CutPartition(
+            topic=name,
+            partition=index,
+            offset=offset,
+            epoch=_epoch_of(service, topic, index),
+            dropped=None,
+            aborted=mirror.aborted.get(name, {}).get(index, ()),
+        )
         for name in sorted(_matching(mirror.cuts, patterns))
         if (topic := service.topics.get(name)) is not None
         for index, offset in sorted(mirror.cuts[name].items())
@@ -215,11 +223,17 @@ async def cut_topics(service: MirrorService, mirror: Mirror, topics: Sequence[To
         cut(TopicPartition(topic.name, PartitionIndex(index))) for topic in topics for index in range(topic.partitions)
     )
     found: dict[str, dict[int, int]] = {}
+    aborted: dict[str, dict[int, Sequence[int]]] = {}
     for one in cuts:
         found.setdefault(one.topic, {})[one.partition] = one.offset
-    await service.mirrors.change(
-        mirror.name, lambda now: dataclasses.replace(now, cuts=merged_offsets(now.cuts, found))
-    )
+        aborted.setdefault(one.topic, {})[one.partition] = one.aborted
+
+    def recorded(now: Mirror) -> Mirror:
+        return dataclasses.replace(
+            now, cuts=merged_offsets(now.cuts, found), aborted=merged_offsets(now.aborted, aborted)
+        )
+
+    await service.mirrors.change(mirror.name, recorded)
     return cuts
 
 
@@ -421,6 +435,10 @@ def _adoption(service: MirrorService, mirror: Mirror, request: ReverseRequest, *
         step=step,
         settings=settings,
         cuts={topic: dict(offsets) for topic, offsets in mirror.cuts.items()},
+        aborted={
+            topic: {index: min(starts) for index, starts in mirror.aborted[topic].items() if starts}
+            for topic in mirror.cuts.keys() & mirror.aborted
+        },
         topic_ids=[topic.topic_id for topic in topics],
         save_to=request.save_to,
     )
@@ -502,7 +520,7 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
     await service.fence_everywhere(request.name, [topic.topic_id for topic in topics])
     if request.step == "fence":
         ends = await service.barrier([topic.name for topic in topics])
-        return AdoptResponse(ends=ends, removed=[one for one, _ in await _beyond(service, request.cuts, ends)])
+        return AdoptResponse(ends=ends, removed=[one for one, _ in await _lost(service, request, request.cuts, ends)])
     return await _follow(service, request, topics)
 
 
@@ -518,23 +536,32 @@ async def _forget_cuts(service: MirrorService, declared: Mirror, topics: Sequenc
 
     def forgotten(now: Mirror) -> Mirror:
         cuts = {name: offsets for name, offsets in now.cuts.items() if name not in stale}
-        return dataclasses.replace(now, cuts=cuts, is_wanted=False)
+        dropped = {name: ranges for name, ranges in now.dropped.items() if name not in stale}
+        return dataclasses.replace(now, cuts=cuts, dropped=dropped, is_wanted=False)
 
     await service.mirrors.change(declared.name, forgotten)
 
 
-async def _beyond(service: MirrorService, cuts: TopicOffsets, ends: TopicOffsets) -> list[tuple[RemovedRange, _Scan]]:
-    """Return the ranges beyond the cuts that hold records, and what else they hold."""
+async def _lost(
+    service: MirrorService, request: AdoptRequest, cuts: TopicOffsets, ends: TopicOffsets
+) -> list[tuple[RemovedRange, _Scan]]:
+    """Return the ranges of records that the other side lacks, each with the transactions that were committed.
+
+    These are all records beyond the cuts, and records below them of transactions that were open at the cut: the other
+    side has aborted those, even if they were committed here.
+    """
     found = []
     for topic, offsets in cuts.items():
         for index, cut in offsets.items():
             end = ends.get(topic, {}).get(index, 0)
             if end > cut:
-                one = RemovedRange(topic=topic, partition=index, start=cut, end=end)
-                scan = await _scan(service, one)
+                start = min(cut, request.aborted.get(topic, {}).get(index, cut))
+                scan = await _scan(service, RemovedRange(topic=topic, partition=index, start=start, end=end), cut)
                 # Markers of transactions that the other side has aborted as well need not be saved.
-                if scan.has_records:
-                    found.append((one, scan))
+                ranges = [*sorted(scan.torn), *([(cut, end)] if scan.has_records else [])]
+                found += [
+                    (RemovedRange(topic=topic, partition=index, start=first, end=last), scan) for first, last in ranges
+                ]
     return found
 
 
@@ -553,10 +580,10 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
     )
     _logger.info("this cluster follows another", extra={"mirror": request.name})
     removed = [
-        RemovedRange(topic=topic, partition=index, start=cut, end=declared.dropped[topic][index])
-        for topic, cuts in sorted(request.cuts.items())
-        for index, cut in sorted(cuts.items())
-        if declared.dropped.get(topic, {}).get(index, 0) > cut
+        RemovedRange(topic=topic, partition=index, start=start, end=end)
+        for topic in sorted(request.cuts.keys() & declared.dropped)
+        for index, ranges in sorted(declared.dropped[topic].items())
+        for start, end in ranges
     ]
     return AdoptResponse(removed=removed)
 
@@ -564,17 +591,17 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
 async def _drop_beyond(
     service: MirrorService, request: AdoptRequest, cuts: TopicOffsets, topics: Sequence[Topic]
 ) -> Mirror:
-    """Drop what some topics hold beyond their cuts; return the mirror with the ends of what was dropped."""
-    beyond = await _beyond(service, cuts, await service.high_watermarks([topic.name for topic in topics]))
-    if request.save_to and beyond:
+    """Drop what some topics hold beyond their cuts; return the mirror with the ranges that were dropped."""
+    lost = await _lost(service, request, cuts, await service.high_watermarks([topic.name for topic in topics]))
+    if request.save_to and lost:
         if service.topics.get(request.save_to) is None:
             with suppress(TopicExists):
                 await service.topics.create(request.save_to, partitions=1)
-        for one, found in beyond:
+        for one, found in lost:
             await _save(service, one, found, request.save_to)
-    dropped: dict[str, dict[int, int]] = {}
-    for one, _ in beyond:
-        dropped.setdefault(one.topic, {})[one.partition] = one.end
+    dropped: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    for one, _ in lost:
+        dropped.setdefault(one.topic, {}).setdefault(one.partition, []).append((one.start, one.end))
     await service.mirrors.change(
         request.name, lambda now: dataclasses.replace(now, dropped=merged_offsets(now.dropped, dropped))
     )
@@ -591,14 +618,33 @@ async def _drop_beyond(
 
 
 class _Scan:
-    """The markers of a range, for each producer: the offset, and whether it commits."""
+    """What a partition holds from the start of the first transaction that was open at the cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, cut: int) -> None:
         self.has_records = False
+        """Whether there are records beyond the cut."""
+        self.torn: list[tuple[int, int]] = []
+        """The ranges below the cut of transactions that were committed beyond it."""
+        self._cut = cut
         self._markers: dict[int, list[tuple[int, bool]]] = {}
+        """The markers of each producer: the offset, and whether it commits."""
+        self._open: dict[int, list[tuple[int, int]]] = {}
+        """The ranges below the cut of transactions whose marker has not been reached, by producer."""
 
     def add_marker(self, header: BatchHeader, *, commit: bool) -> None:
         self._markers.setdefault(header.producer_id, []).append((header.base_offset, commit))
+        ranges = self._open.pop(header.producer_id, [])
+        if commit and header.base_offset >= self._cut:
+            self.torn += ranges
+
+    def add_records(self, header: BatchHeader) -> None:
+        if header.next_offset > self._cut:
+            self.has_records = True
+        if header.base_offset < self._cut and header.is_transactional:
+            ranges = self._open.setdefault(header.producer_id, [])
+            is_next = bool(ranges) and ranges[-1][1] == header.base_offset
+            start = ranges.pop()[0] if is_next else header.base_offset
+            ranges.append((start, min(header.next_offset, self._cut)))
 
     def is_committed(self, header: BatchHeader) -> bool:
         """Whether a batch counts: it belongs to no transaction, or to one that was committed."""
@@ -613,7 +659,14 @@ async def _batches(service: MirrorService, removed: RemovedRange) -> AsyncIterat
     """Yield the batches of a range."""
     client, offset = service.client(), removed.start
     while offset < removed.end:
-        response = await client.fetch(removed.topic, removed.partition, offset, max_wait_ms=0)
+        try:
+            response = await client.fetch(removed.topic, removed.partition, offset, max_wait_ms=0)
+        except OffsetOutOfRange as error:
+            if error.start <= offset:
+                raise
+            # Retention has removed the first records.
+            offset = error.start
+            continue
         before = offset
         for header in iterate_whole_headers(response.records):
             if removed.start < header.next_offset and header.base_offset < removed.end:
@@ -623,20 +676,20 @@ async def _batches(service: MirrorService, removed: RemovedRange) -> AsyncIterat
             break
 
 
-async def _scan(service: MirrorService, removed: RemovedRange) -> _Scan:
-    """Find out whether a range holds records, and which transactions were committed."""
-    found = _Scan()
-    async for records, header in _batches(service, removed):
+async def _scan(service: MirrorService, scanned: RemovedRange, cut: int) -> _Scan:
+    """Find out which records of a range the other side lacks, and which transactions were committed."""
+    found = _Scan(cut)
+    async for records, header in _batches(service, scanned):
         marker = read_marker(records, header) if header.is_control else None
         if marker is not None:
             found.add_marker(header, commit=marker.commit)
         elif header.record_count and not header.is_control:
-            found.has_records = True
+            found.add_records(header)
     return found
 
 
 async def _save(service: MirrorService, removed: RemovedRange, found: _Scan, target: str) -> None:
-    """Publish the committed records of a range that is about to be dropped to a topic of this cluster."""
+    """Publish the committed records of a range that is dropped to a topic of this cluster."""
     client = service.client()
     async for records, header in _batches(service, removed):
         if header.is_control or not header.record_count or not found.is_committed(header):

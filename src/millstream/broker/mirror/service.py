@@ -575,6 +575,7 @@ class MirrorService:
                 run.copier.drop(key)
             log = partition.log
             end = log.end_offset
+            dropped: int | None = None
             begun_at = own_history_start(partition, request.epoch)
             if begun_at is None:
                 limit = _whole_until(partition, request.verified, request.gap)
@@ -591,17 +592,17 @@ class MirrorService:
                 await partition.begin_own_history()
             else:
                 # Another node led it when the failover was tried first.
-                cut, dropped = begun_at, 0
+                cut = begun_at
                 partition.expose(None)
                 await partition.settled()
-            aborted = await partition.abort_open()
+            await partition.abort_open()
             done = cutting[key] = CutPartition(
                 topic=topic.name,
                 partition=partition.index,
                 offset=cut,
                 epoch=partition.leader_epoch,
                 dropped=dropped,
-                aborted=aborted,
+                aborted=partition.aborted_across(cut),
             )
             return done
         except BaseException:

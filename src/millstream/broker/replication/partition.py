@@ -439,11 +439,15 @@ class Partition(Replica):
         if waiting is not None:
             await waiting
 
-    async def abort_open(self) -> int:
-        """Abort every transaction that is open here, since no coordinator will end it. Return how many there were."""
-        opened = self.open_transactions()
+    def aborted_across(self, offset: Offset) -> list[int]:
+        """Return where the aborted transactions began that were open at an offset."""
+        aborted = self.log.producers.transactions.aborted.overlapping(offset, offset + 1)
+        return [one.first_offset for one in aborted if one.first_offset < offset]
+
+    async def abort_open(self) -> None:
+        """Abort every transaction that is open here, since no coordinator will end it."""
         last: AppendedRange | None = None
-        for one in opened:
+        for one in self.open_transactions():
             marker = Marker(
                 producer_id=ProducerId(one.producer_id),
                 producer_epoch=ProducerEpoch(one.producer_epoch),
@@ -454,7 +458,6 @@ class Partition(Replica):
         waiting = None if last is None else self.acknowledged(last)
         if waiting is not None:
             await waiting
-        return len(opened)
 
     def _mirrored(self) -> MirroredTopic:
         return MirroredTopic(

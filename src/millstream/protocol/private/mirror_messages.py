@@ -91,10 +91,10 @@ class CutPartition(msgspec.Struct, frozen=True, kw_only=True):
     """The cut: everything below was copied; records from here on are this cluster's own."""
     epoch: int
     """The epoch in which this cluster writes."""
-    dropped: int = 0
-    """Offsets that had arrived of transactions that were incomplete."""
-    aborted: int = 0
-    """Open transactions, which are aborted."""
+    dropped: int | None = 0
+    """Offsets that had arrived of transactions that were incomplete; None if an earlier attempt has dropped them."""
+    aborted: Sequence[int] = ()
+    """Where the transactions began that were open at the cut and are aborted."""
     source_end: int | None = None
     """The source's high watermark, if it was reachable."""
 
@@ -127,7 +127,7 @@ class ReverseRequest(OwnerRequest, frozen=True, kw_only=True):
 
 
 class RemovedRange(msgspec.Struct, frozen=True, kw_only=True):
-    """Records that only the old source had, and which it drops."""
+    """Records that only the old source had, or had committed, and which it drops."""
 
     topic: str
     partition: int
@@ -323,6 +323,8 @@ class AdoptRequest(OwnerRequest, frozen=True, kw_only=True):
     step: Literal["fence", "follow", "release"]
     settings: dict[str, str] = {}
     cuts: Offsets = msgspec.field(default_factory=dict)
+    aborted: Offsets = msgspec.field(default_factory=dict)
+    """Where the first transaction begins that the failover has aborted, in partitions where there is one."""
     topic_ids: Sequence[UUID] = ()
     save_to: str = ""
     is_fenced: bool = False

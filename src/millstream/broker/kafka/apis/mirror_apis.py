@@ -208,7 +208,7 @@ class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
 
         {"name": "paris", "topics": null}, or regular expressions for the names of topics
         response: {"error": 0, "message": null, "partitions": [{"topic": …, "partition": 0, "offset": 4711,
-        "epoch": 1003, "dropped": 0, "aborted": 0, "source_end": 4720}], "source_error": "", "waited_ms": 210}
+        "epoch": 1003, "dropped": 0, "aborted": [], "source_end": 4720}], "source_error": "", "waited_ms": 210}
 
     Without topics, the mirror is paused. `source_end` is null if the source could not be asked. May be repeated.
     """

@@ -110,13 +110,16 @@ class MirrorDescription(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """Where a copy was cut; `missing` is what the source had beyond it, null if the source did not respond."""
+    """Where a copy was cut; `missing` is what the source had beyond it, null if the source did not respond.
+
+    `dropped` is null if an earlier failover has dropped it.
+    """
 
     topic: str
     partition: int
     offset: int
     epoch: int
-    dropped: int
+    dropped: int | None
     aborted: int
     missing: int | None
 
@@ -220,7 +223,8 @@ async def _turned(services: Services, request: Request[NoFields, Reversal], *, i
 def _cuts(cuts: Any) -> list[Cut]:
     found: list[CutPartition] = list(cuts)
     return [
-        Cut(one.topic, one.partition, one.offset, one.epoch, one.dropped, one.aborted, one.missing) for one in found
+        Cut(one.topic, one.partition, one.offset, one.epoch, one.dropped, len(one.aborted), one.missing)
+        for one in found
     ]
 
 
