@@ -1,8 +1,9 @@
-"""Plans under faults, from seeds: four nodes, and an operator who drains, balances, cancels and undrains meanwhile.
+"""Plans under faults, from seeds: four nodes, and an operator who drains, replicates, balances and cancels meanwhile.
 
 The world is that of `simulation/world.py`, with one node more than partitions have replicas, so that they can move. All
-its rules hold at every step of a move. In the end, plans have ended, and a drained node leads nothing and has no
-replica that another node could take.
+its rules hold at every step of a move, and a move is under way until every replica that it added has been in sync: only
+then is it throttled, shown and cancelled as such, and its plan waits for it. In the end, plans have ended, and a
+drained node leads nothing and has no replica that another node could take.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Final
 
 from millstream.broker.cluster import keys
+from millstream.broker.cluster.keys import PartitionKey
 from millstream.broker.cluster.plans import PlanHeader, Plans
 from millstream.core.cluster_plan import (
     THROTTLE_BYTES,
@@ -25,9 +27,11 @@ from millstream.core.cluster_plan import (
     plan_balance,
     plan_drain,
     plan_remove,
+    plan_replicate,
 )
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NodeId
+from millstream_testing.simulation.committed import Violation
 from millstream_testing.simulation.network import LinkDown
 from millstream_testing.simulation.plan import Plan as Shape
 from millstream_testing.simulation.world import FINISH_S, NotWell, Outcome, World, run_world
@@ -46,11 +50,14 @@ def simulate_plans(seed: int, *, tracing: bool = False, faults: Sequence[str] = 
 class PlanWorld(World):
     """A cluster with an operator."""
 
-    _drained: set[NodeId]
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self._drained: set[NodeId] = set()
+        self._caught_up: dict[PartitionKey, set[NodeId]] = {}
+        """The replicas of each partition that have been in sync since they were added."""
 
     async def break_and_heal(self) -> None:
         """Run faults while the operator works, then let everything complete."""
-        self._drained = set()
         operating = asyncio.ensure_future(self._operate())
         await super().break_and_heal()
         await operating
@@ -64,11 +71,11 @@ class PlanWorld(World):
         for _ in range(chance.randint(*ROUNDS)):
             await asyncio.sleep(chance.uniform(0.0, 2.0))
             node = NodeId(chance.randint(1, NODES))
-            kind = chance.choice(("drain", "drain", "remove", "balance", "undrain"))
+            kind = chance.choice(("drain", "drain", "remove", "balance", "replicate", "undrain"))
             if kind == "undrain":
                 await self._undrain(node)
                 continue
-            plan_id = await self._apply(kind, node)
+            plan_id = await self._apply(kind, node, replicas=chance.randint(2, NODES))
             if plan_id is None:
                 continue
             if chance.random() < 0.5:
@@ -79,10 +86,13 @@ class PlanWorld(World):
             with suppress(NotWell):
                 await self.until("the plan has ended", self._unfinished, WAIT_S)
 
-    async def _apply(self, kind: str, node: NodeId) -> str | None:
+    async def _apply(self, kind: str, node: NodeId, *, replicas: int) -> str | None:
         load = self._load()
         try:
-            computed = plan_balance(load) if kind == "balance" else _VACATE[kind](load, node)
+            if kind == "replicate":
+                computed = plan_replicate(load, {topic.name for topic in self.plan.topics}, replicas)
+            else:
+                computed = plan_balance(load) if kind == "balance" else _VACATE[kind](load, node)
         except MillstreamError as error:
             self.record("operator", f"no plan to {kind} {node}: {error}")
             return None
@@ -138,6 +148,16 @@ class PlanWorld(World):
         return ClusterLoad(nodes=nodes, partitions=partitions)
 
     # -- invariants -------------------------------------------------------------------------------------------
+
+    def _store_changed(self) -> None:
+        super()._store_changed()
+        moving = self.service.read(keys.REASSIGNMENTS).entries
+        for key, state in self.rules.states.items():
+            caught_up = self._caught_up.setdefault(key, set(state.replicas)) & set(state.replicas) | set(state.in_sync)
+            self._caught_up[key] = caught_up
+            behind = set(state.replicas) - caught_up
+            if behind and keys.reassignment_key(key) not in moving:
+                self.fail(Violation(f"{self.rules.of(key).name}: moved to {behind}, never in sync since"))
 
     def _drained_by_store(self) -> set[NodeId]:
         return {NodeId(int(key.removeprefix(keys.DRAINED))) for key in self.service.read(keys.DRAINED).entries}

@@ -106,6 +106,24 @@ async def test_a_cancelled_plan_goes_back_and_undrains(tmp_path: Path) -> None:
         assert group[1].view.reassignments == {}
 
 
+async def test_a_plan_that_only_adds_replicas_waits_for_them(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        by_hand = {index: (NodeId(1),) for index in range(6)}
+        topic = await group[1].topics.create("orders", partitions=6, replication=1, placement=by_hand)
+        plans = group[1].cluster.plans
+        moves = [move(group[1], topic, index, 1, 2, 3) for index in by_hand]
+        await plans.propose("replicate", "orders to 3", moves, 1 << 20)
+        await plans.apply("")
+        # Nothing replicates here, so the first moves stay under way and the others wait for them.
+        await group.until(lambda: [state for _, state in plans.moves()] == ["moving"] * 4 + ["waiting"] * 2)
+        assert state_of(plans) == "running"
+        throttle = MoveThrottle(NodeId(2), group[1].view)
+        assert throttle.pause_after((topic.topic_id, PartitionIndex(0)), 1 << 20) > 0
+        await plans.cancel("")
+        await group.until(lambda: state_of(plans) == "cancelled")
+        assert {len(one.replicas) for one in group[1].topics.states_of(topic) if one is not None} == {1}
+
+
 async def test_moves_that_cannot_be_are_refused(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=1, replication=2)

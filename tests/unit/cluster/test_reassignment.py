@@ -114,6 +114,20 @@ async def test_a_move_is_cancelled(tmp_path: Path) -> None:
         assert state(group, topic).leader == 1
 
 
+async def test_added_replicas_are_a_move_until_they_are_in_sync(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})
+        await group[1].topics.reassign(topic, 0, (NodeId(1), NodeId(2)))
+        assert list(group[1].topics.reassignments()) == [(topic.topic_id, 0)]
+        # What was added by the last move is not in sync yet, although another one wants the same nodes.
+        await group[1].topics.reassign(topic, 0, (NodeId(2), NodeId(1)))
+        assert list(group[1].topics.reassignments()) == [(topic.topic_id, 0)]
+        await catch_up(group, topic)
+        await group.until(lambda: not group.service.read(keys.REASSIGNMENTS).entries)
+        assert state(group, topic).replicas == (2, 1)
+        await group.until(lambda: _replication(group) == 2)
+
+
 async def test_another_order_of_the_same_nodes_is_no_move(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         by_hand = (NodeId(1), NodeId(2), NodeId(3))

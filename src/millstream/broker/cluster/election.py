@@ -128,11 +128,12 @@ def begin_changes(
 ) -> list[Change]:
     """Return the changes that begin a move; nodes of the target that were to remove files keep them now.
 
-    A target of the same nodes only changes their order of preference, and is then complete.
+    A target of the nodes before only changes their order of preference, and is then complete. A move that only adds
+    nodes is not: they have to catch up.
     """
     wide = widened(state, move.target)
     changes: list[Change] = [Put(keys.partition_key(partition), wide.to_json())]
-    if set(wide.replicas) == set(move.target):
+    if set(wide.replicas) == set(move.target) == set(move.before):
         changes.append(Delete(keys.reassignment_key(partition)))
     else:
         changes.append(Put(keys.reassignment_key(partition), move.to_json()))
