@@ -49,6 +49,7 @@ from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 from millstream.protocol.wire.node_status import QUESTION
 
 if TYPE_CHECKING:
+    from millstream.broker.cluster.machine_folder import Layout
     from millstream.broker.node import Broker
 
 _logger = logging.getLogger(__name__)
@@ -453,13 +454,22 @@ class Machine:
             lost.retry()
 
     async def _hand_over(self, lost: BrokerProcess, node: NodeId) -> None:
+        layout = self._layout.without(node)
         # The others keep running while the logs are checked.
+        await self._check_moves(layout)
         await self._close_logs(node)
         others = [broker for broker in self.brokers if broker is not lost]
         await asyncio.gather(*(broker.pause() for broker in others))
         if self._is_stopping:
             return
-        self._layout = self._layout.without(node)
+        try:
+            # One may have begun since.
+            await self._check_moves(layout)
+        except MillstreamError:
+            for broker in others:
+                broker.resume()
+            raise
+        self._layout = layout
         self.brokers = others
         lost.retire()
         self._given_up[node] = (
@@ -470,6 +480,13 @@ class Machine:
         for broker in others:
             broker.configure(self._broker_config(NodeId(broker.node_id)))
             broker.resume()
+
+    async def _check_moves(self, layout: Layout) -> None:
+        """Raise if a plan is moving a partition to or from a node that this layout lacks."""
+        from millstream.broker.cluster.embedded_store import EmbeddedStore
+        from millstream.broker.cluster.machine_folder import FolderSettlement
+
+        await FolderSettlement(layout, self._files, self.clock, EmbeddedStore(self.service, self.clock)).check()
 
     async def _close_logs(self, node: NodeId) -> None:
         from millstream.broker.cluster.machine_folder import close_cleanly

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.broker.cluster.machine_folder import Layout
 from millstream.cli.broker_lifecycle import HELD, WITH_PROCESS, BrokerEvent, BrokerLifecycle, BrokerState
 from millstream.cli.machine import FAILED_STARTS_MAX, BrokerProcess, Machine
 from millstream.core.config import Config
+from millstream.core.errors import ClusterMismatch
 from millstream.core.ids import NodeId
 from millstream_testing.simulation.loop import SimulatedLoop
 
@@ -222,8 +224,13 @@ class SimulatedMachine(Machine):
         self.pids = itertools.count(1)
         self.service = object()
         self.moves = 0
+        self.refused_share = 0.1
         self.all = [SimulatedBroker(self, self._broker_config(node)) for node in self._layout.nodes]
         self.brokers = list(self.all)
+
+    async def _check_moves(self, layout: Layout) -> None:
+        if self.chance.random() < self.refused_share:
+            raise ClusterMismatch("a partition is being moved")
 
     async def _close_logs(self, node: NodeId) -> None:
         await asyncio.sleep(self.chance.uniform(0, 5))
@@ -303,6 +310,35 @@ def test_brokers_that_are_lost_together_all_hand_over_their_logs(tmp_path: Path)
         await asyncio.sleep(CALM_S)
         assert machine.brokers == machine.all[2:]
         assert [broker.state for broker in machine.brokers] == [BrokerState.SERVING] * 2
+        await machine._stop()
+
+    loop = SimulatedLoop(Random(2))
+    try:
+        loop.run_until_complete(live())
+    finally:
+        loop.dismantle()
+
+
+def test_a_broker_that_a_partition_is_moved_from_is_handed_over_later(tmp_path: Path) -> None:
+    async def live() -> None:
+        machine = SimulatedMachine(Config(data=str(tmp_path), cores="3"), Random(1))
+        machine.refused_share = 1.0
+        for broker in machine.all:
+            broker.is_calm = True
+            machine._running.start(broker.name, broker.run())
+        await asyncio.gather(*(broker.ready for broker in machine.all))
+        lost, *others = machine.all
+        lost.is_broken = True
+        assert lost.process is not None
+        lost.process.exit(-9)
+        await asyncio.sleep(CALM_S)
+        assert (machine.brokers, machine.moves) == (machine.all, 0)
+        assert "a partition is being moved" in machine._given_up[NodeId(lost.node_id)]
+        assert [broker.state for broker in others] == [BrokerState.SERVING] * 2
+        machine.refused_share = 0.0
+        await asyncio.sleep(CALM_S)
+        assert (machine.brokers, machine.moves) == (others, 1)
+        assert [broker.state for broker in others] == [BrokerState.SERVING] * 2
         await machine._stop()
 
     loop = SimulatedLoop(Random(2))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -13,13 +15,14 @@ from hypothesis import strategies as st
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import CoordinationFile, EmbeddedService, EmbeddedStore
-from millstream.broker.cluster.keys import PartitionKey
-from millstream.broker.cluster.machine_folder import Layout, open_coordination, settle, spread
+from millstream.broker.cluster.keys import PartitionKey, parse_partition
+from millstream.broker.cluster.machine_folder import Layout, mark, open_coordination, settle, spread
 from millstream.broker.cluster.store import Delete, Put
 from millstream.broker.log.files import DiskFiles
 from millstream.core.clock import SystemClock
 from millstream.core.errors import ClusterMismatch, CorruptState, InvalidSetting
 from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.partition_state import PartitionState
 from millstream_testing.files import MemoryFiles
 from millstream_testing.single_node import single_node
 
@@ -156,3 +159,55 @@ async def test_a_node_that_a_machine_gives_up_is_no_longer_drained(tmp_path: Pat
     await settle(Layout.of(str(tmp_path), 1, 1), files, clock)
     with closing(open_coordination(files, str(tmp_path), clock)) as service:
         assert list(service.read(keys.DRAINED).entries) == [keys.drained_key(NodeId(1))]
+
+
+@pytest.fixture
+async def moving(tmp_path: Path) -> tuple[Path, PartitionKey]:
+    """Return the folder of a machine with three processes, two of which a plan moves a partition between."""
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("orders", partitions=6)
+    await settle(Layout.of(str(tmp_path), 1, 3), DiskFiles(), SystemClock())
+    key = next(key for key, state in states(tmp_path).items() if state.replicas == (2001,))
+    change(tmp_path, key, replicas=(NodeId(1), NodeId(2001)))
+    assert key[0] == topic.topic_id
+    return tmp_path, key
+
+
+def states(data: Path) -> dict[PartitionKey, PartitionState]:
+    with closing(open_coordination(DiskFiles(), str(data), SystemClock())) as service:
+        found = service.read(keys.PARTITIONS).entries.items()
+    return {
+        parse_partition(key.removeprefix(keys.PARTITIONS)): PartitionState.from_json(one.value) for key, one in found
+    }
+
+
+def change(data: Path, key: PartitionKey, **fields: Any) -> None:
+    changed = replace(states(data)[key], **fields)
+    with closing(open_coordination(DiskFiles(), str(data), SystemClock())) as service:
+        service.change([Put(keys.partition_key(key), changed.to_json())], [], None)
+
+
+def folders_of(data: Path, key: PartitionKey) -> list[str]:
+    return sorted(found.parent.parent.parent.name for found in data.glob(f"**/partitions/{key[0]}/{key[1]}"))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+async def test_a_node_that_a_partition_is_moved_from_stays(moving: tuple[Path, PartitionKey], cores: int) -> None:
+    (data, key), files, clock = moving, DiskFiles(), SystemClock()
+    before = states(data)
+    with pytest.raises(ClusterMismatch, match=f"partition {key[1]} of topic orders .* --cores 3 as before"):
+        await settle(Layout.of(str(data), 1, cores), files, clock)
+    assert (states(data), Layout.of(str(data), 1, 3).is_settled(files)) == (before, True)
+
+
+async def test_a_partition_that_is_moved_stays_where_it_is(moving: tuple[Path, PartitionKey]) -> None:
+    (data, key), files, clock = moving, DiskFiles(), SystemClock()
+    copy = data / "node-1/partitions" / str(key[0]) / str(key[1])
+    copy.mkdir(parents=True)
+    state = states(data)[key]
+    for cores in (3, 4):
+        # As a refused start of an earlier version left it.
+        mark(Layout.of(str(data), 1, cores), files)
+        await settle(Layout.of(str(data), 1, cores), files, clock)
+        assert Layout.of(str(data), 1, cores).is_settled(files)
+        assert (states(data)[key], folders_of(data, key)) == (state, ["node-1", "node-2001"])

@@ -40,7 +40,7 @@ from millstream.broker.log.store import LogStore
 from millstream.core.clock import Clock
 from millstream.core.errors import ClusterMismatch, CorruptState, InvalidSetting
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.partition_state import NO_LEADER, PartitionState
+from millstream.core.partition_state import NO_LEADER, PartitionState, Versioned
 from millstream.core.topic import TopicPartition, TopicSettings
 
 _logger = logging.getLogger(__name__)
@@ -207,6 +207,10 @@ class FolderSettlement:
         self._store = store
         self._mine: set[NodeId] = set()
 
+    async def check(self) -> None:
+        """Raise if a partition is being moved to or from a node that this layout lacks; change nothing."""
+        await self._find_hosts(self._layout.present(self._files))
+
     async def run(self, catalog: Catalog) -> None:
         """Settle: states first, then logs."""
         layout, files = self._layout, self._files
@@ -252,37 +256,51 @@ class FolderSettlement:
 
     # -- the agreed states ----------------------------------------------------------------------------------
 
-    async def _change_states(self, present: Mapping[str, NodeId]) -> None:
-        found = (await self._store.read(keys.PARTITIONS)).entries.values()
+    async def _find_hosts(self, present: Mapping[str, NodeId]) -> dict[PartitionKey, tuple[NodeId, Versioned]]:
+        """Return the state and the node of each partition that one node of this machine hosts.
+
+        A partition that is being moved between two of them is left alone if both keep their folders.
+        """
         states = {
-            parse_partition(entry.key.removeprefix(keys.PARTITIONS)): (PartitionState.from_json(entry.value), entry)
-            for entry in found
+            parse_partition(key.removeprefix(keys.PARTITIONS)): Versioned(
+                PartitionState.from_json(entry.value), entry.revision
+            )
+            for key, entry in (await self._store.read(keys.PARTITIONS)).entries.items()
         }
         # Every node that a state names is one of this machine, which shares its stores with no other; it may be one
         # that never ran, because a start with more processes was interrupted.
-        named = (node for state, _ in states.values() for node in state.replicas)
+        named = (node for found in states.values() for node in found.state.replicas)
         self._mine = {*present.values(), *self._layout.nodes, *named}
-        here = {key: self._node_of(key, state) for key, (state, _) in states.items()}
-        current = {key: node for key, node in here.items() if node is not None}
-        placed = spread(current, self._layout.nodes)
+        kept = self._kept(present)
+        hosts = {}
+        for key, found in states.items():
+            nodes = found.state.replicas
+            if len(nodes) == 1:
+                hosts[key] = nodes[0], found
+            elif not kept.issuperset(nodes):
+                topic = (await self._store.read(keys.topic_key(key[0]))).entries.values()
+                name = next((topic_from_json(entry.value).name for entry in topic), key[0])
+                raise ClusterMismatch(
+                    f"partition {key[1]} of topic {name} is being moved between nodes "
+                    f"{' and '.join(map(str, nodes))} of this machine; let that finish with "
+                    f"{self._layout.used_flags(self._files)} as before, or end it with `millstream cluster cancel`"
+                )
+        return hosts
+
+    def _kept(self, present: Mapping[str, NodeId]) -> set[NodeId]:
+        return {node for folder, node in present.items() if self._layout.folders.get(node) == folder}
+
+    async def _change_states(self, present: Mapping[str, NodeId]) -> None:
+        hosts = await self._find_hosts(present)
+        placed = spread({key: node for key, (node, _) in hosts.items()}, self._layout.nodes)
         batch: list[tuple[Change, Expect]] = []
         for key, node in placed.items():
-            if node != current[key]:
-                state, entry = states[key]
-                changed = _handed_over(state, current[key], node)
-                batch.append((Put(entry.key, changed.to_json()), Expect(entry.key, entry.revision)))
+            current, (state, revision) = hosts[key]
+            if node != current:
+                name = partition_key(key)
+                batch.append((Put(name, _handed_over(state, current, node).to_json()), Expect(name, revision)))
         await self._write(batch)
         await self._change_records(present)
-
-    def _node_of(self, key: PartitionKey, state: PartitionState) -> NodeId | None:
-        """Return the node of this machine that hosts a partition; None if no one does."""
-        here = [node for node in state.replicas if node in self._mine]
-        if len(here) > 1:
-            raise ClusterMismatch(
-                f"partition {key[1]} of topic {key[0]} is being moved between nodes {here} of this machine; start it "
-                "with as many --cores as before, and wait until the move is finished"
-            )
-        return here[0] if here else None
 
     async def _write(self, batch: Sequence[tuple[Change, Expect]]) -> None:
         rest = iter(batch)
@@ -293,7 +311,7 @@ class FolderSettlement:
     async def _change_records(self, present: Mapping[str, NodeId]) -> None:
         """Drop nodes that this machine no longer has; its first node takes over their pending removals."""
         layout, first = self._layout, self._layout.nodes[0]
-        kept = {node for folder, node in present.items() if layout.folders.get(node) == folder}
+        kept = self._kept(present)
         gone = self._mine - set(layout.nodes)
         changes: list[Change] = [Delete(keys.admitted_key(node)) for node in self._mine - kept]
         changes += [Delete(key(node)) for node in gone for key in (keys.drained_key, keys.location_key)]
@@ -326,10 +344,10 @@ class FolderSettlement:
                 moves: dict[str, list[LogKey]] = {}
                 for key in tuple(stores[folder].stored()):
                     entry = entries.get(partition_key((key[0], PartitionIndex(key[1]))))
-                    node = None if entry is None else self._node_of(key, PartitionState.from_json(entry.value))
                     # The first node keeps logs of undeclared topics.
-                    wanted = layout.folders[first if node is None else node]
-                    if wanted != folder:
+                    nodes = (first,) if entry is None else PartitionState.from_json(entry.value).replicas
+                    wanted = layout.folders[nodes[0]]
+                    if wanted != folder and len(nodes) == 1:
                         moves.setdefault(wanted, []).append(key)
                 for wanted, logs in moves.items():
                     stores[folder].hand_over(logs, stores[wanted])
@@ -404,7 +422,9 @@ async def settle(
     with ExitStack() as stack:
         if not is_locked:
             stack.callback(files.close, files.lock(f"{layout.data}/{LOCK_NAME}"))
-        mark(layout, files)
+        if not files.exists(f"{layout.data}/{FILE_NAME}"):
+            # Before it is created: it would look complete.
+            mark(layout, files)
         service = stack.enter_context(closing(open_coordination(files, layout.data, clock)))
         catalog = stack.enter_context(closing(Catalog.open_folder(Path(layout.data), sealing=sealing)))
         await move_logs(layout, files, clock, service, catalog)
@@ -412,10 +432,12 @@ async def settle(
 
 async def move_logs(layout: Layout, files: Files, clock: Clock, service: EmbeddedService, catalog: Catalog) -> None:
     """Convert a stopped machine to a layout; after an interruption, the next start continues."""
+    settlement = FolderSettlement(layout, files, clock, EmbeddedStore(service, clock))
+    await settlement.check()
     mark(layout, files)
-    await FolderSettlement(layout, files, clock, EmbeddedStore(service, clock)).run(catalog)
+    await settlement.run(catalog)
 
 
 def mark(layout: Layout, files: Files) -> None:
-    """Mark the folder as being converted, before its stores are opened."""
+    """Mark the folder as being converted, before anything in it is changed."""
     replace_file(files, layout.data, MARK_NAME, b"logs are moved between the folders of nodes\n")
