@@ -9,6 +9,7 @@ from array import array
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 from uuid import UUID
 
 import pytest
@@ -430,6 +431,28 @@ async def test_a_cutover_of_some_topics_does_not_wait_for_a_copy_of_another(monk
         await groups.follower._sync_transactions()
     await groups.follower._sync_groups()
     assert groups.here == {WHERE: 30}
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize("cut", [None, 20, 30], ids=["failover not finished", "records cut off", "nothing cut off"])
+async def test_offsets_are_not_applied_without_records_that_a_failover_of_other_topics_has_cut_off(
+    monkeypatch: pytest.MonkeyPatch, cut: int | None, is_planned: bool
+) -> None:
+    groups = StuckGroups(monkeypatch)
+    groups.reached["audit"][0] = 30
+    groups.mirror.verified, groups.run.service.mirrors.note_verified = {}, AsyncMock()
+    if cut is None:
+        groups.run.service.mirrors.unfinished_cuts = lambda _: {"output"}
+    else:
+        groups.mirror.cuts = {"output": {0: cut}}
+    if is_planned:
+        await groups.follower.sync_all({"orders", "audit"})
+    else:
+        await groups.follower._sync_groups()
+        await groups.follower._sync_transactions()
+    is_whole = cut == 30
+    assert groups.here == ({WHERE: 30, AUDIT: 20} if is_whole else {})
+    assert list(groups.run.notes) == ([] if is_whole else [follower.TORN])
 
 
 @pytest.mark.parametrize("arrives", [0, 1], ids=["before the barrier", "with the barrier"])

@@ -72,6 +72,8 @@ NOTICE_LOST_S: Final = 5.0
 """After how long the owner asks all nodes whether clients wait at a commit, although none has reported it."""
 APPLIED: Final = "mirrored"
 """The metadata of offsets that a mirror has committed. Kafka Streams decodes metadata from base64, which this is."""
+TORN: Final = "offsets after a failover"
+"""The key of the note that offsets of groups are not applied any more."""
 CONFIGS_S: Final = 10.0
 """How often the source is asked for the settings of known topics."""
 
@@ -336,7 +338,9 @@ class Follower:
         applicable = {**before, **{group: {**before.get(group, {}), **found} for group, found in chosen.items()}}
         await self._reached({})
         if applicable != before and not self._is_waiting_in(topics):
-            await self._reach_barrier(topics)
+            _, others = await self._reach_barrier(topics)
+            if self._tears(others):
+                return
         if self._is_waiting_in(topics):
             await self._expose_transactions()
             return
@@ -346,19 +350,50 @@ class Follower:
     def _is_waiting_in(self, topics: Collection[str]) -> bool:
         return any(topic in topics for topic, _ in self._waiting_at)
 
-    async def _reach_barrier(self, topics: Collection[str], *, gives_way: bool = False) -> Vector:
-        """Wait until copies have what their originals have at a moment when no transaction is half committed."""
-        prefix = self._settings.rename
-        asked = BarrierRequest(topics=[topic.removeprefix(prefix) for topic in topics])
+    def _cut_topics(self) -> dict[str, Mapping[int, int]]:
+        """Return the topics of a failover while the mirror continues with others, with their cuts if it has ended."""
+        name = self._run.mirror.name
+        copied = {topic.name for topic in self._service.copied_topics(name)}
+        unfinished = self._service.mirrors.unfinished_cuts(name)
+        ended = {topic: cuts for topic, cuts in self._cuts().items() if topic not in copied}
+        return {**ended, **{topic: {} for topic in unfinished}}
+
+    def _tears(self, ends: Vector) -> bool:
+        """Whether a transaction that committed offsets may have records that a failover of some topics has cut off.
+
+        `ends` are the high watermarks of these topics at the source, at the barrier before which offsets were read.
+        """
+        torn = [
+            topic
+            for topic, cuts in self._cut_topics().items()
+            if topic not in ends or any(end > cuts.get(index, 0) for index, end in ends[topic].items())
+        ]
+        self._run.notes.pop(TORN, None)
+        if torn:
+            self._run.notes[TORN] = (
+                f"offsets of groups are not mirrored any more: {', '.join(sorted(torn))} was failed over, and the "
+                "source has records there beyond the cut, perhaps of transactions that also committed offsets; "
+                "after a failover, groups continue at the offsets that were mirrored before"
+            )
+        return bool(torn)
+
+    async def _reach_barrier(self, topics: Collection[str], *, gives_way: bool = False) -> tuple[Vector, Vector]:
+        """Wait until copies have what their originals have at a moment when no transaction is half committed.
+
+        Also return how far the originals of topics are that were failed over.
+        """
+        prefix, cut = self._settings.rename, self._cut_topics()
+        asked = BarrierRequest(topics=[topic.removeprefix(prefix) for topic in (*topics, *cut)])
         barrier = await self._source.ask(None, BARRIER_KEY, asked, BarrierResponse, waits=True)
-        offsets = {prefix + topic: found for topic, found in barrier.offsets.items()}
+        found = {prefix + topic: ends for topic, ends in barrier.offsets.items()}
+        offsets = {topic: ends for topic, ends in found.items() if topic not in cut}
         deadline = self._service.clock.monotonic() + ARRIVAL_S
         missing = await self._await_reached(offsets, deadline, gives_way=gives_way)
         if missing is not None:
             raise RequestTimedOut(
                 f"offsets of groups and clients that read transactions wait, because {missing} has not arrived"
             )
-        return offsets
+        return offsets, {topic: found.get(topic, {}) for topic in cut}
 
     async def _expose_transactions(self, *, gives_way: bool = False) -> None:
         committed = self._committed
@@ -368,7 +403,7 @@ class Follower:
         name = self._run.mirror.name
         cut = self._service.mirrors.unfinished_cuts(name)
         copied = [topic.name for topic in self._service.copied_topics(name) if topic.name not in cut]
-        offsets = await self._reach_barrier(copied, gives_way=gives_way)
+        offsets, others = await self._reach_barrier(copied, gives_way=gives_way)
         mirror = self._service.mirrors.get(name)
         if mirror is None:
             return
@@ -385,6 +420,8 @@ class Follower:
                 verified.setdefault(topic, {})[index] = offsets[topic][index]
         await self._service.mirrors.note_verified(mirror, verified)
         await self._reached(offsets, is_verified=True)
+        if self._tears(others):
+            return
         # Offsets from before the barrier: the transactions that committed them have arrived as a whole.
         self._applicable = committed
         await self._apply_groups(committed)
