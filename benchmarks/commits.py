@@ -31,8 +31,8 @@ PRODUCERS: Final = 24
 COMMITTERS: Final = 8
 MESSAGES_IN_FLIGHT: Final = 200
 RATIOS_MAX: Final = {"OffsetCommit": 1.25, "OffsetFetch": 0.5}
-"""A commit is acknowledged with the records of producers, and responded in the same moment. A group that has no commit
-under way gets its offsets at once."""
+"""A commit is acknowledged with the records of producers, and gets its response in the same moment. A group that has no
+commit under way gets its offsets at once."""
 _SAMPLE: Final = re.compile(r'millstream_request_seconds_(sum|count)\{api="(\w+)"\} (\S+)')
 
 

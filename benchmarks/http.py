@@ -4,9 +4,8 @@ python -m benchmarks.http [--requests N] [--rounds N] [--json]
 
 The echo reads the body and responds with a document of the same size as a receipt, on the same uvicorn, protocol and
 loop; publishing responds when the message is durable. Both take turns, on the same machine as the client. The lines
-with
-`flush=os` do not wait for the disk, so they show what the gateway can do, the others what the disk lets it. CPU is what
-the gateway's process used, and the broker's beside it.
+with `flush=os` do not wait for the disk, so they show what the gateway can do, the others what the disk lets it. CPU is
+what the gateway's process used, and the broker's beside it.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Peer:
 
 
 class Times(NamedTuple):
-    """Nanoseconds for each message: when it got a response and received; and how long acceptances took."""
+    """Nanoseconds for each message: when it was acknowledged and when received; and how long acceptances took."""
 
     published: np.ndarray[Any, np.dtype[np.int64]]
     received: np.ndarray[Any, np.dtype[np.int64]]

@@ -139,7 +139,7 @@ class Flooder(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.received_bytes = 0
         self.first = b""
-        """How what got a response begins."""
+        """How the first response begins."""
         self.lost = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

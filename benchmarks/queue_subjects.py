@@ -86,7 +86,7 @@ class QueueSubject(ABC):
 
     name: str
     durability: str
-    """What is on the disk when a publisher gets a response, and when a worker is."""
+    """What is on the disk when a publisher gets a response, and when a worker does."""
     batch = 500
     window = 1000
 

@@ -49,7 +49,7 @@ def _producer(target: Target, *, transactional: bool) -> Producer:
 
 
 def _end(producer: Producer, *, goes_on: bool = True) -> None:
-    """Wait until everything that was sent gets a response and, in a transaction, decided."""
+    """Wait until everything that was sent has a response and, in a transaction, is decided."""
     if not isinstance(producer, TransactionalProducer):
         producer.flush(_RESPONSE_MS_MAX)
         return

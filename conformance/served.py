@@ -36,6 +36,6 @@ def receive(connection: socket.socket, size: int) -> bytes:
     while len(received) < size:
         chunk = connection.recv(size - len(received))
         if not chunk:
-            raise ConnectionError("the broker closed the connection instead of responding ApiVersions")
+            raise ConnectionError("the broker closed the connection instead of responding to ApiVersions")
         received += chunk
     return bytes(received)

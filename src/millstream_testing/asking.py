@@ -43,7 +43,7 @@ def ask_frame(api: RawApi, request: Any, *, client: ClientInfo | None = None) ->
     frame = memoryview(codec.write_request(9, "test", request)[4:])
     encoded = api.handle_frame(frame, codec.read_request_header(frame), client or client_info())
     if not isinstance(encoded, list):
-        raise TypeError(f"{type(api).__name__} has not responded at once")
+        raise TypeError(f"{type(api).__name__} did not respond at once")
     return codec.read_response(api.key, request.__version__, b"".join(encoded)[4:])
 
 

@@ -102,7 +102,7 @@ class ScriptedBroker:
         return codec.write_response(header.api_key, header.version, header.correlation_id, reshaped)
 
     async def respond_to_api_versions(self, header: codec.RequestHeader, frame: memoryview) -> Any:
-        """Response ApiVersions from `served`."""
+        """Respond to ApiVersions from `served`."""
         oldest, newest = self.served[API_VERSIONS]
         known = oldest <= header.version <= newest
         messages = importlib.import_module(f"kio.schema.api_versions.v{header.version if known else 0}.response")
@@ -115,7 +115,7 @@ class ScriptedBroker:
         return codec.write_entity(messages.ApiVersionsResponse(error_code=code, api_keys=listed, **throttle))
 
     async def respond_to_metadata(self, header: codec.RequestHeader, frame: memoryview) -> Any:
-        """Response Metadata from `topics`; this broker is node 1 and leads everything."""
+        """Respond to Metadata from `topics`; this broker is node 1 and leads everything."""
         request = codec.read_request(METADATA, header.version, frame, header.body_at)
         messages: Any = importlib.import_module("kio.schema.metadata.v13.response")
         names = [topic.name for topic in request.topics] if request.topics is not None else list(self.topics)
@@ -142,7 +142,7 @@ class ScriptedBroker:
 
 
 def produced(*codes: ErrorCode, base_offset: int = 42) -> Handler:
-    """Response produce requests with these codes in turn, and then always with the last one."""
+    """Respond to produce requests with these codes in turn, and then always with the last one."""
     left = list(codes)
 
     async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:

@@ -331,8 +331,7 @@ class TransactionTrial:
         """Let every group begin at an offset that is committed.
 
         A consumer without one looks up the start of the partition. If librdkafka gets the response to that late, after
-        it
-        has lost the partition, it reads from the start, and may hand out what it has read when it is assigned the
+        it has lost the partition, it reads from the start, and may hand out what it has read when it is assigned the
         partition again, whatever was committed meanwhile (docs/transactions.md, "Clients in an outage").
         """
         admin = AdminClient({"bootstrap.servers": self.cluster.kafka, "log_level": 0})

@@ -70,7 +70,7 @@ class Log:
 
 
 def present(locked: Locked, certificate: tuple[Path, Path] | None) -> bytes:
-    """Ask for metadata with a certificate and nothing else; what gets a response."""
+    """Ask for metadata with a certificate and nothing else; return the response."""
     context = client_tls(
         locked.certificates.ca,
         certificate=None if certificate is None else certificate[0],

@@ -230,7 +230,7 @@ def test_a_trace_goes_on_in_the_table_and_finds_ids(
     assert local_job.size_bytes() > 0
     lake = local_job._lake
     live = command("message", "trace", f"{topic}/0/0", "--json").document
-    # As a node responds that was restarted: it knows that the message is done, and not how.
+    # As a restarted node responds: it knows that the message is done, and not how.
     forgotten = {"events": [], "state": "done", "attempts": 0, "ended_ms": 0, "is_complete": False, "unknown": "it"}
     document = {**live, "subscriptions": [{**one, **forgotten} for one in live["subscriptions"]]}
     history = subprocess.run(

@@ -156,7 +156,7 @@ class Http:
         http._writer.write(head.encode() + content)
         return http
 
-    async def respond(self) -> list[dict[str, object]]:
+    async def pulled(self) -> list[dict[str, object]]:
         """The messages of a pull."""
         head = await self._reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
@@ -257,7 +257,7 @@ async def test_a_pull_gets_none_either(hidden: Hidden, topic: str) -> None:
         await declare(server, topic, SHORT_S)
         pulling = await pull(server, topic)
         await overtake(proxy, server, topic, GATEWAY)
-        assert [message["value"] for message in await pulling.respond()] == ["last"]
+        assert [message["value"] for message in await pulling.pulled()] == ["last"]
         await pulling.hang_up()
 
 

@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 schema = schemathesis.openapi.from_dict(openapi_document(ROUTES))
 schema.config.phases.update(phases=["fuzzing"])
 # A stream ends when its reader goes, which no request of this test does.
-responded = schema.exclude(path_regex="/events$")
+finite = schema.exclude(path_regex="/events$")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-@responded.parametrize()
+@finite.parametrize()
 @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 def test_every_response_is_documented(case: schemathesis.Case[Any], server: Server) -> None:
     case.call_and_validate(
@@ -52,7 +52,7 @@ def test_every_response_is_documented(case: schemathesis.Case[Any], server: Serv
 
 
 def test_a_request_with_a_large_head_is_refused_as_documented(server: Server) -> None:
-    case = responded["/v1/dead-letters/{name}"]["GET"].Case(
+    case = finite["/v1/dead-letters/{name}"]["GET"].Case(
         path_parameters={"name": "orders"}, query={"filter": "x" * 70_000}
     )
     response = case.call(base_url=f"http://{server.http}", timeout=PATIENCE_S)

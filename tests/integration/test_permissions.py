@@ -1,4 +1,4 @@
-"""Every API × each missing permission, responded as Apache Kafka responds; and private requests of those who may
+"""Every API × each missing permission gets the response of Apache Kafka; and private requests of those who may
 not."""
 
 from __future__ import annotations

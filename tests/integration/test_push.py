@@ -153,8 +153,8 @@ async def test_failures_are_tried_again_and_then_dead_lettered(server: Server) -
         await work.publish("well", "poison", "twice")
         assert await work.ended(3) == ["accepted", "dead-lettered", "accepted"]
         assert tries == {b"well": 1, b"poison": 3, b"twice": 2}
-        response_ = await work.client.fetch("failing-dead", 0, 0)
-        (letter,) = decode_records(response_.records)
+        fetched = await work.client.fetch("failing-dead", 0, 0)
+        (letter,) = decode_records(fetched.records)
         assert "422: no such order" in dict(letter.headers)["dlq-reason"].decode()  # type: ignore[union-attr]
         await work.pushed(refused=3, failed=1, state="up")
 

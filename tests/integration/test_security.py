@@ -463,9 +463,9 @@ def request(key: int, version: int, body: bytes = b"") -> bytes:
     ],
 )
 def test_requests_before_authentication_end_the_connection(locked: Locked, frames: list[bytes]) -> None:
-    responded = ask_raw(locked.clear, *frames)
-    assert b"alice" not in responded
-    assert len(responded) < 200
+    response = ask_raw(locked.clear, *frames)
+    assert b"alice" not in response
+    assert len(response) < 200
 
 
 def test_a_large_frame_before_authentication_ends_the_connection(locked: Locked) -> None:
@@ -476,8 +476,8 @@ def test_a_large_frame_before_authentication_ends_the_connection(locked: Locked)
 
 
 def test_many_requests_before_authentication_end_the_connection(locked: Locked) -> None:
-    responded = ask_raw(locked.clear, *[request(17, 1, b"\0\x05PLAIN")] * 40)
-    assert responded.count(b"SCRAM-SHA-256") <= 16
+    response = ask_raw(locked.clear, *[request(17, 1, b"\0\x05PLAIN")] * 40)
+    assert response.count(b"SCRAM-SHA-256") <= 16
 
 
 def test_bare_tokens_after_the_first_version_of_the_handshake(locked: Locked) -> None:

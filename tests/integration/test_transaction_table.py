@@ -1,4 +1,4 @@
-"""Every state of a transactional id × every transactional request, responded as Apache Kafka responds."""
+"""Every state of a transactional id × every transactional request gets the response of Apache Kafka."""
 
 from __future__ import annotations
 

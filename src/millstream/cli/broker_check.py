@@ -86,7 +86,7 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
         advice = "sign in as a user with DESCRIBE on the cluster: millstream acl allow USER describe cluster"
         return [problem("broker", str(error), advice)]
     except MillstreamError as error:
-        return [problem("broker", f"{brokers} responds unexpectedly: {error}", "see the broker's log")]
+        return [problem("broker", f"{brokers} gave an unexpected response: {error}", "see the broker's log")]
     return findings
 
 
@@ -259,12 +259,12 @@ async def _http(status: dict[str, Any]) -> Finding:
     if not url:
         return ok("http", "a broker inside a program, without a gateway")
     try:
-        response = await within(_HTTP_S, _get(url, "/readyz"))
+        code = await within(_HTTP_S, _get(url, "/readyz"))
     except (OSError, TimeoutError, ValueError) as error:
         advice = "the broker restarts its gateway automatically; its log says why it ended"
         return problem("http", f"the gateway at {url} does not respond: {str(error) or 'no response in time'}", advice)
-    if response not in (200, 503):
-        return problem("http", f"the gateway at {url} responds with {response}", "see the broker's log")
+    if code not in (200, 503):
+        return problem("http", f"the gateway at {url} responds with {code}", "see the broker's log")
     return ok("http", f"the gateway at {url} responds")
 
 

@@ -663,7 +663,7 @@ async def _run_broker(share: dict[str, Any], config: Config, descriptor: int) ->
 
 
 async def _watch_input(broker: Broker, hung_up: asyncio.Future[None]) -> None:
-    """Response questions until the end of the standard input: then the supervisor wants this broker to stop."""
+    """Respond to health requests until the end of the standard input: then the supervisor wants this broker to stop."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while await reader.readline():

@@ -211,12 +211,12 @@ class HandledTable:
     def _run(self, connection: Connection, operations: Sequence[Operation], now_ms: int) -> list[ClaimResult]:
         before = self._read(connection, sorted({one.message_id for one in operations}))
         after: dict[str, Row | None] = dict(before)
-        responses: list[ClaimResult] = []
+        results: list[ClaimResult] = []
         for one in operations:
             after[one.message_id], result = decide(after.get(one.message_id), one, now_ms)
-            responses.append(result)
+            results.append(result)
         self._write(connection, before, after)
-        return responses
+        return results
 
     def _read(self, connection: Connection, message_ids: Sequence[str]) -> dict[str, Row | None]:
         columns = select(handled.c.message_id, handled.c.is_done, handled.c.owner, handled.c.until_ms)
@@ -326,13 +326,13 @@ class HandledIds:
         operations = [operation for operation, _ in taken]
         now_ms, loop = self._clock.now_ms(), asyncio.get_running_loop()
         try:
-            responses = await loop.run_in_executor(self._thread, self._table.run, operations, now_ms)
+            results = await loop.run_in_executor(self._thread, self._table.run, operations, now_ms)
         except Exception as error:
             for _, future in taken:
                 if not future.done():
                     future.set_exception(error)
             return
-        for (_, future), result in zip(taken, responses, strict=True):
+        for (_, future), result in zip(taken, results, strict=True):
             if not future.done():
                 future.set_result(result)
 

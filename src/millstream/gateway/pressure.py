@@ -32,7 +32,7 @@ class Pressure:
         self.bytes = [0] * len(Lane)
         self.turned_away = 0
         self.responses: dict[int, int] = {}
-        """Responds by status."""
+        """The number of responses by status."""
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the requests in progress and the responses, in the form of a node's metrics."""

@@ -32,7 +32,7 @@ IDENTITY = ProducerIdentity(7, 0)
 
 
 class ChannelByHand:
-    """Requests that the test responds."""
+    """Requests to which the test responds."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -46,7 +46,7 @@ class ChannelByHand:
         return self.asked[-1]
 
 
-def respond(code: ErrorCode, base_offset: int = -1) -> memoryview:
+def produce_response(code: ErrorCode, base_offset: int = -1) -> memoryview:
     messages: Any = importlib.import_module(f"kio.schema.produce.v{VERSION}.response")
     partition = messages.PartitionProduceResponse(
         index=0, error_code=code, base_offset=base_offset, record_errors=(), error_message=None
@@ -94,7 +94,7 @@ async def test_a_queue_that_moved_goes_on_when_the_last_response_of_its_old_node
     first = add(queue)
     old.notify(queue)
     await turn()
-    old_channel.asked[0].set_result(respond(ErrorCode.none, 0))
+    old_channel.asked[0].set_result(produce_response(ErrorCode.none, 0))
     await first
     receipts = []
     for asked in (2, 3):
@@ -103,16 +103,16 @@ async def test_a_queue_that_moved_goes_on_when_the_last_response_of_its_old_node
         old.notify(queue)
         await turn()
         assert len(old_channel.asked) == asked
-    old_channel.asked[1].set_result(respond(ErrorCode.not_leader_or_follower))
+    old_channel.asked[1].set_result(produce_response(ErrorCode.not_leader_or_follower))
     await turn()
     assert troubled == [queue]
     queue.sender, queue.troubled = new, False
     assert not queue.can_send
-    old_channel.asked[2].set_result(respond(ErrorCode.out_of_order_sequence_number))
+    old_channel.asked[2].set_result(produce_response(ErrorCode.out_of_order_sequence_number))
     await turn()
-    new_channel.asked[0].set_result(respond(ErrorCode.none, 1))
+    new_channel.asked[0].set_result(produce_response(ErrorCode.none, 1))
     await turn()
-    new_channel.asked[1].set_result(respond(ErrorCode.none, 2))
+    new_channel.asked[1].set_result(produce_response(ErrorCode.none, 2))
     assert [(await receipt).offset for receipt in receipts] == [1, 2]
     old.close()
     new.close()
@@ -132,7 +132,7 @@ async def test_a_response_that_cannot_be_read_is_as_good_as_none() -> None:
     queue.troubled = False
     way.notify(queue)
     await turn()
-    channel.asked[1].set_result(respond(ErrorCode.none, 4))
+    channel.asked[1].set_result(produce_response(ErrorCode.none, 4))
     assert (await receipt).offset == 4
     way.close()
 

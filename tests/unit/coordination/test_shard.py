@@ -74,7 +74,7 @@ def park(key: bytes) -> Callable[[Texts], Outcome[bytes]]:
     return operation
 
 
-def respond(key: bytes) -> Callable[[Texts], Outcome[str]]:
+def resolve(key: bytes) -> Callable[[Texts], Outcome[str]]:
     def operation(state: Texts) -> Outcome[str]:
         state.parked.pop(key).resolve(state.texts.get(key, b""))
         return [], "completed"
@@ -188,7 +188,7 @@ async def test_a_parked_request_gets_a_response_from_a_later_operation_once_that
     shard = await opened(partition)
     parked = shard.submit(park(b"a"))
     shard.submit(put(b"a", b"1"))
-    shard.submit(respond(b"a"))
+    shard.submit(resolve(b"a"))
     await settle()
     assert not parked.done()
 

@@ -44,7 +44,7 @@ def header_of(batches: bytes) -> BatchHeader:
     return next(iter(iterate_whole_headers(batches)))
 
 
-def respond(batches: bytes, *leases: tuple[int, int]) -> Leased:
+def response_with(batches: bytes, *leases: tuple[int, int]) -> Leased:
     ranges = [LeasedRange(first, last + 1, 1, 1000) for first, last in leases]
     return Leased(ReceiveResponse(0, None, [PartitionMessages("t", bytes(16), 0, ranges, batches, 1000)]), 0.0)
 
@@ -64,20 +64,20 @@ async def test_only_leased_messages_come_up_to_the_bytes_asked_for(
 ) -> None:
     # The larger ones decompress to more than is read on the loop.
     batches = batch([bytes([at]) * size for at in range(10)], codec) + batch([b"x" * size] * 3, codec, base_offset=10)
-    leased = await unpacking.read_leased(None, respond(batches, (2, 3), (5, 8), (11, 12)), 3 * size)
+    leased = await unpacking.read_leased(None, response_with(batches, (2, 3), (5, 8), (11, 12)), 3 * size)
     assert offsets(leased) == ([2, 3, 5], [6, 7, 8, 11, 12], [])
     assert [one.record.value for one in leased.messages] == [bytes([at]) * size for at in (2, 3, 5)]
 
 
 async def test_messages_that_cannot_be_returned_are_all_read(unpacking: RecordReader) -> None:
-    at_most_once = respond(batch([b"x" * 1000] * 3), (0, 2))
+    at_most_once = response_with(batch([b"x" * 1000] * 3), (0, 2))
     parts = [msgspec.structs.replace(part, lease_ms=None) for part in at_most_once.response.partitions]
     leased = at_most_once._replace(response=msgspec.structs.replace(at_most_once.response, partitions=parts))
     assert offsets(await unpacking.read_leased(None, leased, 1)) == ([0, 1, 2], [], [])
 
 
 async def test_the_first_message_comes_however_large(unpacking: RecordReader) -> None:
-    leased = await unpacking.read_leased(None, respond(batch([b"x" * 1000] * 3), (0, 2)), 1)
+    leased = await unpacking.read_leased(None, response_with(batch([b"x" * 1000] * 3), (0, 2)), 1)
     assert offsets(leased) == ([0], [1, 2], [])
 
 
@@ -87,7 +87,7 @@ async def test_a_message_too_large_for_http_keeps_no_one_from_the_others(
     unpacking: RecordReader, monkeypatch: pytest.MonkeyPatch, codec: int, large: bytes
 ) -> None:
     monkeypatch.setattr(bounds, "MESSAGE_BYTES_MAX", 2 * MIB)
-    leased = await unpacking.read_leased(None, respond(batch([b"a", large, b"b"], codec), (0, 2)), MIB)
+    leased = await unpacking.read_leased(None, response_with(batch([b"a", large, b"b"], codec), (0, 2)), MIB)
     assert offsets(leased) == ([0, 2], [], [1])
     assert "at most 2097152 are sent over HTTP" in leased.unreadable[0][1]
 
@@ -95,7 +95,7 @@ async def test_a_message_too_large_for_http_keeps_no_one_from_the_others(
 async def test_a_damaged_batch_keeps_no_one_from_the_others(unpacking: RecordReader) -> None:
     good, bad = batch([b"a"]), bytearray(batch([b"b", b"c"], base_offset=1))
     bad[-1] ^= 1
-    leased = await unpacking.read_leased(None, respond(good + bytes(bad), (0, 2)), MIB)
+    leased = await unpacking.read_leased(None, response_with(good + bytes(bad), (0, 2)), MIB)
     assert offsets(leased) == ([0], [], [1, 2])
 
 
@@ -104,7 +104,7 @@ async def test_a_batch_that_decompresses_to_too_much_is_not_read(
 ) -> None:
     monkeypatch.setattr(compression, "_limits", (4 * MIB, 1_000_000))
     batches = batch([bytes(MIB)] * 5, COMPRESSION_ZSTD)
-    leased = await unpacking.read_leased(None, respond(batches, (0, 4)), MIB)
+    leased = await unpacking.read_leased(None, response_with(batches, (0, 4)), MIB)
     assert offsets(leased) == ([], [], [0, 1, 2, 3, 4])
     with pytest.raises(CorruptBatch):
         await unpacking.read(batches, header_of(batches), [OffsetRange(0, 5)], MIB)

@@ -235,7 +235,7 @@ async def test_a_version_that_is_deleted_while_the_controller_restarts_is_delete
 
 
 async def test_settings_that_are_reset_at_the_source_are_reset_here_and_own_ones_stay(node: Node) -> None:
-    def respond(last: int, *subjects: str) -> RegistryResponse:
+    def registry_response(last: int, *subjects: str) -> RegistryResponse:
         return RegistryResponse(
             last=last, settings=[SettingsMessage(subject=one, config={}, mode="READONLY") for one in subjects]
         )
@@ -243,11 +243,11 @@ async def test_settings_that_are_reset_at_the_source_are_reset_here_and_own_ones
     def held() -> list[str]:
         return [str(one.subject) for one in node.registry.all_settings()]
 
-    await node.see_schemas(respond(18, "kept", "reset"))
+    await node.see_schemas(registry_response(18, "kept", "reset"))
     await node.registry.set_mode(QualifiedSubject.parse("ours"), "IMPORT")
-    await node.see_schemas(*[respond(19, "kept")] * (ABSENT_TIMES - 1))
+    await node.see_schemas(*[registry_response(19, "kept")] * (ABSENT_TIMES - 1))
     assert held() == ["kept", "ours", "reset"]
-    await node.see_schemas(respond(19, "kept"))
+    await node.see_schemas(registry_response(19, "kept"))
     assert held() == ["kept", "ours"]
 
 

@@ -37,10 +37,10 @@ class Echo:
 
 
 class Scripted:
-    """Responses through a function that the test gives."""
+    """Responds through a function that the test gives."""
 
-    def __init__(self, response: Callable[[bytes], EventualResponse]) -> None:
-        self._respond = response
+    def __init__(self, respond: Callable[[bytes], EventualResponse]) -> None:
+        self._respond = respond
 
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         return self._respond(bytes(frame))

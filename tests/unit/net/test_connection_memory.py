@@ -68,7 +68,7 @@ def framed(body: bytes) -> bytes:
     return struct.pack(">i", len(body)) + body
 
 
-async def respond(client: Client) -> int:
+async def reported_size(client: Client) -> int:
     size, reported = struct.unpack(">ii", await client[0].readexactly(8))
     assert size == 4
     return int(reported)
@@ -97,7 +97,7 @@ async def test_half_frames_beyond_the_budget_do_not_wait_for_each_other() -> Non
         await until_holding(budget, 1024 * 1024)
         for size, (_, writer) in zip(sizes, senders, strict=True):
             writer.write(framed(bytes(size))[size // 2 :])
-        assert await asyncio.gather(*map(respond, senders)) == sizes
+        assert await asyncio.gather(*map(reported_size, senders)) == sizes
 
 
 async def test_small_requests_pass_by_frames_that_are_stuck() -> None:
@@ -109,7 +109,7 @@ async def test_small_requests_pass_by_frames_that_are_stuck() -> None:
         await until_holding(budget, 48 * 1024 * 1024)
         for size in (1, 100, 1000):
             other[1].write(framed(bytes(size)))
-            assert await respond(other) == size
+            assert await reported_size(other) == size
 
 
 async def test_who_stops_in_the_middle_of_a_frame_is_ended_sooner_when_others_wait() -> None:

@@ -34,7 +34,7 @@ def holds(
     return bool(match)
 
 
-def respond(text: str, value: bytes | None = ORDER, **message: object) -> bool | None:
+def evaluate(text: str, value: bytes | None = ORDER, **message: object) -> bool | None:
     """TRUE, FALSE or NULL."""
     if holds(text, value, **message):  # type: ignore[arg-type]
         return True
@@ -195,17 +195,17 @@ payload.O.xy = 1
 
 @pytest.mark.parametrize("text", TRUE)
 def test_what_is_true(text: str) -> None:
-    assert respond(text) is True
+    assert evaluate(text) is True
 
 
 @pytest.mark.parametrize("text", FALSE)
 def test_what_is_false(text: str) -> None:
-    assert respond(text) is False
+    assert evaluate(text) is False
 
 
 @pytest.mark.parametrize("text", NULLS)
 def test_what_is_null(text: str) -> None:
-    assert respond(text) is None
+    assert evaluate(text) is None
 
 
 NOT_JSON = {
@@ -228,48 +228,48 @@ NOT_JSON = {
 
 @pytest.mark.parametrize("value", NOT_JSON.values(), ids=NOT_JSON)
 def test_a_payload_that_is_not_json_has_only_nulls(value: bytes | None) -> None:
-    assert respond("payload.total = 1500", value) is None
-    assert respond("payload.total <> 1500", value) is None
-    assert respond("payload IS NULL", value) is True
-    assert respond("payload.total = 1500 OR key = 'k'", value) is True
+    assert evaluate("payload.total = 1500", value) is None
+    assert evaluate("payload.total <> 1500", value) is None
+    assert evaluate("payload IS NULL", value) is True
+    assert evaluate("payload.total = 1500 OR key = 'k'", value) is True
 
 
 def test_payloads_that_are_not_objects() -> None:
-    assert respond("payload = 5", b"5") is True
-    assert respond("payload[1] = 'x'", b'[1, "x"]') is True
-    assert respond("payload.a = 5", b"5") is None
+    assert evaluate("payload = 5", b"5") is True
+    assert evaluate("payload[1] = 'x'", b'[1, "x"]') is True
+    assert evaluate("payload.a = 5", b"5") is None
 
 
 def test_the_last_of_doubled_fields_counts() -> None:
-    assert respond("payload.a = 2", b'{"a": 1, "a": 2}') is True
+    assert evaluate("payload.a = 2", b'{"a": 1, "a": 2}') is True
 
 
 def test_nesting_is_read_as_deep_as_is_stated() -> None:
     deep = b'{"total": 1500, "x": ' + b"[" * (PAYLOAD_DEPTH_MAX - 1) + b"]" * (PAYLOAD_DEPTH_MAX - 1) + b"}"
-    assert respond("payload.total = 1500", deep) is True
+    assert evaluate("payload.total = 1500", deep) is True
     wide = b'{"total": 1500, "x": [' + b",".join([b"[]"] * 1000) + b"]}"
-    assert respond("payload.total = 1500", wide) is True
+    assert evaluate("payload.total = 1500", wide) is True
 
 
 def test_the_last_of_doubled_headers_counts() -> None:
-    assert respond("headers['a'] = '2'", headers=(("a", b"1"), ("a", b"2"))) is True
-    assert respond("headers['a'] IS NULL", headers=(("a", b"1"), ("a", None))) is True
+    assert evaluate("headers['a'] = '2'", headers=(("a", b"1"), ("a", b"2"))) is True
+    assert evaluate("headers['a'] IS NULL", headers=(("a", b"1"), ("a", None))) is True
 
 
 def test_bytes_that_are_not_utf_8_show_as_marks() -> None:
-    assert respond("key = 'a\ufffd'", key=b"a\xff") is True
-    assert respond("key IS NULL", key=b"\xff") is False
-    assert respond("headers['a'] LIKE '%\ufffd'", headers=(("a", b"x\xfe"),)) is True
+    assert evaluate("key = 'a\ufffd'", key=b"a\xff") is True
+    assert evaluate("key IS NULL", key=b"\xff") is False
+    assert evaluate("headers['a'] LIKE '%\ufffd'", headers=(("a", b"x\xfe"),)) is True
 
 
 def test_a_key_that_is_missing_is_null() -> None:
-    assert respond("key = 'k'", key=None) is None
-    assert respond("key IS NULL", key=None) is True
+    assert evaluate("key = 'k'", key=None) is None
+    assert evaluate("key IS NULL", key=None) is True
 
 
 def test_a_timestamp_that_is_missing_is_null() -> None:
-    assert respond("timestamp > '2026-01-01'", timestamp_ms=NO_TIMESTAMP_MS) is None
-    assert respond("timestamp IS NULL", timestamp_ms=NO_TIMESTAMP_MS) is True
+    assert evaluate("timestamp > '2026-01-01'", timestamp_ms=NO_TIMESTAMP_MS) is None
+    assert evaluate("timestamp IS NULL", timestamp_ms=NO_TIMESTAMP_MS) is True
 
 
 def test_the_same_filter_in_other_words_has_the_same_version() -> None:

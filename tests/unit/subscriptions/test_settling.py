@@ -1,4 +1,4 @@
-"""Whether a worker holds a range gets a response as the queue itself decides it."""
+"""Whether a worker holds a range is decided here as the queue itself decides it."""
 
 from __future__ import annotations
 

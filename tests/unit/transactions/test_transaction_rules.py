@@ -259,7 +259,7 @@ def test_a_transaction_ends_with_a_new_id_when_epochs_are_used_up(coordinator: C
     assert coordinator.end(who, version=2) == (100, 0)
     (ending,) = coordinator.run(lambda shard: shard.endings())
     assert (ending.producer_id, ending.epoch) == (7, EPOCH_MAX)
-    # The id that got a response is not in the state yet.
+    # The id in the response is not in the state yet.
     completed = Initialized(ProducerId(100), 0)
     with pytest.raises(ConcurrentTransactions):
         coordinator.add(completed, version=2)

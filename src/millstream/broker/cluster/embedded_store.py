@@ -82,8 +82,7 @@ class CoordinationFile:
     """Every change of the store but those of sessions' keys, in one file, rewritten when most of it is out of date.
 
     A record that a crash has torn is the last one, was never acknowledged, and is ignored. A record that is bad and not
-    the
-    last was damaged on disk: `CorruptState`.
+    the last was damaged on disk: `CorruptState`.
     """
 
     def __init__(self, files: Files, folder: str) -> None:

@@ -294,7 +294,7 @@ def wants_login(error: Any) -> bool:
 
 
 def is_final(error: Any) -> bool:
-    """Return whether etcd responded without carrying out the request, and every member would respond alike."""
+    """Return whether etcd responded without carrying out the request, and every member would do the same."""
     return error.code() in _CERTAINLY_NOT_DONE
 
 

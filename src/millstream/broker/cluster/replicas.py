@@ -317,7 +317,7 @@ class InSyncWriter:
             await self._give_up(pending, error)
             return
         except StoreUnavailable as error:
-            _logger.warning("the store did not respond about in-sync sets", extra={"error": str(error)})
+            _logger.warning("the store did not confirm a change of in-sync sets", extra={"error": str(error)})
             await self._backoff.pause()
         for one in pending:
             await self._write_alone(one)

@@ -59,7 +59,7 @@ class Dispatch:
         self._loaded.set()
 
     async def loaded(self) -> None:
-        """Wait until requests get a response."""
+        """Wait until requests are served."""
         await self._loaded.wait()
 
     def metrics(self) -> Iterable[Metric]:

@@ -221,7 +221,7 @@ class FollowerFetch:
     def handle_frame(
         self, frame: memoryview, header: RequestHeader, client: ClientInfo | None = None
     ) -> EventualResponse:
-        """Response immediately if there is something to report, otherwise let the connection wait.
+        """Respond immediately if there is something to report, otherwise let the connection wait.
 
         A client that is known to be a node can follow only as that node.
         """
@@ -254,7 +254,7 @@ class FollowerFetch:
         return self._read_pending(session, fetch) if self._sessions.get(session.node) is session else None
 
     def is_complete(self, session: FollowerSession, found: dict[PartitionKey, ReplicaResponse]) -> bool:
-        """Whether a response is to be given at once."""
+        """Whether to respond at once."""
         return bool(session.unread) or self._stopping or any(map(_is_urgent, found.values()))
 
     # -- sessions -------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ class FollowerFetch:
         if partition.leader_epoch == followed.position.leader_epoch and _has_changed(response, followed):
             found[key] = response
 
-    # -- responding ------------------------------------------------------------------------------------------
+    # -- responding -----------------------------------------------------------------------------------------
 
     def respond(
         self, header: RequestHeader, session: FollowerSession, found: dict[PartitionKey, ReplicaResponse]

@@ -3,8 +3,7 @@
 This is the only place where the response to a producer waits. This node's own guarantee follows from the topic's
 `flush` setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high
 watermark; with followers it is the least that all in-sync replicas have (`in_sync`). `acks=1` waits for this node's own
-guarantee,
-`acks=all` for the high watermark.
+guarantee, `acks=all` for the high watermark.
 
 Nothing here waits for the network or asks the coordination store: `apply` takes the states of the store,
 `read_for_follower` serves a follower's fetch, `append_fetched` takes the response to one.
@@ -217,8 +216,7 @@ class Partition(Replica):
     def _earlier_write_failed(self) -> StorageFailure:
         """Return the error for a gap that the disk itself may have caused, so that the client retries.
 
-        A client that sees a gap begins a new epoch. Requests to other partitions that did not get a response from then
-        are
+        A client that sees a gap begins a new epoch. Requests to other partitions that have no response by then are
         sent again under the new epoch, where they can no longer be recognised as duplicates.
         """
         return StorageFailure(f"{self.log.partition}: the disk refused an earlier write: {self.log.failure}")

@@ -43,7 +43,7 @@ _ENVIRONMENT: Final = (
 
 
 class ChildTimedOut(Exception):
-    """A child took too long for a response and was killed."""
+    """A child took too long to respond and was killed."""
 
 
 class ChildDied(Exception):

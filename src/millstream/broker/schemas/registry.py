@@ -1,6 +1,6 @@
 """The schema registry: every schema, version and setting in memory, changed through the catalog.
 
-Reads get a response from memory, also while the catalog is unavailable. A change is prepared from the state in memory,
+Reads are served from memory, also while the catalog is unavailable. A change is prepared from the state in memory,
 and stored only if the subject has not changed in the catalog since; otherwise it is prepared again.
 """
 

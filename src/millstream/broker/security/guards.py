@@ -160,8 +160,7 @@ def _refusing(
     """Return a function that responds for a topic of a request with an error for each of its partitions.
 
     `name`, `response_field` and `index` are fields of the response. A request names a partition by a number, or by an
-    object
-    that has its `index`.
+    object that has its `index`.
     """
 
     def refuse(topic: Any) -> Any:

@@ -642,8 +642,7 @@ class Queue:
 
         Unfinished messages are left alone, and so are messages revived by the same letter before, so that a caller that
         received no response can repeat the request. A message whose letter may not be written yet would be finished
-        again
-        by that write, so it is refused.
+        again by that write, so it is refused.
         """
         fold = self._fold
         unwritten = [one.offset for one in revivals if self._is_unrevived(one, REJECTING)]

@@ -347,7 +347,7 @@ class StateShard:
         ]
 
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:
-        """Read a queue for its leader; earlier leaders can no longer write once this gets a response."""
+        """Read a queue for its leader; earlier leaders can no longer write once this is durable."""
         queue = self._queues.get(key)
         if queue is not None and queue.leader_epoch > leader_epoch:
             raise _fenced(key, queue, leader_epoch)

@@ -587,7 +587,7 @@ async def close_letters_of(client: Client, topic: str) -> None:
 
 
 async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | None:
-    # Brokers other than Millstream have no subscriptions, and response nothing readable.
+    # Brokers other than Millstream have no subscriptions, and return nothing readable.
     with suppress(MillstreamError, ValueError):
         return next((one for one in await dead_letter_topics(client) if one.topic == topic), None)
     return None

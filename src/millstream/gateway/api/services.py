@@ -48,8 +48,7 @@ class Leasing:
 
     A node responds once it has messages, so while a client waits all nodes are asked at once, each on a connection of
     its own. As soon as one has responded, the requests to the others are cancelled, and what they have leased by then
-    is
-    returned.
+    is returned.
     """
 
     def __init__(self, client: Client, reader: RecordReader) -> None:
@@ -150,9 +149,9 @@ class Leasing:
         is_wanted = False
         messages: list[LeasedMessage] = []
         try:
-            for responded in asyncio.as_completed(asking):
+            for response in asyncio.as_completed(asking):
                 try:
-                    if await responded:
+                    if await response:
                         break
                 except (QuotaExceeded, *_PASSING) as error:
                     refused.append(error)

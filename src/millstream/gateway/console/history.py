@@ -131,7 +131,7 @@ class Series:
 
 
 class Recent:
-    """Responds for pages that refresh automatically, shared by all tabs of a session.
+    """Responses for pages that refresh automatically, shared by all tabs of a session.
 
     The more processor time a response takes and the more pages are open, the longer it is shared, so that all pages
     together take at most a hundredth of the gateway's time. Waiting for a node that does not respond does not count.

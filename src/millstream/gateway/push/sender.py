@@ -190,7 +190,7 @@ class Sender:
         failed: Exception | None = None
         for address in await self._addresses.find():
             try:
-                responded = await self._exchange(url, address, content)
+                result = await self._exchange(url, address, content)
             except httpx.ConnectError as error:
                 failed = error
                 continue
@@ -199,12 +199,12 @@ class Sender:
                     raise
                 # A persistent connection may just have been closed by the peer; a new one decides.
                 try:
-                    responded = await self._exchange(url, address, content)
+                    result = await self._exchange(url, address, content)
                 except _UNSENT:
                     # The first request may have reached the endpoint, and may even have crashed it.
                     raise broken from None
             self._addresses.prefer(address)
-            return responded
+            return result
         raise failed or OSError(f"{url.host} has no address")
 
     async def _exchange(self, url: httpx.URL, address: str, content: Content) -> tuple[EndpointResponse, str | None]:

@@ -49,10 +49,10 @@ def version_of(home: Path) -> int:
     """Return the version of the Java in a folder; 0 if it cannot be started."""
     try:
         command = [str(home / "bin" / "java"), "-version"]
-        response = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S_MAX, check=False)
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S_MAX, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    match = _VERSION.search(response.stderr)
+    match = _VERSION.search(finished.stderr)
     return int(match[1]) if match is not None else 0
 
 

@@ -410,9 +410,8 @@ class Pool:
     """One shared connection and a few to borrow, opened on first use and again when lost.
 
     A broker responds to the requests of one connection in order, so a fetch that waits for records delays everything
-    behind
-    it. Ordinary requests therefore share one pipelined connection, and each request that may wait, such as a fetch or a
-    JoinGroup, borrows a separate one.
+    behind it. Ordinary requests therefore share one pipelined connection, and each request that may wait, such as a
+    fetch or a JoinGroup, borrows a separate one.
     """
 
     def __init__(

@@ -353,8 +353,8 @@ class Client:
             leader = await self.leader_of(partition.topic, partition.partition)
             by_leader.setdefault(leader, {})[partition] = offset
         fetched: dict[TopicPartition, FetchedPartition] = {}
-        for responded in await gather_or_cancel(fetch(*one) for one in by_leader.items()):
-            for partition, found in responded.items():
+        for response in await gather_or_cancel(fetch(*one) for one in by_leader.items()):
+            for partition, found in response.items():
                 if isinstance(found, TRANSIENT):
                     self._leaders.pop(partition, None)
                 elif isinstance(found, MillstreamError):

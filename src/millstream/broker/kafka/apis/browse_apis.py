@@ -169,8 +169,8 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
         {}   response: {"error": 0, "message": null, "node_id": 1, "state": "ready", "reasons": [], "records_in": …, …}
 
     Unlike NodeStatus, the response does not grow with the number of partitions, and they are counted in turns with
-    other
-    work. `without_leader` and `under_replicated` count the partitions of the whole cluster, as this node knows them.
+    other work. `without_leader` and `under_replicated` count the partitions of the whole cluster, as this node knows
+    them.
     """
 
     key = SUMS_KEY

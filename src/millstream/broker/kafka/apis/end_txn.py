@@ -1,6 +1,6 @@
 """EndTxn (key 26), versions 0 to 5: commits or aborts a transaction.
 
-Responded when the decision is durable; the markers are written afterwards, also after a crash. Repeated requests get
+Responds when the decision is durable; the markers are written afterwards, also after a crash. Repeated requests get
 the same response. While markers are being written, requests get CONCURRENT_TRANSACTIONS, from version 5 on regardless
 of their producer id and epoch. An impossible request, such as to commit an aborted transaction, gets INVALID_TXN_STATE.
 

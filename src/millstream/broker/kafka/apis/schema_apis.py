@@ -107,7 +107,7 @@ class RegistryApi(PrivateApi[RequestT, RegistryResponseT]):
         """Return the permissions for a request about a subject, or its alias target; DESCRIBE on references."""
         qualified = QualifiedSubject.parse(subject)
         if not self._registry.versions(qualified):
-            # The response will look in the catalog, too, where the subject may have become an alias.
+            # The request itself will look in the catalog too, where the subject may have become an alias.
             with suppress(CatalogUnavailable):
                 await self._registry.load()
         names = self._registry.names_of(qualified)

@@ -237,10 +237,9 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
         "expires_ms": 0, "pause_ms": 0, "session": "", "session_expires_ms": 0}
 
     `scheme` is `basic` (a user and a password), `bearer` (a token), `session` (what an earlier response has as
-    `session`,
-    if `session_s` asked for one), or empty for a caller that showed nothing, which is anonymous unless HTTP requires
-    authentication. A session cannot open another one. With the assertion, the gateway opens connections on which it has
-    the caller's rights at every node; `broker/security/assertion.py` describes it. A failure is
+    `session`, if `session_s` asked for one), or empty for a caller that showed nothing, which is anonymous unless HTTP
+    requires authentication. A session cannot open another one. With the assertion, the gateway opens connections on
+    which it has the caller's rights at every node; `broker/security/assertion.py` describes it. A failure is
     SASL_AUTHENTICATION_FAILED, and `pause_ms` says how long the gateway has to hold its response back: longer with each
     failure of the address or the user.
 

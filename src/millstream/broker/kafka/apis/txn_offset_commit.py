@@ -101,14 +101,14 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
         adds = version >= _FIRST_THAT_ADDS
 
         async def admit(partition: TopicPartition) -> None:
-            responses = await self._gate.admit(
+            errors = await self._gate.admit(
                 message.transactional_id,
                 message.producer_id,
                 message.producer_epoch,
                 (partition,),
                 add=adds,
             )
-            error = responses.get(partition)
+            error = errors.get(partition)
             if error is not None:
                 raise error
 
@@ -122,7 +122,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
             topics={name: tuple(commits) for name, commits in valid.items()},
         )
         try:
-            response = await self._groups.commit_in_transaction(
+            result = await self._groups.commit_in_transaction(
                 request, ProducerId(message.producer_id), message.producer_epoch, admit=admit, adds=adds
             )
         except MillstreamError as error:
@@ -131,8 +131,8 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
             return {(name, one.partition): code for name, commits in valid.items() for one in commits}
         return {
             (name, index): ErrorCode.none if error is None else error_code(error)
-            for name, responses in response.items()
-            for index, error in responses.items()
+            for name, errors in result.items()
+            for index, error in errors.items()
         }
 
     def _exists(self, name: str, index: int) -> bool:

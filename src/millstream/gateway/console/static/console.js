@@ -129,7 +129,7 @@
     document.addEventListener("visibilitychange", () => { if (document.hidden && atTop && stop && box.dataset.running) stop(); });
   }
 
-  // A form that is shown again responds to another address than that of its page, which can be loaded again.
+  // A form that is shown again comes from another address than its page, and only the page can be loaded again.
   const shown = document.querySelector("[data-address]");
   if (shown) history.replaceState(null, "", shown.dataset.address);
 
