@@ -14,7 +14,7 @@ REQUESTS_MAX: Final = (2000, 512, 64)
 """Per lane."""
 
 BYTES_MAX: Final = (192 * 1024 * 1024, 192 * 1024 * 1024, 64 * 1024 * 1024)
-"""Memory of a lane's requests: their bodies, and the messages that their responses may have. Requests that wait for
+"""Memory of a lane's requests: their bodies, and the messages that their responses may hold. Requests that wait for
 messages reserve memory, which must not keep publishers out."""
 
 RETRY_S: Final = 1

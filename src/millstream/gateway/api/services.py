@@ -77,7 +77,7 @@ class Leasing:
             refused.clear()
             messages = await self._confirmed(request, await self._first(nodes, waiting, refused))
             if not messages and loop.time() - asked_at < PAUSE_S:
-                # Leaders may have moved: the nodes responded at once that they have nothing.
+                # Leaders may have moved: the nodes reported at once that they have nothing.
                 self._nodes = []
                 await asyncio.sleep(min(PAUSE_S, left_s))
         if not messages and refused:

@@ -32,7 +32,7 @@ class Verdict(Enum):
     REFUSED = "refused"
     """The endpoint works but does not want this message."""
     FAILED = "failed"
-    """The endpoint responded that it cannot work now."""
+    """The endpoint reported that it cannot work now."""
     UNREACHABLE = "unreachable"
     """There was no response."""
 

@@ -76,7 +76,7 @@ Skip = Callable[[UnreadableBatch], None]
 def find_batches(buffer: Buffer) -> Batches:
     """Find the batches of a fetch response and check their framing; an incomplete last batch is ignored."""
     if len(buffer) > _SOURCE_BYTES_MAX:
-        raise CorruptBatch(f"{len(buffer)} bytes are more than a fetch gets")
+        raise CorruptBatch(f"{len(buffer)} bytes are more than a fetch response holds")
     data = read_only(np.frombuffer(buffer, np.uint8))
     count, fault = parse.count_batches(data)
     if fault:

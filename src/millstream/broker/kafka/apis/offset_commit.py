@@ -87,7 +87,7 @@ class _Pending(Promise):
         self._refused = refused
 
     def release(self, response: Deferred[CommitResult]) -> None:
-        """Respond to the client: the coordinator has responded."""
+        """Pass the coordinator's response on to the client."""
         self.keep(self.refuse(response.error) if response.error is not None else self.accept(response.result()))
 
     def accept(self, response: CommitResult) -> Buffers:
