@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 from millstream.cli.cluster_up import LocalEtcd
-from millstream.cli.local_process import ReservedPort
 from millstream_testing.security import Certificates
 
 
@@ -27,26 +26,6 @@ class EncryptedEtcdServer(EtcdServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._health = ReservedPort()
         made = Certificates(self.folder)
+        self.certificates = made.folder
         self.ca, self.certificate, self.key = map(str, (made.ca, made.node, made.node_key))
-
-    @property
-    def url(self) -> str:
-        """Return the address for clients."""
-        return f"https://127.0.0.1:{self.port}"
-
-    @property
-    def health_url(self) -> str:
-        """Return the address of its health check, without encryption."""
-        return f"http://{self._health.address}/health"
-
-    def flags(self) -> dict[str, object]:
-        """Return its flags."""
-        return super().flags() | {
-            "cert-file": self.certificate,
-            "key-file": self.key,
-            "trusted-ca-file": self.ca,
-            "client-cert-auth": "true",
-            "listen-metrics-urls": f"http://{self._health.address}",
-        }

@@ -18,11 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
-from millstream.cli import cluster_up
+from millstream.cli import certs, cluster_up
 from millstream.cli.cluster_up import LocalCluster, Plan
 from millstream.cli.local_process import LocalServerFailed
 from millstream_testing.command import CommandLine
-from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 
 READY_S_MAX = 240
@@ -99,12 +98,10 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
 
 def test_a_locked_cluster_has_only_its_administrator_as_user(
     up: Callable[..., Up],
-    etcd: EtcdServer,
     postgres: PostgresServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stores = ("--nodes", "2", "--cluster", "locks-itself", "--etcd", etcd.url, "--catalog", postgres.new_database())
-    cluster = up(*stores, "--locked")
+    cluster = up("--nodes", "2", "--cluster", "locks-itself", "--catalog", postgres.new_database(), "--locked")
     assert cluster.command("topic", "create", "orders").code == 4
     monkeypatch.setenv("MILLSTREAM_PROFILES", cluster.ready["profiles"])
     monkeypatch.setenv("MILLSTREAM_PROFILE", "admin")
@@ -113,6 +110,15 @@ def test_a_locked_cluster_has_only_its_administrator_as_user(
     # Without the flag, too, once it was locked.
     data = Path(cluster.ready["profiles"]).parent
     assert LocalCluster(Plan(nodes=2, data=data, name="locks-itself")).is_locked
+    # etcd answers only the holders of its certificate; a client of the nodes is none of them.
+    certs.client("alice", data / "certs", as_json=True)
+    ca = str(data / "etcd-certs/ca.pem")
+    own = {"certificate": str(data / "etcd-certs/node.pem"), "key": str(data / "etcd-certs/node.key")}
+    alice = {"certificate": str(data / "certs/alice.pem"), "key": str(data / "certs/alice.key")}
+    cluster.wait_until(lambda: len(cluster_up.sessions(cluster.ready["etcd"], "locks-itself", ca=ca, **own)) == 2)
+    for files in ({"ca": ca}, {"ca": ca, **alice}):
+        assert cluster_up.sessions(cluster.ready["etcd"], "locks-itself", **files) == {}
+    assert cluster_up.sessions(cluster.ready["etcd"].replace("https:", "http:"), "locks-itself") == {}
 
 
 def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., Up]) -> None:

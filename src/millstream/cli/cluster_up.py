@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.sealing import SecretKey, write_keys
@@ -39,6 +39,7 @@ from millstream.core.credential import SecurityChange, new_credentials
 from millstream.core.errors import DataFolderInUse, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.private_file import write_private
+from millstream.protocol.wire.credentials import client_tls
 
 SERVER_STOP_S_MAX = 15.0
 _SERVER_PROBE_S = 0.05
@@ -159,21 +160,22 @@ class LocalEtcd(LocalServer):
 
     program: Path | None = None
     """The program; None means the one that is found."""
+    certificates: Path | None = None
+    """A folder with an authority and a certificate of it, which etcd presents and requires; None for plain text."""
 
     @property
     def url(self) -> str:
         """Return the address for clients."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self._scheme}://127.0.0.1:{self.port}"
 
     @property
-    def health_url(self) -> str:
-        """Return the address of its health check."""
-        return f"{self.url}/health"
+    def _scheme(self) -> str:
+        return "http" if self.certificates is None else "https"
 
     def flags(self) -> dict[str, object]:
         """Return its flags."""
-        peer = f"http://{self._peer.address}"
-        return {
+        peer = f"{self._scheme}://{self._peer.address}"
+        return self._tls_flags() | {
             "name": "local",
             "data-dir": self.folder / "data",
             "listen-client-urls": self.url,
@@ -185,6 +187,15 @@ class LocalEtcd(LocalServer):
             "log-level": "warn",
             "unsafe-no-fsync": str(not self._durable).lower(),
         }
+
+    def _tls_flags(self) -> dict[str, object]:
+        """Require a certificate of clients, and of other members: one of them could replace the whole content."""
+        if self.certificates is None:
+            return {}
+        found = _tls_files_in(self.certificates)
+        files = {"cert-file": found.certificate, "key-file": found.key, "trusted-ca-file": found.ca}
+        required = {**files, "client-cert-auth": "true"}
+        return {**required, **{f"peer-{name}": value for name, value in required.items()}}
 
     @cached_property
     def _peer(self) -> ReservedPort:
@@ -198,11 +209,27 @@ class LocalEtcd(LocalServer):
         return LocalProcess("etcd", self._command(), log=self.folder / "etcd.log", keep=self._keep)
 
     def _is_ready(self) -> bool:
+        tls = None
+        if self.certificates is not None:
+            found = _tls_files_in(self.certificates)
+            tls = client_tls(found.ca, certificate=found.certificate, key=found.key)
         try:
-            with urllib.request.urlopen(self.health_url, timeout=1) as response:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=1, context=tls) as response:
                 return b'"true"' in response.read(1000)
         except (urllib.error.URLError, OSError):
             return False
+
+
+class _TlsFiles(NamedTuple):
+    ca: str
+    certificate: str
+    key: str
+
+
+def _tls_files_in(folder: Path, node: int = 1) -> _TlsFiles:
+    """Return the files that `make_node_certificate` makes for a node."""
+    stem = "node" if node == 1 else f"node-{node}"
+    return _TlsFiles(f"{folder}/ca.pem", f"{folder}/{stem}.pem", f"{folder}/{stem}.key")
 
 
 USER = "millstream"
@@ -411,7 +438,7 @@ class LocalCluster:
         """Name the nodes that were started by hand: they are about to lose etcd and PostgreSQL."""
         if self._plan.etcd and self._plan.catalog:
             return
-        for node_id, address in sessions(self.etcd, self._plan.name).items():
+        for node_id, address in sessions(self.etcd, self._plan.name, **self._etcd_files()).items():
             if _is_listened(address):
                 subject = f"node {node_id} at {address} was started manually and is still running"
                 print_note(f"{subject}; etcd and PostgreSQL stop now, so stop it too")
@@ -433,6 +460,9 @@ class LocalCluster:
         if not self.etcd:
             etcd = LocalEtcd(self._plan.data / "etcd", keep=(self._lock,))
             etcd.program = program
+            if self.is_locked:
+                etcd.certificates = self._etcd_certificates
+                self._make_certificate(self._etcd_certificates, 1)
             self._stack.enter_context(etcd)
             self.etcd = etcd.url
             self._note(etcd.process)
@@ -458,8 +488,7 @@ class LocalCluster:
     def _prepare_locked(self) -> None:
         """Create the missing certificates and the administrator of a locked cluster."""
         for number in range(1, self._plan.nodes + 1):
-            if not Path(self._tls_files(number)[0]).exists():
-                make_node_certificate(self._certificates, ["localhost", _HOST], self._plan.name, NodeId(number))
+            self._make_certificate(self._certificates, number)
         if not self._password_file.exists():
             write_private(self._password_file, secrets.token_urlsafe(18).encode())
         catalog = Catalog.open_shared(self.catalog)
@@ -470,10 +499,14 @@ class LocalCluster:
         finally:
             catalog.close()
 
+    def _make_certificate(self, folder: Path, number: int) -> None:
+        if not Path(_tls_files_in(folder, number).certificate).exists():
+            make_node_certificate(folder, ["localhost", _HOST], self._plan.name, NodeId(number))
+
     def _write_profile(self) -> None:
         profile = {
             "brokers": ",".join(node.kafka for node in self.nodes),
-            "tls-ca": str(self._certificates / "ca.pem"),
+            "tls-ca": _tls_files_in(self._certificates).ca,
             "user": ADMIN,
             "password-file": str(self._password_file),
         }
@@ -489,19 +522,25 @@ class LocalCluster:
     def _password_file(self) -> Path:
         return self._plan.data / "admin-password"
 
-    def _tls_files(self, number: int) -> tuple[str, str]:
-        stem = self._certificates / ("node" if number == 1 else f"node-{number}")
-        return f"{stem}.pem", f"{stem}.key"
+    @property
+    def _etcd_certificates(self) -> Path:
+        """An authority of etcd's own, so that the certificate of a client of the nodes does not open etcd."""
+        return self._plan.data / "etcd-certs"
 
     def _lock_flags(self, number: int) -> dict[str, object]:
-        certificate, key = self._tls_files(number)
+        ca, certificate, key = _tls_files_in(self._certificates, number)
         return {
             "auth": "required",
             "super-users": ADMIN,
             "tls-cert": certificate,
             "tls-key": key,
-            "tls-client-ca": self._certificates / "ca.pem",
+            "tls-client-ca": ca,
+            **{f"etcd-{name}": file for name, file in self._etcd_files().items()},
         }
+
+    def _etcd_files(self) -> dict[str, str]:
+        """Return the TLS files for an etcd that was started here."""
+        return {} if self._plan.etcd or not self.is_locked else _tls_files_in(self._etcd_certificates)._asdict()
 
     def _note(self, process: LocalProcess | None) -> None:
         if process is not None:
@@ -549,7 +588,7 @@ class LocalCluster:
         )
 
 
-def sessions(etcd: str, cluster: str) -> dict[int, str]:
+def sessions(etcd: str, cluster: str, **files: str) -> dict[int, str]:
     """Return the nodes that etcd knows as running, with their addresses; none if it does not respond."""
     from millstream.broker.cluster import keys
     from millstream.broker.cluster.etcd_address import EtcdAddress
@@ -558,7 +597,7 @@ def sessions(etcd: str, cluster: str) -> dict[int, str]:
     from millstream.core.clock import SystemClock
 
     async def read() -> dict[int, str]:
-        store = EtcdStore(EtcdAddress.parse(etcd), cluster, SystemClock(), request_s_max=1.0)
+        store = EtcdStore(EtcdAddress.parse(etcd, **files), cluster, SystemClock(), request_s_max=1.0)
         try:
             entries = (await store.read(keys.NODES)).entries
         finally:
