@@ -63,6 +63,10 @@ class Locked(NamedTuple):
     def ca(self) -> Path:
         return self.certificates / "ca.pem"
 
+    @property
+    def node_files(self) -> dict[str, Path]:
+        return {"certificate": self.certificates / "node.pem", "key": self.certificates / "node.key"}
+
     def credentials(self, who: tuple[str, str]) -> Credentials:
         return Credentials(tls=client_tls(self.ca), user=who[0], password=who[1])
 
@@ -182,10 +186,11 @@ async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -
         await until_result(is_out)
 
 
-def open_with(locked: Locked, node: Server, assertion: str) -> Any:
+def open_with(locked: Locked, node: Server, assertion: str, **files: Path) -> Any:
     """Connect to a node as a gateway does that acts for a caller."""
     host, port = node.kafka.rsplit(":", 1)
-    credentials = Credentials(tls=client_tls(locked.ca), token=lambda: assertion, mechanism=ASSERTION)
+    tls = client_tls(locked.ca, **files)
+    credentials = Credentials(tls=tls, token=lambda: assertion, mechanism=ASSERTION)
     return Channel.open(host, int(port), client_id="x", timeout_s=WAIT_S, credentials=credentials)
 
 
@@ -251,7 +256,7 @@ async def test_assertions_that_no_node_has_signed_are_refused(locked: Locked, tm
     for text in (*forged, "", "x" * 10_000):
         for node in locked.nodes:
             with pytest.raises(AuthenticationFailed):
-                await open_with(locked, node, text)
+                await open_with(locked, node, text, **locked.node_files)
 
 
 async def test_only_nodes_have_callers_authenticated(locked: Locked) -> None:
@@ -265,8 +270,11 @@ async def test_only_nodes_have_callers_authenticated(locked: Locked) -> None:
         assert response.principal == "User:admin"
     for one in locked.nodes:
         # Signed by the first, accepted by both.
-        channel = await open_with(locked, one, response.assertion)
+        channel = await open_with(locked, one, response.assertion, **locked.node_files)
         await channel.close()
+        with pytest.raises(AuthenticationFailed, match=ASSERTION):
+            # Only nodes show it: who can write to etcd could have replaced the key that verifies it.
+            await open_with(locked, one, response.assertion)
     dave = locked.credentials(("dave", "dave-password"))
     async with Client.connect(locked.nodes[0].kafka, credentials=dave) as client:
         refused = decode(await client.private(None, AUTHENTICATE_KEY, asked), AuthenticateResponse)

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security.assertion import ASSERTION_S, SESSION_S_MAX, Assertion, Assertions, public_text
+from millstream.broker.security.oauth import OAuthSettings
 from millstream.broker.security.sasl import UNAUTHENTICATED, Verified
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import SHA_256, new_credentials, new_token
@@ -55,10 +56,30 @@ async def test_every_node_of_the_cluster_accepts_what_one_has_signed(state: Secu
 
 async def test_a_session_ends_with_the_credential(state: SecurityState) -> None:
     signer, _ = node(state)
+    signer.is_named_by_token = "User:oauth:a".__eq__
     ends = time.time() + 30
     found = await signer.verify(signer.sign(Verified(principal="User:oauth:a", expires_at=ends), HOST).encode())
     assert found.expires_at == ends
     assert (await signer.verify(signer.sign(UNAUTHENTICATED, HOST).encode())).principal == "User:ANONYMOUS"
+
+
+async def test_an_assertion_without_a_proof_of_its_own_principal_is_refused(state: SecurityState) -> None:
+    signer, _ = node(state)
+    signer.is_named_by_token = OAuthSettings(jwks="keys", issuer="i", audience="a").may_name
+    now_ms = int(time.time() * 1000)
+    token, _ = new_token("User:alice", created_ms=now_ms, expires_ms=now_ms + 600_000)
+    await state.add_token(token)
+    for forged in (
+        Verified(principal="User:alice"),
+        Verified(principal="User:alice", expires_at=time.time() + 30),
+        Verified(principal="User:oauth:a"),
+        Verified(principal="User:admin", credential=alice(state).credential),
+        Verified(principal="User:admin", tokens=(token,)),
+    ):
+        with pytest.raises(AuthenticationFailed):
+            await signer.verify(signer.sign(forged, HOST).encode())
+        with pytest.raises(AuthenticationFailed):
+            await signer.verify_session(signer.open_session(forged, 30)[0].encode())
 
 
 async def test_assertions_of_others_are_refused(state: SecurityState) -> None:

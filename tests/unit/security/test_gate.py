@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from millstream.broker.catalog.catalog import Catalog
@@ -21,7 +22,7 @@ from millstream.broker.security.gate import Gate, Knowledge, Session
 from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords, Verified
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules
-from millstream.core.acl import Operation
+from millstream.cli.certs import make_node_certificate
 from millstream.core.credential import SHA_256, new_credentials
 from millstream.core.errors import AuthenticationFailed
 from millstream.core.ids import NodeId
@@ -67,19 +68,35 @@ def opened(knowledge: Knowledge, *, fail: Callable[[Exception], None] = lambda _
     return at._open(cast("Connection", connection))
 
 
-def signed(knowledge: Knowledge, principal: str = "User:alice") -> bytes:
-    credential = knowledge.state.credentials["alice", SHA_256]
-    return knowledge.assertions.sign(Verified(principal=principal, credential=credential), CALLER).encode()
+def opened_by_node(knowledge: Knowledge, folder: Path, **listener: Any) -> Session:
+    files = make_node_certificate(folder, ["localhost"], knowledge.cluster, NodeId(2))
+    session = opened(knowledge, requires=True, **listener)
+    session.admit_certificate(x509.load_pem_x509_certificate(Path(files["certificate"]).read_bytes()))
+    return session
 
 
-@pytest.mark.parametrize("listener", [{"requires": True}, {"requires": False}, {"requires": True, "is_internal": True}])
-async def test_an_assertion_opens_a_session_of_the_caller(knowledge: Knowledge, listener: dict[str, Any]) -> None:
-    session = opened(knowledge, takes_assertions=True, **listener)
+def signed(knowledge: Knowledge, user: str = "alice", principal: str = "") -> bytes:
+    credential = knowledge.state.credentials[user, SHA_256]
+    verified = Verified(principal=principal or f"User:{user}", credential=credential)
+    return knowledge.assertions.sign(verified, CALLER).encode()
+
+
+@pytest.mark.parametrize("listener", [{}, {"requires": False}, {"requires": True, "is_internal": True}])
+async def test_an_assertion_opens_a_session_of_the_caller(
+    knowledge: Knowledge, tmp_path: Path, listener: dict[str, Any]
+) -> None:
+    if listener:
+        session = opened(knowledge, takes_assertions=True, **listener)
+    else:
+        session = opened_by_node(knowledge, tmp_path, takes_assertions=True)
+    assert session.may_begin(bare=False)
     assert session.begin(ASSERTION, bare=False)
     _, lasts_s = await session.step(signed(knowledge))
     assert lasts_s > 0
     assert session.rights is not None
     assert (session.rights.principal, session.rights.host) == ("User:alice", CALLER)
+    assert session.rights.node_id is None
+    assert knowledge.connections == {"User:alice": 1}
     assert not session.is_revoked()
     assert not session.begin(PLAIN, bare=False)
     await knowledge.state.change_users(delete=[("alice", SHA_256)])
@@ -87,14 +104,15 @@ async def test_an_assertion_opens_a_session_of_the_caller(knowledge: Knowledge, 
     session.close()
 
 
-async def test_a_session_may_be_prolonged_but_not_handed_on(knowledge: Knowledge) -> None:
-    session = opened(knowledge, takes_assertions=True, requires=True)
+async def test_a_session_may_be_prolonged_but_not_handed_on(knowledge: Knowledge, tmp_path: Path) -> None:
+    await knowledge.state.change_users(new_credentials("bob", "bob-password"))
+    session = opened_by_node(knowledge, tmp_path, takes_assertions=True)
     for _ in range(2):
         assert session.begin(ASSERTION, bare=False)
         await session.step(signed(knowledge))
     assert session.begin(ASSERTION, bare=False)
     with pytest.raises(AuthenticationFailed, match="another principal"):
-        await session.step(signed(knowledge, "User:bob"))
+        await session.step(signed(knowledge, "bob"))
     session.close()
 
 
@@ -118,19 +136,22 @@ async def test_a_client_that_authenticates_again_may_finish(
 
 
 async def test_an_assertion_never_makes_a_node(knowledge: Knowledge) -> None:
-    session = opened(knowledge, takes_assertions=True, requires=True)
+    session = opened(knowledge, takes_assertions=True, requires=True, is_internal=True)
     assert session.begin(ASSERTION, bare=False)
-    await session.step(signed(knowledge, "Node:self"))
-    assert session.rights is not None
-    assert session.rights.node_id is None
-    assert not session.rights.cluster(Operation.CLUSTER_ACTION)
+    with pytest.raises(AuthenticationFailed):
+        await session.step(signed(knowledge, principal="Node:self"))
+    assert session.rights is None
     session.close()
 
 
-async def test_other_listeners_and_sessions_take_no_assertions(knowledge: Knowledge) -> None:
+async def test_other_listeners_and_sessions_take_no_assertions(knowledge: Knowledge, tmp_path: Path) -> None:
     for requires in (True, False):
         assert not opened(knowledge, requires=requires).begin(ASSERTION, bare=False)
+    assert not opened_by_node(knowledge, tmp_path / "other").begin(ASSERTION, bare=False)
+    node = opened_by_node(knowledge, tmp_path / "node", takes_assertions=True)
+    assert not node.begin(PLAIN, bare=False), "a node does not become a user by a password"
     session = opened(knowledge, takes_assertions=True, requires=True)
+    assert not session.begin(ASSERTION, bare=False), "a node shows its certificate first"
     assert session.begin(PLAIN, bare=False)
     await session.step(b"\0alice\0alice-password")
     assert not session.begin(ASSERTION, bare=False)

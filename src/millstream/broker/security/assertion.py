@@ -27,8 +27,10 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from millstream.broker.security.rights import ANONYMOUS
 from millstream.broker.security.sasl import Verified
 from millstream.broker.security.state import SecurityState
+from millstream.core.credential import user_principal
 from millstream.core.errors import AuthenticationFailed
 from millstream.core.ids import NodeId
 
@@ -81,6 +83,8 @@ class Assertions:
         """The nodes that sign with the same key."""
         self.public_key_of: Callable[[NodeId], str] = lambda _node: ""
         """Finds the public key in the registration of another node; empty if there is none."""
+        self.is_named_by_token: Callable[[str], bool] = lambda _principal: False
+        """Whether a JWT, which no node stores, may name a principal."""
 
     def sign(self, verified: Verified, host: str) -> str:
         """Assert who a caller is, as text that is used once per connection."""
@@ -146,13 +150,18 @@ class Assertions:
         """Look up the current credential."""
         proof = found.proof
         if proof is None:
+            has_token = found.credential_expires_at is not None and self.is_named_by_token(who.principal)
+            if who.principal != ANONYMOUS and not has_token:
+                raise AuthenticationFailed(f"the assertion does not say how {who.principal} was authenticated")
             return who
         if not proof.mechanism:
             tokens = await self._state.find_token(proof.name)
-            if not tokens or _digest_of(tokens[0].digest) != proof.digest:
+            if not tokens or tokens[0].owner != who.principal or _digest_of(tokens[0].digest) != proof.digest:
                 raise AuthenticationFailed("the token was revoked, or has expired")
             return replace(who, tokens=tokens)
         stored = self._state.credentials.get((proof.name, proof.mechanism))
+        if user_principal(proof.name) != who.principal:
+            raise AuthenticationFailed(f"the assertion is about {who.principal}, and proves another user's password")
         if stored is None or _digest_of(stored.salt + stored.stored_key) != proof.digest:
             raise AuthenticationFailed("the user was deleted, or its password was changed")
         return replace(who, credential=stored, user=proof.name)

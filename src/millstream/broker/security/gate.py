@@ -96,7 +96,7 @@ class Gate:
         self.is_internal = is_internal
         """Whether this listener is for the node's own processes only."""
         self.takes_assertions = takes_assertions
-        """Whether gateways act for their callers here."""
+        """Whether gateways act for their callers here; where clients authenticate by certificate, with their node's."""
         self.offered: Sequence[str] = (PLAIN,) if is_internal else knowledge.authenticator.offered(in_clear=in_clear)
 
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
@@ -143,6 +143,8 @@ class Session:
         self._ends: asyncio.TimerHandle | None = None
         self._counted_as = ""
         self._has_signed_in = False
+        self._is_node = False
+        """Whether the other end has shown the certificate of a node."""
         self.requests = 0
         self.takes_tokens = False
         """Whether frames are bare SASL messages, as after the first version of SaslHandshake."""
@@ -156,8 +158,9 @@ class Session:
 
     @property
     def _is_default(self) -> bool:
-        """Whether the client is anonymous because it has not authenticated yet, on a listener that allows that."""
-        return not self._gate.requires and self._mechanism_name in ("", ASSERTION)
+        """Whether the client may still become a caller: it is anonymous, where that is allowed, or a node."""
+        acts_as_node = self.rights is not None and self.rights.node_id is not None
+        return (acts_as_node or not self._gate.requires) and self._mechanism_name in ("", ASSERTION)
 
     @property
     def mechanisms(self) -> Sequence[str]:
@@ -174,9 +177,9 @@ class Session:
     def begin(self, mechanism: str, *, bare: bool) -> bool:
         """Begin an exchange; return False, and close, if the mechanism cannot be used here."""
         knowledge = self._gate.knowledge
-        if mechanism == ASSERTION and self._gate.takes_assertions:
+        if mechanism == ASSERTION and self._may_assert:
             chosen: Mechanism = _Asserted(knowledge.assertions)
-        elif mechanism not in self.mechanisms:
+        elif self._is_node or mechanism not in self.mechanisms:
             if self.mechanisms:
                 self._connection.drain()
             return False
@@ -189,6 +192,11 @@ class Session:
         self._mechanism = chosen
         self.takes_tokens = bare
         return True
+
+    @property
+    def _may_assert(self) -> bool:
+        """Whether the other end is a gateway: in a cluster that authenticates, it shows its node's certificate."""
+        return self._gate.takes_assertions and (self._is_node or self._gate.is_internal or not self._gate.requires)
 
     @property
     def has_begun(self) -> bool:
@@ -245,6 +253,8 @@ class Session:
         if name.cluster != knowledge.cluster:
             raise AuthenticationFailed(f"the certificate is that of a node of another cluster, {name.cluster!r}")
         self._admit(Verified(principal=f"Node:{name.node_id}", expires_at=until), name.node_id)
+        # A caller that the node acts for later has signed in as well.
+        self._is_node, self._has_signed_in = True, False
 
     def is_revoked(self) -> bool:
         """Whether the password or token of the session is no longer valid."""

@@ -295,21 +295,21 @@ class Listeners:
         from millstream.broker.security.tls import PrincipalRules
 
         config = self._config
+        assertions = Assertions(state, membership.cluster_id, NodeId(config.node_id), self._assertion_key)
         tokens = None
         if config.oauth_jwks:
             from millstream.broker.security.oauth import OAuthSettings, TokenChecker
 
-            tokens = TokenChecker(
-                OAuthSettings(
-                    jwks=config.oauth_jwks,
-                    issuer=config.oauth_issuer,
-                    audience=config.oauth_audience,
-                    principal=config.oauth_principal,
-                )
+            settings = OAuthSettings(
+                jwks=config.oauth_jwks,
+                issuer=config.oauth_issuer,
+                audience=config.oauth_audience,
+                principal=config.oauth_principal,
             )
+            tokens = TokenChecker(settings)
             supervise("keys of tokens", tokens.run())
+            assertions.is_named_by_token = settings.may_name
         self._passwords = passwords = Passwords(state)
-        assertions = Assertions(state, membership.cluster_id, NodeId(config.node_id), self._assertion_key)
         assertions.machine = self._machine
         assertions.public_key_of = lambda node: "" if (found := membership.node(node)) is None else found.assertion_key
         return Knowledge(

@@ -9,8 +9,10 @@ import asyncio
 import json
 import logging
 import os
+import re
 import time
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any, Final
 
 import httpx
@@ -76,6 +78,12 @@ class OAuthSettings:
             self.principal.format_map({"sub": "x"}) if "{sub}" in self.principal else None
         except (KeyError, ValueError, IndexError) as error:
             raise InvalidSetting(f"--oauth-principal cannot be read: {error}") from error
+
+    def may_name(self, principal: str) -> bool:
+        """Whether the template can yield this principal."""
+        parts = Formatter().parse(f"User:{self.principal}")
+        pattern = "".join(re.escape(text) + ("" if claim is None else ".+") for text, claim, _, _ in parts)
+        return re.fullmatch(pattern, principal, re.DOTALL) is not None
 
 
 class TokenChecker:

@@ -187,13 +187,12 @@ def node_tls(cluster: str, make: Callable[[], ssl.SSLContext]) -> tuple[Callable
 
 
 def on_behalf_of(assertion: Callable[[], str]) -> Credentials:
-    """Return the credentials of a caller that the node has authenticated: never with the node's own rights."""
+    """Return the credentials of a caller that the node has authenticated.
+
+    The node's certificate shows that a node acts for the caller; the assertion replaces its rights by the caller's.
+    """
     node = NODE_CREDENTIALS.get()
-    exported = node.exported or {}
-    tls = None
-    if "ca" in exported:
-        tls, _ = node_tls(exported["cluster"], lambda: client_tls(exported["ca"]))
-    return Credentials(tls=tls, check_peer=node.check_peer, token=assertion, mechanism=ASSERTION)
+    return Credentials(tls=node.tls, check_peer=node.check_peer, token=assertion, mechanism=ASSERTION)
 
 
 def child_environment() -> dict[str, str] | None:
