@@ -44,6 +44,17 @@ def test_a_role_is_the_rules_that_it_prints(run: Run) -> None:
     assert run("acl", "list", "--principal", "User:ann", "--json").document == {"acls": []}
 
 
+def test_deleting_a_user_counts_the_rules_that_remain(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("a-long-password")
+    for allow in (True, False):
+        assert run("user", "create", "gil", "--password-file", tmp_path / "password").code == 0
+        rule = ("User:gil", "read", "topic:orders")
+        assert run("acl", *(("allow", *rule) if allow else ("remove", *rule))).code == 0
+        deleted = run("user", "delete", "gil", "--yes", "--json").document
+        assert deleted["deleted"]
+        assert [note.split(",")[0] for note in deleted["notes"]] == ["User:gil still has 1 access rule"] * allow
+
+
 def test_revoking_a_role_leaves_denials(run: Run) -> None:
     run("acl", "deny", "User:dan", "read", "topic:payroll")
     run("acl", "grant", "User:dan", "reader", "topic:payroll")

@@ -110,7 +110,7 @@ def test_a_locked_cluster_has_only_its_administrator_as_user(
     # Without the flag, too, once it was locked.
     data = Path(cluster.ready["profiles"]).parent
     assert LocalCluster(Plan(nodes=2, data=data, name="locks-itself")).is_locked
-    # etcd answers only the holders of its certificate; a client of the nodes is none of them.
+    # etcd accepts only the holders of its certificate; a client of the nodes is none of them.
     certs.client("alice", data / "certs", as_json=True)
     ca = str(data / "etcd-certs/ca.pem")
     own = {"certificate": str(data / "etcd-certs/node.pem"), "key": str(data / "etcd-certs/node.key")}

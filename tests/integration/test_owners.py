@@ -143,6 +143,39 @@ async def test_push_is_parked_while_its_owner_may_not_read(locked: Locked) -> No
         await hook.until(lambda: len(hook.requests) >= 2, wait_s=WAIT_S)
 
 
+async def test_push_of_a_deleted_user_is_not_resumed_by_another_one_of_that_name(locked: Locked) -> None:
+    rules = [
+        Acl(resource_type=kind, resource_name=name, principal="User:rita", operation=Operation.ALL)
+        for kind, name in ((ResourceType.TOPIC, "rita-in"), (ResourceType.GROUP, "rita-hook"))
+    ]
+    async with locked.connected("admin") as admin, Webhook() as hook:
+        await put_user(admin, "rita", PASSWORD)
+        await add_acls(admin, rules)
+        await admin.metadata(["rita-in"], create=True)
+        async with locked.connected("rita") as rita:
+            await SubscriptionClient(rita).create("rita-hook", ["rita-in"], {START: "earliest", URL: hook.url})
+        await publish(admin, "rita-in", b"1")
+        await hook.until(lambda: len(hook.requests) >= 1, wait_s=WAIT_S)
+
+        async def described() -> Any:
+            return (await SubscriptionClient(admin).describe(["rita-hook"]))[0]
+
+        async def is_parked() -> bool:
+            return [one["state"] for one in (await described())["push"] or ()] == ["parked"]
+
+        await delete_user(admin, "rita")
+        await put_user(admin, "rita", PASSWORD)
+        await until_result(is_parked)
+        found = await described()
+        assert found["owner"] == "User:rita (deleted)"
+        assert found["push"][0]["last_error"].startswith("its owner User:rita was deleted;")
+        async with locked.connected("rita") as rita:
+            await SubscriptionClient(rita).alter("rita-hook", {URL: hook.url})
+        assert (await described())["owner"] == "User:rita"
+        await publish(admin, "rita-in", b"2")
+        await hook.until(lambda: len(hook.requests) >= 2, wait_s=WAIT_S)
+
+
 async def test_an_endpoint_is_not_set_through_the_configuration_of_a_group_either(locked: Locked) -> None:
     alters = Acl(
         resource_type=ResourceType.GROUP,

@@ -186,10 +186,12 @@ async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -
         await until_result(is_out)
 
 
-def open_with(locked: Locked, node: Server, assertion: str, **files: Path) -> Any:
+def open_with(
+    locked: Locked, node: Server, assertion: str, *, certificate: Path | None = None, key: Path | None = None
+) -> Any:
     """Connect to a node as a gateway does that acts for a caller."""
     host, port = node.kafka.rsplit(":", 1)
-    tls = client_tls(locked.ca, **files)
+    tls = client_tls(locked.ca, certificate=certificate, key=key)
     credentials = Credentials(tls=tls, token=lambda: assertion, mechanism=ASSERTION)
     return Channel.open(host, int(port), client_id="x", timeout_s=WAIT_S, credentials=credentials)
 

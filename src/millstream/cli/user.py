@@ -16,8 +16,8 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag, read_text_file
-from millstream.cli.output import print_list, print_result
-from millstream.core.credential import SecurityChange, new_credentials
+from millstream.cli.output import counted, print_list, print_noted, print_result
+from millstream.core.credential import SecurityChange, new_credentials, user_principal
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
@@ -90,12 +90,24 @@ def list_(common: Common = COMMON) -> None:
 
 @app.command("delete")
 def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
-    """Delete a user; its connections are closed, and its access rules stay."""
-    from millstream.client.admin.security import delete_user
+    """Delete a user; its connections are closed, its tokens revoked, and its access rules stay."""
+    from millstream.client.admin.security import delete_user, list_acls
+    from millstream.core.acl import AclFilter
+
+    principal = user_principal(name)
+
+    async def question(client: Client) -> int:
+        await delete_user(client, name)
+        return len(await list_acls(client, AclFilter(principal=principal)))
 
     ask_person(f"Delete user {name}?", unless=yes)
-    ask(common, lambda client: delete_user(client, name))
-    print_result({"user": name, "deleted": True}, f"User {name} is deleted.", as_json=common.as_json)
+    left = ask(common, question)
+    notes = [
+        f"{principal} still has {counted(left, 'access rule')}, which would apply to a new user of that name; "
+        f"`millstream acl list --principal {principal}` shows them, and `millstream acl remove` removes each"
+    ]
+    document = {"user": name, "deleted": True}
+    print_noted(document, f"User {name} is deleted.", notes if left else (), as_json=common.as_json)
 
 
 def _put(name: str, secret: str, common: Common, *, is_new: bool) -> None:

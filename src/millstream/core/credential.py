@@ -71,6 +71,8 @@ class Owner:
 
 
 NO_OWNER: Final = Owner()
+DELETED_OWNER: Final = " (deleted)"
+"""Appended to an owner when the user is deleted, so that another user of the same name does not own what it owned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,7 @@ from millstream.broker.catalog.tables import (
 from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, ResourceType
 from millstream.core.config import Config
 from millstream.core.credential import (
+    DELETED_OWNER,
     ApiToken,
     DeclaredSecurity,
     ScramCredential,
@@ -480,6 +481,7 @@ class Catalog:
                 stored = self._insert(scram_credentials).values(values)
                 key = [scram_credentials.c.user_name, scram_credentials.c.mechanism]
                 connection.execute(stored.on_conflict_do_update(index_elements=key, set_=values))
+            _disown_deleted(connection, change)
             _delete_tokens(connection, change)
             for token in change.put_tokens:
                 connection.execute(insert(api_tokens).values(_token_row(token)))
@@ -787,11 +789,18 @@ def _credential_row(credential: ScramCredential) -> dict[str, Any]:
     }
 
 
-def _delete_tokens(connection: Connection, change: SecurityChange) -> None:
-    """Delete tokens, including those of users that no longer have a password."""
+def _disown_deleted(connection: Connection, change: SecurityChange) -> None:
+    """Delete the tokens of users that no longer have a password, and mark what they own."""
     for user in sorted({user for user, _ in change.delete_credentials}):
         if connection.execute(select(scram_credentials).where(scram_credentials.c.user_name == user)).first() is None:
-            connection.execute(delete(api_tokens).where(api_tokens.c.owner == user_principal(user)))
+            owner = user_principal(user)
+            connection.execute(delete(api_tokens).where(api_tokens.c.owner == owner))
+            for table, more in ((subscriptions, {}), (pipelines, {"version": pipelines.c.version + 1})):
+                owned = (table.c.owner == owner) & table.c.owner_has_password
+                connection.execute(update(table).where(owned).values(owner=f"{owner}{DELETED_OWNER}", **more))
+
+
+def _delete_tokens(connection: Connection, change: SecurityChange) -> None:
     gone = sorted(change.delete_tokens)
     for at in range(0, len(gone), _NAMES_AT_ONCE):
         here = api_tokens.c.token_id.in_(gone[at : at + _NAMES_AT_ONCE])

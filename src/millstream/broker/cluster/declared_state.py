@@ -158,7 +158,7 @@ class DeclaredState:
         cls, declarations: Declarations, config: Config, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4
     ) -> Self:
         """Build the holders; they are empty until `load`."""
-        return cls(
+        built = cls(
             security=SecurityState(declarations, parse_super_users(config.super_users)),
             quotas=ClientQuotas(declarations),
             groups=DeclaredGroups(declarations, config),
@@ -167,11 +167,17 @@ class DeclaredState:
             schemas=SchemaRegistry(declarations),
             mirrors=Mirrors(declarations, clock, new_id=new_id),
         )
+        built.security.load_owned = built._load_owned
+        return built
 
     @property
     def with_secrets(self) -> tuple[SecretHolder, ...]:
         """Return the holders of declarations whose settings may be secrets."""
         return (self.subscriptions, self.pipelines, self.mirrors)
+
+    async def _load_owned(self) -> None:
+        await self.subscriptions.load()
+        await self.pipelines.load()
 
     async def load(self) -> None:
         """Read everything from the catalog."""

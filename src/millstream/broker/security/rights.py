@@ -10,7 +10,7 @@ from millstream.broker.security.audit import Actor, Change
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Operation, ResourceType
-from millstream.core.credential import ApiToken, Owner, ScramCredential
+from millstream.core.credential import DELETED_OWNER, ApiToken, Owner, ScramCredential
 from millstream.core.errors import (
     ClusterNotAuthorized,
     GroupNotAuthorized,
@@ -178,7 +178,7 @@ def owner_refusal(state: SecurityState, owner: Owner, needs: Iterable[tuple[Oper
     if owner.principal in ("", ANONYMOUS):
         return f"it has no owner, since it was changed without authentication; {takes_over}"
     if state.is_gone(owner):
-        return f"its owner {owner.principal} was deleted; {takes_over}"
+        return f"its owner {owner.principal.removesuffix(DELETED_OWNER)} was deleted; {takes_over}"
     rights = Rights(state, owner.principal, OWNER_HOST)
     try:
         for operation, kind, name in needs:

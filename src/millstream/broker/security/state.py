@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final
 from uuid import UUID
 
@@ -58,6 +58,10 @@ def parse_super_users(text: str) -> frozenset[str]:
     return frozenset(principals)
 
 
+async def _nothing_owned() -> None:
+    pass
+
+
 class SecurityState(Holder):
     """Every user, token and access rule."""
 
@@ -73,6 +77,8 @@ class SecurityState(Holder):
         self.topic_name: Callable[[UUID], str | None] = lambda _topic_id: None
         """Finds the name of a topic by its id, for requests that know only that."""
         self.has_topic: Callable[[str], bool] = lambda _name: False
+        self.load_owned: Callable[[], Awaitable[None]] = _nothing_owned
+        """Reads again what users own; the catalog has marked what deleted ones owned."""
         self.snapshot = AclSnapshot(super_users=self._super_users)
         """The rules in force; a new object after each change."""
 
@@ -197,6 +203,8 @@ class SecurityState(Holder):
         async with self._changing:
             await self._declarations.change(Catalog.change_security, change, sightings)
             self._hold(await self._declarations.call(Catalog.security))
+        if change.delete_credentials:
+            await self.load_owned()
         _logger.info(
             "users, tokens or access rules changed",
             extra={
