@@ -7,18 +7,19 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from millstream.broker.cluster.machine_folder import NODE_PREFIX
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import CLEAN_STOP_NAME, FORMAT, FORMAT_NAME, LOCK_NAME, PARTITIONS_NAME
 from millstream.broker.log.ledger import LEDGER_NAME, last_states
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import base_offset_of
 from millstream.broker.log.state import LogState, decode_state
-from millstream.cli.doctor import Finding, ok, problem, warning
+from millstream.cli.doctor import Finding, Severity, ok, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import Progress, counted, sized
 
@@ -83,20 +84,27 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
     if not folder.is_dir():
         advice = "give the folder of a node with --data DIR; millstream serve --data DIR creates a new one"
         return [problem("folder", f"there is no folder {folder}", advice, ExitCode.NOT_FOUND)]
-    if not (folder / PARTITIONS_NAME).is_dir():
+    # On a machine with several broker processes, each has its own folder with logs.
+    stores = [one for one in (folder, *sorted(folder.glob(f"{NODE_PREFIX}*"))) if (one / PARTITIONS_NAME).is_dir()]
+    if not stores:
         advice = "give the folder that millstream serve was started with"
         return [
             problem("folder", f"{folder} is not a data folder: it has no {PARTITIONS_NAME}", advice, ExitCode.NOT_FOUND)
         ]
-    findings = [_access(folder), _space(folder)]
-    if _is_locked(folder):
+    findings = [*map(_access, dict.fromkeys((folder, *stores))), _space(folder)]
+    if any(map(_is_locked, (folder, *stores))):
         findings.append(ok("lock", "a broker is using the folder"))
         findings.append(ok("segments", "in use by a running broker, which checks them; query it with doctor --brokers"))
         return findings
-    findings += [ok("lock", "no broker is using the folder"), _format(folder), _stop(folder)]
-    names, catalog_findings = _catalog(folder)
-    findings += catalog_findings
-    return findings + _segments(folder, names, deep=deep, show_progress=show_progress)
+    findings.append(ok("lock", "no broker is using the folder"))
+    names, catalog = _catalog(folder)
+    findings.append(catalog)
+    for store in stores:
+        found = [_format(store), _stop(store), *(_strangers(store, names) if catalog.severity is Severity.OK else ())]
+        found += _segments(store, names, deep=deep, show_progress=show_progress)
+        where = "" if store == folder else f"{store.name}: "
+        findings += [replace(one, detail=where + one.detail) for one in found]
+    return findings
 
 
 def _access(folder: Path) -> Finding:
@@ -148,12 +156,12 @@ def _stop(folder: Path) -> Finding:
     return ok("last stop", "not clean; the next start checks the ends of the logs")
 
 
-def _catalog(folder: Path) -> tuple[dict[str, str], list[Finding]]:
-    """Return the names of all topics by id, and findings about the catalog."""
+def _catalog(folder: Path) -> tuple[dict[str, str], Finding]:
+    """Return the names of all topics by id, and the finding about the catalog."""
     path = folder / CATALOG_NAME
     if not path.exists():
         advice = "restore it from a backup; without it the broker does not know the names of its topics"
-        return {}, [problem("catalog", f"{path} is missing", advice)]
+        return {}, problem("catalog", f"{path} is missing", advice)
     try:
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         try:
@@ -162,10 +170,10 @@ def _catalog(folder: Path) -> tuple[dict[str, str], list[Finding]]:
         finally:
             connection.close()
     except sqlite3.Error as error:
-        return {}, [problem("catalog", f"{path} cannot be read: {error}", "restore it from a backup")]
+        return {}, problem("catalog", f"{path} cannot be read: {error}", "restore it from a backup")
     if verdict != "ok":
-        return names, [problem("catalog", f"{path} is damaged: {verdict}", "restore it from a backup")]
-    return names, [ok("catalog", f"{counted(len(names), 'topic')}"), *_strangers(folder, names)]
+        return names, problem("catalog", f"{path} is damaged: {verdict}", "restore it from a backup")
+    return names, ok("catalog", f"{counted(len(names), 'topic')}")
 
 
 def _strangers(folder: Path, names: dict[str, str]) -> Iterator[Finding]:

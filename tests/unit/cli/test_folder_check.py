@@ -67,6 +67,24 @@ def test_a_sound_folder_has_nothing_wrong(folder: Folder) -> None:
     assert "5 messages read" in findings["segments"][0].detail
 
 
+def test_every_process_of_a_machine_is_checked(folder: Folder) -> None:
+    folder.segment(0, 3, tail=b"torn")
+    names = ("format", "clean-stop", "partitions")
+    (folder.path / "node-1001").mkdir()
+    for name in names:
+        (folder.path / name).rename(folder.path / "node-1001" / name)
+    Folder(folder.path / "node-1").segment(0, 2)
+    findings = folder.check()
+    assert [one.severity for one in findings["last stop"] + findings["format"]] == [Severity.OK] * 4
+    whole, torn, read = findings["segments"]
+    assert (whole.detail[:7], whole.detail[-16:]) == ("node-1:", " 2 messages read")
+    assert (torn.severity, torn.detail.startswith("node-1001: orders-0: no whole batch")) == (Severity.PROBLEM, True)
+    assert read.detail.startswith("node-1001: 1 segment")
+    with (folder.path / "node-1" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use" in folder.check()["segments"][0].detail
+
+
 def test_checking_changes_nothing(folder: Folder) -> None:
     folder.segment(0, 3, tail=b"torn")
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
