@@ -11,8 +11,10 @@ import pytest
 from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
+from sqlalchemy import inspect
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.database import open_database
 from millstream.broker.cluster.adoption import Adoption
 from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_store import EtcdStore
@@ -22,6 +24,7 @@ from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.killed_adopt import STEPS
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
+from millstream_testing.single_node import single_node
 
 DEADLINE_S = 60.0
 QUICK = {"group-initial-delay-ms": 0}
@@ -132,3 +135,17 @@ def test_what_is_no_machine_of_its_own_is_refused(tmp_path: Path, etcd: EtcdServ
     empty = run_command(["cluster", "adopt", "--data", str(tmp_path / "empty"), *stores])
     assert (empty.code != 0, "catalog.sqlite" in empty.err) == (True, True)
     assert run_command(["cluster", "adopt", "--data", str(tmp_path / "none"), *stores]).code == 3
+
+
+async def test_a_dry_run_creates_nothing(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> None:
+    async with single_node(tmp_path) as topics:
+        await topics.create("t")
+    catalog = postgres.new_database()
+    stores = ["--etcd", etcd.url, "--catalog", catalog, "--cluster", "rehearsed"]
+    rehearsed = run_command(["cluster", "adopt", "--data", str(tmp_path), *stores, "--dry-run"])
+    assert (rehearsed.code, "Would move" in rehearsed.out) == (0, True), rehearsed.err
+    engine = open_database(catalog)
+    try:
+        assert inspect(engine).get_table_names() == []
+    finally:
+        engine.dispose()

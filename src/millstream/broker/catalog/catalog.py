@@ -208,23 +208,26 @@ class Catalog:
             raise
         return catalog
 
-    def prepare(self) -> None:
-        """Create the tables of a new catalog; check the version of an existing one."""
+    def prepare(self, *, is_checked_only: bool = False) -> None:
+        """Create the tables of a new catalog; check the version of an existing one.
+
+        If a shared one is only checked, what was created is rolled back.
+        """
         if not self._shared:
             self._prepare()
             self._reserve.fill()
             return
         try:
             with self._asking("opened"):
-                self._prepare()
+                self._prepare(is_checked_only=is_checked_only)
         except ProgrammingError as error:
             reason = _first_line(error.orig)
             raise CatalogDenied(
                 f"the catalog's tables cannot be created: {reason}; its user must own the database"
             ) from error
 
-    def _prepare(self) -> None:
-        with self._changing.begin() as connection:
+    def _prepare(self, *, is_checked_only: bool = False) -> None:
+        with self._changing.connect() as connection, connection.begin() as transaction:
             if self._shared:
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_PREPARE_LOCK})"))
             about.create(connection, checkfirst=True)
@@ -237,6 +240,8 @@ class Catalog:
                 _check_version(found)
             self._claim(connection)
             self.cluster_id = _metadata_value(connection, _CLUSTER_ID) or ""
+            if is_checked_only:
+                transaction.rollback()
 
     def _claim(self, connection: Connection) -> None:
         """Raise if another cluster uses this catalog, since it would apply this cluster's declarations."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import URL, Connection, Engine, create_engine, delete, event, insert, make_url, select
+from sqlalchemy import URL, Connection, Engine, create_engine, delete, event, insert, inspect, make_url, select
 from sqlalchemy.exc import ArgumentError, DisconnectionError
 
 from millstream.broker.catalog.tables import about, metadata, topics
@@ -48,9 +48,11 @@ def with_flush(overrides: dict[str, Any], flush: str) -> dict[str, Any]:
 
 
 def is_empty(connection: Connection) -> bool:
-    """Whether a catalog declares nothing."""
+    """Whether a catalog declares nothing; it may have no tables yet."""
     declared = (table for table in metadata.sorted_tables if table is not about)
-    return all(connection.execute(select(table).limit(1)).first() is None for table in declared)
+    return not inspect(connection).has_table(about.name) or all(
+        connection.execute(select(table).limit(1)).first() is None for table in declared
+    )
 
 
 CONNECT_S_MAX = 3

@@ -299,7 +299,7 @@ async def adopt(config: Config, data: Path, *, dry_run: bool, undo: bool) -> Ado
     store = EtcdStore(EtcdAddress.of(config), config.cluster, clock)
     catalog = Catalog.of_cluster(config)
     try:
-        catalog.prepare()
+        catalog.prepare(is_checked_only=dry_run)
         # The guarantee of topics without a setting on a standalone machine.
         flush = config.replace(etcd="").topic_flush
         adoption = Adoption(str(data), config.cluster, store, catalog, clock, flush=flush)
