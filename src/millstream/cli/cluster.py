@@ -173,10 +173,10 @@ def status(common: Common = COMMON) -> None:
     else:
         _print_status(found)
     if found.silent or found.troubled:
-        raise CommandFailed(
-            f"not everything is in sync: no response from {counted(len(found.silent), 'node')}, "
-            f"{counted(len(found.troubled), 'partition')} without a leader or with a replica out of sync"
-        )
+        parts = [f"no response from {counted(len(found.silent), 'node')}"] if found.silent else []
+        if found.troubled:
+            parts.append(f"{counted(len(found.troubled), 'partition')} without a leader or with a replica out of sync")
+        raise CommandFailed(f"not everything is in sync: {', '.join(parts)}")
 
 
 def _print_status(found: ClusterStatus) -> None:
