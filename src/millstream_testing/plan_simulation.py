@@ -1,9 +1,9 @@
 """Plans under faults, from seeds: four nodes, and an operator who drains, replicates, balances and cancels meanwhile.
 
 The world is that of `simulation/world.py`, with one node more than partitions have replicas, so that they can move. All
-its rules hold at every step of a move, and a move is under way until every replica that it added has been in sync: only
-then is it throttled, shown and cancelled as such, and its plan waits for it. In the end, plans have ended, and a
-drained node leads nothing and has no replica that another node could take.
+its rules hold at every step of a move, and a move is under way until every replica that it added has been in sync:
+until then it is throttled, can be cancelled, and its plan waits for it. In the end, plans have ended, and a drained
+node leads nothing and has no replica that another node could take.
 """
 
 from __future__ import annotations

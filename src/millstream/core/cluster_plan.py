@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 from uuid import UUID
 
@@ -28,11 +29,12 @@ FULL: Final = 0.9
 """A disk that a plan fills beyond this share is reported as a risk."""
 
 _STEPS_MAX: Final = 2000
-_CANDIDATES_MAX: Final = 256
+_CANDIDATES_MAX: Final = 64
 """Replicas that are tried in one step of balancing, so that ten thousand partitions are planned in seconds."""
 
-_GAIN_MIN: Final = 1e-4
-"""Balancing ends when the best step improves the imbalance by less than this share."""
+_EVEN: Final = 0.05
+"""A replica stays if the node that it would leave had, without it, at most this share of an average load more than the
+node that it would go to: less is not worth the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,12 +313,13 @@ def _separate_racks(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weigh
 
 
 def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weights, targets: _Targets) -> None:
-    """Move replicas, one by one, from the most loaded node to where they even out the load most."""
-    hosted: dict[NodeId, list[PartitionLoad]] = {node: [] for node in takers}
-    for partition in load.partitions:
+    """Move replicas, one by one, from the most loaded node that has one to give to where it evens out the load most."""
+    hosted: dict[NodeId, dict[int, PartitionLoad]] = {node: {} for node in takers}
+    # In this order, a sample has partitions of all sizes.
+    for partition in sorted(load.partitions, key=lambda one: (one.size_bytes, one.bytes_per_s, one.topic, one.index)):
         for node in targets[id(partition)]:
             if node in hosted:
-                hosted[node].append(partition)
+                hosted[node][id(partition)] = partition
     total_size = sum(weights.size[node] for node in takers) or 1
     total_rate = sum(weights.rate[node] for node in takers) or 1.0
     total_count = sum(weights.replicas[node] for node in takers) or 1
@@ -327,55 +330,61 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
         loads = (weights.size[node] + size, weights.rate[node] + rate, weights.replicas[node] + count)
         return sum(scale * (one / total) ** 2 for (scale, total), one in zip(scales, loads, strict=True))
 
+    gain_min = 2 * _EVEN / len(takers)
+    sources, has_moved = set(takers), False
     for _ in range(_STEPS_MAX):
-        source = max(takers, key=lambda node: (shares(node), node))
+        if not sources:
+            if not has_moved:
+                return
+            # Nodes that had nothing to give may have something now.
+            sources, has_moved = set(takers), False
+        now = {node: shares(node) for node in takers}
+        source = max(sources, key=lambda node: (now[node], node))
         best: tuple[float, PartitionLoad, NodeId] | None = None
-        imbalance = sum(map(shares, takers))
-        for partition in _sampled(hosted[source]):
+        for partition in islice(hosted[source].values(), None, None, len(hosted[source]) // _CANDIDATES_MAX + 1):
             size, rate = partition.size_bytes, partition.bytes_per_s
             replicas = targets[id(partition)]
             rest = [one for one in replicas if one != source]
             racks = len({_place(load, one) for one in replicas})
             machines = {_machine(load, one) for one in rest}
-            saved = shares(source) - shares(source, -size, -rate, -1)
+            saved = now[source] - shares(source, -size, -rate, -1)
+            weight = sum(scale * one / total for (scale, total), one in zip(scales, (size, rate, 1), strict=True))
             for node in takers:
+                gain = saved - (shares(node, size, rate, 1) - now[node])
+                if gain <= gain_min * weight or (best is not None and gain <= best[0]):
+                    continue
                 if node in replicas or _machine(load, node) in machines:
                     continue
-                if len({_place(load, one) for one in (*rest, node)}) < racks:
-                    continue
-                gain = saved - (shares(node, size, rate, 1) - shares(node))
-                if gain > _GAIN_MIN * imbalance and (best is None or gain > best[0]):
+                if len({_place(load, one) for one in (*rest, node)}) >= racks:
                     best = gain, partition, node
         if best is None:
-            return
+            sources.remove(source)
+            continue
         _, partition, node = best
         before = targets[id(partition)]
         target = tuple(node if one == source else one for one in before)
         weights.replace(partition, before, target)
         targets[id(partition)] = target
-        hosted[source].remove(partition)
-        hosted[node].append(partition)
-
-
-def _sampled(partitions: Sequence[PartitionLoad]) -> Sequence[PartitionLoad]:
-    if len(partitions) <= _CANDIDATES_MAX:
-        return partitions
-    ordered = sorted(partitions, key=lambda one: (one.size_bytes, one.bytes_per_s, one.topic, one.index))
-    return ordered[:: len(ordered) // _CANDIDATES_MAX + 1]
+        hosted[node][id(partition)] = hosted[source].pop(id(partition))
+        has_moved = True
 
 
 def _spread_leaders(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weights, targets: _Targets) -> None:
-    """Change the preferred leader where another replica's node leads at least two partitions fewer."""
-    for partition in load.partitions:
-        replicas = targets[id(partition)]
-        others = [node for node in replicas[1:] if node in takers]
-        if not others:
-            continue
-        least = min(others, key=lambda node: (weights.leaders[node], node))
-        if replicas[0] not in takers or weights.leaders[replicas[0]] - weights.leaders[least] >= 2:
-            target = (least, *(node for node in replicas if node != least))
-            weights.replace(partition, replicas, target)
-            targets[id(partition)] = target
+    """Change the preferred leader while another replica's node leads at least two partitions fewer."""
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for partition in load.partitions:
+            replicas = targets[id(partition)]
+            others = [node for node in replicas[1:] if node in takers]
+            if not others:
+                continue
+            least = min(others, key=lambda node: (weights.leaders[node], node))
+            if replicas[0] not in takers or weights.leaders[replicas[0]] - weights.leaders[least] >= 2:
+                target = (least, *(node for node in replicas if node != least))
+                weights.replace(partition, replicas, target)
+                targets[id(partition)] = target
+                has_changed = True
 
 
 def _takers(load: ClusterLoad, *, without: NodeId | None = None) -> list[NodeId]:

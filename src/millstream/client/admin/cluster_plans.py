@@ -140,7 +140,8 @@ async def compute_plan(client: Client, kind: str, *, node: int | None = None) ->
     """Compute a plan to drain or remove a node, or to balance all of them."""
     load = await measure_load(client)
     if kind == BALANCE:
-        return plan_balance(load)
+        # With thousands of partitions it takes seconds, and a gateway serves others meanwhile.
+        return await asyncio.to_thread(plan_balance, load)
     planners: dict[str, Callable[[ClusterLoad, NodeId], Plan]] = {DRAIN: plan_drain, REMOVE: plan_remove}
     if kind not in planners or node is None:
         raise InvalidRequest(f"a plan is of kind drain, remove or balance, not {kind!r}")
