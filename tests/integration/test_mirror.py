@@ -157,12 +157,24 @@ def check_repeated(
     assert found == [(one["topic"], one["start"], one["end"]) for one in removed]
 
 
+def check_refused(paris: CommandLine, berlin: CommandLine, mirror: str, topic: str) -> None:
+    """Let paris follow in ways that cannot work, none of which changes anything."""
+    for address in ("127.0.0.1:1", paris.brokers):
+        unreached = berlin("mirror", "reverse", mirror, "--address", address)
+        assert f"does not reach this cluster at {address}" in unreached.err
+    assert "choose another topic" in berlin("mirror", "reverse", mirror, "--save-to", topic).err
+    assert mirror not in {one["mirror"] for one in paris("mirror", "list", "--json").document["mirrors"]}
+
+
 def adopt(site: CommandLine, request: AdoptRequest) -> AdoptResponse:
     """Ask an old source to follow, as the other side does."""
 
     async def ask() -> AdoptResponse:
+        async with Client.connect(request.settings["from"]) as other:
+            cluster_id = (await other.metadata([])).cluster_id
+        asked = msgspec.structs.replace(request, cluster_id=cluster_id)
         async with Client.connect(site.brokers) as client:
-            return decode(await client.private(None, ADOPT_KEY, encode(request)), AdoptResponse)
+            return decode(await client.private(None, ADOPT_KEY, encode(asked)), AdoptResponse)
 
     return asyncio.run(ask())
 
@@ -315,9 +327,7 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     assert [value for _, _, value in read(berlin.brokers, topic, 3)] == ["a", "b", "c"]
 
     wait_for(lambda: committed(berlin, f"{topic}-group") == [2], what="the group's offset is here")
-    wait_for(
-        lambda: berlin("mirror", "describe", mirror, "--json").document["queues"] > 1, what="the queues' state is here"
-    )
+    wait_for(lambda: described(berlin, mirror)["queues"] > 1, what="the queues' state is here")
     assert [value for _, _, value in read(berlin.brokers, f"{topic}-dead", 1)] == ["a"]
     refused = berlin("subscription", "pull", f"{topic}-workers", "-n", "1", "--json")
     assert mirror in refused.err
@@ -342,6 +352,8 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     late.commit_transaction(PATIENCE_S)
     publish(paris.brokers, topic, ["lost-1", "lost-2"])
     cuts = cuts_of(berlin, mirror)
+    check_refused(paris, berlin, mirror, other)
+    publish(paris.brokers, topic, ["lost-3"])
     reversed_ = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")
     assert reversed_.code == 0, reversed_.err
     named = [(one["topic"], one["start"], one["end"]) for one in reversed_.document["removed"]]
@@ -351,8 +363,8 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
     check_repeated(paris, mirror, cuts, ids_of(berlin, cuts), reversed_.document["removed"])
     assert read(paris.brokers, topic, 4) == read(berlin.brokers, topic, 4)
-    saved = [value for _, _, value in read(paris.brokers, f"{topic}-saved", 4)]
-    assert sorted(saved) == ["late", "late", "lost-1", "lost-2"]
+    saved = [value for _, _, value in read(paris.brokers, f"{topic}-saved", 5)]
+    assert sorted(saved) == ["late", "late", "lost-1", "lost-2", "lost-3"]
 
     switch_back(paris, berlin, mirror, topic)
     berlin("mirror", "failover", mirror)

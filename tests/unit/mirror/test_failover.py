@@ -108,7 +108,9 @@ class Topics:
 
 
 def service_of(topics: Any, mirrors: Any = None) -> Any:
-    membership = SimpleNamespace(me=SimpleNamespace(node_id=ME), node=lambda _: None, controller_id=ME)
+    membership = SimpleNamespace(
+        me=SimpleNamespace(node_id=ME), node=lambda _: None, controller_id=ME, cluster_id="berlin-id"
+    )
     subscriptions = SimpleNamespace(
         track_letters=AsyncMock(), letter_topics=lambda: {US}, letter_origins=lambda: {US: {EU, EUX}}
     )
@@ -155,6 +157,7 @@ async def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         return {}, "the source cannot be reached"
 
     monkeypatch.setattr(failover, "_source_ends", unreachable)
+    monkeypatch.setattr(failover, "_check_reachable", AsyncMock())
     catalog = Catalog.open_folder(tmp_path)
     made = Target(catalog)
     await made.mirrors.create(NAME, {"from": "paris:9092"})
@@ -482,7 +485,8 @@ class OtherSide:
 
 
 @pytest.fixture
-def other_side(target: Target, monkeypatch: pytest.MonkeyPatch) -> OtherSide:
+async def other_side(target: Target, monkeypatch: pytest.MonkeyPatch) -> OtherSide:
+    await target.mirrors.note_gated(await target.mirror())
     return OtherSide(monkeypatch, target)
 
 
@@ -520,6 +524,15 @@ async def test_a_switch_that_cannot_cut_every_copy_gives_the_source_its_role_bac
     await failover.switch(target.service, SWITCH)
     assert other_side.asked[3:] == ["fence", "follow"]
     assert target.copies == []
+
+
+async def test_a_source_that_is_not_millstream_is_not_asked_to_follow(target: Target) -> None:
+    for step in (failover.switch, failover.reverse):
+        with pytest.raises(InvalidMirror, match=rf"not Millstream.*mirror cutover {NAME}`"):
+            await step(target.service, SWITCH)
+    await target.fail_over()
+    with pytest.raises(InvalidMirror, match=r"not Millstream.*delete the mirror"):
+        await failover.reverse(target.service, SWITCH)
 
 
 async def test_a_cutover_that_is_repeated_does_not_need_the_source_again(

@@ -30,10 +30,10 @@ from millstream.core.errors import (
     UnknownMirror,
 )
 from millstream.core.ids import PartitionIndex
-from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets, merged_offsets
+from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets, check_mirror, merged_offsets
 from millstream.core.regex import compile_regex
 from millstream.core.tasks import gather_or_cancel
-from millstream.core.topic import Topic, TopicPartition
+from millstream.core.topic import Topic, TopicPartition, check_topic_name
 from millstream.protocol.private.mirror_messages import (
     ADOPT_KEY,
     OFFER_KEY,
@@ -58,6 +58,8 @@ _logger = logging.getLogger(__name__)
 Step = Literal["fence", "follow"]
 SOURCE_S: Final = 2.0
 """How long a failover waits for the source to report its high watermarks."""
+REACH_S: Final = 10.0
+"""How long an old source tries to reach the cluster that takes over, before it changes anything."""
 CONCURRENT_MAX: Final = 32
 RELEASE_S: Final = 30.0
 """How long a cancelled switch tries to let the source accept writers again."""
@@ -289,7 +291,7 @@ async def reverse(service: MirrorService, request: ReverseRequest) -> ReverseRes
     """Let the old source follow this cluster, after a failover."""
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
-    _check_reversible(mirror)
+    _check_reversible(service, mirror)
     if service.copied_topics(mirror.name):
         raise InvalidMirror(
             f"mirror {mirror.name!r} still copies from its source; change sides with `millstream mirror switch "
@@ -316,7 +318,7 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
     """
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
-    _check_reversible(mirror)
+    _check_reversible(service, mirror)
     topics = chosen_topics(service, mirror, None)
     _check_running(service, mirror)
     deadline = started + request.timeout_ms / 1000
@@ -414,7 +416,14 @@ def _check_running(service: MirrorService, mirror: Mirror) -> None:
         raise InvalidMirror(f"mirror {mirror.name!r} is not running; resume it first, or fail over")
 
 
-def _check_reversible(mirror: Mirror) -> None:
+def _check_reversible(service: MirrorService, mirror: Mirror) -> None:
+    is_copying = any(not topic.is_draining for topic in service.copied_topics(mirror.name))
+    # It has been connected, so it is known whether its source is Millstream.
+    if not mirror.is_gated and (is_copying or mirror.cuts):
+        way = f"move here with `millstream mirror cutover {mirror.name}`" if is_copying else "delete the mirror"
+        raise InvalidMirror(
+            f"the source of mirror {mirror.name!r} is not Millstream, so it cannot follow this cluster; {way}"
+        )
     if mirror.settings.rename:
         raise InvalidMirror(
             f"the copies of mirror {mirror.name!r} have other names than their originals, so they cannot change roles"
@@ -440,6 +449,7 @@ def _adoption(service: MirrorService, mirror: Mirror, request: ReverseRequest, *
             for topic in mirror.cuts.keys() & mirror.aborted
         },
         topic_ids=[topic.topic_id for topic in topics],
+        cluster_id=service.membership.cluster_id,
         save_to=request.save_to,
     )
 
@@ -509,6 +519,10 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
             f"switch. Both sides are writable now; `millstream mirror reverse {request.name} --save-to TOPIC` on the "
             "side that took over makes the old source follow"
         )
+    _check_savable(service, request, topics)
+    if not request.is_fenced:
+        # Otherwise the fence has checked it.
+        await _check_reachable(request)
     if declared is None:
         await service.mirrors.create(request.name, request.settings, is_wanted=False)
     elif declared.overrides.get(SOURCE) != request.settings.get(SOURCE):
@@ -522,6 +536,36 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
         ends = await service.barrier([topic.name for topic in topics])
         return AdoptResponse(ends=ends, removed=[one for one, _ in await _lost(service, request, request.cuts, ends)])
     return await _follow(service, request, topics)
+
+
+def _check_savable(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> None:
+    """Raise an error unless dropped records can be saved to the topic of a request."""
+    if not request.save_to:
+        return
+    check_topic_name(request.save_to)
+    target = service.topics.get(request.save_to)
+    if target is not None and (target.mirror or target.topic_id in {topic.topic_id for topic in topics}):
+        raise InvalidMirror(
+            f"dropped records cannot be saved to {request.save_to!r}, because clients cannot write to it once the old "
+            "source follows; choose another topic with --save-to"
+        )
+
+
+async def _check_reachable(request: AdoptRequest) -> None:
+    """Raise `InvalidMirror` unless this cluster reaches the one that takes over at the address of a request."""
+    settings = check_mirror(request.name, request.settings)
+    try:
+        async with asyncio.timeout(REACH_S), Source(settings, name=request.name) as source:
+            problem = "" if source.cluster_id == request.cluster_id else "another cluster responds"
+    except TimeoutError:
+        problem = f"no response within {REACH_S:g} s"
+    except MillstreamError as error:
+        problem = str(error)
+    if problem:
+        raise InvalidMirror(
+            f"the old source does not reach this cluster at {settings.source} ({problem}), so it cannot follow; "
+            "nothing was changed. Give an address with --address, and how it signs in here with the --source options"
+        )
 
 
 async def _forget_cuts(service: MirrorService, declared: Mirror, topics: Sequence[Topic]) -> None:

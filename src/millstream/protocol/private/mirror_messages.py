@@ -326,6 +326,8 @@ class AdoptRequest(OwnerRequest, frozen=True, kw_only=True):
     aborted: Offsets = msgspec.field(default_factory=dict)
     """Where the first transaction begins that the failover has aborted, in partitions where there is one."""
     topic_ids: Sequence[UUID] = ()
+    cluster_id: str = ""
+    """The cluster that takes over, which the old source has to reach before it changes anything."""
     save_to: str = ""
     is_fenced: bool = False
     """For `follow`: whether the caller relies on a fence, so that the topics were not written since."""
