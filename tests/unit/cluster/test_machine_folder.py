@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -211,3 +212,21 @@ async def test_a_partition_that_is_moved_stays_where_it_is(moving: tuple[Path, P
         await settle(Layout.of(str(data), 1, cores), files, clock)
         assert Layout.of(str(data), 1, cores).is_settled(files)
         assert (states(data)[key], folders_of(data, key)) == (state, ["node-1", "node-2001"])
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+async def test_the_copy_that_a_finished_move_left_is_removed(moving: tuple[Path, PartitionKey], cores: int) -> None:
+    (data, key), files, clock = moving, DiskFiles(), SystemClock()
+    change(data, key, replicas=(NodeId(2001),))
+    log = f"partitions/{key[0]}/{key[1]}"
+    shutil.copytree(data / "node-2001" / log, data / "node-1" / log)
+    with closing(open_coordination(files, str(data), clock)) as service:
+        service.change([Put(keys.removed_key(key, NodeId(1)), "")], [], None)
+    moved = (data / "node-2001" / log).stat().st_ino
+    layout = Layout.of(str(data), 1, cores)
+    mark(layout, files)
+    await settle(layout, files, clock)
+    (host,) = states(data)[key].replicas
+    assert [(path, path.stat().st_ino) for path in data.glob(f"**/{log}")] == [(Path(layout.folders[host], log), moved)]
+    with closing(open_coordination(files, str(data), clock)) as service:
+        assert not service.read(keys.REMOVED).entries

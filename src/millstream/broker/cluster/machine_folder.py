@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -219,6 +219,7 @@ class FolderSettlement:
             await close_cleanly(folder, files, self._clock, is_locked=folder == layout.data)
         if not (await self._store.read(keys.CLUSTER_ID)).entries:
             await self._rebuild(present, catalog)
+        await self._remove_copies(present)
         await self._change_states(present)
         await self._move_logs(present)
         for folder, node in present.items():
@@ -255,6 +256,29 @@ class FolderSettlement:
         )
 
     # -- the agreed states ----------------------------------------------------------------------------------
+
+    async def _remove_copies(self, present: Mapping[str, NodeId]) -> None:
+        """Remove the logs that nodes have yet to remove after a move, while the states still tell which those are."""
+        removed = (await self._store.read(keys.REMOVED)).entries
+        if not removed:
+            return
+        states = (await self._store.read(keys.PARTITIONS)).entries
+        async with AsyncExitStack() as stack:
+            stores: dict[NodeId, LogStore] = {}
+            for folder, node in present.items():
+                stores[node] = self._open(folder)
+                stack.push_async_callback(stores[node].close)
+            stored = {node: set(store.stored()) for node, store in stores.items()}
+            for name in removed:
+                partition, _, number = name.removeprefix(keys.REMOVED).rpartition("/")
+                key, node = parse_partition(partition), NodeId(int(number))
+                entry = states.get(partition_key(key))
+                hosts = () if entry is None else PartitionState.from_json(entry.value).replicas
+                is_copy = node not in hosts and any(key in stored.get(host, ()) for host in hosts)
+                if is_copy and key in stored.get(node, ()):
+                    log = stores[node].open_log(key[0], TopicPartition(str(key[0]), key[1]), TopicSettings())
+                    stores[node].delete_log(log)
+        await self._change(map(Delete, removed))
 
     async def _find_hosts(self, present: Mapping[str, NodeId]) -> dict[PartitionKey, tuple[NodeId, Versioned]]:
         """Return the state and the node of each partition that one node of this machine hosts.
@@ -322,10 +346,9 @@ class FolderSettlement:
             replicas = {first if node in self._mine else node for node in deletion.replicas}
             if replicas != set(deletion.replicas):
                 changes.append(Put(entry.key, replace(deletion, replicas=tuple(sorted(replicas))).to_json()))
-        for key in (await self._store.read(keys.REMOVED)).entries:
-            partition, _, node = key.removeprefix(keys.REMOVED).rpartition("/")
-            if NodeId(int(node)) in gone:
-                changes += [Delete(key), Put(keys.removed_key(parse_partition(partition), first), "")]
+        await self._change(changes)
+
+    async def _change(self, changes: Iterable[Change]) -> None:
         rest = iter(changes)
         while some := list(islice(rest, CHANGES_MAX)):
             await self._store.change(some)
