@@ -130,6 +130,21 @@ def pulled(client: httpx.Client, subscription: str) -> list[dict[str, Any]]:
     return found
 
 
+async def test_a_user_that_was_created_again_is_accepted_at_once(locked: Locked, admin: Client) -> None:
+    carl = ("carl", "carl-password")
+    await add_acls(admin, [rule("User:carl", acl.ResourceType.TOPIC, "carl", acl.Operation.ALL)])
+    with locked.client(carl) as client:
+        for attempt in range(3):
+            await put_user(admin, *carl)
+            responses = (
+                [client.get("/v1/topics"), publish(client, "carl-orders")]
+                if attempt % 2
+                else [publish(client, "carl-orders"), client.get("/v1/topics")]
+            )
+            assert [one.is_success for one in responses] == [True, True], [one.text for one in responses]
+            await delete_user(admin, "carl")
+
+
 def settle(client: httpx.Client, subscription: str, verb: str, lease: str) -> dict[str, Any]:
     response = client.post(f"/v1/subscriptions/{subscription}/messages:settle", json={verb: [lease]})
     assert response.status_code == 200, response.text
