@@ -20,13 +20,13 @@ from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 from joserfc import jwt
-from joserfc.jwk import RSAKey
+from joserfc.jwk import OctKey, RSAKey
 from joserfc.jws import JWSRegistry
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security import oauth
-from millstream.broker.security.oauth import OAuthSettings, TokenChecker
+from millstream.broker.security.oauth import LEEWAY_S, OAuthSettings, TokenChecker
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.sasl import Authenticator, BearerToken, FailedAttempts, Passwords, Verified
 from millstream.broker.security.state import SecurityState, parse_super_users
@@ -275,6 +275,25 @@ async def test_a_token_that_is_not_for_here_is_refused(
 ) -> None:
     with pytest.raises(AuthenticationFailed):
         await tokens.check(issuer.token("alice", **claims))
+
+
+async def test_a_refused_token_is_told_why_in_words(issuer: Issuer, tokens: TokenChecker) -> None:
+    claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": int(time.time()) + 300}
+    secret = OctKey.generate_key(256)
+    head, payload, signature = issuer.token("alice").split(".")
+    for token, reason in (
+        (issuer.token("alice", exp=None), "the token has no expiry time"),
+        (jwt.encode({"alg": "HS256", "kid": "one"}, claims, secret), "not valid: its algorithm is not accepted"),
+        (f"{head}.{payload}.{signature[::-1]}", "not valid: its signature is wrong"),
+        (f"{head}.{payload}.{signature * 10}", "not valid: its header or its signature is too long"),
+    ):
+        with pytest.raises(AuthenticationFailed, match=reason):
+            await tokens.check(token)
+
+
+async def test_a_token_is_accepted_for_as_long_as_clocks_may_differ(issuer: Issuer, tokens: TokenChecker) -> None:
+    expired = int(time.time()) - 1
+    assert (await tokens.check(issuer.token("alice", exp=expired))).expires_at == expired + LEEWAY_S
 
 
 async def test_a_token_of_another_algorithm_or_key_is_refused(issuer: Issuer, tokens: TokenChecker) -> None:

@@ -13,7 +13,7 @@ import re
 import time
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import httpx
 from joserfc import jwt
@@ -38,6 +38,14 @@ ALGORITHMS: Final = (
     "EdDSA",
 )
 LEEWAY_S: Final = 30
+"""How much the clock of an issuer may differ."""
+_REASONS: Final = {
+    "bad_signature": "its signature is wrong",
+    "exceeded_size": "its header or its signature is too long",
+    "missing_algorithm": "it names no algorithm",
+    "unsupported_algorithm": "its algorithm is not accepted",
+}
+"""What the errors of the library mean."""
 TOKEN_BYTES_MAX: Final = 16 * 1024
 KEYS_BYTES_MAX: Final = 1024 * 1024
 REFRESH_S: Final = 300.0
@@ -128,7 +136,8 @@ class TokenChecker:
         except JoseError as error:
             if error.error == "decode_error":
                 raise AuthenticationFailed("the token is neither an API token nor a JSON web token") from None
-            raise AuthenticationFailed(f"the token is not valid: {error.error}") from None
+            reason = _REASONS.get(error.error, "its header or its signature cannot be used")
+            raise AuthenticationFailed(f"the token is not valid: {reason}") from None
         except Exception as error:
             _logger.debug("a token could not be read", exc_info=error)
             raise AuthenticationFailed("the token cannot be read") from None
@@ -143,7 +152,9 @@ class TokenChecker:
             raise AuthenticationFailed("the token is of another issuer")
         if self._settings.audience not in audiences:
             raise AuthenticationFailed("the token is for another audience")
-        if not isinstance(expires, int | float) or isinstance(expires, bool) or expires + LEEWAY_S <= now:
+        if not _is_time(expires):
+            raise AuthenticationFailed("the token has no expiry time (`exp`)")
+        if expires + LEEWAY_S <= now:
             raise AuthenticationFailed("the token has expired")
         for claim in ("nbf", "iat"):
             if claim in claims and (not _is_time(claims[claim]) or claims[claim] - LEEWAY_S > now):
@@ -214,5 +225,5 @@ class _UnknownKey(AuthenticationFailed):
     """The token names a key that is not among those known."""
 
 
-def _is_time(value: object) -> bool:
+def _is_time(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
