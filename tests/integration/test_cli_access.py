@@ -32,9 +32,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def test_a_role_is_the_rules_that_it_prints(run: Run) -> None:
     granted = run("acl", "grant", "User:ann", "worker", "topic:orders", "group:billing")
     assert granted.lines == [
-        "allow User:ann read topic:orders",
-        "allow User:ann read group:billing",
-        "allow User:ann describe_configs group:billing",
+        "allow User:ann read topic:orders (literal)",
+        "allow User:ann read group:billing (literal)",
+        "allow User:ann describe_configs group:billing (literal)",
     ]
     assert run("acl", "explain", "User:ann", "read", "topic:orders").lines == [
         "allowed: allow User:ann read topic:orders"
@@ -110,6 +110,47 @@ def test_creating_a_topic_needs_no_right_to_describe_it(run: Run, monkeypatch: p
     assert "You may not describe it." in created.err
     again = run("topic", "create", "erins", "--if-not-exists", "--json").document
     assert (again["created"], again["partitions"]) == (False, None)
+
+
+def test_a_name_that_looks_like_a_pattern_is_refused(run: Run) -> None:
+    for resource in ("topic:ord*", "group:ord*"):
+        refused = run("acl", "allow", "User:pat", "read", resource)
+        assert refused.code != 0
+        assert f"use --prefixed {resource.removesuffix('*')}" in refused.err
+    assert run("acl", "allow", "User:pat", "read", "topic:*").lines == ["allow User:pat read topic:*"]
+    assert run("acl", "deny", "User:pat", "read", "topic:ord", "--prefixed").lines == [
+        "deny User:pat read topic:ord* (prefixed)"
+    ]
+
+
+def test_users_change_their_own_password_and_explain_their_own_rights(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _add_user(run, "olga", "allow User:olga write topic:olgas")
+    _become(monkeypatch, "olga")
+    hidden = "which rule decides is shown to those who may describe the cluster"
+    assert run("acl", "explain", "User:olga", "write", "topic:olgas").lines == [f"allowed: {hidden}"]
+    assert run("acl", "explain", "User:olga", "create", "topic:olgas").lines == [f"denied: {hidden}"]
+    others = run("acl", "explain", "User:admin", "write", "topic:olgas").err
+    assert "explaining the rights of others needs DESCRIBE on the cluster; you are User:olga" in others
+    for arguments, says in (
+        (("create", "new"), "creating a user needs DESCRIBE and ALTER on the cluster"),
+        (("password", "admin"), "changing another user's password needs ALTER on the cluster"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("another-password\n"))
+        refused = run("user", *arguments, "--password-stdin")
+        assert (refused.code, says in refused.err) == (1, True), refused.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("another-password\n"))
+    changed = run("user", "password", "olga", "--password-stdin")
+    assert (changed.code, changed.lines) == (0, ["The password of user olga is changed."]), changed.err
+    assert "authentication failed" in run("topic", "list").err
+    monkeypatch.setenv("MILLSTREAM_PASSWORD", "another-password")
+    token = run("token", "create", "--json").document["token"]
+    for name in ("MILLSTREAM_USER", "MILLSTREAM_PASSWORD"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MILLSTREAM_TOKEN", token)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a-third-password\n"))
+    assert "needs ALTER" in run("user", "password", "olga", "--password-stdin").err
 
 
 def _add_user(run: Run, name: str, *rules: str) -> None:

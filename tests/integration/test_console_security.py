@@ -326,6 +326,7 @@ def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
         assert "millstream acl allow User:carol read topic:car --prefixed" in do("rule", **rule, prefixed="1")
         assert "User:carol" in admin.get("/console/access?search=topic:car").text
         assert "is not an operation on a topic" in do("rule", **{**rule, "operations": "cluster_action"})
+        assert "use --prefixed topic:car" in do("rule", **{**rule, "name": "car*"})
         written = "allow User:carol read topic:car*"
         assert "nothing was changed" in do("remove-rule", rule=written, confirm="wrong")
         opposite = {**rule, "permission": "deny", "prefixed": "1"}
@@ -343,6 +344,8 @@ def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
         assert "is deleted" in do("delete-user", name="carol", confirm="carol")
         assert sign_in(alice, "alice").status_code == 303
         page = alice.get("/console/access")
+        for what in ("users", "access rules", "quotas"):
+            assert f"You may not see {what}: that needs DESCRIBE" in page.text
         assert "Create a user" not in page.text
         form = {"csrf": _token(page), "what": "create", "name": "x", "password": "y"}
         refused = alice.post("/console/access/user", data=form)

@@ -22,6 +22,7 @@ from millstream.core.acl import (
     PatternType,
     Permission,
     ResourceType,
+    check_names,
     check_principal,
     name_of,
     parse_name,
@@ -29,6 +30,7 @@ from millstream.core.acl import (
     parse_rules,
     role_operations,
 )
+from millstream.core.errors import ClusterNotAuthorized
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
@@ -176,25 +178,46 @@ def explain(
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where the client is.")] = "127.0.0.1",
     common: Common = COMMON,
 ) -> None:
-    """Show whether a principal may perform an operation, and which rule decides."""
+    """Show whether a principal may perform an operation, and which rule decides.
+
+    The rules, and the rights of others, are shown to those who may DESCRIBE the cluster.
+    """
     from millstream.broker.security.authorizer import AclSnapshot
     from millstream.broker.security.state import parse_super_users
+    from millstream.client.admin.browse import own_rights
     from millstream.client.admin.security import list_acls, super_users_setting
 
     kind, name = parse_resource(resource)
     wanted = parse_name(Operation, operation)
     check_principal(principal)
 
-    async def question(client: Client) -> tuple[AclSnapshot, bool]:
+    sufficient = [(wanted, kind, name)]
+    if (wanted, kind) == (Operation.CREATE, ResourceType.TOPIC):
+        # It allows every topic, whatever a rule for the topic denies.
+        sufficient.insert(0, (wanted, ResourceType.CLUSTER, CLUSTER_NAME))
+
+    async def question(client: Client) -> tuple[AclSnapshot, bool] | bool:
         named = await super_users_setting(client)
-        rules = await list_acls(client, AclFilter())
+        try:
+            rules = await list_acls(client, AclFilter())
+        except ClusterNotAuthorized as error:
+            allowed, caller = await own_rights(client, sufficient)
+            if caller != principal:
+                raise ClusterNotAuthorized(
+                    f"explaining the rights of others needs DESCRIBE on the cluster; you are {caller}"
+                ) from error
+            return any(allowed)
         return AclSnapshot(rules, parse_super_users(named or "")), named is not None
 
-    rules, knows_super_users = ask(common, question)
-    decision = rules.decide(principal, host, wanted, kind, name)
-    if (wanted, kind) == (Operation.CREATE, ResourceType.TOPIC):
-        # CREATE on the cluster allows every topic, whatever a rule for the topic denies.
-        decision = rules.decide(principal, host, wanted, ResourceType.CLUSTER, CLUSTER_NAME) or decision
+    found = ask(common, question)
+    if isinstance(found, bool):
+        why = "which rule decides is shown to those who may describe the cluster"
+        document: dict[str, object] = {"allowed": found, "super_user": None, "rule": None}
+        print_result(document, f"{'allowed' if found else 'denied'}: {why}", as_json=common.as_json)
+        return
+    rules, knows_super_users = found
+    decisions = [rules.decide(principal, host, *one) for one in sufficient]
+    decision = next(filter(None, decisions), decisions[-1])
     is_super_user = principal in rules.super_users
     if is_super_user:
         why = f"{principal} is a super user"
@@ -212,12 +235,14 @@ def explain(
 def _add(rules: list[Acl], common: Common) -> None:
     from millstream.client.admin.security import add_acls
 
+    check_names(rules)
     ask(common, lambda client: add_acls(client, rules))
     if common.as_json:
         print_json({"acls": [_document(acl) for acl in rules]})
         return
     for acl in rules:
-        print_line(str(acl))
+        is_pattern = acl.resource_type is not ResourceType.CLUSTER and acl.resource_name != WILDCARD
+        print_line(f"{acl} ({name_of(acl.pattern)})" if is_pattern else str(acl))
 
 
 def _remove(rules: Iterable[Acl], common: Common, *, permission: Permission = Permission.ANY) -> None:

@@ -31,29 +31,30 @@ FLAGS: Final = ("--profile", "--tls-ca", "--tls-cert", "--tls-key", "--user", "-
 SWITCHES: Final = ("--tls",)
 _WITHOUT: Final = ("serve", "certs", "demo", "config-reference", "protocol-reference")
 """Commands that connect to nothing, or to what they have started themselves."""
+_OWN_PASSWORD: Final = (("user", "create"), ("user", "password"))
 _given: dict[str, str] = {}
 
 
 def take_credentials(arguments: list[str]) -> list[str]:
     """Remove the connection flags from a command line, wherever they are; return the rest.
 
-    After the command `user`, `--password-file` is the password of that user, not of the caller.
+    After `user create` and `user password`, `--password-file` is the password of that user, not of the caller.
     """
     _given.clear()
-    command, rest, left = "", list[str](), list(arguments)
+    command, verb, rest, left = "", "", list[str](), list(arguments)
     while left and left[0] != "--" and command not in _WITHOUT:
         name, equals, value = left[0].partition("=")
         if name in SWITCHES and not equals:
             _given[left.pop(0)] = "yes"
-        elif name in FLAGS and not (command == "user" and name == "--password-file"):
+        elif name in FLAGS and not (name == "--password-file" and (command, verb) in _OWN_PASSWORD):
             left.pop(0)
             if not equals and not left:
                 raise CommandFailed(f"{name} needs a value", ExitCode.USAGE)
             _given[name] = value if equals else left.pop(0)
         else:
-            size = 1 if command or equals else 1 + SHARED.get(name, 0)
-            if not command and not name.startswith("-"):
-                command = name
+            size = 1 if verb or equals else 1 + SHARED.get(name, 0)
+            if not name.startswith("-"):
+                command, verb = command or name, (verb or name) if command else ""
             rest, left = [*rest, *left[:size]], left[size:]
     return [*rest, *left]
 
@@ -67,9 +68,13 @@ def command_credentials() -> Credentials:
     ca = _given.get("--tls-ca") or environment.get("MILLSTREAM_TLS_CA") or profile.tls_ca or None
     certificate = _given.get("--tls-cert") or profile.tls_cert or None
     key = _given.get("--tls-key") or (None if "--tls-cert" in _given else profile.tls_key or None)
-    user = _given.get("--user") or environment.get("MILLSTREAM_USER", "")
+    has_user, has_token = "--user" in _given, "--token-file" in _given
+    user = _given.get("--user") or ("" if has_token else environment.get("MILLSTREAM_USER", ""))
     password = _secret("--password-file", "MILLSTREAM_PASSWORD")
-    token = _secret("--token-file", "MILLSTREAM_TOKEN")
+    token = "" if has_user and not has_token else _secret("--token-file", "MILLSTREAM_TOKEN")
+    if user and token:
+        names = "--user and --token-file" if has_user else "MILLSTREAM_USER and MILLSTREAM_TOKEN"
+        raise CommandFailed(f"give a user with its password, or a token, not both ({names})", ExitCode.USAGE)
     if not token and user in ("", profile.user):
         # An identity is taken as a whole.
         user = profile.user
@@ -79,7 +84,7 @@ def command_credentials() -> Credentials:
     if user and not password:
         raise CommandFailed(
             f"there is no password for user {user!r}; set MILLSTREAM_PASSWORD, or pass --password-file (before the "
-            "command if that is user)",
+            "command if that is user create or user password)",
             ExitCode.USAGE,
         )
     return Credentials(
@@ -108,9 +113,9 @@ def _secret(flag: str, variable: str) -> str:
     return read_text_file(Path(path), flag=flag).rstrip("\r\n")
 
 
-def ask(common: Common, question: Callable[[Client], Awaitable[T]]) -> T:
-    """Connect, run an operation, and close."""
-    return asyncio.run(_ask(common, question))
+def ask(common: Common, question: Callable[[Client], Awaitable[T]], credentials: Credentials | None = None) -> T:
+    """Connect, with the command's credentials unless others are given, run an operation, and close."""
+    return asyncio.run(_ask(common, question, credentials or command_credentials()))
 
 
 def ask_through(common: Common, door: Callable[[Client], C], question: Callable[[C], Awaitable[T]]) -> T:
@@ -118,13 +123,13 @@ def ask_through(common: Common, door: Callable[[Client], C], question: Callable[
     return ask(common, lambda client: question(door(client)))
 
 
-async def _ask(common: Common, question: Callable[[Client], Awaitable[T]]) -> T:
+async def _ask(common: Common, question: Callable[[Client], Awaitable[T]], credentials: Credentials) -> T:
     from millstream.protocol.messages.lean_kio import import_lean_kio
     from millstream.protocol.wire.client import Client
 
     import_lean_kio()
     async with Client.connect(
-        common.brokers, client_id=CLIENT_ID, timeout_s=common.timeout, credentials=command_credentials()
+        common.brokers, client_id=CLIENT_ID, timeout_s=common.timeout, credentials=credentials
     ) as client:
         return await question(client)
 

@@ -124,15 +124,22 @@ Throttle = Annotated[
 Wait = Annotated[bool, typer.Option("--wait", help="Return when the plan has ended; Ctrl-C leaves it running.")]
 
 
+_CONNECTION_HELP: Final = (
+    "It also takes --profile, --tls, --tls-ca, --tls-cert, --tls-key, --user, --password-file and --token-file; see "
+    "millstream --help."
+)
+
+
 class Noun(typer.Typer):
     """The commands of a noun; each takes the fields of its dataclass parameters as options."""
 
     def command(self, name: str | None = None, **given: Any) -> Callable[[Any], Any]:
         """Add the function that follows as a command."""
-        add = super().command(name, **given)
 
         def add_spread(command: Callable[..., None]) -> Callable[..., None]:
-            add(spread(command))
+            taken = signature(command, eval_str=True).parameters.values()
+            epilog = _CONNECTION_HELP if any(one.annotation is Common for one in taken) else None
+            super(Noun, self).command(name, **{"epilog": epilog, **given})(spread(command))
             return command
 
         return add_spread

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.options import AsJson
-from millstream.cli.output import one_line, print_json, print_line, print_list
+from millstream.cli.output import one_line, print_json, print_line, print_list, print_note
+from millstream.core.errors import InvalidSetting
 
 if TYPE_CHECKING:
     from millstream.client.profile import Profile
@@ -22,14 +23,19 @@ def list_(as_json: AsJson = False) -> None:
     """List the profiles of this user."""
     from millstream.client.profile import profile_file, read_profiles
 
-    profiles = sorted(read_profiles().items())
+    found = sorted(read_profiles().items())
+    profiles = [(name, one) for name, one in found if not isinstance(one, InvalidSetting)]
+    problems = [str(one) for _, one in found if isinstance(one, InvalidSetting)]
+    listed = [{"profile": name, **profile.shown()} for name, profile in profiles]
     print_list(
-        {"file": str(profile_file()), "profiles": [{"profile": name, **profile.shown()} for name, profile in profiles]},
+        {"file": str(profile_file()), "profiles": listed, "problems": problems},
         ("profile", "brokers", "tls", "identity"),
         [[name, profile.brokers, profile.has_tls, _identity(profile)] for name, profile in profiles],
         empty=f"No profiles; describe some in {profile_file()}.",
         as_json=as_json,
     )
+    for problem in problems if not as_json else ():
+        print_note(problem)
 
 
 @app.command("show")

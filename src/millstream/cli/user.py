@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, command_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag, read_text_file
 from millstream.cli.output import counted, print_list, print_noted, print_result
 from millstream.core.credential import SecurityChange, new_credentials, user_principal
+from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, ClusterNotAuthorized
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
@@ -114,10 +117,31 @@ def _put(name: str, secret: str, common: Common, *, is_new: bool) -> None:
     async def question(client: Client) -> None:
         from millstream.client.admin.security import list_users, put_user
 
-        _check_new(name, name in await list_users(client), is_new=is_new)
-        await put_user(client, name, secret)
+        try:
+            _check_new(name, name in await list_users(client), is_new=is_new)
+        except ClusterNotAuthorized as error:
+            if is_new:
+                raise ClusterNotAuthorized("creating a user needs DESCRIBE and ALTER on the cluster") from error
+            # Users may change their own password without the right to list users.
+        try:
+            await put_user(client, name, secret)
+        except ClusterNotAuthorized as error:
+            raise ClusterNotAuthorized(
+                f"changing another user's password needs ALTER on the cluster; everyone who signs in with a password "
+                f"may change it ({error})"
+            ) from error
 
-    ask(common, question)
+    try:
+        ask(common, question)
+    except BrokerUnreachable:
+        # Another password closes the connections of the user, even the one that asked for it.
+        mine = command_credentials()
+        if mine.user != name:
+            raise
+        with suppress(AuthenticationFailed):
+            ask(common, lambda client: client.metadata([]), replace(mine, password=secret))
+            return
+        raise
 
 
 def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, password_file: str, *, is_new: bool) -> bool:

@@ -86,8 +86,28 @@ def profile_file() -> Path:
     return (Path(config) if config else Path("~/.config").expanduser()) / "millstream" / "profiles.toml"
 
 
-def read_profiles() -> dict[str, Profile]:
-    """Read every profile of this user; none if there is no file. No error contains a secret."""
+def read_profiles() -> dict[str, Profile | InvalidSetting]:
+    """Read every profile of this user, or why it cannot be used. No error contains a secret."""
+    found: dict[str, Profile | InvalidSetting] = {}
+    for name, table in _tables().items():
+        try:
+            found[name] = _profile(name, table, profile_file())
+        except InvalidSetting as error:
+            found[name] = error
+    return found
+
+
+def load_profile(name: str) -> Profile:
+    """Return the profile with this name, or raise `NotFound`; mistakes in others do not matter."""
+    tables = _tables()
+    if name not in tables:
+        known = suggestion(name, tables) or (f"; it has {', '.join(sorted(tables))}" if tables else "")
+        raise NotFound(f"there is no profile {name!r} in {profile_file()}{known}")
+    return _profile(name, tables[name], profile_file())
+
+
+def _tables() -> dict[str, Any]:
+    """Return the contents of the file; nothing if there is none."""
     path = profile_file()
     try:
         with path.open("rb") as file:
@@ -99,19 +119,9 @@ def read_profiles() -> dict[str, Profile]:
         raise InvalidSetting(f"profiles {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidSetting(f"profiles {path} is not valid TOML: {_position(error)}") from None
-    found = {name: _profile(name, table, path) for name, table in tables.items()}
-    if exposed and any(one.password or one.token for one in found.values()):
+    if exposed and any(isinstance(table, dict) and not table.keys().isdisjoint(_SECRETS) for table in tables.values()):
         raise InvalidSetting(f"profiles {path} holds a secret and is not used: {exposed}")
-    return found
-
-
-def load_profile(name: str) -> Profile:
-    """Return the profile with this name, or raise `NotFound`."""
-    profiles = read_profiles()
-    if name not in profiles:
-        known = suggestion(name, profiles) or (f"; it has {', '.join(sorted(profiles))}" if profiles else "")
-        raise NotFound(f"there is no profile {name!r} in {profile_file()}{known}")
-    return profiles[name]
+    return tables
 
 
 def _profile(name: str, table: object, path: Path) -> Profile:

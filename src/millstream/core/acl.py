@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from types import MappingProxyType
@@ -266,6 +266,15 @@ def parse_rules(
         ).check()
         for operation in operations.split(",")
     ]
+
+
+def check_names(rules: Iterable[Acl]) -> None:
+    """Raise `InvalidRequest` for a new rule whose name looks like a pattern: only `*` alone is one."""
+    for rule in rules:
+        name = rule.resource_name
+        if name != WILDCARD and name.endswith(WILDCARD):
+            what = f"{name_of(rule.resource_type)}:{name.rstrip(WILDCARD)}"
+            raise InvalidRequest(f"{name!r} would be taken literally; use --prefixed {what}")
 
 
 def parse_resource(text: str) -> tuple[ResourceType, str]:

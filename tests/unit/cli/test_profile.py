@@ -10,6 +10,7 @@ import pytest
 from millstream.cli import connection
 from millstream.cli.app import call
 from millstream.cli.connection import command_credentials, take_credentials
+from millstream.cli.exit_code import CommandFailed
 from millstream.client.connection import connect
 from millstream.client.profile import load_profile, profile_file, read_profiles
 from millstream.core.errors import InvalidRequest, InvalidSetting, NotFound
@@ -75,6 +76,42 @@ def test_the_callers_password_file_stands_before_the_command_that_has_one(tmp_pa
     assert rest == [*(one for one in before if one not in ("--tls-cert", "user")), "user", "create", "alice", *new]
     if "--tls-cert" not in before:
         assert (command_credentials().user, command_credentials().password) == ("admin", "with a space ")
+
+
+def test_the_callers_password_file_is_taken_after_other_commands_about_users(tmp_path: Path) -> None:
+    (tmp_path / "word").write_text(WORD)
+    mine = ["--user", "bob", "--password-file", str(tmp_path / "word")]
+    assert take_credentials(["user", "--brokers", "create", "list", *mine]) == ["user", "--brokers", "create", "list"]
+    assert (command_credentials().user, command_credentials().password) == ("bob", WORD)
+
+
+def test_a_user_and_a_token_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    by_token = ["--token-file", str(tmp_path / "token")]
+    take_credentials(["topic", "list", "--user", "bob", *by_token])
+    with pytest.raises(CommandFailed, match=r"not both \(--user and --token-file\)"):
+        command_credentials()
+    monkeypatch.setenv("MILLSTREAM_USER", "bob")
+    monkeypatch.setenv("MILLSTREAM_PASSWORD", WORD)
+    take_credentials(["topic", "list", *by_token])
+    token = command_credentials().token
+    assert (command_credentials().user, token and token()) == ("", TOKEN)
+    monkeypatch.setenv("MILLSTREAM_TOKEN", TOKEN)
+    take_credentials(["topic", "list"])
+    with pytest.raises(CommandFailed, match="MILLSTREAM_USER and MILLSTREAM_TOKEN"):
+        command_credentials()
+    take_credentials(["topic", "list", "--user", "carol"])
+    assert (command_credentials().user, command_credentials().token) == ("carol", None)
+
+
+def test_a_mistake_in_a_profile_concerns_only_that_one(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profiles.write_text(profiles.read_text() + '[typo]\nbroker = "a:1"\n')
+    assert load_profile("ci").brokers == "ci.example:9092"
+    with pytest.raises(InvalidSetting, match="'broker'"):
+        load_profile("typo")
+    assert call(["profile", "list"]) == 0
+    printed = capsys.readouterr()
+    assert ("ci.example:9092" in printed.out, "profile 'typo' has an unknown key" in printed.err) == (True, True)
 
 
 def test_a_flag_wins_over_a_variable_and_that_over_the_profile(

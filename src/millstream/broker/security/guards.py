@@ -314,7 +314,6 @@ def _refuse_all(response: type, **fields: Any) -> Callable[[Any], Any]:
 _GUARDS[29] = _on_cluster(DESCRIBE)  # DescribeAcls
 _GUARDS[30] = _GUARDS[31] = _on_cluster(ALTER)  # CreateAcls, DeleteAcls
 _GUARDS[50] = _on_cluster(DESCRIBE)  # DescribeUserScramCredentials
-_GUARDS[51] = _on_cluster(ALTER)  # AlterUserScramCredentials
 _GUARDS[57] = _on_cluster(ALTER)  # UpdateFeatures
 # WriteTxnMarkers; with ALTER, an administrator ends a transaction that hangs.
 _GUARDS[27] = _on_cluster(CLUSTER_ACTION, _refuse_markers, or_else=ALTER)
@@ -716,6 +715,18 @@ async def _offset_fetch(api: Any, request: Any, client: Any, rights: Rights) -> 
 def _is_visible(rights: Rights, topic: Any) -> bool:
     name = topic.name if topic.topic_id is None else rights.topic_name(topic.topic_id)
     return name is None or rights.topic(DESCRIBE, name)
+
+
+@_guards(51)
+async def _alter_users(api: Any, request: Any, client: Any, rights: Rights) -> Any:
+    """AlterUserScramCredentials: ALTER on the cluster; nothing for one's own password, after signing in with it."""
+    verified = None if client.session is None else client.session.verified
+    own = None
+    if verified is not None and verified.credential is not None and not verified.tokens:
+        own = verified.credential.user
+    if request.deletions or any(one.name != own for one in request.upsertions):
+        rights.require(ALTER, CLUSTER)
+    return await api.handle(request, client)
 
 
 # -- transactions -------------------------------------------------------------------------------------------------

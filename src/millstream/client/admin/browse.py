@@ -153,11 +153,19 @@ async def _sums_of(client: Client, node: NodeId) -> NodeSumsResponse:
 
 async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:
     """Return whether the client may do each of these."""
+    return (await own_rights(client, asked))[0]
+
+
+async def own_rights(client: Client, asked: Sequence[Right]) -> tuple[list[bool], str]:
+    """Return the same, and the client's principal; empty where clients are not authorized."""
     allowed: list[bool] = []
+    principal = ""
     for at in range(0, len(asked), RIGHTS_MAX):
         part = [(int(operation), int(kind), name) for operation, kind, name in asked[at : at + RIGHTS_MAX]]
-        allowed += (await _request(client, None, RIGHTS_KEY, ListRightsRequest(asked=part), ListRightsResponse)).allowed
-    return allowed
+        found = await _request(client, None, RIGHTS_KEY, ListRightsRequest(asked=part), ListRightsResponse)
+        allowed += found.allowed
+        principal = found.principal
+    return allowed, principal
 
 
 async def note_reading(client: Client, request: NoteReadingRequest) -> None:

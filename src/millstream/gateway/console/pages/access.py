@@ -27,11 +27,12 @@ from millstream.core.acl import (
     PatternType,
     Permission,
     ResourceType,
+    check_names,
     name_of,
     parse_name,
     parse_rules,
 )
-from millstream.core.errors import MillstreamError
+from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.core.quota import CONSUMER_BYTE_RATE, LIMITS, PRODUCER_BYTE_RATE, QuotaEntity
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change, command, done
@@ -45,21 +46,24 @@ async def show(visit: Visit) -> Response:
     """Show users, tokens, access rules and quotas, as far as the person may see them."""
     client = visit.services.client
     problems: list[str] = []
+    hidden: set[str] = set()
 
-    async def seen(asked: Awaitable[Any], empty: Any) -> Any:
+    async def seen(what: str, asked: Awaitable[Any], empty: Any) -> Any:
         try:
             return await asked
+        except NotAuthorized:
+            hidden.add(what)
         except MillstreamError as error:
             problems.append(str(error))
-            return empty
+        return empty
 
-    rules = sorted(await seen(list_acls(client, AclFilter()), []))
+    rules = sorted(await seen("rules", list_acls(client, AclFilter()), []))
     found = [(one, _words(one)) for one in rules]
     matching = [(one, words) for one, words in found if visit.search.lower() in " ".join(words).lower()]
-    quotas: dict[QuotaEntity, dict[str, float]] = await seen(list_quotas(client), {})
+    quotas: dict[QuotaEntity, dict[str, float]] = await seen("quotas", list_quotas(client), {})
     context = {
-        "users": sorted((await seen(list_users(client), {})).items())[:SHOWN],
-        "tokens": list(await seen(list_tokens(client), []))[:SHOWN],
+        "users": sorted((await seen("users", list_users(client), {})).items())[:SHOWN],
+        "tokens": list(await seen("tokens", list_tokens(client), []))[:SHOWN],
         "rules": matching[:SHOWN],
         "rules_total": len(matching),
         "search": visit.search,
@@ -68,6 +72,7 @@ async def show(visit: Visit) -> Response:
             for entity, limits in quotas.items()
         ][:SHOWN],
         "problems": sorted(set(problems)),
+        "hidden": hidden,
         "types": [name_of(one) for one in _TYPES],
         "operations": [name_of(one) for one in _OPERATIONS],
         "may_alter": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
@@ -146,6 +151,7 @@ async def allow(visit: Visit) -> Response:
     resource = kind if kind == "cluster" else f"{kind}:{name}"
     is_prefixed = visit.text("prefixed") == "1"
     rules = parse_rules(parse_name(Permission, verb), principal, operations, resource, is_prefixed, host or WILDCARD)
+    check_names(rules)
     await add_acls(visit.services.client, rules)
     flags = (*(("--prefixed",) if is_prefixed else ()), *(("--host", host) if host else ()))
     return _done("The rule is added", "acl", verb, principal, operations, resource, *flags)
