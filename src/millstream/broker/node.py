@@ -296,6 +296,7 @@ class Broker:
         dispatch = Dispatch()
         limits = ConnectionLimits(frame_bytes_max=config.request_bytes_max)
         listener = self._listener(dispatch, limits, budget, core.node.topics.broker_settings)
+        self._listeners.warn(core.node.declared.security)
         self._revoked = await self._listeners.start(
             listener, dispatch, limits, core.node.declared.security, core.membership, self._supervise
         )

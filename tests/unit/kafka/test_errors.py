@@ -9,7 +9,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.kafka.api import error_code, error_message
 from millstream.core import errors
-from millstream.protocol.wire.error_codes import TRANSIENT, code_name, error_from_code
+from millstream.protocol.wire.error_codes import TRANSIENT, code_name, error_from_code, no_coordinator_error
 
 # These never reach a client, so their codes do not matter.
 INTERNAL: set[type[errors.MillstreamError]] = {
@@ -80,3 +80,11 @@ def test_transient_errors_are_recognized() -> None:
     assert isinstance(error_from_code(6, None, about="x"), TRANSIENT)
     assert isinstance(error_from_code(14, None, about="x"), TRANSIENT)
     assert not isinstance(error_from_code(3, None, about="x"), TRANSIENT)
+
+
+def test_a_refused_coordinator_says_what_to_grant() -> None:
+    refused = no_coordinator_error(53, None, "spark/a/0")
+    assert isinstance(refused, errors.TransactionNotAuthorized)
+    assert str(refused) == "not authorized; this needs WRITE on transactional_id:spark/a/0 or on a prefix of it"
+    assert str(no_coordinator_error(30, None, "pipeline-a")) == "not authorized; this needs READ on group:pipeline-a"
+    assert str(no_coordinator_error(15, None, "a")).startswith("coordinator of 'a': ")

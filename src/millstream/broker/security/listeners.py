@@ -7,6 +7,7 @@ their own processes, which know the machine's secret. The nodes of a cluster and
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 from collections.abc import Collection, Mapping
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from millstream.broker.security.gate import Knowledge, RevokedSessions
     from millstream.broker.security.sasl import Passwords
     from millstream.broker.security.tls import FollowedTls
+
+_logger = logging.getLogger(__name__)
 
 INTERNAL: Final = "internal"
 """The listener for the processes of a node that is alone."""
@@ -88,6 +91,31 @@ class Listeners:
         self._passwords: Passwords | None = None
         self.knowledge: Knowledge | None = None
         """Identifies accepted clients; None without authentication."""
+
+    def warn(self, state: SecurityState) -> None:
+        """Log what is probably a mistake, though it can be meant."""
+        config = self._config
+        if not config.authorizes:
+            if config.super_users:
+                _logger.warning("--super-users has no effect without --auth required: everyone may do everything")
+            if config.insecure and state.credentials:
+                _logger.warning(
+                    "--insecure without --auth required: there are users, but no client has to sign in, and everyone "
+                    "who reaches this node can read, write and delete everything"
+                )
+        elif not (state.credentials or state.snapshot.acls or config.super_users):
+            _logger.warning(
+                "--auth required, but there is no user, no access rule and no super user: no client may do anything; "
+                "stop the node, create a user with `millstream user create NAME --data DIR`, and start it with "
+                "--super-users NAME"
+            )
+        for listener in config.all_listeners:
+            if listener.requires_authentication and not (listener.is_loopback or listener.tls_cert):
+                _logger.warning(
+                    "%s requires authentication without TLS: others on the network can read and change every message, "
+                    "and can guess passwords from the sign-ins that they record; give --tls-cert and --tls-key",
+                    listener.address,
+                )
 
     def check(self) -> None:
         """Raise `InvalidSetting` for invalid listeners, and for those that are open to everyone."""

@@ -35,7 +35,7 @@ from millstream.protocol.wire import fetch, list_offsets, produce
 from millstream.protocol.wire.channel import BORROWED_MAX, Channel, Pool
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS, Credentials
-from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code, no_coordinator_error
 from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchedPartition, FetchLimits
 from millstream.protocol.wire.list_offsets import Listed, ListedOffset
 from millstream.protocol.wire.produce import Produced
@@ -509,7 +509,7 @@ class Client:
         request = FindCoordinatorRequest(key_type=i8(kind), coordinator_keys=(name,))
         response = (await self.send(None, request)).coordinators[0]
         if response.error_code:
-            raise error_from_code(response.error_code, response.error_message, about=f"coordinator of {name!r}")
+            raise no_coordinator_error(response.error_code, response.error_message, name)
         node_id = NodeId(response.node_id)
         self._nodes[node_id] = NodeMetadata(node_id=node_id, host=response.host, port=response.port, rack=None)
         return node_id

@@ -146,6 +146,18 @@ def no_producer_error(code: int) -> errors.MillstreamError:
     return error_from_code(code, reason, about="publishing")
 
 
+def no_coordinator_error(code: int, message: str | None, name: str) -> errors.MillstreamError:
+    """Build the error for a code with which a broker refuses to name the coordinator of a group or transactional id."""
+    rights: dict[type[errors.MillstreamError], str] = {
+        errors.GroupNotAuthorized: f"READ on group:{name}",
+        errors.TransactionNotAuthorized: f"WRITE on transactional_id:{name} or on a prefix of it",
+    }
+    needed = rights.get(_ERRORS.get(code, errors.MillstreamError))
+    if needed is not None:
+        return error_from_code(code, f"not authorized; this needs {needed}")
+    return error_from_code(code, message, about=f"coordinator of {name!r}")
+
+
 def code_name(code: int) -> str:
     """Return the name of an error code in Kafka's documentation."""
     from kio.schema.errors import ErrorCode

@@ -10,7 +10,7 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.error_codes import error_from_code, no_coordinator_error
 
 CLASSIC: Final = "classic"
 GROUP_COORDINATOR: Final = 0
@@ -88,8 +88,7 @@ async def _coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeI
     for part in _parts(names):
         asked = messages.FindCoordinatorRequest(key_type=GROUP_COORDINATOR, coordinator_keys=tuple(part))
         for one in (await client.send(None, asked)).coordinators:
-            about = f"coordinator of {one.key!r}"
-            refused = error_from_code(one.error_code, one.error_message, about=about) if one.error_code else None
+            refused = no_coordinator_error(one.error_code, one.error_message, one.key) if one.error_code else None
             found[one.key] = refused or NodeId(one.node_id)
     return found
 
