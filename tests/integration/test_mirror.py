@@ -407,6 +407,10 @@ def test_backlogs_and_letters_are_those_of_the_source_before_and_after_a_failove
         # Berlin was asked for letters first; what counts is which of them paris has closed.
         refused = berlin("dlq", "show", dead)
         assert mirror in refused.err
+        for command in ("redrive", "purge"):
+            refused = berlin("dlq", command, dead)
+            assert mirror in refused.err
+            assert "within a minute" not in refused.err
         redriven = paris("dlq", "redrive", workers, "--limit", "1")
         assert redriven.code == 0, redriven.err
         left = 2
@@ -414,6 +418,7 @@ def test_backlogs_and_letters_are_those_of_the_source_before_and_after_a_failove
         wait_for(lambda: backlog_of(berlin, letters) == backlog_of(paris, letters) == 2, what="the letter is closed")
         wait_for(lambda: backlog_of(berlin, workers) == 3, what="its message is delivered again")
     assert berlin("mirror", "failover", mirror, "--topics", topic).code == 0
+    assert "here since a failover" in berlin("mirror", "describe", mirror).out
     assert letters_in(berlin, dead) == left
     wait_for(lambda: backlog_of(berlin, workers) == 5 - left, what="the queue is open")
     redriven = berlin("dlq", "redrive", dead, "--json")
@@ -424,6 +429,13 @@ def test_backlogs_and_letters_are_those_of_the_source_before_and_after_a_failove
     # Nothing keeps the topic of the letters any more.
     assert berlin("topic", "delete", dead, "--yes").code == 0
     assert berlin("mirror", "delete", mirror).code == 0
+
+
+def test_a_mirror_of_a_source_that_does_not_respond_is_created_with_a_warning(berlin: CommandLine, topic: str) -> None:
+    made = berlin("mirror", "create", topic, "--from", "127.0.0.1:1")
+    assert made.code == 0
+    assert "not connected to its source yet" in made.err
+    assert berlin("mirror", "delete", topic).code == 0
 
 
 def test_what_is_deleted_here_comes_back_with_its_state(paris: CommandLine, berlin: CommandLine, topic: str) -> None:

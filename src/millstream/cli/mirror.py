@@ -46,6 +46,8 @@ T = TypeVar("T")
 SECRETS = frozenset({"password", "token"})
 PARTITIONS_SHOWN_MAX = 50
 LONG_WAIT = Common(timeout=60.0)
+CONNECT_S = 3.0
+"""How long `create` waits for a connection to the source before it warns that there is none."""
 
 Name = Annotated[str, typer.Argument(metavar="MIRROR", help="The name of the mirror.", show_default=False)]
 Topics = Annotated[
@@ -147,6 +149,12 @@ def create(
     chosen = {key: text for key, text in given.items() if text}
     _ask(common, lambda mirrors: mirrors.create(name, chosen))
     print_result({"mirror": name}, f"Mirror {name} copies from {source}.", as_json=common.as_json)
+    problem = _ask(common, lambda mirrors: mirrors.connection_problem(name, wait_s=CONNECT_S))
+    if problem:
+        print_note(
+            f"It is not connected to its source yet, and keeps trying ({one_line(problem)}); `millstream mirror "
+            f"describe {name}` shows whether it is"
+        )
 
 
 @app.command("list")
@@ -188,7 +196,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
         if len(described["partitions"]) > len(shown):
             print_line(f"… and {len(described['partitions']) - len(shown)} more; --json shows all")
     for note in described["notes"]:
-        print_note(one_line(note))
+        print_line(one_line(note))
 
 
 @app.command("update")

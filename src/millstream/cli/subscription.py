@@ -421,7 +421,8 @@ def leases(
         print_json({"subscription": name, "leases": [one._asdict() for one in held.leases], "left_out": held.left_out})
         return
     if not held.leases:
-        print_line("No worker holds a message.")
+        elsewhere = f" here; at the source of this copy, workers hold {counted(held.left_out, 'message')}"
+        print_line(f"No worker holds a message{elsewhere if held.left_out else ''}.")
         return
     header = ("topic", "partition", "start", "end", "attempt", "ends-in", "worker", "client-id", "address")
     rows = [

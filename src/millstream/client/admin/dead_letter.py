@@ -620,6 +620,7 @@ class Outcome:
     is_stopped: bool = False
     """Set by the caller to end early, after the letters in progress."""
     has_begun: bool = False
+    """Whether letters were taken, which are held back from other commands until they are closed or released."""
     in_progress: int = 0
     """Letters that are processed at the moment; after an interruption they may or may not be closed."""
 
@@ -659,7 +660,6 @@ async def process_letters(
 ) -> None:
     """Process every matching open letter, and close it unless `keep` is set; without an act, close many at a time."""
     await desk.open()
-    outcome.has_begun = True
     async with desk.holding():
         await _pass(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, on_progress=on_progress)
     outcome.end(desk)
@@ -684,7 +684,6 @@ async def redrive_letters(
         chosen.append(without_content(letter))
 
     await desk.open()
-    outcome.has_begun = True
     done = 0
     async with desk.holding():
         while True:
@@ -794,6 +793,7 @@ async def _pass(
         return BATCH if wanted is not None and left > 0 else left
 
     async for letters in desk.letters(missing):
+        outcome.has_begun = True
         closing: list[LeasedMessage] = []
         for letter in letters:
             if outcome.is_stopped or (limit is not None and outcome.done + len(closing) >= limit):

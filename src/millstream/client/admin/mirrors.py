@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidMirror, MillstreamError, MirrorExists, NotFound, RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.core.regex import compile_regex
@@ -49,6 +50,18 @@ class MirrorClient:
     async def create(self, name: str, settings: Mapping[str, str], *, is_wanted: bool = True) -> None:
         """Declare a mirror."""
         await self._request(None, CREATE_KEY, NewMirror(name=name, settings=dict(settings), wanted=is_wanted), Response)
+
+    async def connection_problem(self, name: str, *, wait_s: float) -> str:
+        """Wait until a mirror runs; return why it does not by then, or an empty text."""
+        loop = asyncio.get_running_loop()
+        started, backoff = loop.time(), Backoff(max_s=SETTLE_LOOK_S)
+        while True:
+            (described,) = await self.describe([name])
+            if described["state"] == "running":
+                return ""
+            if described["error"] or loop.time() - started > wait_s:
+                return str(described["error"]) or "the source has not responded"
+            await backoff.pause()
 
     async def alter(self, name: str, settings: Mapping[str, str | None]) -> None:
         """Change settings; None resets one to its default."""

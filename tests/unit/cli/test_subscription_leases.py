@@ -1,0 +1,23 @@
+"""`millstream subscription leases` where no lease can be shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.cli import subscription
+from millstream.protocol.private.subscriptions import HeldLeases
+
+
+@pytest.mark.parametrize(
+    ("left_out", "shown"),
+    [
+        (0, "No worker holds a message.\n"),
+        (19, "No worker holds a message here; at the source of this copy, workers hold 19 messages.\n"),
+    ],
+)
+def test_messages_that_workers_of_the_source_hold_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left_out: int, shown: str
+) -> None:
+    monkeypatch.setattr(subscription, "_ask", lambda *_: HeldLeases([], left_out))
+    subscription.leases("workers")
+    assert capsys.readouterr().out == shown
