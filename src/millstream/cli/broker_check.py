@@ -15,6 +15,7 @@ from millstream.cli.doctor import Finding, ok, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import counted
 from millstream.client.admin.cluster_status import DamagedOffsets, damage_in, node_status
+from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.pipelines import PipelineClient, pipeline_warnings
 from millstream.client.admin.topics import min_in_sync
 from millstream.core.errors import (
@@ -47,6 +48,24 @@ def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> lis
     """Return the findings about described pipelines."""
     found = [warning("pipelines", one.text, one.advice) for one in pipeline_warnings(pipelines, now_ms=now_ms)]
     return found or [ok("pipelines", f"{counted(len(pipelines), 'pipeline')}, all healthy")]
+
+
+async def check_mirrors(client: Client) -> list[Finding]:
+    """Check all mirrors, if any are declared."""
+    try:
+        mirrors = await MirrorClient(client).describe()
+    except MillstreamError as error:
+        return [warning("mirrors", f"the state of the mirrors is unavailable: {error}", "see the broker's log")]
+    failing = [
+        warning(
+            "mirrors",
+            f"mirror {one['mirror']} is {one['state']}: {one['error']}",
+            f"check its source; millstream mirror describe {one['mirror']} shows its copies",
+        )
+        for one in mirrors
+        if one["error"]
+    ]
+    return failing or ([ok("mirrors", f"{counted(len(mirrors), 'mirror')}, none failing")] if mirrors else [])
 
 
 CLOCK_SKEW_MS_MAX = 5_000
@@ -148,7 +167,8 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     responses = [one for one in statuses.values() if one]
     damage = [*_damage(_lost_of_all(statuses)), *_refused_letters(responses)]
     findings = [_version(responses), *_readiness(statuses), *_warned(responses), *damage, clock]
-    return [*findings, *await check_pipelines(client, status), *_held(responses), await _http(status)]
+    declared = [*await check_pipelines(client, status), *await check_mirrors(client)]
+    return [*findings, *declared, *_held(responses), await _http(status)]
 
 
 def _version(statuses: Iterable[Mapping[str, Any]]) -> Finding:

@@ -15,9 +15,11 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.mirror import follower
-from millstream.broker.mirror.copier import Copier, Copy
+from millstream.broker.mirror.copier import SILENT_MS, Copier, Copy
 from millstream.broker.mirror.follower import Follower
 from millstream.cli import mirror as mirror_commands
+from millstream.cli.broker_check import check_mirrors
+from millstream.cli.doctor import Severity
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import Common
 from millstream.client.admin.mirrors import MirrorClient
@@ -241,6 +243,32 @@ class Nodes:
         if response is None:
             raise RequestTimedOut(f"node {node} does not respond")
         return memoryview(encode(MirrorDescriptions(mirrors=[response])))
+
+
+@pytest.mark.parametrize(("is_behind", "lag"), [(False, None), (True, 5)])
+@pytest.mark.parametrize("failure", ["an error", "silence"])
+def test_a_copy_that_had_everything_has_no_known_lag_while_its_source_fails(
+    is_behind: bool, lag: int | None, failure: str
+) -> None:
+    partition: Any = SimpleNamespace(high_watermark=10)
+    copy = Copy(partition, WHERE, source_end=15 if is_behind else 10, heard_ms=1000)
+    now_ms = 1000
+    assert copy.lag(now_ms) == (lag or 0)
+    if failure == "an error":
+        copy.error = "the source cannot be reached"
+    else:
+        now_ms += SILENT_MS + 1
+    assert copy.lag(now_ms) == lag
+    assert copy.lag_ms(1000 + SILENT_MS + 1) == 1000 + SILENT_MS + 1 - (0 if is_behind else 1000)
+
+
+async def test_a_failing_mirror_is_a_finding_of_doctor() -> None:
+    healthy, failing = described_by(0, 1, 0), described_by(0, 1, 0)
+    failing["report"] |= {"state": "retrying", "error": "refused"}
+    clients: list[Any] = [Nodes(healthy), Nodes(failing), Nodes(None)]
+    found = [one for client in clients for one in await check_mirrors(client)]
+    assert [one.severity for one in found] == [Severity.OK, Severity.WARNING, Severity.WARNING]
+    assert found[1].detail == "mirror paris is retrying: refused"
 
 
 async def test_lags_that_are_not_known_are_counted() -> None:

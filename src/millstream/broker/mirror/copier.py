@@ -124,15 +124,23 @@ class Copy:
         return Offset(min(limits)) if limits else None
 
     @property
-    def lag(self) -> int | None:
-        """How many offsets of the source clients cannot read here; None if that is unknown."""
-        return None if self.source_end < 0 else max(0, self.source_end - self.partition.high_watermark)
+    def _behind(self) -> int:
+        """How many offsets clients could not read here of those that the source had when it last responded."""
+        return max(0, self.source_end - self.partition.high_watermark)
+
+    def lag(self, now_ms: int) -> int | None:
+        """How many offsets of the source clients cannot read here, at least; None if that is unknown.
+
+        A source that does not respond may have more than it had when the copy had everything.
+        """
+        is_silent = bool(self.error) or now_ms - self.heard_ms > SILENT_MS
+        return None if self.source_end < 0 or (not self._behind and is_silent) else self._behind
 
     def lag_ms(self, now_ms: int) -> int | None:
         """For how long the copy has been behind, or the source has not said whether it is; None before it has."""
-        if self.lag is None:
+        if self.source_end < 0:
             return None
-        if self.lag:
+        if self._behind:
             return max(0, now_ms - self.caught_up_ms)
         silent_ms = now_ms - self.heard_ms
         return silent_ms if silent_ms > SILENT_MS else 0

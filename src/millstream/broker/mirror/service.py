@@ -228,7 +228,7 @@ class MirrorRun:
                     "source_end": copy.source_end,
                     "end": copy.end,
                     "exposed": copy.partition.high_watermark,
-                    "lag": copy.lag,
+                    "lag": copy.lag(now_ms),
                     "lag_ms": copy.lag_ms(now_ms),
                     "epoch": copy.partition.leader_epoch,
                     "error": copy.error,
@@ -930,7 +930,7 @@ class MirrorService:
             "millstream_mirror_lag",
             "gauge",
             "Offsets of the source that clients cannot read here yet.",
-            by_copy(lambda copy: copy.lag),
+            by_copy(lambda copy: copy.lag(now_ms)),
         )
         yield Metric(
             "millstream_mirror_lag_seconds",
@@ -941,9 +941,12 @@ class MirrorService:
         yield Metric(
             "millstream_mirror_lag_unknown",
             "gauge",
-            "Copies whose lag is unknown, because their source has not responded yet.",
+            "Copies whose lag is unknown, because their source does not respond.",
             [
-                Sample(len(self.led(name)) - sum(copy.lag is not None for copy in run.copies()), (("mirror", name),))
+                Sample(
+                    len(self.led(name)) - sum(copy.lag(now_ms) is not None for copy in run.copies()),
+                    (("mirror", name),),
+                )
                 for name, run in runs
             ],
         )
