@@ -35,7 +35,6 @@ from millstream.broker.log.store import LogStore
 from millstream.broker.mirror import follower as follower_module
 from millstream.broker.mirror import service as service_module
 from millstream.broker.mirror.declared import Mirrors
-from millstream.broker.mirror.follower import APPLIED
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.replication.partition import Partition
 from millstream.core import ids
@@ -56,7 +55,7 @@ from millstream.protocol.records.control import Marker, read_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 from millstream.protocol.wire.fetch import FetchedPartition
-from millstream.protocol.wire.group_offsets import Commit
+from millstream.protocol.wire.group_offsets import MIRRORED, Commit
 from millstream_testing.files import MemoryFiles
 from millstream_testing.simulation.clock import SimulatedClock
 from millstream_testing.simulation.entropy import seeded_entropy
@@ -757,7 +756,7 @@ async def _commits_by_group(site: Site, names: Sequence[str]) -> dict[str, dict[
     applied = site.store.applied
     return {
         name: {
-            where: Commit(offset, APPLIED if applied.get(where) == offset else "")
+            where: Commit(offset, MIRRORED if applied.get(where) == offset else "")
             for where, offset in site.store.groups.items()
         }
         for name in names

@@ -46,6 +46,7 @@ from millstream.protocol.private.mirror_messages import (
 from millstream.protocol.wire.admin_requests import topic_configs
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.group_offsets import (
+    MIRRORED,
     Commit,
     commit_offsets,
     commits_by_group,
@@ -70,8 +71,6 @@ ARRIVAL_S: Final = 30.0
 ARRIVAL_WAIT_S: Final = 5.0
 NOTICE_LOST_S: Final = 5.0
 """After how long the owner asks all nodes whether clients wait at a commit, although none has reported it."""
-APPLIED: Final = "mirrored"
-"""The metadata of offsets that a mirror has committed. Kafka Streams decodes metadata from base64, which this is."""
 TORN: Final = "offsets after a failover"
 """The key of the note that offsets of groups are not applied any more."""
 CONFIGS_S: Final = 10.0
@@ -223,7 +222,7 @@ class Follower:
             found |= fresh
         for letters in origins:
             self._run.notes.pop(f"letters {letters}", None)
-        for letters in filter(settings.excludes, found):
+        for letters in filter(settings.excludes, found - copied):
             self._run.notes[f"letters {letters}"] = (
                 f"dead letter topic {letters!r} is excluded, so the dead letters of mirrored subscriptions stay on the "
                 "source; after a failover they are not here, and their messages are not delivered"
@@ -550,7 +549,7 @@ class Follower:
                 }
                 changed = {where: offset for where, offset in changed.items() if where not in own}
                 if changed:
-                    await commit_offsets(self._service.client(), group, changed, metadata=APPLIED)
+                    await commit_offsets(self._service.client(), group, changed, metadata=MIRRORED)
             except GroupNotEmpty:
                 self._run.notes[key] = f"group {group!r} has members here, so its offsets are not mirrored"
                 continue
@@ -567,7 +566,7 @@ class Follower:
 
         An old source that follows may have offsets of records that it has dropped.
         """
-        return commit.metadata != APPLIED and where.topic not in self._cuts()
+        return commit.metadata != MIRRORED and where.topic not in self._cuts()
 
     def _cuts(self) -> Vector:
         """Return where copies were cut by a failover, as far as this node knows."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
 from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import (
     GroupNotEmpty,
     InvalidRequest,
     MillstreamError,
+    MirroredTopic,
+    NotAuthorized,
     NotFound,
     ProtocolViolation,
     UnknownGroup,
@@ -26,8 +29,10 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.group_offsets import (
     CLASSIC,
+    MIRRORED,
     Committed,
     busy_sentence,
+    commits_of,
     committed_by_group,
     committed_offsets,
     list_groups,
@@ -327,14 +332,31 @@ async def plan_reset(
 ) -> list[tuple[TopicPartition, int | None, int]]:
     """Return which partitions move, from where to where."""
     await refuse_members(client, name, may_be_new=bool(topics))
-    committed = await committed_offsets(client, name)
+    commits = await commits_of(client, name)
     moves: list[tuple[TopicPartition, int | None, int]] = []
-    for topic in topics or sorted({where.topic for where in committed}):
+    for topic in topics or sorted({where.topic for where in commits}):
         known = (await find_topic(client, topic)).partitions
         chosen = [index for index in known if partitions is None or index in partitions]
         for index, after in (await offsets_at(client, topic, chosen, position)).items():
             where = TopicPartition(topic, PartitionIndex(index))
-            moves.append((where, committed.get(where), after))
+            moves.append((where, commits[where].offset if where in commits else None, after))
     if not moves:
         raise NotFound(f"nothing to move: group {name!r} has no offsets there; name topics to move it in")
+    mirrored = {where.topic for where, _, _ in moves if where in commits and commits[where].metadata == MIRRORED}
+    await _refuse_copies(client, name, mirrored)
     return moves
+
+
+async def _refuse_copies(client: Client, name: str, topics: Set[str]) -> None:
+    """Raise `MirroredTopic` if a topic in which a mirror has committed a group's offsets is still a copy."""
+    try:
+        mirrors = await MirrorClient(client).describe() if topics else []
+    except NotAuthorized:
+        # Such a user can still move groups after a failover.
+        return
+    for mirror in mirrors:
+        for topic in sorted(topics & set(mirror["topics"])):
+            raise MirroredTopic(
+                f"the offsets of group {name!r} in topic {topic!r} come from mirror {mirror['mirror']!r}; move the "
+                "group at the source, or here after a failover"
+            )

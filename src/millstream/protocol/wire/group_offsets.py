@@ -14,6 +14,8 @@ from millstream.protocol.wire.error_codes import error_from_code, no_coordinator
 
 CLASSIC: Final = "classic"
 GROUP_COORDINATOR: Final = 0
+MIRRORED: Final = "mirrored"
+"""The metadata of offsets that a mirror has committed. Kafka Streams decodes metadata from base64, which this is."""
 _NO_GENERATION: Final = -1
 _UNKNOWN_MEMBER_ID: Final = 25
 _GROUPS_ASKED_MAX: Final = 100
@@ -49,7 +51,12 @@ async def list_groups(client: Client) -> list[tuple[str, str, str]]:
 
 
 async def committed_offsets(client: Client, name: str) -> Committed:
-    return _offsets(_commits(await _ask_offsets(client, await client.coordinator(name), [name]), name))
+    return _offsets(await commits_of(client, name))
+
+
+async def commits_of(client: Client, name: str) -> Commits:
+    """Return what a group has committed."""
+    return _commits(await _ask_offsets(client, await client.coordinator(name), [name]), name)
 
 
 async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
