@@ -454,6 +454,13 @@ def test_what_is_deleted_here_comes_back_with_its_state(paris: CommandLine, berl
         return (found["groups"], found["queues"]) == (1, 1) and caught_up(berlin, mirror, topic, paris)
 
     wait_for(is_whole, what="everything is here")
+    moved = ("group", "reset", group, "--to", "3")
+    refused = berlin(*moved)
+    assert (refused.code, mirror in refused.err, committed(berlin, group)) == (2, True, [2]), refused.err
+    narrowed = berlin("mirror", "update", mirror, "--set", "topics=nothing", "--json")
+    assert any(topic in note and "still copied" in note for note in narrowed.document["notes"]), narrowed.out
+    widened = berlin("mirror", "update", mirror, "--set", f"topics={topic}.*", "--json")
+    assert not any("still copied" in note for note in widened.document["notes"]), widened.out
     for what, name in (("topic", topic), ("group", group), ("subscription", workers)):
         deleted = berlin(what, "delete", name, "--yes")
         assert deleted.code == 0, deleted.err
@@ -461,6 +468,8 @@ def test_what_is_deleted_here_comes_back_with_its_state(paris: CommandLine, berl
     assert berlin("mirror", "failover", mirror).code == 0
     pulled = berlin("subscription", "pull", workers, "--accept", "--wait", "20", "-n", "1", "--json")
     assert [one["value"] for one in pulled.documents] == ["c"], pulled.out
+    assert berlin(*moved).code == 0
+    assert committed(berlin, group) == [3]
     assert berlin("mirror", "delete", mirror).code == 0
 
 

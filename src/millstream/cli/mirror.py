@@ -209,7 +209,11 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
     if not changes:
         raise CommandFailed("give --set NAME=VALUE or --unset NAME", ExitCode.USAGE)
     _ask(common, lambda mirrors: mirrors.alter(name, changes))
-    print_result({"mirror": name, "changed": sorted(changes)}, f"Mirror {name} is changed.", as_json=common.as_json)
+    (described,) = _ask(common, lambda mirrors: mirrors.describe([name]))
+    document = {"mirror": name, "changed": sorted(changes), "notes": described["notes"]}
+    print_result(document, f"Mirror {name} is changed.", as_json=common.as_json)
+    for note in () if common.as_json else described["notes"]:
+        print_note(one_line(note))
 
 
 @app.command("pause")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -245,6 +245,15 @@ class Mirror:
         """Return the name that a copy's original has on the source."""
         return topic.name.removeprefix(self.overrides.get("rename", ""))
 
+    def unselected(self, copies: Iterable[Topic], letters: Set[str]) -> list[str]:
+        """Return the copies that would not be created with the present settings; `letters` are dead letter topics."""
+        settings = self.settings
+        return [
+            copy.name
+            for copy in copies
+            if not settings.takes(name := self.source_name(copy)) and (settings.excludes(name) or name not in letters)
+        ]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SightingChange:
@@ -273,6 +282,12 @@ def check_mirror(name: str, overrides: Mapping[str, str]) -> MirrorSettings:
     settings = MirrorSettings.from_strings(overrides)
     settings.check()
     return settings
+
+
+def pattern_of(name: str) -> str:
+    """Return a regular expression that only this name of a topic matches."""
+    # The only character of names that means something else in a regular expression.
+    return name.replace(".", r"\.")
 
 
 def merged_offsets(

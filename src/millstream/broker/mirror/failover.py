@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from millstream.broker.mirror.service import MirrorService, pattern_of
+from millstream.broker.mirror.service import MirrorService
 from millstream.broker.mirror.source import Source, offer_pages
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
@@ -30,7 +30,7 @@ from millstream.core.errors import (
     UnknownMirror,
 )
 from millstream.core.ids import PartitionIndex
-from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets, check_mirror, merged_offsets
+from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets, check_mirror, merged_offsets, pattern_of
 from millstream.core.regex import compile_regex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import Topic, TopicPartition, check_topic_name

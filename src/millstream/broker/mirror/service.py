@@ -37,7 +37,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.metric import Metric, Sample
-from millstream.core.mirror import EPOCH_STEP, Mirror, TopicOffsets, merged_offsets
+from millstream.core.mirror import EPOCH_STEP, Mirror, TopicOffsets, merged_offsets, pattern_of
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
@@ -470,6 +470,11 @@ class MirrorService:
             yield (
                 f"clients cannot write to {_listed(fenced)}, because a switch on the other side is taking over; if "
                 f"none is running there, `millstream mirror failover {mirror.name}` lets clients write here again"
+            )
+        if unselected := mirror.unselected(self.copied_topics(mirror.name), self.subscriptions.letter_topics()):
+            yield (
+                f"{_listed(unselected)} is still copied, although the mirror's topics and exclude no longer select it; "
+                "to end this, delete the copy here or fail it over"
             )
         for name, gaps in sorted(mirror.gaps.items()):
             for index, offset in sorted(gaps.items()):
@@ -967,12 +972,6 @@ class MirrorService:
 def _listed(names: Collection[str]) -> str:
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return ", ".join(sorted(names)[:NAMED_MAX]) + more
-
-
-def pattern_of(name: str) -> str:
-    """Return a regular expression that only this name of a topic matches."""
-    # The only character of names that means something else in a regular expression.
-    return name.replace(".", r"\.")
 
 
 def _is_cut_in(mirror: Mirror, request: CutRequest) -> bool:
