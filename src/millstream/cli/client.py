@@ -46,7 +46,7 @@ def list_(
     shown = [one for one in found.clients if everybody or one.roles]
     print_list(
         {"clients": [dataclasses.asdict(one) for one in shown], "left_out": found.left_out},
-        ["client id", "address", "software", "version", "role", "in/s", "out/s", "idle"],
+        ["client id", "node", "address", "software", "version", "role", "in/s", "out/s", "idle"],
         [_row(one) for one in shown],
         empty="No producer and no consumer is connected; --all shows every connection.",
         as_json=common.as_json,
@@ -55,10 +55,10 @@ def list_(
         print_note(f"{counted(found.left_out, 'connection')} more that the nodes do not list.")
 
 
-def _row(one: ConnectedClient) -> list[str | None]:
-
+def _row(one: ConnectedClient) -> list[str | int | None]:
     return [
         one_line(one.client_id) or None,
+        one.node,
         one.address,
         one.software,
         one.version,
