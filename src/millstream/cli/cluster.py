@@ -184,7 +184,12 @@ def _print_status(found: ClusterStatus) -> None:
     print_line(f"Cluster {found.cluster_id}, controller {controller}, {counted(found.partitions, 'partition')}")
     print_line()
     keys = ("id", "address", "rack", "version", "state", "leads", "replicas", "behind")
-    print_table(keys, [[getattr(node, key) for key in keys] for node in found.nodes])
+    table = [[getattr(node, key) for key in keys] for node in found.nodes]
+    for node, row in zip(found.nodes, table, strict=True):
+        if node.state == "away":
+            # A leader does not know where a node that is away stopped, and counts its whole log.
+            row[-1] = None
+    print_table(keys, table)
     for node in found.nodes:
         for reason in node.reasons:
             print_line(f"node {node.id}: {reason}")

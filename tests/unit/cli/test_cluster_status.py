@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from millstream.cli import cluster
-from millstream.client.admin.cluster_status import ClusterStatus, PartitionView
+from millstream.client.admin.cluster_status import ClusterStatus, NodeView, PartitionView
 from millstream_testing.command import call_command
 
 
@@ -18,3 +20,16 @@ def test_only_what_is_wrong_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = call_command(["cluster", "status"])
     assert outcome.code == 1
     assert "not everything is in sync: 1 partition without a leader or with a replica out of sync" in outcome.err
+
+
+def test_it_is_not_known_what_a_node_that_is_away_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = NodeView(
+        id=1, address="a:1", rack=None, state="ready", version="1", leads=1, replicas=1, behind=7, reasons=()
+    )
+    away = dataclasses.replace(here, id=2, state="away", behind=117240)
+    found = ClusterStatus(
+        cluster_id="c", controller=1, nodes=[here, away], partitions=1, troubled=[], behind=[], warnings=[]
+    )
+    monkeypatch.setattr(cluster, "ask", lambda _common, _work: found)
+    shown = [line.split() for line in call_command(["cluster", "status"]).out.splitlines() if line]
+    assert [line[-1] for line in shown if line[0] in ("1", "2")] == ["7", "-"]
