@@ -57,9 +57,13 @@ def balance(throttle: Throttle = None, common: Common = COMMON) -> None:
 @plan_app.command("show")
 def show(common: Common = COMMON) -> None:
     """Show the last plan, its progress, and the drained nodes."""
-    from millstream.client.admin.cluster_plans import current_plan
+    from millstream.client.admin.cluster_plans import copied_bytes, current_plan
 
-    _print_progress(ask(common, current_plan), as_json=common.as_json)
+    async def question(client: Client) -> tuple[PlanResponse, int]:
+        current = await current_plan(client)
+        return current, await copied_bytes(client, current)
+
+    _print_progress(*ask(common, question), as_json=common.as_json)
 
 
 def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, common: Common = COMMON) -> None:
@@ -201,10 +205,10 @@ def _print_plan(plan: Plan, plan_id: str, throttle: int, *, as_json: bool, appli
         print_line(f"Apply it with: millstream cluster apply {plan_id}")
 
 
-def _print_progress(current: PlanResponse, *, as_json: bool) -> None:
+def _print_progress(current: PlanResponse, copied: int = 0, *, as_json: bool) -> None:
     from millstream.client.admin.cluster_plans import describe_progress
 
-    document = describe_progress(current)
+    document = describe_progress(current, copied)
     if as_json:
         print_json(document)
     else:

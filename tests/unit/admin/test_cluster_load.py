@@ -1,4 +1,4 @@
-"""What is measured before a plan is computed, while a node is away."""
+"""What is measured before a plan is computed, while a node is away, and while it is carried out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from millstream.client.admin import cluster_plans
 from millstream.core.ids import NodeId
-from millstream.protocol.private.plan_messages import PlanResponse
+from millstream.protocol.private.plan_messages import PlannedMove, PlanResponse
 
 
 async def test_a_node_that_is_away_keeps_its_machine_and_its_rack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +33,29 @@ async def test_a_node_that_is_away_keeps_its_machine_and_its_rack(monkeypatch: p
     nodes = (await cluster_plans.measure_load(client, interval_s=0)).nodes
     found = {node: (load.is_live, load.machine, load.rack) for node, load in nodes.items()}
     assert found == {here: (True, None, "a"), away: (False, away, "b")}
+
+
+async def test_progress_includes_what_moves_under_way_have_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def move(partition: int, state: str) -> PlannedMove:
+        return PlannedMove(
+            topic="orders",
+            topic_id=UUID(int=1),
+            partition=partition,
+            before=(1,),
+            target=(1, 2, 3),
+            size_bytes=100,
+            state=state,
+        )
+
+    async def disk(_client: object, node: NodeId) -> Any:
+        # The third node does not respond; the second has more of one partition than there was when it was planned.
+        sizes = {("orders", 0): 100, ("orders", 1): 30, ("orders", 2): 120, ("orders", 3): 9}
+        return None if node == 3 else SimpleNamespace(sizes=sizes)
+
+    monkeypatch.setattr(cluster_plans, "_disk", disk)
+    current = PlanResponse(moves=[move(0, "moved"), move(1, "moving"), move(2, "moving"), move(3, "waiting")])
+    client: Any = None
+    copied = await cluster_plans.copied_bytes(client, current)
+    assert copied == 130
+    progress = cluster_plans.describe_progress(current, copied)
+    assert (progress["moved_bytes"], progress["bytes"]) == (330, 800)

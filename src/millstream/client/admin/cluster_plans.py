@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,7 +42,6 @@ from millstream.protocol.private.plan_messages import (
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
-    from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 
 RATE_INTERVAL_S = 1.0
 """How long write rates are measured."""
@@ -63,11 +62,11 @@ async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -
     """Ask every node for its sizes twice; the difference gives the write rates."""
     metadata = await client.metadata()
     plan = await current_plan(client)
-    first = await _disks(client, metadata)
+    first = await _disks(client, metadata.nodes)
     loop = asyncio.get_running_loop()
     began = loop.time()
     await asyncio.sleep(interval_s)
-    disks = await _disks(client, metadata)
+    disks = await _disks(client, metadata.nodes)
     elapsed_s = max(loop.time() - began, 1e-3)
     known = {
         *metadata.nodes,
@@ -109,8 +108,8 @@ async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -
     return ClusterLoad(nodes=nodes, partitions=partitions)
 
 
-async def _disks(client: Client, metadata: ClusterMetadata) -> dict[NodeId, _Disk]:
-    nodes = sorted(metadata.nodes)
+async def _disks(client: Client, nodes: Iterable[NodeId]) -> dict[NodeId, _Disk]:
+    nodes = sorted(nodes)
     responses = await asyncio.gather(*(_disk(client, node) for node in nodes))
     return {node: response for node, response in zip(nodes, responses, strict=True) if response is not None}
 
@@ -181,6 +180,18 @@ async def current_plan(client: Client) -> PlanResponse:
     return await _request(client, DESCRIBE_KEY, Nothing(), PlanResponse)
 
 
+async def copied_bytes(client: Client, current: PlanResponse) -> int:
+    """Return how much of the moves under way their receivers have fetched, as far as these respond."""
+    moving = [one.move() for one in current.moves if one.state == "moving"]
+    disks = await _disks(client, {node for move in moving for node in move.receivers})
+    return sum(
+        min(disks[node].sizes.get((move.topic, move.index), 0), move.size_bytes)
+        for move in moving
+        for node in move.receivers
+        if node in disks
+    )
+
+
 async def undrain(client: Client, node: int) -> None:
     """Let a node get leaders and replicas again."""
     await _request(client, UNDRAIN_KEY, UndrainRequest(node=node), Response)
@@ -210,8 +221,8 @@ def describe_plan(plan: Plan, *, plan_id: str | None, throttle_bytes: int) -> di
     }
 
 
-def describe_progress(current: PlanResponse) -> dict[str, Any]:
-    """Return the last plan of a cluster and its progress as a document."""
+def describe_progress(current: PlanResponse, copied: int = 0) -> dict[str, Any]:
+    """Return the last plan of a cluster and its progress as a document, with what moves under way have copied."""
     states = Counter(move.state for move in current.moves)
     sizes: Counter[str] = Counter()
     for one in current.moves:
@@ -228,7 +239,7 @@ def describe_progress(current: PlanResponse) -> dict[str, Any]:
         "waiting": states["waiting"],
         "overtaken": states["overtaken"],
         "bytes": sum(sizes.values()),
-        "moved_bytes": sizes["moved"],
+        "moved_bytes": sizes["moved"] + copied,
         "partitions_moving": [
             {"topic": one.topic, "partition": one.partition, "from": list(one.before), "to": list(one.target)}
             for one in current.moves

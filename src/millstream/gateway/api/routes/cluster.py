@@ -13,6 +13,7 @@ from millstream.client.admin.cluster_plans import (
     apply_plan,
     cancel_plan,
     compute_plan,
+    copied_bytes,
     current_plan,
     describe_plan,
     describe_progress,
@@ -210,7 +211,9 @@ async def clients(services: Services, request: Request[Measuring, NoFields]) -> 
 
 async def show_plan(services: Services, request: Request[NoFields, NoFields]) -> PlanProgress:
     """Show the last plan."""
-    return msgspec.convert(describe_progress(await current_plan(services.client)), PlanProgress)
+    current = await current_plan(services.client)
+    copied = await copied_bytes(services.client, current)
+    return msgspec.convert(describe_progress(current, copied), PlanProgress)
 
 
 async def make_plan(services: Services, request: Request[NoFields, PlanToCompute]) -> ComputedPlan:

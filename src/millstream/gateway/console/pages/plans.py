@@ -34,9 +34,10 @@ async def _context(
     visit: Visit, current: PlanResponse, *, may_change: bool, computed: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return what the page shows of a plan; `computed` is its cost, if it was just computed."""
+    copied = await cluster_plans.copied_bytes(visit.services.client, current)
     return {
         "problem": "",
-        "plan": cluster_plans.describe_progress(current),
+        "plan": cluster_plans.describe_progress(current, copied),
         "moves": [(one, one.move().moved_bytes) for one in current.moves[:MOVES_SHOWN]],
         "left_out": max(0, len(current.moves) - MOVES_SHOWN),
         "computed": computed,
