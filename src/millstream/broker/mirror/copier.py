@@ -257,7 +257,7 @@ class Copier:
             self._lines.clear()
 
     def _held_s(self, since: float) -> float | None:
-        """Return after how long a partition is tried again that was suspended at a moment; None if there is none.
+        """Return how long until a partition that was suspended then is retried; None if none was.
 
         Assigning the others takes time, in which the suspension may have ended.
         """
