@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Final, NamedTuple
@@ -76,12 +76,16 @@ class OpenedSession(NamedTuple):
 class Caller:
     """A caller that the gateway acts for, and the services that it uses."""
 
-    def __init__(self, principal: str, assertion: str, gateway: Services) -> None:
+    def __init__(
+        self, principal: str, assertion: str, gateway: Services, renew: Callable[[Caller], Awaitable[None]]
+    ) -> None:
         self.principal = principal
         self.assertion = assertion
-        self.services = gateway.acting_for(on_behalf_of(lambda: self.assertion))
+        self.services = gateway.acting_for(on_behalf_of(lambda: self.assertion, lambda: renew(self)))
         self.requests = 0
         """Requests in progress."""
+        self.shown: Shown | None = None
+        """The credentials of the requests in progress; not kept beyond them."""
         self.is_closed = False
         self.closing: asyncio.TimerHandle
         """Closes the connections when there have been no requests for a while."""
@@ -119,12 +123,14 @@ class Callers:
             # Another caller needed the room before this request began.
             caller = (await self._find(shown)).caller
         caller.requests += 1
+        caller.shown = shown
         caller.closing.cancel()
         try:
             yield caller
         finally:
             caller.requests -= 1
             if not caller.requests:
+                caller.shown = None
                 caller.closing = self._close_later(caller)
 
     async def until_lapsed(self, shown: Shown) -> Refused:
@@ -153,6 +159,19 @@ class Callers:
         shown = self.read(headers, host)
         self._remembered.pop(self._mark(shown), None)
         await self._find(shown)
+
+    async def _renew(self, caller: Caller) -> None:
+        """Replace an assertion that a node refused: the user was deleted and created again, or the node restarted."""
+        shown = caller.shown
+        if shown is None:
+            return
+        mark = self._mark(shown)
+        remembered = self._remembered.get(mark)
+        if remembered is not None and remembered.caller.assertion == caller.assertion:
+            del self._remembered[mark]
+        # Without another assertion, the connection fails as before.
+        with suppress(Refused):
+            caller.assertion = (await self._find(shown)).caller.assertion
 
     async def open_session(self, shown: Shown, lasts_s: int) -> OpenedSession:
         """Make the node open a session for a caller's credentials; raise `Refused` if they are not valid."""
@@ -271,7 +290,7 @@ class Callers:
                     headers={"retry-after": str(RETRY_S)},
                 )
             self._close(idle)
-        made = self._callers[identity] = Caller(response.principal, response.assertion, self._gateway)
+        made = self._callers[identity] = Caller(response.principal, response.assertion, self._gateway, self._renew)
         made.closing = self._close_later(made)
         return made
 

@@ -241,3 +241,19 @@ async def test_a_node_that_is_away_is_no_refusal_of_the_caller(node: Node) -> No
     del node.responses["alice"]
     assert await principal(callers, basic("alice")) == "User:alice"
     await callers.close()
+
+
+async def test_a_refused_assertion_is_replaced_while_a_request_needs_it(node: Node) -> None:
+    callers = made(node)
+    node.responses["alice"] = AuthenticateResponse(principal="User:alice", identity="alice 1", assertion="old")
+    async with callers.acting_for(basic("alice"), HOST) as caller:
+        # The user is deleted and created again.
+        node.responses["alice"] = AuthenticateResponse(principal="User:alice", identity="alice 2", assertion="new")
+        (credentials,) = node.credentials
+        await credentials.renew()
+        assert caller.assertion == "new"
+        node.responses["alice"] = AuthenticateResponse(error=58, message="wrong")
+        await credentials.renew()
+        assert caller.assertion == "new", "the next connection is refused with it, and its caller asked again"
+    assert caller.shown is None, "credentials are not kept beyond a request"
+    await callers.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, get_args
 from urllib.parse import parse_qsl, unquote_to_bytes
@@ -140,8 +140,6 @@ class _Exchange(NamedTuple):
     headers: dict[bytes, bytes]
     receive: Receive
     send: Send
-    held: AsyncExitStack
-    """What is held until the response is sent."""
 
 
 class Api:
@@ -190,28 +188,13 @@ class Api:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         reader, path = self._tree.find(scope["method"], scope["raw_path"][len(PREFIX) :])
         self._services.check_started()
-        async with AsyncExitStack() as held:
-            exchange = _Exchange(scope, dict(scope["headers"]), receive, send, held)
-            self._site.check(exchange.headers)
-            services = self._services if self._callers is None else await self._act(self._callers, exchange)
-            await self._serve_with(services, reader, path, exchange)
-
-    async def _act(self, callers: Callers, exchange: _Exchange) -> Services:
-        """Authenticate the caller of a request; return its services, which last until the response is sent."""
-        scope, held = exchange.scope, exchange.held
-        return (await held.enter_async_context(callers.acting_for(scope["headers"], _host(scope)))).services
-
-    async def _handle(
-        self, services: Services, route: Route[Any, Any], request: Request[Any, Any], exchange: _Exchange
-    ) -> Any:
-        try:
-            return await route.handle(services, request)
-        except AuthenticationFailed:
-            if self._callers is None:
-                raise
-            # What was cached may have ended: the user was deleted and created again, or the node restarted.
-            await self._callers.verify_again(exchange.scope["headers"], _host(exchange.scope))
-            return await route.handle(await self._act(self._callers, exchange), request)
+        exchange = _Exchange(scope, dict(scope["headers"]), receive, send)
+        self._site.check(exchange.headers)
+        if self._callers is None:
+            await self._serve_with(self._services, reader, path, exchange)
+            return
+        async with self._callers.acting_for(scope["headers"], _host(scope)) as caller:
+            await self._serve_with(caller.services, reader, path, exchange)
 
     async def _still_known(self, callers: Callers, scope: Scope, refused: Refused) -> Refused:
         """Authenticate the caller of a failed request again: its session may have ended, as by a password change."""
@@ -231,7 +214,7 @@ class Api:
         )
 
     async def _serve_with(self, services: Services, reader: _Reader, path: dict[str, str], exchange: _Exchange) -> None:
-        scope, headers, receive, send, _ = exchange
+        scope, headers, receive, send = exchange
         route = reader.route
         lane = route.lane
         self._pressure.enter(lane)
@@ -246,7 +229,7 @@ class Api:
             if lane is Lane.WAIT:
                 await self._wait(services, route, request, exchange)
             else:
-                await self._send_response(send, route, await self._handle(services, route, request, exchange))
+                await self._send_response(send, route, await route.handle(services, request))
         finally:
             memory.release()
             self._pressure.leave(lane)
@@ -259,12 +242,12 @@ class Api:
         exchange: _Exchange,
     ) -> None:
         """Serve a route that may wait; cancel it when the client disconnects."""
-        scope, _, receive, send, _ = exchange
+        scope, _, receive, send = exchange
         gone = asyncio.ensure_future(_await_disconnect(receive))
         request.gone = gone
         is_delivered = False
         try:
-            response = await self._handle(services, route, request, exchange)
+            response = await route.handle(services, request)
             if isinstance(response, StreamResponse):
                 self._pressure.count(HTTPStatus.OK)
                 await self._stream(response, gone, scope, send)

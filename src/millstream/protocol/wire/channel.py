@@ -81,6 +81,16 @@ class Channel(asyncio.BufferedProtocol):
     ) -> Self:
         """Connect, negotiate API versions, and authenticate if there are credentials."""
         credentials = credentials or NODE_CREDENTIALS.get()
+        try:
+            return await cls._open(host, port, client_id, timeout_s, credentials)
+        except AuthenticationFailed:
+            if credentials.renew is None:
+                raise
+            await credentials.renew()
+        return await cls._open(host, port, client_id, timeout_s, credentials)
+
+    @classmethod
+    async def _open(cls, host: str, port: int, client_id: str, timeout_s: float, credentials: Credentials) -> Self:
         tls = credentials.tls_context
         address = f"{host}:{port}"
         loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ import base64
 import json
 import os
 import ssl
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +59,8 @@ class Credentials:
     password: str = field(default="", repr=False)
     token: Callable[[], str] | None = field(default=None, repr=False)
     """Returns a bearer token or an API token; called for each connection, since tokens are short-lived."""
+    renew: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
+    """Obtains another token when a broker has refused one; called at most once for each connection."""
     mechanism: str = ""
     check_peer: CheckPeer | None = field(default=None, repr=False)
     """Verifies the peer's certificate, where it is not checked against the host name."""
@@ -186,13 +188,13 @@ def node_tls(cluster: str, make: Callable[[], ssl.SSLContext]) -> tuple[Callable
     return load, check_peer
 
 
-def on_behalf_of(assertion: Callable[[], str]) -> Credentials:
+def on_behalf_of(assertion: Callable[[], str], renew: Callable[[], Awaitable[None]]) -> Credentials:
     """Return the credentials of a caller that the node has authenticated.
 
     The node's certificate shows that a node acts for the caller; the assertion replaces its rights by the caller's.
     """
     node = NODE_CREDENTIALS.get()
-    return Credentials(tls=node.tls, check_peer=node.check_peer, token=assertion, mechanism=ASSERTION)
+    return Credentials(tls=node.tls, check_peer=node.check_peer, token=assertion, renew=renew, mechanism=ASSERTION)
 
 
 def child_environment() -> dict[str, str] | None:
