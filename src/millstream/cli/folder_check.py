@@ -12,6 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from millstream.broker.cluster.last_run import FolderOwner
 from millstream.broker.cluster.machine_folder import NODE_PREFIX
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import CLEAN_STOP_NAME, FORMAT, FORMAT_NAME, LOCK_NAME, PARTITIONS_NAME
@@ -97,10 +98,19 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
         findings.append(ok("segments", "in use by a running broker, which checks them; query it with doctor --brokers"))
         return findings
     findings.append(ok("lock", "no broker is using the folder"))
-    names, catalog = _catalog(folder)
-    findings.append(catalog)
+    cluster = next(filter(None, (FolderOwner.read(DiskFiles(), str(store)).cluster for store in stores)), "")
+    if cluster:
+        names: dict[str, str] = {}
+        findings.append(ok("catalog", f"that of cluster {cluster!r}; topics are shown by their ids"))
+    else:
+        names, catalog = _catalog(folder)
+        findings.append(catalog)
     for store in stores:
-        found = [_format(store), _stop(store), *(_strangers(store, names) if catalog.severity is Severity.OK else ())]
+        found = [_format(store), _stop(store)]
+        if cluster:
+            names = {path.name: path.name for path in (store / PARTITIONS_NAME).iterdir()}
+        elif catalog.severity is Severity.OK:
+            found += _strangers(store, names)
         found += _segments(store, names, deep=deep, show_progress=show_progress)
         where = "" if store == folder else f"{store.name}: "
         findings += [replace(one, detail=where + one.detail) for one in found]

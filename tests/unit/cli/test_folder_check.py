@@ -8,6 +8,8 @@ from uuid import uuid4
 
 import pytest
 
+from millstream.broker.cluster.last_run import FolderOwner, change_owner
+from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import FORMAT
 from millstream.cli import folder_check
 from millstream.cli.doctor import Finding, Severity
@@ -83,6 +85,17 @@ def test_every_process_of_a_machine_is_checked(folder: Folder) -> None:
     with (folder.path / "node-1" / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "in use" in folder.check()["segments"][0].detail
+
+
+def test_a_member_of_a_cluster_has_its_catalog_elsewhere(folder: Folder) -> None:
+    folder.segment(0, 3, tail=b"torn")
+    (folder.path / "catalog.sqlite").unlink()
+    assert folder.check()["catalog"][0].severity is Severity.PROBLEM
+    change_owner(DiskFiles(), str(folder.path), FolderOwner(node_id=1, cluster="main", cluster_id="c"))
+    findings = folder.check()
+    (catalog,) = findings["catalog"]
+    assert (catalog.severity, "'main'" in catalog.detail) == (Severity.OK, True)
+    assert findings["segments"][0].detail.startswith(f"{folder.topic_id}-0: no whole batch")
 
 
 def test_checking_changes_nothing(folder: Folder) -> None:
