@@ -1,4 +1,4 @@
-"""What all tests share: a real server process, started as late and as seldom as possible."""
+"""Shared fixtures: real server processes, started only when a test first needs one."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _PARSED_MAX = 20
 _internal_errors: list[str] = []
 Server.forked = True
 
-# A group waits for more members before its first assignment; tests have all of theirs at once. Those that want a Spark
-# driver say so: it takes long to start, and tests that only list pipelines need none.
-# Tests write records with old times, which only those about retention want to see deleted. Members may have short
-# sessions, so that a dead one is missed soon.
+# Groups wait for more members before the first assignment; tests have all of theirs at once. Tests that need a Spark
+# driver ask for one: it starts slowly, and tests that only list pipelines do not need it. Tests write records with old
+# timestamps, so retention is off unless a test is about it. Short session timeouts are allowed, so that a dead member
+# is detected soon.
 QUICK = {
     "group-initial-delay-ms": 100,
     "group-session-min-ms": 1000,
@@ -44,12 +44,12 @@ QUICK = {
     "retention-check-ms": 3_600_000,
 }
 
-# Started in the background, processes ignore Ctrl-C, and so would those that tests interrupt.
+# Background processes ignore Ctrl-C by default, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes, to be made or to be tried, is no business of a test. `make test` tries the same examples
-# each time, so that it says something of the change that is tested, and few of them; `make trials` looks for new ones.
+# The duration of an example is not checked. `make test` runs the same few examples every time, so that its result
+# depends only on the change under test; `make trials` searches for new ones.
 for profile, is_fixed, examples in (("fixed", True, 40), ("exploring", False, 200)):
     hypothesis.settings.register_profile(
         profile,
@@ -61,7 +61,7 @@ for profile, is_fixed, examples in (("fixed", True, 40), ("exploring", False, 20
 hypothesis.settings.load_profile("fixed")
 
 
-# Tests that use the Spark session, which takes long to start and longer to get quick.
+# Tests that use the Spark session, which starts slowly and needs long to warm up.
 SPARK = re.compile(
     r"/test_(filter_spark|landing|landing_upsert|own_jobs|spark_beyond_retention|spark_on_kafka|spark_security"
     r"|spark_source|topic_pipelines|typed_tables)\.py|_in_spark$"
@@ -69,7 +69,7 @@ SPARK = re.compile(
 
 
 class SparkInOneProcess(LoadFileScheduling):  # type: ignore[misc]
-    """Give all tests with Spark to one process, and each other file to any."""
+    """Run all Spark tests in one process, and every other file in any process."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "spark" if SPARK.search(nodeid) else str(super()._split_scope(nodeid))
@@ -84,7 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let tests that start processes and wait for them come first, so that no worker is left with a long one."""
+    """Run the tests that start processes first, so that no worker is left with a long one at the end."""
     for item in items:
         if "spark" in getattr(item, "fixturenames", ()) and not SPARK.search(item.nodeid):
             raise pytest.UsageError(
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
-    """Make every report one that a worker can send: xdist ends the whole run over half of a surrogate pair."""
+    """Make every report serializable: xdist aborts the whole run on a lone surrogate."""
     return _in_unicode((yield))
 
 
@@ -109,9 +109,10 @@ def _in_unicode(value: Any) -> Any:
 
 
 def _parse_again(parse: Callable[..., ast.AST], *arguments: Any, **options: Any) -> ast.AST:
-    """Parse as `ast.parse` does; Python before 3.11.8 fails if another thread, or a finalizer, parses meanwhile.
+    """Parse as `ast.parse` does, and retry.
 
-    Both pytest and tracebacks in logs parse the source, so the report of a failure could end the whole run.
+    Before Python 3.11.8 it fails if another thread or a finalizer parses concurrently. Both pytest and tracebacks in
+    logs parse source, so reporting a failure could abort the run.
     """
     for _ in range(_PARSED_MAX):
         with suppress(SystemError):
@@ -127,23 +128,23 @@ def pytest_internalerror(excrepr: object) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Repeat what ended the run: pytest prints it where it happened, long before the end."""
+    """Repeat the internal error at the end: pytest prints it where it happened, far above."""
     for error in _internal_errors:
         sys.stderr.write(f"\n{error[-_ERROR_CHARS_MAX:]}\n")
 
 
 def pytest_collection_finish() -> None:
-    """Keep the collector from walking through all modules again and again."""
+    """Keep the garbage collector from scanning all imported modules repeatedly."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What nodes keep for their user, such as the key of secrets, is not kept in the home of who runs the tests."""
+    """Keep per-user state of nodes, such as the secrets key, out of the home of the user who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        # Compiling for the long run takes half of the time of a short one; the drivers of servers inherit this.
+        # Optimising compilation takes half the time of a short run; the drivers of servers inherit this.
         patch.setenv("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         yield
 

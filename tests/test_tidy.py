@@ -1,4 +1,4 @@
-"""Style is a test: what `docs/` and CONTRIBUTING.md promise about the code is checked here."""
+"""Style checks: the promises of `docs/` and CONTRIBUTING.md about the code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARAMETERS_MAX = 11
 NESTING_MAX = 6
 PUBLIC_ATTRIBUTES_MAX = 26
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
-# Put together here, so that this file does not find itself.
+# Assembled here, so that this file does not match itself.
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
 MACHINE_PATHS = re.compile(
     r"(?<![\w.$}])/(" + "|".join(("wo" + "rk", "ro" + "ot", "ho" + "me", "Us" + "ers")) + r")/\w"
@@ -43,7 +43,7 @@ DEFINITION = re.compile(r"( *)(async def|def|class|@)\b")
 
 @cache
 def tracked() -> tuple[Path, ...]:
-    """Every file of the repository, new ones included."""
+    """Every file of the repository, untracked ones included."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return tuple(path for path in (ROOT / name for name in sorted(set(listed))) if path.is_file())
@@ -63,7 +63,7 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    # The trees hold no garbage, and a collector that visits them again and again takes longer than the parser.
+    # The trees hold no garbage, and collecting while they are built takes longer than parsing.
     gc.disable()
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
@@ -79,10 +79,10 @@ def forget_trees() -> Iterator[None]:
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements directly within a node, and what has statements of its own; most of a tree is expressions."""
+    """The statements directly within a node, and nodes that contain statements; most of a tree is expressions."""
     for name in ("body", "orelse", "handlers", "finalbody", "cases"):
         inner = getattr(node, name, ())
-        # That of a conditional expression is none.
+        # The body of a conditional expression is no list.
         yield from inner if isinstance(inner, list) else ()
 
 
@@ -107,8 +107,9 @@ def short(path: Path) -> str:
 
 
 def may_have_long_functions(path: Path) -> bool:
-    """Whether more lines than allowed are between a function and what follows it at its depth or above: a quick look
-    that spares parsing most files.
+    """Whether more lines than allowed lie between a function and what follows it at its depth or above.
+
+    This quick check avoids parsing most files.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     starts = [
@@ -159,7 +160,7 @@ BLOCKS = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith 
 
 
 def nesting(node: ast.AST, depth: int = 0) -> int:
-    """How deep blocks are nested in a function, not counting those of functions within it."""
+    """The depth of nested blocks in a function, not counting functions defined within it."""
     deepest = depth
     for child in statements(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -201,7 +202,7 @@ def test_classes_have_few_public_attributes() -> None:
 
 
 def test_only_a_log_writes_its_attributes() -> None:
-    """Its eleven siblings read them, and change them through the methods of `Log` and of its parts."""
+    """The modules beside it read them, and change them through methods of `Log` and its parts."""
     owned = {"log", "_log", "health", "segments"}
     written = [
         f"{short(path)}:{node.lineno} writes {node.attr}"
@@ -235,7 +236,7 @@ def test_modules_are_named_after_nouns() -> None:
 
 
 def test_packages_hold_no_code() -> None:
-    # The public names; and what has to happen before any module of the broker imports kio.
+    # Public names, and what must run before any broker module imports kio.
     allowed = (SOURCE, SOURCE / "broker")
     full = [
         short(path)
@@ -311,7 +312,7 @@ def test_the_protocol_page_is_the_generated_one() -> None:
     assert page == protocol_page(), "run `make docs`"
 
 
-def test_the_drawing_of_the_error_tree_is_true() -> None:
+def test_the_diagram_of_the_error_tree_is_current() -> None:
     drawn: list[tuple[int, str]] = []
     for line in (errors.__doc__ or "").splitlines():
         match = re.match(r"([│├└─ ]*)([A-Z]\w+)(?:  |$)", line)
@@ -345,7 +346,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_resolve() -> None:
     broken = []
     for page in (path for path in tracked() if path.suffix == ".md"):
         for target in LINK.findall(page.read_text(encoding="utf-8")):
@@ -369,6 +370,6 @@ def test_paths_named_in_the_docs_exist() -> None:
     assert missing == []
 
 
-def test_test_files_have_names_of_their_own() -> None:
+def test_test_file_names_are_unique() -> None:
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []

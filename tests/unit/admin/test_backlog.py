@@ -1,4 +1,4 @@
-"""What pipelines have not taken: where each begins, what is asked for, and what holds while a leader is away."""
+"""Pipeline backlogs: where each starts, which offsets are requested, and the result while a leader is down."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(pipeline: Pipeline) -> Reader:
 
 
 class Cluster:
-    """Topics of one partition each; a stand-in for the client."""
+    """A client stand-in with topics of one partition each."""
 
     def __init__(self, **bounds: tuple[int, int]) -> None:
         self.bounds = bounds
@@ -80,7 +80,7 @@ def backlogs_of(cluster: Cluster) -> Backlogs:
     return Backlogs(client)
 
 
-async def test_those_that_have_not_begun_wait_for_all_that_is_there_or_for_nothing(cluster: Cluster) -> None:
+async def test_pipelines_without_commits_lag_by_the_whole_topic_or_by_nothing(cluster: Cluster) -> None:
     route = Pipeline(
         pipeline_id=uuid.uuid4(),
         name="route",
@@ -92,14 +92,14 @@ async def test_those_that_have_not_begun_wait_for_all_that_is_there_or_for_nothi
     readers = [read(one) for one in (landing("all", topics="", pattern=".*"), newest, route)]
     backlogs = backlogs_of(cluster)
     assert await backlogs.lags(readers) == {"all": 140, "newest": 0, "route": 0}
-    # Once it lands others, a topic that comes is landed from its first message on; a route begins each at its end.
+    # Once it has commits, a pipeline lands a new topic from its first message; a route starts each topic at its end.
     cluster.committed = {one.group: {at("orders"): 100} for one in readers}
     assert await backlogs.lags(readers) == {"all": 50, "newest": 50, "route": 0}
     cluster.committed = {one.group: {at("orders"): 3, at("parcels"): 70} for one in readers}
     assert set((await backlogs.lags(readers)).values()) == {90}
 
 
-async def test_only_what_is_needed_is_asked_for(cluster: Cluster) -> None:
+async def test_only_required_offsets_are_requested(cluster: Cluster) -> None:
     reader = read(landing("mine", topics="orders,parcels"))
     cluster.committed = {reader.group: {at("orders"): 100, at("parcels"): 49}}
     backlogs = backlogs_of(cluster)
@@ -109,7 +109,7 @@ async def test_only_what_is_needed_is_asked_for(cluster: Cluster) -> None:
     assert cluster.asked[2:] == [(LATEST, {"orders"}), (EARLIEST, {"orders"})]
 
 
-async def test_what_was_known_holds_while_a_leader_is_away(cluster: Cluster) -> None:
+async def test_last_known_offsets_are_used_while_a_leader_is_unavailable(cluster: Cluster) -> None:
     reader, other = read(landing("mine", topics="orders,parcels")), read(landing("other", topics="parcels"))
     cluster.committed = {reader.group: {at("orders"): 90, at("parcels"): 0}}
     backlogs = backlogs_of(cluster)
@@ -123,7 +123,7 @@ async def test_what_was_known_holds_while_a_leader_is_away(cluster: Cluster) -> 
     assert await backlogs.lags([reader, other]) == {"mine": 80}
 
 
-def test_sentences_say_what_is_lost_with_a_topic() -> None:
+def test_a_summary_states_what_deleting_a_topic_would_lose() -> None:
     whole, newest = read(landing("whole")), read(landing("newest", **{"from": "latest"}))
     done = backlog.Backlog(5, 0)
     assert Reading(whole, None).sentence("orders") == (

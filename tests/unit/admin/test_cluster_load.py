@@ -1,4 +1,4 @@
-"""What is measured before a plan is computed, while a node is away, and while it is carried out."""
+"""Load measurement before a plan is computed, while a node is down, and while the plan runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millstream.core.ids import NodeId
 from millstream.protocol.private.plan_messages import PlannedMove, PlanResponse
 
 
-async def test_a_node_that_is_away_keeps_its_machine_and_its_rack(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unavailable_node_keeps_its_machine_and_rack(monkeypatch: pytest.MonkeyPatch) -> None:
     here, away = NodeId(1), NodeId(2)
     partition = SimpleNamespace(partition=0, leader_id=here, replicas=(here, away), in_sync=(here,))
     topic = SimpleNamespace(name="orders", topic_id=UUID(int=1), partitions={0: partition})
@@ -35,7 +35,7 @@ async def test_a_node_that_is_away_keeps_its_machine_and_its_rack(monkeypatch: p
     assert found == {here: (True, None, "a"), away: (False, away, "b")}
 
 
-async def test_progress_includes_what_moves_under_way_have_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_progress_includes_bytes_copied_by_unfinished_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     def move(partition: int, state: str) -> PlannedMove:
         return PlannedMove(
             topic="orders",
@@ -48,7 +48,7 @@ async def test_progress_includes_what_moves_under_way_have_copied(monkeypatch: p
         )
 
     async def disk(_client: object, node: NodeId) -> Any:
-        # The third node does not respond; the second has more of one partition than there was when it was planned.
+        # The third node does not respond; the second holds more of one partition than when the plan was made.
         sizes = {("orders", 0): 100, ("orders", 1): 30, ("orders", 2): 120, ("orders", 3): 9}
         return None if node == 3 else SimpleNamespace(sizes=sizes)
 

@@ -1,4 +1,4 @@
-"""Counting dead letters while a node is away: what was not counted is named, and asked for again for a while."""
+"""Counting dead letters while a node is down: uncounted partitions are named, and retried for a while."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEAD = "dead"
 
 
 class Cluster(Client):
-    """Two nodes that lead one partition of a dead letter topic each, with three open letters; one may be away."""
+    """Two nodes that each lead one partition of a dead letter topic with three open letters; one may be down."""
 
     def __init__(self, away_for: int) -> None:
         self.away_for = away_for
@@ -71,16 +71,16 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dead_letter, "_PAUSE_S", 0.0)
 
 
-async def test_partitions_that_no_one_responds_for_are_named() -> None:
+async def test_partitions_without_a_response_are_named() -> None:
     (found,) = await dead_letter_topics(Cluster(away_for=1), patience_s=-1.0)
     assert (found.subscriptions, found.letters, found.unreached) == (["billing"], 3, [1])
 
 
-async def test_a_failover_is_waited_out() -> None:
+async def test_the_count_waits_for_a_failover() -> None:
     (found,) = await dead_letter_topics(Cluster(away_for=3), patience_s=60.0)
     assert (found.letters, found.unreached) == (6, [])
 
 
-async def test_letters_that_cannot_be_counted_keep_their_topic() -> None:
+async def test_a_topic_whose_letters_cannot_be_counted_is_kept() -> None:
     with pytest.raises(CoordinatorUnavailable, match="partitions 1 now"):
         await check_no_open_letters(Cluster(away_for=10**9), DEAD)

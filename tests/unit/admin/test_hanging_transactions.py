@@ -1,4 +1,4 @@
-"""What hangs: open on a partition, and known to no coordinator that would end it."""
+"""Hanging transactions: open on a partition, but unknown to any coordinator that would end them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def opened(producer_id: int, where: TopicPartition = FIRST, *, start: int = 0) -
 
 
 class Cluster:
-    """What partitions and coordinators say; partitions may say something else when they are asked again."""
+    """Scripted responses of partitions and coordinators; partitions may change theirs between requests."""
 
     def __init__(self) -> None:
         self.open: list[list[OpenTransaction]] = []
@@ -56,13 +56,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-async def test_nothing_is_open(cluster: Cluster) -> None:
+async def test_without_open_transactions_none_hangs(cluster: Cluster) -> None:
     cluster.open = [[]]
     assert await cluster.hanging() == []
 
 
 @pytest.mark.parametrize("state", ["Ongoing", "Prepared", "PrepareCommit", "PrepareAbort"])
-async def test_what_a_coordinator_will_end_does_not_hang(cluster: Cluster, state: str) -> None:
+async def test_a_transaction_that_its_coordinator_will_end_does_not_hang(cluster: Cluster, state: str) -> None:
     cluster.open = [[opened(7), opened(7, SECOND)]]
     cluster.known = {"a": (7, state, (FIRST, SECOND))}
     assert await cluster.hanging() == []
@@ -73,7 +73,7 @@ async def test_what_a_coordinator_will_end_does_not_hang(cluster: Cluster, state
 
 
 @pytest.mark.parametrize("state", ["Empty", "CompleteCommit", "CompleteAbort"])
-async def test_what_its_coordinator_has_ended_hangs(cluster: Cluster, state: str) -> None:
+async def test_a_transaction_that_its_coordinator_has_completed_hangs(cluster: Cluster, state: str) -> None:
     cluster.open = [[opened(7), opened(8)]]
     cluster.known = {"a": (7, state, ()), "b": (8, "Ongoing", (FIRST,))}
     assert await cluster.hanging() == [opened(7)]
@@ -84,7 +84,7 @@ async def test_a_transaction_unknown_to_coordinators_hangs(cluster: Cluster) -> 
     assert await cluster.hanging() == [opened(7)]
 
 
-async def test_what_ended_meanwhile_does_not_hang(cluster: Cluster) -> None:
+async def test_a_transaction_that_ends_between_the_requests_does_not_hang(cluster: Cluster) -> None:
     cluster.open = [[opened(7)], [opened(7, start=20)]]
     cluster.known = {"a": (7, "CompleteCommit", ())}
     assert await cluster.hanging() == []

@@ -1,4 +1,4 @@
-"""Where the tables of pipelines are, and the error if that is unknown."""
+"""Locating the tables of pipelines, and the error if their location is unknown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reported(kind: str = "land", node: int | None = 2, **overrides: str) -> dict
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """The nodes that were asked for their places; node 3 does not respond."""
+    """The nodes that were asked for storage locations; node 3 does not respond."""
     nodes: list[int | None] = []
 
     async def storage_of(client: Any, *, node: int | None = None) -> PipelineStorage:
@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return nodes
 
 
-async def test_tables_are_where_the_node_that_lands_has_them(asked: list[int | None]) -> None:
+async def test_tables_are_located_by_the_node_that_runs_the_pipeline(asked: list[int | None]) -> None:
     client: Any = None
     found = await tables_of(client, reported(topics="a,b", format="parquet"))
     assert [one.place for one in found.tables] == ["/data/lake/a", "/data/lake/b"]
@@ -50,7 +50,7 @@ async def test_tables_are_where_the_node_that_lands_has_them(asked: list[int | N
     assert await tables_of(client, reported("route")) == ([], [])
 
 
-async def test_what_is_in_the_way_is_said(asked: list[int | None]) -> None:
+async def test_the_error_names_the_obstacle(asked: list[int | None]) -> None:
     client: Any = None
     assert await tables_of(client, reported(topics="a", node=3)) == (
         [],

@@ -27,17 +27,17 @@ NOW_MS = 1_800_000_000_000
         ("2026-01-31T13:00:00.5+01:00", Position(Kind.TIME, 1_769_860_800_500)),
     ],
 )
-def test_a_position_is_read(text: str, expected: Position) -> None:
+def test_a_position_is_parsed(text: str, expected: Position) -> None:
     assert parse_position(text, now_ms=NOW_MS) == expected
 
 
-def test_a_time_without_a_zone_is_local() -> None:
+def test_a_time_without_a_zone_is_local_time() -> None:
     local = datetime(2026, 1, 31, 12, 0).astimezone()
     assert parse_position("2026-01-31T12:00").value == int(local.astimezone(UTC).timestamp() * 1000)
 
 
 @pytest.mark.parametrize("text", ["", "yesterday", "¹", "-5", "1.5", "12q", "2026-13-01"])
-def test_anything_else_is_refused_with_what_is_understood(text: str) -> None:
+def test_an_invalid_position_is_refused_with_the_accepted_forms(text: str) -> None:
     with pytest.raises(InvalidRequest, match="start, end, an offset, a time"):
         parse_position(text)
 

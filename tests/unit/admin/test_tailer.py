@@ -1,4 +1,4 @@
-"""Following a topic: every node by its own poll, and partitions that are added while it goes on."""
+"""Tailing a topic: one poll per node, and partitions that are added meanwhile."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Cluster(Client):
     async def fetch_many(
         self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
     ) -> dict[TopicPartition, FetchedPartition]:
-        """As a node that leads them all when it is asked; what has moved away is missing from the response."""
+        """Respond as a node that leads all of them; partitions that have moved away are missing from the response."""
         asked = {where: self.leaders[where.partition] for where in positions}
         self.polls += 1
         try:
@@ -79,7 +79,7 @@ class Cluster(Client):
         return FetchedPartition(memoryview(records), Offset(0), Offset(0), Offset(0))
 
 
-async def test_what_one_node_has_does_not_wait_for_the_others() -> None:
+async def test_messages_of_one_node_do_not_wait_for_the_others() -> None:
     cluster = Cluster({0: ONE, 1: TWO})
     tailer = Tailer(cluster, "t", {0: 0, 1: 0}, patience_s=HANG_S, note=pytest.fail)
     async with asyncio.timeout(HANG_S), aclosing(tailer.follow()) as messages:
@@ -91,9 +91,7 @@ async def test_what_one_node_has_does_not_wait_for_the_others() -> None:
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-async def test_partitions_that_are_added_are_followed_from_their_beginning(
-    monkeypatch: pytest.MonkeyPatch, is_whole: bool
-) -> None:
+async def test_added_partitions_are_followed_from_their_start(monkeypatch: pytest.MonkeyPatch, is_whole: bool) -> None:
     monkeypatch.setattr(following, "LOOK_S", 0.0)
     cluster = Cluster({0: ONE})
     tailer = Tailer(cluster, "t", {0: 0}, patience_s=HANG_S, is_whole=is_whole, note=pytest.fail)
@@ -102,7 +100,7 @@ async def test_partitions_that_are_added_are_followed_from_their_beginning(
         assert (await anext(messages)).record.value == b"a"
         await cluster.move(1, TWO)
         await cluster.publish(1, b"new")
-        # What comes in the partition that it knows has it look.
+        # A message in a known partition triggers the metadata refresh.
         await cluster.publish(0, b"b")
         await cluster.publish(0, b"c")
         seen = [await anext(messages) for _ in range(3 if is_whole else 2)]
@@ -111,7 +109,7 @@ async def test_partitions_that_are_added_are_followed_from_their_beginning(
     assert [one for one in reported if one[0] == 1] == ([(1, b"new")] if is_whole else [])
 
 
-async def test_a_partition_that_moves_is_followed_where_it_is_led_now(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_partition_that_moves_is_followed_at_its_new_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_RETRY_S", 0.001)
     cluster = Cluster({0: ONE, 1: TWO})
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""The bare client of the peers, and what happens where a peer is not installed."""
+"""The bare client for the peers, and the error for a peer that is not installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.console import Console
 
 
 @given(st.lists(st.booleans(), max_size=20), st.integers(1, 40))
-def test_a_pattern_is_counted_once_however_the_bytes_are_cut(marks: list[bool], size: int) -> None:
+def test_a_pattern_is_counted_once_wherever_the_bytes_are_split(marks: list[bool], size: int) -> None:
     data = b"".join(MARK if mark else b"~ma" for mark in marks)
     counter = Counter(MARK)
     assert sum(counter.feed(data[at : at + size]) for at in range(0, len(data), size)) == sum(marks)
@@ -45,14 +45,14 @@ def test_an_error_among_the_responses_is_raised() -> None:
         counter.feed(b"-ERR full\r\n")
 
 
-def test_a_message_has_its_size_and_one_mark() -> None:
+def test_a_message_has_its_size_and_one_marker() -> None:
     for size in (10, 100, 1024):
         assert len(payload(size)) == size
         assert payload(size).count(MARK) == 1
 
 
 @given(st.integers(1, 50))
-def test_frames_are_cut_where_they_end(size: int) -> None:
+def test_frames_are_split_at_their_ends(size: int) -> None:
     confirm = rabbitmq.frame(3, b"\x01" + struct.pack(">I", 2) + bytes(16))
     data = rabbitmq.frame(0x8001, b"abc") + confirm
     frames = rabbitmq.Frames()
@@ -60,11 +60,11 @@ def test_frames_are_cut_where_they_end(size: int) -> None:
     assert found == [(0x8001, b"abc"), (3, confirm[8:])]
 
 
-def test_commands_are_written_as_redis_reads_them() -> None:
+def test_commands_are_encoded_as_redis_expects() -> None:
     assert redis.command(b"XADD", b"s") == b"*2\r\n$4\r\nXADD\r\n$1\r\ns\r\n"
 
 
-def test_a_sender_learns_that_no_response_will_come() -> None:
+def test_a_closed_connection_fails_the_pending_sends() -> None:
     window = Window(2)
     window.send(2)
     window.fail(PeerFailed("gone"))
@@ -73,7 +73,7 @@ def test_a_sender_learns_that_no_response_will_come() -> None:
 
 
 @pytest.mark.parametrize("case", [Case(flush=OS, partitions=1), Case(kind=REQUESTS, flush=ALWAYS, partitions=1)])
-def test_the_bare_client_writes_and_reads(case: Case) -> None:
+def test_the_bare_client_produces_and_consumes(case: Case) -> None:
     with Limit().topic(case) as target, closing(Connection(target.address)) as connection:
         topic = Topic(connection, target.topic, case.size_bytes)
         found = measure([topic], case, target.pid, 0.3, 1000, 100)
@@ -81,7 +81,7 @@ def test_the_bare_client_writes_and_reads(case: Case) -> None:
     assert len(found) == 2
 
 
-def test_several_bare_clients_write_at_once() -> None:
+def test_several_bare_clients_produce_concurrently() -> None:
     case = Case(flush=OS, producers=10)
     with Limit().topic(case) as target, ExitStack() as stack:
         connections = [stack.enter_context(closing(Connection(target.address))) for _ in range(3)]

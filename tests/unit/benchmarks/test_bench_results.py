@@ -1,4 +1,4 @@
-"""Medians, ratios, verdicts, tables and pictures of made-up results."""
+"""Medians, ratios, verdicts, tables and charts of made-up results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def latency(p99_ms: float) -> dict[str, float]:
 
 @pytest.fixture
 def results() -> Results:
-    """Level with all that is wanted, in two lines and a fixed rate."""
+    """Results that just meet every target, in two lines and at one fixed rate."""
     made = Results()
     for case in (Case(), Case(flush=OS)):
         for subject, rate in ((LIMIT, 1000), (MILLSTREAM, 900), (KAFKA, 500), (BARE, 600), ("nats", 400)):
@@ -56,8 +56,8 @@ def test_a_value_is_the_median_of_the_rounds(results: Results) -> None:
     assert line.ratio("MB/s", MILLSTREAM, LIMIT) == pytest.approx(0.9)
 
 
-def test_servers_are_compared_round_by_round() -> None:
-    """A machine that is twice as fast in one round is so for both."""
+def test_servers_are_compared_within_a_round() -> None:
+    """A machine that is twice as fast in one round is so for both servers."""
     made = Results()
     for rate in (100, 200, 400):
         made.add(Case(), LIMIT, "", {PRODUCED: flow(rate)})
@@ -65,11 +65,11 @@ def test_servers_are_compared_round_by_round() -> None:
     made.add(Case(), KAFKA, "", {PRODUCED: flow(80)})
     line = next(made.lines(PRODUCED))
     assert line.ratio("MB/s", MILLSTREAM, LIMIT) == pytest.approx(0.8)
-    # Kafka was measured once only, so there are no rounds to compare.
+    # Kafka was measured in one round only, so there are no rounds to compare.
     assert line.ratio("MB/s", MILLSTREAM, KAFKA) == pytest.approx(2)
 
 
-def test_all_targets_are_reached_when_they_are(results: Results) -> None:
+def test_all_targets_are_met(results: Results) -> None:
     verdicts = {target.what: target.reached for target in targets(results)}
     measured = {what: reached for what, reached in verdicts.items() if reached is not None}
     assert set(measured.values()) == {True}
@@ -78,7 +78,7 @@ def test_all_targets_are_reached_when_they_are(results: Results) -> None:
     assert verdicts["100 in flight, of Apache Kafka"] is None
 
 
-def test_a_target_that_is_missed_names_the_worst_line(results: Results) -> None:
+def test_a_missed_target_names_the_worst_line(results: Results) -> None:
     worst = Case(flush=OS, partitions=100)
     results.add(worst, LIMIT, worst.durability, {PRODUCED: flow(1000)})
     results.add(worst, MILLSTREAM, worst.durability, {PRODUCED: flow(300, user_s=0.9, memory_mb=250)})
@@ -97,7 +97,7 @@ def test_small_messages_are_not_compared_with_the_limit(results: Results) -> Non
     assert targets(results)[0].reached is True
 
 
-def test_results_survive_being_written_down(results: Results) -> None:
+def test_results_survive_a_round_trip_through_the_file(results: Results) -> None:
     fixed = Case(kind=LATENCY, rate_per_s=50_000)
     results.add(fixed, MILLSTREAM, fixed.durability, {ACKNOWLEDGED: latency(float("inf"))})
     written = json.dumps(results.as_json(), allow_nan=False)
@@ -118,13 +118,13 @@ def test_tables_have_a_cell_for_each_column(results: Results) -> None:
     assert produced.markdown().splitlines()[2].startswith("| line |")
 
 
-def test_pictures_are_drawn(results: Results, tmp_path: Path) -> None:
+def test_charts_are_drawn(results: Results, tmp_path: Path) -> None:
     drawn = plots.draw(results, tmp_path)
     assert len(drawn) == 5
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
-def test_servers_have_their_order() -> None:
+def test_servers_are_in_a_fixed_order() -> None:
     assert in_order([DISCARD, "redis", KAFKA, "nats", LIMIT, LIMIT, MILLSTREAM, BARE]) == [
         LIMIT,
         MILLSTREAM,
@@ -136,13 +136,13 @@ def test_servers_have_their_order() -> None:
     ]
 
 
-def test_an_axis_ends_before_what_would_hide_the_rest() -> None:
+def test_an_axis_is_cut_before_an_outlier_hides_the_rest() -> None:
     assert plots.axis_end([1, 2, 3, 1000]) == 3
     assert plots.axis_end([1, 2, 3]) == 3
     assert plots.axis_end([0, 0]) == 1
 
 
-def test_every_factor_is_varied_by_itself() -> None:
+def test_each_factor_is_varied_alone() -> None:
     chosen = [case for case in cases.default() if case.kind == PRODUCE]
     assert len({case.name for case in cases.default()}) == len(cases.default())
     for base in (Case(flush=ALWAYS), Case(flush=OS)):
@@ -157,13 +157,13 @@ def test_every_factor_is_varied_by_itself() -> None:
     assert {case.flush for case in chosen} == set(cases.FLUSHES)
 
 
-def test_the_whole_product_has_every_combination() -> None:
+def test_the_full_product_has_every_combination() -> None:
     everything = cases.everything()
     assert len([case for case in everything if case.kind == PRODUCE]) == 3 * 2 * 2 * 3 * 2 * 2
     assert len({case.name for case in everything}) == len(everything)
 
 
-def test_lines_are_chosen_by_words() -> None:
+def test_lines_are_selected_by_words() -> None:
     names = [case.name for case in cases.chosen(cases.default(), ["latency"])]
     assert len(names) == 6
     assert all("keyed" in case.name for case in cases.chosen(cases.default(), ["keyed"]))

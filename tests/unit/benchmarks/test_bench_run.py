@@ -1,4 +1,4 @@
-"""The harness itself, on the limit server."""
+"""The benchmark harness itself, on the limit server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.processes import Meter
 from benchmarks.subjects import Limit
 
 
-def test_a_run_writes_down_what_it_measured(
+def test_a_run_records_its_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "TOUCHED_BYTES_MAX", 1 << 20)
@@ -49,7 +49,7 @@ def test_producers_with_keys_share_the_work() -> None:
     assert numbers["memory MB"] > 0
 
 
-def test_turns_begin_with_another_server_each_round() -> None:
+def test_each_round_starts_with_another_server() -> None:
     one, two = Limit(), Limit()
     order = [subject for _, subject in run.turns(Case(), [one, two], 2)]
     assert order == [one, two, two, one]
@@ -62,14 +62,14 @@ def test_unknown_servers_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "nobody: not one of" in capsys.readouterr().err
 
 
-def test_the_file_system_is_that_of_the_closest_mount() -> None:
+def test_the_file_system_is_that_of_the_nearest_mount() -> None:
     mounts = "/dev/a / ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n/dev/b /tmpfoo xfs rw 0 0\n"
     assert machine.file_system("/tmp/x", mounts) == "tmpfs"
     assert machine.file_system("/tmpfoo/x", mounts) == "xfs"
     assert machine.file_system("/var", mounts) == "ext4"
 
 
-def test_a_meter_sees_the_client_and_the_server() -> None:
+def test_a_meter_measures_the_client_and_the_server() -> None:
 
     with Meter(os.getpid()) as meter:
         sum(range(1_000_000))

@@ -1,4 +1,4 @@
-"""What the benchmark of transactions makes of its numbers."""
+"""How the transaction benchmark evaluates its numbers."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert transactions.ratio(of, (), transactions.rate) is None
 
 
-def test_what_is_reached() -> None:
+def test_a_reached_target_is_reported() -> None:
     goals = transactions.targets({MILLSTREAM: server()})
     assert [goal.reached for goal in goals] == [True, True, None, None, None]
     goals = transactions.targets({MILLSTREAM: server(), KAFKA: server()})
     assert [goal.reached for goal in goals] == [True] * 5
 
 
-def test_what_is_not_reached() -> None:
+def test_a_missed_target_is_reported() -> None:
     slow = server(second=rounds(70, 140, 280), committed=rounds(900, 900, 900))
     goals = transactions.targets({MILLSTREAM: slow, KAFKA: server()})
     assert [goal.reached for goal in goals] == [False, False, True, False, False]
     assert goals[0].found == "0.70 times, CPU 1.00 times"
 
 
-def test_who_comes_first_changes_from_round_to_round() -> None:
+def test_the_first_server_alternates_between_rounds() -> None:
     brokers = cast("Any", ["a", "b"])
     orders: list[list[Any]] = [list(transactions._order(PRODUCE, brokers, turn)) for turn in range(4)]
     assert {order[0] for order in orders} == {(PLAIN, "a"), (PLAIN, "b"), (EACH_SECOND, "a"), (EACH_SECOND, "b")}

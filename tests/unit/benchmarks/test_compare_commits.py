@@ -21,7 +21,7 @@ def test_a_line_is_worse_if_the_whole_interval_is_above_one(factor: float, verdi
     assert found.verdict == verdict
 
 
-def test_what_differs_less_than_the_rounds_do_is_the_same() -> None:
+def test_a_difference_below_the_variation_of_the_rounds_counts_as_equal() -> None:
     after = [before * factor for before, factor in zip(ROUNDS, (1.2, 0.85, 1.1, 0.9, 1.15, 0.95), strict=True)]
     assert ratio(ROUNDS, after).verdict == "same"
     assert ratio((1.0, 1.0), (1.1, 1.2)).verdict == "same", "two rounds prove little"
@@ -34,7 +34,7 @@ def test_the_cost_is_the_cpu_time_of_the_server() -> None:
     assert list(costs(asked)) == [(f"{ONE_BY_ONE}, µs/request", 80.0), (f"{IN_FLIGHT}, µs/request", 40.0)]
 
 
-def test_a_server_runs_the_source_of_its_checkout(tmp_path: Path) -> None:
+def test_a_server_runs_the_source_of_its_own_checkout(tmp_path: Path) -> None:
     source = tmp_path / "src"
     (source / "millstream").mkdir(parents=True)
     assert find_source(str(tmp_path), tmp_path / "unpacked") == source

@@ -1,4 +1,4 @@
-"""The catalog on SQLite and on PostgreSQL: the same responses, also when several nodes ask at once."""
+"""The catalog on SQLite and on PostgreSQL: equal responses, also with several nodes at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def together(calls: list[Callable[[], object]]) -> list[object]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def open_catalog(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenCatalog]:
-    """Opens one and the same new catalog, for one node after the other."""
+    """Open the same new catalog for one node after another."""
     shared = request.param == "postgresql"
     url = request.getfixturevalue("postgres").new_database() if shared else ""
     with ExitStack() as stack:
@@ -74,13 +74,13 @@ def catalog(open_catalog: OpenCatalog) -> Catalog:
     return open_catalog()
 
 
-def test_a_topic_is_kept_as_it_was_declared(open_catalog: OpenCatalog) -> None:
+def test_a_topic_is_stored_as_declared(open_catalog: OpenCatalog) -> None:
     topic = declared("orders")
     open_catalog().add_topics([topic])
     assert open_catalog().topics() == [topic]
 
 
-def test_a_name_is_taken_once(catalog: Catalog) -> None:
+def test_a_duplicate_name_is_refused(catalog: Catalog) -> None:
     orders, bills = declared("orders"), declared("bills")
     assert catalog.add_topics([orders]) == {orders.topic_id}
     assert catalog.add_topics([declared("orders")]) == set()
@@ -88,7 +88,7 @@ def test_a_name_is_taken_once(catalog: Catalog) -> None:
     assert catalog.topics() == [bills, orders]
 
 
-def test_a_topic_is_changed_from_what_is_declared(catalog: Catalog) -> None:
+def test_a_change_starts_from_the_stored_topic(catalog: Catalog) -> None:
     topic = declared("orders")
     catalog.add_topics([topic])
 
@@ -117,7 +117,7 @@ def test_a_mirror_exists_while_it_writes_topics(catalog: Catalog) -> None:
     assert [topic.mirror for topic in catalog.topics()] == ["", ""]
 
 
-def test_a_deletion_leaves_a_record_until_it_is_forgotten(catalog: Catalog) -> None:
+def test_a_deletion_is_recorded_until_it_is_forgotten(catalog: Catalog) -> None:
     topic = declared("orders")
     catalog.add_topics([topic])
     assert catalog.delete_topics([topic, declared("missing")], now_ms=2**41) == {topic.topic_id}
@@ -129,7 +129,7 @@ def test_a_deletion_leaves_a_record_until_it_is_forgotten(catalog: Catalog) -> N
     catalog.add_topics([declared("orders")])
 
 
-def test_a_pipeline_is_kept_with_its_rules(open_catalog: OpenCatalog) -> None:
+def test_a_pipeline_is_stored_with_its_rules(open_catalog: OpenCatalog) -> None:
     catalog = open_catalog()
     small, large = (
         Rule(name=name, topic="orders", targets=(f"{name}-orders", "all"), condition=condition)
@@ -166,7 +166,7 @@ def test_a_pipeline_is_kept_with_its_rules(open_catalog: OpenCatalog) -> None:
     assert catalog.pipelines() == [land, dataclasses.replace(changed, rules=many[:3], version=3)]
     catalog.delete_pipeline(director)
     assert catalog.pipelines() == [land]
-    # Nothing is left of the rules.
+    # No rule is left over.
     catalog.add_pipeline(dataclasses.replace(director, rules=()))
     assert catalog.pipeline_named("director") == dataclasses.replace(director, rules=())
     catalog.delete_pipeline(director)
@@ -176,7 +176,7 @@ def test_a_pipeline_is_kept_with_its_rules(open_catalog: OpenCatalog) -> None:
         catalog.alter_pipeline(director.pipeline_id, change)
 
 
-def test_a_subscription_is_kept_changed_and_deleted_with_a_record(open_catalog: OpenCatalog) -> None:
+def test_a_subscription_is_stored_changed_and_deleted_with_a_record(open_catalog: OpenCatalog) -> None:
     catalog = open_catalog()
     billing = Subscription(
         name="billing",
@@ -208,26 +208,26 @@ def test_a_subscription_is_kept_changed_and_deleted_with_a_record(open_catalog: 
     assert catalog.deleted_subscriptions() == {}
 
 
-def test_blocks_of_numbers_begin_where_the_last_one_ended(catalog: Catalog) -> None:
+def test_id_blocks_are_consecutive(catalog: Catalog) -> None:
     assert [catalog.take_block("a", 10, first=5) for _ in range(3)] == [5, 15, 25]
     assert catalog.take_block("b", 2**40) == 0
     assert catalog.take_block("b", 1) == 2**40
 
 
-def test_limits_are_replaced_and_forgotten(catalog: Catalog) -> None:
+def test_quotas_are_replaced_and_removed(catalog: Catalog) -> None:
     one, two = (QuotaEntity(((CLIENT_ID, name),)) for name in ("one", "two"))
     catalog.change_client_quotas({one: {PRODUCER_BYTE_RATE: 1.5}, two: {PRODUCER_BYTE_RATE: 2.0}})
     catalog.change_client_quotas({one: {PRODUCER_BYTE_RATE: 3.0}, two: {}})
     assert catalog.client_quotas() == {one: {PRODUCER_BYTE_RATE: 3.0}}
 
 
-def test_settings_of_groups_are_replaced_and_forgotten(catalog: Catalog) -> None:
+def test_group_settings_are_replaced_and_removed(catalog: Catalog) -> None:
     for group_id, overrides in (("a", {"x": "1"}), ("b", {"y": "2"}), ("a", {"x": "3"}), ("b", {})):
         catalog.change_group_settings(group_id, overrides)
     assert catalog.group_settings() == {"a": {"x": "3"}}
 
 
-def test_settings_of_nodes_are_changed_by_what_is_stored(catalog: Catalog) -> None:
+def test_a_change_of_node_settings_starts_from_the_stored_ones(catalog: Catalog) -> None:
     assert catalog.change_broker_settings("", {"a": "1", "b": "2"}) == {"a": "1", "b": "2"}
     assert catalog.change_broker_settings("", {"a": None, "c": "3"}) == {"b": "2", "c": "3"}
     assert catalog.change_broker_settings("7", {"a": "4"}) == {"a": "4"}
@@ -241,7 +241,7 @@ def test_a_new_catalog_has_every_table(catalog: Catalog) -> None:
     assert set(inspect(catalog._engine).get_table_names()) == set(metadata.tables)
 
 
-def test_nodes_that_start_at_once_agree_on_one_cluster(postgres: PostgresServer) -> None:
+def test_nodes_that_start_concurrently_agree_on_one_cluster(postgres: PostgresServer) -> None:
     url = postgres.new_database()
     opened = together([lambda: Catalog.open_shared(url)] * NODES)
     catalogs = [catalog for catalog in opened if isinstance(catalog, Catalog)]
@@ -251,7 +251,7 @@ def test_nodes_that_start_at_once_agree_on_one_cluster(postgres: PostgresServer)
         catalog.close()
 
 
-def test_nodes_that_ask_at_once_get_numbers_of_their_own(postgres: PostgresServer) -> None:
+def test_nodes_that_allocate_concurrently_get_distinct_ids(postgres: PostgresServer) -> None:
     url = postgres.new_database()
     catalogs = [Catalog.open_shared(url) for _ in range(2)]
     taken = together([partial(catalog.take_block, "p", 10) for catalog in catalogs * 8])
@@ -260,7 +260,7 @@ def test_nodes_that_ask_at_once_get_numbers_of_their_own(postgres: PostgresServe
         catalog.close()
 
 
-def test_nodes_that_declare_at_once_see_each_other(postgres: PostgresServer) -> None:
+def test_nodes_that_declare_concurrently_see_each_other(postgres: PostgresServer) -> None:
     url = postgres.new_database()
     catalogs = [Catalog.open_shared(url) for _ in range(2)]
 
@@ -282,7 +282,7 @@ def test_nodes_that_declare_at_once_see_each_other(postgres: PostgresServer) -> 
         catalog.close()
 
 
-def test_a_catalog_of_another_version_is_left_alone(postgres: PostgresServer) -> None:
+def test_a_catalog_of_another_version_is_not_opened(postgres: PostgresServer) -> None:
     url = postgres.new_database()
     Catalog.open_shared(url).close()
     with psycopg.connect(url) as connection:
@@ -292,7 +292,7 @@ def test_a_catalog_of_another_version_is_left_alone(postgres: PostgresServer) ->
         Catalog.open_shared(url)
 
 
-def test_a_server_that_goes_and_comes_back_is_an_error_in_between() -> None:
+def test_an_unavailable_server_is_an_error_until_it_is_back() -> None:
     with PostgresServer() as server:
         catalog = Catalog.open_shared(server.url)
         catalog.add_topics([declared("orders")])
@@ -305,7 +305,7 @@ def test_a_server_that_goes_and_comes_back_is_an_error_in_between() -> None:
         catalog.close()
 
 
-def test_a_server_that_stands_still_holds_no_one_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_server_does_not_block_callers_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with PostgresServer() as server:
         catalog = Catalog.open_shared(server.url)
         pids = server.worker_pids()
@@ -323,7 +323,7 @@ def test_a_server_that_stands_still_holds_no_one_up_for_long(monkeypatch: pytest
         catalog.close()
 
 
-def test_a_refused_client_gets_the_reason(postgres: PostgresServer) -> None:
+def test_a_rejected_login_reports_the_reason(postgres: PostgresServer) -> None:
     wrong = postgres.url.replace(":" + postgres.url.split(":")[2].split("@")[0] + "@", ":wrong@")
     with pytest.raises(CatalogUnavailable, match="password authentication failed"):
         Catalog.open_shared(wrong)
@@ -336,7 +336,7 @@ def test_other_databases_are_refused_by_name() -> None:
         Catalog("mysql://localhost/x")
 
 
-def test_a_shared_catalog_is_that_of_the_first_cluster_that_comes(postgres: PostgresServer) -> None:
+def test_a_shared_catalog_belongs_to_the_first_cluster_that_opens_it(postgres: PostgresServer) -> None:
     url = postgres.new_database()
     Catalog.open_shared(url).close()
     for _ in range(2):
@@ -349,7 +349,7 @@ def test_a_shared_catalog_is_that_of_the_first_cluster_that_comes(postgres: Post
     other.close()
 
 
-def test_a_refusal_is_distinguished_from_a_server_that_is_away(postgres: PostgresServer) -> None:
+def test_a_rejected_login_is_distinguished_from_an_unavailable_server(postgres: PostgresServer) -> None:
     url = postgres.new_database()
     wrong = re.sub(":[^:@]*@", ":wrong@", url)
     for denied in (wrong, f"{url}_not_there"):

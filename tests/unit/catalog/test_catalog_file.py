@@ -1,4 +1,4 @@
-"""A catalog file: a version that is not this one's is left alone, and what was declared is kept."""
+"""The catalog file: another version is left untouched, and declarations are kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millstream.core.quota import CLIENT_ID, DEFAULT, PRODUCER_BYTE_RATE, USER, 
 
 
 @pytest.mark.parametrize("version", ["99", "0", "two"])
-def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path: Path, version: str) -> None:
+def test_a_catalog_file_of_another_version_is_left_untouched(tmp_path: Path, version: str) -> None:
     file = tmp_path / "catalog.sqlite"
     connection = sqlite3.connect(file)
     connection.execute("CREATE TABLE about (name VARCHAR(64) PRIMARY KEY, value VARCHAR(255) NOT NULL)")
@@ -25,7 +25,7 @@ def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path: Path, version: 
     connection.close()
 
 
-def test_quotas_are_kept(tmp_path: Path) -> None:
+def test_quotas_survive_reopening(tmp_path: Path) -> None:
     some = QuotaEntity(((USER, DEFAULT), (CLIENT_ID, 'ü, [] "x"')))
     other = QuotaEntity(((CLIENT_ID, DEFAULT),))
     catalog = Catalog.open_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""The catalog on a disk that takes no more."""
+"""The catalog on a full disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def topic(name: str, note: str = "") -> Topic:
     return Topic(name=name, topic_id=uuid4(), partitions=1, replication=1, overrides={"x": note}, created_ms=1)
 
 
-def test_a_full_disk_is_an_error_of_the_storage_and_leaves_the_catalog_usable(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_storage_error_and_leaves_the_catalog_usable(tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
     catalog.add_topics([topic("before")])
 
@@ -35,7 +35,7 @@ def test_a_full_disk_is_an_error_of_the_storage_and_leaves_the_catalog_usable(tm
     catalog.close()
 
 
-def test_the_reserve_is_given_up_for_a_change_that_frees_space(tmp_path: Path) -> None:
+def test_the_reserve_is_released_for_a_change_that_frees_space(tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
     reserve = tmp_path / "catalog.reserve"
     assert reserve.stat().st_size == RESERVE_BYTES
@@ -69,7 +69,7 @@ def _full() -> Exception:
     return OperationalError("DELETE", {}, Full("database or disk is full"))
 
 
-def test_without_a_reserve_the_failure_is_reported(tmp_path: Path) -> None:
+def test_without_a_reserve_the_error_is_reported(tmp_path: Path) -> None:
     reserve = Reserve(tmp_path / "reserve")
     assert not reserve.give_up()
     reserve.fill()

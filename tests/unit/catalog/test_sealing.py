@@ -1,4 +1,4 @@
-"""Secrets in the catalog: sealed by a key of a file, bound to their place, sealed again when the key is rotated."""
+"""Secrets in the catalog: sealed with a key from a file, bound to their field, and resealed when the key is rotated."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_secrets_are_sealed_in_the_catalog_and_open_with_the_key(tmp_path: Path,
     assert PASSWORD not in repr(again.subscriptions()) + repr(again.pipelines()) + repr(subscription.settings)
 
 
-def test_without_the_key_a_secret_stays_sealed_and_is_kept_by_changes(tmp_path: Path, key_file: Path) -> None:
+def test_without_the_key_a_secret_stays_sealed_and_survives_changes(tmp_path: Path, key_file: Path) -> None:
     subscription = pushed("billing")
     opened(tmp_path / "data", key_file).add_subscription(subscription)
     stranger = opened(tmp_path / "data", None)
@@ -122,7 +122,7 @@ def test_keys_are_rotated_while_the_catalog_is_open(
     catalog.add_pipeline(pipeline)
     old = read_keys(key_file)[0].key_id
     new = rotate(key_file).key_id
-    # What does not change stays sealed by the key that other nodes have.
+    # An unchanged secret stays sealed with the key that other nodes have.
     catalog.alter_subscription(subscription.subscription_id, lambda now: dataclasses.replace(now, used_ms=7))
     assert {one.key_id for one in catalog.secrets()} == {old}
     assert catalog.reseal() == 3
@@ -135,7 +135,7 @@ def test_keys_are_rotated_while_the_catalog_is_open(
     assert [one.problem for one in later.secrets()] == ["", "", ""]
 
 
-def test_a_secret_that_was_moved_elsewhere_does_not_open(tmp_path: Path, key_file: Path) -> None:
+def test_a_secret_moved_to_another_field_does_not_open(tmp_path: Path, key_file: Path) -> None:
     sealing = Sealing(key_file)
     sealed = sealing.seal_all(pushed("billing"))
     stolen = dataclasses.replace(pushed("mine"), overrides=sealed)
@@ -160,7 +160,7 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, key_file: Pa
     Sealing.of_node(str(key_file), str(tmp_path / "data"), in_cluster=False)
 
 
-def test_a_damaged_key_file_is_refused_without_showing_a_key(tmp_path: Path, key_file: Path) -> None:
+def test_a_damaged_key_file_is_refused_without_revealing_a_key(tmp_path: Path, key_file: Path) -> None:
     line = key_file.read_bytes().splitlines()[-1]
     for content in (b"", line[:-6] + b"\n", b"0" * 12 + line[12:] + b"\n", b"words\n"):
         key_file.write_bytes(content)
@@ -169,13 +169,13 @@ def test_a_damaged_key_file_is_refused_without_showing_a_key(tmp_path: Path, key
         assert line.split()[1][:20].decode() not in str(refused.value)
 
 
-def test_a_key_file_that_was_named_is_not_made(tmp_path: Path) -> None:
+def test_a_configured_key_file_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="millstream secrets init"):
         Sealing.of_node(str(tmp_path / "keys"), str(tmp_path / "data"), in_cluster=False)
     assert not (tmp_path / "keys").exists()
 
 
-def test_keys_do_not_lie_in_the_data_folder(tmp_path: Path) -> None:
+def test_a_key_in_the_data_folder_is_refused(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     write_keys(data / "secrets.keys", [SecretKey.new()])
@@ -183,7 +183,7 @@ def test_keys_do_not_lie_in_the_data_folder(tmp_path: Path) -> None:
         Sealing.of_node(str(data / "secrets.keys"), str(data), in_cluster=False)
 
 
-def test_a_single_node_makes_a_key_when_it_first_needs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_node_creates_a_key_on_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = default_key_file()
     assert path == tmp_path / "state" / "millstream" / "secrets.keys"
@@ -194,7 +194,7 @@ def test_a_single_node_makes_a_key_when_it_first_needs_one(tmp_path: Path, monke
     assert path.parent.stat().st_mode & 0o077 == 0
     other = Sealing.of_node("", str(tmp_path / "other"), in_cluster=False)
     assert other.open(sealed, "subscription", "billing", SECRET) == PASSWORD
-    # In a folder that is backed up with the data it would seal nothing.
+    # A key that is backed up with the data would protect nothing.
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "data"))
     with pytest.raises(InvalidSetting, match="secrets-key-file"):
         Sealing.of_node("", str(tmp_path / "data"), in_cluster=False).seal(PASSWORD, "a", "b", "c")

@@ -1,4 +1,4 @@
-"""What `millstream audit` prints for people."""
+"""The human-readable output of `millstream audit`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millstream.pipelines.jobs.ledger.audit import COUNTS, AuditReport
 from millstream.pipelines.jobs.ledger.table import Damage
 
 
-def test_deleted_subscriptions_of_a_name_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_deleted_subscriptions_of_the_same_name_are_distinguished(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"subscription": "billing", "topic": "orders", **dict.fromkeys(COUNTS, 0)}
     report = AuditReport(rows=[{**row, "deleted": True}, {**row, "deleted": False}])
     _print_report(report, [], 0, adds_up=True)
@@ -18,7 +18,7 @@ def test_deleted_subscriptions_of_a_name_are_told_apart(capsys: pytest.CaptureFi
     assert live.startswith("billing            orders")
 
 
-def test_damage_to_the_table_alone_is_not_called_a_wrong_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_to_the_table_alone_is_not_reported_as_a_wrong_count(capsys: pytest.CaptureFixture[str]) -> None:
     damage = [Damage("missing", "a.parquet", "the file is gone")]
     _print_report(AuditReport(damage=damage), [], 0, adds_up=False)
     named, verdict = capsys.readouterr().out.splitlines()

@@ -48,19 +48,19 @@ def status(**changes: Any) -> dict[str, Any]:
     }
 
 
-async def test_no_broker_at_the_address_is_the_only_finding() -> None:
+async def test_an_unreachable_broker_is_the_only_finding() -> None:
     (finding,) = await broker_check.check_broker("127.0.0.1:1", 1.0)
     assert (finding.severity, finding.exit_code) == (Severity.PROBLEM, ExitCode.UNREACHABLE)
     assert "millstream serve" in finding.advice
 
 
-def test_versions_that_differ_are_a_warning() -> None:
+def test_differing_versions_are_a_warning() -> None:
     assert broker_check._version([status()]).severity is Severity.OK
     found = broker_check._version([status(), status(node_id=2, version="9.9.9")])
     assert (found.severity, "node 2 runs 9.9.9" in found.detail) == (Severity.WARNING, True)
 
 
-def test_reasons_against_traffic_are_a_problem() -> None:
+def test_a_broker_that_is_not_ready_is_a_problem() -> None:
     (found,) = broker_check._readiness({1: status(), 1001: status()})
     assert (found.severity, found.detail) == (Severity.OK, "nodes 1, 1001 are ready")
     full, silent = broker_check._readiness({1: status(reasons=["orders-0: the disk is full"]), 1001: {}})
@@ -71,7 +71,7 @@ def test_reasons_against_traffic_are_a_problem() -> None:
     assert (found.severity, away in found.detail) == (Severity.PROBLEM, True)
 
 
-def test_a_clock_that_is_off_is_a_warning() -> None:
+def test_clock_skew_is_a_warning() -> None:
     assert broker_check._clock(status()).severity is Severity.OK
     found = broker_check._clock(status(now_ms=status()["now_ms"] - 60_000))
     assert found.severity is Severity.WARNING
@@ -100,23 +100,23 @@ def test_a_slow_response_is_a_warning() -> None:
     assert broker_check._responded("b", 3.0).severity is Severity.WARNING
 
 
-async def test_a_gateway_that_responds_is_fine_whatever_it_says_of_readiness(gateway: str) -> None:
+async def test_a_gateway_that_responds_is_fine_even_if_not_ready(gateway: str) -> None:
     assert (await broker_check._http(status(http=gateway))).severity is Severity.OK
     assert await broker_check._get(gateway, "/other") == 0
 
 
-async def test_a_gateway_that_is_away_is_a_problem() -> None:
+async def test_an_unreachable_gateway_is_a_problem() -> None:
     found = await broker_check._http(status())
     assert (found.severity, "does not respond" in found.detail) == (Severity.PROBLEM, True)
 
 
-async def test_a_gateway_that_says_nothing_is_reported(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_gateway_is_reported(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_check, "_HTTP_S", 0.0)
     found = await broker_check._http(status(http=gateway))
     assert found.detail.endswith("does not respond: no response in time")
 
 
-def test_a_gateway_with_tls_is_left_without_waiting_for_its_goodbye(tmp_path: Path) -> None:
+def test_the_check_does_not_wait_for_the_tls_shutdown_of_the_gateway(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path / "certs")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificates.node, certificates.node_key)
@@ -141,7 +141,7 @@ def test_a_gateway_with_tls_is_left_without_waiting_for_its_goodbye(tmp_path: Pa
     assert [str(one.message) for one in warned] == []
 
 
-def test_lost_offsets_are_problems_that_say_what_to_do() -> None:
+def test_lost_offsets_are_problems_with_a_remedy() -> None:
     assert [one.severity for one in broker_check._damage([])] == [Severity.OK]
     found = list(broker_check._damage([("", DamagedOffsets("orders", 0, 3, at)) for at in range(10, 17)]))
     assert {one.severity for one in found} == {Severity.PROBLEM}
@@ -156,7 +156,7 @@ def test_lost_offsets_that_another_replica_may_have_are_a_warning() -> None:
     assert "fetched from another replica" in found.advice
 
 
-def test_what_waits_beyond_its_retention_is_a_warning() -> None:
+def test_a_backlog_beyond_the_retention_is_a_warning() -> None:
     def reported(value: float) -> dict[str, Any]:
         samples = [[value, {"topic": "orders", "partition": "0"}], [1.0, {"topic": "orders", "partition": "1"}]]
         return status(metrics=[{"name": "millstream_log_held_bytes", "samples": samples}])
@@ -167,7 +167,7 @@ def test_what_waits_beyond_its_retention_is_a_warning() -> None:
     assert found.detail.startswith("topic orders keeps 12,346 bytes past")
 
 
-def test_lost_states_of_transactions_are_no_matter_of_groups() -> None:
+def test_advice_about_lost_transaction_states_is_not_about_groups() -> None:
     (found,) = broker_check._damage([("", DamagedOffsets("__transaction_state", 0, 3, 4))])
     assert "millstream transaction list --hanging" in found.advice
     assert "group reset" not in found.advice

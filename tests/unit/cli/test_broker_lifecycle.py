@@ -1,4 +1,4 @@
-"""The states of a machine's broker processes: any order of events, and whole machines whose brokers die and hang."""
+"""The states of a machine's broker processes: arbitrary events, and whole machines whose brokers die and hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ events = st.lists(st.sampled_from(BrokerEvent), max_size=60)
 
 
 class Observed:
-    """A lifecycle beside what really happened to the process."""
+    """A lifecycle, and the actual state of its process."""
 
     def __init__(self) -> None:
         self.lifecycle = BrokerLifecycle(FAILED_STARTS_MAX)
@@ -57,7 +57,7 @@ class Observed:
 
 
 @given(events)
-def test_the_state_says_whether_a_process_exists_and_why_none_is_started(given_events: list[BrokerEvent]) -> None:
+def test_the_state_tells_whether_a_process_exists_and_why_none_is_started(given_events: list[BrokerEvent]) -> None:
     observed = Observed()
     for event in given_events:
         observed.apply(event)
@@ -70,7 +70,7 @@ def test_the_state_says_whether_a_process_exists_and_why_none_is_started(given_e
 
 
 @given(events, events)
-def test_a_paused_broker_is_held_from_the_end_of_its_process_on(
+def test_a_paused_broker_is_held_once_its_process_has_ended(
     before: list[BrokerEvent], meanwhile: list[BrokerEvent]
 ) -> None:
     observed = Observed()
@@ -95,7 +95,7 @@ def test_any_broker_that_is_not_retired_can_be_started_again(given_events: list[
     assert observed.state is (BrokerState.RETIRED if observed.is_retired else BrokerState.DUE)
 
 
-async def test_all_who_wait_for_a_state_are_woken() -> None:
+async def test_all_waiters_for_a_state_are_woken() -> None:
     lifecycle = BrokerLifecycle(FAILED_STARTS_MAX)
     waiting = [asyncio.create_task(lifecycle.until(HELD)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -134,7 +134,7 @@ class Input:
 
 
 class SimulatedProcess:
-    """A process that fails to start, dies, or ignores what it is asked, as chance has it."""
+    """A process that randomly fails to start, dies, or ignores requests."""
 
     def __init__(self, pid: int, chance: Random, *, starts: bool, is_calm: bool, dies_after_s: float) -> None:
         self._chance = chance
@@ -181,7 +181,7 @@ class SimulatedProcess:
 
 
 class SimulatedBroker(BrokerProcess):
-    """A broker whose processes are simulated, and of which some cannot be started any more after a while."""
+    """A broker with simulated processes; some brokers eventually cannot be started any more."""
 
     def __init__(self, machine: SimulatedMachine, config: Config) -> None:
         super().__init__(machine, config)
@@ -251,7 +251,7 @@ class SimulatedMachine(Machine):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_machine_survives_any_deaths_hangs_and_hand_overs(seed: int, tmp_path: Path) -> None:
+def test_a_machine_survives_random_deaths_hangs_and_handovers(seed: int, tmp_path: Path) -> None:
     chance = Random(seed)
     loop = SimulatedLoop(Random(seed + 1))
     try:
@@ -282,7 +282,7 @@ async def _live(folder: Path, chance: Random) -> None:
 
 
 async def _calm_down(machine: SimulatedMachine) -> None:
-    """Let nothing fail any more: every broker that has kept its logs serves."""
+    """Stop injecting faults: every broker that has kept its logs serves again."""
     for broker in machine.all:
         broker.is_calm, broker.is_broken = True, False
         if broker.process is not None:
@@ -296,7 +296,7 @@ async def _calm_down(machine: SimulatedMachine) -> None:
         assert state is (BrokerState.SERVING if node in kept else BrokerState.RETIRED), states
 
 
-def test_brokers_that_are_lost_together_all_hand_over_their_logs(tmp_path: Path) -> None:
+def test_brokers_lost_at_the_same_time_all_hand_over_their_logs(tmp_path: Path) -> None:
     async def live() -> Any:
         machine = SimulatedMachine(Config(data=str(tmp_path), cores="4"), Random(1))
         for broker in machine.all:
@@ -319,7 +319,7 @@ def test_brokers_that_are_lost_together_all_hand_over_their_logs(tmp_path: Path)
         loop.dismantle()
 
 
-def test_a_broker_that_a_partition_is_moved_from_is_handed_over_later(tmp_path: Path) -> None:
+def test_a_broker_is_handed_over_only_after_its_partition_has_moved(tmp_path: Path) -> None:
     async def live() -> None:
         machine = SimulatedMachine(Config(data=str(tmp_path), cores="3"), Random(1))
         machine.refused_share = 1.0

@@ -1,4 +1,4 @@
-"""`millstream certs`: an authority that is made once, and certificates for nodes and clients that it signs."""
+"""`millstream certs`: an authority that is created once, and the node and client certificates that it signs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_cluster_and_its_clients_share_one_authority(tmp_path: Path) -> None:
     ssl.create_default_context(cafile=folder / "ca.pem").load_cert_chain(folder / "node.pem", folder / "node.key")
 
 
-def test_nothing_that_is_there_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init = ["certs", "init", "--dir", str(tmp_path)]
     assert call(init) == 0
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -69,13 +69,13 @@ def test_nothing_that_is_there_is_replaced(tmp_path: Path, capsys: pytest.Captur
     assert call(["certs", "client", "alice", "--dir", str(tmp_path)]) == 0
     assert call(["certs", "client", "alice", "--dir", str(tmp_path)]) == ExitCode.CONFLICT
     assert {path: path.read_bytes() for path in before} == before
-    # An authority whose key is elsewhere.
+    # An authority without its key.
     (tmp_path / "ca.key").unlink()
     assert call([*init, "--node-id", "2"]) == ExitCode.CONFLICT
     assert "ca.key" in capsys.readouterr().err
     assert (tmp_path / "ca.pem").read_bytes() == before[tmp_path / "ca.pem"]
     assert call(["certs", "client", "bob", "--dir", str(tmp_path)]) == ExitCode.NOT_FOUND
-    # The key of another one.
+    # The key of another authority.
     assert call(["certs", "init", "--dir", str(tmp_path / "other")]) == 0
     (tmp_path / "other" / "ca.key").rename(tmp_path / "ca.key")
     assert call([*init, "--node-id", "2"]) == ExitCode.USAGE
@@ -83,13 +83,13 @@ def test_nothing_that_is_there_is_replaced(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("host", ["broker:9092", "a b", "", "bücher.example", "https://a.example", "a/b", "-a"])
-def test_a_host_that_cannot_be_one_is_refused(tmp_path: Path, host: str) -> None:
+def test_an_invalid_host_is_refused(tmp_path: Path, host: str) -> None:
     assert call(["certs", "init", "--dir", str(tmp_path / "certs"), f"--host={host}"]) == ExitCode.USAGE
     assert not (tmp_path / "certs").exists()
 
 
 @pytest.mark.parametrize("name", ["ca", "node", "node-2", ".hidden", "../alice", "a/b", "a b", ""])
-def test_a_client_cannot_have_the_name_of_other_files(tmp_path: Path, name: str) -> None:
+def test_a_client_cannot_take_the_name_of_other_files(tmp_path: Path, name: str) -> None:
     assert call(["certs", "init", "--dir", str(tmp_path)]) == 0
     before = sorted(tmp_path.iterdir())
     assert call(["certs", "client", "--dir", str(tmp_path), "--", name]) == ExitCode.USAGE

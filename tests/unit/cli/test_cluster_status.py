@@ -11,7 +11,7 @@ from millstream.client.admin.cluster_status import ClusterStatus, NodeView, Part
 from millstream_testing.command import call_command
 
 
-def test_only_what_is_wrong_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_problems_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     troubled = PartitionView(topic="orders", partition=0, leader=None, replicas=(1,), in_sync=())
     found = ClusterStatus(
         cluster_id="c", controller=1, nodes=[], partitions=1, troubled=[troubled], behind=[], warnings=[]
@@ -22,7 +22,7 @@ def test_only_what_is_wrong_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not everything is in sync: 1 partition without a leader or with a replica out of sync" in outcome.err
 
 
-def test_it_is_not_known_what_a_node_that_is_away_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lag_of_an_unreachable_node_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     here = NodeView(
         id=1, address="a:1", rack=None, state="ready", version="1", leads=1, replicas=1, behind=7, reasons=()
     )

@@ -1,4 +1,4 @@
-"""The demo reports its steps unchanged."""
+"""The demo prints its steps verbatim."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from millstream.cli.demo import Account
 
 
-def test_brackets_are_no_markup() -> None:
+def test_brackets_are_not_markup() -> None:
     reported = io.StringIO()
     account = Account(Console(file=reported))
     account.say("pip install 'millstream[spark]'")

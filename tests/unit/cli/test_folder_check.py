@@ -25,7 +25,7 @@ class Usage(NamedTuple):
 
 
 class Folder:
-    """A data folder with one topic, laid out by hand."""
+    """A data folder with one topic, built by hand."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +60,7 @@ def severities(findings: dict[str, list[Finding]], *, but: str = "space") -> set
     return {finding.severity for check, found in findings.items() if check != but for finding in found}
 
 
-def test_a_sound_folder_has_nothing_wrong(folder: Folder) -> None:
+def test_a_healthy_folder_has_no_findings(folder: Folder) -> None:
     folder.segment(0, 3)
     folder.segment(3, 2)
     findings = folder.check()
@@ -105,14 +105,14 @@ def test_checking_changes_nothing(folder: Folder) -> None:
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
 
 
-def test_another_format_is_a_problem(folder: Folder) -> None:
+def test_another_format_version_is_a_problem(folder: Folder) -> None:
     (folder.path / "format").write_bytes(b"format 99")
     assert folder.check()["format"][0].severity is Severity.PROBLEM
     (folder.path / "format").unlink()
     assert folder.check()["format"][0].severity is Severity.PROBLEM
 
 
-def test_an_unclean_stop_is_reported_but_needs_no_one(folder: Folder) -> None:
+def test_an_unclean_stop_is_reported_but_needs_no_action(folder: Folder) -> None:
     (folder.path / "clean-stop").unlink()
     (found,) = folder.check()["last stop"]
     assert (found.severity, found.detail[:9]) == (Severity.OK, "not clean")
@@ -190,14 +190,14 @@ def test_data_of_unknown_topics_is_a_warning(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("free", "severity"), [(1, Severity.PROBLEM), (10**9, Severity.WARNING), (10**11, Severity.OK)]
 )
-def test_little_space_is_reported_in_time(
+def test_low_disk_space_is_reported(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, free: int, severity: Severity
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10**12, 10**12 - free, free))
     assert folder.check()["space"][0].severity is severity
 
 
-def test_what_is_no_data_folder_is_not_found(tmp_path: Path) -> None:
+def test_a_folder_without_data_is_not_found(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
         (found,) = check_folder(path, deep=True, show_progress=False)
         assert (found.severity, found.exit_code) == (Severity.PROBLEM, ExitCode.NOT_FOUND)

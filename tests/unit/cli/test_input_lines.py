@@ -38,7 +38,7 @@ async def test_a_file_is_read_line_by_line(tmp_path: Path, content: bytes, lines
     os.close(descriptor)
 
 
-async def test_lines_that_span_chunks_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_line_across_chunks_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "CHUNK_BYTES", 3)
     descriptor = opened(tmp_path / "input", b"first\nsecond line\nx")
     assert await read_all(descriptor) == [b"first", b"second line", b"x"]
@@ -51,7 +51,7 @@ async def test_the_size_of_the_groups_adds_up_to_the_size_of_the_file(tmp_path: 
     os.close(descriptor)
 
 
-async def test_a_pipe_gives_each_line_when_it_comes() -> None:
+async def test_a_pipe_yields_each_line_as_it_arrives() -> None:
     read_end, write_end = os.pipe()
     groups = read_line_groups(read_end)
     os.write(write_end, b"first\nsec")
@@ -66,13 +66,13 @@ async def test_a_pipe_gives_each_line_when_it_comes() -> None:
     os.close(read_end)
 
 
-async def test_input_that_cannot_be_waited_for_is_read_at_once() -> None:
+async def test_input_that_cannot_be_polled_is_read_at_once() -> None:
     descriptor = os.open(os.devnull, os.O_RDONLY)
     assert await read_all(descriptor) == []
     os.close(descriptor)
 
 
-async def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "LINE_BYTES_MAX", 10)
     descriptor = opened(tmp_path / "input", b"one\ntwo\n" + b"x" * 11)
     with pytest.raises(CommandFailed, match="line 3 of the input is longer than 10 bytes"):

@@ -1,4 +1,4 @@
-"""Which etcd `cluster up` starts, and what it says about it."""
+"""Which etcd `cluster up` starts, and the warning about it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_a_version_that_may_lose_data_is_warned_about(tmp_path: Path, version: s
 
 
 @pytest.mark.parametrize("version", ["3.4.36", "3.5.6", "3.5.21", "3.6.0", "4.0.0"])
-def test_other_versions_are_not(tmp_path: Path, version: str) -> None:
+def test_other_versions_get_no_warning(tmp_path: Path, version: str) -> None:
     assert etcd_warning(etcd(tmp_path, version)) is None
 
 
 @pytest.mark.parametrize("version", ["", "soon"])
-def test_a_program_without_a_version_is_not_started(tmp_path: Path, version: str) -> None:
+def test_a_program_that_reports_no_version_is_not_started(tmp_path: Path, version: str) -> None:
     with pytest.raises(LocalServerFailed, match="is not etcd"):
         etcd_warning(etcd(tmp_path, version))
 
 
-def test_the_one_given_goes_before_the_one_on_the_path_and_that_before_the_package(
+def test_the_given_path_precedes_the_search_path_and_that_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")

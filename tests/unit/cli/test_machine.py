@@ -43,7 +43,7 @@ def brokers(machine: Machine) -> list[ScriptedBroker]:
     return [broker for broker in machine.brokers if isinstance(broker, ScriptedBroker)]
 
 
-async def test_a_broker_that_hangs_is_reported_and_the_others_are_asked_all_the_same(
+async def test_a_hanging_broker_is_reported_and_the_others_are_still_asked(
     machine: Machine, brokers: list[ScriptedBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_module, "_RESPONSE_S", 0.5)
@@ -56,7 +56,7 @@ async def test_a_broker_that_hangs_is_reported_and_the_others_are_asked_all_the_
         await within(20, machine._refresh_health())
         health = machine._health()
         assert f"node {hung.node_id} of this machine does not respond" in health["reasons"]
-        # On a busy machine another one may be late, too.
+        # On a busy machine another broker may be late, too.
         return len(health["reasons"]) == 1 and health["warnings"] == ["well"]
 
     for _ in range(2):
@@ -69,7 +69,7 @@ async def test_a_broker_that_hangs_is_reported_and_the_others_are_asked_all_the_
 
 
 async def test_the_first_broker_is_the_last_to_stop(machine: Machine, brokers: list[ScriptedBroker]) -> None:
-    # Clients that know only the others would not find a machine that starts with fewer of them.
+    # A client that knows only the others would not find a machine that restarts with fewer of them.
     ended: list[int] = []
 
     async def run(broker: ScriptedBroker) -> None:

@@ -19,7 +19,7 @@ from millstream_testing.command import call_command
 SLOW_TO_IMPORT = ("kio", "sqlalchemy", "numba", "numpy", "pyarrow", "rich", "uvloop", "uvicorn", "starlette")
 
 
-def test_the_start_is_quick_because_little_is_imported() -> None:
+def test_startup_imports_little() -> None:
     program = "import sys, millstream.cli.app; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert set(loaded) & set(SLOW_TO_IMPORT) == set()
@@ -46,7 +46,7 @@ def test_a_command_imports_only_what_it_needs() -> None:
     assert imported & own == set()
 
 
-def test_a_server_does_not_import_what_only_tests_of_kio_need() -> None:
+def test_a_server_does_not_import_the_test_helpers_of_kio() -> None:
     program = "import sys, millstream.broker.kafka.served_apis, millstream.broker.node; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "kio.schema.errors" in loaded
@@ -99,7 +99,7 @@ def test_no_command_prints_help(arguments: list[str]) -> None:
         (["--brokers", "127.0.0.1:1", "serve"], "No such option: --brokers ("),
     ],
 )
-def test_mistakes_in_usage_are_one_sentence(arguments: list[str], said: str) -> None:
+def test_usage_errors_are_one_sentence(arguments: list[str], said: str) -> None:
     reported = call_command(arguments)
     assert (reported.code, reported.out, reported.err.count("\n")) == (2, "", 1)
     assert said in reported.err
@@ -114,7 +114,7 @@ def test_mistakes_in_usage_are_one_sentence(arguments: list[str], said: str) -> 
         ["--brokers", "other:1", "topic", "list", "--brokers", "host:1", "--timeout", "3", "--json"],
     ],
 )
-def test_shared_options_may_stand_before_the_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_options_may_precede_the_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def note(*given: object) -> list[object]:
@@ -133,7 +133,7 @@ def test_serve_has_a_flag_for_every_setting() -> None:
         assert f"  --{name} " in shown
 
 
-def test_an_unforeseen_error_is_no_traceback_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_shows_a_traceback_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("by accident")
 
@@ -155,7 +155,7 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (reported.code, reported.out, reported.err) == (130, "", "")
 
 
-def test_an_interrupt_while_the_command_is_loaded_is_quiet() -> None:
+def test_an_interrupt_while_a_command_is_imported_is_quiet() -> None:
     program = """
 import os, signal, sys
 class Interrupting:
@@ -191,24 +191,24 @@ def test_every_error_has_its_exit_code(error: Exception, code: int) -> None:
 
 
 @pytest.mark.parametrize(("reason", "code"), [(errno.EADDRINUSE, 5), (errno.EADDRNOTAVAIL, 1)])
-def test_only_an_address_that_is_taken_is_a_conflict(reason: int, code: int) -> None:
+def test_only_an_address_in_use_is_a_conflict(reason: int, code: int) -> None:
     error = errors.AddressTaken("x")
     error.__cause__ = OSError(reason, "x")
     assert exit_code_of(error) == code
 
 
-def test_completion_is_offered() -> None:
+def test_shell_completion_is_offered() -> None:
     assert "--install-completion" in call_command(["--help"]).out
 
 
-def test_completion_knows_the_commands() -> None:
+def test_shell_completion_knows_the_commands() -> None:
     asked = {"_MILLSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "millstream topic cr", "COMP_CWORD": "2"}
     program = [sys.executable, "-m", "millstream.cli.main"]
     reported = subprocess.run(program, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
     assert reported.stdout.split() == ["create"]
 
 
-def test_a_file_that_is_no_inventory_is_named(tmp_path: Path) -> None:
+def test_an_invalid_inventory_file_is_named(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.json"
     garbage.write_text("[1, 2]")
     stores = ["--etcd", "http://127.0.0.1:1", "--catalog", "postgresql://nobody@127.0.0.1:1/none"]
@@ -216,8 +216,8 @@ def test_a_file_that_is_no_inventory_is_named(tmp_path: Path) -> None:
     assert (reported.code != 0, str(garbage) in reported.err, "cluster inventory" in reported.err) == (True, True, True)
 
 
-def test_the_help_of_every_command_says_what_it_does() -> None:
-    """Not what a constant of the same name says that its module happens to import."""
+def test_the_help_of_every_command_describes_the_command() -> None:
+    """It must not show the docstring of an imported constant of the same name."""
     listed = call_command(["--help"]).out.partition("Commands:\n")[2].partition("\n\n")[0]
     summaries = [line.split(maxsplit=1)[1] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
     assert len(summaries) > 10

@@ -16,14 +16,14 @@ def record(value: bytes | None, *, key: bytes | None = None, headers: Headers = 
     return Record(Offset(7), timestamp_ms, key, value, headers)
 
 
-def test_the_id_is_the_publishers_else_where_the_message_lies() -> None:
+def test_the_id_is_the_publishers_or_else_the_position() -> None:
     assert message_id(TOPIC_ID, 2, 7, ()) == "00000000-0000-0000-0000-000000000001/2/7"
     assert message_id(TOPIC_ID, 2, 7, (("a", b"b"), ("message-id", b"mine"))) == "mine"
     assert message_id(TOPIC_ID, 2, 7, (("message-id", None),)).endswith("/2/7")
     assert message_id(TOPIC_ID, 2, 7, (("message-id", b"\xff"),)) == "�"
 
 
-def test_a_document_holds_everything() -> None:
+def test_the_json_document_is_complete() -> None:
     document = as_document("t", TOPIC_ID, 2, record(b"\xff", key=None, headers=(("h", b"v"), ("n", None))))
     assert document == {
         "topic": "t",
@@ -39,7 +39,7 @@ def test_a_document_holds_everything() -> None:
 
 
 @pytest.mark.parametrize("timestamp_ms", [-1, 2**62])
-def test_times_that_are_none_are_reported_as_such(timestamp_ms: int) -> None:
+def test_invalid_timestamps_are_reported_as_such(timestamp_ms: int) -> None:
     assert as_document("t", TOPIC_ID, 0, record(b"", timestamp_ms=timestamp_ms))["timestamp"] is None
     assert "no time" in as_text("t", 0, record(b"", timestamp_ms=timestamp_ms), colour=False)
 
@@ -57,11 +57,11 @@ def test_times_that_are_none_are_reported_as_such(timestamp_ms: int) -> None:
         ("grün\ttab".encode(), "grün\ttab"),
     ],
 )
-def test_values_are_shown_to_be_read(value: bytes | None, shown: str) -> None:
+def test_values_are_printed_readably(value: bytes | None, shown: str) -> None:
     assert as_text("t", 0, record(value), colour=False).split("\n", 1)[1] == shown
 
 
-def test_facts_stand_above_and_may_be_dimmed() -> None:
+def test_metadata_is_printed_above_and_may_be_dimmed() -> None:
     text = as_text("t", 3, record(b"v", key=b"k", headers=(("h", None),)), colour=True)
     assert text.startswith("\x1b[2mt/3@7  19")
     assert text.endswith("  key=k  h=(null)\x1b[0m\nv")

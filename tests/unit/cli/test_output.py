@@ -22,17 +22,17 @@ def test_an_empty_table_is_its_header(capfdbinary: pytest.CaptureFixture[bytes])
     assert capfdbinary.readouterr().out == b"TOPIC  ON\n  TOPIC  ON\n  a      yes\n"
 
 
-def test_json_stays_on_one_line_and_keeps_letters(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_json_stays_on_one_line_and_keeps_non_ascii_letters(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     print_json({"name": "Zoë\n", "n": [1, None]})
     assert capfdbinary.readouterr().out.decode() == '{"name": "Zoë\\n", "n": [1, null]}\n'
 
 
-def test_text_that_utf8_cannot_say_is_escaped(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_text_that_utf8_cannot_encode_is_escaped(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     print_line("bad \udcff")
     assert capfdbinary.readouterr().out == b"bad \\udcff\n"
 
 
-def test_a_reader_that_leaves_is_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_is_distinguished_from_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w", closefd=False) as closed:
@@ -40,12 +40,12 @@ def test_a_reader_that_leaves_is_distinguished(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(OutputClosed):
             print_line("nobody reads this")
         monkeypatch.undo()
-        # What could not be written is still buffered; give it somewhere to go before the file closes.
+        # The unwritten part is still buffered; redirect it before the file closes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), write_end)
     os.close(write_end)
 
 
-def test_numbers_are_said_as_people_say_them() -> None:
+def test_numbers_are_formatted_for_people() -> None:
     assert counted(1, "message") == "1 message"
     assert counted(2000, "message") == "2,000 messages"
     assert [sized(n) for n in (0, 1023, 1024, 1536 * 1024, 5 * 1024**5)] == [
@@ -57,6 +57,6 @@ def test_numbers_are_said_as_people_say_them() -> None:
     ]
 
 
-def test_a_table_cannot_be_broken_by_a_name(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_a_name_with_control_characters_does_not_break_a_table(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     print_table(["group"], [["g\x1b[31m\nX"]])
     assert capfdbinary.readouterr().out == b"GROUP\ng\\x1b[31m\\x0aX\n"

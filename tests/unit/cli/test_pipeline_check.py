@@ -1,4 +1,4 @@
-"""What `doctor` says about pipelines."""
+"""The findings of `doctor` about pipelines."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def since(seconds: float) -> int:
         (reported("running", levels={"audit_faults": 2}), "the last audit of pipeline one-running found 2 faults"),
     ],
 )
-def test_what_is_in_trouble_is_a_warning(pipeline: dict[str, Any], message: str) -> None:
+def test_a_failing_pipeline_is_a_warning(pipeline: dict[str, Any], message: str) -> None:
     (found,) = findings_of([pipeline, reported("running")], now_ms=NOW_MS)
     assert found.severity is Severity.WARNING
     assert message in found.detail
 
 
-def test_what_passes_by_itself_is_none() -> None:
+def test_a_transient_failure_is_not_a_warning() -> None:
     well = [
         reported("running", last_error="it was away", counts={"quarantined": 1}),
         reported("stopped"),
@@ -50,5 +50,5 @@ def test_what_passes_by_itself_is_none() -> None:
     assert (found.severity, found.detail) == (Severity.OK, "4 pipelines, all healthy")
 
 
-async def test_no_one_is_asked_where_no_pipeline_is_declared() -> None:
+async def test_without_declared_pipelines_no_node_is_asked() -> None:
     assert await check_pipelines(NO_CLIENT, {"metrics": [{"name": "millstream_topics", "samples": []}]}) == []

@@ -1,4 +1,4 @@
-"""What `pipeline describe` shows of a pipeline that failed."""
+"""The output of `pipeline describe` for a failed pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from millstream.cli.pipeline import describe
 
 
-def test_an_error_of_several_lines_points_at_its_place(
+def test_an_error_of_several_lines_shows_its_location(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reported: dict[str, Any] = {
@@ -35,7 +35,7 @@ def test_an_error_of_several_lines_points_at_its_place(
     ]
 
 
-def test_numbers_stand_below_each_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_aligned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     report = {
         "node": 1,
         "rows": 15,

@@ -1,4 +1,4 @@
-"""The flags of pipelines: the same for those that are declared and those that are run by hand, and none in vain."""
+"""Pipeline flags: the same for declared and manual runs, and none without effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millstream.core.pipeline import Pipeline, PipelineKind, check_pipeline
 LAND, TRANSFORM, ROUTE = PipelineKind.LAND, PipelineKind.TRANSFORM, PipelineKind.ROUTE
 DECLARED_ONLY = {
     *("--stopped", "--if-not-exists"),
-    # A job that is run by hand runs now, with the packages of this environment.
+    # A manual run starts now, with the packages of this environment.
     *("--requirements", "--cron", "--timezone", "--continuous", "--run-timeout"),
 }
 BY_HAND_ONLY = {"--once", "--dry-run", "--name", "--master", "--memory", "--folder"}
@@ -31,7 +31,7 @@ def flags_of(*path: str) -> set[str]:
     return {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")}
 
 
-def test_a_run_by_hand_takes_what_is_declared() -> None:
+def test_a_manual_run_takes_the_flags_of_a_declaration() -> None:
     declared = {flag for kind in PipelineKind for flag in flags_of("create", kind)}
     assert flags_of("run") - BY_HAND_ONLY == declared - DECLARED_ONLY
 
@@ -82,12 +82,12 @@ def test_flags_become_settings() -> None:
         (PipelineKind.JOB, Flags(pace="0s"), "--every is longer than 0s"),
     ],
 )
-def test_flags_that_would_do_nothing_are_refused(kind: PipelineKind, flags: Flags, message: str) -> None:
+def test_flags_without_effect_are_refused(kind: PipelineKind, flags: Flags, message: str) -> None:
     with pytest.raises(typer.BadParameter, match=message):
         flags.settings_of(kind)
 
 
-def test_a_declared_pipeline_is_run_as_it_is() -> None:
+def test_a_declared_pipeline_is_run_as_declared() -> None:
     _refuse_changes("mine", Flags(lake="/here", topic=[]), None)
     with pytest.raises(
         typer.BadParameter, match="--set applies only to a pipeline that is not declared; 'mine' is run"
@@ -97,7 +97,7 @@ def test_a_declared_pipeline_is_run_as_it_is() -> None:
         _refuse_changes("mine", Flags(), "other")
 
 
-def test_a_pipeline_that_runs_on_a_node_is_to_be_stopped_first() -> None:
+def test_a_pipeline_that_runs_on_a_node_must_be_stopped_first() -> None:
     class Taken:
         def take(self) -> None:
             raise GroupNotEmpty("it is being run by 'pipelines-node-1'")

@@ -1,4 +1,4 @@
-"""Profiles: read from the user's file, chosen by flag or variable, and never shown with their secrets."""
+"""Profiles: read from the user's file, chosen by flag or variable, and never printed with their secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKEN = "a-token-of-ci"
 
 @pytest.fixture(autouse=True)
 def own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flags that a test takes are not those of the tests after it."""
+    """Keep the flags of one test from leaking into the next."""
     monkeypatch.setattr(connection, "_given", {})
 
 
@@ -69,7 +69,7 @@ def test_a_command_connects_by_its_profile(profiles: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [[], ["--brokers", "serve"], ["--timeout=5", "--json"], ["--tls-cert", "user"]])
-def test_the_callers_password_file_stands_before_the_command_that_has_one(tmp_path: Path, before: list[str]) -> None:
+def test_the_callers_password_file_may_precede_a_command_that_has_its_own(tmp_path: Path, before: list[str]) -> None:
     (tmp_path / "word").write_text("with a space \n")
     mine, new = ["--user", "admin", "--password-file", str(tmp_path / "word")], ["--password-file", "new"]
     rest = take_credentials([*before, *mine, "user", "create", "alice", *new])
@@ -78,7 +78,7 @@ def test_the_callers_password_file_stands_before_the_command_that_has_one(tmp_pa
         assert (command_credentials().user, command_credentials().password) == ("admin", "with a space ")
 
 
-def test_the_callers_password_file_is_taken_after_other_commands_about_users(tmp_path: Path) -> None:
+def test_the_callers_password_file_may_follow_other_user_commands(tmp_path: Path) -> None:
     (tmp_path / "word").write_text(WORD)
     mine = ["--user", "bob", "--password-file", str(tmp_path / "word")]
     assert take_credentials(["user", "--brokers", "create", "list", *mine]) == ["user", "--brokers", "create", "list"]
@@ -104,7 +104,7 @@ def test_a_user_and_a_token_exclude_each_other(tmp_path: Path, monkeypatch: pyte
     assert (command_credentials().user, command_credentials().token) == ("carol", None)
 
 
-def test_a_mistake_in_a_profile_concerns_only_that_one(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_a_profile_affects_only_that_profile(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profiles.write_text(profiles.read_text() + '[typo]\nbroker = "a:1"\n')
     assert load_profile("ci").brokers == "ci.example:9092"
     with pytest.raises(InvalidSetting, match="'broker'"):
@@ -114,7 +114,7 @@ def test_a_mistake_in_a_profile_concerns_only_that_one(profiles: Path, capsys: p
     assert ("ci.example:9092" in printed.out, "profile 'typo' has an unknown key" in printed.err) == (True, True)
 
 
-def test_a_flag_wins_over_a_variable_and_that_over_the_profile(
+def test_a_flag_precedes_a_variable_and_that_the_profile(
     profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MILLSTREAM_PROFILE", "prod")
@@ -134,7 +134,7 @@ def test_a_flag_wins_over_a_variable_and_that_over_the_profile(
     assert token() == TOKEN
 
 
-def test_the_brokers_of_a_profile_are_asked_unless_others_are_named(
+def test_the_brokers_of_a_profile_are_used_unless_others_are_given(
     profiles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = profiles.with_name("plain.toml")
@@ -162,7 +162,7 @@ def test_a_profile_is_shown_without_its_secrets(profiles: Path, capsys: pytest.C
     assert WORD not in repr(load_profile("prod")) + repr(read_profiles())
 
 
-def test_a_file_with_a_secret_has_to_be_private(profiles: Path, tmp_path: Path) -> None:
+def test_a_file_with_a_secret_must_be_private(profiles: Path, tmp_path: Path) -> None:
     profiles.chmod(0o640)
     with pytest.raises(InvalidSetting, match="chmod 600"):
         load_profile("prod")
@@ -187,14 +187,14 @@ def test_a_file_with_a_secret_has_to_be_private(profiles: Path, tmp_path: Path) 
         ("p = 1", r"\[p\]"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_explained_without_its_secrets(profiles: Path, text: str, reason: str) -> None:
+def test_an_unusable_file_is_explained_without_its_secrets(profiles: Path, text: str, reason: str) -> None:
     profiles.write_text(text)
     with pytest.raises(InvalidSetting, match=reason) as refused:
         load_profile("p")
     assert WORD not in str(refused.value)
 
 
-def test_an_unknown_profile_is_named_with_those_there_are(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_profile_is_refused_with_the_known_ones(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotFound, match="did you mean 'prod'"):
         load_profile("prdo")
     monkeypatch.setenv("MILLSTREAM_PROFILES", str(profiles.with_name("none.toml")))

@@ -1,4 +1,4 @@
-"""What `millstream publish` says when the cluster cannot take messages now."""
+"""The errors of `millstream publish` when the cluster cannot accept messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millstream.protocol.wire.client import Client
 
 
 class Publisher:
-    """In place of the SDK's: nothing can be stored."""
+    """A publisher stand-in whose publishes all fail."""
 
     error: Exception = RequestTimedOut("no response in time")
 
@@ -56,7 +56,7 @@ async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -
     return raised.value
 
 
-async def test_the_cluster_is_asked_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_cluster_is_asked_for_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     late = RequestTimedOut("no response in time")
     reported = await said(monkeypatch, late, {"reasons": ["the catalog is away since noon"]})
     assert isinstance(reported, RequestTimedOut)
@@ -66,6 +66,6 @@ async def test_the_cluster_is_asked_why(monkeypatch: pytest.MonkeyPatch) -> None
     assert await said(monkeypatch, late, None) is late
 
 
-async def test_of_messages_that_failed_together_the_first_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_several_failed_messages_the_first_error_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     full = StorageFailure("the disk is full")
     assert await said(monkeypatch, PublishFailed(["a receipt", full, full]), {}) is full

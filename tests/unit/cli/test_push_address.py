@@ -1,4 +1,4 @@
-"""Addresses in URLs, however they are written."""
+"""Addresses in push URLs, in every notation."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from millstream.cli.subscription import private_host
         "hook.localhost",
     ],
 )
-def test_private_addresses_are_known_as_they_are_written(host: str) -> None:
+def test_private_addresses_are_recognised_in_every_notation(host: str) -> None:
     assert private_host(f"http://{host}:8080/hook") == host.strip("[]").lower().rstrip(".")
 
 
 @pytest.mark.parametrize(
     "url", ["", "https://example.com/", "http://8.8.8.8/", "http://10.example.com/", "http://[::1"]
 )
-def test_names_and_public_addresses_are_not(url: str) -> None:
+def test_names_and_public_addresses_are_not_private(url: str) -> None:
     assert private_host(url) is None

@@ -1,4 +1,4 @@
-"""Ports that are kept for servers."""
+"""Ports that are reserved for servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def listen_on(port: int) -> socket.socket:
     return socket.create_server(("127.0.0.1", port))
 
 
-def test_only_the_given_port_is_listened_on_again_and_again() -> None:
+def test_only_the_given_port_is_listened_on_every_time() -> None:
     held = ReservedPort()
     for _ in range(2):
         with pytest.raises(ConnectionRefusedError):
@@ -24,14 +24,14 @@ def test_only_the_given_port_is_listened_on_again_and_again() -> None:
             assert not is_free("127.0.0.1", held.number)
 
 
-def test_no_one_else_is_given_the_port() -> None:
+def test_a_reserved_port_is_not_given_to_another_process() -> None:
     held = ReservedPort()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", held.number))
     assert ReservedPort().address != held.address
 
 
-def test_the_port_is_free_when_no_one_holds_it() -> None:
+def test_a_released_port_is_free() -> None:
     held = ReservedPort()
     number = held.number
     del held

@@ -31,7 +31,7 @@ def scan(path: Path, base_offset: int = 0, *, limit: int = 2**63 - 1) -> Scanned
     return scanned
 
 
-def test_an_empty_segment_is_fine(tmp_path: Path) -> None:
+def test_an_empty_segment_is_valid(tmp_path: Path) -> None:
     scanned = scan(written(tmp_path, b""), 7)
     assert (scanned.batches, scanned.next_offset, scanned.bad, scanned.torn_bytes) == (0, 7, [], 0)
 
@@ -41,7 +41,7 @@ def test_a_whole_segment_is_counted(tmp_path: Path) -> None:
     assert (scanned.batches, scanned.records, scanned.next_offset, scanned.bad) == (3, 6, 6, [])
 
 
-def test_a_torn_tail_is_no_damage(tmp_path: Path) -> None:
+def test_a_torn_tail_is_not_damage(tmp_path: Path) -> None:
     first, second = batches(2, 3)
     scanned = scan(written(tmp_path, first + second[:-5]))
     assert (scanned.next_offset, scanned.bad, scanned.torn_bytes) == (2, [], len(second) - 5)
@@ -62,7 +62,7 @@ def test_a_damaged_start_is_reported_too(tmp_path: Path) -> None:
     assert scanned.bad == [(0, len(first), 0, 2)]
 
 
-def test_a_batch_that_goes_back_is_damage(tmp_path: Path) -> None:
+def test_a_batch_with_a_decreasing_offset_is_damage(tmp_path: Path) -> None:
     first, second, third = batches(2, 3, 1)
     scanned = scan(written(tmp_path, first + second + first + third))
     start = len(first) + len(second)
@@ -81,7 +81,7 @@ def test_a_flipped_byte_never_costs_a_valid_neighbour(tmp_path: Path, at: float,
     assert scanned.batches >= len(made) - 1
 
 
-def test_what_the_next_segment_has_taken_over_is_not_looked_at(tmp_path: Path) -> None:
+def test_batches_that_the_next_segment_contains_are_not_scanned(tmp_path: Path) -> None:
     first, second = batches(2, 3)
     scanned = scan(written(tmp_path, first + second[:-1]), limit=2)
     assert (scanned.next_offset, scanned.bad, scanned.torn_bytes) == (2, [], 0)

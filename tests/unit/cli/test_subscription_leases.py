@@ -1,4 +1,4 @@
-"""`millstream subscription leases` where no lease can be shown."""
+"""`millstream subscription leases` when no lease can be shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millstream.protocol.private.subscriptions import HeldLeases
         (19, "No worker holds a message here; at the source of this copy, workers hold 19 messages.\n"),
     ],
 )
-def test_messages_that_workers_of_the_source_hold_are_counted(
+def test_messages_leased_by_workers_of_the_source_are_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left_out: int, shown: str
 ) -> None:
     monkeypatch.setattr(subscription, "_ask", lambda *_: HeldLeases([], left_out))

@@ -15,7 +15,7 @@ from millstream.protocol.private import subscriptions
 
 
 class Changed:
-    """In place of the client: every change succeeds."""
+    """A client stand-in whose changes all succeed."""
 
     def __init__(self, _client: object) -> None:
         pass
@@ -62,7 +62,7 @@ def test_every_note_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("failure", [BrokerUnreachable("away"), RequestTimedOut("late"), NotAuthorized("not you")])
-def test_what_cannot_be_looked_up_for_a_note_is_no_error(
+def test_a_failed_look_up_for_a_note_is_not_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: MillstreamError
 ) -> None:
     assert updated(monkeypatch, capsys, failure) == ("Changed subscription billing.\n", "")

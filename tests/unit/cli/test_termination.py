@@ -1,4 +1,4 @@
-"""Commands that are asked to end."""
+"""Termination signals to commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.pipeline_run import Stages, unwound_by_sigterm
 
 
-def test_a_command_that_is_asked_to_end_puts_its_things_away(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_terminated_command_cleans_up(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     put_away = []
 
@@ -22,7 +22,7 @@ def test_a_command_that_is_asked_to_end_puts_its_things_away(capfd: pytest.Captu
                 stages.move("0 messages")
                 os.kill(os.getpid(), signal.SIGTERM)
             finally:
-                # A second one does not interrupt this.
+                # A second signal does not interrupt this.
                 os.kill(os.getpid(), signal.SIGTERM)
                 put_away.append("all")
 
@@ -35,7 +35,7 @@ def test_a_command_that_is_asked_to_end_puts_its_things_away(capfd: pytest.Captu
     assert capfd.readouterr().err == "land-orders: starting Spark …\n"
 
 
-def test_one_that_ends_by_itself_leaves_the_signal_as_it_was() -> None:
+def test_a_command_that_ends_by_itself_restores_the_signal_handler() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with unwound_by_sigterm():
         assert signal.getsignal(signal.SIGTERM) is not before

@@ -1,4 +1,4 @@
-"""The end of a connection: everything that runs is ended together, and then it is closed."""
+"""Closing a connection: everything that runs is stopped concurrently, then the connection is closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HANG_S = 60
 
 
 class Ending:
-    """A subscriber or a stream that has ended when all others are about to."""
+    """A subscriber or stream that finishes only once all others have started to stop."""
 
     is_closed = False
 
@@ -33,7 +33,7 @@ class Ending:
 
 
 class Closed:
-    """What is closed at the very end."""
+    """A resource that is closed last."""
 
     is_closed = False
 
@@ -45,7 +45,7 @@ class Closed:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_subscribers_and_streams_end_together(fails: bool) -> None:
+async def test_subscribers_and_streams_stop_concurrently(fails: bool) -> None:
     client, publisher = Closed(), Closed()
     parts: Any = (client, lambda: publisher)
     connection: Any = await Connection(*parts, client_id="test").__aenter__()

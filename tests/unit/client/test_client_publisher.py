@@ -1,4 +1,4 @@
-"""The publisher against a broker with scripted failures: every message once and in order, or a true error."""
+"""The publisher against a broker with scripted failures: every message is stored once and in order, or fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_receipts_locate_messages(ledger: ProducerLedger) -> None:
     assert (second.offset, second.timestamp_ms, second.id) == (1, 1234, "order-7")
 
 
-async def test_keys_go_where_kafka_clients_send_them(ledger: ProducerLedger) -> None:
+async def test_keys_map_to_the_partitions_of_kafka_clients(ledger: ProducerLedger) -> None:
     ledger.broker.topics["orders"] = 7
     async with ledger.publishing() as publisher:
         for key in ("a", "customer-7", ""):
@@ -56,7 +56,7 @@ async def test_keys_go_where_kafka_clients_send_them(ledger: ProducerLedger) -> 
                 assert placed.partition == partition_for_key(key.encode(), 7)
 
 
-async def test_what_is_published_in_one_turn_goes_in_one_request(ledger: ProducerLedger) -> None:
+async def test_messages_of_one_loop_turn_share_a_request(ledger: ProducerLedger) -> None:
     async with ledger.publishing() as publisher:
         await publisher.publish("orders", record("first"))
         before = ledger.requests
@@ -65,7 +65,7 @@ async def test_what_is_published_in_one_turn_goes_in_one_request(ledger: Produce
     assert len({(one.partition, one.offset) for one in receipts}) == 500
 
 
-async def test_many_at_once_keep_their_order_and_wake_the_caller_once(ledger: ProducerLedger) -> None:
+async def test_publish_many_keeps_the_order_and_wakes_the_caller_once(ledger: ProducerLedger) -> None:
     async with ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
         receipts = await publisher.publish_many("orders", [record(f"{at}", f"k{at % 3}") for at in range(2000)])
     for at, placed in enumerate(receipts):
@@ -77,13 +77,13 @@ async def test_many_at_once_keep_their_order_and_wake_the_caller_once(ledger: Pr
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_faults_lose_and_double_nothing(ledger: ProducerLedger, seed: int) -> None:
+async def test_faults_neither_lose_nor_duplicate_messages(ledger: ProducerLedger, seed: int) -> None:
     chance = random.Random(seed)
     kinds = ["", "", "", "not leader", "hang up before", "hang up after", "after append"]
     async with ledger.publishing(batch_bytes=3000, timeout_s=60) as publisher:
         await publisher.publish_many("orders", [record("-1")])
         if seed % 2:
-            # What may be stored already is not sent in halves, so here nothing leaves it open.
+            # A batch that may be stored already is not split, so no outcome is left open here.
             ledger.values_max, kinds = 20, ["", "", "not leader"]
         ledger.faults = [chance.choice(kinds) for _ in range(8)]
 
@@ -102,7 +102,7 @@ async def test_faults_lose_and_double_nothing(ledger: ProducerLedger, seed: int)
     assert [ledger.stored["orders", 0][one.offset] for one in shared] == [f"m:{at}".encode() for at in range(300)]
 
 
-async def test_a_batch_that_is_too_large_is_halved_and_a_message_that_is_gives_an_error(ledger: ProducerLedger) -> None:
+async def test_a_batch_that_is_too_large_is_split_and_a_message_that_is_too_large_fails(ledger: ProducerLedger) -> None:
     async with ledger.publishing() as publisher:
         await publisher.publish("orders", record("first"), partition=0)
         ledger.values_max = 3
@@ -118,7 +118,7 @@ async def test_a_batch_that_is_too_large_is_halved_and_a_message_that_is_gives_a
         assert (await publisher.publish("orders", record("y"), partition=0)).offset == 11
 
 
-async def test_a_broken_sequence_fails_its_batch_and_others_go_on_under_a_new_number(ledger: ProducerLedger) -> None:
+async def test_a_sequence_error_fails_its_batch_and_later_ones_use_a_new_producer_id(ledger: ProducerLedger) -> None:
     async with ledger.publishing() as publisher:
         await publisher.publish("orders", record("a"), partition=0)
         ledger.faults = ["broken sequence"]
@@ -128,7 +128,7 @@ async def test_a_broken_sequence_fails_its_batch_and_others_go_on_under_a_new_nu
     assert ledger.producers == 2
 
 
-async def test_time_that_runs_out_is_reported_and_later_messages_go(ledger: ProducerLedger) -> None:
+async def test_a_timeout_is_reported_and_later_messages_are_sent(ledger: ProducerLedger) -> None:
     await ledger.warm_up()
     async with ledger.publishing() as publisher:
         await publisher.publish("orders", record("a"), partition=0)
@@ -162,7 +162,7 @@ async def test_without_acknowledgements_offsets_are_unknown(ledger: ProducerLedg
     assert ledger.producers == 0
 
 
-async def test_one_acknowledgement_without_sequences_doubles_nothing(ledger: ProducerLedger) -> None:
+async def test_acks_1_without_sequences_duplicates_nothing(ledger: ProducerLedger) -> None:
     async with ledger.publishing(acks=1) as publisher:
         await publisher.publish("orders", record("a"), partition=0)
         ledger.faults = ["hang up after"]
@@ -180,7 +180,7 @@ async def test_batches_can_be_compressed(ledger: ProducerLedger, compression: st
     assert ledger.stored["orders", 0] == [f"{at}".encode() for at in range(50)]
 
 
-async def test_a_publisher_that_is_closed_refuses_and_gives_up_what_waits(ledger: ProducerLedger) -> None:
+async def test_a_closed_publisher_refuses_messages_and_fails_the_queued_ones(ledger: ProducerLedger) -> None:
     await ledger.warm_up()
     async with Client.connect(ledger.broker.address, timeout_s=60) as client:
         publisher = Publisher(client)
@@ -197,7 +197,7 @@ async def test_a_publisher_that_is_closed_refuses_and_gives_up_what_waits(ledger
 
 
 @pytest.mark.parametrize("options", [{"compression": "zip"}, {"acks": 2}])
-async def test_options_that_cannot_be_are_refused(ledger: ProducerLedger, options: dict[str, Any]) -> None:
+async def test_invalid_options_are_refused(ledger: ProducerLedger, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         async with ledger.publishing(**options):
             pass
@@ -210,7 +210,7 @@ async def test_only_bytes_are_published(ledger: ProducerLedger) -> None:
         await publisher.publish("orders", NewRecord(bytearray(b"k"), memoryview(b"v")))  # type: ignore[arg-type]
 
 
-async def test_a_topic_that_grows_is_used_whole(ledger: ProducerLedger) -> None:
+async def test_added_partitions_are_used(ledger: ProducerLedger) -> None:
     async with ledger.publishing() as publisher:
         await publisher.publish("orders", record("a"))
         ledger.broker.topics["orders"] = 5

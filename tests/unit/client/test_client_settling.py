@@ -1,4 +1,4 @@
-"""The outcome of settlements reaches their callers: success, or the error."""
+"""The outcome of each settlement, success or error, reaches its caller."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NoSettler:
 
 
 class Node:
-    """Accepts ranges, except those with a message that is not leased."""
+    """A node that accepts ranges, except those with a message that is not leased."""
 
     def __init__(self, *on_lost: int) -> None:
         self.on_lost = set(on_lost)
@@ -72,7 +72,7 @@ def order_of(offsets: list[int]) -> tuple[Settlement, asyncio.Future[None]]:
 
 
 @pytest.mark.parametrize("offsets", [[1, 2, 3, 5], [5, 7, 8], [3, 4, 5, 6], [5]])
-async def test_one_message_that_is_lost_is_an_error_and_the_others_are_reported(offsets: list[int]) -> None:
+async def test_one_lost_lease_is_an_error_and_the_other_results_are_reported(offsets: list[int]) -> None:
     node, on_lost = Node(5), list[int]()
     settling = settling_at(node, on_lost)
     settlement, response = order_of(list(offsets))
@@ -99,7 +99,7 @@ async def test_all_refusals_of_a_response_are_logged_once(caplog: pytest.LogCapt
     assert line == "200 messages of orders-0 from offset 0 may not be settled: not held"
 
 
-async def test_all_parts_are_reported_before_the_response_comes() -> None:
+async def test_all_ranges_of_a_settlement_are_sent_before_its_caller_returns() -> None:
     node = Node()
     settling = settling_at(node)
     settlement, response = order_of([9, 1, 2, 5])
@@ -110,7 +110,7 @@ async def test_all_parts_are_reported_before_the_response_comes() -> None:
 
 
 class Failing(Node):
-    """Fails with given errors, and then works; it knows the delivery state of messages."""
+    """Fails with the given errors, then works; it knows the delivery state of messages."""
 
     def __init__(self, *failures: BaseException, state: str = "accepted") -> None:
         super().__init__(5)
@@ -132,7 +132,7 @@ class Failing(Node):
         return await attempt(NodeId(2))
 
 
-async def test_an_unexpected_error_reaches_the_waiter() -> None:
+async def test_an_unexpected_error_reaches_the_caller() -> None:
     settling = settling_at(Failing(ValueError("what is this")))
     settlement, response = order_of([1, 3])
     settling.enqueue(settlement)
@@ -142,7 +142,7 @@ async def test_an_unexpected_error_reaches_the_waiter() -> None:
         await response
 
 
-async def test_waiters_are_notified_when_everything_is_closed() -> None:
+async def test_closing_wakes_pending_callers() -> None:
     class Silent(Node):
         async def private(self, node: NodeId | None, key: int, body: bytes) -> memoryview:
             await asyncio.get_running_loop().create_future()
@@ -159,7 +159,7 @@ async def test_waiters_are_notified_when_everything_is_closed() -> None:
             await response
 
 
-async def test_waiters_for_a_leader_are_notified_when_everything_is_closed() -> None:
+async def test_closing_wakes_callers_that_wait_for_a_leader() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost")))
     settlement, response = order_of([1])
     settling.enqueue(settlement)
@@ -171,7 +171,7 @@ async def test_waiters_for_a_leader_are_notified_when_everything_is_closed() -> 
         await response
 
 
-async def test_an_accept_whose_response_was_lost_is_found_to_be_accepted() -> None:
+async def test_an_accept_with_a_lost_response_is_found_to_be_accepted() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost")))
     settlement, response = order_of([4, 5, 6])
     settling.enqueue(settlement)
@@ -179,7 +179,7 @@ async def test_an_accept_whose_response_was_lost_is_found_to_be_accepted() -> No
         await response
 
 
-async def test_an_accept_that_came_too_late_is_an_error() -> None:
+async def test_an_accept_after_the_lease_expired_is_an_error() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost"), state="leased"))
     settlement, response = order_of([4, 5, 6])
     settling.enqueue(settlement)
@@ -188,7 +188,7 @@ async def test_an_accept_that_came_too_late_is_an_error() -> None:
             await response
 
 
-async def test_messages_of_different_deliveries_are_distinguished() -> None:
+async def test_deliveries_of_the_same_message_are_distinguished() -> None:
     node = Node()
     settling = settling_at(node)
     for offset in range(1, 5):
@@ -201,7 +201,7 @@ async def test_messages_of_different_deliveries_are_distinguished() -> None:
 
 
 @pytest.mark.parametrize(("state", "reason"), [("accepted", None), ("waiting", "nor known to be accepted: waiting")])
-async def test_an_accept_that_is_lost_when_the_lease_is_over_is_asked_about(state: str, reason: str | None) -> None:
+async def test_the_outcome_of_a_lost_accept_is_looked_up_when_the_lease_expires(state: str, reason: str | None) -> None:
     settling = settling_at(Failing(BrokerUnreachable("lost"), state=state))
     settlement, response = order_of([4])
     settlement.lease.valid_until = 0.0
@@ -214,13 +214,13 @@ async def test_an_accept_that_is_lost_when_the_lease_is_over_is_asked_about(stat
                 await response
 
 
-async def test_many_that_cannot_be_asked_about_do_not_wait_one_after_the_other() -> None:
+async def test_failing_look_ups_run_concurrently() -> None:
     class Gone(Failing):
         asked = 0
 
         async def call_leader(self, topic: str, partition: int, attempt: Any) -> Any:
             self.asked += 1
-            # Everybody whose request was lost waits here by then.
+            # By now, every caller whose request was lost waits here.
             while len(settling._unverified) < 3:
                 await asyncio.sleep(0)
             raise BrokerUnreachable("nobody there")
@@ -239,7 +239,7 @@ async def test_many_that_cannot_be_asked_about_do_not_wait_one_after_the_other()
     assert node.asked == 1
 
 
-async def test_settlements_sent_to_a_former_leader_are_sent_to_the_next_one() -> None:
+async def test_settlements_sent_to_a_former_leader_are_resent_to_the_new_one() -> None:
     class Moved(Failing):
         asked: ClassVar[list[NodeId | None]] = []
 
@@ -257,7 +257,7 @@ async def test_settlements_sent_to_a_former_leader_are_sent_to_the_next_one() ->
     assert [(one.start, one.end) for one in node.settled] == [(1, 3)]
 
 
-async def test_no_one_is_asked_about_what_no_one_waits_for() -> None:
+async def test_an_outcome_without_a_waiting_caller_is_not_looked_up() -> None:
     class Asked(Failing):
         async def call_leader(self, topic: str, partition: int, attempt: Any) -> Any:
             raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Arguments of the SDK that cannot be meant are refused at once, by their name."""
+"""Invalid SDK arguments are refused immediately, by name."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from millstream_testing.producer_ledger import ProducerLedger
         ({"tls": ("ca.pem", "alice.pem", "alice.key")}, r"tls must be the file .* load_cert_chain"),
     ],
 )
-def test_options_are_checked_when_they_are_given(options: dict[str, Any], reported: str) -> None:
+def test_options_are_checked_when_given(options: dict[str, Any], reported: str) -> None:
     with pytest.raises(InvalidRequest, match=reported):
         millstream.connect("localhost:9092", **options)
 
 
-def test_an_address_is_a_text() -> None:
+def test_an_address_must_be_a_string() -> None:
     connect: Callable[..., Any] = millstream.connect
     with pytest.raises(InvalidRequest, match=r"localhost:9092.*not 9092"):
         connect(9092)
@@ -53,11 +53,11 @@ def test_an_address_is_a_text() -> None:
         connect()
 
 
-def test_all_is_what_acks_is_called_elsewhere() -> None:
+def test_acks_accepts_the_spelling_all() -> None:
     millstream.connect("localhost:9092", acks="all")
 
 
-async def test_connecting_to_no_broker_says_what_python_can_do() -> None:
+async def test_a_failed_connect_gives_advice_in_terms_of_the_sdk() -> None:
     unowned = ReservedPort()
     address = unowned.address
     with pytest.raises(BrokerUnreachable, match=r"to millstream\.connect") as reported:
@@ -69,12 +69,12 @@ async def test_connecting_to_no_broker_says_what_python_can_do() -> None:
 
 @pytest.fixture
 def ms() -> Any:
-    """A connection that is not open: what cannot be meant is refused before anybody is asked."""
+    """A connection that is not open: invalid arguments are refused before any request."""
     return millstream.connect("localhost:9092")
 
 
 @pytest.mark.parametrize(("topic", "reported"), [(None, "topic must be"), ("a b", "letters, digits"), ("", "empty")])
-async def test_a_topic_has_a_name(ms: Any, topic: Any, reported: str) -> None:
+async def test_a_topic_must_have_a_valid_name(ms: Any, topic: Any, reported: str) -> None:
     with pytest.raises(InvalidTopicName, match=reported):
         await ms.publish(topic, 1)
     with pytest.raises(InvalidTopicName, match=reported):
@@ -86,12 +86,12 @@ async def test_a_topic_has_a_name(ms: Any, topic: Any, reported: str) -> None:
 
 
 @pytest.mark.parametrize("values", ["abc", b"abc", {"a": 1}, 5])
-async def test_many_values_are_not_one(ms: Any, values: Any) -> None:
+async def test_publish_many_refuses_a_single_value(ms: Any, values: Any) -> None:
     with pytest.raises(InvalidRequest, match="values must be a list"):
         await ms.publish_many("orders", values)
 
 
-async def test_a_handler_can_be_called(ms: Any) -> None:
+async def test_a_handler_must_be_callable(ms: Any) -> None:
     async def handle() -> None:
         pass
 
@@ -102,7 +102,7 @@ async def test_a_handler_can_be_called(ms: Any) -> None:
     called.close()
 
 
-async def test_a_handler_takes_a_message_and_nothing_else(ms: Any) -> None:
+async def test_a_handler_must_take_exactly_one_message(ms: Any) -> None:
     class Handler:
         async def handle(self) -> None:
             pass
@@ -119,7 +119,7 @@ async def test_a_handler_takes_a_message_and_nothing_else(ms: Any) -> None:
 
 
 @pytest.mark.parametrize(("backoff", "settings"), [(5, {BACKOFF_MIN: "5000"}), (0.25, {BACKOFF_MIN: "250"})])
-def test_a_backoff_may_be_one_number_as_on_the_command_line(backoff: float, settings: dict[str, str]) -> None:
+def test_a_backoff_may_be_one_number(backoff: float, settings: dict[str, str]) -> None:
     assert wanted_settings({"backoff": backoff}) == settings
 
 
@@ -133,7 +133,7 @@ def test_a_backoff_may_be_one_number_as_on_the_command_line(backoff: float, sett
         ({"delivery": "twice"}, "delivery must be one of at-most-once, at-least-once, exactly-once, not 'twice'"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_argument(wanted: Any, problem: str) -> None:
+def test_an_invalid_value_is_refused_by_its_argument_name(wanted: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         wanted_settings(wanted)
     assert str(raised.value).startswith(problem)
@@ -156,7 +156,7 @@ def test_seconds_are_rounded_to_milliseconds() -> None:
         {"update": True},
     ],
 )
-async def test_what_listens_live_declares_nothing(ms: Any, asked: dict[str, Any]) -> None:
+async def test_a_live_listener_declares_nothing(ms: Any, asked: dict[str, Any]) -> None:
     (name,) = asked
     with pytest.raises(InvalidSubscription, match=f"live=True.*{name}"):
         await ms.subscribe("orders", print, live=True, **asked)
@@ -174,16 +174,16 @@ async def test_what_listens_live_declares_nothing(ms: Any, asked: dict[str, Any]
         ("2026-01-01T00:00:00Z", "at:1767225600000"),
     ],
 )
-def test_a_subscription_begins_where_people_say(start: str, setting: str) -> None:
+def test_a_subscription_starts_at_a_named_position(start: str, setting: str) -> None:
     assert wanted_settings({"start": start}) == {"share.auto.offset.reset": setting}
 
 
-def test_a_subscription_begins_so_long_ago() -> None:
+def test_a_subscription_starts_at_a_time_in_the_past() -> None:
     assert wanted_settings({"start": "2h"})["share.auto.offset.reset"].startswith("at:1")
 
 
 @pytest.mark.parametrize("start", ["yesterday", "17", 17, "by_duration:never", "at:noon"])
-def test_a_beginning_that_is_none_is_refused_by_name(start: Any) -> None:
+def test_an_invalid_start_is_refused_by_name(start: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^start"):
         wanted_settings({"start": start})
 
@@ -199,7 +199,7 @@ def test_a_beginning_that_is_none_is_refused_by_name(start: Any) -> None:
         ({"deduplicate": "no", "id": "a"}, "deduplicate must be True or False, not 'no'"),
     ],
 )
-async def test_a_publish_is_refused_by_the_name_of_what_is_wrong(given: dict[str, Any], reported: str) -> None:
+async def test_an_invalid_publish_names_the_wrong_argument(given: dict[str, Any], reported: str) -> None:
     async with ProducerLedger.started() as ledger, millstream.connect(ledger.broker.address) as ms:
         with pytest.raises(InvalidRequest, match=reported):
             await ms.publish("orders", "a", **given)
@@ -235,9 +235,7 @@ async def test_a_publish_is_refused_by_the_name_of_what_is_wrong(given: dict[str
         ({"leese": 5}, "no 'leese'; the settings are: filter, delivery"),
     ],
 )
-async def test_a_subscription_is_refused_by_the_name_of_what_is_wrong(
-    ms: Any, given: dict[str, Any], reported: str
-) -> None:
+async def test_an_invalid_subscription_names_the_wrong_argument(ms: Any, given: dict[str, Any], reported: str) -> None:
     with pytest.raises(InvalidSubscription, match=reported):
         await ms.subscribe("orders", print, **{"name": "billing", **given})
     if "concurrency" not in given and "live" not in given:
@@ -246,7 +244,7 @@ async def test_a_subscription_is_refused_by_the_name_of_what_is_wrong(
                 pass
 
 
-async def test_a_receipt_is_what_a_publish_has_returned(ms: Any) -> None:
+async def test_a_receipt_must_come_from_a_publish(ms: Any) -> None:
     receipt = millstream.Receipt("orders", 0, 0, 0, "")
     for given in (("orders", 0, 0), None):
         with pytest.raises(InvalidRequest, match="receipt must be a receipt that publish returned"):
@@ -258,7 +256,7 @@ async def test_a_receipt_is_what_a_publish_has_returned(ms: Any) -> None:
             await ms.delivery(receipt, subscription="billing", wait=wait)
 
 
-async def test_lists_are_asked_for_and_acknowledged_as_such(ms: Any) -> None:
+async def test_lists_are_received_and_acknowledged_as_lists(ms: Any) -> None:
     stream = ms.subscription("orders", name="billing")
     for count in ("5", 0):
         with pytest.raises(InvalidRequest, match="count must be a whole number of at least 1"):

@@ -50,13 +50,13 @@ def book() -> Iterator[SyncBook]:
     thread.close()
 
 
-def test_methods_wait_for_their_result(book: SyncBook) -> None:
+def test_methods_block_until_their_result(book: SyncBook) -> None:
     assert book.length() == 3
     assert book.length(doubled=True) == 6
     assert book.open(2).read() == 2
 
 
-def test_iterators_yield_what_waits_too(book: SyncBook) -> None:
+def test_async_iterators_become_blocking_iterators(book: SyncBook) -> None:
     assert [page.read() for page in book.pages()] == [0, 1, 2]
     assert [page.read() for page in book.pages(first=2)] == [2]
 

@@ -34,17 +34,17 @@ LEASE_S, LIVE_S = 30.0, 3600.0
 
 
 class Taken(NamedTuple):
-    """All that a handler needs of a message here."""
+    """The parts of a message that a handler needs here."""
 
     id: str
 
 
 class Died(BaseException):
-    """The worker's process is gone; nothing it would do afterwards happens."""
+    """The worker's process is dead; nothing it would do afterwards happens."""
 
 
 class Mortal(IdempotentHandler[Taken]):
-    """A worker that can die between its effect and its mark."""
+    """A worker that can die between its effect and the record of it."""
 
     is_dead = False
 
@@ -71,7 +71,7 @@ async def test_a_message_is_handled_once(tmp_path: Path) -> None:
     assert seen == ["1", "2", "2"]
 
 
-async def test_many_at_the_same_time_share_transactions_and_wait_for_each_other(tmp_path: Path) -> None:
+async def test_concurrent_messages_share_transactions_and_wait_for_each_other(tmp_path: Path) -> None:
     running: set[str] = set()
     effects: Counter[str] = Counter()
 
@@ -87,7 +87,7 @@ async def test_many_at_the_same_time_share_transactions_and_wait_for_each_other(
     assert effects == Counter({str(number): 1 for number in range(40)})
 
 
-async def test_a_handler_that_fails_gives_its_claim_back(tmp_path: Path) -> None:
+async def test_a_failing_handler_releases_its_claim(tmp_path: Path) -> None:
     tries: list[str] = []
 
     async def handle(message: Taken) -> None:
@@ -103,7 +103,7 @@ async def test_a_handler_that_fails_gives_its_claim_back(tmp_path: Path) -> None
     assert tries == ["1", "1"]
 
 
-async def test_a_worker_waits_for_one_of_another_process(tmp_path: Path) -> None:
+async def test_a_worker_waits_for_a_claim_of_another_process(tmp_path: Path) -> None:
     began, goes_on = asyncio.Event(), asyncio.Event()
     seen: list[str] = []
 
@@ -130,7 +130,7 @@ async def test_a_worker_waits_for_one_of_another_process(tmp_path: Path) -> None
     assert seen == ["slow"]
 
 
-async def test_a_long_handler_keeps_its_claim(tmp_path: Path) -> None:
+async def test_a_slow_handler_renews_its_claim(tmp_path: Path) -> None:
     clock, goes_on, store = ManualClock(), asyncio.Event(), str(tmp_path / "db")
 
     async def slow(message: Taken) -> None:
@@ -156,7 +156,7 @@ def lease_end(engine: Engine) -> int:
         return int(connection.execute(text("SELECT max(until_ms) FROM millstream_handled")).scalar() or 0)
 
 
-async def test_a_handler_that_is_cancelled_gives_its_claim_back(tmp_path: Path) -> None:
+async def test_a_cancelled_handler_releases_its_claim(tmp_path: Path) -> None:
     began = asyncio.Event()
 
     async def handle(message: Taken) -> None:
@@ -181,7 +181,7 @@ PLANS = st.lists(
 
 @settings(max_examples=15, deadline=None)
 @given(plans=PLANS)
-async def test_effects_happen_as_often_as_promised_whatever_dies(plans: list[tuple[str, str]]) -> None:
+async def test_effects_happen_as_often_as_documented_wherever_a_worker_dies(plans: list[tuple[str, str]]) -> None:
     clock, effects, expected, handled = ManualClock(), Counter[str](), Counter[str](), set[str]()
     with tempfile.TemporaryDirectory() as folder:
         for identifier, plan in plans:
@@ -217,7 +217,7 @@ def handler_of(plan: str, effects: Counter[str]) -> Callable[[Taken], Any]:
 
 @settings(max_examples=15, deadline=None)
 @given(plans=PLANS)
-async def test_in_a_transaction_every_effect_happens_once(plans: list[tuple[str, str]]) -> None:
+async def test_an_effect_in_the_transaction_happens_exactly_once(plans: list[tuple[str, str]]) -> None:
     handled: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         engine = engine_of(f"{folder}/db")
@@ -276,7 +276,7 @@ asyncio.run(main())
 """
 
 
-def test_a_process_that_is_killed_in_its_transaction_leaves_nothing_half(tmp_path: Path) -> None:
+def test_a_process_killed_in_its_transaction_leaves_no_partial_effect(tmp_path: Path) -> None:
     store = str(tmp_path / "db")
     codes = [
         subprocess.run([sys.executable, "-c", PROGRAM, store, dies_at], check=False).returncode
@@ -289,7 +289,7 @@ def test_a_process_that_is_killed_in_its_transaction_leaves_nothing_half(tmp_pat
     engine.dispose()
 
 
-async def test_postgresql_keeps_the_ids_too(postgres: PostgresServer) -> None:
+async def test_postgresql_stores_the_ids_too(postgres: PostgresServer) -> None:
     url, effects = postgres.new_database(), Counter[str]()
 
     async def handle(message: Taken) -> None:
@@ -319,7 +319,7 @@ async def test_in_postgresql_the_second_transaction_waits_for_the_first(postgres
     assert found == ["0", "1", "2", "3", "4"]
 
 
-def test_what_is_forgotten_is_removed_in_pieces(tmp_path: Path) -> None:
+def test_old_ids_are_removed_in_chunks(tmp_path: Path) -> None:
     engine = engine_of(str(tmp_path / "db"))
     table = HandledTable(engine, "a")
     table.run([Operation(Verb.FINISH, str(number), "me", 10) for number in range(CLEANED_MAX + 5)], 0)
@@ -338,7 +338,7 @@ ROWS = st.none() | st.builds(Row, st.booleans(), st.sampled_from(("me", "you")),
 
 @settings(deadline=None)
 @given(row=ROWS, verb=st.sampled_from(Verb), now_ms=st.integers(0, 20))
-def test_no_one_takes_what_belongs_to_another(row: Row | None, verb: Verb, now_ms: int) -> None:
+def test_a_claim_of_another_worker_is_not_taken(row: Row | None, verb: Verb, now_ms: int) -> None:
     after, response = decide(row, Operation(verb, "1", "me", 99), now_ms)
     if row is not None and row.until_ms > now_ms and (row.owner == "you" or row.is_done):
         assert after == row
@@ -347,7 +347,7 @@ def test_no_one_takes_what_belongs_to_another(row: Row | None, verb: Verb, now_m
         assert after == Row(False, "me", 99)
 
 
-async def test_long_ids_and_wrong_names(tmp_path: Path) -> None:
+async def test_long_ids_are_accepted_and_invalid_names_refused(tmp_path: Path) -> None:
     seen: list[str] = []
     async with IdempotentHandler(lambda message: seen.append(message.id), name="a", store=str(tmp_path / "db")) as one:
         await one(Taken("x" * 1000))

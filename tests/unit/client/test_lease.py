@@ -1,4 +1,4 @@
-"""What a receiver reads out of batches is what is in them, of the leases and of nothing else."""
+"""A receiver reads exactly the leased messages out of batches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def log_of(parts: list[list[NewRecord]], compression: int = 0, timestamp_type: i
 
 @settings(max_examples=40, deadline=None)
 @given(batches, st.data())
-def test_leases_are_read_and_nothing_else(parts: list[list[NewRecord]], data: st.DataObject) -> None:
+def test_only_leased_messages_are_read(parts: list[list[NewRecord]], data: st.DataObject) -> None:
     count = sum(map(len, parts))
     wanted = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
     leases: list[LeasedRange] = []
@@ -65,7 +65,7 @@ def test_leases_are_read_and_nothing_else(parts: list[list[NewRecord]], data: st
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(records, min_size=2, max_size=8), st.data())
-def test_batches_that_compaction_has_thinned_are_read(part: list[NewRecord], data: st.DataObject) -> None:
+def test_compacted_batches_are_read(part: list[NewRecord], data: st.DataObject) -> None:
     whole = encode_batch(part, base_offset=100)
     header = read_header(whole)
     section = records_section(whole, header)
@@ -79,7 +79,7 @@ def test_batches_that_compaction_has_thinned_are_read(part: list[NewRecord], dat
     assert [(one.offset, one.timestamp_ms, one.key, one.value, one.all_headers) for one in found] == truth
 
 
-def test_control_batches_and_aborted_ones_are_left_out() -> None:
+def test_control_batches_and_aborted_batches_are_skipped() -> None:
     one = [NewRecord(None, b"a", (), 1)]
     aborted = encode_batch(one, base_offset=0, producer_id=7, producer_epoch=0, base_sequence=0, transactional=True)
     control = encode_batch(one, base_offset=1, control=True)
@@ -92,7 +92,7 @@ def test_control_batches_and_aborted_ones_are_left_out() -> None:
 @pytest.mark.parametrize(
     "section", [b"\x10\x00\x00\x00\x01\x7f\x00\x00\x00", b"\x00", b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"]
 )
-def test_records_that_are_none_are_reported(section: bytes) -> None:
+def test_invalid_records_are_reported(section: bytes) -> None:
     batch = bytearray(HEADER_BYTES) + section
     for count in (1, 2):
         seal_batch(

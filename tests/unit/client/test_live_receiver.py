@@ -1,4 +1,4 @@
-"""A listener needs all of its topics, and keeps nothing of what was taken from it."""
+"""A live listener requires all of its topics, and does not keep messages after handing them out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millstream.protocol.wire.fetch import FetchedPartition
 PLACE = TopicPartition("orders", PartitionIndex(0))
 
 
-async def test_messages_that_were_taken_are_gone() -> None:
+async def test_received_messages_are_not_kept() -> None:
     client: Any = None
     receiver = LiveReceiver(client, ["orders"])
     receiver._positions[PLACE] = Offset(0)
@@ -35,7 +35,7 @@ async def test_messages_that_were_taken_are_gone() -> None:
 
 
 @pytest.mark.parametrize("topics", [["orders", "missing", "gone"], ["missing", "orders", "gone"]])
-async def test_a_topic_that_is_missing_is_named_wherever_it_stands(topics: list[str]) -> None:
+async def test_a_missing_topic_is_named_wherever_it_is_listed(topics: list[str]) -> None:
     class Cluster:
         async def metadata(self, topics: object) -> Any:
             return SimpleNamespace(topics={"orders": SimpleNamespace(topic_id=UUID(int=1), partitions={})})

@@ -28,7 +28,7 @@ async def seen() -> str:
     return wanted.get()
 
 
-def test_calls_run_there_with_the_context_of_the_caller(thread: LoopThread) -> None:
+def test_calls_run_in_the_thread_with_the_context_of_the_caller(thread: LoopThread) -> None:
     token = wanted.set("this")
     assert thread.call(seen()) == "this"
     wanted.reset(token)
@@ -39,7 +39,7 @@ async def fail() -> None:
     raise ValueError("no")
 
 
-def test_errors_come_back(thread: LoopThread) -> None:
+def test_errors_are_raised_in_the_caller(thread: LoopThread) -> None:
     with pytest.raises(ValueError, match="no"):
         thread.call(fail())
 
@@ -61,7 +61,7 @@ def test_iterators_end_and_are_closed(thread: LoopThread) -> None:
     assert closed == ["closed", "closed"]
 
 
-def test_nothing_waits_for_itself(thread: LoopThread) -> None:
+def test_a_call_from_the_loop_thread_is_refused(thread: LoopThread) -> None:
     async def inside() -> None:
         thread.call(seen())
 
@@ -69,7 +69,7 @@ def test_nothing_waits_for_itself(thread: LoopThread) -> None:
         thread.call(inside())
 
 
-def test_what_is_closed_says_so() -> None:
+def test_a_call_after_close_is_refused() -> None:
     thread = LoopThread()
     thread.close()
     thread.close()
@@ -77,7 +77,7 @@ def test_what_is_closed_says_so() -> None:
         thread.call(seen())
 
 
-def test_many_threads_may_call(thread: LoopThread) -> None:
+def test_several_threads_may_call(thread: LoopThread) -> None:
     found: list[str] = []
     threads = [threading.Thread(target=lambda: found.append(thread.call(seen()))) for _ in range(10)]
     for one in threads:
@@ -87,7 +87,7 @@ def test_many_threads_may_call(thread: LoopThread) -> None:
     assert found == ["nothing"] * 10
 
 
-async def test_it_stands_beside_a_loop_that_runs(thread: LoopThread) -> None:
+async def test_it_works_beside_a_running_loop(thread: LoopThread) -> None:
     assert await asyncio.to_thread(thread.call, seen()) == "nothing"
 
 

@@ -1,4 +1,4 @@
-"""Batches of one partition: which go, which go again, and which must not."""
+"""Batches of one partition: which are sent, which are retried, and which must not be."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDENTITY = ProducerIdentity(7, 0)
 
 
 class ChannelByHand:
-    """Requests to which the test responds."""
+    """A channel whose requests the test responds to."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -72,7 +72,7 @@ def queue_of(identity: ProducerIdentity = IDENTITY) -> PartitionQueue:
 
 
 def add(queue: PartitionQueue, count: int = 1) -> asyncio.Future[Receipt]:
-    """One more batch, of so many records; the future is that of the last."""
+    """Add batches with so many records each; return the future of the last."""
     future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
     queue.waiting.append(batch := OutgoingBatch(100.0, lambda size: None))
     for at in range(count):
@@ -86,7 +86,7 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_queue_that_moved_goes_on_when_the_last_response_of_its_old_node_is_in() -> None:
+async def test_a_moved_queue_resumes_after_the_last_response_of_its_old_node() -> None:
     troubled: list[PartitionQueue] = []
     (old, old_channel), (new, new_channel) = sender(1, troubled), sender(2, troubled)
     queue = queue_of()
@@ -99,7 +99,7 @@ async def test_a_queue_that_moved_goes_on_when_the_last_response_of_its_old_node
     receipts = []
     for asked in (2, 3):
         receipts.append(add(queue))
-        queue.waiting_bytes += 64 * 1024  # Much has gathered, so a second request goes beside the first.
+        queue.waiting_bytes += 64 * 1024  # Enough has accumulated that a second request is sent beside the first.
         old.notify(queue)
         await turn()
         assert len(old_channel.asked) == asked
@@ -118,7 +118,7 @@ async def test_a_queue_that_moved_goes_on_when_the_last_response_of_its_old_node
     new.close()
 
 
-async def test_a_response_that_cannot_be_read_is_as_good_as_none() -> None:
+async def test_an_unreadable_response_counts_as_none() -> None:
     troubled: list[PartitionQueue] = []
     way, channel = sender(1, troubled)
     queue = queue_of()
@@ -137,7 +137,7 @@ async def test_a_response_that_cannot_be_read_is_as_good_as_none() -> None:
     way.close()
 
 
-async def test_a_batch_that_may_be_stored_is_not_halved() -> None:
+async def test_a_batch_that_may_be_stored_is_not_split() -> None:
     queue = queue_of()
     receipt = add(queue, 4)
     queue.failed_for_now(queue_take(queue), maybe_stored=True)
@@ -147,7 +147,7 @@ async def test_a_batch_that_may_be_stored_is_not_halved() -> None:
     assert queue.needs_identity
 
 
-async def test_halves_go_before_what_came_later() -> None:
+async def test_the_halves_of_a_split_batch_precede_later_batches() -> None:
     queue = queue_of()
     receipt, later = add(queue, 5), add(queue)
     queue.refused(queue_take(queue), BatchTooLarge("too large"))
@@ -158,7 +158,7 @@ async def test_halves_go_before_what_came_later() -> None:
     assert ((await receipt).offset, (await later).offset) == (4, 5)
 
 
-async def test_the_records_that_the_broker_names_fail_and_the_others_go_again() -> None:
+async def test_the_records_that_the_broker_names_fail_and_the_others_are_resent() -> None:
     queue = queue_of()
     batch = queue.room(0, 1)
     receipts: list[asyncio.Future[Receipt]] = []
@@ -178,7 +178,7 @@ async def test_the_records_that_the_broker_names_fail_and_the_others_go_again() 
     assert [one.offset if isinstance(one, Receipt) else str(one) for one in outcomes] == ["none", 7, "two", 8, 9]
 
 
-async def test_what_is_done_behind_a_batch_that_is_given_up_is_not_sent_again() -> None:
+async def test_a_batch_acknowledged_behind_an_abandoned_one_is_not_resent() -> None:
     queue = queue_of(NOT_IDEMPOTENT)
     receipts = [add(queue) for _ in range(3)]
     first, second = queue_take(queue), queue_take(queue)
@@ -191,7 +191,7 @@ async def test_what_is_done_behind_a_batch_that_is_given_up_is_not_sent_again() 
     assert [(await receipt).offset for receipt in receipts[1:]] == [0, 1]
 
 
-async def test_a_response_that_is_lost_after_the_number_was_given_up_ends_its_batch() -> None:
+async def test_a_response_lost_after_the_producer_id_was_dropped_fails_its_batch() -> None:
     queue = queue_of()
     warm = add(queue)
     queue.stored(queue_take(queue), Produced(Offset(0), -1))
@@ -209,7 +209,7 @@ async def test_a_response_that_is_lost_after_the_number_was_given_up_ends_its_ba
             await receipt
 
 
-async def test_time_runs_out_for_what_waits_and_for_what_is_under_way() -> None:
+async def test_queued_and_in_flight_batches_time_out() -> None:
     queue = queue_of()
     warm = add(queue)
     queue.stored(queue_take(queue), Produced(Offset(0), -1))
@@ -221,7 +221,7 @@ async def test_time_runs_out_for_what_waits_and_for_what_is_under_way() -> None:
     assert queue.expire(100.0) == 200.0
     with pytest.raises(RequestTimedOut, match=r"does not respond.* may have been stored"):
         await receipts[0]
-    # The number is spent, but the second is under way under it.
+    # The producer id is used up, but the second batch is in flight under it.
     assert (first.is_done, queue.identity, queue.needs_identity) == (True, None, False)
     queue.stored(second, Produced(Offset(2), -1))
     assert (await receipts[1]).offset == 2
@@ -231,7 +231,7 @@ async def test_time_runs_out_for_what_waits_and_for_what_is_under_way() -> None:
         await receipts[2]
 
 
-async def test_a_queue_that_is_given_up_says_what_is_in_doubt_and_takes_nothing_more() -> None:
+async def test_an_abandoned_queue_reports_uncertain_batches_and_refuses_new_ones() -> None:
     queue = queue_of()
     sent, waiting = add(queue), add(queue)
     batch = queue_take(queue)
@@ -248,7 +248,7 @@ async def test_a_queue_that_is_given_up_says_what_is_in_doubt_and_takes_nothing_
 
 
 def queue_take(queue: PartitionQueue) -> OutgoingBatch:
-    """What the sender does when the queue may send."""
+    """Do what the sender does when the queue may send."""
     queue.sender = queue.sender or cast("NodeSender", object())
     queue.troubled = False
     assert queue.can_send

@@ -1,4 +1,4 @@
-"""What programs publish, as bytes and headers."""
+"""Encoding published values as bytes and headers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_values_become_bytes(value: object, content: bytes | None, kind: bytes |
     assert encoded(value) == (content, () if kind is None else (("content-type", kind),))
 
 
-def test_what_cannot_be_said_is_refused() -> None:
+def test_a_value_that_cannot_be_encoded_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="object"):
         encoded(object())
     with pytest.raises(InvalidRequest, match="key"):
@@ -61,32 +61,32 @@ class Price(msgspec.Struct):
 
 
 @pytest.mark.parametrize("value", [math.nan, {"x": math.inf}, [None, (1, -math.inf)], Price(math.nan)])
-def test_numbers_that_json_does_not_have_are_refused(value: object) -> None:
+def test_numbers_that_json_lacks_are_refused(value: object) -> None:
     with pytest.raises(InvalidRequest, match="no NaN and no infinity"):
         encoded(value)
 
 
-def test_no_value_in_a_value_is_none_of_them() -> None:
+def test_nested_null_values_are_kept() -> None:
     assert encoded({"none": None, "n": [1.5, "null"]})[0] == b'{"none":null,"n":[1.5,"null"]}'
 
 
 @pytest.mark.parametrize("headers", [["a"], ["ab"], "ab", 5, [("a", "b", "c")], {5: "a"}, {"": "a"}, [(None, b"")]])
-def test_headers_that_are_none_are_refused_by_name(headers: Any) -> None:
+def test_invalid_headers_are_refused_by_name(headers: Any) -> None:
     with pytest.raises(InvalidRequest, match="headers must"):
         headers_of(headers, ())
 
 
 @pytest.mark.parametrize("delay", [-5, timedelta(seconds=-1), math.nan, math.inf, "5", -0.001])
-def test_a_delay_that_is_none_is_refused_by_name(delay: Any) -> None:
+def test_an_invalid_delay_is_refused_by_name(delay: Any) -> None:
     with pytest.raises(InvalidRequest, match="delay must be"):
         headers_of((), (), delay=delay)
 
 
-def test_the_value_of_a_new_message_needs_no_name() -> None:
+def test_the_value_of_a_new_message_is_positional() -> None:
     assert NewMessage("x", key="k") == NewMessage(value="x", key="k")
 
 
-def test_headers_say_what_a_message_is_and_when_it_is_due() -> None:
+def test_headers_carry_the_type_and_the_due_time() -> None:
     kind = (("content-type", b"application/json"),)
     assert headers_of((), kind) is kind
     assert headers_of({"content-type": "x", "n": "5", "none": None}, kind) == (
@@ -105,7 +105,7 @@ def test_headers_say_what_a_message_is_and_when_it_is_due() -> None:
     assert due_ms(1.5, moment) == due_ms(timedelta(seconds=1.5), moment) == 1767225601500
 
 
-def test_what_is_asked_for_has_the_names_of_settings() -> None:
+def test_requested_settings_have_their_configuration_names() -> None:
     assert wanted_settings({}) == {}
     asked: Wanted = {"ordered": True, "lease": 1.5, "backoff": (1, 60), "start": timedelta(hours=1)}
     assert wanted_settings(asked) == {
@@ -123,7 +123,7 @@ def test_what_is_asked_for_has_the_names_of_settings() -> None:
         wanted_settings({"delivery": "sometimes"})
 
 
-def test_a_message_has_one_id() -> None:
+def test_a_message_has_only_one_id() -> None:
     both: list[Any] = [{"message-id": "a"}, [("message-id", b"a")]]
     for headers in both:
         with pytest.raises(InvalidRequest, match="one id"):

@@ -1,4 +1,4 @@
-"""Whatever fails, in whatever order: every publish has an end, an acknowledged one is stored, and none is doubled."""
+"""Random faults in random order: every publish completes, acknowledged messages are stored, none is duplicated."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def publish_through(
             for topic in TOPICS:
                 if topic not in ledger.broker.topics:
                     ledger.create(topic)
-            # All is well again, so after what was under way then, messages get through.
+            # The faults have ended, so messages get through once everything in flight then has completed.
             await publisher.flush()
             last = [outcome for topic in TOPICS for outcome in await one_by_one(publisher, topic, f"{topic} last")]
             assert isinstance(last[-1][2], Receipt)
@@ -110,7 +110,7 @@ async def publish_through(
     acks=st.sampled_from([-1, -1, 1]),
     buffer_bytes=st.sampled_from([2000, 1_000_000]),
 )
-def test_every_publish_ends_and_nothing_is_lost_or_doubled(
+def test_every_publish_completes_and_nothing_is_lost_or_duplicated(
     faults: list[str], metadata: list[ErrorCode], init: list[ErrorCode], acks: int, buffer_bytes: int
 ) -> None:
     asyncio.run(publish_through(faults, metadata, init, acks, buffer_bytes))

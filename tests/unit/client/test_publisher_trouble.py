@@ -1,4 +1,4 @@
-"""Topics that go and come back, and errors that stay: every publish has an end, and none is lost or doubled."""
+"""Deleted and recreated topics, and permanent errors: every publish completes, none is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def requests(ledger: ProducerLedger, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_topic_deleted_while_many_are_published_ends_the_call_and_frees_its_room(
+async def test_deleting_a_topic_during_publish_many_ends_the_call_and_frees_its_buffer(
     ledger: ProducerLedger,
 ) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
@@ -65,7 +65,7 @@ async def test_a_topic_deleted_while_many_are_published_ends_the_call_and_frees_
         await publisher.publish("other", NewRecord(None, b"after"))
 
 
-async def test_a_topic_recreated_during_a_publish_takes_no_more_of_its_messages(ledger: ProducerLedger) -> None:
+async def test_a_topic_recreated_during_a_publish_gets_no_more_of_its_messages(ledger: ProducerLedger) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
         await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
         ledger.faults = ["", "recreated", *["not leader"] * 5]
@@ -75,14 +75,14 @@ async def test_a_topic_recreated_during_a_publish_takes_no_more_of_its_messages(
         stored = [type(one) for one in outcomes].index(UnknownTopic)
         assert all(isinstance(one, Receipt) for one in outcomes[:stored])
         assert all(isinstance(one, UnknownTopic) for one in outcomes[stored:])
-        # Requests name topics, so a batch that was on its way is in the new one.
+        # Requests name topics, so a batch in flight is stored in the new topic.
         now = len(ledger.stored["orders", 0])
         assert len(ledger.past[0]["orders", 0]) + now == 1 + stored
         assert (await publisher.publish("orders", NewRecord(None, b"after"), partition=0)).offset == now
 
 
 def creates_topics(ledger: ProducerLedger) -> None:
-    """Have the broker make a topic when it is asked about with leave to do so."""
+    """Have the broker create a topic when a metadata request allows it."""
 
     async def metadata(header: RequestHeader, frame: memoryview) -> object:
         request = codec.read_request(METADATA, header.version, frame, header.body_at)
@@ -95,7 +95,7 @@ def creates_topics(ledger: ProducerLedger) -> None:
     ledger.broker.handlers[METADATA] = metadata
 
 
-async def test_a_deleted_topic_is_not_made_again_by_the_rest_of_a_list(ledger: ProducerLedger) -> None:
+async def test_a_deleted_topic_is_not_recreated_by_the_rest_of_a_list(ledger: ProducerLedger) -> None:
     creates_topics(ledger)
     async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
         await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
@@ -106,7 +106,7 @@ async def test_a_deleted_topic_is_not_made_again_by_the_rest_of_a_list(ledger: P
 
 
 @pytest.mark.parametrize("creates", [True, False])
-async def test_a_publish_that_begins_after_the_topic_was_deleted_is_a_publish_to_an_unknown_topic(
+async def test_a_publish_after_the_topic_was_deleted_fails_as_for_an_unknown_topic(
     ledger: ProducerLedger, creates: bool
 ) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
@@ -127,7 +127,7 @@ async def test_a_publish_that_begins_after_the_topic_was_deleted_is_a_publish_to
                     await send()
 
 
-async def test_responds_to_batches_that_were_given_up_are_left_alone(ledger: ProducerLedger) -> None:
+async def test_responses_to_abandoned_batches_are_ignored(ledger: ProducerLedger) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000) as publisher:
         await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
         await publisher.publish("other", NewRecord(None, b"before"), partition=0)
@@ -144,7 +144,7 @@ async def test_responds_to_batches_that_were_given_up_are_left_alone(ledger: Pro
         assert (await publisher.publish("orders", NewRecord(None, b"after"), partition=1)).offset == 0
 
 
-async def test_a_record_that_cannot_be_written_leaves_nothing_behind(ledger: ProducerLedger) -> None:
+async def test_a_record_that_cannot_be_encoded_leaves_nothing_behind(ledger: ProducerLedger) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         bad = NewRecord(None, b"x", (("\ud800", b""),))
         with pytest.raises(InvalidBatch):
@@ -156,7 +156,7 @@ async def test_a_record_that_cannot_be_written_leaves_nothing_behind(ledger: Pro
 
 
 @pytest.mark.parametrize("times", [1, 8])
-async def test_a_topic_that_one_node_does_not_know_for_a_moment_is_not_taken_for_what_was_stored(
+async def test_a_topic_that_one_node_briefly_does_not_know_keeps_its_records(
     ledger: ProducerLedger, times: int
 ) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
@@ -174,7 +174,7 @@ async def test_a_topic_that_one_node_does_not_know_for_a_moment_is_not_taken_for
     assert ledger.producers == (2 if times > 1 else 1)
 
 
-async def test_an_error_that_stays_fails_its_topic_and_no_other(ledger: ProducerLedger) -> None:
+async def test_a_permanent_error_fails_its_topic_and_no_other(ledger: ProducerLedger) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         await publisher.publish_many("orders", records(1), partition=0)
         await publisher.publish_many("other", records(1), partition=0)
@@ -188,7 +188,7 @@ async def test_an_error_that_stays_fails_its_topic_and_no_other(ledger: Producer
         assert (await publisher.publish("orders", NewRecord(None, b"c"), partition=0)).offset == 1
 
 
-async def test_a_producer_id_that_cannot_be_had_is_reported(ledger: ProducerLedger) -> None:
+async def test_a_failed_producer_id_request_is_reported(ledger: ProducerLedger) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
         ledger.faults = ["broken sequence"]
@@ -200,7 +200,7 @@ async def test_a_producer_id_that_cannot_be_had_is_reported(ledger: ProducerLedg
         assert (await publisher.publish("orders", NewRecord(None, b"d"), partition=0)).offset == 1
 
 
-async def test_a_fault_of_the_publisher_itself_is_reported(
+async def test_an_internal_error_of_the_publisher_is_reported(
     ledger: ProducerLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
@@ -213,7 +213,7 @@ async def test_a_fault_of_the_publisher_itself_is_reported(
         assert (await publisher.publish("orders", NewRecord(None, b"c"), partition=0)).offset == 1
 
 
-async def test_a_node_that_cannot_be_reached_while_a_topic_is_opened_makes_no_second_route(
+async def test_a_node_that_is_unreachable_while_a_topic_opens_gets_no_second_route(
     ledger: ProducerLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
@@ -234,7 +234,7 @@ async def test_a_node_that_cannot_be_reached_while_a_topic_is_opened_makes_no_se
     assert len(ledger.stored["orders", 0]) == 10
 
 
-async def test_a_broker_that_does_not_respond_is_waited_for_as_long_as_was_asked_for(ledger: ProducerLedger) -> None:
+async def test_a_silent_broker_is_waited_for_until_the_given_timeout(ledger: ProducerLedger) -> None:
     await ledger.warm_up()
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
@@ -244,7 +244,7 @@ async def test_a_broker_that_does_not_respond_is_waited_for_as_long_as_was_asked
         await requests(ledger, 2)
         started.append(asyncio.create_task(publisher.publish("orders", NewRecord(None, b"c"), partition=0)))
         started.append(asyncio.create_task(publisher.publish("new", NewRecord(None, b"c"))))
-        # The broker stays silent until all three have their response.
+        # The broker stays silent until all three callers have their error.
         reported = await asyncio.gather(*started, return_exceptions=True)
         assert all(isinstance(error, RequestTimedOut) for error in reported)
         assert ["may have been stored" in str(error) for error in reported] == [True, False, False]
@@ -253,7 +253,7 @@ async def test_a_broker_that_does_not_respond_is_waited_for_as_long_as_was_asked
         ledger.held = None
 
 
-async def test_closing_notifies_waiters_for_a_topic(ledger: ProducerLedger) -> None:
+async def test_closing_wakes_callers_that_wait_for_a_topic(ledger: ProducerLedger) -> None:
     asked, held = asyncio.Event(), asyncio.Event()
 
     async def silent(header: RequestHeader, frame: memoryview) -> None:
@@ -271,7 +271,9 @@ async def test_closing_notifies_waiters_for_a_topic(ledger: ProducerLedger) -> N
         held.set()
 
 
-async def test_receipts_are_right_when_others_write_between_while_many_wait_for_room(ledger: ProducerLedger) -> None:
+async def test_receipts_are_correct_while_other_clients_write_and_many_wait_for_buffer_space(
+    ledger: ProducerLedger,
+) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=500, buffer_bytes=1000) as publisher:
         await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
 

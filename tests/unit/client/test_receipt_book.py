@@ -16,7 +16,7 @@ def receipt(offset: int) -> Receipt:
     return Receipt("orders", 0, offset, 1000 + offset, "topic-id")
 
 
-def test_what_was_kept_is_read_again_and_a_book_goes_on(tmp_path: Path) -> None:
+def test_stored_receipts_are_read_back_and_a_book_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"
     for offset in range(3):
         with ReceiptBook(path) as book:
@@ -28,7 +28,7 @@ def test_what_was_kept_is_read_again_and_a_book_goes_on(tmp_path: Path) -> None:
     assert digest_of(None) == ""
 
 
-def test_a_line_that_a_crash_has_torn_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_torn_by_a_crash_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "receipts.jsonl"
     with ReceiptBook(path) as book:
         book.keep([receipt(0), receipt(1)], [b"a", None])
@@ -40,12 +40,12 @@ def test_a_line_that_a_crash_has_torn_is_left_out(tmp_path: Path, caplog: pytest
     assert "line 2" in caplog.text
 
 
-def test_a_closed_book_takes_nothing(tmp_path: Path) -> None:
+def test_a_closed_book_refuses_receipts(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="closed"):
         ReceiptBook(tmp_path / "receipts.jsonl").keep([receipt(0)], [b"a"])
 
 
-async def test_a_topic_that_may_not_be_described_is_no_deleted_one(tmp_path: Path) -> None:
+async def test_a_topic_without_describe_permission_is_not_taken_for_deleted(tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"
     with ReceiptBook(path) as book:
         book.keep([receipt(0)], [b"a"])

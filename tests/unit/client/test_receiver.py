@@ -1,4 +1,4 @@
-"""A receiver asks every node, within its credit, and knows what it holds."""
+"""A receiver polls every node within its credit, and tracks the messages that it holds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INVALID_RECORD_STATE = 121
 
 
 class Cluster:
-    """Nodes that deliver what a test sets; each remembers how many messages were requested."""
+    """Nodes that deliver scripted messages and record how many were requested."""
 
     def __init__(self, *nodes: int) -> None:
         self.nodes = set(nodes)
@@ -104,7 +104,7 @@ class Cluster:
         self._queue(node).put_nowait(parts)
 
     def give_again(self, node: int, first: int, count: int = 1, *, attempt: int = 1) -> None:
-        """Respond with messages that were given before, as a node does that has forgotten its leases."""
+        """Deliver messages again, as a node does that has lost its leases."""
         self._queue(node).put_nowait([leased(first, count, node, attempt=attempt)])
 
     def _queue(self, node: int) -> asyncio.Queue[list[PartitionMessages]]:
@@ -147,14 +147,14 @@ def started(receiver: Receiver) -> Callable[[], Awaitable[Receiver]]:
 
 
 @pytest.mark.parametrize(("credit", "ahead"), [(1000, 1), (1, 1), (2, 2)])
-async def test_every_node_is_asked_although_there_is_little_credit(credit: int, ahead: int) -> None:
+async def test_every_node_is_polled_even_with_little_credit(credit: int, ahead: int) -> None:
     cluster = Cluster(1, 2, 3)
     async with receiving(cluster, credit=credit, ahead=ahead) as receiver:
         waiting = asyncio.create_task(receiver.wait_for_message())
         await until(lambda: all(cluster.asked.values()))
         assert sum(map(sum, cluster.asked.values())) <= ahead + 2
         for _ in range(5):
-            # What comes back empty is asked again, and no node waits for ever behind another one.
+            # An empty response is followed by another poll, and no node waits for ever behind another.
             asked = sum(map(len, cluster.asked.values()))
             for node in cluster.nodes:
                 cluster.give(node, 0)
@@ -167,7 +167,7 @@ async def test_every_node_is_asked_although_there_is_little_credit(credit: int, 
         assert message.partition == 3
 
 
-async def test_no_more_than_the_credit_is_asked_for_while_no_one_waits() -> None:
+async def test_without_waiting_callers_no_more_than_the_credit_is_requested() -> None:
     cluster = Cluster(1, 2, 3)
     async with receiving(cluster, credit=2, ahead=2):
         await until(lambda: sum(map(len, cluster.asked.values())) == 2)
@@ -176,7 +176,7 @@ async def test_no_more_than_the_credit_is_asked_for_while_no_one_waits() -> None
         assert sum(map(sum, cluster.asked.values())) == 2
 
 
-async def test_polls_get_credit_in_their_order() -> None:
+async def test_polls_get_credit_in_order() -> None:
     cluster = Cluster(1, 2, 3)
     async with receiving(cluster, credit=1, ahead=1):
         settlement: list[int] = []
@@ -188,7 +188,7 @@ async def test_polls_get_credit_in_their_order() -> None:
         assert settlement == [1, 2, 3, 1, 2, 3]
 
 
-async def test_a_busy_node_does_not_hide_one_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_busy_node_does_not_starve_one_added_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_NODES_S", 0.0)
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
@@ -199,7 +199,7 @@ async def test_a_busy_node_does_not_hide_one_that_comes_later(monkeypatch: pytes
         assert receiver.take() is not None
 
 
-async def test_a_waiter_that_gave_up_is_forgotten() -> None:
+async def test_a_cancelled_waiter_is_forgotten() -> None:
     cluster = Cluster(1)
     async with receiving(cluster) as receiver:
         first, second = (asyncio.create_task(receiver.wait_for_message()) for _ in range(2))
@@ -210,13 +210,13 @@ async def test_a_waiter_that_gave_up_is_forgotten() -> None:
         assert len(receiver._idle) == 2
         cluster.give(1, 1)
         await until(lambda: len(receiver._idle) == 1)
-        # It is woken for a message and cancelled in the same turn: another one gets the message.
+        # It is woken for a message and cancelled in the same loop turn: another waiter gets the message.
         first.cancel()
         async with asyncio.timeout(HANG_S):
             await second
 
 
-async def test_a_list_with_messages_that_are_not_held_is_an_error_and_the_others_are_reported() -> None:
+async def test_settling_a_list_with_lost_leases_is_an_error_and_reports_the_others() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 4)
@@ -235,7 +235,7 @@ async def test_a_list_with_messages_that_are_not_held_is_an_error_and_the_others
         await stream.ack([first, second, second])
 
 
-async def test_what_is_done_when_it_is_handed_out_may_be_acknowledged() -> None:
+async def test_a_message_settled_on_hand_out_may_be_acknowledged() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10, delivery="at-most-once") as receiver:
         cluster.give(1, 2)
@@ -244,7 +244,7 @@ async def test_what_is_done_when_it_is_handed_out_may_be_acknowledged() -> None:
         assert cluster.settled == []
 
 
-async def test_what_is_left_unsettled_is_given_up_when_its_lease_is_over() -> None:
+async def test_an_unsettled_message_is_dropped_when_its_lease_expires() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, credit=5, ahead=5) as receiver:
         cluster.give(1, 5)
@@ -258,14 +258,14 @@ async def test_what_is_left_unsettled_is_given_up_when_its_lease_is_over() -> No
         extending = asyncio.create_task(extended.extend(HANG_S))
         await extending
         await until(lambda: len(cluster.asked[1]) == 2 and all(one.is_settled for one in others[:-1]))
-        # The one that was kept for longer is still held.
+        # The message with the extended lease is still held.
         assert [one.is_settled for one in others] == [True, True, True, False]
         with pytest.raises(InvalidRecordState):
             await first.ack()
         await extended.ack()
 
 
-async def test_a_batch_is_left_alone_when_the_next_is_asked_for() -> None:
+async def test_a_batch_is_no_longer_renewed_when_the_next_is_requested() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, credit=5, ahead=5) as receiver:
         cluster.give(1, 5)
@@ -278,7 +278,7 @@ async def test_a_batch_is_left_alone_when_the_next_is_asked_for() -> None:
         assert set(receiver._not_renewed) == {*first, second[1]}
 
 
-async def test_what_is_settled_is_not_kept() -> None:
+async def test_settled_messages_are_not_kept() -> None:
     def helds() -> int:
         gc.collect()
         return sum(type(one) is Lease and one.settler is receiver for one in gc.get_objects())
@@ -295,7 +295,7 @@ async def test_what_is_settled_is_not_kept() -> None:
         assert helds() == 0
 
 
-async def test_messages_keep_their_order_whichever_delivery_they_are() -> None:
+async def test_messages_keep_their_order_across_deliveries() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         records = [NewRecord(None, b"%d" % number) for number in range(4)]
@@ -311,7 +311,7 @@ async def test_messages_keep_their_order_whichever_delivery_they_are() -> None:
         ]
 
 
-async def test_a_lease_that_was_changed_is_followed() -> None:
+async def test_a_changed_lease_duration_is_applied() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10, lease_s=30.0) as receiver:
         cluster.give(1, 1)
@@ -328,14 +328,14 @@ async def test_a_lease_that_was_changed_is_followed() -> None:
 
 
 @pytest.mark.parametrize(("delivery", "kept"), [("at-least-once", 0), ("at-most-once", 3)])
-async def test_what_waits_is_put_back_unless_no_one_would_get_it_again(delivery: str, kept: int) -> None:
+async def test_buffered_messages_are_returned_unless_they_would_not_be_redelivered(delivery: str, kept: int) -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10, delivery=delivery) as receiver:
         cluster.give(1, 2)
         await receiver.wait_for_message()
         await until(lambda: len(cluster.asked[1]) == 2)
         receiver.return_buffered()
-        # A response that is on its way comes all the same.
+        # The response to a poll in flight arrives all the same.
         cluster.give(1, 1)
         await receiver.stop()
         await receiver.settling.flush()
@@ -344,7 +344,7 @@ async def test_what_waits_is_put_back_unless_no_one_would_get_it_again(delivery:
         assert len(cluster.asked[1]) == 2
 
 
-async def test_a_worker_that_leaves_may_settle_its_messages() -> None:
+async def test_a_leaving_worker_may_still_settle_its_messages() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 4)
@@ -355,23 +355,23 @@ async def test_a_worker_that_leaves_may_settle_its_messages() -> None:
         assert cluster.settled == [(Verb.RETURN, 2), (Verb.RETURN, 3)]
         await first.ack()
         assert not leaving.done()
-        # The lease of the other one is over.
+        # The lease of the other message has expired.
         receiver.done(second)
         async with asyncio.timeout(HANG_S):
             await leaving
 
 
-# -- what comes again ------------------------------------------------------------------------------------------
+# -- redelivery ------------------------------------------------------------------------------------------------
 
 
 async def arrived(receiver: Receiver) -> None:
-    """Wait until a response was taken in, though nothing of it may be for anybody."""
+    """Wait until a response was processed, even if no message in it is handed out."""
     await until(lambda: len(receiver._waiting_polls) + receiver._polls.asked)
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_a_message_in_hand_that_is_leased_again_goes_on_and_is_not_given_twice() -> None:
+async def test_a_message_being_processed_that_is_leased_again_is_not_delivered_twice() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 3)
@@ -389,7 +389,7 @@ async def test_a_message_in_hand_that_is_leased_again_goes_on_and_is_not_given_t
         assert (receiver._in_flight, len(receiver._leases)) == (0, 0)
 
 
-async def test_a_message_in_hand_whose_lease_was_lost_goes_on_when_it_is_leased_again() -> None:
+async def test_a_message_being_processed_with_a_lost_lease_resumes_when_leased_again() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 2)
@@ -398,7 +398,7 @@ async def test_a_message_in_hand_whose_lease_was_lost_goes_on_when_it_is_leased_
         cluster.done = {0, 1}
         receiver._renew(first._lease)
         await until(lambda: first.is_settled and second.is_settled)
-        # The second one is no longer processed, so any worker may receive it.
+        # The second message is no longer being processed, so any worker may receive it.
         receiver.accept(second)
         cluster.done.clear()
         cluster.give_again(1, 0, 2, attempt=2)
@@ -410,13 +410,14 @@ async def test_a_message_in_hand_whose_lease_was_lost_goes_on_when_it_is_leased_
         assert (cluster.attempts, receiver._in_flight, receiver._lost_in_progress) == ([2, 2], 0, {})
 
 
-async def test_a_message_that_is_accepted_while_it_is_leased_again_is_not_given_again() -> None:
+async def test_a_message_accepted_while_it_is_leased_again_is_not_redelivered() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 2)
         await receiver.wait_for_message()
         first, second = receiver.take_many(2)
-        # The first has no response yet when it comes again, the second was asked for before it was accepted.
+        # The accept of the first has no response yet when it is redelivered; the second was requested before its
+        # accept.
         await until(lambda: len(cluster.asked[1]) == 2)
         await second.ack()
         cluster.responding.clear()
@@ -429,7 +430,7 @@ async def test_a_message_that_is_accepted_while_it_is_leased_again_is_not_given_
         await until(lambda: not receiver._unconfirmed)
         assert receiver.take() is None
         assert (receiver._in_flight, len(receiver._leases)) == (0, 0)
-        # What is asked for afterwards is given for a reason, such as a seek.
+        # Messages requested later are redelivered for a reason, such as a seek.
         await until(lambda: len(cluster.asked[1]) == 3)
         cluster.give(1, 0)
         await until(lambda: len(cluster.asked[1]) == 4)
@@ -439,7 +440,7 @@ async def test_a_message_that_is_accepted_while_it_is_leased_again_is_not_given_
         assert [one.offset for one in receiver.take_many(10)] == [0, 1]
 
 
-async def test_a_message_that_was_delivered_again_after_it_was_accepted_is_found_to_be_leased() -> None:
+async def test_a_message_redelivered_after_its_accept_is_found_to_be_leased() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 1)
@@ -447,7 +448,7 @@ async def test_a_message_that_was_delivered_again_after_it_was_accepted_is_found
         (first,) = receiver.take_many(1)
         await until(lambda: len(cluster.asked[1]) == 2)
         await first.ack()
-        # A seek: the request that waits gets what was accepted.
+        # A seek: the waiting poll gets the accepted messages.
         cluster.done.clear()
         cluster.give_again(1, 0)
         async with asyncio.timeout(HANG_S):
@@ -457,7 +458,7 @@ async def test_a_message_that_was_delivered_again_after_it_was_accepted_is_found
         await again.ack()
 
 
-async def test_what_was_left_unsettled_comes_again() -> None:
+async def test_unsettled_messages_are_redelivered() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 1)
@@ -471,7 +472,7 @@ async def test_what_was_left_unsettled_comes_again() -> None:
         await again.ack()
 
 
-async def test_a_recreated_topic_has_other_messages() -> None:
+async def test_a_recreated_topic_has_distinct_messages() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         for topic_id in (b"0" * 16, b"1" * 16):
@@ -480,21 +481,21 @@ async def test_a_recreated_topic_has_other_messages() -> None:
         assert len(receiver.take_many(10)) == 4
 
 
-# -- what may be another worker's by now -----------------------------------------------------------------------
+# -- leases that may have passed to another worker --------------------------------------------------------------
 
 
 def late(lease_ms: int, *, waited_ms: int = 0, ago_s: float = 1.0) -> Leased:
-    """Two messages that were asked for a while ago."""
+    """Two messages that were requested a while ago."""
     response = ReceiveResponse(0, None, [leased(0, 2, 0, lease_ms=lease_ms)], waited_ms=waited_ms)
     return Leased(response, monotonic() - ago_s)
 
 
 @pytest.mark.parametrize(("waited_ms", "is_asked"), [(0, True), (60_000, False)])
-async def test_a_response_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first(
+async def test_a_response_in_transit_for_longer_than_its_lease_is_confirmed_first(
     waited_ms: int, is_asked: bool
 ) -> None:
     cluster = Cluster(1)
-    # Another worker has accepted the first of them.
+    # Another worker has accepted the first message.
     cluster.done = {0} if is_asked else set()
     async with receiving(cluster, ahead=10) as receiver:
         cluster.responding.clear()
@@ -508,12 +509,12 @@ async def test_a_response_that_was_on_its_way_for_longer_than_its_lease_is_confi
         assert [one.offset for one in receiver.take_many(10)] == ([1] if is_asked else [0, 1])
 
 
-async def test_what_has_waited_here_for_longer_than_its_lease_is_confirmed_first() -> None:
+async def test_a_message_buffered_for_longer_than_its_lease_is_confirmed_first() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         receiver._receive(NodeId(1), late(30_000))
         (first,) = receiver.take_many(1)
-        # Extensions are sent and without a response: it is unknown whether the broker has received them.
+        # Extensions were sent without a response: whether the broker received them is unknown.
         cluster.responding.clear()
         receiver._renew(first._lease)
         first._lease.fresh_until = monotonic()
@@ -526,7 +527,7 @@ async def test_what_has_waited_here_for_longer_than_its_lease_is_confirmed_first
         await first.ack()
 
 
-async def test_an_extension_counts_from_when_it_was_sent_and_once_it_is_confirmed() -> None:
+async def test_an_extension_counts_from_its_sending_once_it_is_confirmed() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         receiver._receive(NodeId(1), late(30_000))
@@ -543,7 +544,7 @@ async def test_an_extension_counts_from_when_it_was_sent_and_once_it_is_confirme
         assert (lease.deadline_ms or 0) > (deadline_ms or 0)
 
 
-async def test_what_is_not_confirmed_when_the_worker_stops_goes_back() -> None:
+async def test_unconfirmed_messages_are_returned_when_the_worker_stops() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.responding.clear()
@@ -569,7 +570,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(1, 8))
-def test_what_was_accepted_while_a_request_was_open_is_known_or_in_doubt(
+def test_messages_accepted_during_an_open_poll_are_known_or_in_doubt(
     steps: list[tuple[Any, ...]], ranges_max: int
 ) -> None:
     polls: dict[int, float] = {}
@@ -590,11 +591,11 @@ def test_what_was_accepted_while_a_request_was_open_is_known_or_in_doubt(
                     found = ranges.since(asked, where, range(50))
                     assert {offset for time, place, offset in accepted if place == where and time >= asked} <= found
                     if found != {*range(50)}:
-                        # In doubt is also what stands right before a range that was accepted since.
+                        # A message right before a range accepted since is in doubt too.
                         assert found <= {offset for _, place, offset in accepted if place == where}
 
 
-def test_ranges_that_no_open_request_needs_are_forgotten_first() -> None:
+def test_ranges_that_no_open_poll_needs_are_dropped_first() -> None:
     open_since = [0.0]
     ranges = AcceptedRanges(lambda: open_since[0])
     for at in range(settling.RANGES_MAX):
@@ -603,7 +604,7 @@ def test_ranges_that_no_open_request_needs_are_forgotten_first() -> None:
     ranges.add(1000.0, HERE, OffsetRange(5000, 5001))
     assert len(ranges) == 11
     assert ranges.since(990.0, HERE, range(6000)) == {990, 992, 994, 996, 998, 5000}
-    # A request that stays open while too much is accepted: everything that it brings is in doubt, later ones know.
+    # A poll that stays open while too many ranges are accepted: all its messages are in doubt; later polls are not.
     for at in range(1001, 2001):
         ranges.add(float(at), (HERE, THERE)[at % 2], OffsetRange(at, at + 1))
     assert ranges.since(990.0, HERE, [7, 8]) == {7, 8}

@@ -1,4 +1,4 @@
-"""Whatever a handler does, its message is settled and its worker goes on."""
+"""Whatever a handler does, its message is settled and the worker continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HANG_S = 60
 
 
 class Given:
-    """A source of some messages, after which it waits; it records their settlements."""
+    """A source that yields the given messages, then waits; it records their settlements."""
 
     subscription = "billing"
     error: MillstreamError | None = None
@@ -115,7 +115,7 @@ async def settled_by(count: int, handler: Handler) -> dict[int, tuple[int, int |
     return source.settled
 
 
-async def test_what_a_handler_waited_for_may_be_cancelled() -> None:
+async def test_a_cancelled_await_inside_a_handler_releases_the_message() -> None:
     async def handle(message: Message) -> None:
         if message.offset == 0:
             waiting = asyncio.ensure_future(asyncio.sleep(HANG_S))
@@ -154,7 +154,7 @@ async def test_a_handler_that_cancels_its_own_task_has_failed(when: str) -> None
     }
 
 
-def test_a_program_that_ends_is_not_held_up_by_a_handler() -> None:
+def test_a_handler_does_not_block_the_end_of_the_program() -> None:
     sources: list[Given] = []
 
     async def handle(message: Message) -> None:
@@ -171,7 +171,7 @@ def test_a_program_that_ends_is_not_held_up_by_a_handler() -> None:
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
-async def test_what_is_no_exception_by_name_is_an_error_of_the_handler(is_plain: bool) -> None:
+async def test_a_base_exception_is_a_handler_error(is_plain: bool) -> None:
     def fail(message: Message) -> None:
         if message.offset == 0:
             pytest.fail("one euro is missing")
@@ -185,7 +185,7 @@ async def test_what_is_no_exception_by_name_is_an_error_of_the_handler(is_plain:
     }
 
 
-async def test_a_worker_that_is_stopped_gives_its_message_back() -> None:
+async def test_a_stopped_worker_releases_its_message() -> None:
     source, begun = Given(1), asyncio.Event()
 
     async def handle(message: Message) -> None:
@@ -200,7 +200,7 @@ async def test_a_worker_that_is_stopped_gives_its_message_back() -> None:
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, "5", 1e300, None])
-async def test_a_delay_that_is_no_time_is_an_error_of_the_handler(seconds: Any) -> None:
+async def test_an_invalid_retry_delay_is_a_handler_error(seconds: Any) -> None:
     with pytest.raises(InvalidRequest, match="not a number of seconds"):
         RetryLater(seconds)
     nack: Any = Given(1).messages[0].nack
@@ -216,7 +216,7 @@ async def test_a_delay_that_is_no_time_is_an_error_of_the_handler(seconds: Any) 
     assert settled[1][0] == Verb.ACCEPT
 
 
-async def test_an_error_that_cannot_say_what_it_is_releases_the_message() -> None:
+async def test_an_error_whose_str_fails_releases_the_message() -> None:
     class Unspeakable(Exception):
         def __str__(self) -> str:
             raise ValueError("no words")
@@ -232,7 +232,7 @@ async def test_an_error_that_cannot_say_what_it_is_releases_the_message() -> Non
 
 
 @pytest.mark.parametrize("is_idempotent", [False, True])
-async def test_as_many_plain_functions_run_at_once_as_are_allowed(is_idempotent: bool, tmp_path: Path) -> None:
+async def test_plain_functions_run_up_to_the_concurrency_limit(is_idempotent: bool, tmp_path: Path) -> None:
     count = 40
     together = threading.Barrier(count)
 
@@ -257,7 +257,7 @@ def verbs(source: Given) -> list[int]:
     return [source.settled[offset][0] for offset in sorted(source.settled)]
 
 
-async def test_a_handler_that_fails_for_everything_tries_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handler_that_always_fails_is_given_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REST_S_MIN", 0.01)
     monkeypatch.setattr(module, "REST_S_MAX", 0.02)
     source, is_well = Given(30), False
@@ -272,15 +272,15 @@ async def test_a_handler_that_fails_for_everything_tries_one_message_at_a_time(m
     await subscriber.start()
     await source.all_reported()
     await subscriber.drain()
-    # None wait, then one is tried and no other comes meanwhile, until one succeeds.
+    # All messages are released, then one at a time is tried until one succeeds.
     assert source.limits[:9] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
     assert source.limits[9:] == [None, None, None]
-    # What is tried meanwhile does not count as delivered.
+    # These tries do not count as deliveries.
     assert verbs(source) == [Verb.RELEASE] * 10 + [Verb.RETURN] * 3 + [Verb.ACCEPT] * 17
 
 
-async def test_a_message_that_was_tried_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bad messages at the front of a queue do not hide the good ones behind them."""
+async def test_a_tried_message_goes_behind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad messages at the front of a queue do not starve the good ones behind them."""
     monkeypatch.setattr(module, "REST_S_MIN", 0.001)
     monkeypatch.setattr(module, "REST_S_MAX", 0.001)
     bad, source = 60, Given(80)
@@ -297,11 +297,11 @@ async def test_a_message_that_was_tried_leaves_its_place_to_others(monkeypatch: 
     delays = [source.settled[offset][1] or 0 for offset in range(10, bad)]
     assert delays == sorted(delays)
     assert delays[0] >= 1
-    # One is tried after the first pause, and one more after each.
+    # One is tried after the first pause, and one more after each further pause.
     assert source.limits.count(1) == 51
 
 
-async def test_messages_end_when_nothing_has_succeeded_for_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failures_count_as_attempts_after_a_day_without_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REST_S_MIN", 0.001)
     monkeypatch.setattr(module, "REST_S_MAX", 0.001)
     monkeypatch.setattr(module, "OUTAGE_S_MAX", 0.0)
@@ -318,8 +318,8 @@ async def test_messages_end_when_nothing_has_succeeded_for_a_day(monkeypatch: py
     assert all(source.settled[offset][1] for offset in range(10, 20))
 
 
-async def test_few_messages_that_fail_use_their_attempts() -> None:
-    """They may be to blame themselves, so they end as their subscription says."""
+async def test_a_few_failing_messages_use_up_their_attempts() -> None:
+    """The messages may be at fault, so their subscription's attempt limit applies."""
     source, again = Given(module.FAILED_MESSAGES_MAX - 1), 3
     all_of_them = list(source.messages)
 
@@ -338,7 +338,7 @@ async def test_few_messages_that_fail_use_their_attempts() -> None:
     assert (again, verbs(source)) == (0, [Verb.RELEASE] * len(all_of_them))
 
 
-async def test_what_fails_beside_others_while_nothing_succeeds_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_while_nothing_succeeds_is_not_counted_as_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REST_S_MIN", HANG_S)
     source, gate = Given(20), asyncio.Event()
 
@@ -353,13 +353,13 @@ async def test_what_fails_beside_others_while_nothing_succeeds_is_no_attempt(mon
     gate.set()
     await source.all_reported()
     assert verbs(source) == [Verb.RELEASE] * 10 + [Verb.RETURN] * 10
-    # Nobody waits for the end of the pause.
+    # The end of the pause is not awaited.
     async with asyncio.timeout(HANG_S / 2):
         await subscriber.drain()
 
 
 @pytest.mark.parametrize("case", ["one message", "sometimes", "by intent"])
-async def test_a_handler_that_fails_for_some_messages_goes_on(case: str) -> None:
+async def test_a_handler_that_fails_for_some_messages_keeps_its_concurrency(case: str) -> None:
     async def handle(message: Message) -> None:
         if case == "one message":
             raise ValueError("this one cannot be read")
@@ -380,7 +380,7 @@ async def test_a_handler_that_fails_for_some_messages_goes_on(case: str) -> None
     await subscriber.drain()
 
 
-async def test_failures_of_a_kind_are_logged_once_and_counted(
+async def test_failures_of_one_kind_are_logged_once_and_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def handle(message: Message) -> None:

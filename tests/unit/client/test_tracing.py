@@ -18,7 +18,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass(frozen=True)
 class Taken:
-    """A message as a handler gets it."""
+    """A message as a handler receives it."""
 
     id: str = "7f/0/12"
     topic: str = "orders"
@@ -52,7 +52,7 @@ def attributes_of(span: ReadableSpan) -> dict[str, object]:
     return dict(span.attributes or {})
 
 
-def test_nothing_is_added_where_there_is_nothing_to_take_along() -> None:
+def test_without_a_context_nothing_is_added() -> None:
     headers = (("region", b"eu"),)
     assert tracing.outgoing(headers) is headers
     assert tracing.correlation_id() is None
@@ -70,19 +70,19 @@ def test_a_block_has_a_correlation_id() -> None:
     assert tracing.correlation_id() is None
 
 
-def test_a_handler_passes_on_what_its_message_came_with() -> None:
+def test_a_handler_propagates_the_context_of_its_message() -> None:
     came = {tracing.CORRELATION_ID: "c-1", tracing.TRACEPARENT: PARENT, tracing.TRACESTATE: "a=b"}
     with tracing.handling(Taken(headers=came)):
         assert dict(tracing.outgoing(())) == {name: text.encode() for name, text in came.items()}
     assert tracing.outgoing(()) == ()
 
 
-def test_the_first_message_of_a_chain_gives_its_id() -> None:
+def test_the_first_message_of_a_chain_provides_the_correlation_id() -> None:
     with tracing.correlated("of a request that subscribed"), tracing.handling(Taken(id="first")):
         assert tracing.correlation_id() == "first"
 
 
-def test_what_the_publisher_says_counts() -> None:
+def test_an_explicit_value_precedes_the_context() -> None:
     given = ((tracing.TRACEPARENT, b"mine"), (tracing.CORRELATION_ID, b"mine too"))
     with tracing.handling(Taken(headers={tracing.TRACEPARENT: PARENT, tracing.TRACESTATE: "a=b"})):
         assert tracing.outgoing(given) == given
@@ -136,7 +136,7 @@ def fail() -> None:
     raise ValueError("no such customer")
 
 
-def test_a_failure_is_on_the_span(spans: InMemorySpanExporter) -> None:
+def test_a_failure_is_recorded_on_the_span(spans: InMemorySpanExporter) -> None:
     with pytest.raises(ValueError, match="no such customer"), tracing.handling(Taken()):
         fail()
     (found,) = spans.get_finished_spans()
@@ -145,7 +145,7 @@ def test_a_failure_is_on_the_span(spans: InMemorySpanExporter) -> None:
     assert tracing.correlation_id() is None
 
 
-def test_opentelemetry_is_not_imported_for_it() -> None:
+def test_opentelemetry_is_not_imported_for_tracing() -> None:
     program = (
         "import sys; from millstream.client import tracing\n"
         "assert tracing.outgoing(()) == () and not tracing.is_on()\n"
