@@ -400,10 +400,10 @@ class Broker:
         self._undo.callback(catalog.close)
         declarations = CatalogDeclarations(catalog, is_prepared=False, clock=self._clock)
         stores = _Stores(coordination=coordination, catalog=catalog, declarations=declarations)
-        await self._enter(stores, ", ".join(address.endpoints))
+        await self._check_startup(stores, ", ".join(address.endpoints))
         return stores
 
-    async def _enter(self, stores: _Stores, etcd: str) -> None:
+    async def _check_startup(self, stores: _Stores, etcd: str) -> None:
         from millstream.broker.cluster.registration import NodeIdentity, StartupChecks
 
         config, random = self._config, SystemRandom()
@@ -421,13 +421,13 @@ class Broker:
             stores.declarations,
             clock=self._clock,
             backoff=lambda: Backoff(random, first_s=_WAIT_S_FIRST, max_s=_WAIT_S_MAX),
-            is_running=self._responds,
+            is_running=self._is_running,
             report=self._serve_start_report,
         )
         await entry.check()
 
-    async def _responds(self, other: Node) -> bool:
-        """Whether the node that has this one's id runs. It cannot be this one, which does not listen yet."""
+    async def _is_running(self, other: Node) -> bool:
+        """Return whether the node with the same id is running; it cannot be this one, which does not listen yet."""
         from millstream.protocol.wire.node_status import BrokerStatus
 
         host = f"[{other.host}]" if ":" in other.host else other.host
@@ -483,7 +483,7 @@ class Broker:
         self._undo.push_async_callback(node.close)
         await node.open()
         secrets = StoredSecrets(stores.catalog, self._sealing, node.declared.with_secrets)
-        return _Core(node=node, membership=await node.membership(self._advertised()), secrets=secrets)
+        return _Core(node=node, membership=await node.membership(self._advertised_node()), secrets=secrets)
 
     async def _serve(
         self, dispatch: Dispatch, core: _Core, listener: Listener, budget: Budget, store: LogStore
@@ -556,18 +556,18 @@ class Broker:
 
     def _run_child(self, name: str, make: Callable[[RunningNode], ChildProcess], core: _Core) -> None:
         """Run a child process once the APIs are loaded, and end it on `stop`."""
-        made: list[ChildProcess] = []
+        children: list[ChildProcess] = []
 
         async def run() -> None:
             if self._serving is not None:
                 await asyncio.wait([self._serving])
             if self._served is not None and not self.failed.done():
-                made.append(make(self._running(core, self._served)))
-                await made[0].run()
+                children.append(make(self._running_node(core, self._served)))
+                await children[0].run()
 
         async def stop() -> None:
-            if made:
-                await made[0].stop()
+            if children:
+                await children[0].stop()
             else:
                 running.cancel()
             await asyncio.wait([running])
@@ -575,7 +575,7 @@ class Broker:
         running = self._supervise(name, run())
         self._undo.push_async_callback(stop)
 
-    def _running(self, core: _Core, served: ServedApis) -> RunningNode:
+    def _running_node(self, core: _Core, served: ServedApis) -> RunningNode:
         node = core.node
         return RunningNode(
             config=self._config,
@@ -620,7 +620,7 @@ class Broker:
         if self._served is not None:
             await self._served.close()
 
-    def _advertised(self) -> Node:
+    def _advertised_node(self) -> Node:
         host, port = self._listeners.node_address
         # Nodes on one machine fail together, unless the configuration says otherwise.
         rack = self._config.rack or (socket.gethostname() if self._config.in_cluster else None)

@@ -33,7 +33,7 @@ def fetched(in_sync: InSync, node: NodeId, offset: int, *, end: int = 100, now: 
 
 
 def wanted(in_sync: InSync, *, end: int = 100, high_watermark: int = 0, now: float = 0.0) -> InSyncChange | None:
-    return in_sync.wanted(end=Offset(end), high_watermark=Offset(high_watermark), now=now, lag_s=LAG_S)
+    return in_sync.next_change(end=Offset(end), high_watermark=Offset(high_watermark), now=now, lag_s=LAG_S)
 
 
 class TestHighWatermark:
@@ -52,7 +52,7 @@ class TestHighWatermark:
         change = wanted(in_sync)
         assert change is not None
         assert change.state.in_sync == (A, B, C)
-        in_sync.began(change)
+        in_sync.begin_change(change)
         fetched(in_sync, B, 120, end=130)
         fetched(in_sync, C, 110, end=130)
         assert in_sync.acknowledged(Offset(130)) == 110
@@ -64,12 +64,12 @@ class TestHighWatermark:
         fetched(in_sync, B, 100, now=20.0)
         change = wanted(in_sync, now=20.0)
         assert change is not None
-        in_sync.began(change)
-        in_sync.learned(Versioned(state(A, B, C), 1), now=20.0)
+        in_sync.begin_change(change)
+        in_sync.apply_state(Versioned(state(A, B, C), 1), now=20.0)
         assert wanted(in_sync, now=20.0) is None
         in_sync.refused(change._replace(state=replace(change.state)))
         assert in_sync.acknowledged(Offset(100)) == UNKNOWN_POSITION
-        in_sync.learned(Versioned(change.state, 2), now=20.0)
+        in_sync.apply_state(Versioned(change.state, 2), now=20.0)
         assert in_sync.pending is None
         assert in_sync.acknowledged(Offset(100)) == 100
 
@@ -118,8 +118,8 @@ class TestChanges:
         change = wanted(in_sync, now=11.0)
         assert change is not None
         assert change.state == state(A, eligible=(B, C))
-        in_sync.began(change)
-        in_sync.learned(Versioned(change.state, 2), now=11.0)
+        in_sync.begin_change(change)
+        in_sync.apply_state(Versioned(change.state, 2), now=11.0)
         fetched(in_sync, C, 100, now=12.0)
         back = wanted(in_sync, now=12.0)
         assert back is not None
@@ -134,7 +134,7 @@ class TestChanges:
         fetched(in_sync, C, 80)
         assert wanted(in_sync, high_watermark=90) is None
         assert wanted(in_sync, high_watermark=80) is not None
-        refused = in_sync.wanted(
+        refused = in_sync.next_change(
             end=Offset(100), high_watermark=Offset(80), now=0.0, lag_s=LAG_S, may_join=lambda node, _: node != C
         )
         assert refused is None
@@ -214,7 +214,7 @@ class InSyncMachine(RuleBasedStateMachine):
     def ask(self) -> None:
         change = wanted(self.in_sync, end=self.end, high_watermark=self.high_watermark, now=self.now)
         if change is not None:
-            self.in_sync.began(change)
+            self.in_sync.begin_change(change)
             self.requests.append(change)
         elif self.in_sync.pending is not None:
             again = [one for one in self.requests if one.state is self.in_sync.pending]
@@ -229,12 +229,12 @@ class InSyncMachine(RuleBasedStateMachine):
         if change.revision == self.stored.revision:
             self.stored = Versioned(change.state, self.stored.revision + 1)
         if responded:
-            self.in_sync.learned(self.stored, now=self.now)
+            self.in_sync.apply_state(self.stored, now=self.now)
         self.advance()
 
     @rule()
     def read_back(self) -> None:
-        self.in_sync.learned(self.stored, now=self.now)
+        self.in_sync.apply_state(self.stored, now=self.now)
         self.advance()
 
     @rule(node=st.sampled_from([B, C]))

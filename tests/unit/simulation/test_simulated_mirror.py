@@ -55,7 +55,9 @@ def _expose_as_it_arrives(self: Copier, *arguments: Any, **named: Any) -> None:
 
 def _keep_what_is_below(self: Replica, point: Offset) -> asyncio.Future[None] | None:
     log = self.log
-    return self._cut(log.begin_restart(point) if point < log.start_offset else log.begin_truncation(point))
+    return self._execute_truncation(
+        log.begin_restart(point) if point < log.start_offset else log.begin_truncation(point)
+    )
 
 
 def _no_commits(*_: Any) -> array[int]:

@@ -15,7 +15,7 @@ import pytest
 
 from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.kafka.apis.subscription_apis import LoadQueueState, ReadQueueFrames, WriteQueueStates
-from millstream.broker.kafka.subscription_service import _image
+from millstream.broker.kafka.subscription_service import _build_image
 from millstream.broker.subscriptions import routed_store as state_lane
 from millstream.broker.subscriptions import state_shard
 from millstream.broker.subscriptions.fold import Fold
@@ -426,13 +426,13 @@ def started(key: QueueKey, count: int) -> list[bytes]:
 
 def test_a_queue_that_cannot_be_read_does_not_keep_others_from_being_stored() -> None:
     good, bad = (QueueKey(uuid4(), uuid4(), PartitionIndex(index)) for index in range(2))
-    shard = StateShard(_image)
+    shard = StateShard(_build_image)
     for key in (good, bad):
         for number, frame in enumerate(started(key, 40)):
             if (key, number) != (bad, 3):
                 shard.replay(written(key, 0, number, frame))
     assert not shard.has_ledger
-    rewritten = StateShard(_image)
+    rewritten = StateShard(_build_image)
     for name in shard.durable_keys():
         record = shard.durable_record(name)
         assert isinstance(record, StateRecord)

@@ -304,7 +304,7 @@ class InSyncWriter:
             if len(expects | one.expects) > EXPECTS_MAX:
                 self._queue[partition] = None
                 break
-            if partition.change_began(change):
+            if partition.begin_in_sync_change(change):
                 pending.append(one)
                 expects |= one.expects
         return pending

@@ -369,11 +369,11 @@ class RequestDeadline:
 
     def __init__(self, timeout: timedelta) -> None:
         self._time = asyncio.get_running_loop().time
-        self._end = self._time() + min(max(timeout.total_seconds(), _DEADLINE_S_MIN), _DEADLINE_S_MAX)
+        self._deadline = self._time() + min(max(timeout.total_seconds(), _DEADLINE_S_MIN), _DEADLINE_S_MAX)
 
-    def left_s(self, what: str) -> float:
-        """Return the time that is left for a change; raise `RequestTimedOut` if it is too late to begin."""
-        left = self._end - self._time()
+    def remaining_s(self, what: str) -> float:
+        """Return the time remaining for a change; raise `RequestTimedOut` if it is too late to begin."""
+        left = self._deadline - self._time()
         if left <= 0:
             raise RequestTimedOut(f"{what}: not begun within the time that the request allows; send it again")
         return left

@@ -82,8 +82,8 @@ class Dispatch:
         header = read_request_header(frame)
         client: ClientInfo | None = connection.state
         if client is None or client.client_id != header.client_id:
-            client = self._client(connection, header)
-        api = self._find(header)
+            client = self._client_info(connection, header)
+        api = self._find_api(header)
         if isinstance(api, Api):
             if api.key in _OF_TRANSACTIONS and client.presence.has_ended:
                 # Its transaction may have been ended through another connection since, and the next one begun, to
@@ -117,7 +117,7 @@ class Dispatch:
             return await response
         return response
 
-    def _client(self, connection: Connection, header: RequestHeader) -> ClientInfo:
+    def _client_info(self, connection: Connection, header: RequestHeader) -> ClientInfo:
         client: ClientInfo | None = connection.state
         if client is None:
             client = ClientInfo(
@@ -137,7 +137,7 @@ class Dispatch:
             client.client_id = header.client_id
         return client
 
-    def _find(self, header: RequestHeader) -> Api[Any, Any] | RawApi:
+    def _find_api(self, header: RequestHeader) -> Api[Any, Any] | RawApi:
         api = self._apis.get(header.api_key)
         if api is None:
             raise ProtocolViolation(f"API key {header.api_key} is not served")
@@ -175,10 +175,10 @@ class Dispatch:
         if isinstance(response, (Promise, Started)):
             response.observe(latency, started)
             return response
-        return _observed(latency, response, started)
+        return _observe_response(latency, response, started)
 
 
-async def _observed(
+async def _observe_response(
     latency: Histogram, response: Awaitable[EncodedResponse | None], started: float
 ) -> EncodedResponse | None:
     try:

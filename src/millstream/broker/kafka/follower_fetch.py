@@ -102,13 +102,13 @@ class FollowerSession:
 
     def appended(self, partition: Partition) -> None:
         """Wake the session: a partition has records to read."""
-        self._note(self.unread, partition)
+        self._record_partition(self.unread, partition)
 
     def advanced(self, partition: Partition) -> None:
         """React to an advanced high watermark or another leader."""
-        self._note(self.moved if partition.is_leader else self.unread, partition)
+        self._record_partition(self.moved if partition.is_leader else self.unread, partition)
 
-    def _note(self, noted: dict[PartitionKey, None], partition: Partition) -> None:
+    def _record_partition(self, noted: dict[PartitionKey, None], partition: Partition) -> None:
         key = (partition.topic.topic_id, partition.index)
         if key in self.partitions:
             noted[key] = None
@@ -119,7 +119,7 @@ class FollowerSession:
     def update(self, wanted: Iterable[tuple[PartitionKey, ReplicaPosition]], forgotten: Iterable[PartitionKey]) -> None:
         """Apply the changes of a request."""
         for key in forgotten:
-            self._drop(key)
+            self._remove(key)
         for key, position in wanted:
             followed = self.partitions.get(key)
             if followed is None:
@@ -139,10 +139,10 @@ class FollowerSession:
     def close(self) -> None:
         """Unsubscribe from all partitions."""
         for key in tuple(self.partitions):
-            self._drop(key)
+            self._remove(key)
         self.wake()
 
-    def _drop(self, key: PartitionKey) -> None:
+    def _remove(self, key: PartitionKey) -> None:
         self.unread.pop(key, None)
         self.moved.pop(key, None)
         followed = self.partitions.pop(key, None)
@@ -394,7 +394,16 @@ class _Wait(Promise):
     It is not a task: followers fetch so often that the cost of a task would be measurable.
     """
 
-    __slots__ = ("_due", "_fetch", "_followers", "_found", "_header", "_is_wake_scheduled", "_session", "_timer")
+    __slots__ = (
+        "_deadline",
+        "_fetch",
+        "_followers",
+        "_header",
+        "_is_wake_scheduled",
+        "_responses",
+        "_session",
+        "_timer",
+    )
 
     def __init__(
         self,
@@ -409,11 +418,11 @@ class _Wait(Promise):
         self._header = header
         self._fetch = fetch
         self._session = session
-        self._found = found
+        self._responses = found
         self._is_wake_scheduled = False
         loop = asyncio.get_running_loop()
-        self._due = loop.time() + min(fetch.max_wait_ms / 1000, MAX_WAIT_S_MAX)
-        self._timer = loop.call_at(self._due, self.finish)
+        self._deadline = loop.time() + min(fetch.max_wait_ms / 1000, MAX_WAIT_S_MAX)
+        self._timer = loop.call_at(self._deadline, self.finish)
         if found:
             self._shorten_wait()
         session.waiting = self
@@ -422,28 +431,28 @@ class _Wait(Promise):
         """Schedule another read after all events of this turn of the loop."""
         if not self._is_wake_scheduled:
             self._is_wake_scheduled = True
-            asyncio.get_running_loop().call_soon(self._look_again)
+            asyncio.get_running_loop().call_soon(self._read_again)
 
-    def _look_again(self) -> None:
+    def _read_again(self) -> None:
         self._is_wake_scheduled = False
         if self.is_kept:
             return
         found = self._followers.read_again(self._session, self._fetch)
         if found is None:
-            self._end(_encode(self._header, ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+            self._respond(_encode(self._header, ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
             return
-        self._found.update(found)
-        if self._followers.is_complete(self._session, self._found):
-            self._end(self._followers.respond(self._header, self._session, self._found))
-        elif self._found:
+        self._responses.update(found)
+        if self._followers.is_complete(self._session, self._responses):
+            self._respond(self._followers.respond(self._header, self._session, self._responses))
+        elif self._responses:
             self._shorten_wait()
 
     def _shorten_wait(self) -> None:
         """Wait only briefly, so that records can accompany the news."""
         loop = asyncio.get_running_loop()
         due = loop.time() + WATERMARK_DELAY_S
-        if due < self._due:
-            self._due = due
+        if due < self._deadline:
+            self._deadline = due
             self._timer.cancel()
             self._timer = loop.call_at(due, self.finish)
 
@@ -453,12 +462,12 @@ class _Wait(Promise):
             return
         found = self._followers.read_again(self._session, self._fetch)
         if found is None:
-            self._end(_encode(self._header, ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+            self._respond(_encode(self._header, ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
         else:
-            self._found.update(found)
-            self._end(self._followers.respond(self._header, self._session, self._found))
+            self._responses.update(found)
+            self._respond(self._followers.respond(self._header, self._session, self._responses))
 
-    def _end(self, buffers: Buffers) -> None:
+    def _respond(self, buffers: Buffers) -> None:
         self._timer.cancel()
         if self._session.waiting is self:
             self._session.waiting = None

@@ -79,7 +79,7 @@ class QuotaMeter:
 
     def take(self, client: ClientInfo, size: int) -> int:
         """As `charge`, for requests that share their connection with others: these are held back by `owed_ms`."""
-        bucket = self._bucket(client)
+        bucket = self._find_bucket(client)
         debt_s = 0.0 if bucket is None else bucket.take(size, self._clock())
         if not debt_s:
             return 0
@@ -90,16 +90,16 @@ class QuotaMeter:
 
     def owed_ms(self, client: ClientInfo) -> int:
         """Return how many milliseconds a client has to wait for its debt."""
-        bucket = self._bucket(client) if self.is_limiting else None
+        bucket = self._find_bucket(client) if self.is_limiting else None
         debt_s = 0.0 if bucket is None else bucket.take(0, self._clock())
         return min(math.ceil(debt_s * 1000), THROTTLE_MS_MAX)
 
     def allowance(self, client: ClientInfo, size: int) -> int:
         """How much of `size` to give at once: not more than the client's bucket holds, so that waits stay short."""
-        bucket = self._bucket(client) if self.is_limiting else None
+        bucket = self._find_bucket(client) if self.is_limiting else None
         return size if bucket is None else min(size, bucket.size)
 
-    def _bucket(self, client: ClientInfo) -> Bucket | None:
+    def _find_bucket(self, client: ClientInfo) -> Bucket | None:
         key = (client.user, client.client_id)
         try:
             return self._by_client[key]

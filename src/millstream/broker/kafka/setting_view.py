@@ -173,7 +173,7 @@ def node_settings(config: Config, topic_defaults: TopicSettings, settings: Broke
         value = getattr(config, attribute)
         synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
         if value != declared.default:
-            synonyms.insert(0, Synonym(declared.name, _shown(declared, value), SOURCE_NODE))
+            synonyms.insert(0, Synonym(declared.name, _visible_value(declared, value), SOURCE_NODE))
         yield SettingView(declared, tuple(synonyms), read_only=declared.needs_restart)
         if (kafka_name := _KAFKA_NAMES.get(declared.name)) is not None:
             synonyms = [*_changed_while_running(settings, kafka_name), *synonyms]
@@ -222,7 +222,7 @@ def share_group_settings(subscription: Subscription | None) -> Iterator[SettingV
         yield SettingView(declared, tuple(synonyms), read_only=False)
 
 
-def _shown(declared: Setting, value: Any) -> str | None:
+def _visible_value(declared: Setting, value: Any) -> str | None:
     """Return a value of a node's configuration; None for a secret."""
     if declared.is_secret:
         return None

@@ -63,14 +63,14 @@ class ShareOffsets:
         """Return every partition on which a group has begun."""
         if self._service.declared.get(name) is None:
             return {}
-        found, stored = await self._ask_all(name, set())
+        found, stored = await self._list_queues(name, set())
         closed = stored - found.keys()
         if closed:
             # These queues were not opened since their leader was elected.
-            found, _ = await self._ask_all(name, closed)
+            found, _ = await self._list_queues(name, closed)
         return found
 
-    async def _ask_all(
+    async def _list_queues(
         self, name: str, to_open: set[tuple[str, int]]
     ) -> tuple[dict[tuple[str, int], QueueOffset], set[tuple[str, int]]]:
         """Ask all nodes for the open queues of a group, and for those whose states they store."""
@@ -149,7 +149,7 @@ class ShareSessions:
     """All sessions; `lost` is called for those whose connection was closed."""
 
     def __init__(self, lost: Callable[[ShareSession], None]) -> None:
-        self._lost = lost
+        self._on_lost = lost
         self._by_member: dict[SessionKey, ShareSession] = {}
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class ShareSessions:
         if len(self._by_member) >= SESSIONS_MAX:
             return ErrorCode.share_session_limit_reached
         session = self._by_member[member] = ShareSession(member, presence)
-        presence.on_close(session, lambda: self._gone(session))
+        presence.on_close(session, lambda: self._on_disconnect(session))
         return session
 
     def resume(self, member: SessionKey, epoch: int) -> ShareSession | ErrorCode:
@@ -186,9 +186,9 @@ class ShareSessions:
             session.presence.forget(session)
         return session
 
-    def _gone(self, session: ShareSession) -> None:
+    def _on_disconnect(self, session: ShareSession) -> None:
         if self.close(session.member) is session:
-            self._lost(session)
+            self._on_lost(session)
 
 
 if TYPE_CHECKING:

@@ -89,7 +89,7 @@ class ShareTopics:
         self._membership = membership
         self._clock = clock
         self._ask_node = ask_node
-        self._known: dict[UUID, tuple[float, tuple[str, ...]]] = {}
+        self._cached_topics: dict[UUID, tuple[float, tuple[str, ...]]] = {}
 
     def kept(self) -> dict[UUID, list[tuple[str, int]]]:
         """By subscription: the queues that have begun and whose states this node keeps."""
@@ -105,7 +105,7 @@ class ShareTopics:
         if subscription.topics:
             return subscription.topics
         now_s = self._clock.monotonic()
-        known = self._known.get(subscription.subscription_id)
+        known = self._cached_topics.get(subscription.subscription_id)
         if known is not None and now_s < known[0]:
             return known[1]
         found = self.members(subscription.name) | {
@@ -120,9 +120,9 @@ class ShareTopics:
                     found |= {topic for one in response.subscriptions for topic in one["topics"]}
         topics = tuple(sorted(found))
         if topics:
-            if len(self._known) >= KNOWN_MAX:
-                self._known.clear()
-            self._known[subscription.subscription_id] = (now_s + KNOWN_S, topics)
+            if len(self._cached_topics) >= KNOWN_MAX:
+                self._cached_topics.clear()
+            self._cached_topics[subscription.subscription_id] = (now_s + KNOWN_S, topics)
         return topics
 
 
@@ -151,7 +151,7 @@ class SubscriptionService:
         self.budget = budget
         self.push = PushBoard()
         """The progress of pushed subscriptions."""
-        self.states = StateCoordinator(topics, config, clock, _image)
+        self.states = StateCoordinator(topics, config, clock, _build_image)
         self._membership = membership
         self._producer_ids = producer_ids
         self.clock = clock
@@ -183,12 +183,12 @@ class SubscriptionService:
 
     async def start(self) -> None:
         """Start loading states from the log, and the queues of declared subscriptions."""
-        self.declared.use_filters(_compiled)
+        self.declared.use_filters(_compile_filter)
         self.declared.use_topics(lambda name: self.topics.get(name) is not None)
-        self.declared.on_change(self._changed)
-        self.topics.use_delivery_floor(self._floor)
+        self.declared.on_change(self._on_change)
+        self.topics.use_delivery_floor(self._delivery_floor)
         await self.states.start()
-        self._changed()
+        self._on_change()
         self._expiry_task = self._supervise("unused subscriptions", self._expiry.run())
 
     async def close(self) -> None:
@@ -401,7 +401,7 @@ class SubscriptionService:
         """Send another node one of Millstream's own requests."""
         return await self._peers.send_private(node, key, body)
 
-    def _changed(self) -> None:
+    def _on_change(self) -> None:
         if self._engine is None and self._loading is None and self.declared.all() and not self._closed:
             self._loading = self._supervise("loading of subscriptions", self._load_engine())
 
@@ -428,7 +428,7 @@ class SubscriptionService:
         engine.start()
         self._engine = engine
 
-    def _floor(self, place: TopicPartition) -> int | None:
+    def _delivery_floor(self, place: TopicPartition) -> int | None:
         """Return the first offset that subscriptions need; the log start while that is unknown."""
         topic = self.topics.get(place.topic)
         if topic is None:
@@ -472,13 +472,13 @@ def _import_engine(with_filters: bool) -> None:
         import millstream.protocol.filter.translation  # noqa: F401
 
 
-def _compiled(text: str) -> Filter:
+def _compile_filter(text: str) -> Filter:
     from millstream.protocol.filter.filter import compile_filter
 
     return compile_filter(text)
 
 
-def _image(key: QueueKey, snapshot: bytes | None) -> QueueImage:
+def _build_image(key: QueueKey, snapshot: bytes | None) -> QueueImage:
     from millstream.broker.subscriptions.snapshot import FoldImage
 
     image = FoldImage(key)

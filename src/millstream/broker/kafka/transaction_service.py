@@ -72,12 +72,14 @@ class CoordinatorGate:
         """
         who = ProducerRef(transactional_id, ProducerId(producer_id), producer_epoch)
         try:
-            errors = await self._ask(who, partitions, add=add)
+            errors = await self._send_to_coordinator(who, partitions, add=add)
         except MillstreamError as error:
             errors = dict.fromkeys(partitions, error)
         return {partition: _client_error(error) for partition, error in errors.items()}
 
-    async def _ask(self, who: ProducerRef, partitions: Sequence[TopicPartition], *, add: bool) -> PartitionErrors:
+    async def _send_to_coordinator(
+        self, who: ProducerRef, partitions: Sequence[TopicPartition], *, add: bool
+    ) -> PartitionErrors:
         leader = self._coordinator.leader_of(who.transactional_id)
         if leader is None:
             raise CoordinatorUnavailable(f"the coordinator of {who.transactional_id!r} is not available")

@@ -172,7 +172,7 @@ class InSync:
             return self._has_lost(node, high_watermark)
         return self._has_caught_up(node, high_watermark, any_replica)
 
-    def wanted(
+    def next_change(
         self, *, end: Offset, high_watermark: Offset, now: float, lag_s: float, may_join: MayJoin = any_replica
     ) -> InSyncChange | None:
         """Return the change to request: drop lagging replicas, add those that caught up; None while one is pending."""
@@ -217,7 +217,7 @@ class InSync:
                 return InSyncChange(self.state.elected(node), self.revision, joining)
         return None
 
-    def began(self, change: InSyncChange) -> None:
+    def begin_change(self, change: InSyncChange) -> None:
         """Count both sets from now on: a change is requested."""
         self.pending = change.state
         self._update_waited_for()
@@ -228,7 +228,7 @@ class InSync:
             self.pending = None
             self._update_waited_for()
 
-    def learned(self, versioned: Versioned, *, now: float) -> None:
+    def apply_state(self, versioned: Versioned, *, now: float) -> None:
         """Apply a later state of the same epoch, which settles a pending change."""
         if versioned.revision <= self.revision:
             return

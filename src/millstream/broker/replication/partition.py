@@ -175,7 +175,7 @@ class Partition(Replica):
         if not self.is_leader:
             raise self._not_leader()
         if self.topic.mirror:
-            raise self._mirrored()
+            raise self._mirrored_error()
         return self._write(batches, acks=acks, internal=internal, guard=guard, is_checked=is_checked)
 
     def _write(
@@ -335,7 +335,7 @@ class Partition(Replica):
         if not self.is_leader:
             raise self._not_leader()
         if self.topic.mirror:
-            raise self._mirrored()
+            raise self._mirrored_error()
         now_ms = self.log.clock.now_ms()
         return self.log.producers.start_guard(producer_id, epoch, sequence, now_ms, bumps_epoch=bumps_epoch)
 
@@ -412,14 +412,14 @@ class Partition(Replica):
         if refetches or offset < self.log_start:
             done = self._truncate_to_fetch(offset)
         else:
-            done = self._cut(self.log.begin_truncation(offset))
+            done = self._execute_truncation(self.log.begin_truncation(offset))
         self._notify_listeners()
         if done is not None:
             await done
 
     async def restart_mirrored(self, offset: Offset) -> None:
         """Drop everything and restart at the source's log start: the source no longer has the next records."""
-        done = self._cut(self.log.begin_restart(offset))
+        done = self._execute_truncation(self.log.begin_restart(offset))
         if done is not None:
             await done
 
@@ -457,7 +457,7 @@ class Partition(Replica):
         if waiting is not None:
             await waiting
 
-    def _mirrored(self) -> MirroredTopic:
+    def _mirrored_error(self) -> MirroredTopic:
         return MirroredTopic(
             f"topic {self.topic.name!r} is written by mirror {self.topic.mirror!r} only; write to its source, or make "
             f"it writable here with `millstream mirror failover {self.topic.mirror}`"
@@ -530,13 +530,13 @@ class Partition(Replica):
         if inherited and state.leader == me and not alone:
             self._stale_epoch = state.leader_epoch
         if state.leader == me and state.leader_epoch > self._stale_epoch:
-            self._lead(versioned, me, alone=alone)
+            self._become_leader(versioned, me, alone=alone)
         else:
             self._stop_leading(state)
         if before != (self.is_leader, self.leader_epoch):
             self._notify_listeners()
 
-    def _lead(self, versioned: Versioned, me: NodeId, *, alone: bool) -> None:
+    def _become_leader(self, versioned: Versioned, me: NodeId, *, alone: bool) -> None:
         state, log, now = versioned.state, self.log, self._clock.monotonic()
         same_epoch = self.is_leader and self.leader_epoch == state.leader_epoch
         was_leader, self.is_leader = self.is_leader, True
@@ -548,13 +548,13 @@ class Partition(Replica):
         if alone:
             self._in_sync = None
         elif self._in_sync is not None and same_epoch:
-            self._in_sync.learned(versioned, now=now)
+            self._in_sync.apply_state(versioned, now=now)
         else:
             minimum = log.settings.min_insync_replicas
             self._in_sync = InSync(me, versioned, epoch_start=log.end_offset, min_in_sync=minimum, now=now)
             self._is_behind = False
         if self._in_sync is not None:
-            self._note_behind(self._in_sync)
+            self._mark_behind(self._in_sync)
             self._request_change()
         self._advance()
 
@@ -622,11 +622,11 @@ class Partition(Replica):
             raise FencedLeaderEpoch(f"{log.partition} is at leader epoch {self.leader_epoch}, not {leader_epoch}")
         self.check_leader_epoch(leader_epoch)
         if offset < log.start_offset:
-            raise self._out_of_range(offset)
+            raise self._out_of_range_error(offset)
         diverging = diverging_end(log, offset, last_epoch)
         if diverging is not None:
             return FollowerRead(b"", diverging, self.high_watermark, log.start_offset)
-        self._note_position(in_sync, node, offset, registration)
+        self._record_position(in_sync, node, offset, registration)
         records: Buffer = b""
         if max_bytes > 0 and offset < log.end_offset:
             records = self._read_shared(in_sync, offset, max_bytes, reads, at_least_one=at_least_one)
@@ -676,7 +676,7 @@ class Partition(Replica):
             reads.keep(log, self.leader_epoch, offset, records)
         return records
 
-    def _out_of_range(self, offset: Offset) -> OffsetOutOfRange:
+    def _out_of_range_error(self, offset: Offset) -> OffsetOutOfRange:
         log = self.log
         return OffsetOutOfRange(
             f"{log.partition} holds offsets {log.start_offset} to {log.end_offset}, not {offset}",
@@ -684,7 +684,7 @@ class Partition(Replica):
             end=log.end_offset,
         )
 
-    def _note_position(self, in_sync: InSync, node: NodeId, offset: Offset, registration: int) -> None:
+    def _record_position(self, in_sync: InSync, node: NodeId, offset: Offset, registration: int) -> None:
         end = self.log.end_offset
         in_sync.fetched(node, offset, end=end, now=self._clock.monotonic(), registration=registration)
         if self._is_behind and offset >= end and in_sync.is_caught_up(end):
@@ -704,7 +704,7 @@ class Partition(Replica):
     def _notify_followers(self, in_sync: InSync, end_before: Offset) -> None:
         if not self._is_behind:
             in_sync.note_log_growth(end_before=end_before, now=self._clock.monotonic())
-            self._note_behind(in_sync)
+            self._mark_behind(in_sync)
         for listener in tuple(self._append_listeners):
             listener.appended(self)
 
@@ -726,14 +726,14 @@ class Partition(Replica):
         return self._in_sync
 
     def in_sync_change(self, *, lag_s: float, may_join: MayJoin = any_replica) -> InSyncChange | None:
-        """Return the change of the in-sync set to request, if any; `change_began` when it is requested."""
+        """Return the change of the in-sync set to request, if any; call `begin_in_sync_change` when requesting it."""
         if self._in_sync is None:
             return None
         if self._wants_handover:
             change = self._in_sync.handover_change(high_watermark=self.high_watermark, may_join=may_join)
             if change is not None:
                 return change
-        return self._in_sync.wanted(
+        return self._in_sync.next_change(
             end=self.log.end_offset,
             high_watermark=self.high_watermark,
             now=self._clock.monotonic(),
@@ -747,13 +747,13 @@ class Partition(Replica):
             self._wants_handover = True
             self._request_change()
 
-    def change_began(self, change: InSyncChange) -> bool:
+    def begin_in_sync_change(self, change: InSyncChange) -> bool:
         """Count both sets from now on until the change ends; return False if it is out of date."""
         in_sync = self._in_sync
         if in_sync is None or in_sync.pending is not None or change.revision != self._revision:
             return False
-        in_sync.began(change)
-        self._note_behind(in_sync)
+        in_sync.begin_change(change)
+        self._mark_behind(in_sync)
         return True
 
     def is_pending(self, change: InSyncChange) -> bool:
@@ -774,7 +774,7 @@ class Partition(Replica):
             self._in_sync.refused(change)
             self._advance()
 
-    def _note_behind(self, in_sync: InSync) -> None:
+    def _mark_behind(self, in_sync: InSync) -> None:
         if not self._is_behind and not in_sync.is_caught_up(self.log.end_offset):
             self._is_behind = True
             if self.in_sync_manager is not None:

@@ -39,7 +39,7 @@ class Published(NamedTuple):
     timestamp_ms: int
 
 
-class _Seen(NamedTuple):
+class _PublishedBatch(NamedTuple):
     """The ids of one batch."""
 
     producer_id: int
@@ -57,7 +57,7 @@ class PublishedIds:
         self._log = partition.log
         self._epoch = partition.leader_epoch
         self._generation = partition.log.generation
-        self._found: dict[bytes, Published] = {}
+        self._by_key: dict[bytes, Published] = {}
         # By producer: the ids of open transactions.
         self._open: dict[int, list[tuple[bytes, Published]]] = {}
         self.window_ms = window_ms
@@ -68,7 +68,7 @@ class PublishedIds:
         self._next = int(self._log.end_offset if begin is None else begin[0])
 
     def __len__(self) -> int:
-        return len(self._found) + sum(map(len, self._open.values()))
+        return len(self._by_key) + sum(map(len, self._open.values()))
 
     @property
     def is_current(self) -> bool:
@@ -99,19 +99,19 @@ class PublishedIds:
                 next_offset, seen = await asyncio.to_thread(_extract_ids, data, self._next)
             else:
                 next_offset, seen = _extract_ids(data, self._next)
-            self._take(seen)
+            self._apply(seen)
             self._next = next_offset
 
     def find(self, message_id: bytes, window_ms: int) -> Published | None:
         """Return the message with an id, if it was published within the window."""
-        found = self._found.get(_key(message_id))
+        found = self._by_key.get(_key(message_id))
         return None if found is None or found.timestamp_ms < self._now_ms - window_ms else found
 
     @property
     def _now_ms(self) -> int:
         return self._log.clock.now_ms()
 
-    def _take(self, batches: Iterable[_Seen]) -> None:
+    def _apply(self, batches: Iterable[_PublishedBatch]) -> None:
         for seen in batches:
             if seen.commits is not None:
                 held = self._open.pop(seen.producer_id, [])
@@ -120,20 +120,20 @@ class PublishedIds:
                 self._open.setdefault(seen.producer_id, []).extend(seen.ids)
             else:
                 self._add(seen.ids)
-        self._forget()
+        self._expire()
 
     def _add(self, ids: Iterable[tuple[bytes, Published]]) -> None:
         """Add ids; of several messages with one id the youngest counts, as it does for a new leader."""
-        found = self._found
+        found = self._by_key
         for key, place in ids:
             known = found.get(key)
             if known is None or known.timestamp_ms <= place.timestamp_ms:
                 found.pop(key, None)
                 found[key] = place
 
-    def _forget(self) -> None:
+    def _expire(self) -> None:
         """Drop ids that are older than the window or exceed the limit."""
-        found, oldest_ms = self._found, self._now_ms - self.window_ms
+        found, oldest_ms = self._by_key, self._now_ms - self.window_ms
         while found:
             key, place = next(iter(found.items()))
             is_over = place.timestamp_ms < oldest_ms
@@ -155,9 +155,9 @@ def _key(message_id: bytes) -> bytes:
     return message_id if len(message_id) <= _SHORT else blake2b(message_id, digest_size=_SHORT).digest()
 
 
-def _extract_ids(data: bytes, first: int) -> tuple[int, list[_Seen]]:
+def _extract_ids(data: bytes, first: int) -> tuple[int, list[_PublishedBatch]]:
     """Return the ids in some batches from an offset on, and the offset after them."""
-    seen: list[_Seen] = []
+    seen: list[_PublishedBatch] = []
     next_offset = first
     for header in iterate_whole_headers(data):
         next_offset = header.next_offset
@@ -165,16 +165,16 @@ def _extract_ids(data: bytes, first: int) -> tuple[int, list[_Seen]]:
             if header.is_control:
                 marker = read_marker(data, header)
                 if marker is not None:
-                    seen.append(_Seen(header.producer_id, [], marker.commit))
-            elif ids := _ids(data, header, first):
-                seen.append(_Seen(header.producer_id if header.is_transactional else -1, ids))
+                    seen.append(_PublishedBatch(header.producer_id, [], marker.commit))
+            elif ids := _extract_batch_ids(data, header, first):
+                seen.append(_PublishedBatch(header.producer_id if header.is_transactional else -1, ids))
         except BatchRejected:
             # It cannot be decoded, so it cannot have been published twice.
             continue
     return next_offset, seen
 
 
-def _ids(data: bytes, header: BatchHeader, first: int) -> list[tuple[bytes, Published]]:
+def _extract_batch_ids(data: bytes, header: BatchHeader, first: int) -> list[tuple[bytes, Published]]:
     if header.compression == COMPRESSION_NONE:
         is_there = data.find(_MARK, header.position, header.end_position) >= 0
     else:

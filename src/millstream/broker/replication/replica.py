@@ -189,7 +189,7 @@ class Replica:
             # It agrees with its leader up to the high watermark at least, and compaction here has read no further, so
             # its leader has nothing below that it lacks. Without its log it could be elected before its next fetch
             # takes it out.
-            return self._cut(self.log.begin_truncation(point))
+            return self._execute_truncation(self.log.begin_truncation(point))
         return self._truncate_to_fetch(point)
 
     def _truncate_to_fetch(self, point: Offset) -> asyncio.Future[None] | None:
@@ -200,10 +200,10 @@ class Replica:
         """
         log = self.log
         if point < log.start_offset or point < log.superseded_by:
-            return self._cut(log.begin_restart(min(point, log.start_offset)))
-        return self._cut(log.begin_truncation(point))
+            return self._execute_truncation(log.begin_restart(min(point, log.start_offset)))
+        return self._execute_truncation(log.begin_truncation(point))
 
-    def _cut(self, cut: Truncation | None) -> asyncio.Future[None] | None:
+    def _execute_truncation(self, cut: Truncation | None) -> asyncio.Future[None] | None:
         self._fail_truncated()
         return None if cut is None else self._store.truncate_soon(cut)
 
@@ -245,7 +245,7 @@ class Replica:
             "a log is truncated at its damage, and fetched again from there",
             extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
         )
-        return self._cut(log.begin_truncation(first))
+        return self._execute_truncation(log.begin_truncation(first))
 
     def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
         """Restart at the leader's log start, because the leader no longer has the next records.
@@ -257,7 +257,7 @@ class Replica:
             "a log ends before its leader's begins, and restarts there",
             extra={"partition": str(self.log.partition), "end": self.log.end_offset, "start": offset},
         )
-        return self._cut(self.log.begin_restart(offset))
+        return self._execute_truncation(self.log.begin_restart(offset))
 
     def _check_following(self, leader_epoch: Epoch) -> None:
         if self._closed:

@@ -101,7 +101,7 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         partitions = [
             TopicPartition(topic.name, PartitionIndex(index)) for topic in one.topics for index in topic.partitions
         ]
-        codes = await self._codes(version, one, partitions, client)
+        codes = await self._add_partitions(version, one, partitions, client)
         return AddPartitionsToTxnResult(
             transactional_id=one.transactional_id,
             topic_results=tuple(
@@ -119,7 +119,7 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
             ),
         )
 
-    async def _codes(
+    async def _add_partitions(
         self,
         version: int,
         one: AddPartitionsToTxnTransaction,

@@ -76,15 +76,15 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
     ) -> ReassignablePartitionResponse:
         code, message = ErrorCode.none, None
         try:
-            deadline.left_s(f"{topic}-{wanted.partition_index}")
-            await self._move(topic, wanted, may_change=may_change)
+            deadline.remaining_s(f"{topic}-{wanted.partition_index}")
+            await self._reassign(topic, wanted, may_change=may_change)
         except MillstreamError as error:
             code, message = error_code(error), error_message(error)
         return ReassignablePartitionResponse(
             partition_index=wanted.partition_index, error_code=code, error_message=message
         )
 
-    async def _move(self, name: str, wanted: ReassignablePartition, *, may_change: bool) -> None:
+    async def _reassign(self, name: str, wanted: ReassignablePartition, *, may_change: bool) -> None:
         topic = topic_named(self._topics, name)
         target: tuple[NodeId, ...] | None = None
         if wanted.replicas is not None:

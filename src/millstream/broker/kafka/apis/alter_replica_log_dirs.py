@@ -38,7 +38,7 @@ class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsRes
             for topic in wanted.topics:
                 results.setdefault(topic.name, []).extend(
                     AlterReplicaLogDirPartitionResult(
-                        partition_index=index, error_code=self._code(wanted.path, topic.name, index)
+                        partition_index=index, error_code=self._check_move(wanted.path, topic.name, index)
                     )
                     for index in topic.partitions
                 )
@@ -50,7 +50,7 @@ class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsRes
             ),
         )
 
-    def _code(self, path: str, name: str, index: int) -> ErrorCode:
+    def _check_move(self, path: str, name: str, index: int) -> ErrorCode:
         if path.rstrip("/") != self._folder.rstrip("/"):
             return ErrorCode.log_dir_not_found
         topic = self._topics.get(name)

@@ -49,7 +49,7 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
         return AlterShareGroupOffsetsResponse(
             throttle_time=NO_THROTTLE,
             error_code=ErrorCode.none,
-            responses=tuple([await self._move(request.group_id, topic) for topic in request.topics]),
+            responses=tuple([await self._alter_offsets(request.group_id, topic) for topic in request.topics]),
         )
 
     def failure(self, error: MillstreamError, request: AlterShareGroupOffsetsRequest) -> AlterShareGroupOffsetsResponse:
@@ -57,7 +57,7 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
             throttle_time=NO_THROTTLE, error_code=error_code(error), error_message=error_message(error), responses=()
         )
 
-    async def _move(
+    async def _alter_offsets(
         self, group_id: str, asked: AlterShareGroupOffsetsRequestTopic
     ) -> AlterShareGroupOffsetsResponseTopic:
         topic = self._topics.get(asked.topic_name)

@@ -52,12 +52,12 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
         puts: list[ScramCredential] = []
         for upsertion in request.upsertions:
             if results[upsertion.name] == _DONE:
-                results[upsertion.name] = self._read(upsertion, puts)
+                results[upsertion.name] = self._parse_upsertion(upsertion, puts)
         deletes: list[tuple[str, str]] = []
         for deletion in request.deletions:
             key = (deletion.name, _MECHANISMS.get(deletion.mechanism, ""))
             if results[deletion.name] == _DONE:
-                results[deletion.name] = _DONE if key in self._security.credentials else _unknown(deletion.name)
+                results[deletion.name] = _DONE if key in self._security.credentials else _unknown_user(deletion.name)
                 deletes.append(key)
         failed = {user for user, result in results.items() if result != _DONE}
         await self._security.change_users(
@@ -71,7 +71,7 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
         users = {one.name for one in request.deletions} | {one.name for one in request.upsertions}
         return _response(dict.fromkeys(users, (error_code(error), error_message(error))))
 
-    def _read(self, upsertion: ScramCredentialUpsertion, puts: list[ScramCredential]) -> Refusal:
+    def _parse_upsertion(self, upsertion: ScramCredentialUpsertion, puts: list[ScramCredential]) -> Refusal:
         mechanism = _MECHANISMS.get(upsertion.mechanism)
         if mechanism is None:
             return ErrorCode.unsupported_sasl_mechanism, f"mechanism {upsertion.mechanism} is not known"
@@ -105,7 +105,7 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
             yield change_of(result, activity, "user", result.user)
 
 
-def _unknown(user: str) -> Refusal:
+def _unknown_user(user: str) -> Refusal:
     return ErrorCode.resource_not_found, f"user {user!r} has no password for this mechanism"
 
 

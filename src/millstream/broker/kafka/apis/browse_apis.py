@@ -97,9 +97,9 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
                 found.sort(key=lambda topic: topic.partitions, reverse=request.descending)
             elif request.descending:
                 found.reverse()
-            listed = [await self._described(at, topic, request) for at, topic in enumerate(found[page])]
+            listed = [await self._describe_topic(at, topic, request) for at, topic in enumerate(found[page])]
         else:
-            every = [await self._described(at, topic, request) for at, topic in enumerate(found)]
+            every = [await self._describe_topic(at, topic, request) for at, topic in enumerate(found)]
             every.sort(key=_ORDERED[request.order], reverse=request.descending)
             listed = every[page]
         return ListTopicsResponse(topics=listed, total=len(found))
@@ -115,7 +115,7 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
             if (request.internal or not topic.is_internal) and wanted in topic.name.lower()
         ]
 
-    async def _described(self, at: int, topic: Topic, request: ListTopicsRequest) -> ListedTopic:
+    async def _describe_topic(self, at: int, topic: Topic, request: ListTopicsRequest) -> ListedTopic:
         if at % _TURN == _TURN - 1:
             await asyncio.sleep(0)
         sizes: dict[int, int] = {}
@@ -181,7 +181,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
         self._membership = membership
         self._status = status
         self._folder = folder
-        self._counted = (_NEVER, _Partitions(0, 0, 0))
+        self._partition_counts = (_NEVER, _Partitions(0, 0, 0))
 
     async def needs(self, request: Nothing) -> Sequence[Need]:
         return [(Operation.DESCRIBE, ResourceType.CLUSTER, CLUSTER_NAME)]
@@ -229,8 +229,8 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
         """Count the partitions of the cluster by their states, unless nothing has changed since that was done."""
         alive = frozenset(node.node_id for node in self._membership.nodes())
         version = (self._topics.version, self._topics.states_revision, alive)
-        if self._counted[0] == version:
-            return self._counted[1]
+        if self._partition_counts[0] == version:
+            return self._partition_counts[1]
         known = without_leader = lacking = 0
         for at, topic in enumerate(self._topics.all()):
             if at % _TURN == _TURN - 1:
@@ -245,7 +245,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
                     lacking += 1
         found = _Partitions(known, without_leader, lacking)
         # Stored with the version from before the count: later changes are counted by the next request.
-        self._counted = (version, found)
+        self._partition_counts = (version, found)
         return found
 
 
@@ -267,14 +267,14 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
 
     async def handle(self, request: ListRightsRequest) -> ListRightsResponse:
         """Allow everything, where authorization is off."""
-        return ListRightsResponse(allowed=[True] * len(_checked(request)))
+        return ListRightsResponse(allowed=[True] * len(_parse_needs(request)))
 
     async def handle_from(self, client: ClientInfo, request: ListRightsRequest) -> ListRightsResponse:
         """Look up each right; this is a query, so denials are not audited."""
         rights = client.rights
         if rights is None:
             return await self.handle(request)
-        allowed = [rights.allows(operation, kind, name) for operation, kind, name in _checked(request)]
+        allowed = [rights.allows(operation, kind, name) for operation, kind, name in _parse_needs(request)]
         return ListRightsResponse(allowed=allowed, principal=rights.principal)
 
 
@@ -305,7 +305,7 @@ class NoteReading(PrivateApi[NoteReadingRequest, NoteReadingResponse]):
             yield Change(activity=Activity.READ, kind="messages", name=request.topic, data=data)
 
 
-def _checked(request: ListRightsRequest) -> list[Need]:
+def _parse_needs(request: ListRightsRequest) -> list[Need]:
     if len(request.asked) > RIGHTS_MAX:
         raise InvalidRequest(f"a request asks for {RIGHTS_MAX} rights at most")
     try:

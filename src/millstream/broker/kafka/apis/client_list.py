@@ -60,12 +60,12 @@ class ClientList:
         known = [*busy, *others]
         return ClientListResponse(
             clock_s=now,
-            clients=[_described(connection, client, now) for connection, client in known[:CLIENTS_MAX]],
+            clients=[_describe_client(connection, client, now) for connection, client in known[:CLIENTS_MAX]],
             left_out=max(0, len(known) - CLIENTS_MAX),
         )
 
 
-def _described(connection: Connection, client: ClientInfo, now: float) -> dict[str, Any]:
+def _describe_client(connection: Connection, client: ClientInfo, now: float) -> dict[str, Any]:
     return {
         "connection": client.connection_id,
         "address": client.address,

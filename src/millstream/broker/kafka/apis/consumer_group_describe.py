@@ -52,12 +52,12 @@ class ConsumerGroupDescribe(Api[ConsumerGroupDescribeRequest, ConsumerGroupDescr
 
     async def _describe(self, group_id: GroupId, operations: i32) -> DescribedGroup:
         try:
-            return _described(await self._groups.describe_consumer_group(group_id), operations)
+            return _build_group(await self._groups.describe_consumer_group(group_id), operations)
         except MillstreamError as error:
             return describe_failure(DescribedGroup, group_id, error)
 
 
-def _described(group: ConsumerGroupDescription, operations: i32) -> DescribedGroup:
+def _build_group(group: ConsumerGroupDescription, operations: i32) -> DescribedGroup:
     return DescribedGroup(
         error_code=ErrorCode.none,
         group_id=GroupId(group.group_id),
@@ -65,12 +65,12 @@ def _described(group: ConsumerGroupDescription, operations: i32) -> DescribedGro
         group_epoch=i32(group.epoch),
         assignment_epoch=i32(group.target_epoch),
         assignor_name=group.assignor,
-        members=tuple(map(_member, group.members)),
+        members=tuple(map(_build_member, group.members)),
         authorized_operations=operations,
     )
 
 
-def _member(member: ConsumerMemberDescription) -> Member:
+def _build_member(member: ConsumerMemberDescription) -> Member:
     return Member(
         member_id=member.member_id,
         instance_id=member.instance_id,
@@ -80,11 +80,11 @@ def _member(member: ConsumerMemberDescription) -> Member:
         client_host=member.client_host,
         subscribed_topic_names=tuple(map(TopicName, sorted(member.topics))),
         subscribed_topic_regex=member.expression,
-        assignment=_assignment(member.assigned),
-        target_assignment=_assignment(member.target),
+        assignment=_build_assignment(member.assigned),
+        target_assignment=_build_assignment(member.target),
         member_type=_CLASSIC_MEMBER if member.speaks_classic else _CONSUMER_MEMBER,
     )
 
 
-def _assignment(partitions: NamedPartitions) -> Assignment:
+def _build_assignment(partitions: NamedPartitions) -> Assignment:
     return Assignment(topic_partitions=named_partitions(TopicPartitions, partitions))

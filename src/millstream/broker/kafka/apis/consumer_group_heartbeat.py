@@ -58,7 +58,7 @@ class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], Consu
     ) -> ConsumerGroupHeartbeatResponse:
         version, message = request
         _check(message, version)
-        return _accepted(await self._groups.consumer_heartbeat(_as_heartbeat(message, client)))
+        return _build_response(await self._groups.consumer_heartbeat(_as_heartbeat(message, client)))
 
     def upgrade(self, version: int, request: Any) -> Versioned[ConsumerGroupHeartbeatRequest]:
         """Keep the version, which decides whether the client chooses the member id."""
@@ -130,7 +130,7 @@ def _as_heartbeat(message: ConsumerGroupHeartbeatRequest, client: ClientInfo) ->
     )
 
 
-def _accepted(response: HeartbeatResult) -> ConsumerGroupHeartbeatResponse:
+def _build_response(response: HeartbeatResult) -> ConsumerGroupHeartbeatResponse:
     assignment = None
     if response.assignment is not None:
         assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, response.assignment))

@@ -38,7 +38,7 @@ class CreateAcls(Api[CreateAclsRequest, CreateAclsResponse]):
         valid: set[Acl] = set()
         for creation in request.creations:
             try:
-                valid.add(_read(creation).check())
+                valid.add(_parse_acl(creation).check())
                 results.append((ErrorCode.none, None))
             except InvalidRequest as error:
                 results.append((error_code(error), error_message(error)))
@@ -55,7 +55,7 @@ class CreateAcls(Api[CreateAclsRequest, CreateAclsResponse]):
                 yield acl_change(CREATE, creation, creation.resource_pattern_type, result)
 
 
-def _read(creation: AclCreation) -> Acl:
+def _parse_acl(creation: AclCreation) -> Acl:
     try:
         return Acl(
             resource_type=ResourceType(creation.resource_type),

@@ -64,15 +64,15 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
                     wanted.name,
                     wanted.count,
                     validate_only=request.validate_only,
-                    placement=self._checked(wanted),
-                    timeout_s=deadline.left_s(f"topic {wanted.name!r}"),
+                    placement=self._check_growth(wanted),
+                    timeout_s=deadline.remaining_s(f"topic {wanted.name!r}"),
                 )
             except MillstreamError as error:
                 code, message = error_code(error), error_message(error)
             results[wanted.name] = CreatePartitionsTopicResult(name=wanted.name, error_code=code, error_message=message)
         return CreatePartitionsResponse(throttle_time=NO_THROTTLE, results=tuple(results.values()))
 
-    def _checked(self, wanted: CreatePartitionsTopic) -> Placement | None:
+    def _check_growth(self, wanted: CreatePartitionsTopic) -> Placement | None:
         """Check that the topic can grow; return the placement of its new partitions, if given."""
         topic = topic_named(self._topics, wanted.name)
         if topic.is_internal:

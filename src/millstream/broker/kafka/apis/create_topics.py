@@ -76,15 +76,15 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
                     raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
                 valid.append((wanted, self._new_topic(wanted)))
             except MillstreamError as error:
-                results[wanted.name] = _refused(wanted, error)
+                results[wanted.name] = _error_result(wanted, error)
         for at in range(0, len(valid), _AT_ONCE_MAX):
             some = valid[at : at + _AT_ONCE_MAX]
             outcomes = await self._create([new for _, new in some], deadline, validate_only=request.validate_only)
             for (wanted, _), outcome in zip(some, outcomes, strict=True):
                 if isinstance(outcome, MillstreamError):
-                    results[wanted.name] = _refused(wanted, outcome)
+                    results[wanted.name] = _error_result(wanted, outcome)
                     continue
-                results[wanted.name] = self._created(wanted, outcome)
+                results[wanted.name] = self._created_result(wanted, outcome)
                 # Describing the settings of thousands of topics takes a while; let other tasks run meanwhile.
                 await asyncio.sleep(0)
         ordered = tuple(results[name] for name in named)
@@ -94,13 +94,13 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
         self, wanted: Sequence[NewTopic], deadline: RequestDeadline, *, validate_only: bool
     ) -> Sequence[Topic | MillstreamError]:
         try:
-            timeout_s = deadline.left_s("the topics")
+            timeout_s = deadline.remaining_s("the topics")
             return await self._topics.create_all(wanted, validate_only=validate_only, timeout_s=timeout_s)
         except MillstreamError as error:
             return [error] * len(wanted)
 
     def _new_topic(self, wanted: CreatableTopic) -> NewTopic:
-        partitions, replication, placement = self._numbers(wanted)
+        partitions, replication, placement = self._parse_layout(wanted)
         overrides: dict[str, str] = {}
         for config in wanted.configs:
             if config.value is None:
@@ -110,7 +110,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
             name=wanted.name, partitions=partitions, replication=replication, overrides=overrides, placement=placement
         )
 
-    def _numbers(self, wanted: CreatableTopic) -> tuple[int, int, Placement | None]:
+    def _parse_layout(self, wanted: CreatableTopic) -> tuple[int, int, Placement | None]:
         """Return the requested partitions and replicas, as numbers or as a placement."""
         if not wanted.assignments:
             if wanted.num_partitions != _DEFAULT and wanted.num_partitions < 1:
@@ -134,7 +134,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
         }
         return len(indexes), replication, placement
 
-    def _created(self, wanted: CreatableTopic, topic: Topic) -> CreatableTopicResult:
+    def _created_result(self, wanted: CreatableTopic, topic: Topic) -> CreatableTopicResult:
         return CreatableTopicResult(
             name=wanted.name,
             topic_id=topic.topic_id,
@@ -162,7 +162,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
             yield change_of(topic, CREATE, "topic", topic.name, settings)
 
 
-def _refused(wanted: CreatableTopic, error: MillstreamError) -> CreatableTopicResult:
+def _error_result(wanted: CreatableTopic, error: MillstreamError) -> CreatableTopicResult:
     return CreatableTopicResult(
         name=wanted.name, topic_id=None, error_code=error_code(error), error_message=error_message(error), configs=()
     )

@@ -34,17 +34,17 @@ class DeleteAcls(Api[DeleteAclsRequest, DeleteAclsResponse]):
 
     async def handle(self, request: DeleteAclsRequest, client: ClientInfo) -> DeleteAclsResponse:
         if self._security is None:
-            return _response([_refused(ErrorCode.security_disabled, SECURITY_DISABLED)] * len(request.filters))
+            return _response([_error_result(ErrorCode.security_disabled, SECURITY_DISABLED)] * len(request.filters))
         return _response([await self._delete(self._security, wanted) for wanted in request.filters])
 
     def failure(self, error: MillstreamError, request: DeleteAclsRequest) -> DeleteAclsResponse:
-        return _response([_refused(error_code(error), error_message(error))] * len(request.filters))
+        return _response([_error_result(error_code(error), error_message(error))] * len(request.filters))
 
     async def _delete(self, security: SecurityState, wanted: DeleteAclsFilter) -> DeleteAclsFilterResult:
         try:
             gone = await security.delete_acls(read_filter(wanted))
         except MillstreamError as error:
-            return _refused(error_code(error), error_message(error))
+            return _error_result(error_code(error), error_message(error))
         return DeleteAclsFilterResult(
             error_code=ErrorCode.none, error_message=None, matching_acls=tuple(map(_matching_acl, sorted(gone)))
         )
@@ -70,7 +70,7 @@ def _matching_acl(acl: Acl) -> DeleteAclsMatchingAcl:
     )
 
 
-def _refused(code: ErrorCode, message: str) -> DeleteAclsFilterResult:
+def _error_result(code: ErrorCode, message: str) -> DeleteAclsFilterResult:
     return DeleteAclsFilterResult(error_code=code, error_message=message, matching_acls=())
 
 

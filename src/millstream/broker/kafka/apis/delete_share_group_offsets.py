@@ -40,7 +40,7 @@ class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGro
         group = await self._groups.describe_share_group(request.group_id)
         if group.members:
             raise GroupNotEmpty(f"share group {request.group_id!r} has members")
-        responses = [await self._forget(request.group_id, topic.topic_name) for topic in request.topics]
+        responses = [await self._delete_offsets(request.group_id, topic.topic_name) for topic in request.topics]
         return DeleteShareGroupOffsetsResponse(
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, responses=tuple(responses)
         )
@@ -52,7 +52,7 @@ class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGro
             throttle_time=NO_THROTTLE, error_code=error_code(error), error_message=error_message(error), responses=()
         )
 
-    async def _forget(self, group_id: str, name: str) -> DeleteShareGroupOffsetsResponseTopic:
+    async def _delete_offsets(self, group_id: str, name: str) -> DeleteShareGroupOffsetsResponseTopic:
         topic = self._topics.get(name)
         error: MillstreamError | None = None
         if topic is None:

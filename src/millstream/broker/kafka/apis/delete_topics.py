@@ -56,7 +56,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
 
     async def handle(self, request: DeleteTopicsRequest, client: ClientInfo) -> DeleteTopicsResponse:
         # A topic may be given by name and by id, so they are counted by what they resolve to.
-        identities = [self._identity(wanted) for wanted in request.topics]
+        identities = [self._key_of(wanted) for wanted in request.topics]
         named = Counter(identities)
         deadline = RequestDeadline(request.timeout)
         outcomes: dict[Any, Topic | MillstreamError] = {}
@@ -83,7 +83,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
     async def _delete(self, topics: Sequence[Topic], deadline: RequestDeadline) -> list[Topic | MillstreamError]:
         """Delete topics; return each of them, or why it could not be deleted."""
         try:
-            timeout_s = deadline.left_s("the topics")
+            timeout_s = deadline.remaining_s("the topics")
             deleted = await self._topics.delete_all([*topics], timeout_s=timeout_s)
         except MillstreamError as error:
             return [error] * len(topics)
@@ -104,7 +104,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
         topics = tuple(DeleteTopicState(name=name, topic_id=None) for name in request.topic_names)
         return DeleteTopicsRequest(topics=topics, timeout=request.timeout)
 
-    def _identity(self, wanted: DeleteTopicState) -> Any:
+    def _key_of(self, wanted: DeleteTopicState) -> Any:
         topic = self._topics.get(wanted.name) if wanted.name is not None else None
         return wanted.topic_id or (topic.topic_id if topic is not None else wanted.name)
 

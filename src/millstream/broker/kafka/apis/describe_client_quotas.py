@@ -49,7 +49,7 @@ class DescribeClientQuotas(Api[DescribeClientQuotasRequest, DescribeClientQuotas
 
     async def handle(self, request: DescribeClientQuotasRequest, client: ClientInfo) -> DescribeClientQuotasResponse:
         try:
-            wanted = _filter(request)
+            wanted = _parse_filter(request)
         except _Refused as refused:
             return DescribeClientQuotasResponse(
                 throttle_time=NO_THROTTLE, error_code=refused.code, error_message=str(refused), entries=None
@@ -67,14 +67,14 @@ class DescribeClientQuotas(Api[DescribeClientQuotasRequest, DescribeClientQuotas
         )
 
 
-def _filter(request: DescribeClientQuotasRequest) -> QuotaFilter:
+def _parse_filter(request: DescribeClientQuotasRequest) -> QuotaFilter:
     named: dict[str, str | None] = {}
     any_name: set[str] = set()
     for component in request.components:
         kind = component.entity_type
         if kind in named or kind in any_name:
             raise _Refused(ErrorCode.invalid_request, f"the type {kind} is named twice in the filter")
-        _check(component)
+        _check_component(component)
         if component.match_type == ANY_NAME:
             any_name.add(kind)
         else:
@@ -85,7 +85,7 @@ def _filter(request: DescribeClientQuotasRequest) -> QuotaFilter:
     return QuotaFilter(named=named, any_name=frozenset(any_name), strict=request.strict)
 
 
-def _check(component: ComponentData) -> None:
+def _check_component(component: ComponentData) -> None:
     kind = component.entity_type
     if not kind:
         raise _Refused(ErrorCode.invalid_request, "a type of the filter is empty")

@@ -34,11 +34,13 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
     async def handle(self, request: DescribeClusterRequest, client: ClientInfo) -> DescribeClusterResponse:
         """Describe the cluster; only brokers can be requested."""
         if request.endpoint_type == _CONTROLLERS:
-            return _refused(
+            return _error_response(
                 ErrorCode.mismatched_endpoint_type, "controllers were requested; this endpoint serves brokers"
             )
         if request.endpoint_type != _BROKERS:
-            return _refused(ErrorCode.unsupported_endpoint_type, f"endpoint type {request.endpoint_type} is unknown")
+            return _error_response(
+                ErrorCode.unsupported_endpoint_type, f"endpoint type {request.endpoint_type} is unknown"
+            )
         asked = request.include_cluster_authorized_operations
         return DescribeClusterResponse(
             throttle_time=NO_THROTTLE,
@@ -60,7 +62,7 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
         )
 
 
-def _refused(code: ErrorCode, message: str) -> DescribeClusterResponse:
+def _error_response(code: ErrorCode, message: str) -> DescribeClusterResponse:
     return DescribeClusterResponse(
         throttle_time=NO_THROTTLE,
         error_code=code,

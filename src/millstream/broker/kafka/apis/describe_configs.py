@@ -87,7 +87,7 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             error_message=message,
             resource_type=resource.resource_type,
             resource_name=resource.resource_name,
-            configs=tuple(_described(view, request) for view in views if not wanted or view.declared.name in wanted),
+            configs=tuple(_build_result(view, request) for view in views if not wanted or view.declared.name in wanted),
         )
 
     def _settings(self, resource: DescribeConfigsResource) -> Iterable[SettingView]:
@@ -117,7 +117,7 @@ def check_group_name(name: str) -> None:
         raise InvalidRequest("settings for all groups are those of the node (group-consumer-*); name one group")
 
 
-def _described(view: SettingView, request: DescribeConfigsRequest) -> DescribeConfigsResourceResult:
+def _build_result(view: SettingView, request: DescribeConfigsRequest) -> DescribeConfigsResourceResult:
     synonyms = view.synonyms if request.include_synonyms else ()
     return DescribeConfigsResourceResult(
         name=view.declared.name,

@@ -58,16 +58,16 @@ class DescribeGroups(Api[Versioned[DescribeGroupsRequest], DescribeGroupsRespons
 
     async def _describe(self, group_id: str, version: int, operations: i32) -> DescribedGroup:
         try:
-            return _described(await self._groups.describe(group_id), operations)
+            return _build_group(await self._groups.describe(group_id), operations)
         except UnknownGroup as error:
             if version < _FIRST_WITH_UNKNOWN_GROUP:
-                return _missing(group_id, ErrorCode.none, None, operations)
-            return _missing(group_id, error_code(error), error_message(error), operations)
+                return _error_group(group_id, ErrorCode.none, None, operations)
+            return _error_group(group_id, error_code(error), error_message(error), operations)
         except MillstreamError as error:
-            return _missing(group_id, error_code(error), error_message(error), NOT_ASKED, state="")
+            return _error_group(group_id, error_code(error), error_message(error), NOT_ASKED, state="")
 
 
-def _described(group: GroupDescription, operations: i32) -> DescribedGroup:
+def _build_group(group: GroupDescription, operations: i32) -> DescribedGroup:
     return DescribedGroup(
         error_code=ErrorCode.none,
         group_id=GroupId(group.group_id),
@@ -89,7 +89,7 @@ def _described(group: GroupDescription, operations: i32) -> DescribedGroup:
     )
 
 
-def _missing(
+def _error_group(
     group_id: str, code: ErrorCode, message: str | None, operations: i32, *, state: str = "Dead"
 ) -> DescribedGroup:
     return DescribedGroup(

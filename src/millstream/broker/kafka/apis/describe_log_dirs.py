@@ -48,24 +48,26 @@ class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
             result = DescribeLogDirsResult(
                 error_code=ErrorCode.none,
                 log_dir=self._folder,
-                topics=self._described(request.topics),
+                topics=self._build_topics(request.topics),
                 total_bytes=i64(usage.total),
                 usable_bytes=i64(usage.free),
             )
         return DescribeLogDirsResponse(throttle_time=NO_THROTTLE, error_code=ErrorCode.none, results=(result,))
 
-    def _described(self, wanted: tuple[DescribableLogDirTopic, ...] | None) -> tuple[DescribeLogDirsTopic, ...]:
+    def _build_topics(self, wanted: tuple[DescribableLogDirTopic, ...] | None) -> tuple[DescribeLogDirsTopic, ...]:
         if wanted is None:
             by_topic = {topic.name: self._topics.partitions_of(topic) for topic in self._topics.all()}
         else:
-            by_topic = {one.topic: self._chosen(one) for one in wanted}
+            by_topic = {one.topic: self._find_partitions(one) for one in wanted}
         return tuple(
-            DescribeLogDirsTopic(name=TopicName(name), partitions=tuple(_sized(partition) for partition in partitions))
+            DescribeLogDirsTopic(
+                name=TopicName(name), partitions=tuple(_build_partition(partition) for partition in partitions)
+            )
             for name, partitions in by_topic.items()
             if partitions
         )
 
-    def _chosen(self, wanted: DescribableLogDirTopic) -> list[Partition]:
+    def _find_partitions(self, wanted: DescribableLogDirTopic) -> list[Partition]:
         topic = self._topics.get(wanted.topic)
         if topic is None:
             return []
@@ -73,7 +75,7 @@ class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
         return [carried[index] for index in dict.fromkeys(wanted.partitions) if index in carried]
 
 
-def _sized(partition: Partition) -> DescribeLogDirsPartition:
+def _build_partition(partition: Partition) -> DescribeLogDirsPartition:
     return DescribeLogDirsPartition(
         partition_index=i32(partition.index),
         partition_size=i64(partition.size_bytes),

@@ -69,9 +69,9 @@ class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]
             partition = self._topics.partition(topic, index)
             partition.check_leader_epoch(NO_EPOCH)
             producers = (
-                [_pending(one) for one in await self._groups.pending_producers(index)]
+                [_pending_state(one) for one in await self._groups.pending_producers(index)]
                 if topic == CONSUMER_OFFSETS
-                else [_described(one) for one in partition.log.producers]
+                else [_producer_state(one) for one in partition.log.producers]
             )
         except MillstreamError as error:
             return PartitionResponse(
@@ -83,7 +83,7 @@ class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]
         return PartitionResponse(partition_index=index, error_code=ErrorCode.none, active_producers=tuple(producers))
 
 
-def _pending(producer: PendingProducer) -> ProducerState:
+def _pending_state(producer: PendingProducer) -> ProducerState:
     return ProducerState(
         producer_id=ProducerId(producer.producer_id),
         producer_epoch=i32(producer.epoch),
@@ -94,7 +94,7 @@ def _pending(producer: PendingProducer) -> ProducerState:
     )
 
 
-def _described(producer: Producer) -> ProducerState:
+def _producer_state(producer: Producer) -> ProducerState:
     last_sequence = producer.batches[-1].last_sequence if producer.batches else _NO_SEQUENCE
     return ProducerState(
         producer_id=ProducerId(producer.producer_id),

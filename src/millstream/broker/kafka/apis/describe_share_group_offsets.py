@@ -47,10 +47,12 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
     async def handle(
         self, request: DescribeShareGroupOffsetsRequest, client: ClientInfo
     ) -> DescribeShareGroupOffsetsResponse:
-        groups = await asyncio.gather(*(self._group(group) for group in request.groups))
+        groups = await asyncio.gather(*(self._describe_group(group) for group in request.groups))
         return DescribeShareGroupOffsetsResponse(throttle_time=NO_THROTTLE, groups=tuple(groups))
 
-    async def _group(self, asked: DescribeShareGroupOffsetsRequestGroup) -> DescribeShareGroupOffsetsResponseGroup:
+    async def _describe_group(
+        self, asked: DescribeShareGroupOffsetsRequestGroup
+    ) -> DescribeShareGroupOffsetsResponseGroup:
         try:
             known = await self._offsets.of_group(asked.group_id)
         except MillstreamError as error:
@@ -65,11 +67,11 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
             wanted = {topic.topic_name: list(topic.partitions) for topic in asked.topics}
         return DescribeShareGroupOffsetsResponseGroup(
             group_id=asked.group_id,
-            topics=tuple(self._topic(name, partitions, known) for name, partitions in wanted.items()),
+            topics=tuple(self._build_topic(name, partitions, known) for name, partitions in wanted.items()),
             error_code=ErrorCode.none,
         )
 
-    def _topic(
+    def _build_topic(
         self, name: str, partitions: list[int], known: Mapping[tuple[str, int], QueueOffset]
     ) -> DescribeShareGroupOffsetsResponseTopic:
         topic = self._topics.get(name)
@@ -77,13 +79,13 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
             topic_name=TopicName(name),
             topic_id=None if topic is None else topic.topic_id,
             partitions=tuple(
-                _partition(index, known.get((name, index), _NOT_BEGUN), exists=topic is not None)
+                _build_partition(index, known.get((name, index), _NOT_BEGUN), exists=topic is not None)
                 for index in partitions
             ),
         )
 
 
-def _partition(index: int, offset: QueueOffset, *, exists: bool) -> DescribeShareGroupOffsetsResponsePartition:
+def _build_partition(index: int, offset: QueueOffset, *, exists: bool) -> DescribeShareGroupOffsetsResponsePartition:
     return DescribeShareGroupOffsetsResponsePartition(
         partition_index=i32(index),
         start_offset=i64(offset.start),

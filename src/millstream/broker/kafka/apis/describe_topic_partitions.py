@@ -58,7 +58,7 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
     async def handle(
         self, request: DescribeTopicPartitionsRequest, client: ClientInfo
     ) -> DescribeTopicPartitionsResponse:
-        names = self._names(request)
+        names = self._remaining_names(request)
         left = max(1, min(request.response_partition_limit, PARTITIONS_MAX))
         described: list[DescribeTopicPartitionsResponseTopic] = []
         for name in names:
@@ -67,7 +67,7 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
                 check_topic_name(name)
                 topic = topic_named(self._topics, name)
             except MillstreamError as error:
-                described.append(_refused(name, error, TOPIC_OPERATIONS))
+                described.append(_error_topic(name, error, TOPIC_OPERATIONS))
                 continue
             if left == 0:
                 return _response(described, Cursor(topic_name=TopicName(name), partition_index=i32(0)))
@@ -81,9 +81,9 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
     def failure(
         self, error: MillstreamError, request: DescribeTopicPartitionsRequest
     ) -> DescribeTopicPartitionsResponse:
-        return _response([_refused(topic.name, error, NOT_ASKED) for topic in request.topics], None)
+        return _response([_error_topic(topic.name, error, NOT_ASKED) for topic in request.topics], None)
 
-    def _names(self, request: DescribeTopicPartitionsRequest) -> list[str]:
+    def _remaining_names(self, request: DescribeTopicPartitionsRequest) -> list[str]:
         """Return the topics of this page and of those behind it, in order."""
         cursor = request.cursor
         if cursor is not None and cursor.partition_index < 0:
@@ -104,12 +104,12 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
             name=TopicName(topic.name),
             topic_id=topic.topic_id,
             is_internal=topic.is_internal,
-            partitions=tuple(_partition(index, state, alive) for index, state in enumerate(states, first)),
+            partitions=tuple(_build_partition(index, state, alive) for index, state in enumerate(states, first)),
             topic_authorized_operations=TOPIC_OPERATIONS,
         )
 
 
-def _partition(
+def _build_partition(
     index: int, state: PartitionState | None, alive: frozenset[int]
 ) -> DescribeTopicPartitionsResponsePartition:
     # Plain casts, as in Metadata: the checked conversions of kio's types would double the cost.
@@ -131,7 +131,7 @@ def _brokers(nodes: Iterable[NodeId]) -> tuple[BrokerId, ...]:
     return tuple(cast("Iterable[BrokerId]", nodes))
 
 
-def _refused(name: str, error: MillstreamError, operations: i32) -> DescribeTopicPartitionsResponseTopic:
+def _error_topic(name: str, error: MillstreamError, operations: i32) -> DescribeTopicPartitionsResponseTopic:
     return DescribeTopicPartitionsResponseTopic(
         error_code=error_code(error),
         name=TopicName(name),

@@ -44,27 +44,27 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
 
     async def _describe(self, transactional_id: str) -> TransactionState:
         try:
-            return _described(await self._transactions.describe(transactional_id))
+            return _build_state(await self._transactions.describe(transactional_id))
         except MillstreamError as error:
             return TransactionState(
                 error_code=error_code(error),
                 transactional_id=TransactionalId(transactional_id),
                 transaction_state="",
                 transaction_timeout=i32Timedelta.parse(timedelta(0)),
-                transaction_start_time=_time(0),
+                transaction_start_time=_to_datetime(0),
                 producer_id=ProducerId(0),
                 producer_epoch=i16(0),
                 topics=(),
             )
 
 
-def _described(found: TransactionDescription) -> TransactionState:
+def _build_state(found: TransactionDescription) -> TransactionState:
     return TransactionState(
         error_code=ErrorCode.none,
         transactional_id=TransactionalId(found.transactional_id),
         transaction_state=found.state,
         transaction_timeout=i32Timedelta.parse(timedelta(milliseconds=found.timeout_ms)),
-        transaction_start_time=_time(found.started_ms),
+        transaction_start_time=_to_datetime(found.started_ms),
         producer_id=ProducerId(found.producer_id),
         producer_epoch=i16(found.epoch),
         topics=tuple(
@@ -74,6 +74,6 @@ def _described(found: TransactionDescription) -> TransactionState:
     )
 
 
-def _time(milliseconds: int) -> TZAware:
+def _to_datetime(milliseconds: int) -> TZAware:
     # kio has no time before 1970, which Kafka uses for one that is not known.
     return cast("TZAware", datetime.fromtimestamp(0, tz=UTC) + timedelta(milliseconds=milliseconds))

@@ -58,7 +58,7 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
         deadline = RequestDeadline(request.timeout)
         unclean = request.election_type == _UNCLEAN
         results = []
-        for topic, indexes in self._wanted(request):
+        for topic, indexes in self._requested_partitions(request):
             elections = (self._elect(topic, index, unclean, room, deadline) for index in indexes)
             responses = [
                 one
@@ -69,7 +69,7 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
                 results.append(ReplicaElectionResult(topic=topic, partition_result=tuple(responses)))
         return _response(ErrorCode.none, results)
 
-    def _wanted(self, request: ElectLeadersRequest) -> _Wanted:
+    def _requested_partitions(self, request: ElectLeadersRequest) -> _Wanted:
         if request.topic_partitions is not None:
             return [(one.topic, list(one.partitions)) for one in request.topic_partitions]
         return [
@@ -81,7 +81,7 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
     ) -> PartitionResult:
         try:
             async with room:
-                deadline.left_s(f"{topic}-{index}")
+                deadline.remaining_s(f"{topic}-{index}")
                 await self._topics.elect(topic_named(self._topics, topic), index, unclean=unclean)
         except MillstreamError as error:
             return PartitionResult(partition_id=index, error_code=error_code(error), error_message=error_message(error))

@@ -321,7 +321,7 @@ class Fetch:
         if request.is_follower:
             return self._followers.handle_frame(frame, header, client)
         client.fetch_requests += 1
-        context = self._context(request, header, client)
+        context = self._begin_session_fetch(request, header, client)
         if isinstance(context, ErrorCode):
             return _write(header, context, 0, [])
         found = self._read_all(context)
@@ -331,7 +331,9 @@ class Fetch:
 
     # -- sessions -------------------------------------------------------------------------------------------
 
-    def _context(self, request: _Request, header: RequestHeader, client: ClientInfo) -> _Context | ErrorCode:
+    def _begin_session_fetch(
+        self, request: _Request, header: RequestHeader, client: ClientInfo
+    ) -> _Context | ErrorCode:
         by_id = header.version >= FIRST_WITH_TOPIC_IDS
         bytes_max = min(request.max_bytes, self._bytes_max)
         if self._quota.is_limiting:
@@ -350,7 +352,7 @@ class Fetch:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def _partition(self, key: PartitionKey) -> Partition:
+    def _find_partition(self, key: PartitionKey) -> Partition:
         topic, index = key
         if isinstance(topic, str):
             return self._topics.partition(topic, index)
@@ -402,7 +404,7 @@ class Fetch:
         try:
             if rights is not None:
                 _check_readable(rights, key[0])
-            partition = self._partition(key)
+            partition = self._find_partition(key)
             partition.check_leader_epoch(position.leader_epoch)
             records_slice: SegmentSlice | None = None
             aborted: Sequence[tuple[int, int]] | None = () if committed else None
@@ -442,7 +444,7 @@ class Fetch:
         wait = _Wait(committed=context.request.read_committed)
         self._waits.add(wait)
         try:
-            if self._listen(context, wait, found):
+            if self._subscribe(context, wait, found):
                 found = self._read_all(context)
             while loop.time() < deadline and not self._is_complete(context, found):
                 is_short_of_memory = self._wait_for_memory(wait)
@@ -475,12 +477,12 @@ class Fetch:
             found.pop(key, None)
         self._read_some(context, found, [key for key in context.positions if key in keys])
 
-    def _listen(self, context: _Context, wait: _Wait, found: _FoundByKey) -> bool:
+    def _subscribe(self, context: _Context, wait: _Wait, found: _FoundByKey) -> bool:
         """Subscribe to all partitions; return whether any has changed since it was read."""
         changed = self._stopping or context.client.presence.has_left
         for key in context.positions:
             try:
-                partition = self._partition(key)
+                partition = self._find_partition(key)
             except MillstreamError:
                 # The next read reports a deleted topic to the client.
                 changed = True

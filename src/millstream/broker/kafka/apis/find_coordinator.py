@@ -55,7 +55,9 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
     async def handle(self, request: FindCoordinatorRequest, client: ClientInfo) -> FindCoordinatorResponse:
         placement = self._placements.get(request.key_type)
         if placement is None:
-            return _refused(request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}")
+            return _error_response(
+                request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}"
+            )
         await placement.ensure()
         found = tuple(self._find(key, placement, client) for key in request.coordinator_keys)
         return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=found)
@@ -101,10 +103,10 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         return reshape(single, load_response_class(self.key, version))
 
     def failure(self, error: MillstreamError, request: FindCoordinatorRequest) -> FindCoordinatorResponse:
-        return _refused(request, error_code(error), error_message(error))
+        return _error_response(request, error_code(error), error_message(error))
 
 
-def _refused(request: FindCoordinatorRequest, code: ErrorCode, message: str) -> FindCoordinatorResponse:
+def _error_response(request: FindCoordinatorRequest, code: ErrorCode, message: str) -> FindCoordinatorResponse:
     refused = tuple(_not_found(key, code, message) for key in request.coordinator_keys)
     return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=refused)
 

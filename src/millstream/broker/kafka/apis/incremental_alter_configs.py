@@ -112,7 +112,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
                 raise InvalidRequest(f"{config.name} is named more than once for {scope or 'all nodes'}")
             declared = DYNAMIC[config.name]
             value = now.get(config.name, str(declared.default))
-            changes[config.name] = _changed(config, declared, value)
+            changes[config.name] = _new_value(config, declared, value)
         try:
             await self._topics.alter_broker(scope, changes, validate_only=validate_only)
         except InvalidSetting as error:
@@ -186,11 +186,13 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
                 changes[config.name] = None
                 continue
             declared = TopicSettings.declared()[config.name]
-            changes[config.name] = _changed(config, declared, self._topics.settings_of(topic).as_strings()[config.name])
+            changes[config.name] = _new_value(
+                config, declared, self._topics.settings_of(topic).as_strings()[config.name]
+            )
         return changes
 
 
-def _changed(config: AlterableConfig, declared: Setting, now: str) -> str | None:
+def _new_value(config: AlterableConfig, declared: Setting, now: str) -> str | None:
     """Return the new value of one setting; None takes it back to the default."""
     if config.config_operation == DELETE:
         return None

@@ -38,7 +38,7 @@ class JoinGroup(Api[Versioned[JoinGroupRequest], JoinGroupResponse]):
         self._groups = groups
 
     async def handle(self, request: Versioned[JoinGroupRequest], client: ClientInfo) -> JoinGroupResponse:
-        return _accepted(await self._groups.join(_as_join(request, client)))
+        return _build_response(await self._groups.join(_as_join(request, client)))
 
     def upgrade(self, version: int, request: Any) -> Versioned[JoinGroupRequest]:
         """Keep the version, which decides what the client understands."""
@@ -83,7 +83,7 @@ def _as_join(request: Versioned[JoinGroupRequest], client: ClientInfo) -> JoinRe
     )
 
 
-def _accepted(joined: Joined) -> JoinGroupResponse:
+def _build_response(joined: Joined) -> JoinGroupResponse:
     return JoinGroupResponse(
         throttle_time=NO_THROTTLE,
         error_code=ErrorCode.none,

@@ -86,7 +86,7 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
             of_topic = responses.setdefault(topic.name, {})
             for one in topic.partitions:
                 if named[topic.name, one.partition_index] > 1:
-                    of_topic[one.partition_index] = _refused(one, ErrorCode.invalid_request)
+                    of_topic[one.partition_index] = _error_partition(one, ErrorCode.invalid_request)
                 else:
                     of_topic[one.partition_index] = await self._partition_response(topic.name, one, request)
         topics = tuple(
@@ -109,7 +109,7 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         """Mark the times that the version does not know, since `handle` does not see the version."""
         upgraded = super().upgrade(version, request)
         topics = tuple(
-            dataclasses.replace(topic, partitions=tuple(_marked(version, one) for one in topic.partitions))
+            dataclasses.replace(topic, partitions=tuple(_mark_unsupported(version, one) for one in topic.partitions))
             for topic in upgraded.topics
         )
         return dataclasses.replace(upgraded, topics=topics)
@@ -118,16 +118,16 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         self, topic: str, wanted: ListOffsetsPartition, request: ListOffsetsRequest
     ) -> ListOffsetsPartitionResponse:
         if wanted.timestamp == _UNSUPPORTED:
-            return _refused(wanted, ErrorCode.unsupported_version)
+            return _error_partition(wanted, ErrorCode.unsupported_version)
         try:
             partition = self._topics.partition(topic, wanted.partition_index)
             partition.check_leader_epoch(wanted.current_leader_epoch)
             end = _readable_end(partition, request)
             found = await _look_up(partition, wanted.timestamp, end)
             if _is_uncertain(partition, wanted.timestamp, found, request):
-                return _refused(wanted, ErrorCode.offset_not_available)
+                return _error_partition(wanted, ErrorCode.offset_not_available)
         except MillstreamError as error:
-            return _refused(wanted, error_code(error))
+            return _error_partition(wanted, error_code(error))
         return ListOffsetsPartitionResponse(
             partition_index=wanted.partition_index,
             error_code=ErrorCode.none,
@@ -143,7 +143,7 @@ def _as_no_leader(response: ListOffsetsPartitionResponse) -> ListOffsetsPartitio
     return dataclasses.replace(response, error_code=ErrorCode.leader_not_available)
 
 
-def _marked(version: int, wanted: ListOffsetsPartition) -> ListOffsetsPartition:
+def _mark_unsupported(version: int, wanted: ListOffsetsPartition) -> ListOffsetsPartition:
     if wanted.timestamp >= 0 or version >= _FIRST_VERSION_OF.get(wanted.timestamp, version + 1):
         return wanted
     return dataclasses.replace(wanted, timestamp=_UNSUPPORTED)
@@ -186,5 +186,5 @@ def _epoch_at_start(partition: Partition) -> Epoch:
     return Epoch(first) if first <= log.latest_epoch else partition.leader_epoch
 
 
-def _refused(wanted: ListOffsetsPartition, code: ErrorCode) -> ListOffsetsPartitionResponse:
+def _error_partition(wanted: ListOffsetsPartition, code: ErrorCode) -> ListOffsetsPartitionResponse:
     return ListOffsetsPartitionResponse(partition_index=wanted.partition_index, error_code=code)

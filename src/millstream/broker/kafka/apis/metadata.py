@@ -72,7 +72,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
     async def handle(self, request: MetadataRequest, client: ClientInfo) -> MetadataResponse:
         operations = TOPIC_OPERATIONS if request.include_topic_authorized_operations else NOT_ASKED
         if request.topics is None:
-            alive = self._alive()
+            alive = self._live_nodes()
             described = [self._describe(topic, operations, alive) for topic in self._topics.all()]
         else:
             described = [
@@ -101,7 +101,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
 
     def failure(self, error: MillstreamError, request: MetadataRequest) -> MetadataResponse:
         """Return the error for every requested topic, since older versions have no other field for it."""
-        refused = tuple(_refused(error_code(error), wanted) for wanted in request.topics or ())
+        refused = tuple(_error_topic(error_code(error), wanted) for wanted in request.topics or ())
         return self._response(refused, None, error=error_code(error))
 
     def _response(
@@ -134,10 +134,10 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
             topic = await self._find(wanted, create=create)
         except MillstreamError as error:
             code = ErrorCode.leader_not_available if isinstance(error, _TRANSIENT) else error_code(error)
-            return _refused(code, wanted, operations)
-        return self._describe(topic, operations, self._alive())
+            return _error_topic(code, wanted, operations)
+        return self._describe(topic, operations, self._live_nodes())
 
-    def _alive(self) -> frozenset[int]:
+    def _live_nodes(self) -> frozenset[int]:
         return frozenset(node.node_id for node in self._membership.nodes())
 
     async def _find(self, wanted: MetadataRequestTopic, *, create: bool) -> Topic:
@@ -156,13 +156,13 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
             topic_id=topic.topic_id,
             is_internal=topic.is_internal,
             partitions=tuple(
-                [_partition(index, state, alive) for index, state in enumerate(self._topics.states_of(topic))]
+                [_build_partition(index, state, alive) for index, state in enumerate(self._topics.states_of(topic))]
             ),
             topic_authorized_operations=operations,
         )
 
 
-def _partition(index: int, state: PartitionState | None, alive: frozenset[int]) -> MetadataResponsePartition:
+def _build_partition(index: int, state: PartitionState | None, alive: frozenset[int]) -> MetadataResponsePartition:
     # Plain casts: the checked conversions of kio's types would double the cost of a long list.
     if state is None:
         return MetadataResponsePartition(
@@ -180,11 +180,11 @@ def _partition(index: int, state: PartitionState | None, alive: frozenset[int]) 
         leader_epoch=cast("i32", state.leader_epoch),
         replica_nodes=cast("tuple[BrokerId, ...]", state.replicas),
         isr_nodes=cast("tuple[BrokerId, ...]", state.in_sync),
-        offline_replicas=() if alive.issuperset(state.replicas) else _offline(state, alive),
+        offline_replicas=() if alive.issuperset(state.replicas) else _offline_replicas(state, alive),
     )
 
 
-def _offline(state: PartitionState, alive: frozenset[int]) -> tuple[BrokerId, ...]:
+def _offline_replicas(state: PartitionState, alive: frozenset[int]) -> tuple[BrokerId, ...]:
     return tuple(BrokerId(node) for node in state.replicas if node not in alive)
 
 
@@ -192,7 +192,7 @@ def _names_ids(request: Any) -> bool:
     return any(topic.name is None or getattr(topic, "topic_id", None) is not None for topic in request.topics or ())
 
 
-def _refused(code: ErrorCode, wanted: MetadataRequestTopic, operations: i32 = NOT_ASKED) -> MetadataResponseTopic:
+def _error_topic(code: ErrorCode, wanted: MetadataRequestTopic, operations: i32 = NOT_ASKED) -> MetadataResponseTopic:
     return MetadataResponseTopic(
         error_code=code,
         name=wanted.name,

@@ -197,8 +197,8 @@ class NodeStatus:
             "data": node.data,
             "machine": list(node.machine),
             "damage": list(islice(self._damaged_ranges(), DAMAGE_MAX)),
-            "behind": [_lacking(one) for one in islice(self._behind(), BEHIND_MAX)],
-            "metrics": [self._described(metric) for source in self._sources for metric in source.metrics()],
+            "behind": [_describe_lag(one) for one in islice(self._behind(), BEHIND_MAX)],
+            "metrics": [self._describe_metric(metric) for source in self._sources for metric in source.metrics()],
         }
 
     def _reasons(self) -> list[str]:
@@ -211,14 +211,14 @@ class NodeStatus:
                 place = {"topic": partition.topic, "partition": partition.partition}
                 yield {**place, "first": first, "next": after, "repair": repair}
 
-    def _described(self, metric: Metric) -> dict[str, Any]:
+    def _describe_metric(self, metric: Metric) -> dict[str, Any]:
         samples = iter(metric.samples)
         taken = [(_value(sample.value), dict(sample.labels)) for sample in islice(samples, self._samples_max)]
         left_out = next(samples, None) is not None
         return {"name": metric.name, "kind": metric.kind, "help": metric.help, "samples": taken, "left_out": left_out}
 
 
-def _lacking(one: ReplicaLag) -> dict[str, Any]:
+def _describe_lag(one: ReplicaLag) -> dict[str, Any]:
     where = one.partition
     return {"topic": where.topic, "partition": where.partition, "replica": one.replica, "records": one.records}
 

@@ -36,7 +36,7 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
         unwanted: dict[str, list[int]] = {}
         for topic in request.topics:
             indexes = [partition.partition_index for partition in topic.partitions]
-            existing = [index for index in indexes if self._exists(topic.name, index)]
+            existing = [index for index in indexes if self._partition_exists(topic.name, index)]
             unwanted.setdefault(topic.name, []).extend(existing)
         response = await self._groups.delete_offsets(request.group_id, unwanted)
         codes = {
@@ -53,7 +53,7 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
     def failure(self, error: MillstreamError, request: OffsetDeleteRequest) -> OffsetDeleteResponse:
         return OffsetDeleteResponse(error_code=error_code(error), throttle_time=NO_THROTTLE, topics=())
 
-    def _exists(self, name: str, partition: int) -> bool:
+    def _partition_exists(self, name: str, partition: int) -> bool:
         topic = self._topics.get(name)
         return topic is not None and 0 <= partition < topic.partitions
 

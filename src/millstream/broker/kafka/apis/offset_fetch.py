@@ -95,12 +95,12 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
     def refuse(self, query: GroupQuery, code: ErrorCode) -> GroupResponse:
         """Return an error for a group."""
         in_partitions = query.version < _FIRST_WITH_GROUP_ERROR
-        topics = tuple(_refused(topic, code) for topic in query.topics or ()) if in_partitions else ()
+        topics = tuple(_error_topic(topic, code) for topic in query.topics or ()) if in_partitions else ()
         return GroupResponse(group_id=query.group_id, topics=topics, code=code)
 
     def refuse_topic(self, topic: TopicQuery, code: ErrorCode) -> TopicResponse:
         """Return an error for one topic of a group."""
-        return _refused(topic, code)
+        return _error_topic(topic, code)
 
     def upgrade(self, version: int, request: Any) -> tuple[GroupQuery, ...]:
         """Bring every version into one form."""
@@ -128,7 +128,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
     async def _fetch(self, query: GroupQuery) -> GroupResponse:
         try:
             if query.topics is None:
-                fetched = await self._offsets(query, None)
+                fetched = await self._fetch_offsets(query, None)
                 return GroupResponse(group_id=query.group_id, topics=self._all_topics(query.version, fetched))
             return GroupResponse(group_id=query.group_id, topics=await self._fetch_topics(query, query.topics))
         except MillstreamError as error:
@@ -140,13 +140,13 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
         for name, topic in zip(names, asked, strict=True):
             if name is not None:
                 wanted.setdefault(name, []).extend(topic.partitions)
-        fetched = await self._offsets(query, wanted)
+        fetched = await self._fetch_offsets(query, wanted)
         return tuple(
-            _refused(topic, ErrorCode.unknown_topic_id) if name is None else _topic_response(topic, fetched[name])
+            _error_topic(topic, ErrorCode.unknown_topic_id) if name is None else _topic_response(topic, fetched[name])
             for name, topic in zip(names, asked, strict=True)
         )
 
-    async def _offsets(self, query: GroupQuery, wanted: dict[str, list[int]] | None) -> FetchedOffsets:
+    async def _fetch_offsets(self, query: GroupQuery, wanted: dict[str, list[int]] | None) -> FetchedOffsets:
         return await self._groups.fetch(
             query.group_id,
             wanted,
@@ -186,17 +186,17 @@ def _topic_response(topic: TopicQuery, offsets: Any) -> TopicResponse:
     return TopicResponse(
         name=topic.name,
         topic_id=topic.topic_id,
-        partitions=tuple(_checked(index, offsets[index]) for index in topic.partitions),
+        partitions=tuple(_stable_offset(index, offsets[index]) for index in topic.partitions),
     )
 
 
-def _checked(index: int, offset: FetchedOffset) -> tuple[int, FetchedOffset, ErrorCode]:
+def _stable_offset(index: int, offset: FetchedOffset) -> tuple[int, FetchedOffset, ErrorCode]:
     if offset.is_stable:
         return index, offset, ErrorCode.none
     return index, _NO_OFFSET, ErrorCode.unstable_offset_commit
 
 
-def _refused(topic: TopicQuery, code: ErrorCode) -> TopicResponse:
+def _error_topic(topic: TopicQuery, code: ErrorCode) -> TopicResponse:
     return TopicResponse(
         name=topic.name,
         topic_id=topic.topic_id,

@@ -308,7 +308,7 @@ class _JobRequest(PrivateApi[RequestT, ResponseT]):
         self._pipelines = pipelines
         self._board = board
 
-    async def _job(self, name: str) -> Pipeline:
+    async def _find_job(self, name: str) -> Pipeline:
         found = await self._pipelines.find(name)
         if not found.has_own_driver:
             raise InvalidPipeline(f"pipeline {name!r} is of the kind {found.kind}; only jobs have runs")
@@ -332,7 +332,7 @@ class PipelineRuns(_JobRequest[JobRuns, JobRunsResponse]):
         return [(Operation.DESCRIBE, ResourceType.GROUP, f"{GROUP_PREFIX}{request.name}")]
 
     async def handle(self, request: JobRuns) -> JobRunsResponse:
-        job = await self._job(request.name)
+        job = await self._find_job(request.name)
         runs = await self._pipelines.runs(job, limit=max(1, min(request.limit, RUNS_KEPT)))
         return JobRunsResponse(runs=[RunDescription.of(run) for run in runs])
 
@@ -354,7 +354,7 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
         return [(Operation.READ, ResourceType.GROUP, f"{GROUP_PREFIX}{request.name}")]
 
     async def handle(self, request: RunLogRequest) -> RunLogResponse:
-        job = await self._job(request.name)
+        job = await self._find_job(request.name)
         number = request.run or max((run.number for run in await self._pipelines.runs(job, limit=1)), default=0)
         control = self._board.jobs
         if control is None or not number:
@@ -403,7 +403,7 @@ class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
         return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: JobName) -> CancelRunResponse:
-        job = await self._job(request.name)
+        job = await self._find_job(request.name)
         control = self._board.jobs
         return CancelRunResponse(run=(control.cancel(job.name) if control is not None else None) or 0)
 

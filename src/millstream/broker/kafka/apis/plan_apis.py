@@ -78,7 +78,7 @@ class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
         """Check the moves against the cluster, and store them."""
         moves = [one.move() for one in request.moves]
         header = await self.plans.propose(request.kind, request.subject, moves, request.throttle_bytes)
-        return _described(header)
+        return _build_response(header)
 
 
 class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
@@ -93,7 +93,7 @@ class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
 
     async def handle(self, request: ApplyPlanRequest) -> PlanResponse:
         """Begin."""
-        return _described(await self.plans.apply(request.plan_id, request.throttle_bytes))
+        return _build_response(await self.plans.apply(request.plan_id, request.throttle_bytes))
 
 
 class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
@@ -107,7 +107,7 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
 
     async def handle(self, request: CancelPlanRequest) -> PlanResponse:
         """Begin to stop it."""
-        return _described(await self.plans.cancel(request.plan_id))
+        return _build_response(await self.plans.cancel(request.plan_id))
 
 
 class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
@@ -128,7 +128,7 @@ class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
         plans = self.plans
         header = plans.current
         return msgspec.structs.replace(
-            PlanResponse() if header is None else _described(header),
+            PlanResponse() if header is None else _build_response(header),
             moves=[PlannedMove.of(move, state) for move, state in plans.moves()],
             drained=sorted(plans.drained),
             machines=plans.machines,
@@ -155,7 +155,7 @@ class NodeUndrain(_PlanApi[UndrainRequest, Response]):
             yield Change(activity=UPDATE, kind="node", name=str(request.node), data={"drained": False})
 
 
-def _described(header: PlanHeader) -> PlanResponse:
+def _build_response(header: PlanHeader) -> PlanResponse:
     return PlanResponse(
         plan_id=header.plan_id,
         kind=header.kind,

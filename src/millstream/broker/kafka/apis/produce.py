@@ -159,7 +159,9 @@ class Opening:
         self._request = request
         self._beginnings: list[_Beginning] = []
         self._producer = (-1, -1)
-        heads = [(portion, header) for portion in request.portions if (header := _transactional(portion)) is not None]
+        heads = [
+            (portion, header) for portion in request.portions if (header := _transactional_header(portion)) is not None
+        ]
         producers = {(header.producer_id, header.producer_epoch) for _, header in heads}
         if len(producers) > 1:
             for portion, _ in heads:
@@ -193,7 +195,7 @@ class Opening:
             bumps_epoch=self._version >= FIRST_THAT_ADDS,
         )
 
-    async def ask(self, gate: TransactionGate) -> None:
+    async def request_admission(self, gate: TransactionGate) -> None:
         """Ask the coordinator; portions that it does not admit have failed on return."""
         errors = await self._admission_errors(gate)
         for beginning in self._beginnings:
@@ -216,14 +218,14 @@ class Opening:
 
     async def _admission_errors(self, gate: TransactionGate) -> _PartitionErrors:
         for attempt in range(OPENING_RETRIES_MAX + 1):
-            errors = await self._ask_once(gate)
+            errors = await self._try_admission(gate)
             is_busy = any(isinstance(error, ConcurrentTransactions) for error in errors.values())
             if not is_busy or self._version < FIRST_THAT_ADDS or attempt == OPENING_RETRIES_MAX:
                 break
             await asyncio.sleep(OPENING_RETRY_S)
         return errors
 
-    async def _ask_once(self, gate: TransactionGate) -> _PartitionErrors:
+    async def _try_admission(self, gate: TransactionGate) -> _PartitionErrors:
         partitions = [beginning.partition.log.partition for beginning in self._beginnings]
         add = self._version >= FIRST_THAT_ADDS
         try:
@@ -249,7 +251,7 @@ def producer_error(error: MillstreamError, version: int) -> MillstreamError:
     return error
 
 
-def _transactional(portion: Portion) -> BatchHeader | None:
+def _transactional_header(portion: Portion) -> BatchHeader | None:
     """Return the header of a transactional batch; the log rejects malformed ones."""
     header = _header(portion)
     return header if header is not None and header.attributes & TRANSACTIONAL_FLAG and header.producer_id >= 0 else None
@@ -426,7 +428,7 @@ class Produce:
             except MillstreamError as error:
                 self._reject(portion, error)
         if opening is not None and self._gate is not None:
-            await opening.ask(self._gate)
+            await opening.request_admission(self._gate)
         response = self._respond(header, request, client, size, None if opening is None else opening.guards)
         return await response if isinstance(response, Promise) else response
 
@@ -534,7 +536,7 @@ class Produce:
 
     def _is_behind_refused(self, portion: Portion, client: ClientInfo) -> bool:
         """Refuse a batch that was sent after a refused one, for the same reason; return whether it was."""
-        header = _sequenced(portion)
+        header = _idempotent_header(portion)
         if header is None:
             return False
         key = (portion.topic, portion.index, header.producer_id)
@@ -543,7 +545,7 @@ class Produce:
             return False
         is_behind = (
             header.producer_epoch == refused.epoch
-            and _distance(refused.sequence, header.base_sequence) > 0
+            and _sequence_distance(refused.sequence, header.base_sequence) > 0
             and not self._is_stored(portion, header.producer_id, refused)
         )
         refused.behind += is_behind
@@ -561,7 +563,7 @@ class Produce:
             return False
         if known is None or known.epoch != refused.epoch or not known.batches:
             return False
-        return _distance(refused.sequence, known.batches[-1].last_sequence) >= 0
+        return _sequence_distance(refused.sequence, known.batches[-1].last_sequence) >= 0
 
     def _reject(self, portion: Portion, error: MillstreamError) -> None:
         self.batches_rejected += 1
@@ -606,14 +608,14 @@ class Produce:
 
 def _remember_refused(portion: Portion, client: ClientInfo) -> None:
     """Remember a batch that its producer is to send again, unless it is behind one that is remembered."""
-    header = _sequenced(portion)
+    header = _idempotent_header(portion)
     if header is None or not portion.code.retriable:
         return
     refused = client.refused_batches
     key = (portion.topic, portion.index, header.producer_id)
     known = refused.get(key)
     is_known = known is not None and known.epoch == header.producer_epoch
-    if known is not None and is_known and _distance(known.sequence, header.base_sequence) > 0:
+    if known is not None and is_known and _sequence_distance(known.sequence, header.base_sequence) > 0:
         return
     while len(refused) >= REFUSED_PRODUCERS_MAX:
         del refused[next(iter(refused))]
@@ -622,13 +624,13 @@ def _remember_refused(portion: Portion, client: ClientInfo) -> None:
     )
 
 
-def _distance(first: int, second: int) -> int:
+def _sequence_distance(first: int, second: int) -> int:
     """Return how many sequence numbers the second is after the first, or a negative number if it is before it."""
     distance = (second - first) & _SEQUENCE_MASK
     return distance if distance <= _SEQUENCE_MASK // 2 else distance - _SEQUENCE_MASK - 1
 
 
-def _sequenced(portion: Portion) -> BatchHeader | None:
+def _idempotent_header(portion: Portion) -> BatchHeader | None:
     """Return the header of an idempotent producer's batch; the log rejects malformed ones."""
     header = _header(portion)
     return header if header is not None and header.producer_id >= 0 and header.base_sequence >= 0 else None

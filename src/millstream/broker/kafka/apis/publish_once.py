@@ -98,8 +98,8 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         partition = self._topics.partition(request.topic, request.partition)
         if partition.topic.is_internal:
             raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
-        window_ms = _window(request.window_ms, partition.log.settings.deduplication_window_ms)
-        records = _read(request.batch, partition.log.clock.now_ms())
+        window_ms = _deduplication_window_ms(request.window_ms, partition.log.settings.deduplication_window_ms)
+        records = _read_messages(request.batch, partition.log.clock.now_ms())
         settings = partition.log.settings
         if self._rules is not None and settings.validates_schemas:
             await self._rules.check(request.batch, settings)
@@ -131,7 +131,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
                     found = Published(-1 - len(new), record.timestamp_ms)
                     new.append(record)
                 known[message_id] = found
-            appended = None if not new else partition.write(_batch_of(new, records, batch), acks=_ACKS_ALL)
+            appended = None if not new else partition.write(_build_batch(new, records, batch), acks=_ACKS_ALL)
         results: list[tuple[int, int, bool]] = []
         reported: set[bytes] = set()
         for message_id in named:
@@ -148,7 +148,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         window_ms = partition.log.settings.deduplication_window_ms
         found = self._ids.get(partition)
         if found is None or not found.is_current or found.window_ms < window_ms:
-            self._drop(partition)
+            self._drop_ids(partition)
             if not partition.is_leader:
                 # Raises the error for clients.
                 partition.check_leader_epoch(-1)
@@ -159,21 +159,21 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         if self._requests % COUNT_EVERY == 0:
             # A partition that another node leads now is not requested here any more.
             for known in [one for one, ids in self._ids.items() if not ids.is_current]:
-                self._drop(known)
+                self._drop_ids(known)
             while len(self._ids) > 1 and sum(map(len, self._ids.values())) > NODE_IDS_MAX:
-                self._drop(next(iter(self._ids)))
+                self._drop_ids(next(iter(self._ids)))
         return found
 
     def _topic_deleted(self, topic: Topic) -> None:
         for known in [one for one in self._ids if one.topic.topic_id == topic.topic_id]:
-            self._drop(known)
+            self._drop_ids(known)
 
-    def _drop(self, partition: Partition) -> None:
+    def _drop_ids(self, partition: Partition) -> None:
         gone = self._ids.pop(partition, None)
         self._forgotten += 0 if gone is None else gone.forgotten
 
 
-def _window(asked_ms: int | None, most_ms: int) -> int:
+def _deduplication_window_ms(asked_ms: int | None, most_ms: int) -> int:
     if asked_ms is None:
         return most_ms
     if not 0 < asked_ms <= most_ms:
@@ -184,7 +184,7 @@ def _window(asked_ms: int | None, most_ms: int) -> int:
     return asked_ms
 
 
-def _read(batch: bytes, now_ms: int) -> list[Record]:
+def _read_messages(batch: bytes, now_ms: int) -> list[Record]:
     """Return the messages; those without a timestamp get the current time, by which repetitions are recognised."""
     header = read_header(batch)
     if header.end_position != len(batch):
@@ -200,7 +200,7 @@ def _read(batch: bytes, now_ms: int) -> list[Record]:
     return [record if record.timestamp_ms >= 0 else record._replace(timestamp_ms=now_ms) for record in records]
 
 
-def _batch_of(new: Sequence[Record], records: Sequence[Record], batch: bytes) -> bytearray:
+def _build_batch(new: Sequence[Record], records: Sequence[Record], batch: bytes) -> bytearray:
     header = read_header(batch)
     if len(new) == len(records) and header.base_timestamp_ms >= 0 and header.max_timestamp_ms >= 0:
         return bytearray(batch)

@@ -331,10 +331,10 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
                 listed += versions[-1:] if request.latest_only else versions
         contexts = self._registry.contexts()
         if not request.schemas:
-            return SubjectsResponse(subjects=_page(subjects, request), contexts=contexts)
+            return SubjectsResponse(subjects=_select_page(subjects, request), contexts=contexts)
         schemas: list[SchemaMessage] = []
         size = 0
-        for version in _page(listed, request)[:SCHEMAS_MAX]:
+        for version in _select_page(listed, request)[:SCHEMAS_MAX]:
             schemas.append(await self.message_of(version))
             size += len(schemas[-1].schema)
             if size > SCHEMAS_CHARACTERS_MAX:
@@ -353,7 +353,7 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
         )
 
 
-def _page(listed: Sequence[T], request: ListSubjects) -> Sequence[T]:
+def _select_page(listed: Sequence[T], request: ListSubjects) -> Sequence[T]:
     return listed[request.offset :] if request.limit <= 0 else listed[request.offset : request.offset + request.limit]
 
 

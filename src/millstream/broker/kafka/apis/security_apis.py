@@ -78,7 +78,7 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
         rights = client.rights
         if rights is None:
             return await self.handle(request)
-        owner = _owner(request, rights)
+        owner = _token_owner(request, rights)
         scope = frozenset(rule.acl() for rule in request.scope)
         if len(scope) > SCOPE_RULES_MAX:
             raise InvalidRequest(f"the scope of a token has {SCOPE_RULES_MAX} rules at most")
@@ -100,7 +100,7 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
             yield Change(activity=CREATE, kind="token", name=response.token_id, data=data)
 
 
-def _owner(request: NewToken, rights: Rights) -> str:
+def _token_owner(request: NewToken, rights: Rights) -> str:
     owner = request.owner or rights.principal
     check_principal(owner)
     if not owner.startswith("User:") or owner in (ANONYMOUS, EVERYONE) or len(owner) > NAME_CHARACTERS_MAX:

@@ -55,10 +55,10 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         member_id = check_member_id(request.member_id)
         group_id, epoch = request.group_id or "", request.share_session_epoch
         if epoch == OPENS:
-            return _refused(ErrorCode.invalid_share_session_epoch)
+            return _error_response(ErrorCode.invalid_share_session_epoch)
         session = self._consumers.session((group_id, member_id), epoch, client.presence)
         if isinstance(session, ErrorCode):
-            return _refused(session)
+            return _error_response(session)
         try:
             subscription = await self._consumers.service.declared.find(group_id)
             results = await self._consumers.acknowledge(
@@ -72,7 +72,7 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         )
 
     def failure(self, error: MillstreamError, request: ShareAcknowledgeRequest) -> ShareAcknowledgeResponse:
-        return _refused(error_code(error), error_message(error))
+        return _error_response(error_code(error), error_message(error))
 
     def _build_response(
         self, results: Mapping[SharePartition, MillstreamError | None], lease_ms: int, client: ClientInfo
@@ -112,7 +112,7 @@ def _acknowledgements(request: ShareAcknowledgeRequest) -> Acknowledgements:
     }
 
 
-def _refused(code: ErrorCode, message: str | None = None) -> ShareAcknowledgeResponse:
+def _error_response(code: ErrorCode, message: str | None = None) -> ShareAcknowledgeResponse:
     return ShareAcknowledgeResponse(
         throttle_time=NO_THROTTLE,
         error_code=code,

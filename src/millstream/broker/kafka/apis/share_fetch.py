@@ -107,7 +107,7 @@ class _Results:
 
     async def pause_if_retried(self) -> None:
         """Wait a moment if there is an error after which the client retries immediately."""
-        if any(_code(error) == ErrorCode.unknown_server_error for error in self.failed.values()):
+        if any(_share_error_code(error) == ErrorCode.unknown_server_error for error in self.failed.values()):
             await asyncio.sleep(_PAUSE_MS / 1000)
 
 
@@ -173,7 +173,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             return self._encode(header, client, subscription, results, lease_ms)
 
         def refuse(error: BaseException) -> Buffers:
-            response = _refused(error_code(error), error_message(error))
+            response = _error_response(error_code(error), error_message(error))
             return [write_response(self.key, header.version, header.correlation_id, response)]
 
         return ParkedLease(consumers.service.budget, wanted.worker, client.presence, respond, refuse).begin(
@@ -222,10 +222,14 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         acknowledged = _acknowledgements(request)
         _check(request, acknowledged)
         session = self._consumers.session(
-            (group_id, member_id), epoch, client.presence, wanted=_wanted(request), forgotten=_forgotten(request)
+            (group_id, member_id),
+            epoch,
+            client.presence,
+            wanted=_requested_partitions(request),
+            forgotten=_forgotten_partitions(request),
         )
         if isinstance(session, ErrorCode):
-            return _refused(session)
+            return _error_response(session)
         results = _Results()
         try:
             subscription = await self._consumers.service.declared.find(group_id)
@@ -248,7 +252,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         return response
 
     def failure(self, error: MillstreamError, request: ShareFetchRequest) -> ShareFetchResponse:
-        return _refused(error_code(error), error_message(error))
+        return _error_response(error_code(error), error_message(error))
 
     async def _acquire(
         self,
@@ -308,7 +312,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
     def _build_response(self, subscription: Subscription, results: _Results, client: ClientInfo) -> ShareFetchResponse:
         by_topic: dict[UUID, list[PartitionData]] = {}
         for topic_id, index in dict.fromkeys([*results.acknowledged, *results.failed, *results.leases]):
-            by_topic.setdefault(topic_id, []).append(self._partition((topic_id, index), results))
+            by_topic.setdefault(topic_id, []).append(self._build_partition((topic_id, index), results))
         lease_ms = results.lease_ms or self._consumers.service.declared.settings_of(subscription).lease_ms
         return ShareFetchResponse(
             throttle_time=NO_THROTTLE,
@@ -324,13 +328,13 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             ),
         )
 
-    def _partition(self, place: SharePartition, results: _Results) -> PartitionData:
+    def _build_partition(self, place: SharePartition, results: _Results) -> PartitionData:
         failed = results.failed.get(place)
         refused = results.acknowledged.get(place)
         leader = self._consumers.leader(place, failed or refused)
         return PartitionData(
             partition_index=i32(place[1]),
-            error_code=ErrorCode.none if failed is None else _code(failed),
+            error_code=ErrorCode.none if failed is None else _share_error_code(failed),
             error_message=None if failed is None else error_message(failed),
             acknowledge_error_code=i16(0) if refused is None else i16(int(error_code(refused))),
             acknowledge_error_message=None if refused is None else error_message(refused),
@@ -353,12 +357,12 @@ def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
         raise InvalidRequest("a request that renews leases fetches nothing, so its limits must be 0")
 
 
-def _code(error: Exception) -> ErrorCode:
+def _share_error_code(error: Exception) -> ErrorCode:
     code = error_code(error)
     return code if code in _KNOWN_TO_CLIENTS else ErrorCode.unknown_server_error
 
 
-def _wanted(request: ShareFetchRequest) -> list[SharePartition]:
+def _requested_partitions(request: ShareFetchRequest) -> list[SharePartition]:
     return [
         (topic.topic_id, partition.partition_index)
         for topic in request.topics
@@ -367,7 +371,7 @@ def _wanted(request: ShareFetchRequest) -> list[SharePartition]:
     ]
 
 
-def _forgotten(request: ShareFetchRequest) -> list[SharePartition]:
+def _forgotten_partitions(request: ShareFetchRequest) -> list[SharePartition]:
     return [
         (topic.topic_id, index)
         for topic in request.forgotten_topics_data
@@ -386,7 +390,7 @@ def _acknowledgements(request: ShareFetchRequest) -> Acknowledgements:
     }
 
 
-def _refused(code: ErrorCode, message: str | None = None) -> ShareFetchResponse:
+def _error_response(code: ErrorCode, message: str | None = None) -> ShareFetchResponse:
     return ShareFetchResponse(
         throttle_time=NO_THROTTLE,
         error_code=code,

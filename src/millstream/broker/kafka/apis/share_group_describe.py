@@ -46,12 +46,12 @@ class ShareGroupDescribe(Api[ShareGroupDescribeRequest, ShareGroupDescribeRespon
 
     async def _describe(self, group_id: GroupId, operations: i32) -> DescribedGroup:
         try:
-            return _described(await self._groups.describe_share_group(group_id), operations)
+            return _build_group(await self._groups.describe_share_group(group_id), operations)
         except MillstreamError as error:
             return describe_failure(DescribedGroup, group_id, error)
 
 
-def _described(group: ShareGroupDescription, operations: i32) -> DescribedGroup:
+def _build_group(group: ShareGroupDescription, operations: i32) -> DescribedGroup:
     return DescribedGroup(
         error_code=ErrorCode.none,
         group_id=GroupId(group.group_id),
@@ -59,12 +59,12 @@ def _described(group: ShareGroupDescription, operations: i32) -> DescribedGroup:
         group_epoch=i32(group.epoch),
         assignment_epoch=i32(group.epoch),
         assignor_name=ASSIGNOR,
-        members=tuple(map(_member, group.members)),
+        members=tuple(map(_build_member, group.members)),
         authorized_operations=operations,
     )
 
 
-def _member(member: ShareMemberDescription) -> Member:
+def _build_member(member: ShareMemberDescription) -> Member:
     return Member(
         member_id=member.member_id,
         rack_id=member.rack_id,

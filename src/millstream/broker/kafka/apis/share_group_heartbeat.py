@@ -62,7 +62,7 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
         response = await self._groups.share_heartbeat(heartbeat)
         if request.member_epoch == JOIN_EPOCH:
             await self._subscriptions.ensure(request.group_id)
-        return _accepted(response)
+        return _build_response(response)
 
     def failure(self, error: MillstreamError, request: ShareGroupHeartbeatRequest) -> ShareGroupHeartbeatResponse:
         return ShareGroupHeartbeatResponse(
@@ -89,7 +89,7 @@ def _check(message: ShareGroupHeartbeatRequest) -> None:
         raise InvalidRequest("a member that joins must send its topics")
 
 
-def _accepted(response: ShareHeartbeatResult) -> ShareGroupHeartbeatResponse:
+def _build_response(response: ShareHeartbeatResult) -> ShareGroupHeartbeatResponse:
     assignment = None
     if response.assignment is not None:
         assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, response.assignment))

@@ -269,7 +269,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             wanted = self._subscriptions.all()
         else:
             wanted = [await self._subscriptions.find(name) for name in request.names]
-            await self._open(wanted, request.open)
+            await self._open_queues(wanted, request.open)
         begun = self._service.share_topics.kept()
         queues: dict[UUID, list[Delivery]] = {}
         engine = self._service.loaded
@@ -292,7 +292,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
                 document["leases"] = self._leases(queues.get(one.subscription_id, ()), leases_max)
         return ListSubscriptionsResponse(subscriptions=described)
 
-    async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
+    async def _open_queues(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
         for topic, index in places:
             # A node without a replica has no such partition, and leadership may move meanwhile.
             with suppress(NotLeader):
@@ -344,7 +344,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         now_ms = self._service.clock.now_ms()
         listed: list[dict[str, Any]] = []
         for delivery in queues:
-            listed += [_lease(delivery, held, now_ms) for held in delivery.held_ranges()[:leases_max]]
+            listed += [_describe_lease(delivery, held, now_ms) for held in delivery.held_ranges()[:leases_max]]
         return sorted(listed, key=lambda lease: (lease["topic"], lease["partition"], lease["start"]))[:leases_max]
 
     def _describe(
@@ -363,14 +363,14 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             "settings": settings.as_strings(),
             "overrides": subscription.shown_overrides(),
             "created_ms": subscription.created_ms,
-            "queues": [_queue(delivery, now_ms) for delivery in queues.get(subscription.subscription_id, ())],
+            "queues": [_describe_queue(delivery, now_ms) for delivery in queues.get(subscription.subscription_id, ())],
             "kept": kept,
             "push": self._push_status(subscription),
             "owner": subscription.owner.principal,
         }
 
 
-def _lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[str, Any]:
+def _describe_lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[str, Any]:
     return {
         "topic": delivery.partition.topic.name,
         "partition": delivery.partition.index,
@@ -384,7 +384,7 @@ def _lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[str, Any]:
     }
 
 
-def _queue(delivery: Delivery, now_ms: int) -> dict[str, Any]:
+def _describe_queue(delivery: Delivery, now_ms: int) -> dict[str, Any]:
     row = _queue_row(delivery.partition.log.partition, delivery.queue.fold, delivery.unscanned)
     return {
         **row,
@@ -445,7 +445,7 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
     async def handle(self, request: SeekSubscriptionRequest) -> SeekSubscriptionResponse:
         """Move each queue; return once that is durable."""
         subscription = await self._subscriptions.find(request.name)
-        _check(request.to)
+        _check_seek_target(request.to)
         engine = await self._service.engine()
         moved = []
         topics = await self._service.share_topics.of(subscription) if request.topic is None else (request.topic,)
@@ -454,9 +454,9 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
                 delivery = await engine.delivery(subscription, partition)
             except CorruptState:
                 isolation = self._subscriptions.settings_of(subscription).isolation
-                start = await _place(partition, isolation, request.to)
+                start = await _resolve_offset(partition, isolation, request.to)
                 delivery = await engine.replace(subscription, partition, start)
-            offset = await _place(partition, delivery.settings.isolation, request.to)
+            offset = await _resolve_offset(partition, delivery.settings.isolation, request.to)
             delivery.seek(offset)
             await delivery.durable()
             moved.append({"topic": partition.topic.name, "partition": partition.index, "offset": offset})
@@ -472,14 +472,14 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
         ]
 
 
-def _check(to: str) -> None:
+def _check_seek_target(to: str) -> None:
     number = to.removeprefix(AT_OFFSET).removeprefix(AT_TIME)
     is_number = number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX
     if to not in ("earliest", "latest") and not (is_number and to.startswith((AT_OFFSET, AT_TIME))):
         raise InvalidRequest(f"a position is earliest, latest, at:<milliseconds since 1970> or offset:<n>, not {to!r}")
 
 
-async def _place(partition: Partition, isolation: str, to: str) -> Offset:
+async def _resolve_offset(partition: Partition, isolation: str, to: str) -> Offset:
     end = partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
     if to == "earliest":
         return partition.log_start
@@ -679,15 +679,18 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
             if not self._subscriptions.settings_of(subscription).ledger:
                 continue
             for topic in await self._service.share_topics.of(subscription):
-                marked += [await self._mark(subscription, partition, request.mark) for partition in self._led(topic)]
+                marked += [
+                    await self._mark_queue(subscription, partition, request.mark)
+                    for partition in self._led_partitions(topic)
+                ]
         return LedgerMarkResponse(queues=marked)
 
-    def _led(self, name: str) -> list[Partition]:
+    def _led_partitions(self, name: str) -> list[Partition]:
         topics = self._service.topics
         topic = topics.get(name)
         return [] if topic is None else [one for one in topics.partitions_of(topic) if one.is_leader]
 
-    async def _mark(self, subscription: Subscription, partition: Partition, mark: str) -> MarkedQueue:
+    async def _mark_queue(self, subscription: Subscription, partition: Partition, mark: str) -> MarkedQueue:
         from millstream.broker.subscriptions.frame import LEDGER_ASKED
         from millstream.broker.subscriptions.log_scan import readable_end
 

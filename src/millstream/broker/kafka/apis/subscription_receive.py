@@ -71,7 +71,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
 
     async def needs(self, request: Receive) -> Sequence[Need]:
         """READ on the subscription and on its topics: responses carry whole batches."""
-        return _needs(request.subscription, await self._service.topics_of(request.subscription))
+        return _needed_rights(request.subscription, await self._service.topics_of(request.subscription))
 
     def respond_at_once(self, request: Receive, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
         """Respond without a task where nothing has to be looked up and leases need not be durable.
@@ -86,7 +86,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
             return None
         _check(request)
         if client.rights is not None:
-            check_needs(_needs(subscription.name, subscription.topics), client.rights)
+            check_needs(_needed_rights(subscription.name, subscription.topics), client.rights)
         deliveries = engine.ready(subscription, self._partitions(subscription.topics, request.partitions))
         if not deliveries or any(one.settings.delivery != AT_LEAST_ONCE for one in deliveries):
             return None
@@ -94,7 +94,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
 
         arrived = monotonic()
         client.fetch_requests += 1
-        demand = _demand(with_owned_worker(request, client), client)
+        demand = _build_demand(with_owned_worker(request, client), client)
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
         opening = engine.next_opening(subscription)
 
@@ -180,7 +180,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
         deliveries = await engine.deliveries_of(subscription, partitions)
         return await receive(
             deliveries,
-            _demand(request, client),
+            _build_demand(request, client),
             self._service.budget,
             wait_s=max(0.0, wait_s),
             interrupt=opening,
@@ -199,14 +199,14 @@ def _give_back(grants: list[Grant], worker: str) -> None:
     return_leases(grants, worker)
 
 
-def _needs(subscription: str, topics: Iterable[str]) -> list[Need]:
+def _needed_rights(subscription: str, topics: Iterable[str]) -> list[Need]:
     return [
         (Operation.READ, ResourceType.GROUP, subscription),
         *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
     ]
 
 
-def _demand(request: Receive, client: ClientInfo | None) -> Demand:
+def _build_demand(request: Receive, client: ClientInfo | None) -> Demand:
     # Imported with the first worker, together with the queues.
     from millstream.broker.subscriptions.delivery import Demand
 

@@ -79,22 +79,24 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
             client.rights.require(Operation.READ, ResourceType.GROUP, request.subscription)
         asked = request.partitions[0]
         try:
-            verbs = [_verb(one) for one in asked.verbs]
+            verbs = [_parse_settlement(one) for one in asked.verbs]
             ready = engine.ready(subscription, [self._topics.partition(asked.topic, asked.partition)])
             if ready is None:
                 return None
             (delivery,) = ready
             worker = with_owned_worker(request, client).worker
             delivery.note_origin(worker, Origin(client.client_id, client.address), replaces=False)
-            results = _results(delivery.settle_now(worker, verbs))
+            results = _to_results(delivery.settle_now(worker, verbs))
             written = delivery.pending_write()
         except MillstreamError as error:
-            return _encode_results(header, _failed(error, asked))
+            return _encode_results(header, _error_results(error, asked))
         if written is None:
             return _encode_results(header, results)
         promise = Promise()
         written.listen(
-            lambda error: promise.keep(_encode_results(header, results if error is None else _failed(error, asked)))
+            lambda error: promise.keep(
+                _encode_results(header, results if error is None else _error_results(error, asked))
+            )
         )
         return promise
 
@@ -117,24 +119,24 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
         self, subscription: Subscription, worker: str, origin: Origin, asked: PartitionSettles
     ) -> Results:
         try:
-            verbs = [_verb(one) for one in asked.verbs]
+            verbs = [_parse_settlement(one) for one in asked.verbs]
             engine = await self._service.engine()
             delivery = await engine.delivery(subscription, self._topics.partition(asked.topic, asked.partition))
             delivery.note_origin(worker, origin, replaces=False)
             results = await delivery.settle(worker, verbs)
         except MillstreamError as error:
-            return _failed(error, asked)
-        return _results(results)
+            return _error_results(error, asked)
+        return _to_results(results)
 
 
-def _results(errors: Iterable[MillstreamError | None]) -> Results:
+def _to_results(errors: Iterable[MillstreamError | None]) -> Results:
     return [
         (int(ErrorCode.none), None) if error is None else (int(error_code(error)), error_message(error))
         for error in errors
     ]
 
 
-def _failed(error: MillstreamError, asked: PartitionSettles) -> Results:
+def _error_results(error: MillstreamError, asked: PartitionSettles) -> Results:
     return [(int(error_code(error)), error_message(error))] * len(asked.verbs)
 
 
@@ -142,7 +144,7 @@ def _encode_results(header: RequestHeader, results: Results) -> Buffers:
     return encode_private(header, SettleResponse(0, None, [results]))
 
 
-def _verb(asked: SettledRange) -> Settlement:
+def _parse_settlement(asked: SettledRange) -> Settlement:
     if asked.verb not in _VERBS:
         known = "1 accept, 2 release, 3 reject, 4 extend, 5 return"
         raise InvalidRequest(f"verb {asked.verb} is unknown; use {known}")

@@ -69,7 +69,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
         codes: Codes = {}
         for topic in message.topics:
             for one in topic.partitions:
-                if self._exists(topic.name, one.partition_index):
+                if self._partition_exists(topic.name, one.partition_index):
                     valid.setdefault(topic.name, []).append(_commit(one))
                 else:
                     codes[topic.name, one.partition_index] = ErrorCode.unknown_topic_or_partition
@@ -135,7 +135,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
             for index, error in errors.items()
         }
 
-    def _exists(self, name: str, index: int) -> bool:
+    def _partition_exists(self, name: str, index: int) -> bool:
         topic = self._topics.get(name)
         return topic is not None and 0 <= index < topic.partitions
 
