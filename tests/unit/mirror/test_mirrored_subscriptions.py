@@ -12,12 +12,12 @@ import pytest
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES
 from millstream.broker.mirror.follower import Follower
-from millstream.core.errors import NotLeader
+from millstream.core.errors import NotLeader, RequestTimedOut
 from millstream.core.ids import PartitionIndex
 from millstream.core.mirror import MirrorSettings
 from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, READ_COMMITTED, Subscription
 from millstream.core.topic import TopicPartition
-from millstream.protocol.private.mirror_messages import OfferedSubscription
+from millstream.protocol.private.mirror_messages import OfferedSubscription, OfferResponse, QueueSnapshot
 
 BILLING, DEAD, OTHER = "billing", "billing-dead", "billing-errors"
 
@@ -98,6 +98,76 @@ async def test_only_a_queue_of_letters_gives_way_to_that_of_the_source(name: str
         assert "another subscription" in here.notes[f"subscription {name}"]
     else:
         assert here.done == [("delete", name), ("create", name)]
+
+
+class Offers:
+    """A source that offers the states of three queues, and what the target has of its dead letters."""
+
+    def __init__(self, here: Here) -> None:
+        self.letters = TopicPartition(DEAD, PartitionIndex(0))
+        self.has_arrived = True
+        self.sequence = 0
+        self.applied: list[tuple[int, int]] = []
+        """The number of each subscription whose queue was stored, and the write that its state was of."""
+        follower: Any = here.follower
+        follower._settings = MirrorSettings(topics="orders")
+        follower._source = self
+        follower._await_reached = self._await_reached
+        follower._apply_queues = self._apply
+        follower._service.topics = SimpleNamespace(get=lambda _: None)
+        follower._service.copied_topics = lambda _: [SimpleNamespace(topic_id=UUID(int=9), name="orders")]
+        follower._service.clock = SimpleNamespace(monotonic=lambda: 0.0)
+
+    async def metadata(self, _topics: Any) -> Any:
+        return SimpleNamespace(nodes=[1], topics={DEAD: SimpleNamespace(partitions=[0])})
+
+    async def ends(self, partitions: Any) -> dict[TopicPartition, int]:
+        assert list(partitions) == [self.letters]
+        return {self.letters: 5}
+
+    async def ask(self, *_: Any, **__: Any) -> OfferResponse:
+        self.sequence += 1
+        plain = offered("plain", 3)
+        plain.settings.clear()
+        return OfferResponse(
+            subscriptions=[offered(), offered(LETTERS_PREFIX + DEAD, 2, dead=""), plain],
+            queues=[
+                QueueSnapshot(UUID(int=number).bytes, UUID(int=9).bytes, 0, self.sequence, b"") for number in (1, 2, 3)
+            ],
+        )
+
+    async def _await_reached(self, offsets: Any, _deadline: float, *, is_readable: bool) -> TopicPartition | None:
+        assert (offsets, is_readable) == ({DEAD: {0: 5}}, True)
+        return None if self.has_arrived else self.letters
+
+    async def _apply(self, queues: Any, _topics: Any) -> None:
+        self.applied += [(UUID(bytes=one.subscription_id).int, one.sequence) for one in queues]
+
+
+async def test_the_state_of_a_queue_is_stored_after_its_dead_letters_have_arrived() -> None:
+    here = Here()
+    offers = Offers(here)
+    offers.has_arrived = False
+    with pytest.raises(RequestTimedOut, match="dead letters"):
+        await here.follower._sync_subscriptions()
+    assert offers.applied == [(3, 1)]
+    offers.has_arrived = True
+    await here.follower._sync_subscriptions()
+    assert offers.applied == [(3, 1), (3, 2), (1, 2)]
+
+
+async def test_letters_are_closed_after_the_queue_has_their_revived_messages() -> None:
+    here = Here()
+    offers = Offers(here)
+    for _ in range(2):
+        await here.follower._sync_subscriptions()
+    # The letters' state of the first round is stored after the queue's state of the second.
+    assert offers.applied == [(3, 1), (1, 1), (3, 2), (1, 2), (2, 1)]
+    offers.applied.clear()
+    here.follower._settings = MirrorSettings(topics="orders", groups=False)
+    offers.is_millstream = True  # type: ignore[attr-defined]
+    await here.follower.sync_all({"orders"})
+    assert [number for number, _ in offers.applied] == [3, 1, 2, 3, 1, 2]
 
 
 async def test_the_end_of_a_copy_on_other_nodes_is_asked_for() -> None:

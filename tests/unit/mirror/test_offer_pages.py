@@ -112,5 +112,5 @@ async def test_a_page_whose_queues_are_all_cut_is_not_the_last() -> None:
     run: Any = SimpleNamespace(service=here, settings=None, mirror=SimpleNamespace(name=NAME))
     make: Any = Follower
     follower = make(run, SimpleNamespace(ask=ask))
-    await follower._sync_queues_of(NodeId(9), {ORDERS.topic_id: ORDERS})
+    await follower._sync_queues_of(NodeId(9), {ORDERS.topic_id: ORDERS}, {})
     assert ours.ends == {CUT}

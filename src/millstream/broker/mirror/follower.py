@@ -7,7 +7,7 @@ themselves the controller.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Final
 from uuid import UUID
@@ -100,6 +100,11 @@ class Follower:
         """The last write of each queue whose state is applied here as a whole."""
         self._cut_at: dict[QueueKey, tuple[int, int]] = {}
         """Where the state of other queues was cut, and the write it was of."""
+        self._letter_states: dict[QueueKey, QueueSnapshot] = {}
+        """The states of queues of dead letters that were read in the last round, and are applied in the next.
+
+        A letter is closed after its message was revived, so the revived message has to be here first.
+        """
         self._absent: dict[str, int] = {}
         """Copies whose original is gone, and how often in a row it was missing."""
         self._absent_subscriptions: dict[UUID, int] = {}
@@ -171,6 +176,8 @@ class Follower:
             finally:
                 self._is_awaited = False
         if self._source.is_millstream and self._settings.subscriptions and not self._settings.rename:
+            await self._sync_subscriptions()
+            # Those of dead letters are applied a round later.
             await self._sync_subscriptions()
 
     # -- topics ---------------------------------------------------------------------------------------------
@@ -579,16 +586,20 @@ class Follower:
         topics = {topic.topic_id: topic for topic in self._service.copied_topics(self._run.mirror.name)}
         if not topics:
             return
-        unreachable: BrokerUnreachable | None = None
+        failure: BrokerUnreachable | RequestTimedOut | None = None
         offered: set[UUID] = set()
+        letter_states: dict[QueueKey, QueueSnapshot] = {}
         for node in (await self._source.metadata([])).nodes:
             try:
-                offered |= await self._sync_queues_of(node, topics)
-            except BrokerUnreachable as error:
-                unreachable = error
+                offered |= await self._sync_queues_of(node, topics, letter_states)
+            except (BrokerUnreachable, RequestTimedOut) as error:
+                failure = error
         self._run.queues = len(self._queues)
-        if unreachable is not None:
-            raise unreachable
+        if failure is not None:
+            raise failure
+        await self._apply_queues(tuple(self._letter_states.values()), topics)
+        self._letter_states = letter_states
+        self._run.queues = len(self._queues)
         if self._settings.deletions:
             await self._delete_subscriptions(offered)
 
@@ -601,8 +612,13 @@ class Follower:
                 if self._absent_subscriptions[one.subscription_id] >= ABSENT_TIMES:
                     await self._service.subscriptions.delete(one.name, force=True)
 
-    async def _sync_queues_of(self, node: NodeId, topics: Mapping[UUID, Topic]) -> set[UUID]:
-        """Carry over what one node of the source has; return the subscriptions that it knows."""
+    async def _sync_queues_of(
+        self, node: NodeId, topics: Mapping[UUID, Topic], letter_states: dict[QueueKey, QueueSnapshot]
+    ) -> set[UUID]:
+        """Carry over what one node of the source has; return the subscriptions that it knows.
+
+        The states of queues of dead letters are only collected.
+        """
         offered: set[UUID] = set()
 
         async def ask(request: OfferRequest) -> OfferResponse:
@@ -612,8 +628,51 @@ class Follower:
             for subscription in offer.subscriptions:
                 offered.add(subscription.subscription_id)
                 await self._sync_subscription(subscription)
-            await self._apply_queues(offer.queues, topics)
+            of_letters = {
+                one.subscription_id.bytes for one in offer.subscriptions if one.name.startswith(LETTERS_PREFIX)
+            }
+            letter_states |= {queue_key(one): one for one in offer.queues if one.subscription_id in of_letters}
+            await self._apply_after_letters(
+                [one for one in offer.queues if one.subscription_id not in of_letters], offer.subscriptions, topics
+            )
         return offered
+
+    async def _apply_after_letters(
+        self,
+        queues: Sequence[QueueSnapshot],
+        subscriptions: Iterable[OfferedSubscription],
+        topics: Mapping[UUID, Topic],
+    ) -> None:
+        """Store states of queues; if messages may be dead letters, only after the letters have arrived."""
+        letters = {
+            one.subscription_id.bytes: one.settings[DEAD_LETTER_TOPIC]
+            for one in subscriptions
+            if self._copies_letters(one.settings.get(DEAD_LETTER_TOPIC, ""))
+        }
+        await self._apply_queues([one for one in queues if one.subscription_id not in letters], topics)
+        waiting = [one for one in queues if one.subscription_id in letters]
+        if not waiting:
+            return
+        originals = (await self._source.metadata({letters[one.subscription_id] for one in waiting})).topics
+        wanted = [TopicPartition(name, index) for name, original in originals.items() for index in original.partitions]
+        ends = await self._source.ends(wanted)
+        missing = next((where for where in wanted if where not in ends), None)
+        if missing is None:
+            offsets: dict[str, dict[int, int]] = {}
+            for where, end in ends.items():
+                offsets.setdefault(where.topic, {})[where.partition] = end
+            deadline = self._service.clock.monotonic() + ARRIVAL_WAIT_S
+            missing = await self._await_reached(offsets, deadline, is_readable=True)
+        if missing is not None:
+            raise RequestTimedOut(f"the states of queues wait, because dead letters in {missing} have not arrived")
+        await self._apply_queues(waiting, topics)
+
+    def _copies_letters(self, name: str) -> bool:
+        """Whether this mirror copies a dead letter topic, or will as soon as it exists."""
+        copy = self._service.topics.get(name)
+        if copy is None:
+            return bool(name) and not self._settings.excludes(name)
+        return copy.mirror == self._run.mirror.name
 
     async def _sync_subscription(self, offered: OfferedSubscription) -> None:
         declared, key = self._service.subscriptions.declared, f"subscription {offered.name}"
