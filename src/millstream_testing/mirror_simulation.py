@@ -45,7 +45,6 @@ from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.mirror_messages import (
     BARRIER_KEY,
-    BarrierResponse,
     CutRequest,
     FenceRequest,
     OfferResponse,
@@ -226,6 +225,7 @@ class Site:
             mirrors,
             SimpleNamespace(),
             self.coordinator,
+            SimpleNamespace(),
             SimpleNamespace(),
             SimpleNamespace(),
             self.world.clock,
@@ -411,9 +411,9 @@ class SimulatedSource:
     async def ask(self, _node: Any, key: int, request: Any, _kind: Any, *, waits: bool = False) -> Any:
         await self.world.pass_line(self._site)
         if key == BARRIER_KEY:
-            offsets = await self._site.service.barrier(request.topics)
+            response = await self._site.service.barriers.take(request)
             await self.world.pass_line(self._site)
-            return BarrierResponse(offsets=offsets)
+            return response
         return OfferResponse()
 
     async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:

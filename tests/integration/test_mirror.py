@@ -657,6 +657,50 @@ def test_a_switch_takes_topics_along_that_were_failed_over_before(
     assert berlin("mirror", "delete", mirror).code == 0
 
 
+def test_offsets_of_groups_without_transactions_are_mirrored_after_a_failover_of_another_topic(
+    paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    output, plain, exact = f"{topic}-output", f"{topic}-plain", f"{topic}-exact"
+    for name in (topic, output):
+        paris("topic", "create", name, "--partitions", "1")
+    publish(paris.brokers, topic, ["a", "b", "c"])
+    consumer = Consumer({"bootstrap.servers": paris.brokers, "group.id": exact, "enable.auto.commit": False})
+    producer = Producer({"bootstrap.servers": paris.brokers, "transactional.id": exact})
+    producer.init_transactions(PATIENCE_S)
+
+    def transform(offset: int) -> None:
+        """Write a result, and commit the offset with it."""
+        producer.begin_transaction()
+        producer.produce(output, f"{offset}")
+        read_until = [TopicPartition(topic, 0, offset)]
+        producer.send_offsets_to_transaction(read_until, consumer.consumer_group_metadata(), PATIENCE_S)
+        producer.commit_transaction(PATIENCE_S)
+
+    transform(1)
+    commit(paris.brokers, plain, TopicPartition(topic, 0, 1))
+    mirror = mirrored(paris, berlin, topic)
+    for group in (plain, exact):
+        wait_for(lambda group=group: committed(berlin, group) == [1], what=f"the offset of {group} is here")  # type: ignore[misc]
+    assert berlin("mirror", "failover", mirror, "--topics", output).code == 0
+    transform(2)
+    commit(paris.brokers, plain, TopicPartition(topic, 0, 2))
+    wait_for(lambda: committed(berlin, plain) == [2], what="the group without transactions is mirrored")
+    # Its later offsets build on the transaction, whoever commits them.
+    commit(paris.brokers, exact, TopicPartition(topic, 0, 3))
+    commit(paris.brokers, plain, TopicPartition(topic, 0, 3))
+    wait_for(lambda: committed(berlin, plain) == [3], what="the group without transactions is mirrored")
+    assert committed(berlin, exact) == [1]
+    (note,) = [one for one in described(berlin, mirror)["notes"] if "not mirrored any more" in one]
+    assert note.startswith(f"offsets of groups {exact} are")
+    # A planned failover of the rest leaves it where it was, too.
+    commit(paris.brokers, plain, TopicPartition(topic, 0, 1))
+    cut = berlin("mirror", "cutover", mirror, "--still", "0", "--yes", "--json")
+    assert cut.code == 0, cut.err
+    assert (committed(berlin, plain), committed(berlin, exact)) == ([1], [1])
+    assert berlin("mirror", "delete", mirror).code == 0
+    consumer.close()
+
+
 COMPACTED = tuple(
     part
     # A last small record has to be compacted even if all those before it were, on a slow machine.

@@ -174,6 +174,7 @@ def test_every_version_of_a_generation_is_read() -> None:
         metadata=texts,
         commit_ms=int64s,
         topic_id=st.none() | st.uuids(),
+        is_transactional=st.booleans(),
     ),
     texts,
     texts,

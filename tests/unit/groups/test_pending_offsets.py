@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.coordination.state_machine import Deferred, StateRecord, Timers
@@ -81,6 +81,23 @@ async def test_offsets_count_with_the_marker(groups: GroupCoordinator) -> None:
     assert await offset_of(groups) == (5, True)
     with pytest.raises(NotCoordinator):
         await groups.end_transaction(3, marker(7, 0, commit=True))
+
+
+async def test_a_group_is_transactional_from_the_first_offset_that_a_transaction_has_committed(
+    groups: GroupCoordinator,
+) -> None:
+    assert groups.transactional_groups() == {}
+    await groups.commit(request(1))
+    await commit(groups, 5)
+    await groups.end_transaction(0, marker(7, 0, commit=False))
+    assert groups.transactional_groups() == {0: []}
+    await commit(groups, 5)
+    await groups.end_transaction(0, marker(7, 0, commit=True))
+    await groups.commit(request(6))
+    assert groups.transactional_groups() == {0: [GROUP]}
+    await groups.delete(GROUP)
+    await groups.commit(request(1))
+    assert groups.transactional_groups() == {0: []}
 
 
 async def test_the_first_offset_of_a_partition_is_reported_as_pending_when_all_are_requested(
@@ -161,6 +178,7 @@ def kept(shard: GroupShard, asked: CommitRequest, producer: int, epoch: int) -> 
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("commit"), st.integers(1, 2), st.integers(0, 2), st.integers(0, 1)),
+        st.tuples(st.just("plain"), st.just(0), st.just(0), st.integers(0, 1)),
         st.tuples(st.sampled_from(["end", "abort"]), st.integers(1, 2), st.integers(0, 3), st.just(0)),
     ),
     max_size=25,
@@ -169,20 +187,26 @@ steps = st.lists(
 
 @settings(deadline=None)
 @given(steps)
+@example([("commit", 1, 0, 0), ("end", 1, 0, 0), ("plain", 0, 0, 0)])
 def test_a_reload_after_every_step_changes_nothing(taken: list[tuple[str, int, int, int]]) -> None:
     clock = ManualClock()
     shard = shard_of(clock)
     model: dict[int, int] = {}
     pending: dict[int, dict[int, int]] = {}
+    is_transactional = False
     for number, (kind, producer, epoch, partition) in enumerate(taken):
         try:
             if kind == "commit":
                 records = kept(shard, request(number, partition=partition), producer, epoch)
                 pending.setdefault(producer, {})[partition] = number
+            elif kind == "plain":
+                records, _ = shard.commit(request(number, partition=partition))
+                model[partition] = number
             else:
                 records, _ = shard.transactional.end(marker(producer, epoch, commit=kind == "end"))
                 ended = pending.pop(producer, {})
                 model.update(ended if kind == "end" else {})
+                is_transactional |= kind == "end" and bool(ended)
         except FencedProducer:
             continue
         for record in records:
@@ -195,6 +219,7 @@ def test_a_reload_after_every_step_changes_nothing(taken: list[tuple[str, int, i
             again.replay(record_now)
         assert [again.durable_record(name) for name in names] == [shard.durable_record(name) for name in names]
         assert set(again.durable_keys()) == set(names)
+        assert set(again.transactional_groups()) == ({GROUP} if is_transactional else set())
         shard = again
     _, fetched = shard.fetch(GROUP, {TOPIC: [0, 1]})
     assert not isinstance(fetched, Deferred)

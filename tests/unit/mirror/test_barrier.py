@@ -1,4 +1,7 @@
-"""A barrier of a source counts only if every coordinator of transactions was held back all the time."""
+"""A barrier of a source counts only if every coordinator of transactions was held back all the time.
+
+If groups are asked for, every coordinator of groups must have responded, too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 from millstream.broker.mirror.service import MirrorService
 from millstream.core.errors import RequestTimedOut
 from millstream.core.ids import NodeId
-from millstream.protocol.private.mirror_messages import HoldResponse
+from millstream.protocol.private.mirror_messages import BarrierRequest, BarrierResponse, HoldRequest, HoldResponse
 
 OFFSETS = {"orders": {0: 7}}
 
@@ -34,7 +37,9 @@ class Coordinator:
         yield
 
 
-def barrier(*responses: HoldResponse, moves: bool = False) -> dict[str, dict[int, int]]:
+def barrier(
+    *responses: HoldResponse, moves: bool = False, groups: dict[int, list[str]] | None = None
+) -> BarrierResponse:
     """Ask for a barrier on a node, when the only other one responds like this: when it begins, and when it ends."""
     coordinator, left = Coordinator(), list(responses)
     membership = SimpleNamespace(
@@ -43,9 +48,12 @@ def barrier(*responses: HoldResponse, moves: bool = False) -> dict[str, dict[int
         nodes=lambda: [SimpleNamespace(node_id=NodeId(1)), SimpleNamespace(node_id=NodeId(2))],
     )
     made: Any = MirrorService
-    service: Any = made(None, membership, None, None, coordinator, None, None, None, None)
+    coordinator_of_groups = SimpleNamespace(partitions=3, transactional_groups=lambda: groups)
+    service: Any = made(None, membership, None, None, coordinator, coordinator_of_groups, None, None, None, None)
+    wants_groups = groups is not None
 
-    async def ask_node(*_: Any) -> HoldResponse:
+    async def ask_node(_node: NodeId, _key: int, request: HoldRequest, _response: Any) -> HoldResponse:
+        assert request.with_groups == (wants_groups and not request.hold_ms)
         return left.pop(0)
 
     async def high_watermarks(_topics: Any) -> dict[str, dict[int, int]]:
@@ -54,16 +62,37 @@ def barrier(*responses: HoldResponse, moves: bool = False) -> dict[str, dict[int
         return OFFSETS
 
     service.ask_node, service.high_watermarks = ask_node, high_watermarks
-    found: dict[str, dict[int, int]] = asyncio.run(service.barrier(["orders"]))
+    found: BarrierResponse = asyncio.run(
+        service.barriers.take(BarrierRequest(topics=["orders"], with_groups=wants_groups))
+    )
     return found
 
 
-def held(*shards: tuple[int, int], is_held: bool = True) -> HoldResponse:
-    return HoldResponse(held=is_held, shards=list(shards))
+def held(*shards: tuple[int, int], is_held: bool = True, groups: dict[int, list[str]] | None = None) -> HoldResponse:
+    return HoldResponse(held=is_held, shards=list(shards), transactional_groups=groups or {})
 
 
 def test_a_barrier_counts_when_every_coordinator_was_held() -> None:
-    assert barrier(held((1, 2), (2, 2)), held((1, 2), (2, 2))) == OFFSETS
+    assert barrier(held((1, 2), (2, 2)), held((1, 2), (2, 2))) == BarrierResponse(offsets=OFFSETS)
+
+
+def test_groups_come_from_all_nodes() -> None:
+    ended = held((1, 2), (2, 2), groups={0: ["a"], 2: []})
+    found = barrier(held((1, 2), (2, 2)), ended, groups={1: ["b", "c"]})
+    assert sorted(found.transactional_groups or ()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param({}, id="an earlier version, which knows none"),
+        pytest.param({0: ["a"]}, id="one was between two nodes"),
+        pytest.param({0: ["a"], 1: ["b"], 2: []}, id="one came over from the other node"),
+    ],
+)
+def test_groups_of_a_coordinator_that_moves_are_not_taken_for_none(groups: dict[int, list[str]]) -> None:
+    with pytest.raises(RequestTimedOut, match="a coordinator of groups moved"):
+        barrier(held((1, 2), (2, 2)), held((1, 2), (2, 2), groups=groups), groups={1: []})
 
 
 @pytest.mark.parametrize(
@@ -78,3 +107,16 @@ def test_a_barrier_counts_when_every_coordinator_was_held() -> None:
 def test_a_barrier_is_void_otherwise(began: HoldResponse, ended: HoldResponse, moves: bool) -> None:
     with pytest.raises(RequestTimedOut):
         barrier(began, ended, moves=moves)
+
+
+def test_a_node_returns_its_groups_when_it_releases() -> None:
+    membership = SimpleNamespace(me=SimpleNamespace(node_id=NodeId(1)), node=lambda _: None)
+    groups = SimpleNamespace(transactional_groups=lambda: {2: ["a"]})
+    made: Any = MirrorService
+    service: Any = made(None, membership, None, None, Coordinator(), groups, None, None, None, None)
+
+    async def hold() -> list[HoldResponse]:
+        asked = [HoldRequest(token="t", hold_ms=60_000), HoldRequest(token="t", with_groups=True)]
+        return [await service.barriers.hold(one) for one in asked]
+
+    assert asyncio.run(hold()) == [held((0, 4)), held((0, 4), groups={2: ["a"]})]

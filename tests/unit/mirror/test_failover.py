@@ -115,7 +115,7 @@ def service_of(topics: Any, mirrors: Any = None) -> Any:
         track_letters=AsyncMock(), letter_topics=lambda: {US}, letter_origins=lambda: {US: {EU, EUX}}
     )
     made: Any = MirrorService
-    return made(topics, membership, mirrors, subscriptions, None, None, None, SystemClock(), None)
+    return made(topics, membership, mirrors, subscriptions, None, None, None, None, SystemClock(), None)
 
 
 class Target:

@@ -81,7 +81,7 @@ class Topics:
 def node_of(queues: Queues) -> Any:
     membership = SimpleNamespace(me=SimpleNamespace(node_id=ME), node=lambda _: None, nodes=list, controller_id=ME)
     made: Any = MirrorService
-    return made(Topics(), membership, None, queues, None, None, None, None, None)
+    return made(Topics(), membership, None, queues, None, None, None, None, None, None)
 
 
 @pytest.fixture(autouse=True)

@@ -433,7 +433,10 @@ class StuckGroups(Groups):
         self.there[AUDIT] = 20
         self.reached = {"orders": {0: 30}, "audit": {0: 5}}
         self.waiting: list[tuple[str, int]] = []
+        self.transactional: list[str] | None = None
+        self.mirror.verified = {}
         service = self.run.service
+        service.mirrors.note_verified = AsyncMock()
         service.mirrors.unfinished_cuts = lambda _: ()
         service.copied_topics = lambda _: [ORDERS, dataclasses.replace(ORDERS, name="audit")]
         service.others, service.clock, service.expose = [], SystemClock(), self.expose
@@ -444,7 +447,15 @@ class StuckGroups(Groups):
         return {one: self.reached[one.topic][one.partition] for one in where}
 
     async def ask(self, _node: Any, _key: int, request: BarrierRequest, *_: Any, **__: Any) -> BarrierResponse:
-        return BarrierResponse(offsets={topic: {0: 30} for topic in request.topics})
+        groups = self.transactional if request.with_groups else None
+        return BarrierResponse(offsets={topic: {0: 30} for topic in request.topics}, transactional_groups=groups)
+
+    async def sync(self, *, is_planned: bool) -> None:
+        if is_planned:
+            await self.follower.sync_all({"orders", "audit"})
+        else:
+            await self.follower._sync_groups()
+            await self.follower._sync_transactions()
 
     async def expose(self, _request: ExposeRequest) -> ExposeResponse:
         return ExposeResponse(reached=self.reached, waiting=self.waiting)
@@ -462,25 +473,64 @@ async def test_a_cutover_of_some_topics_does_not_wait_for_a_copy_of_another(monk
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize(
+    "transactional", [None, [], ["g"]], ids=["source of an earlier version", "no transaction", "transactional group"]
+)
 @pytest.mark.parametrize("cut", [None, 20, 30], ids=["failover not finished", "records cut off", "nothing cut off"])
 async def test_offsets_are_not_applied_without_records_that_a_failover_of_other_topics_has_cut_off(
-    monkeypatch: pytest.MonkeyPatch, cut: int | None, is_planned: bool
+    monkeypatch: pytest.MonkeyPatch, cut: int | None, transactional: list[str] | None, is_planned: bool
 ) -> None:
     groups = StuckGroups(monkeypatch)
-    groups.reached["audit"][0] = 30
-    groups.mirror.verified, groups.run.service.mirrors.note_verified = {}, AsyncMock()
+    groups.reached["audit"][0], groups.transactional = 30, transactional
     if cut is None:
         groups.run.service.mirrors.unfinished_cuts = lambda _: {"output"}
     else:
         groups.mirror.cuts = {"output": {0: cut}}
-    if is_planned:
-        await groups.follower.sync_all({"orders", "audit"})
-    else:
-        await groups.follower._sync_groups()
-        await groups.follower._sync_transactions()
-    is_whole = cut == 30
+    await groups.sync(is_planned=is_planned)
+    is_whole = cut == 30 or transactional == []
     assert groups.here == ({WHERE: 30, AUDIT: 20} if is_whole else {})
     assert list(groups.run.notes) == ([] if is_whole else [follower.TORN])
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+async def test_only_transactional_groups_keep_their_offsets_where_records_were_cut_off(
+    monkeypatch: pytest.MonkeyPatch, is_planned: bool
+) -> None:
+    groups = StuckGroups(monkeypatch)
+    groups.reached["audit"][0] = 30
+    there = {"exact": {WHERE: 10}, "plain": {AUDIT: 10}}
+    listed = [(name, "", "classic") for name in there]
+    monkeypatch.setattr(follower, "list_groups", AsyncMock(return_value=listed))
+    monkeypatch.setattr(follower, "committed_by_group", AsyncMock(return_value=there))
+    await groups.sync(is_planned=is_planned)
+    assert groups.here == {WHERE: 10, AUDIT: 10}
+    groups.mirror.cuts, groups.transactional = {"output": {0: 20}}, ["exact", "elsewhere"]
+    there |= {"exact": {WHERE: 20}, "plain": {AUDIT: 20}}
+    for _ in range(2):
+        await groups.sync(is_planned=is_planned)
+        assert groups.here == {WHERE: 10, AUDIT: 20}
+        assert "offsets of groups exact are not mirrored any more" in groups.run.notes[follower.TORN]
+        # What is lost here comes back: the same as before.
+        groups.here.clear()
+    there["exact"] = {WHERE: 10}
+    await groups.sync(is_planned=False)
+    assert (groups.here, groups.run.notes) == ({WHERE: 10, AUDIT: 20}, {})
+
+
+async def test_offsets_wait_if_a_failover_begins_while_copies_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = StuckGroups(monkeypatch)
+    groups.reached["audit"][0], groups.transactional = 30, []
+
+    async def expose(request: ExposeRequest) -> ExposeResponse:
+        if request.offsets:
+            groups.mirror.cuts = {"output": {0: 20}}
+        return await groups.expose(request)
+
+    groups.run.service.expose = expose
+    await groups.sync(is_planned=False)
+    assert (groups.here, list(groups.run.notes)) == ({}, [follower.TORN])
+    await groups.sync(is_planned=False)
+    assert (groups.here, groups.run.notes) == ({WHERE: 30, AUDIT: 20}, {})
 
 
 @pytest.mark.parametrize("arrives", [0, 1], ids=["before the barrier", "with the barrier"])

@@ -310,6 +310,19 @@ class GroupCoordinator(Coordinator[GroupShard]):
             if shard.state is not None:
                 yield from shard.state.committed()
 
+    def transactional_groups(self) -> dict[int, list[str]]:
+        """Return the groups with offsets that transactions have committed, by partition of the offsets topic.
+
+        Partitions that this node does not lead, or is still reading back, are missing.
+        """
+        states = {index: self._runtime.shard_at(PartitionIndex(index)).state for index, _ in self._runtime.led()}
+        return {index: list(state.transactional_groups()) for index, state in states.items() if state is not None}
+
+    @property
+    def partitions(self) -> int:
+        """How many partitions the offsets topic has; 0 before the first group."""
+        return self._runtime.partitions
+
     def _make_shard(self, timers: Timers) -> GroupShard:
         return GroupShard(
             timers,

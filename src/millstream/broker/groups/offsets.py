@@ -42,10 +42,14 @@ class Offsets:
     def __init__(self, topic_id_of: TopicIds) -> None:
         self._topic_id_of = topic_id_of
         self._by_group: dict[str, dict[tuple[str, int], CommittedOffset]] = {}
+        self.transactional_groups: set[str] = set()
+        """The groups for which transactions have committed offsets, as long as they have any."""
 
     def put(self, key: OffsetKey, committed: CommittedOffset) -> None:
         """Store an offset."""
         self._by_group.setdefault(key.group_id, {})[(key.topic, key.partition)] = committed
+        if committed.is_transactional:
+            self.transactional_groups.add(key.group_id)
 
     def remove(self, key: OffsetKey) -> None:
         offsets = self._by_group.get(key.group_id)
@@ -53,6 +57,7 @@ class Offsets:
             offsets.pop((key.topic, key.partition), None)
             if not offsets:
                 del self._by_group[key.group_id]
+                self.transactional_groups.discard(key.group_id)
 
     def of_group(self, group_id: str) -> Mapping[tuple[str, int], CommittedOffset]:
         """Return every offset of a group, by topic and partition."""

@@ -6,7 +6,8 @@
 Keys and values begin with a 16-bit number: the kind of record in a key, the version in a value. Records are written in
 the versions that Kafka 4 writes (offsets: 3, or 1 if the client set a retention; groups: 3), and read in all versions.
 An offset also carries the id of its topic in the header `topic-id`: a name can be reused after a topic was deleted, and
-offsets of the old topic must not apply to the new one. Kafka's tools ignore headers.
+offsets of the old topic must not apply to the new one. The empty header `transactional` marks an offset that a
+transaction has committed, now or before. Kafka's tools ignore headers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from millstream.core.errors import ProtocolViolation
 from millstream.protocol.messages.primitives import Reader, Writer
 
 TOPIC_ID_HEADER: Final = "topic-id"
+TRANSACTIONAL_HEADER: Final = "transactional"
 
 _OFFSET_KEYS: Final = (0, 1)
 _GROUP_KEY: Final = 2
@@ -59,6 +61,8 @@ class CommittedOffset:
     commit_ms: int
     expire_ms: int = NO_TIME_MS
     topic_id: UUID | None = None
+    is_transactional: bool = False
+    """Whether a transaction has committed it, or an earlier offset of the group in the partition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +104,10 @@ def offset_record(key: OffsetKey, committed: CommittedOffset) -> StateRecord:
     writer.int64(committed.commit_ms)
     if version == 1:
         writer.int64(committed.expire_ms)
-    headers = () if committed.topic_id is None else ((TOPIC_ID_HEADER, committed.topic_id.bytes),)
-    return StateRecord(_offset_key(key), bytes(writer.buffer), headers)
+    headers = [] if committed.topic_id is None else [(TOPIC_ID_HEADER, committed.topic_id.bytes)]
+    if committed.is_transactional:
+        headers.append((TRANSACTIONAL_HEADER, b""))
+    return StateRecord(_offset_key(key), bytes(writer.buffer), tuple(headers))
 
 
 def offset_tombstone(key: OffsetKey) -> StateRecord:
@@ -170,6 +176,7 @@ def read_offset(record: StateRecord) -> CommittedOffset:
         commit_ms=commit_ms,
         expire_ms=expire_ms,
         topic_id=topic_id,
+        is_transactional=any(name == TRANSACTIONAL_HEADER for name, _ in record.headers),
     )
 
 

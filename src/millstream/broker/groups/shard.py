@@ -8,7 +8,7 @@ here reads a clock that was not given to it, waits, or does I/O.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import islice
 from typing import Final
 
@@ -294,6 +294,10 @@ class GroupShard:
         for key, committed in self._offsets.current():
             yield key.group_id, key.topic, key.partition, committed.offset
 
+    def transactional_groups(self) -> Collection[str]:
+        """Return the groups with offsets that transactions have committed; read-only."""
+        return self._offsets.transactional_groups
+
     def join(self, request: JoinRequest) -> Outcome[Joined]:
         """Add a member, or let it rejoin."""
         consumers = self.consumers.get_with_members(request.group_id)
@@ -396,6 +400,8 @@ class GroupShard:
                 error = self._check_metadata(commit)
                 by_partition[commit.partition] = error
                 if error is None:
+                    key = OffsetKey(request.member.group_id, topic, commit.partition)
+                    before = self._offsets.get(key)
                     committed = CommittedOffset(
                         offset=commit.offset,
                         leader_epoch=commit.leader_epoch,
@@ -403,8 +409,8 @@ class GroupShard:
                         commit_ms=now_ms,
                         expire_ms=expire_ms,
                         topic_id=topic_id,
+                        is_transactional=before is not None and before.is_transactional,
                     )
-                    key = OffsetKey(request.member.group_id, topic, commit.partition)
                     records.append(as_record(key, committed))
         return records, result
 

@@ -180,7 +180,7 @@ class PendingOffsets:
         records = [marker_record(marker.producer_id, latest)]
         for key, pending in offsets.items():
             if marker.commit:
-                records.append(offset_record(key, pending.committed))
+                records.append(offset_record(key, replace(pending.committed, is_transactional=True)))
             records.append(pending_tombstone(PendingKey(marker.producer_id, key)))
         return records
 

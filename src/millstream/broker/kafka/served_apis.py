@@ -242,6 +242,7 @@ class ServedApis:
             parts.declared.mirrors,
             self._subscriptions,
             self._transactions.coordinator,
+            self._groups,
             parts.declared.schemas,
             parts.declared.security,
             parts.clock,

@@ -39,6 +39,7 @@ from millstream.protocol.private.mirror_messages import (
     OFFER_KEY,
     AdoptRequest,
     AdoptResponse,
+    BarrierRequest,
     CutPartition,
     FailoverRequest,
     FailoverResponse,
@@ -533,7 +534,7 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
     # After this, no node lets clients write to them, and everything that was written before is acknowledged.
     await service.fence_everywhere(request.name, [topic.topic_id for topic in topics])
     if request.step == "fence":
-        ends = await service.barrier([topic.name for topic in topics])
+        ends = (await service.barriers.take(BarrierRequest(topics=[topic.name for topic in topics]))).offsets
         return AdoptResponse(ends=ends, removed=[one for one, _ in await _lost(service, request, request.cuts, ends)])
     return await _follow(service, request, topics)
 

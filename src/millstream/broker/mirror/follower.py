@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 from uuid import UUID
 
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES, DeclaredCopies
-from millstream.broker.mirror.service import MirrorRun
+from millstream.broker.mirror.service import MirrorRun, listed
 from millstream.broker.mirror.source import Source, offer_pages, queue_key
 from millstream.core.errors import (
     AuthenticationFailed,
@@ -56,6 +56,8 @@ from millstream.protocol.wire.group_offsets import (
 
 Vector = Mapping[str, Mapping[int, int]]
 """An offset of each partition, by topic."""
+Commits = dict[str, dict[TopicPartition, int]]
+"""The committed offsets of groups."""
 
 TOPICS_S: Final = 1.0
 """How often the source is asked for its topics."""
@@ -72,9 +74,20 @@ ARRIVAL_WAIT_S: Final = 5.0
 NOTICE_LOST_S: Final = 5.0
 """After how long the owner asks all nodes whether clients wait at a commit, although none has reported it."""
 TORN: Final = "offsets after a failover"
-"""The key of the note that offsets of groups are not applied any more."""
+"""The key of the note that offsets of some groups are not applied any more."""
 CONFIGS_S: Final = 10.0
 """How often the source is asked for the settings of known topics."""
+
+
+class Barrier(NamedTuple):
+    """A moment at which no transaction of the source is half committed."""
+
+    offsets: Vector
+    """The high watermarks of the originals, by the names of their copies."""
+    cut_off: Vector
+    """Those of topics that were failed over, with which the mirror does not continue."""
+    transactional: Collection[str] | None
+    """The groups for which transactions have committed offsets; None if they are unknown."""
 
 
 class Follower:
@@ -86,9 +99,9 @@ class Follower:
         self._source = source
         self._settings = run.settings
         self._configs_at = 0.0
-        self._committed: dict[str, dict[TopicPartition, int]] = {}
+        self._committed: Commits = {}
         """The offsets of groups on the source, as last read."""
-        self._applicable: dict[str, dict[TopicPartition, int]] = {}
+        self._applicable: Commits = {}
         """Those that may be applied: all transactions that committed them are readable here."""
         self._syncing = asyncio.Lock()
         """Held while offsets of groups are carried over: none are applied that were read before those applied last."""
@@ -336,22 +349,17 @@ class Follower:
 
         A transaction at which clients wait may have written to any copy, so it has to arrive in all of them.
         """
-        chosen: dict[str, dict[TopicPartition, int]] = {}
-        for group, offsets in self._committed.items():
-            if found := {where: offset for where, offset in offsets.items() if where.topic in topics}:
-                chosen[group] = found
         before = self._applicable
+        chosen = _offsets_in(self._committed, topics)
         applicable = {**before, **{group: {**before.get(group, {}), **found} for group, found in chosen.items()}}
         await self._reached({})
         if applicable != before and not self._is_waiting_in(topics):
-            _, others = await self._reach_barrier(topics)
-            if self._tears(others):
-                return
+            applicable = self._without_torn(applicable, await self._reach_barrier(topics))
         if self._is_waiting_in(topics):
             await self._expose_transactions()
             return
         self._applicable = applicable
-        await self._apply_groups(chosen)
+        await self._apply_groups(_offsets_in(applicable, topics))
 
     def _is_waiting_in(self, topics: Collection[str]) -> bool:
         return any(topic in topics for topic, _ in self._waiting_at)
@@ -364,32 +372,39 @@ class Follower:
         ended = {topic: cuts for topic, cuts in self._cuts().items() if topic not in copied}
         return {**ended, **{topic: {} for topic in unfinished}}
 
-    def _tears(self, ends: Vector) -> bool:
-        """Whether a transaction that committed offsets may have records that a failover of some topics has cut off.
+    def _without_torn(self, committed: Commits, barrier: Barrier) -> Commits:
+        """Return offsets that were read before a barrier; groups whose work may be cut off keep what they had before.
 
-        `ends` are the high watermarks of these topics at the source, at the barrier before which offsets were read.
+        A transaction may have committed offsets together with records that a failover of some topics has cut off. Later
+        offsets of the same group count on its work too, even if no transaction has committed them.
         """
+        ends = barrier.cut_off
         torn = [
             topic
             for topic, cuts in self._cut_topics().items()
             if topic not in ends or any(end > cuts.get(index, 0) for index, end in ends[topic].items())
         ]
         self._run.notes.pop(TORN, None)
-        if torn:
+        if not torn:
+            return committed
+        found, held_back = dict(committed), list[str]()
+        for group in committed if barrier.transactional is None else committed.keys() & set(barrier.transactional):
+            before = self._applicable.get(group, {})
+            found[group] = {where: before[where] for where in committed[group] if where in before}
+            if found[group] != committed[group]:
+                held_back.append(group)
+        if held_back:
             self._run.notes[TORN] = (
-                f"offsets of groups are not mirrored any more: {', '.join(sorted(torn))} was failed over, and the "
-                "source has records there beyond the cut, perhaps of transactions that also committed offsets; "
-                "after a failover, groups continue at the offsets that were mirrored before"
+                f"offsets of groups {listed(held_back)} are not mirrored any more: {listed(torn)} was failed over, "
+                "and the source has records there beyond the cut, perhaps of transactions that also committed these "
+                "offsets; after a failover, these groups continue at the offsets that were mirrored before"
             )
-        return bool(torn)
+        return {group: offsets for group, offsets in found.items() if offsets}
 
-    async def _reach_barrier(self, topics: Collection[str], *, gives_way: bool = False) -> tuple[Vector, Vector]:
-        """Wait until copies have what their originals have at a moment when no transaction is half committed.
-
-        Also return how far the originals of topics are that were failed over.
-        """
+    async def _reach_barrier(self, topics: Collection[str], *, gives_way: bool = False) -> Barrier:
+        """Wait until copies have what their originals have at a moment when no transaction is half committed."""
         prefix, cut = self._settings.rename, self._cut_topics()
-        asked = BarrierRequest(topics=[topic.removeprefix(prefix) for topic in (*topics, *cut)])
+        asked = BarrierRequest(topics=[topic.removeprefix(prefix) for topic in (*topics, *cut)], with_groups=bool(cut))
         barrier = await self._source.ask(None, BARRIER_KEY, asked, BarrierResponse, waits=True)
         found = {prefix + topic: ends for topic, ends in barrier.offsets.items()}
         offsets = {topic: ends for topic, ends in found.items() if topic not in cut}
@@ -399,17 +414,19 @@ class Follower:
             raise RequestTimedOut(
                 f"offsets of groups and clients that read transactions wait, because {missing} has not arrived"
             )
-        return offsets, {topic: found.get(topic, {}) for topic in cut}
+        return Barrier(offsets, {topic: found.get(topic, {}) for topic in cut}, barrier.transactional_groups)
 
     async def _expose_transactions(self, *, gives_way: bool = False) -> None:
         committed = self._committed
         await self._reached({})
         if not self._waiting_at and committed == self._applicable:
+            self._run.notes.pop(TORN, None)
             return
         name = self._run.mirror.name
         cut = self._service.mirrors.unfinished_cuts(name)
         copied = [topic.name for topic in self._service.copied_topics(name) if topic.name not in cut]
-        offsets, others = await self._reach_barrier(copied, gives_way=gives_way)
+        barrier = await self._reach_barrier(copied, gives_way=gives_way)
+        offsets = barrier.offsets
         mirror = self._service.mirrors.get(name)
         if mirror is None:
             return
@@ -426,11 +443,9 @@ class Follower:
                 verified.setdefault(topic, {})[index] = offsets[topic][index]
         await self._service.mirrors.note_verified(mirror, verified)
         await self._reached(offsets, is_verified=True)
-        if self._tears(others):
-            return
         # Offsets from before the barrier: the transactions that committed them have arrived as a whole.
-        self._applicable = committed
-        await self._apply_groups(committed)
+        self._applicable = self._without_torn(committed, barrier)
+        await self._apply_groups(self._applicable)
 
     async def drain(self, ends: Vector, deadline: float) -> None:
         """Wait until clients can read everything that the source has, which accepts no more writes."""
@@ -512,7 +527,7 @@ class Follower:
         prefix = self._settings.rename
         names = [name for name, _, kind in await list_groups(self._source.client) if kind != "share"]
         copied = {topic.name: topic.partitions for topic in self._service.copied_topics(self._run.mirror.name)}
-        found: dict[str, dict[TopicPartition, int]] = {}
+        found: Commits = {}
         for group, committed in (await committed_by_group(self._source.client, names)).items():
             if isinstance(committed, MillstreamError):
                 continue
@@ -533,7 +548,7 @@ class Follower:
     async def _apply_groups(self, groups: Mapping[str, Mapping[TopicPartition, int]]) -> None:
         wanted = {where for offsets in groups.values() for where in offsets}
         exposed = await self._service.exposed_offsets(wanted)
-        changes: dict[str, dict[TopicPartition, int]] = {}
+        changes: Commits = {}
         for group, offsets in groups.items():
             known = self._run.groups.get(group, {})
             changed = {
@@ -744,6 +759,15 @@ class Follower:
             else:
                 self._cut_at.pop(key, None)
                 self._queues[key] = one.sequence
+
+
+def _offsets_in(commits: Commits, topics: Collection[str]) -> Commits:
+    """Return the offsets in some topics."""
+    found = {
+        group: {where: offset for where, offset in offsets.items() if where.topic in topics}
+        for group, offsets in commits.items()
+    }
+    return {group: offsets for group, offsets in found.items() if offsets}
 
 
 def _missing(wanted: Vector, reached: Vector) -> TopicPartition | None:

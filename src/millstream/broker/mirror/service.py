@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import logging
 import shlex
-import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -20,6 +19,7 @@ from uuid import UUID
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
+from millstream.broker.mirror.barriers import Barriers
 from millstream.broker.mirror.copier import Copier, Copy, CopyKey, Readable, awaits_gaps, commits_from, offset_in
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.source import Source, queue_key
@@ -29,7 +29,6 @@ from millstream.broker.security.state import SecurityState
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
-    CoordinatorUnavailable,
     InvalidMirror,
     MillstreamError,
     NotLeader,
@@ -47,7 +46,6 @@ from millstream.protocol.private.mirror_messages import (
     ANY_SEQUENCE,
     CUT_KEY,
     FENCE_KEY,
-    HOLD_KEY,
     NOTICE_KEY,
     CommitNotice,
     CutPartition,
@@ -56,8 +54,6 @@ from millstream.protocol.private.mirror_messages import (
     ExposeRequest,
     ExposeResponse,
     FenceRequest,
-    HoldRequest,
-    HoldResponse,
     OfferedSubscription,
     OfferRequest,
     OfferResponse,
@@ -67,24 +63,22 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 if TYPE_CHECKING:
+    from millstream.broker.groups.coordinator import GroupCoordinator
     from millstream.broker.kafka.subscription_service import SubscriptionService
     from millstream.broker.mirror.follower import Follower
     from millstream.broker.transactions.coordinator import TransactionCoordinator
 
 _logger = logging.getLogger(__name__)
 
-HOLD_S: Final = 2.0
-"""The longest time for which a barrier delays commits and aborts."""
 FENCE_S: Final = 10.0
 """How long an old source waits until all written records are replicated, before the step fails."""
 NOTICE_S: Final = 0.05
 """The shortest time between two notices to the owner that clients of this node wait at a commit."""
 NOTICE_RETRY_S: Final = 0.5
 LOAD_RETRY_S: Final = 1.0
-HOLDS_MAX: Final = 100
 TRUNCATED_AT_ONCE: Final = 32
 NAMED_MAX: Final = 5
-"""How many topics a note names."""
+"""How many topics or groups a note names."""
 OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
 R = TypeVar("R", bound=Response)
 
@@ -248,6 +242,7 @@ class MirrorService:
         mirrors: Mirrors,
         subscriptions: SubscriptionService,
         transactions: TransactionCoordinator,
+        groups: GroupCoordinator,
         schemas: SchemaRegistry,
         security: SecurityState,
         clock: Clock,
@@ -259,9 +254,7 @@ class MirrorService:
         self.membership = membership
         self.mirrors = mirrors
         self.subscriptions = subscriptions
-        self._transactions = transactions
-        self._held: dict[str, asyncio.Task[None]] = {}
-        """The tasks that delay commits and aborts for a barrier, by its token."""
+        self.barriers = Barriers(self, transactions, groups)
         self.clock = clock
         self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
         """The cuts of copies that are not writable yet, by the mirror's id; None while one is being cut."""
@@ -295,8 +288,7 @@ class MirrorService:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        for holding in list(self._held.values()):
-            holding.cancel()
+        self.barriers.close()
         if self._client is not None:
             await self._client.close()
         await self.peers.close()
@@ -461,19 +453,19 @@ class MirrorService:
                 f"`{self.failover_command(mirror)}` again"
             )
         if taken_over := [name for name in mirror.cuts if (topic := self.topics.get(name)) and not topic.mirror]:
-            what = f"clients can write to {_listed(taken_over)} here since a failover"
+            what = f"clients can write to {listed(taken_over)} here since a failover"
             if not mirror.is_gated or mirror.settings.rename:
                 yield f"{what}; delete the mirror once its source is not needed any more"
             else:
                 yield f"{what}; `millstream mirror reverse {mirror.name}` lets the old source follow"
         if fenced := [topic.name for topic in self.copied_topics(mirror.name) if topic.is_draining]:
             yield (
-                f"clients cannot write to {_listed(fenced)}, because a switch on the other side is taking over; if "
+                f"clients cannot write to {listed(fenced)}, because a switch on the other side is taking over; if "
                 f"none is running there, `millstream mirror failover {mirror.name}` lets clients write here again"
             )
         if unselected := mirror.unselected(self.copied_topics(mirror.name), self.subscriptions.letter_topics()):
             yield (
-                f"{_listed(unselected)} is still copied, although the mirror's topics and exclude no longer select it; "
+                f"{listed(unselected)} is still copied, although the mirror's topics and exclude no longer select it; "
                 "to end this, delete the copy here or fail it over"
             )
         for name, gaps in sorted(mirror.gaps.items()):
@@ -714,60 +706,6 @@ class MirrorService:
         ]
         return ExposeResponse(reached=reached, waiting=waiting)
 
-    async def barrier(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
-        """As a source: return the high watermarks of a moment at which no transaction is half committed.
-
-        Decisions of all coordinators are held back for that moment; records and offsets are not.
-        """
-        token = uuid.uuid4().hex
-        others = self.others
-        try:
-            async with asyncio.timeout(HOLD_S), self._transactions.held():
-                own = self._transactions.led()
-                hold = HoldRequest(token=token, hold_ms=int(HOLD_S * 1000))
-                began = await gather_or_cancel(self.ask_node(node, HOLD_KEY, hold, HoldResponse) for node in others)
-                offsets = await self.high_watermarks(topics)
-                release = HoldRequest(token=token)
-                ended = await gather_or_cancel(self.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others)
-                is_same = own == self._transactions.led() and [one.shards for one in began] == [
-                    one.shards for one in ended
-                ]
-        except TimeoutError:
-            raise RequestTimedOut("transactions take too long to end; no barrier was possible") from None
-        if not all(one.held for one in (*began, *ended)):
-            raise RequestTimedOut("a node did not hold back transactions long enough")
-        # A coordinator that was between two nodes was held back by neither.
-        held = sorted(index for shards in (own, *(one.shards for one in began)) for index, _ in shards)
-        if not is_same or held != list(range(self._transactions.partitions)):
-            raise RequestTimedOut("a coordinator of transactions moved to another node; no barrier was possible")
-        return offsets
-
-    async def hold(self, request: HoldRequest) -> HoldResponse:
-        """Hold back decisions here for a while, or let them through again; say whether they were held."""
-        if not request.hold_ms:
-            holding, shards = self._held.pop(request.token, None), self._transactions.led()
-            if holding is None or holding.done():
-                return HoldResponse(held=False)
-            holding.cancel()
-            await asyncio.wait([holding])
-            return HoldResponse(held=True, shards=shards)
-        ready = asyncio.Event()
-
-        async def keep() -> None:
-            with suppress(TimeoutError, MillstreamError):
-                async with asyncio.timeout(request.hold_ms / 1000), self._transactions.held():
-                    ready.set()
-                    await asyncio.Event().wait()
-            self._held.pop(request.token, None)
-
-        if len(self._held) >= HOLDS_MAX:
-            raise CoordinatorUnavailable("too many mirrors ask for a barrier at once")
-        holding = self._held[request.token] = asyncio.get_running_loop().create_task(keep())
-        is_ready = asyncio.ensure_future(ready.wait())
-        await asyncio.wait([holding, is_ready], return_when=asyncio.FIRST_COMPLETED)
-        is_ready.cancel()
-        return HoldResponse(held=ready.is_set(), shards=self._transactions.led())
-
     async def fence(self, request: FenceRequest) -> None:
         """As an old source: wait until this node refuses writes to topics, and has acknowledged all earlier ones.
 
@@ -969,7 +907,8 @@ class MirrorService:
         )
 
 
-def _listed(names: Collection[str]) -> str:
+def listed(names: Collection[str]) -> str:
+    """Return names for a note, a limited number of them."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return ", ".join(sorted(names)[:NAMED_MAX]) + more
 

@@ -280,12 +280,16 @@ class BarrierRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a source for a moment at which no transaction is half committed."""
 
     topics: list[str]
+    with_groups: bool = False
+    """Whether to return the groups with offsets that transactions have committed."""
 
 
 class BarrierResponse(Response, frozen=True, kw_only=True):
     """The high watermarks of that moment."""
 
     offsets: Offsets = msgspec.field(default_factory=dict)
+    transactional_groups: list[str] | None = None
+    """With groups: those for which transactions had committed offsets before the response. None if they are unknown."""
 
 
 class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,6 +298,8 @@ class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     hold_ms: int = 0
     """0 releases."""
+    with_groups: bool = False
+    """When releasing: whether to return the groups with offsets that transactions have committed."""
 
 
 class HoldResponse(Response, frozen=True, kw_only=True):
@@ -301,6 +307,8 @@ class HoldResponse(Response, frozen=True, kw_only=True):
 
     held: bool = False
     shards: Sequence[tuple[int, int]] = ()
+    transactional_groups: dict[int, list[str]] = msgspec.field(default_factory=dict)
+    """With groups: those with offsets that transactions have committed, for each coordinator of groups on the node."""
 
 
 class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -312,9 +312,11 @@ class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
 class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
     """Returns the high watermarks of a moment at which no transaction is half committed.
 
-        {"topics": ["orders"]}     response: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}}}
+        {"topics": ["orders"], "with_groups": true}
+        response: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}}, "transactional_groups": ["billing"]}
 
     For that moment, all nodes hold back the decisions of transactions. REQUEST_TIMED_OUT if they take long to end.
+    `transactional_groups` are those with offsets that transactions have committed; null if they were not asked for.
     """
 
     key = BARRIER_KEY
@@ -322,17 +324,18 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
     operation = Operation.DESCRIBE
 
     async def handle(self, request: BarrierRequest) -> BarrierResponse:
-        return BarrierResponse(offsets=await self._mirrors.barrier(request.topics))
+        return await self._mirrors.barriers.take(request)
 
 
 class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     """Holds back the decisions of transactions on a node, for the node that carries out MirrorBarrier.
 
-        {"token": "9f…", "hold_ms": 2000}
-        response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]]}
+        {"token": "9f…", "hold_ms": 2000, "with_groups": false}
+        response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]], "transactional_groups": {}}
 
     `shards` are the coordinators that the node runs, as partition and leader epoch. 0 ms lets decisions through again;
-    `held` then says whether they were held until now.
+    `held` then says whether they were held until now, and `transactional_groups` are the groups of MirrorBarrier, by
+    the partition of `__consumer_offsets` that stores them.
     """
 
     key = HOLD_KEY
@@ -340,7 +343,7 @@ class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     operation = Operation.CLUSTER_ACTION
 
     async def handle(self, request: HoldRequest) -> HoldResponse:
-        return await self._mirrors.hold(request)
+        return await self._mirrors.barriers.hold(request)
 
 
 class MirrorFence(_MirrorApi[FenceRequest, Response]):

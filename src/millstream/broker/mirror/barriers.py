@@ -1,0 +1,108 @@
+"""Barriers of a source: moments at which no transaction is half committed, for the clusters that mirror it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from millstream.core.errors import CoordinatorUnavailable, MillstreamError, RequestTimedOut
+from millstream.core.tasks import gather_or_cancel
+from millstream.protocol.private.mirror_messages import (
+    HOLD_KEY,
+    BarrierRequest,
+    BarrierResponse,
+    HoldRequest,
+    HoldResponse,
+)
+
+if TYPE_CHECKING:
+    from millstream.broker.groups.coordinator import GroupCoordinator
+    from millstream.broker.mirror.service import MirrorService
+    from millstream.broker.transactions.coordinator import TransactionCoordinator
+
+HOLD_S: Final = 2.0
+"""The longest time for which a barrier delays commits and aborts."""
+HOLDS_MAX: Final = 100
+
+
+class Barriers:
+    """The barriers that a node takes, and the decisions that it holds back for those of others."""
+
+    def __init__(self, service: MirrorService, transactions: TransactionCoordinator, groups: GroupCoordinator) -> None:
+        self._service = service
+        self._transactions = transactions
+        self._groups = groups
+        self._held: dict[str, asyncio.Task[None]] = {}
+        """The tasks that delay commits and aborts for a barrier, by its token."""
+
+    def close(self) -> None:
+        """Let decisions through again."""
+        for holding in list(self._held.values()):
+            holding.cancel()
+
+    async def take(self, request: BarrierRequest) -> BarrierResponse:
+        """Return the high watermarks of a moment at which no transaction is half committed.
+
+        Decisions of all coordinators are held back for that moment; records and offsets are not.
+        """
+        token = uuid.uuid4().hex
+        others = self._service.others
+        try:
+            async with asyncio.timeout(HOLD_S), self._transactions.held():
+                own = self._transactions.led()
+                hold = HoldRequest(token=token, hold_ms=int(HOLD_S * 1000))
+                began = await gather_or_cancel(
+                    self._service.ask_node(node, HOLD_KEY, hold, HoldResponse) for node in others
+                )
+                offsets = await self._service.high_watermarks(request.topics)
+                release = HoldRequest(token=token, with_groups=request.with_groups)
+                ended = await gather_or_cancel(
+                    self._service.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others
+                )
+                is_same = own == self._transactions.led() and [one.shards for one in began] == [
+                    one.shards for one in ended
+                ]
+        except TimeoutError:
+            raise RequestTimedOut("transactions take too long to end; no barrier was possible") from None
+        if not all(one.held for one in (*began, *ended)):
+            raise RequestTimedOut("a node did not hold back transactions long enough")
+        # A coordinator that was between two nodes was held back by neither.
+        held = sorted(index for shards in (own, *(one.shards for one in began)) for index, _ in shards)
+        if not is_same or held != list(range(self._transactions.partitions)):
+            raise RequestTimedOut("a coordinator of transactions moved to another node; no barrier was possible")
+        if not request.with_groups:
+            return BarrierResponse(offsets=offsets)
+        groups = [self._groups.transactional_groups(), *(one.transactional_groups for one in ended)]
+        if sorted(index for found in groups for index in found) != list(range(self._groups.partitions)):
+            raise RequestTimedOut("a coordinator of groups moved to another node; no barrier was possible")
+        names = [name for found in groups for some in found.values() for name in some]
+        return BarrierResponse(offsets=offsets, transactional_groups=names)
+
+    async def hold(self, request: HoldRequest) -> HoldResponse:
+        """Hold back decisions here for a while, or let them through again; say whether they were held."""
+        if not request.hold_ms:
+            holding, shards = self._held.pop(request.token, None), self._transactions.led()
+            if holding is None or holding.done():
+                return HoldResponse(held=False)
+            holding.cancel()
+            await asyncio.wait([holding])
+            groups = self._groups.transactional_groups() if request.with_groups else {}
+            return HoldResponse(held=True, shards=shards, transactional_groups=groups)
+        ready = asyncio.Event()
+
+        async def keep() -> None:
+            with suppress(TimeoutError, MillstreamError):
+                async with asyncio.timeout(request.hold_ms / 1000), self._transactions.held():
+                    ready.set()
+                    await asyncio.Event().wait()
+            self._held.pop(request.token, None)
+
+        if len(self._held) >= HOLDS_MAX:
+            raise CoordinatorUnavailable("too many mirrors ask for a barrier at once")
+        holding = self._held[request.token] = asyncio.get_running_loop().create_task(keep())
+        is_ready = asyncio.ensure_future(ready.wait())
+        await asyncio.wait([holding, is_ready], return_when=asyncio.FIRST_COMPLETED)
+        is_ready.cancel()
+        return HoldResponse(held=ready.is_set(), shards=self._transactions.led())
