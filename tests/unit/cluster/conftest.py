@@ -1,4 +1,4 @@
-"""What the tests of the cluster share: a coordination store of either kind."""
+"""Shared fixtures of the cluster tests: a coordination store of either kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OpenStore = Callable[[], CoordinationStore]
 
 @pytest.fixture(params=["embedded", "file", "socket", "etcd"])
 async def open_store(request: pytest.FixtureRequest) -> AsyncIterator[OpenStore]:
-    """Opens doors to one and the same new store, one for each node."""
+    """Open several clients of one new store, one for each node."""
     clock = SystemClock()
     name = uuid.uuid4().hex
     files = MemoryFiles(1)
@@ -53,5 +53,5 @@ async def open_store(request: pytest.FixtureRequest) -> AsyncIterator[OpenStore]
 
 @pytest.fixture
 async def store(open_store: OpenStore) -> CoordinationStore:
-    """One door to a new store."""
+    """One client of a new store."""
     return open_store()

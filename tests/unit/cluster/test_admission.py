@@ -1,4 +1,4 @@
-"""Letting a node in: what it led goes to others, and it stays eligible for what it still has."""
+"""Admitting a node: its leaderships go to others, and it stays eligible for the partitions that it still holds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def state_after(*, unclean: bool, min_in_sync: int) -> PartitionState:
 @pytest.mark.parametrize(
     ("unclean", "min_in_sync", "eligible"), [(False, 2, (ONE,)), (False, 1, ()), (True, 2, ()), (True, 1, ())]
 )
-async def test_replicas_that_were_in_sync_stay_eligible_when_too_few_are_left(
+async def test_in_sync_replicas_stay_eligible_when_too_few_are_left(
     unclean: bool, min_in_sync: int, eligible: tuple[NodeId, ...]
 ) -> None:
     state = await state_after(unclean=unclean, min_in_sync=min_in_sync)
@@ -53,7 +53,7 @@ async def test_replicas_that_were_in_sync_stay_eligible_when_too_few_are_left(
     assert state.eligible == eligible
 
 
-async def test_nodes_that_join_together_lead_nothing_of_before() -> None:
+async def test_nodes_that_join_together_keep_no_former_leadership() -> None:
     clock = ManualClock()
     store = EmbeddedStore(EmbeddedService(clock), clock)
     registered = {
@@ -76,5 +76,5 @@ async def test_nodes_that_join_together_lead_nothing_of_before() -> None:
     entries = (await store.read("")).entries
     assert {node: keys.admitted_key(node) in entries for node in (ONE, TWO)} == {ONE: True, TWO: False}
     state = PartitionState.from_json(entries[KEY].value)
-    # Node 1 cannot be trusted, and node 2 is the only one that has everything.
+    # Node 1 is not trusted, and node 2 is the only complete replica.
     assert (state.has_leader, state.leader_epoch > 4, state.in_sync) == (False, True, (TWO,))

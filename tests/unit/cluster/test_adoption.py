@@ -1,4 +1,4 @@
-"""What a cluster takes over from the stores of a machine."""
+"""State that a cluster takes over from the stores of a machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream_testing.single_node import single_node
 
 
-async def test_a_plan_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_a_plan_continues_where_it_was(tmp_path: Path) -> None:
     data, clock = tmp_path / "data", SystemClock()
     data.mkdir()
     async with single_node(data) as topics:

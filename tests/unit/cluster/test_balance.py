@@ -1,4 +1,4 @@
-"""Leaderships go back to preferred replicas when their time has come, and not with that of others."""
+"""Leadership returns to each preferred replica after its own delay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def key(index: int) -> PartitionKey:
     return UUID(int=1), PartitionIndex(index)
 
 
-def test_each_partition_waits_for_its_own_time() -> None:
+def test_each_partition_has_its_own_delay() -> None:
     balance = Balance(AFTER_S)
     balance.note(key(0), preferred_can_lead=True, now=100)
     balance.note(key(1), preferred_can_lead=True, now=129)
@@ -28,7 +28,7 @@ def test_each_partition_waits_for_its_own_time() -> None:
     assert balance.next_due is None
 
 
-def test_the_time_does_not_restart_while_all_is_well_but_does_after_a_setback() -> None:
+def test_the_delay_restarts_only_after_a_setback() -> None:
     balance = Balance(AFTER_S)
     balance.note(key(0), preferred_can_lead=True, now=100)
     balance.note(key(0), preferred_can_lead=True, now=120)
@@ -39,13 +39,13 @@ def test_the_time_does_not_restart_while_all_is_well_but_does_after_a_setback() 
     assert balance.take_due(158) == [key(0)]
 
 
-def test_a_time_of_zero_leaves_leaders_as_they_are() -> None:
+def test_a_delay_of_zero_leaves_leaders_unchanged() -> None:
     balance = Balance(0)
     balance.note(key(0), preferred_can_lead=True, now=100)
     assert balance.next_due is None
 
 
-def test_what_is_cleared_is_forgotten() -> None:
+def test_a_cleared_partition_is_forgotten() -> None:
     balance = Balance(AFTER_S)
     balance.note(key(0), preferred_can_lead=True, now=100)
     balance.clear()

@@ -1,4 +1,4 @@
-"""What a client asks to be declared is known on its node, even if the client leaves while the catalog is slow."""
+"""A declaration is applied on its node even if the client disconnects while the catalog is slow."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pipeline(declarations: CatalogDeclarations) -> Declared:
 
 
 @pytest.mark.parametrize("declare", [quota, group, subscription, pipeline])
-async def test_a_change_is_completed_when_its_client_leaves(
+async def test_a_change_is_completed_when_its_client_disconnects(
     declarations: CatalogDeclarations,
     declare: Callable[[CatalogDeclarations], Declared],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Quotas: stored in the catalog, found for a client, announced to those that enforce them."""
+"""Quotas: stored in the catalog, resolved for a client, announced to listeners."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
     opened.close()
 
 
-async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
+async def test_quotas_are_set_changed_and_removed(catalog: Catalog) -> None:
     quotas = ClientQuotas(CatalogDeclarations(catalog))
     reported: list[bool] = []
     quotas.on_change(lambda: reported.append(quotas.has(PRODUCER_BYTE_RATE)))
@@ -51,7 +51,7 @@ async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
     assert again.all() == {} == catalog.client_quotas()
 
 
-async def test_the_most_specific_limit_holds(catalog: Catalog) -> None:
+async def test_the_most_specific_quota_applies(catalog: Catalog) -> None:
     quotas = ClientQuotas(CatalogDeclarations(catalog))
     assert quotas.find(PRODUCER_BYTE_RATE, ANONYMOUS, "one") is None
     await quotas.alter(REST, {PRODUCER_BYTE_RATE: 1.0})
@@ -62,13 +62,11 @@ async def test_the_most_specific_limit_holds(catalog: Catalog) -> None:
     assert quotas.find(PRODUCER_BYTE_RATE, ANONYMOUS, "two") == (1.0, (None, "two"))
     await quotas.alter(EVERYBODY, {PRODUCER_BYTE_RATE: 3.0})
     assert quotas.find(PRODUCER_BYTE_RATE, ANONYMOUS, "one") == (3.0, (ANONYMOUS, None))
-    # Each kind of limit is looked for on its own.
+    # Each kind of quota is resolved separately.
     assert quotas.find(CONSUMER_BYTE_RATE, ANONYMOUS, "one") == (9.0, (None, "one"))
 
 
-async def test_what_is_only_checked_or_refused_changes_nothing(
-    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_validated_or_refused_changes_are_not_stored(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     quotas = ClientQuotas(CatalogDeclarations(catalog))
     await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 5.0}, validate_only=True)
     with pytest.raises(InvalidRequest):
@@ -82,7 +80,7 @@ async def test_what_is_only_checked_or_refused_changes_nothing(
     assert catalog.client_quotas() == {ONE: {PRODUCER_BYTE_RATE: 6.0}}
 
 
-async def test_changes_at_the_same_time_are_all_made(catalog: Catalog) -> None:
+async def test_concurrent_changes_are_all_stored(catalog: Catalog) -> None:
     quotas = ClientQuotas(CatalogDeclarations(catalog))
     await asyncio.gather(
         quotas.alter(ONE, {PRODUCER_BYTE_RATE: 5.0}),

@@ -1,4 +1,4 @@
-"""Plans: what they may never do, from random clusters, and what they are for."""
+"""Plans for random clusters: the invariants that every plan keeps, and the goals that it reaches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loads(draw: st.DrawFn) -> ClusterLoad:
     nodes = {
         NodeId(number): NodeLoad(
             node_id=NodeId(number),
-            # The nodes of a machine are in one rack.
+            # All nodes of a machine are in one rack.
             rack=rack if machines[number - 1] is None else "d",
             machine=machines[number - 1],
             is_live=draw(st.integers(0, 9)) > 0,
@@ -59,7 +59,7 @@ def loads(draw: st.DrawFn) -> ClusterLoad:
 
 
 def check(load: ClusterLoad, plan: Plan) -> None:
-    """What holds for every plan: legal moves, none twice, and no partition in fewer racks than before."""
+    """Check the invariants of every plan: legal moves, none twice, and no partition in fewer racks than before."""
     by_index = {one.index: one for one in load.partitions}
     assert len({move.index for move in plan.moves}) == len(plan.moves)
     for move in plan.moves:
@@ -84,7 +84,7 @@ def replicas_after(load: ClusterLoad, plan: Plan) -> dict[PartitionIndex, tuple[
 
 
 @given(loads(), st.integers(1, 7))
-def test_a_drained_node_keeps_only_what_has_no_other_place(load: ClusterLoad, number: int) -> None:
+def test_a_drained_node_keeps_only_replicas_without_another_place(load: ClusterLoad, number: int) -> None:
     node = NodeId(number)
     if node not in load.nodes:
         with pytest.raises(NotFound, match=f"no node {number}"):
@@ -108,7 +108,7 @@ def test_a_drained_node_keeps_only_what_has_no_other_place(load: ClusterLoad, nu
 
 
 def spread(load: ClusterLoad, replicas: dict[PartitionIndex, tuple[NodeId, ...]]) -> float:
-    """How uneven bytes and rates are: what balancing is to reduce."""
+    """How uneven bytes and rates are: the quantity that balancing reduces."""
     takers = [one.node_id for one in load.nodes.values() if one.is_live and not one.is_drained]
     size: Counter[NodeId] = Counter()
     rate: Counter[NodeId] = Counter()
@@ -121,7 +121,7 @@ def spread(load: ClusterLoad, replicas: dict[PartitionIndex, tuple[NodeId, ...]]
 
 
 @given(loads())
-def test_balancing_evens_out_and_is_then_done(load: ClusterLoad) -> None:
+def test_balancing_reduces_the_spread_and_then_stops(load: ClusterLoad) -> None:
     plan = plan_balance(load)
     check(load, plan)
     after = replicas_after(load, plan)
@@ -172,7 +172,7 @@ def even(nodes: int, partitions: int, replicas: int, *, size: int = 1000) -> Clu
     )
 
 
-def test_replicas_of_machines_with_several_processes_stay_apart() -> None:
+def test_replicas_stay_on_different_machines_with_several_processes() -> None:
     load = even(4, 4, 2)
     machines = {1: 1, 2: 2, 3: 1, 4: 2}
     shared = {node: NodeLoad(node_id=node, rack="room", machine=NodeId(machines[node])) for node in load.nodes}
@@ -180,7 +180,7 @@ def test_replicas_of_machines_with_several_processes_stay_apart() -> None:
     assert {move.target for move in plan_drain(load, NodeId(1)).moves} == {(3, 2), (2, 3)}
     with pytest.raises(InvalidRequest, match="3 replicas need as many machines, and 2 can take one"):
         plan_replicate(load, {"orders"}, 3)
-    # With a machine away, its replicas have no other place, although the other machine has two nodes.
+    # With a machine down, its replicas have no other place, although the other machine has two nodes.
     away = {node: dataclasses.replace(one, is_live=one.machine == 2) for node, one in shared.items()}
     assert len(plan_drain(ClusterLoad(nodes=away, partitions=load.partitions), NodeId(1)).staying) == 4
 
@@ -206,7 +206,7 @@ def test_a_new_node_gets_its_share_of_bytes_and_leaders() -> None:
 
 
 def led_after_balance(*partitions: tuple[int, int]) -> Counter[NodeId]:
-    """Balance three processes of a machine with partitions of one replica, each given by its node and its size."""
+    """Balance three processes of a machine with single-replica partitions, each given by its node and its size."""
     nodes = {NodeId(number): NodeLoad(node_id=NodeId(number), machine=NodeId(1)) for number in (1, 2, 3)}
     one = even(1, 1, 1).partitions[0]
     load = ClusterLoad(
@@ -221,22 +221,22 @@ def led_after_balance(*partitions: tuple[int, int]) -> Counter[NodeId]:
     return Counter(replicas[0] for replicas in replicas_after(load, plan_balance(load)).values())
 
 
-def test_small_partitions_are_spread_although_the_node_with_most_bytes_has_none_to_give() -> None:
+def test_small_partitions_are_spread_even_if_the_fullest_node_has_none() -> None:
     large, small = 40_000_000, 1_000
     led = led_after_balance((3, 2 * large), (1, large), (2, large), *[(1, small)] * 14, *[(2, small)] * 11)
     assert max(led.values()) - min(led.values()) <= 1
 
 
-def test_many_small_partitions_end_within_a_twentieth_of_the_average() -> None:
+def test_many_small_partitions_end_up_within_a_twentieth_of_the_average() -> None:
     large = 1 << 40
     led = led_after_balance((1, large), (2, large), (3, large), *[(1, 0)] * 500, *[(2, 0)] * 500)
     assert max(led.values()) - min(led.values()) <= 1 + 0.05 * 1003 / 3
 
 
-def test_a_balanced_cluster_is_left_alone() -> None:
+def test_a_balanced_cluster_is_left_unchanged() -> None:
     load = even(3, 30, 3)
     plan = plan_balance(load)
-    # Only the preferred leaders differ, and that costs nothing.
+    # Only the preferred leaders differ, which costs nothing.
     assert plan.moved_bytes == 0
     assert plan.seconds(1) == 0
 

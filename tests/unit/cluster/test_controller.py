@@ -1,4 +1,4 @@
-"""Several nodes in one process: who is let in, who leads, and how topics come and go."""
+"""Several nodes in one process: admission, leadership, and the creation and deletion of topics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def leads(node: GroupNode, topic: Topic) -> set[int]:
     return {int(one.index) for one in node.topics.partitions_of(topic) if one.is_leader}
 
 
-async def test_a_topic_made_anywhere_is_led_somewhere_and_known_everywhere(tmp_path: Path) -> None:
+async def test_a_topic_created_on_any_node_is_led_by_one_and_known_to_all(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[2].topics.create("orders", partitions=6, replication=2, overrides={"retention.ms": "7"})
         await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
@@ -86,7 +86,7 @@ async def test_topics_created_together_are_spread_over_the_nodes(tmp_path: Path)
         leaders = Counter(states(group[2], topic)[0].leader for topic in topics[:-1])
         assert leaders == {1: 10, 2: 10, 3: 10}
         assert states(group[2], topics[-1])[0].replicas == (2,)
-        # A topic that was named by its id and created again since is another one.
+        # A topic named by its id and recreated since is another topic.
         earlier = dataclasses.replace(topics[2], topic_id=uuid4())
         deleted = await group[3].topics.delete_all(["t0", "missing", topics[1], earlier])
         assert [type(one) for one in deleted] == [Topic, UnknownTopic, Topic, UnknownTopicId]
@@ -94,7 +94,7 @@ async def test_topics_created_together_are_spread_over_the_nodes(tmp_path: Path)
         assert len(group.service.read(keys.PARTITIONS).entries) == 29
 
 
-async def test_topics_grow_change_and_go_through_any_node(tmp_path: Path) -> None:
+async def test_topics_are_grown_changed_and_deleted_through_any_node(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=1, replication=3)
         grown = await group[2].topics.add_partitions("orders", 4)
@@ -104,7 +104,7 @@ async def test_topics_grow_change_and_go_through_any_node(tmp_path: Path) -> Non
         assert settings.min_insync_replicas == 1
         await group[1].topics.delete("orders")
         await group.until(lambda: all(node.topics.get("orders") is None for node in group.nodes.values()))
-        # The record of the deletion stays until every node has reported that its files are removed.
+        # The deletion record stays until every node has reported that its files are removed.
         await group.until(lambda: not group.service.read(keys.DELETED).entries)
         assert not group.service.read(keys.PARTITIONS).entries
         assert await group.declarations.call(Catalog.deleted_topic_ids) == set()
@@ -118,7 +118,7 @@ def retention(node: GroupNode) -> int:
     return node.topics.partition("orders", 0).log.settings.retention_ms
 
 
-async def test_what_is_set_for_nodes_holds_everywhere_and_before_a_log_is_opened(tmp_path: Path) -> None:
+async def test_node_settings_apply_everywhere_and_before_a_log_is_opened(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         await group[1].topics.create("orders", partitions=1, replication=3)
         await group[2].topics.alter_broker("", {"log.retention.ms": "70000", "min.insync.replicas": "3"})
@@ -132,7 +132,7 @@ async def test_what_is_set_for_nodes_holds_everywhere_and_before_a_log_is_opened
         with pytest.raises(InvalidRequest, match="the nodes are 1, 2, 3"):
             await group[1].topics.alter_broker("4", {"log.retention.ms": "1"})
 
-        # A node opens its logs by what was agreed on, although the catalog is not asked.
+        # A node opens its logs with the agreed settings, without asking the catalog.
         await group[3].stop()
         opened: list[int] = []
         open_log = LogStore.open_log
@@ -146,7 +146,7 @@ async def test_what_is_set_for_nodes_holds_everywhere_and_before_a_log_is_opened
             await group[3].start()
         assert opened == [80_000]
 
-        # A catalog that has lost it does not unset it; a request does.
+        # A catalog that has lost a setting does not unset it; a request does.
         with group._catalog._change() as connection:
             connection.execute(delete(broker_settings))
         await group[1].topics.create("another")
@@ -156,7 +156,7 @@ async def test_what_is_set_for_nodes_holds_everywhere_and_before_a_log_is_opened
         await group.until(lambda: all(retention(node) == 7 * 24 * 3600 * 1000 for node in group.nodes.values()))
 
 
-async def test_replicas_by_hand_are_where_they_were_asked_for(tmp_path: Path) -> None:
+async def test_replicas_are_placed_as_requested(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         by_hand = {0: (NodeId(3), NodeId(1)), 1: (NodeId(3), NodeId(2))}
         topic = await group[1].topics.create("placed", partitions=2, replication=2, placement=by_hand)
@@ -185,18 +185,18 @@ async def test_when_a_node_dies_another_leads_in_a_new_epoch(tmp_path: Path) -> 
             group[int(controller)].topics.partition("orders", 0).check_leader_epoch(-1)
 
 
-async def test_a_node_that_stops_in_order_leads_nothing_when_it_is_gone(tmp_path: Path) -> None:
+async def test_a_node_that_stops_cleanly_has_handed_over_its_leaderships(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=3, replication=3)
         await group[2].stop()
-        # It was waited for: no client saw a partition without a leader.
+        # The stop waited for that: no client saw a partition without a leader.
         assert all(state.leader in (1, 3) for state in states(group[1], topic))
         await group.until(lambda: 2 not in group[1].view.nodes)
         await group[2].start()
         assert not leads(group[2], topic)
 
 
-async def test_nodes_that_stop_together_are_not_deposed(tmp_path: Path) -> None:
+async def test_nodes_that_stop_together_keep_their_leaderships(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=6, replication=1)
         await group.until(lambda: sum(len(leads(node, topic)) for node in group.nodes.values()) == 6)
@@ -208,7 +208,7 @@ async def test_nodes_that_stop_together_are_not_deposed(tmp_path: Path) -> None:
         }
 
 
-async def test_preferred_leaders_lead_again_after_a_while(tmp_path: Path) -> None:
+async def test_preferred_leaders_lead_again_after_a_delay(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, leader_balance_ms=1) as group:
         topic = await group[1].topics.create("orders", partitions=3, replication=3)
         await group[2].stop()
@@ -216,7 +216,7 @@ async def test_preferred_leaders_lead_again_after_a_while(tmp_path: Path) -> Non
         await group[2].start()
         moved = next(index for index, state in enumerate(states(group[1], topic)) if state.preferred == 2)
         key = (topic.topic_id, PartitionIndex(moved))
-        # Nobody replicates here, so the node is put back in sync by hand.
+        # Nothing replicates here, so the node is put back in sync by hand.
         versioned = group[1].view.states[key]
         back = PartitionState(
             replicas=versioned.state.replicas,
@@ -243,7 +243,7 @@ async def test_leaders_are_elected_on_request(tmp_path: Path) -> None:
             await group[2].topics.elect(topic, 0)
         await group[2].kill()
         await group[3].kill()
-        # Whoever is in sync is dead, so the one that comes back has to be made leader by somebody who accepts the loss.
+        # All in-sync replicas are dead, so the returning node leads only after an unclean election.
         await group[1].start()
         await group.until(lambda: states(group[1], topic)[0].leader in (-1, 1))
         if states(group[1], topic)[0].leader == -1:
@@ -253,7 +253,7 @@ async def test_leaders_are_elected_on_request(tmp_path: Path) -> None:
             await group[1].topics.elect(topic, 0, unclean=True)
 
 
-async def test_a_machine_that_went_down_is_not_trusted_until_it_has_caught_up(tmp_path: Path) -> None:
+async def test_a_node_whose_machine_crashed_is_not_trusted_until_it_has_caught_up(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=3, replication=3)
         alone = await group[1].topics.create("alone", partitions=1, replication=1, placement={0: (NodeId(3),)})
@@ -261,12 +261,12 @@ async def test_a_machine_that_went_down_is_not_trusted_until_it_has_caught_up(tm
         await group[3].crash()
         await group[3].start()
         assert all(3 not in (*state.in_sync, *state.eligible) for state in states(group[3], topic))
-        # What only it has it leads all the same, in a later epoch.
+        # It still leads the partitions that only it holds, in a later epoch.
         await group.until(lambda: leads(group[3], alone) == {0})
         assert states(group[3], alone)[0].leader_epoch > epochs[0]
 
 
-async def test_an_empty_folder_is_not_trusted(tmp_path: Path) -> None:
+async def test_a_node_with_an_empty_folder_is_not_trusted(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=3, replication=3)
         await group[2].stop()
@@ -275,7 +275,7 @@ async def test_an_empty_folder_is_not_trusted(tmp_path: Path) -> None:
         assert all(2 not in (*state.in_sync, *state.eligible) for state in states(group[2], topic))
 
 
-async def test_a_process_that_was_killed_is_trusted_as_it_was(tmp_path: Path) -> None:
+async def test_a_node_whose_process_was_killed_stays_trusted(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=1, replication=1, placement={0: (NodeId(3),)})
         await group[3].kill()
@@ -293,11 +293,11 @@ async def test_a_second_node_with_the_same_id_is_refused(tmp_path: Path) -> None
             await twin.start()
         await twin.kill()
         assert set(group[1].view.live) == {1, 2}
-        # It did not even disturb the one whose name it bears.
+        # The node with the same id was not disturbed.
         assert group.service.read(keys.CONTROLLER).entries[keys.CONTROLLER] == controller
 
 
-async def test_a_node_that_the_store_has_forgotten_does_not_restart(tmp_path: Path) -> None:
+async def test_a_node_that_the_store_does_not_know_refuses_to_restart(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         await group[2].stop()
         door = EmbeddedStore(group.service, group.clock)
@@ -308,7 +308,7 @@ async def test_a_node_that_the_store_has_forgotten_does_not_restart(tmp_path: Pa
         assert set(group[1].view.live) == {1}
 
 
-async def test_a_controller_that_lost_its_place_changes_nothing_any_more(tmp_path: Path) -> None:
+async def test_a_deposed_controller_changes_nothing_any_more(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         first = group[1].view.controller
         door = EmbeddedStore(group.service, group.clock)
@@ -329,7 +329,7 @@ async def test_without_a_deletion_record_files_stay(tmp_path: Path) -> None:
         assert any(str(topic.topic_id) in name for name in group[1].files.names("/data/partitions"))
 
 
-async def test_quotas_hold_on_every_node(tmp_path: Path) -> None:
+async def test_quotas_apply_on_every_node(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         entity = QuotaEntity(((CLIENT_ID, "reports"),))
         await group[1].cluster.declared.quotas.alter(entity, {PRODUCER_BYTE_RATE: 5.0})
@@ -348,18 +348,18 @@ def number(node: GroupNode, name: str) -> float:
     return value
 
 
-async def test_a_node_without_its_place_is_reported_as_fenced(tmp_path: Path) -> None:
+async def test_a_node_without_its_registration_is_reported_as_fenced(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         node = group[2]
         assert number(node, "millstream_node_fenced") == 0
         assert number(node, "millstream_node_losses_total") == 0
-        # Put out by the controller: registered, but not let in.
+        # Fenced by the controller: registered, but not admitted.
         door = EmbeddedStore(group.service, group.clock)
         reported: list[float] = []
         node.view.listen(lambda _change: reported.append(number(node, "millstream_node_fenced")))
         await door.change([Delete(keys.admitted_key(NodeId(2)))])
         await group.until(lambda: 1 in reported and number(node, "millstream_node_fenced") == 0)
-        # Its session ends: it registers again and is admitted again.
+        # Its session expires: it registers again and is admitted again.
         (lease,) = [lease for lease in tuple(group.service._leases) if "nodes/2" in group.service._leases[lease].keys]
         reported.clear()
         group.service.revoke(lease)
@@ -368,8 +368,8 @@ async def test_a_node_without_its_place_is_reported_as_fenced(tmp_path: Path) ->
         assert 1 in reported
 
 
-async def test_a_node_never_follows_under_the_registration_of_another_process(tmp_path: Path) -> None:
-    """A leader counts a follower by it, so the log of one process would be taken for that of the other."""
+async def test_a_node_never_fetches_under_the_registration_of_another_process(tmp_path: Path) -> None:
+    """The leader tracks followers by registration, so the logs of both processes would be confused."""
     async with NodeGroup(tmp_path, nodes=2) as group:
         node, key = group[2], keys.node_key(NodeId(2))
         own = node.view.nodes[NodeId(2)]
@@ -394,7 +394,7 @@ async def test_a_node_that_cannot_renew_its_session_is_reported_as_fenced(tmp_pa
         assert session is not None
         session._missed = 3  # type: ignore[attr-defined]
         assert number(node, "millstream_node_fenced") == 1
-        # It still counts as ready: while the store is away as a whole, data flows.
+        # It still counts as ready: while the whole store is unavailable, data keeps flowing.
         assert list(node.cluster.unready_reasons()) == []
 
 

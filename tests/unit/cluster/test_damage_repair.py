@@ -1,4 +1,4 @@
-"""Replicas restore lost ranges from each other, in place, whichever node leads."""
+"""Replicas restore lost ranges from each other in place, whichever node leads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def place_of(partition: Partition, offset: int) -> tuple[str, int]:
 
 
 def harm(group: ReplicaGroup, node: int, offset: int) -> None:
-    """Change a byte of one batch of a replica on its disk, and have the scrub find it."""
+    """Corrupt a byte of one batch of a replica on its disk, and run the scrub until it is found."""
     path, position = place_of(group.partition(node), offset)
     group.nodes[NodeId(node)].files.overwrite(path, position + 120, b"?")
 
@@ -77,18 +77,18 @@ async def check_repaired(group: ReplicaGroup) -> None:
 
 @pytest.mark.parametrize("node", [1, 2])
 @pytest.mark.parametrize("offset", [0, 17, COUNT - 1])
-async def test_a_lost_batch_is_put_back_in_its_place(group: ReplicaGroup, node: int, offset: int) -> None:
+async def test_a_lost_batch_is_restored_in_its_place(group: ReplicaGroup, node: int, offset: int) -> None:
     harmed = group.partition(node)
     harm(group, node, offset)
     segments = list(harmed.log.segments)
     scrub(group, node)
     assert harmed.log.damaged_ranges == ((offset, offset + 1),)
     await check_repaired(group)
-    # Nothing behind it was fetched again.
+    # No later batch was fetched again.
     assert harmed.log.segments[: len(segments)] == segments
 
 
-async def test_replicas_that_lost_different_ranges_heal_each_other(group: ReplicaGroup) -> None:
+async def test_replicas_that_lost_different_ranges_repair_each_other(group: ReplicaGroup) -> None:
     for node in (1, 2, 3):
         for offset in range(node, COUNT, 12):
             harm(group, node, offset)
@@ -97,7 +97,7 @@ async def test_replicas_that_lost_different_ranges_heal_each_other(group: Replic
     await check_repaired(group)
 
 
-async def test_a_leader_that_was_read_is_repaired_before_readers_are_refused(group: ReplicaGroup) -> None:
+async def test_damage_found_by_a_read_is_repaired_before_readers_are_refused(group: ReplicaGroup) -> None:
     leader = group.partition(1)
     harm(group, 1, 17)
     with pytest.raises(RepairPending):
@@ -111,8 +111,8 @@ async def test_a_leader_that_was_read_is_repaired_before_readers_are_refused(gro
     assert b"%0100d" % 17 in await until(read)
 
 
-async def test_files_that_are_gone_come_back(group: ReplicaGroup) -> None:
-    """One replica finds out while it runs, one when it starts."""
+async def test_removed_files_are_restored(group: ReplicaGroup) -> None:
+    """One replica detects it while it runs, one when it starts."""
     running, stopped = group.partition(1), group.nodes[THREE]
     removed = running.log.segments[1]
     group.nodes[ONE].files.remove(removed.path)
@@ -132,7 +132,7 @@ async def test_files_that_are_gone_come_back(group: ReplicaGroup) -> None:
     assert not group.partition(1).log.damage
 
 
-async def test_what_every_replica_lost_is_reported_and_holds_up_nothing(group: ReplicaGroup) -> None:
+async def test_a_range_lost_on_every_replica_is_reported_and_blocks_nothing(group: ReplicaGroup) -> None:
     for node in (1, 2, 3):
         harm(group, node, 17)
     harm(group, 2, 30)
@@ -146,7 +146,7 @@ async def test_what_every_replica_lost_is_reported_and_holds_up_nothing(group: R
     assert (await leader.append(encode_values(b"%0100d" % COUNT))).base_offset == COUNT
 
 
-async def test_while_a_replica_that_may_have_it_is_away_a_range_is_not_given_up(group: ReplicaGroup) -> None:
+async def test_a_range_is_not_given_up_while_a_replica_that_may_hold_it_is_down(group: ReplicaGroup) -> None:
     leader = group.partition(1)
     group.cut |= {(ONE, TWO), (ONE, THREE)}
     harm(group, 1, 17)
@@ -159,14 +159,14 @@ async def test_while_a_replica_that_may_have_it_is_away_a_range_is_not_given_up(
     await check_repaired(group)
 
 
-async def test_only_replicas_are_given_what_others_lost(group: ReplicaGroup) -> None:
+async def test_only_replicas_may_fetch_lost_ranges(group: ReplicaGroup) -> None:
     follower = group.partition(2)
     assert follower.read_for_repair(THREE, offset=Offset(17), leader_epoch=-1, max_bytes=1).records
     with pytest.raises(NotLeader):
         follower.read_for_repair(NodeId(4), offset=Offset(17), leader_epoch=-1, max_bytes=1)
 
 
-async def test_what_is_not_acknowledged_only_the_leader_gives_and_only_in_its_epoch(group: ReplicaGroup) -> None:
+async def test_unacknowledged_records_are_served_only_by_the_leader_in_its_epoch(group: ReplicaGroup) -> None:
     group.cut |= {(TWO, ONE), (THREE, ONE)}
     leader = group.partition(1)
     leader.write(encode_values(b"%0100d" % COUNT), acks=1)
@@ -178,7 +178,7 @@ async def test_what_is_not_acknowledged_only_the_leader_gives_and_only_in_its_ep
     assert given == [False, True, False]
 
 
-async def test_a_leader_whose_disk_takes_nothing_hands_over(group: ReplicaGroup) -> None:
+async def test_a_leader_that_cannot_write_to_its_disk_hands_over(group: ReplicaGroup) -> None:
     files, harmed = group.nodes[ONE].files, group.partition(1)
     harm(group, 1, 17)
     files.fail_next_writes(*[".log"] * 3)
@@ -194,14 +194,14 @@ NOT_YET = "lost offsets are not repaired yet; retrying"
 
 
 def attempts(caplog: pytest.LogCaptureFixture) -> int:
-    """How many attempts to put something back have failed."""
+    """The number of failed repair attempts."""
     return sum(record.message == NOT_YET for record in caplog.records)
 
 
-async def test_acknowledged_records_are_not_cut_where_no_response_fits(
+async def test_acknowledged_records_are_not_truncated_when_no_response_fits(
     group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What lies behind the lost range may be the last copy."""
+    """The records behind the lost range may be the last copy."""
     follower = group.partition(2)
     too_long = encode_batch([NewRecord(None, b"%d" % number, (), 1000) for number in range(3)])
     too_long[:8] = (16).to_bytes(8, "big")
@@ -225,7 +225,7 @@ async def test_acknowledged_records_are_not_cut_where_no_response_fits(
 
 
 @pytest.mark.parametrize("reason", ["the responses are damaged", "the log changes meanwhile"])
-async def test_a_leader_keeps_leading_when_an_attempt_fails_for_another_reason_than_its_disk(
+async def test_a_leader_keeps_leading_when_a_repair_fails_for_another_reason_than_its_disk(
     group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
     fetch, repair_range = DamageRepair._fetch, LogStore.repair_range
@@ -253,7 +253,7 @@ async def test_a_leader_keeps_leading_when_an_attempt_fails_for_another_reason_t
     assert (agreed.state.leader, agreed.state.leader_epoch) == (ONE, 0)
 
 
-async def test_a_leader_that_is_whole_again_does_not_hand_over_any_more(group: ReplicaGroup) -> None:
+async def test_a_repaired_leader_does_not_hand_over(group: ReplicaGroup) -> None:
     leader, files = group.partition(1), group.nodes[ONE].files
     path, position = place_of(leader, 17)
     files.flip_bit(path, position + 120, 1)

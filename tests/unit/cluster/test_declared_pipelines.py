@@ -1,4 +1,4 @@
-"""Pipelines: stored in the catalog, checked before they are declared, announced to the node that runs them."""
+"""Pipelines: stored in the catalog, validated when declared, announced to the node that runs them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(catalog: Catalog) -> Pipelines:
     return Pipelines(CatalogDeclarations(catalog), ManualClock())
 
 
-async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> None:
+async def test_declared_pipelines_survive_a_restart(catalog: Catalog) -> None:
     pipelines = make(catalog)
     reported: list[int] = []
     pipelines.on_change(lambda: reported.append(len(pipelines.all())))
@@ -60,7 +60,7 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     assert (pipelines.all(), reported) == ([], [1, 1, 1, 0])
 
 
-async def test_another_node_has_declared_it_just_now(catalog: Catalog) -> None:
+async def test_a_pipeline_just_declared_on_another_node_is_found(catalog: Catalog) -> None:
     here, there = make(catalog), make(catalog)
     made = await there.create("land-orders", LAND, ORDERS)
     assert here.get("land-orders") is None
@@ -69,7 +69,7 @@ async def test_another_node_has_declared_it_just_now(catalog: Catalog) -> None:
         with pytest.raises(PipelineExists):
             await here.create("land-orders", LAND, ORDERS, validate_only=validate_only)
     assert not (await here.stop("land-orders")).is_wanted
-    # And again under its name: what this node remembers is of no use.
+    # Recreated under the same name: the cached pipeline is stale.
     await there.delete("land-orders")
     restarted = await there.create("land-orders", LAND, {"topics": "others"})
     assert (await here.start("land-orders")).pipeline_id == restarted.pipeline_id
@@ -78,13 +78,13 @@ async def test_another_node_has_declared_it_just_now(catalog: Catalog) -> None:
         await here.delete("land-orders")
 
 
-async def test_one_that_is_parked_is_tried_again_when_it_is_started_or_changed(catalog: Catalog) -> None:
+async def test_a_parked_pipeline_is_retried_when_it_is_started_or_changed(catalog: Catalog) -> None:
     pipelines = make(catalog)
     made = await pipelines.create("director", ROUTE, {}, rules=[LARGE])
     parked = await pipelines.park(made, "no such column")
     assert (parked.is_due, parked.parked) == (False, "no such column")
     assert (await pipelines.start("director")).is_due
-    # What failed was the pipeline as it was then.
+    # The failure belongs to the previous version of the pipeline.
     await pipelines.change_rules("director", [SMALL])
     assert (await pipelines.park(made, "too late")).is_due
     for change in (pipelines.alter("director", {}), pipelines.change_rules("director", [LARGE])):
@@ -94,7 +94,7 @@ async def test_one_that_is_parked_is_tried_again_when_it_is_started_or_changed(c
     assert not (await pipelines.start("director")).parked
 
 
-async def test_rules_are_put_and_taken_out_in_one_step(catalog: Catalog) -> None:
+async def test_rules_are_added_and_removed_in_one_step(catalog: Catalog) -> None:
     pipelines = make(catalog)
     await pipelines.create("director", ROUTE, {}, rules=[SMALL, LARGE])
     assert (await pipelines.find("director")).rules == (LARGE, SMALL)
@@ -109,7 +109,7 @@ async def test_rules_are_put_and_taken_out_in_one_step(catalog: Catalog) -> None
     assert pipelines.all() == [changed]
 
 
-async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
+async def test_an_invalid_change_has_no_effect(catalog: Catalog) -> None:
     pipelines = make(catalog)
     with pytest.raises(InvalidSetting, match="either `topics` or `pattern`"):
         await pipelines.create("land-orders", LAND, {})
@@ -152,6 +152,6 @@ async def test_two_pipelines_do_not_land_into_one_table(
     await pipelines.create("two", LAND, {**second, "lake": "/elsewhere"})
     with pytest.raises(InvalidPipeline, match="is already landed by pipeline 'one'"):
         await pipelines.alter("two", {"lake": first.get("lake")})
-    # What it has itself is not a conflict.
+    # Its own table is not a conflict.
     await pipelines.alter("one", {"every.ms": "1000"})
     await pipelines.create("three", LAND, {"topics": "others"})

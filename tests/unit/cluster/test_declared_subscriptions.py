@@ -1,4 +1,4 @@
-"""Subscriptions: stored in the catalog, checked before they are declared, announced to the queues."""
+"""Subscriptions: stored in the catalog, validated when declared, announced to the queues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make(catalog: Catalog, clock: ManualClock | None = None) -> Subscriptions:
     return Subscriptions(CatalogDeclarations(catalog), clock or ManualClock())
 
 
-async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> None:
+async def test_declared_subscriptions_survive_a_restart(catalog: Catalog) -> None:
     subscriptions = make(catalog)
     await subscriptions.load()
     reported: list[int] = []
@@ -76,7 +76,7 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     assert reported == [1, 1, 0]
 
 
-async def test_one_that_is_declared_again_with_its_id_keeps_its_state(catalog: Catalog) -> None:
+async def test_a_subscription_redeclared_with_its_id_keeps_its_state(catalog: Catalog) -> None:
     subscriptions = make(catalog)
     await subscriptions.load()
     for _ in range(2):
@@ -88,7 +88,7 @@ async def test_one_that_is_declared_again_with_its_id_keeps_its_state(catalog: C
         assert subscriptions.is_deleted(UUID(int=1))
 
 
-async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
+async def test_an_invalid_declaration_has_no_effect(catalog: Catalog) -> None:
     subscriptions = make(catalog)
 
     def refuse(text: str) -> None:
@@ -112,7 +112,7 @@ async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
     assert (only.name, only.topics, only.overrides) == ("billing", ("orders",), settings_of_new({}, "billing-dlq"))
 
 
-async def test_a_new_subscription_has_its_defaults_written_into_it_and_a_share_group_has_kafkas(
+async def test_a_new_subscription_stores_its_defaults_and_a_share_group_those_of_kafka(
     catalog: Catalog,
 ) -> None:
     subscriptions = make(catalog)
@@ -120,7 +120,7 @@ async def test_a_new_subscription_has_its_defaults_written_into_it_and_a_share_g
     one = await subscriptions.create("taken", ["orders"], {ATTEMPTS: "3"})
     assert one.overrides[ATTEMPTS] == "3"
     assert one.overrides[DEAD_LETTER_TOPIC].startswith("taken-dlq-")
-    # To unset is to go back to what a new one has, which does not drop messages.
+    # An unset setting returns to the default of a new subscription, which does not drop messages.
     changed = await subscriptions.alter("taken", {ATTEMPTS: None, DEAD_LETTER_TOPIC: None})
     assert changed.overrides == {**one.overrides, ATTEMPTS: "25"}
     dropping = await subscriptions.alter("taken", {DEAD_LETTER_TOPIC: NO_DEAD_LETTERS})
@@ -131,7 +131,7 @@ async def test_a_new_subscription_has_its_defaults_written_into_it_and_a_share_g
     assert own.overrides == {}
 
 
-async def test_a_deletion_is_forgotten_when_no_node_can_still_need_it(catalog: Catalog) -> None:
+async def test_a_deletion_record_is_removed_when_no_node_can_need_it(catalog: Catalog) -> None:
     clock = ManualClock()
     subscriptions = make(catalog, clock)
     billing = await subscriptions.create("billing", ["orders"], {})
@@ -143,7 +143,7 @@ async def test_a_deletion_is_forgotten_when_no_node_can_still_need_it(catalog: C
 
 
 class Counted(CatalogDeclarations):
-    """Counts what is asked of the catalog, and may be away."""
+    """Counts catalog calls, and may be unavailable."""
 
     asked: list[Sequence[str]]
     is_away = False
@@ -168,7 +168,7 @@ async def find(subscriptions: Subscriptions, *names: str) -> list[object]:
     return [*await asyncio.gather(*map(subscriptions.find, names), return_exceptions=True)]
 
 
-async def test_what_another_node_has_just_declared_is_found_with_few_questions(
+async def test_a_subscription_just_declared_on_another_node_is_found_with_few_calls(
     catalog: Catalog, counted: Counted
 ) -> None:
     here = Subscriptions(counted, ManualClock())
@@ -182,7 +182,7 @@ async def test_what_another_node_has_just_declared_is_found_with_few_questions(
     assert len(counted.asked) == 2
 
 
-async def test_a_look_up_does_not_use_the_response_of_one_that_began_before(catalog: Catalog, counted: Counted) -> None:
+async def test_a_look_up_does_not_use_the_result_of_an_earlier_one(catalog: Catalog, counted: Counted) -> None:
     here = Subscriptions(counted, ManualClock())
     early = asyncio.create_task(here.find("billing"))
     while not counted.asked:
@@ -194,7 +194,7 @@ async def test_a_look_up_does_not_use_the_response_of_one_that_began_before(cata
     assert counted.asked == [["billing"]] * 2
 
 
-async def test_a_catalog_that_is_away_is_not_asked_by_each_who_waits(counted: Counted) -> None:
+async def test_waiting_look_ups_share_a_call_to_an_unavailable_catalog(counted: Counted) -> None:
     here = Subscriptions(counted, ManualClock())
     counted.is_away = True
     found = await find(here, *"abcdefgh")
@@ -205,7 +205,7 @@ async def test_a_catalog_that_is_away_is_not_asked_by_each_who_waits(counted: Co
         await here.find("a")
 
 
-async def test_what_another_node_has_declared_is_changed_and_deleted_and_not_declared_twice(catalog: Catalog) -> None:
+async def test_a_subscription_of_another_node_is_changed_and_deleted_but_not_declared_twice(catalog: Catalog) -> None:
     here, there = make(catalog), make(catalog)
     billing = await there.create("billing", ["orders"], {})
     assert await here.ensure("billing") == billing

@@ -1,4 +1,4 @@
-"""Elections: whatever happens, only a replica leads that has everything that was acknowledged."""
+"""Elections: only a replica that holds every acknowledged record may lead."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def check(after: PartitionState, before: PartitionState) -> None:
 
 
 @given(states(), alive_sets, minimums, st.booleans())
-def test_an_election_keeps_the_rules_and_needs_no_second_one(
+def test_an_election_keeps_the_rules_and_is_stable(
     before: PartitionState, alive: set[NodeId], minimum: int, unclean: bool
 ) -> None:
     after = elect(before, alive, min_in_sync=minimum, unclean=unclean)
     if after is not None:
         check(after, before)
         if not unclean:
-            # Nobody is taken for whole who was not before.
+            # No replica becomes trusted that was not before.
             assert {*after.in_sync, *after.eligible} <= {*before.in_sync, *before.eligible}
     current = after or before
     assert current.leader in alive or current.leader == NO_LEADER
@@ -76,17 +76,17 @@ def test_an_election_keeps_the_rules_and_needs_no_second_one(
 
 
 @given(states(), alive_sets, minimums)
-def test_eligible_are_only_those_who_left_when_too_few_were_in_sync(
+def test_only_replicas_that_left_below_the_minimum_are_eligible(
     before: PartitionState, alive: set[NodeId], minimum: int
 ) -> None:
     after = elect(before, alive, min_in_sync=minimum)
     if after is not None and after.eligible:
-        # With enough in sync the high watermark moves on without them.
+        # With enough replicas in sync the high watermark advances without them.
         assert len(after.in_sync) < required_in_sync(after, minimum) or after.eligible == before.eligible
 
 
 @given(states(), st.sampled_from(NODES))
-def test_a_node_that_is_not_trusted_is_left_only_where_there_is_no_other(before: PartitionState, node: NodeId) -> None:
+def test_an_untrusted_node_stays_in_sync_only_where_there_is_no_other(before: PartitionState, node: NodeId) -> None:
     after = exclude_untrusted(before, node)
     current = after or before
     check(current, before)
@@ -99,7 +99,7 @@ def test_a_node_that_is_not_trusted_is_left_only_where_there_is_no_other(before:
 
 
 @given(states(), alive_sets, alive_sets)
-def test_the_preferred_and_those_who_stay_lead_only_when_in_sync(
+def test_preferred_and_remaining_replicas_lead_only_when_in_sync(
     before: PartitionState, alive: set[NodeId], leaving: set[NodeId]
 ) -> None:
     preferred = elect_preferred(before, alive)
@@ -115,19 +115,19 @@ def test_the_preferred_and_those_who_stay_lead_only_when_in_sync(
         assert move_from_leaving(relieved, alive, leaving) is None
 
 
-def test_the_first_replica_that_is_alive_and_in_sync_leads() -> None:
+def test_the_first_live_replica_in_sync_leads() -> None:
     after = elect(state([2, 3, 1], 2, [1, 2, 3]), {NodeId(1), NodeId(3)}, min_in_sync=2)
     assert after == state([2, 3, 1], 3, [3, 1], epoch=4)
 
 
-def test_below_the_minimum_those_who_left_stay_eligible() -> None:
+def test_below_the_minimum_replicas_that_left_stay_eligible() -> None:
     after = elect(state([1, 2, 3], 1, [1, 2]), {NodeId(2)}, min_in_sync=2)
     assert after == state([1, 2, 3], 2, [2], [1], epoch=4)
     again = elect(after, {NodeId(1)}, min_in_sync=2)
     assert again == state([1, 2, 3], 1, [1], [2], epoch=5)
 
 
-def test_without_live_replicas_no_one_leads_and_the_set_stays() -> None:
+def test_without_live_replicas_there_is_no_leader_and_the_in_sync_set_stays() -> None:
     after = elect(state([1, 2, 3], 1, [1, 2]), {NodeId(3)})
     assert after == state([1, 2, 3], -1, [1, 2], epoch=4)
     assert elect(after, {NodeId(3)}) is None
@@ -135,6 +135,6 @@ def test_without_live_replicas_no_one_leads_and_the_set_stays() -> None:
     assert unclean == state([1, 2, 3], 3, [3], epoch=5)
 
 
-def test_a_dead_follower_leaves_the_set_in_the_same_epoch() -> None:
+def test_a_dead_follower_leaves_the_in_sync_set_in_the_same_epoch() -> None:
     after = elect(state([1, 2, 3], 1, [1, 2, 3]), {NodeId(1), NodeId(2)}, min_in_sync=2)
     assert after == state([1, 2, 3], 1, [1, 2])

@@ -1,4 +1,4 @@
-"""The store in the process's memory: time that the test owns, history that is forgotten, faults on the way."""
+"""The in-memory coordination store: a clock owned by the test, compacted history, injected faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOON_S = 0.03
 
 
 class FaultyStore(EmbeddedStore):
-    """A store whose way to the service can be cut before or after a request is carried out."""
+    """A store whose connection can be cut before or after a request is applied."""
 
     cut = ""
 
@@ -37,7 +37,7 @@ class FaultyStore(EmbeddedStore):
         return response
 
 
-async def test_a_session_without_signs_of_life_ends_by_its_time() -> None:
+async def test_a_session_without_renewals_expires() -> None:
     clock = ManualClock()
     service = EmbeddedService(clock)
     lost = asyncio.Event()
@@ -54,7 +54,7 @@ async def test_a_session_without_signs_of_life_ends_by_its_time() -> None:
     assert not session.live
 
 
-async def test_a_session_that_cannot_reach_the_store_is_lost_once_it_hears_so() -> None:
+async def test_a_session_that_cannot_reach_the_store_is_lost_once_that_is_known() -> None:
     clock = ManualClock()
     service = EmbeddedService(clock)
     lost = asyncio.Event()
@@ -71,7 +71,7 @@ async def test_a_session_that_cannot_reach_the_store_is_lost_once_it_hears_so() 
     await lost.wait()
 
 
-async def test_a_watch_that_lies_too_far_behind_is_lost() -> None:
+async def test_a_watch_behind_the_history_is_lost() -> None:
     clock = ManualClock()
     service = EmbeddedService(clock, history_max=3)
     store = EmbeddedStore(service, clock)
@@ -89,7 +89,7 @@ async def test_a_watch_that_lies_too_far_behind_is_lost() -> None:
             await anext(batches)
 
 
-async def test_a_watch_over_a_socket_ends_rather_than_skip_a_change() -> None:
+async def test_a_watch_over_a_socket_ends_rather_than_skips_a_change() -> None:
     clock = SystemClock()
     service = EmbeddedService(clock)
     mine, other = socket.socketpair()
@@ -112,7 +112,7 @@ async def test_a_watch_over_a_socket_ends_rather_than_skip_a_change() -> None:
     await serving
 
 
-async def test_health_follows_what_is_heard() -> None:
+async def test_health_follows_the_responses() -> None:
     clock = ManualClock()
     store = FaultyStore(EmbeddedService(clock), clock)
     heard: list[tuple[bool, int | None]] = []
@@ -130,7 +130,7 @@ async def test_health_follows_what_is_heard() -> None:
 # -- the file ----------------------------------------------------------------------------------------------------
 
 
-async def test_starting_again_and_again_on_a_full_disk_leaves_room_for_deletions() -> None:
+async def test_repeated_starts_on_a_full_disk_leave_room_for_deletions() -> None:
     files = MemoryFiles(1)
     files.make_directory("/data")
     revisions: list[int] = []
@@ -155,7 +155,7 @@ async def test_starting_again_and_again_on_a_full_disk_leaves_room_for_deletions
     assert not start().read("").entries
 
 
-async def test_a_key_may_pass_from_a_session_to_the_file_and_back() -> None:
+async def test_a_key_may_move_between_a_session_and_the_file() -> None:
     files = MemoryFiles(1)
     files.make_directory("/data")
 

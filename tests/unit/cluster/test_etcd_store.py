@@ -1,4 +1,4 @@
-"""The store on a real etcd: members that are away, responses that are lost, leases, logins."""
+"""The store on a real etcd: unavailable members, lost responses, leases, logins."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Connect = Callable[..., EtcdStore]
 
 @pytest.fixture(autouse=True)
 def many_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease outlasts whatever holds a test up, and is renewed every second all the same."""
+    """Give leases that outlast any delay of a test, renewed every second."""
     monkeypatch.setattr(etcd_store, "RENEWALS", int(TTL_S))
 
 
@@ -49,7 +49,7 @@ def address_of(server: EtcdServer) -> str:
 
 @pytest.fixture
 async def connect(etcd: EtcdServer) -> AsyncIterator[Connect]:
-    """Opens doors to the same part of etcd, through whatever addresses a test names."""
+    """Open clients of the same part of etcd, through the addresses that a test names."""
     cluster = uuid.uuid4().hex
     async with AsyncExitStack() as stack:
 
@@ -78,7 +78,7 @@ async def ask(store: EtcdStore, call: Callable[[etcd_store.EtcdMember], object],
     await store._members.ask(call, request, repeatable=True)
 
 
-async def test_another_member_responds_when_one_is_away(connect: Connect, etcd: EtcdServer) -> None:
+async def test_another_member_responds_when_one_is_down(connect: Connect, etcd: EtcdServer) -> None:
     unowned = ReservedPort()
     store = connect(unowned.address, address_of(etcd))
     assert await store.change([Put("a", "1")]) is not None
@@ -86,7 +86,7 @@ async def test_another_member_responds_when_one_is_away(connect: Connect, etcd: 
     assert store.available
 
 
-async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
+async def test_a_request_that_was_never_sent_is_known_to_have_failed(connect: Connect) -> None:
     unowned = ReservedPort()
     store = connect(unowned.address)
     heard: list[bool] = []
@@ -110,7 +110,7 @@ async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
         (b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5"}', "accepts no requests"),
     ],
 )
-async def test_what_responds_in_the_place_of_etcd_is_reported(connect: Connect, response: bytes, said: str) -> None:
+async def test_another_server_in_the_place_of_etcd_is_reported(connect: Connect, response: bytes, said: str) -> None:
     async def other(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(response)
         writer.close()
@@ -127,7 +127,7 @@ async def test_missing_members_are_reported(connect: Connect) -> None:
         await connect(unowned.address).read("a")
 
 
-async def test_a_lost_response_leaves_it_open_whether_the_change_was_made(connect: Connect, relay: Relay) -> None:
+async def test_a_lost_response_leaves_the_outcome_of_a_change_unknown(connect: Connect, relay: Relay) -> None:
     store, witness = connect(relay.address), connect()
     await store.read("")
     relay.deaf = True
@@ -143,7 +143,7 @@ async def test_a_lost_response_leaves_it_open_whether_the_change_was_made(connec
     assert store.available
 
 
-async def test_a_read_goes_to_the_next_member_when_the_response_is_lost(
+async def test_a_read_moves_to_the_next_member_when_the_response_is_lost(
     connect: Connect, relay: Relay, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = connect(relay.address, address_of(etcd))
@@ -155,12 +155,12 @@ async def test_a_read_goes_to_the_next_member_when_the_response_is_lost(
         monkeypatch.setattr(etcd_store, "ATTEMPT_S_MAX", 1.0)
         hearing = asyncio.create_task(anext(batches))
         assert (await store.read("a")).entries["a"].value == "1"
-        # The watch was with the member that fell silent, and moves with the rest.
+        # The watch was with the silent member, and moves to another one too.
         put = await store.change([Put("a", "2")])
         assert list(await hearing) == [Event("a", "2", put or 0)]
 
 
-async def test_a_watch_goes_on_where_it_was_cut(connect: Connect, relay: Relay) -> None:
+async def test_a_watch_resumes_where_it_was_cut(connect: Connect, relay: Relay) -> None:
     watcher, writer = connect(relay.address), connect()
     revision = (await watcher.read("")).revision
     written: list[Event] = []
@@ -184,7 +184,7 @@ async def test_a_watch_goes_on_where_it_was_cut(connect: Connect, relay: Relay) 
     assert heard == [*written, Event("k", "last", put or 0)]
 
 
-async def test_a_forgotten_history_has_to_be_read_again(connect: Connect) -> None:
+async def test_a_compacted_history_must_be_read_again(connect: Connect) -> None:
     store = connect()
     before = (await store.read("")).revision
     for number in range(3):
@@ -199,7 +199,7 @@ async def test_a_forgotten_history_has_to_be_read_again(connect: Connect) -> Non
         assert list(await anext(batches)) == [Event("a", "new", put or 0)]
 
 
-async def test_a_session_that_etcd_ends_is_lost(connect: Connect) -> None:
+async def test_a_session_revoked_by_etcd_is_lost(connect: Connect) -> None:
     store = connect()
     lost = asyncio.Event()
     session = await store.open_session(TTL_S, lost.set)
@@ -213,7 +213,7 @@ async def test_a_session_that_etcd_ends_is_lost(connect: Connect) -> None:
     await again.close()
 
 
-async def test_a_loop_that_stands_still_loses_its_lease(connect: Connect) -> None:
+async def test_a_blocked_loop_loses_its_lease(connect: Connect) -> None:
     clock = ManualClock()
     store, witness = connect(clock=clock), connect()
     lost: list[float] = []
@@ -222,7 +222,7 @@ async def test_a_loop_that_stands_still_loses_its_lease(connect: Connect) -> Non
     snapshot = await witness.read("nodes/")
     async with aclosing(witness.watch("nodes/", after=snapshot.revision)) as batches:
         clock.advance_ms(int(TTL_S * 1000))
-        # The loop has to stand still.
+        # Block the loop.
         session._thread.join(WAIT_S)
         [gone] = await anext(batches)
         assert (gone.key, gone.value) == ("nodes/1", None)
@@ -230,7 +230,7 @@ async def test_a_loop_that_stands_still_loses_its_lease(connect: Connect) -> Non
     assert not session.live
 
 
-async def test_a_lease_that_is_gone_does_not_mean_that_the_store_is_away(
+async def test_a_missing_lease_does_not_mean_that_the_store_is_unavailable(
     connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()
@@ -239,7 +239,7 @@ async def test_a_lease_that_is_gone_does_not_mean_that_the_store_is_away(
     session = await store.open_session(TTL_S, lost.set)
     assert bool(session.confirmed)
     await ask(store, lambda member: member.leases.LeaseRevoke, rpc.LeaseRevokeRequest(ID=session.lease))
-    # The loop seems to have stood still, so the session gives its lease back, and hears that there is none.
+    # The loop seems to have been blocked, so the session revokes its lease, and learns that there is none.
     clock.advance_ms(int(TTL_S * 1000))
     assert session.confirmed is False
     await lost.wait()
@@ -263,7 +263,7 @@ async def test_a_loop_that_is_busy_for_a_while_keeps_its_lease(
     lost: list[float] = []
     session = await store.open_session(TTL_S, lambda: lost.append(0))
     await store.change([Put("nodes/1", "x", leased=True)])
-    # The loop has to stand still.
+    # Block the loop.
     assert renewed.wait(WAIT_S)
     await until_renewed(session)
     assert (await store.read("nodes/1")).entries
@@ -293,7 +293,7 @@ async def test_a_restart_of_etcd_ends_neither_watch_nor_session(own_etcd: EtcdSe
     await store.close()
 
 
-async def test_who_has_a_password_gets_in(own_etcd: EtcdServer) -> None:
+async def test_a_login_with_a_password_succeeds(own_etcd: EtcdServer) -> None:
     def url(login: str) -> str:
         return own_etcd.url.replace("://", f"://{login}@")
 
@@ -329,7 +329,7 @@ async def test_who_has_a_password_gets_in(own_etcd: EtcdServer) -> None:
     await right.close()
 
 
-async def test_who_has_a_certificate_gets_in() -> None:
+async def test_a_login_with_a_certificate_succeeds() -> None:
     with EncryptedEtcdServer() as server:
         address = EtcdAddress.parse(server.url, ca=server.ca, certificate=server.certificate, key=server.key)
         store = EtcdStore(address, "encrypted", SystemClock())
@@ -345,7 +345,7 @@ async def test_who_has_a_certificate_gets_in() -> None:
         await stranger.close()
 
 
-async def test_who_gets_another_certificate_gets_in_without_a_restart(tmp_path: Path) -> None:
+async def test_a_replaced_certificate_is_used_without_a_restart(tmp_path: Path) -> None:
     stranger = Certificates(tmp_path)
     with EncryptedEtcdServer() as server:
         address = EtcdAddress.parse(
@@ -380,7 +380,7 @@ async def test_a_password_is_read_from_a_file_at_each_login(own_etcd: EtcdServer
     file.write_text("second\n")
     store._members.use_token("")
     assert "a" in (await store.read("")).entries
-    # A file that cannot be read just now leaves the last password in use.
+    # While the file cannot be read, the last password stays in use.
     file.chmod(0o644)
     store._members.use_token("")
     assert "a" in (await store.read("")).entries
@@ -390,12 +390,12 @@ async def test_a_password_is_read_from_a_file_at_each_login(own_etcd: EtcdServer
 @pytest.mark.parametrize(
     "urls", ["", "localhost:2379", "ftp://x:1", "http://", "http://a:1,https://b:1", "http://a:1,nonsense"]
 )
-def test_addresses_that_cannot_be_are_refused(urls: str) -> None:
+def test_invalid_addresses_are_refused(urls: str) -> None:
     with pytest.raises(ValueError, match="addresses"):
         EtcdAddress.parse(urls)
 
 
-def test_addresses_are_taken_apart() -> None:
+def test_addresses_are_parsed() -> None:
     address = EtcdAddress.parse(" https://a:1 ,https://[::1]:2/", ca="ca.pem")
     assert address.endpoints == ("a:1", "[::1]:2")
     assert address.encrypted

@@ -1,4 +1,4 @@
-"""Whether a data folder can be trusted to hold what its node has reported to others."""
+"""Whether a data folder can be trusted to hold everything that its node has acknowledged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(files: MemoryFiles, boot_id: str = "a", *, stopped_clean: bool = False) 
     return LastRun(files, FOLDER, boot_id=boot_id, stopped_clean=stopped_clean)
 
 
-def test_a_node_that_was_never_admitted_has_notified_no_one(files: MemoryFiles) -> None:
+def test_a_node_that_was_never_admitted_is_trusted(files: MemoryFiles) -> None:
     assert not run(files).is_unclean(None)
 
 
@@ -39,31 +39,29 @@ def test_a_node_that_was_never_admitted_has_notified_no_one(files: MemoryFiles) 
     ("boot_id", "stopped_clean", "is_unclean"),
     [("a", False, False), ("a", True, False), ("b", True, False), ("b", False, True), ("", False, True)],
 )
-def test_a_machine_that_went_down_without_a_clean_stop_is_unclean(
-    files: MemoryFiles, boot_id: str, stopped_clean: bool, is_unclean: bool
-) -> None:
+def test_a_machine_crash_is_unclean(files: MemoryFiles, boot_id: str, stopped_clean: bool, is_unclean: bool) -> None:
     run(files).begin("first")
     assert run(files, boot_id, stopped_clean=stopped_clean).is_unclean("first") is is_unclean
 
 
-def test_a_crash_counts_until_the_cluster_has_heard_of_it(files: MemoryFiles) -> None:
+def test_a_crash_counts_until_the_cluster_knows_of_it(files: MemoryFiles) -> None:
     run(files).begin("first")
     run(files, "b").begin("second")
-    # Killed before it was admitted, then started on the same boot: the loss of the crash is still not reported.
+    # Killed before admission, then started on the same boot: the crash is still not reported.
     again = run(files, "b")
     assert again.is_unclean("first")
     assert not again.is_unclean("second")
 
 
-def test_another_folder_is_unclean_however_it_was_stopped(files: MemoryFiles) -> None:
+def test_another_folder_is_unclean_even_after_a_clean_stop(files: MemoryFiles) -> None:
     first = run(files)
     assert first.is_unclean("somebody")
     first.begin("first")
-    # An old copy knows the incarnations of its time only.
+    # An old copy knows only the incarnations of its time.
     assert run(files, stopped_clean=True).is_unclean("second")
 
 
-def test_what_was_let_in_is_known_after_attempts_that_were_not(files: MemoryFiles) -> None:
+def test_the_last_admission_is_known_after_failed_attempts(files: MemoryFiles) -> None:
     first = run(files)
     for incarnation in ("admitted", "lost", "lost too"):
         first.begin(incarnation)
@@ -72,7 +70,7 @@ def test_what_was_let_in_is_known_after_attempts_that_were_not(files: MemoryFile
     assert not again.is_unclean("admitted")
 
 
-def test_a_file_that_cannot_be_read_is_no_proof(files: MemoryFiles) -> None:
+def test_an_unreadable_file_is_no_proof(files: MemoryFiles) -> None:
     run(files).begin("first")
     replaced = LastRun(files, FOLDER, boot_id="a", stopped_clean=True)
     assert not replaced.is_unclean("first")
@@ -80,7 +78,7 @@ def test_a_file_that_cannot_be_read_is_no_proof(files: MemoryFiles) -> None:
     assert run(files, stopped_clean=True).is_unclean("first")
 
 
-def test_a_folder_remembers_that_a_cluster_counted_on_it(files: MemoryFiles) -> None:
+def test_a_folder_remembers_that_it_belongs_to_a_cluster(files: MemoryFiles) -> None:
     first = run(files)
     first.begin("first")
     assert not run(files).was_admitted
@@ -91,10 +89,10 @@ def test_a_folder_remembers_that_a_cluster_counted_on_it(files: MemoryFiles) -> 
 
 
 @pytest.mark.parametrize("full_errno", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_keeps_nothing_from_being_recorded(files: MemoryFiles, full_errno: int) -> None:
+def test_a_full_disk_does_not_prevent_recording(files: MemoryFiles, full_errno: int) -> None:
     run(files).begin("first")
     files.capacity_bytes, files.full_errno = 0, full_errno
-    # The machine went down: what that may have cost is recorded by a run that registers nowhere.
+    # The machine crashed: the possible loss is recorded by a run that registers nowhere.
     assert run(files, "b").is_unclean("first")
     again = run(files, "b")
     assert again.is_unclean("first")
@@ -107,7 +105,7 @@ def test_a_full_disk_keeps_nothing_from_being_recorded(files: MemoryFiles, full_
 
 
 @given(st.integers(0, FILE_BYTES - 1), st.integers(0, 7))
-def test_a_damaged_record_is_not_taken_for_a_folder_without_an_owner(at: int, bit: int) -> None:
+def test_a_damaged_record_is_not_taken_for_an_unowned_folder(at: int, bit: int) -> None:
     files = new_files()
     change_owner(files, FOLDER, FolderOwner(node_id=2, cluster="c", cluster_id="id"))
     files.flip_bit(f"{FOLDER}/last-run", at, bit)
@@ -119,7 +117,7 @@ def test_a_damaged_record_is_not_taken_for_a_folder_without_an_owner(at: int, bi
 
 
 @given(st.integers(0, FILE_BYTES), st.booleans())
-def test_a_record_that_was_torn_on_a_full_disk_is_noticed(at: int, is_tail_new: bool) -> None:
+def test_a_record_torn_on_a_full_disk_is_detected(at: int, is_tail_new: bool) -> None:
     files = new_files()
     path = f"{FOLDER}/last-run"
     last = run(files)

@@ -11,9 +11,9 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.topic import Topic
 
 
-def test_coordinators_are_notified_of_a_role_that_their_partition_knows_already() -> None:
+def test_coordinators_are_notified_of_a_role_that_their_partition_already_has() -> None:
     topic = Topic(name="t", topic_id=UUID(int=1), partitions=1, replication=1, overrides={}, created_ms=0)
-    # The writer of in-sync sets has read the state back before the view shows it, so that applying it changes nothing.
+    # The writer of in-sync sets has read the state back before the view shows it, so applying it changes nothing.
     partition: Any = SimpleNamespace(is_leader=False, leader_epoch=3, apply=lambda versioned, *, me: None)
     reported: list[object] = []
     topics = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The stores of a machine: what got a response survives, and partitions are spread evenly."""
+"""The stores of a machine: acknowledged changes survive, and partitions are spread evenly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def new_files() -> MemoryFiles:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.text(max_size=5)), max_size=40))
-def test_what_was_acknowledged_survives_a_crash(changes: list[tuple[str, str | None]]) -> None:
+def test_acknowledged_changes_survive_a_crash(changes: list[tuple[str, str | None]]) -> None:
     files = new_files()
     service, expected = opened(files), dict[str, str]()
     for key, value in changes:
@@ -58,7 +58,7 @@ def test_what_was_acknowledged_survives_a_crash(changes: list[tuple[str, str | N
     assert again.revision == revision
 
 
-async def test_sessions_end_with_the_process_and_revisions_go_on() -> None:
+async def test_sessions_end_with_the_process_and_revisions_continue() -> None:
     files = new_files()
     service = opened(files)
     service.change([Put("nodes/1", "x", leased=True), Put("kept", "y")], [], service.grant(float("inf")))
@@ -70,11 +70,11 @@ async def test_sessions_end_with_the_process_and_revisions_go_on() -> None:
     given = again.revision
     assert given > revision
     files.kill()
-    # Nothing but the key of a session was changed at that revision, and it is not given out again.
+    # Only a session key was changed at that revision, and the revision is not reused.
     assert opened(files).revision >= given
 
 
-def test_a_torn_record_is_ignored_and_a_damaged_one_is_not() -> None:
+def test_a_torn_record_is_ignored_and_a_damaged_one_is_refused() -> None:
     files = new_files()
     service = opened(files)
     ends = []
@@ -116,7 +116,7 @@ def test_the_ids_of_a_machine_leave_room_for_other_machines() -> None:
         Layout.of(FOLDER, 1000, 2)
 
 
-def test_the_logs_of_a_machine_in_a_cluster_fit_without_stores_of_its_own() -> None:
+def test_the_logs_of_a_machine_in_a_cluster_need_no_stores_of_its_own() -> None:
     files = new_files()
     layout = Layout.of(FOLDER, 1, 2)
     assert layout.fits(files)
@@ -138,7 +138,7 @@ def test_the_logs_of_a_machine_in_a_cluster_fit_without_stores_of_its_own() -> N
         (["."], 1, 2, "--node-id 1 --cores 1"),
     ],
 )
-def test_in_a_cluster_a_machine_is_refused_with_other_processes_than_before(
+def test_a_machine_in_a_cluster_may_not_change_its_number_of_processes(
     folders: list[str], first: int, cores: int, flags: str
 ) -> None:
     files = new_files()
@@ -149,7 +149,7 @@ def test_in_a_cluster_a_machine_is_refused_with_other_processes_than_before(
     Layout.of(FOLDER, first, int(flags[-1])).check_owner(files, in_cluster=True)
 
 
-async def test_a_node_that_a_machine_gives_up_is_no_longer_drained(tmp_path: Path) -> None:
+async def test_a_retired_node_of_a_machine_is_no_longer_drained(tmp_path: Path) -> None:
     files, clock = DiskFiles(), SystemClock()
     async with single_node(tmp_path) as topics:
         await topics.create("orders", partitions=2)
@@ -164,7 +164,7 @@ async def test_a_node_that_a_machine_gives_up_is_no_longer_drained(tmp_path: Pat
 
 @pytest.fixture
 async def moving(tmp_path: Path) -> tuple[Path, PartitionKey]:
-    """Return the folder of a machine with three processes, two of which a plan moves a partition between."""
+    """Return the folder of a machine with three processes, with a partition that a plan moves between two of them."""
     async with single_node(tmp_path) as topics:
         topic = await topics.create("orders", partitions=6)
     await settle(Layout.of(str(tmp_path), 1, 3), DiskFiles(), SystemClock())
@@ -193,7 +193,9 @@ def folders_of(data: Path, key: PartitionKey) -> list[str]:
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-async def test_a_node_that_a_partition_is_moved_from_stays(moving: tuple[Path, PartitionKey], cores: int) -> None:
+async def test_a_node_with_a_partition_being_moved_is_not_retired(
+    moving: tuple[Path, PartitionKey], cores: int
+) -> None:
     (data, key), files, clock = moving, DiskFiles(), SystemClock()
     before = states(data)
     with pytest.raises(ClusterMismatch, match=f"partition {key[1]} of topic orders .* --cores 3 as before"):
@@ -201,7 +203,7 @@ async def test_a_node_that_a_partition_is_moved_from_stays(moving: tuple[Path, P
     assert (states(data), Layout.of(str(data), 1, 3).is_settled(files)) == (before, True)
 
 
-async def test_a_partition_that_is_moved_stays_where_it_is(moving: tuple[Path, PartitionKey]) -> None:
+async def test_a_partition_being_moved_stays_where_it_is(moving: tuple[Path, PartitionKey]) -> None:
     (data, key), files, clock = moving, DiskFiles(), SystemClock()
     copy = data / "node-1/partitions" / str(key[0]) / str(key[1])
     copy.mkdir(parents=True)
@@ -215,7 +217,7 @@ async def test_a_partition_that_is_moved_stays_where_it_is(moving: tuple[Path, P
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
-async def test_the_copy_that_a_finished_move_left_is_removed(moving: tuple[Path, PartitionKey], cores: int) -> None:
+async def test_the_leftover_copy_of_a_finished_move_is_removed(moving: tuple[Path, PartitionKey], cores: int) -> None:
     (data, key), files, clock = moving, DiskFiles(), SystemClock()
     change(data, key, replicas=(NodeId(2001),))
     log = f"partitions/{key[0]}/{key[1]}"

@@ -22,7 +22,7 @@ OTHER = Node(node_id=NodeId(2), host="two", port=9092)
 
 
 class Picture:
-    """What a node knows of its cluster."""
+    """A node's view of its cluster."""
 
     def __init__(self, *nodes: Node) -> None:
         self._nodes = nodes
@@ -33,12 +33,12 @@ class Picture:
         return {node.node_id: node for node in self._nodes}
 
 
-def test_a_node_on_its_own_is_the_cluster() -> None:
+def test_a_standalone_node_is_the_whole_cluster() -> None:
     alone = Membership("cluster", ME)
     assert (alone.nodes(), alone.controller_id) == ([ME], ME.node_id)
 
 
-def test_the_nodes_that_are_alive_are_reported_in_order() -> None:
+def test_live_nodes_are_reported_in_order() -> None:
     assert Membership("cluster", ME, Picture(OTHER, ME)).nodes() == [ME, OTHER]
     assert Membership("cluster", ME, Picture(OTHER)).nodes() == [OTHER]
 
@@ -52,7 +52,7 @@ def test_clients_never_get_an_empty_list_of_nodes() -> None:
 
 @pytest.mark.parametrize(("listener", "port"), [("default", 9092), ("secure", 9093), ("unknown", 9092)])
 async def test_each_node_reaches_others_at_its_own_node_listener(listener: str, port: int) -> None:
-    """While the nodes of a cluster move to another listener, those that have moved reach the others, and they them."""
+    """While a cluster migrates to another listener, migrated and other nodes reach each other."""
     clock = ManualClock()
     store = EmbeddedStore(EmbeddedService(clock), clock)
     other = replace(OTHER, endpoints={"default": ("two", 9092), "secure": ("two", 9093)})

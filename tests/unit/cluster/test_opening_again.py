@@ -1,4 +1,4 @@
-"""A partition whose log cannot be opened: tried again, until it can or is carried here no more."""
+"""Opening a partition's log is retried until it succeeds or the node no longer hosts the partition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millstream_testing.node_group import NodeGroup
 
 @pytest.fixture
 def failures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often opening a log fails from now on; the pauses are short."""
+    """The number of opens that fail from now on; the pauses are short."""
     left = [0]
     opened = LogStore.open_log
 
@@ -31,7 +31,7 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
-async def test_it_is_opened_when_the_disk_works_again(
+async def test_the_log_is_opened_when_the_disk_works_again(
     tmp_path: Path, failures: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with NodeGroup(tmp_path, nodes=1) as group:
@@ -44,7 +44,7 @@ async def test_it_is_opened_when_the_disk_works_again(
         assert said.count("ERROR") == 1
 
 
-async def test_no_one_tries_for_a_topic_that_is_gone(tmp_path: Path, failures: list[int]) -> None:
+async def test_opening_the_log_of_a_deleted_topic_is_not_retried(tmp_path: Path, failures: list[int]) -> None:
     async with NodeGroup(tmp_path, nodes=1) as group:
         failures[0] = 10**6
         await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})

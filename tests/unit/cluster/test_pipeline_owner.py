@@ -1,4 +1,4 @@
-"""Which node runs the pipelines: one at a time, and another when it is gone."""
+"""Which node runs the pipelines: one at a time, and another when it dies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_one_node_owns_the_pipelines_and_another_takes_over_when_it_dies(t
         assert second in reported
 
 
-async def test_a_node_that_resigns_leaves_the_role_to_another_and_does_not_come_back(tmp_path: Path) -> None:
+async def test_a_node_that_resigns_leaves_the_role_to_another_for_good(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         candidates = {number: node.cluster.pipeline_owner(is_candidate=True) for number, node in group.nodes.items()}
         await group.until(lambda: len(owners(candidates)) == 1)
@@ -48,11 +48,11 @@ async def test_a_node_that_resigns_leaves_the_role_to_another_and_does_not_come_
         await candidates[first].resign()
 
 
-async def test_a_place_that_an_earlier_run_left_behind_is_taken_over(tmp_path: Path) -> None:
+async def test_a_claim_left_by_an_earlier_run_is_taken_over(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=1) as group:
         await group[1]._store.change([Put(keys.PIPELINES_OWNER, "1")])  # type: ignore[union-attr]
         candidate = group[1].cluster.pipeline_owner(is_candidate=True)
         await group.until(lambda: candidate.is_mine)
-        # Somebody took the place away, whatever the reason: it is taken again, as a new owner.
+        # The claim was deleted: it is made again, as a new owner.
         await group[1]._store.change([Put(keys.PIPELINES_OWNER, "7")])  # type: ignore[union-attr]
         await group.until(lambda: candidate.is_elsewhere)

@@ -1,4 +1,4 @@
-"""Placement: replicas on different nodes and racks, leaders shared out evenly."""
+"""Placement: replicas on different nodes and racks, leaders spread evenly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def used_racks(replicas: tuple[NodeId, ...], racks: dict[NodeId, str | None]) ->
 
 
 @given(racks_of_clusters, st.integers(1, 60), st.data())
-def test_replicas_are_on_different_nodes_and_on_as_many_racks_as_there_are(
+def test_replicas_are_on_different_nodes_and_on_as_many_racks_as_possible(
     racks: dict[NodeId, str | None], partitions: int, data: st.DataObject
 ) -> None:
     replication = data.draw(st.integers(1, len(racks)))
@@ -41,7 +41,7 @@ def test_replicas_are_on_different_nodes_and_on_as_many_racks_as_there_are(
 
 
 @given(racks_of_clusters, st.integers(1, 60), st.integers(1, 60), st.data())
-def test_leaders_are_shared_out_evenly_also_when_topics_grow(
+def test_leaders_are_spread_evenly_also_when_topics_grow(
     racks: dict[NodeId, str | None], first: int, later: int, data: st.DataObject
 ) -> None:
     replication = data.draw(st.integers(1, len(racks)))
@@ -52,7 +52,7 @@ def test_leaders_are_shared_out_evenly_also_when_topics_grow(
     assert max(leaders.values()) - min(leaders.values()) <= 1
 
 
-def test_replicas_are_shared_out_evenly_in_one_rack() -> None:
+def test_replicas_are_spread_evenly_in_one_rack() -> None:
     racks: dict[NodeId, str | None] = {NodeId(number): "one" for number in range(1, 6)}
     load = Load()
     place(50, 3, nodes(racks), load)
@@ -79,7 +79,7 @@ def test_two_replicas_are_never_on_one_machine() -> None:
         place(1, 3, machines, Load())
 
 
-def test_a_new_partition_is_in_sync_where_it_lives() -> None:
+def test_all_replicas_of_a_new_partition_are_in_sync() -> None:
     one, two, three = NodeId(1), NodeId(2), NodeId(3)
     state = first_state((two, one, three), [one, three])
     assert (state.leader, state.in_sync) == (one, (one, three))

@@ -1,4 +1,4 @@
-"""Plans in the coordination store: proposed, applied by whichever node is the controller, cancelled."""
+"""Plans in the coordination store: proposed, carried out by the current controller, cancelled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def move(node: GroupNode, topic: Topic, index: int, *target: int) -> Move:
 
 
 def away_from(node: GroupNode, topic: Topic, index: int) -> Move:
-    """A move of one replica to a node that has none."""
+    """Plan to move one replica to a node that has none."""
     state = node.topics.states_of(topic)[index]
     assert state is not None
     other = next(number for number in (1, 2, 3) if number not in state.replicas)
@@ -63,7 +63,7 @@ async def test_a_plan_is_carried_out_by_the_next_controller(tmp_path: Path) -> N
             await rest[0].cluster.plans.apply(proposed.plan_id)
 
 
-async def test_a_plan_that_is_done_has_the_leaders_that_it_chose(tmp_path: Path) -> None:
+async def test_a_finished_plan_has_set_its_leaders(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=3, replication=3)
         plans = group[1].cluster.plans
@@ -76,7 +76,7 @@ async def test_a_plan_that_is_done_has_the_leaders_that_it_chose(tmp_path: Path)
         assert [(one.replicas, one.leader) for one in states] == [(target, target[0]) for target in turned]
 
 
-async def test_a_cancelled_plan_goes_back_and_undrains(tmp_path: Path) -> None:
+async def test_a_cancelled_plan_is_reverted_and_undrains(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=1, replication=2)
         await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
@@ -84,13 +84,13 @@ async def test_a_cancelled_plan_goes_back_and_undrains(tmp_path: Path) -> None:
         assert before is not None
         leaving = before.replicas[0]
         plans = group[2].cluster.plans
-        # Nothing replicates here, so the move stays under way until it is cancelled.
+        # Nothing replicates here, so the move stays in progress until it is cancelled.
         await plans.propose("drain", str(leaving), [away_from(group[1], topic, 0)], 1 << 20)
         await plans.apply("")
         await group.until(lambda: [state for _, state in plans.moves()] == ["moving"])
         assert plans.drained == {leaving}
         assert [text for text in group[1].cluster.warnings() if f"node {leaving} is drained" in text]
-        # Leaderships leave at once, as far as another replica is in sync.
+        # Leadership moves at once where another replica is in sync.
         await group.until(
             lambda: all(one is not None and one.leader != leaving for one in group[1].topics.states_of(topic))
         )
@@ -114,7 +114,7 @@ async def test_a_plan_that_only_adds_replicas_waits_for_them(tmp_path: Path) -> 
         moves = [move(group[1], topic, index, 1, 2, 3) for index in by_hand]
         await plans.propose("replicate", "orders to 3", moves, 1 << 20)
         await plans.apply("")
-        # Nothing replicates here, so the first moves stay under way and the others wait for them.
+        # Nothing replicates here, so the first moves stay in progress and the others wait for them.
         await group.until(lambda: [state for _, state in plans.moves()] == ["moving"] * 4 + ["waiting"] * 2)
         assert state_of(plans) == "running"
         throttle = MoveThrottle(NodeId(2), group[1].view)
@@ -124,7 +124,7 @@ async def test_a_plan_that_only_adds_replicas_waits_for_them(tmp_path: Path) -> 
         assert {len(one.replicas) for one in group[1].topics.states_of(topic) if one is not None} == {1}
 
 
-async def test_moves_that_cannot_be_are_refused(tmp_path: Path) -> None:
+async def test_invalid_moves_are_refused(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=1, replication=2)
         plans = group[1].cluster.plans
@@ -150,7 +150,7 @@ async def test_moves_that_cannot_be_are_refused(tmp_path: Path) -> None:
             await plans.cancel("")
 
 
-async def test_a_node_that_is_away_stays_on_its_machine(tmp_path: Path) -> None:
+async def test_an_unavailable_node_stays_on_its_machine(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, rack="here") as group:
         for number in (2, 3):
             await group[number].stop()
@@ -168,13 +168,13 @@ async def test_a_node_that_is_away_stays_on_its_machine(tmp_path: Path) -> None:
         assert plans.racks == dict.fromkeys((1, 2, 3), "here")
         with pytest.raises(InvalidRequest, match="whose machine has another replica"):
             await plans.propose("balance", "", [move(group[1], topic, 0, 5 - away, away)], 1 << 20)
-        # It moves to a machine of its own, which is known when it is back.
+        # It moves to its own machine, which is known once it is back.
         group[away].machine = None
         await group[away].start()
         await group.until(lambda: plans.machines == {5 - away: 2})
 
 
-async def test_only_what_is_moved_here_is_throttled(tmp_path: Path) -> None:
+async def test_only_moves_to_this_node_are_throttled(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=1, replication=2)
         await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
@@ -187,7 +187,7 @@ async def test_only_what_is_moved_here_is_throttled(tmp_path: Path) -> None:
         await plans.apply("")
         await group.until(lambda: key in group[1].view.reassignments)
         assert 0.9 < receiver.pause_after(key, 1 << 20) <= 1.0
-        # Together, the partitions of a node keep to the limit; the end of a log is not delayed.
+        # The partitions of a node share the limit; the end of a log is not delayed.
         assert 1.9 < receiver.pause_after(key, 1 << 20) <= 2.0
         assert receiver.pause_after(key, 1000) == 0.0
         assert MoveThrottle(wanted.before[0], group[1].view).pause_after(key, 1 << 20) == 0.0

@@ -1,4 +1,4 @@
-"""Moves of partitions to other nodes: at every step somebody leads who has everything that was acknowledged."""
+"""Moves of partitions to other nodes: at every step the leader holds every acknowledged record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def states(draw: st.DrawFn) -> PartitionState:
 
 
 @given(states(), targets, st.sets(st.sampled_from(NODES)), st.data())
-def test_a_move_ends_with_the_target_and_only_with_those_in_sync(
+def test_a_move_ends_at_its_target_with_in_sync_replicas_only(
     before: PartitionState, target: tuple[NodeId, ...], alive: set[NodeId], data: st.DataObject
 ) -> None:
     wide = widened(before, target)
@@ -67,7 +67,7 @@ def state(group: NodeGroup, topic: Topic, node: int = 1) -> PartitionState:
 
 
 async def catch_up(group: NodeGroup, topic: Topic) -> None:
-    """Put every replica in sync, since nothing else does here."""
+    """Put every replica in sync, since nothing replicates here."""
     key = keys.partition_key((topic.topic_id, PartitionIndex(0)))
     entry = group.service.read(key).entries[key]
     now = PartitionState.from_json(entry.value)
@@ -78,7 +78,7 @@ async def catch_up(group: NodeGroup, topic: Topic) -> None:
     assert await door.change([Put(key, whole.to_json())], [Expect(key, entry.revision)])
 
 
-async def test_a_partition_moves_and_its_old_files_go(tmp_path: Path) -> None:
+async def test_a_partition_moves_and_its_old_files_are_removed(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})
         with pytest.raises(NoReassignment):
@@ -93,7 +93,7 @@ async def test_a_partition_moves_and_its_old_files_go(tmp_path: Path) -> None:
         assert not group.service.read(keys.REASSIGNMENTS).entries
         assert group[1].topics.partitions_of(topic) == []
         assert not group[1].files.exists(f"/data/partitions/{topic.topic_id}/0")
-        # The topic has another number of replicas now, for the partitions that are added later.
+        # The topic's replication factor has changed, for partitions that are added later.
         await group.until(lambda: group[1].topics.get("orders") is not None and _replication(group) == 2)
 
 
@@ -119,7 +119,7 @@ async def test_added_replicas_are_a_move_until_they_are_in_sync(tmp_path: Path) 
         topic = await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})
         await group[1].topics.reassign(topic, 0, (NodeId(1), NodeId(2)))
         assert list(group[1].topics.reassignments()) == [(topic.topic_id, 0)]
-        # What was added by the last move is not in sync yet, although another one wants the same nodes.
+        # The replicas added by the last move are not in sync yet, although another move has the same target.
         await group[1].topics.reassign(topic, 0, (NodeId(2), NodeId(1)))
         assert list(group[1].topics.reassignments()) == [(topic.topic_id, 0)]
         await catch_up(group, topic)
@@ -128,7 +128,7 @@ async def test_added_replicas_are_a_move_until_they_are_in_sync(tmp_path: Path) 
         await group.until(lambda: _replication(group) == 2)
 
 
-async def test_another_order_of_the_same_nodes_is_no_move(tmp_path: Path) -> None:
+async def test_another_order_of_the_same_nodes_is_not_a_move(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         by_hand = (NodeId(1), NodeId(2), NodeId(3))
         topic = await group[1].topics.create("orders", replication=3, placement={0: by_hand})

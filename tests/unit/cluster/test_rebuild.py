@@ -1,4 +1,4 @@
-"""Working out from the logs of nodes what they had agreed on, when etcd has lost it."""
+"""Rebuilding the cluster state from the logs of the nodes after etcd has lost it."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def found(*logs: ReplicaFound) -> dict[NodeId, ReplicaFound]:
     [
         ((log(3, 10), log(3, 10), log(3, 10)), {1, 2, 3}),
         ((log(3, 10), log(3, 12), log(3, 12)), {2, 3}),
-        # What the last leader never had was not acknowledged, however long it is.
+        # Records that the last leader never had were not acknowledged, however long the log is.
         ((log(2, 99), log(3, 12), log(2, 12)), {2}),
         ((log(-1, 0), log(-1, 0)), {1, 2}),
-        # A hole could be repaired from the other one, not the other way round.
+        # A gap could be repaired from the other log, not the other way round.
         ((log(3, 10, damaged=True), log(3, 10)), {2}),
         ((log(3, 10, damaged=True), log(3, 9)), {1}),
     ],
 )
-def test_the_best_log_decides_and_only_its_equals_begin_in_sync(
+def test_the_best_log_decides_and_only_equal_logs_start_in_sync(
     logs: tuple[ReplicaFound, ...], in_sync: set[int]
 ) -> None:
     state = state_of(found(*logs), 0, len(logs))
@@ -88,7 +88,7 @@ def test_the_best_log_decides_and_only_its_equals_begin_in_sync(
     assert elect(state, others) is None
 
 
-def test_files_of_replicas_that_were_moved_away_do_not_count() -> None:
+def test_leftover_files_of_moved_replicas_are_ignored() -> None:
     state = state_of(found(log(1, 5), log(3, 12), log(3, 11), log(3, 12)), 0, 3)
     assert set(state.replicas) == {2, 3, 4}
 
@@ -98,7 +98,7 @@ def test_preferred_leaders_are_spread_over_the_nodes() -> None:
     assert [state_of(logs, index, 3).preferred for index in range(4)] == [1, 2, 3, 1]
 
 
-def test_all_that_the_catalog_knows_is_worked_out() -> None:
+def test_everything_in_the_catalog_is_rebuilt() -> None:
     gone, strange = UUID(int=2), UUID(int=3)
     logs = [log(0, 5), log(0, 5, topic=gone), log(0, 5, topic=strange)]
     rebuilt = derive_states([node(1, *logs), node(2, *logs, whole="")], [topic(replication=2)], {gone})
@@ -109,21 +109,21 @@ def test_all_that_the_catalog_knows_is_worked_out() -> None:
     assert rebuilt.topics == [topic(replication=2)]
 
 
-def test_logs_that_are_missing_are_reported() -> None:
+def test_missing_logs_are_reported() -> None:
     rebuilt = derive_states([node(1, log(0, 5)), node(2, log(0, 5))], [topic(partitions=2)], set())
     assert (rebuilt.short, rebuilt.missing, rebuilt.is_safe) == (["orders-0"], ["orders-1"], False)
-    # The controller creates the missing partition; the topic is announced when it has.
+    # The controller creates the missing partition and then announces the topic.
     assert rebuilt.topics == []
 
 
-def test_nodes_that_are_replaced_get_copies_and_are_out_of_sync() -> None:
+def test_replacement_nodes_get_replicas_that_are_out_of_sync() -> None:
     gone, also_gone = NodeId(3), NodeId(4)
     left = [node(one, *(log(0, 5, partition=index) for index in range(4))) for one in (1, 2)]
     fewer = derive_states(left, [topic(partitions=4)], set())
     assert fewer.fewer == fewer.short == [f"orders-{index}" for index in range(4)]
     rebuilt = derive_states(left, [topic(partitions=4)], set(), [gone])
     assert (rebuilt.short, rebuilt.fewer, rebuilt.is_safe) == (fewer.short, [], False)
-    # It is not let in as a node that has something.
+    # It is not admitted as a node with data.
     assert set(rebuilt.admitted) == {1, 2}
     states = list(rebuilt.states.values())
     assert all((sorted(state.replicas), sorted(state.in_sync)) == ([1, 2, 3], [1, 2]) for state in states)
@@ -134,17 +134,17 @@ def test_nodes_that_are_replaced_get_copies_and_are_out_of_sync() -> None:
         derive_states(left, [topic(partitions=4)], set(), [NodeId(2)])
 
 
-def test_folders_have_to_be_of_one_cluster_each_once() -> None:
+def test_folders_must_belong_to_one_cluster_and_be_given_once() -> None:
     with pytest.raises(ClusterMismatch, match="node 1 is given twice"):
         derive_states([node(1), node(1)], [], set())
     with pytest.raises(ClusterMismatch, match="several clusters"):
         derive_states([node(1), node(2, cluster_id="other")], [], set())
 
 
-async def test_it_is_written_once_and_only_where_nothing_is_known() -> None:
+async def test_the_state_is_written_once_and_only_into_an_empty_store() -> None:
     clock = SystemClock()
     store = EmbeddedStore(EmbeddedService(clock), clock)
-    # Left by an attempt that was cut short.
+    # Left by an interrupted attempt.
     await store.change([Put(keys.partition_key((UUID(int=9), PartitionIndex(0))), "{}")])
     logs = [log(4, 5, partition=index) for index in range(200)]
     rebuilt = derive_states([node(1, *logs)], [topic(partitions=200, replication=1)], set())
@@ -152,12 +152,12 @@ async def test_it_is_written_once_and_only_where_nothing_is_known() -> None:
     entries = (await store.read("")).entries
     assert entries[keys.CLUSTER_ID].value == "id"
     assert entries[keys.admitted_key(NodeId(1))].value == "whole"
-    # Where it is, is known also if it stays away.
+    # Its location is known even if it stays down.
     assert decode_value(entries[keys.location_key(NodeId(1))].value, Location, "") == PLACE
     states = [entry for key, entry in entries.items() if key.startswith(keys.PARTITIONS)]
     assert {PartitionState.from_json(entry.value).in_sync for entry in states} == {(1,)}
     assert (len(states), keys.topic_key(ORDERS) in entries) == (200, True)
-    # Whoever is let in finds everything there.
+    # An admitted node finds the complete state.
     assert entries[keys.admitted_key(NodeId(1))].revision == max(entry.revision for entry in entries.values())
     with pytest.raises(ClusterMismatch, match="nothing to rebuild"):
         await rebuild.write(store, rebuilt, "id")

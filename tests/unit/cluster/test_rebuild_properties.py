@@ -1,4 +1,4 @@
-"""Whatever happened to a partition before etcd was lost: who begins in sync has everything that was acknowledged."""
+"""Whatever happened before etcd was lost, replicas that start in sync hold every acknowledged record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("append",) * 4 + ("fetch",) * 3 + ("acknowledge",) * 2 + ("shrink", "gr
 
 
 class Partition:
-    """A replicated partition, as far as it matters here: logs, who leads, who is in sync, what was acknowledged."""
+    """A model of a replicated partition: logs, leader, in-sync set, acknowledged records."""
 
     def __init__(self) -> None:
         self.logs: dict[int, Log] = {node: [] for node in NODES}
@@ -35,7 +35,7 @@ class Partition:
         self.logs[self.leader].append((self.epoch, self._written))
 
     def _fetch(self, node: int) -> None:
-        """Cut off what the leader does not have, and take one record."""
+        """Truncate what the leader does not have, and fetch one record."""
         if node != self.leader:
             common = self._common(node)
             self.logs[node] = self.logs[self.leader][: common + 1]
@@ -60,7 +60,7 @@ class Partition:
             self.epoch_start = len(self.logs[node])
 
     def _common(self, node: int) -> int:
-        """How many records of the leader's log a node has."""
+        """The number of records of the leader's log that a node has."""
         pairs = enumerate(zip(self.logs[node], self.logs[self.leader], strict=False))
         return next((at for at, (one, other) in pairs if one != other), min(map(len, (self.logs[node], self._led()))))
 
@@ -89,10 +89,10 @@ def has_all(partition: Partition, node: int) -> bool:
     return partition.logs[node][: len(partition.acknowledged)] == partition.acknowledged
 
 
-def test_those_that_begin_in_sync_have_everything_that_was_acknowledged() -> None:
+def test_replicas_that_start_in_sync_hold_every_acknowledged_record() -> None:
     for seed in range(SEEDS):
         partition, random = drawn(seed)
-        # Nodes may be missing, as long as one is there that was in sync.
+        # Nodes may be missing, as long as one in-sync replica is present.
         some = {random.choice(NODES), random.choice(sorted(partition.in_sync))}
         for nodes in (set(NODES), some):
             state = state_of(found_of(partition, nodes), 0, len(NODES))
@@ -101,8 +101,8 @@ def test_those_that_begin_in_sync_have_everything_that_was_acknowledged() -> Non
             assert all(has_all(partition, node) for node in state.in_sync), seed
 
 
-def test_the_histories_are_such_that_a_wrong_rule_would_show() -> None:
-    """The longest log alone does not do, nor does a shorter one of the latest epoch."""
+def test_the_histories_would_expose_a_wrong_rule() -> None:
+    """Neither the longest log nor the latest epoch alone is sufficient."""
     longest_is_wrong = shorter_is_wrong = 0
     for seed in range(SEEDS):
         partition, _ = drawn(seed)

@@ -1,4 +1,4 @@
-"""What a follower reports to its leader: no more than is stored, and all of it again after it has registered again."""
+"""A follower reports to its leader only what is stored, and reports all of it again after a new registration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATE = PartitionState(replicas=(LEADER, ME), leader=LEADER, leader_epoch=Epoch(
 
 
 class Link:
-    """A leader without new records that responds when the test lets it."""
+    """A leader without new records that responds when the test allows it."""
 
     def __init__(self) -> None:
         self.fetches: asyncio.Queue[ReplicaFetch] = asyncio.Queue()
@@ -76,8 +76,8 @@ async def end(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_after_another_registration_everything_is_said_again(store: LogStore) -> None:
-    """An idle partition is named once in a session, and the leader counts it by the registration it was named under."""
+async def test_everything_is_reported_again_after_a_new_registration(store: LogStore) -> None:
+    """An idle partition is named once per session, and the leader tracks it by the registration it was named under."""
     link, registrations = Link(), [7]
     fetching = fetcher(link, registrations)
     fetching.follow(follower(store, "os"))
@@ -93,7 +93,7 @@ async def test_after_another_registration_everything_is_said_again(store: LogSto
     await end(task)
 
 
-async def test_what_an_earlier_fetcher_left_unsynced_is_not_called_stored(store: LogStore) -> None:
+async def test_records_left_unsynced_by_an_earlier_fetcher_are_not_reported_as_stored(store: LogStore) -> None:
     link = Link()
     fetching = fetcher(link, [7])
     partition = follower(store, "always")
@@ -112,7 +112,7 @@ async def test_what_an_earlier_fetcher_left_unsynced_is_not_called_stored(store:
     ("in_sync", "watermark", "end"),
     [((LEADER,), 1, 1), ((LEADER,), 2, 3), ((LEADER, ME), 1, 3)],
 )
-async def test_what_was_lost_and_never_acknowledged_is_cut_off_when_no_one_counts_on_the_rest(
+async def test_lost_unacknowledged_records_are_truncated_when_nothing_behind_them_counts(
     in_sync: tuple[NodeId, ...], watermark: int, end: int
 ) -> None:
     files, where = MemoryFiles(), TopicPartition("t", PartitionIndex(0))
@@ -139,7 +139,7 @@ async def test_what_was_lost_and_never_acknowledged_is_cut_off_when_no_one_count
 
 
 class SlowFiles(MemoryFiles):
-    """Files of which a sync waits until the test lets it."""
+    """Files whose syncs wait until the test allows them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class SlowFiles(MemoryFiles):
         self.threads: set[int] = set()
 
     def sync(self, descriptor: int) -> None:
-        """Sync when it may be."""
+        """Sync once the test allows it."""
         self.threads.add(threading.get_ident())
         assert self.may_sync.wait(60)
         super().sync(descriptor)
@@ -159,10 +159,10 @@ class SlowFiles(MemoryFiles):
     [((LEADER, ME), (), 1), ((LEADER,), (ME,), 1), ((LEADER,), (), 0)],
     ids=["in sync", "eligible", "neither"],
 )
-async def test_a_compacted_log_is_not_dropped_while_it_is_counted_on(
+async def test_a_compacted_log_is_not_dropped_while_it_counts_as_in_sync(
     in_sync: tuple[NodeId, ...], eligible: tuple[NodeId, ...], end: int
 ) -> None:
-    """Found with gaps after a crash, a log may be compacted up to its end, which the high watermark never reached."""
+    """A log found with gaps after a crash may be compacted up to its end, which the high watermark never reached."""
     store = LogStore.open(
         Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
     )
@@ -177,7 +177,7 @@ async def test_a_compacted_log_is_not_dropped_while_it_is_counted_on(
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(restarted: bool) -> None:
+async def test_a_log_is_truncated_beside_the_loop_and_refuses_appends_until_then(restarted: bool) -> None:
     files = SlowFiles()
     store = LogStore.open(
         Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
@@ -197,7 +197,7 @@ async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(
     given = memoryview(encode_batch([NewRecord(None, b"z", (), 1000)]))
     with pytest.raises(StorageFailure, match="truncation is on disk"):
         partition.append_fetched(given, leader_epoch=Epoch(1), high_watermark=Offset(0), log_start=Offset(0))
-    # Even if it leads meanwhile.
+    # Even if it becomes the leader meanwhile.
     partition.apply(Versioned(dataclasses.replace(STATE, leader=ME, leader_epoch=Epoch(2)), 2), me=ME)
     with pytest.raises(StorageFailure, match="truncation is on disk"):
         partition.write(bytearray(batch), acks=1)
@@ -214,7 +214,7 @@ async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(
     again.close_now()
 
 
-async def test_a_cut_that_the_disk_refuses_is_reported_and_done_again_before_the_log_goes_on() -> None:
+async def test_a_failed_truncation_is_reported_and_retried_before_the_log_continues() -> None:
     files, clock = MemoryFiles(), ManualClock()
     store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=10_000, producer_expiry_ms=10**9)
     partition = follower(store, "os")
@@ -233,7 +233,7 @@ async def test_a_cut_that_the_disk_refuses_is_reported_and_done_again_before_the
     files.kill()
 
 
-async def test_a_topic_that_a_leader_does_not_know_yet_is_no_warning_unless_it_stays(
+async def test_a_topic_that_a_leader_does_not_know_yet_is_a_warning_only_if_it_persists(
     store: LogStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = ReplicaResponse(UNKNOWN_TOPIC_ID, Offset(-1), Offset(-1), None, b"")

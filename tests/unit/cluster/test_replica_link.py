@@ -1,4 +1,4 @@
-"""A follower's link over a real connection: memory that is used again, and leaders that do not respond."""
+"""A follower's link over a real connection: reused buffers, and leaders that do not respond."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKED = ReplicaFetch(NodeId(2), 9, 100, 1 << 20, {})
 
 
 class Leader:
-    """Responds to each fetch with so many bytes, one after the other; None for never."""
+    """Respond to each fetch with the next number of bytes; None means never."""
 
     def __init__(self, broker: ScriptedBroker, *sizes: int | None) -> None:
         self.broker = broker
@@ -61,7 +61,7 @@ async def link(broker: ScriptedBroker) -> AsyncIterator[WireLink]:
     await opened.close()
 
 
-async def test_large_responses_are_received_into_the_same_memory(broker: ScriptedBroker, link: WireLink) -> None:
+async def test_large_responses_reuse_the_same_buffer(broker: ScriptedBroker, link: WireLink) -> None:
     sizes = [300_000, 200_000, 10, 250_000, *[10] * (SMALL_RESPONSES_MAX + 1), 250_000]
     Leader(broker, *sizes)
     rooms = []
@@ -72,11 +72,11 @@ async def test_large_responses_are_received_into_the_same_memory(broker: Scripte
         assert isinstance(records, memoryview)
         rooms.append(records.obj)
     assert rooms[0] is rooms[1] is rooms[3]
-    # After many responses that needed little, nothing is kept.
+    # After many small responses, no buffer is kept.
     assert rooms[-1] is not rooms[0]
 
 
-async def test_what_is_too_large_to_be_kept_has_memory_of_its_own(
+async def test_a_response_too_large_to_keep_has_its_own_buffer(
     broker: ScriptedBroker, link: WireLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_fetcher, "ROOM_BYTES_MAX", 100_000)
@@ -87,7 +87,7 @@ async def test_what_is_too_large_to_be_kept_has_memory_of_its_own(
     assert bytes(second) == b"A" * 200_000
 
 
-async def test_a_leader_that_does_not_respond_is_given_up_and_reached_again(
+async def test_a_silent_leader_is_disconnected_and_reconnected_to(
     broker: ScriptedBroker, link: WireLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Leader(broker, 10, None, 20)

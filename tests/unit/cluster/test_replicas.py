@@ -1,4 +1,4 @@
-"""Three nodes that replicate in one process: copying, failing over, parting and agreeing again."""
+"""Three nodes that replicate in one process: copying, failover, divergence and truncation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def group(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaGroup]:
 
 
 class TestCopying:
-    async def test_what_is_acknowledged_is_everywhere_byte_for_byte(self, group: ReplicaGroup) -> None:
+    async def test_acknowledged_records_are_on_every_replica_byte_for_byte(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         for number in range(50):
             await leader.append(encode_values(b"m%d" % number))
@@ -48,7 +48,7 @@ class TestCopying:
             assert content(group.partition(node)) == content(leader)
             await until(lambda node=node: group.partition(node).high_watermark == 50)  # type: ignore[misc]
 
-    async def test_acks_1_waits_for_the_leader_alone(self, group: ReplicaGroup) -> None:
+    async def test_acks_1_waits_only_for_the_leader(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         group.cut |= {(TWO, ONE), (THREE, ONE)}
         appended = await leader.append(encode_values(b"alone"), acks=ACKS_LEADER)
@@ -60,18 +60,18 @@ class TestCopying:
         await waiting
         assert leader.high_watermark == 1
 
-    async def test_only_replicas_may_follow(self, group: ReplicaGroup) -> None:
+    async def test_only_replicas_may_fetch_as_followers(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         with pytest.raises(NotLeader):
             leader.read_for_follower(NodeId(9), offset=Offset(0), last_epoch=-1, leader_epoch=0, max_bytes=100)
 
-    async def test_followers_take_over_where_the_log_begins(self, group: ReplicaGroup) -> None:
+    async def test_followers_start_at_the_log_start_offset(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         await leader.append(encode_values(*(b"x" for _ in range(10))))
         leader.delete_before(Offset(6))
         await until(lambda: group.partition(2).log_start == 6 == group.partition(3).log_start)
 
-    async def test_a_follower_that_fell_too_far_behind_restarts(self, group: ReplicaGroup) -> None:
+    async def test_a_follower_behind_the_log_start_restarts_from_it(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         group.cut |= {(THREE, ONE)}
         await until(lambda: leader.state is not None and leader.log.end_offset == 0 and leader.is_leader)
@@ -86,7 +86,9 @@ class TestCopying:
 
 
 class TestInSync:
-    async def test_who_cannot_be_reached_is_not_waited_for_and_joins_again(self, group: ReplicaGroup) -> None:
+    async def test_an_unreachable_follower_is_dropped_from_the_in_sync_set_and_rejoins(
+        self, group: ReplicaGroup
+    ) -> None:
         leader = await leads(group, 1)
         group.cut |= {(THREE, ONE)}
         await leader.append(encode_values(b"a"))
@@ -96,9 +98,7 @@ class TestInSync:
         group.heal()
         await until(lambda: leader.state is not None and leader.state.in_sync == (ONE, TWO, THREE))
 
-    async def test_too_few_in_sync_refuse_before_the_append_and_freeze_what_is_acknowledged(
-        self, group: ReplicaGroup
-    ) -> None:
+    async def test_below_min_isr_appends_are_refused_and_the_high_watermark_stays(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         await leader.append(encode_values(b"a"))
         group.cut |= {(TWO, ONE), (THREE, ONE)}
@@ -115,7 +115,7 @@ class TestInSync:
         await pending
         assert not leader.state.eligible
 
-    async def test_an_idle_log_keeps_everybody_in_sync(self, group: ReplicaGroup) -> None:
+    async def test_followers_of_an_idle_log_stay_in_sync(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         await leader.append(encode_values(b"a"))
         await until(lambda: not leader.has_lagging)
@@ -125,7 +125,7 @@ class TestInSync:
 
 
 class TestFailingOver:
-    async def test_a_new_leader_goes_on_with_everything_acknowledged(self, group: ReplicaGroup) -> None:
+    async def test_a_new_leader_has_every_acknowledged_record(self, group: ReplicaGroup) -> None:
         old = await leads(group, 1)
         await old.append(encode_values(b"a", producer_id=4, sequence=0))
         await old.append(encode_values(b"b", producer_id=4, sequence=1))
@@ -140,9 +140,7 @@ class TestFailingOver:
         assert appended.base_offset == 2
         assert values(new) == [b"a", b"b", b"c"]
 
-    async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_is_brought_round(
-        self, group: ReplicaGroup
-    ) -> None:
+    async def test_an_isolated_leader_acknowledges_nothing_and_is_truncated(self, group: ReplicaGroup) -> None:
         old = await leads(group, 1)
         await old.append(encode_values(b"a"))
         group.isolate(1)
@@ -167,7 +165,7 @@ class TestFailingOver:
         with pytest.raises(NotLeader):
             old.read(Offset(0), max_bytes=100)
 
-    async def test_a_killed_leader_comes_back_as_a_follower(self, group: ReplicaGroup) -> None:
+    async def test_a_killed_leader_rejoins_as_a_follower(self, group: ReplicaGroup) -> None:
         old = await leads(group, 1)
         await old.append(encode_values(b"a"))
         await group.nodes[ONE].kill()
@@ -177,7 +175,7 @@ class TestFailingOver:
         await group.nodes[ONE].start()
         await until(lambda: values(group.partition(1)) == [b"a", b"b"])
 
-    async def test_an_inherited_leadership_is_not_taken_up(self, group: ReplicaGroup) -> None:
+    async def test_a_leadership_of_an_earlier_run_is_not_resumed(self, group: ReplicaGroup) -> None:
         await leads(group, 1)
         agreed = group.agreed()
         assert agreed is not None
@@ -194,14 +192,14 @@ class TestFailingOver:
         assert fresh.is_leader
 
 
-async def test_a_lost_response_about_the_in_sync_set_counts_both_sets_until_it_is_read_back() -> None:
+async def test_after_a_lost_response_both_in_sync_sets_count_until_the_set_is_read_back() -> None:
     async with ReplicaGroup() as group:
         group.agree(replace(FIRST, in_sync=(ONE, TWO)))
         leader = await leads(group, 1)
         store = group.nodes[ONE].store
         group.cut |= {(THREE, ONE)}
         await leader.append(encode_values(b"a"))
-        # The leader hears nothing of the store any more: neither the response to its change nor the change itself.
+        # The leader gets nothing from the store any more: neither the response to its change nor the change itself.
         store.shut(requests_pass=True)
         group.cut.clear()
         await until(lambda: group.agreed().state.in_sync == (ONE, TWO, THREE))  # type: ignore[union-attr]
@@ -230,7 +228,7 @@ async def test_many_partitions_share_one_fetch_and_one_change() -> None:
         assert all(group.partition(2, index).log.end_offset == 1 for index in range(count))
 
 
-async def test_what_the_disk_of_a_follower_lost_is_refetched(group: ReplicaGroup) -> None:
+async def test_records_lost_by_the_disk_of_a_follower_are_refetched(group: ReplicaGroup) -> None:
     leader = await leads(group, 1)
     for number in range(20):
         await leader.append(encode_values(b"value %d" % number))

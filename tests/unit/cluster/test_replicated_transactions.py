@@ -1,4 +1,4 @@
-"""Transactions on three replicas: a marker counts once it is acknowledged, and until then it may be taken back."""
+"""Transactions on three replicas: a marker takes effect once it is acknowledged, and may be truncated until then."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def group(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaGroup]:
         yield started
 
 
-async def test_followers_know_what_is_open_and_what_was_aborted(group: ReplicaGroup) -> None:
+async def test_followers_know_open_and_aborted_transactions(group: ReplicaGroup) -> None:
     leader = await leads(group, 1)
     await write(leader, 0)
     await end(leader, marker(commit=False))
@@ -73,7 +73,7 @@ async def test_followers_know_what_is_open_and_what_was_aborted(group: ReplicaGr
         assert follower.has_open_transaction(SEVEN, 1)
 
 
-async def test_a_marker_counts_once_it_is_acknowledged(group: ReplicaGroup) -> None:
+async def test_a_marker_takes_effect_once_it_is_acknowledged(group: ReplicaGroup) -> None:
     leader = await leads(group, 1)
     await write(leader, 0)
     group.cut |= {(TWO, ONE), (THREE, ONE)}
@@ -86,7 +86,7 @@ async def test_a_marker_counts_once_it_is_acknowledged(group: ReplicaGroup) -> N
     assert leader.last_stable_offset == 2
 
 
-async def test_a_marker_that_no_one_else_has_is_taken_back_and_can_be_written_again(group: ReplicaGroup) -> None:
+async def test_an_unreplicated_marker_is_truncated_and_can_be_written_again(group: ReplicaGroup) -> None:
     leader = await leads(group, 1)
     await write(leader, 0)
     group.isolate(1)

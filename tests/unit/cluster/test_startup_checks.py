@@ -1,4 +1,4 @@
-"""The checks of a starting node: every mismatch has its error, and unavailable stores are waited for, or not."""
+"""Startup checks of a node: every mismatch has its error, and unavailable stores are waited for where possible."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MINE = FolderOwner(node_id=2, cluster="c", cluster_id="id", was_admitted=True, i
 
 
 class Store(EmbeddedStore):
-    """Fails a given number of times, and time passes each time."""
+    """A store that fails a given number of times; the clock advances each time."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(EmbeddedService(clock), clock)
@@ -102,7 +102,7 @@ def registered(incarnation: str) -> str:
     return NodeRegistration(node=node, http="", incarnation=incarnation, version="", unclean=False).to_json()
 
 
-async def test_a_new_node_of_a_new_cluster_and_one_that_was_there_may_start() -> None:
+async def test_a_new_node_of_a_new_cluster_and_a_known_node_may_start() -> None:
     await Scene().checks.check()
     scene = Scene(MINE)
     await scene.knows(cluster_id="id", admitted__2="mine")
@@ -117,7 +117,7 @@ async def test_a_new_node_of_a_new_cluster_and_one_that_was_there_may_start() ->
         (FolderOwner(node_id=2, cluster="first", was_admitted=True), "give --cluster first"),
     ],
 )
-async def test_a_folder_of_another_node_or_cluster_is_refused_before_anybody_is_asked(
+async def test_a_folder_of_another_node_or_cluster_is_refused_before_any_request(
     owner: FolderOwner, advice: str
 ) -> None:
     scene = Scene(owner)
@@ -146,21 +146,21 @@ async def test_a_catalog_of_another_cluster_is_refused() -> None:
         await scene.checks.check()
 
 
-async def test_a_node_id_is_refused_when_its_holder_responds() -> None:
+async def test_a_node_id_whose_holder_responds_is_refused() -> None:
     scene = Scene()
     await scene.knows(nodes__2=registered("other"))
     await scene.checks.check()
     scene.alive = True
     with pytest.raises(NodeIdTaken, match="at other:9092; stop it first"):
         await scene.checks.check()
-    # A run of this folder that is over; the process that responds there is being replaced.
+    # An ended run of this folder; the process that responds there is being replaced.
     again = Scene(MINE)
     again.alive = True
     await again.knows(nodes__2=registered("mine"), admitted__2="mine", cluster_id="id")
     await again.checks.check()
 
 
-async def test_etcd_is_waited_for_and_reported() -> None:
+async def test_an_unavailable_etcd_is_waited_for_and_reported() -> None:
     scene = Scene()
     scene.store.failures = [StoreUnavailable("no route"), StoreRefused("no connection")]
     await scene.checks.check()
@@ -168,7 +168,7 @@ async def test_etcd_is_waited_for_and_reported() -> None:
     assert "waits for etcd at etcd:2379, since 2023-11-14T22:13:20+00:00: no route" in scene.reported[0]
 
 
-async def test_etcd_is_given_up_after_a_while() -> None:
+async def test_an_unavailable_etcd_is_a_startup_error_after_a_while() -> None:
     scene = Scene(wait_s=5)
     scene.store.failures = [StoreUnavailable("no route")] * 10
     with pytest.raises(StoreUnavailable, match=r"etcd at etcd:2379 within 5 s \(no route\)"):
@@ -176,7 +176,7 @@ async def test_etcd_is_given_up_after_a_while() -> None:
     assert len(scene.reported) == 4
 
 
-async def test_an_etcd_that_denies_the_login_is_reported_at_once() -> None:
+async def test_a_login_denied_by_etcd_is_reported_at_once() -> None:
     scene = Scene()
     scene.store.failures = [StoreDenied("authentication failed")]
     with pytest.raises(StoreDenied, match="password in --etcd"):
@@ -184,7 +184,7 @@ async def test_an_etcd_that_denies_the_login_is_reported_at_once() -> None:
     assert scene.reported == []
 
 
-async def test_the_catalog_is_waited_for_at_the_first_start_only() -> None:
+async def test_the_catalog_is_waited_for_only_at_the_first_start() -> None:
     scene = Scene()
     scene.catalog.failures = [CatalogUnavailable("down"), CatalogUnavailable("down")]
     await scene.checks.check()
@@ -196,7 +196,7 @@ async def test_the_catalog_is_waited_for_at_the_first_start_only() -> None:
     assert later.reported == []
 
 
-async def test_a_catalog_that_stands_still_does_not_hold_up_a_later_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frozen_catalog_does_not_delay_a_later_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "CATALOG_S_MAX", 0.01)
     scene = Scene(MINE)
     scene.catalog.moves.clear()
@@ -204,7 +204,7 @@ async def test_a_catalog_that_stands_still_does_not_hold_up_a_later_start(monkey
     await scene.checks.check()
 
 
-async def test_a_catalog_that_denies_the_login_is_reported_at_once() -> None:
+async def test_a_login_denied_by_the_catalog_is_reported_at_once() -> None:
     for scene in (Scene(), Scene(MINE)):
         await scene.knows(cluster_id="id", admitted__2="mine")
         scene.catalog.failures = [CatalogDenied("wrong password")]
@@ -212,7 +212,7 @@ async def test_a_catalog_that_denies_the_login_is_reported_at_once() -> None:
             await scene.checks.check()
 
 
-def test_a_folder_remembers_whose_it_is() -> None:
+def test_a_folder_remembers_its_node_and_cluster() -> None:
     files = MemoryFiles(1)
     files.make_directory("/data")
     assert FolderOwner.read(files, "/data") == FolderOwner()

@@ -1,4 +1,4 @@
-"""What every coordination store promises, asked of each back end."""
+"""The contract of coordination stores, checked for each back end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_a_new_store_is_empty(store: CoordinationStore) -> None:
     assert store.unavailable_since_ms is None
 
 
-async def test_what_was_put_is_read_with_its_revisions(store: CoordinationStore) -> None:
+async def test_a_put_value_is_read_with_its_revisions(store: CoordinationStore) -> None:
     first = await store.change([Put("a/1", "one"), Put("b/1", "other")])
     second = await store.change([Put("a/1", "zwei – deux")])
     assert first is not None
@@ -43,7 +43,7 @@ async def test_what_was_put_is_read_with_its_revisions(store: CoordinationStore)
     assert snapshot.revision >= second > first
 
 
-async def test_a_deleted_key_is_gone_and_recreated(store: CoordinationStore) -> None:
+async def test_a_deleted_key_is_gone_and_can_be_recreated(store: CoordinationStore) -> None:
     await store.change([Put("a", "1")])
     await store.change([Delete("a")])
     assert (await store.read("a")).entries == {}
@@ -52,7 +52,7 @@ async def test_a_deleted_key_is_gone_and_recreated(store: CoordinationStore) -> 
     assert (await store.read("a")).entries["a"].created == again
 
 
-async def test_a_change_with_the_right_revision_is_carried_out_once(store: CoordinationStore) -> None:
+async def test_a_conditional_change_is_applied_once(store: CoordinationStore) -> None:
     revision = await store.change([Put("a", "1")], [Expect("a", 0)])
     assert revision is not None
     assert await store.change([Put("a", "2")], [Expect("a", 0)]) is None
@@ -61,7 +61,7 @@ async def test_a_change_with_the_right_revision_is_carried_out_once(store: Coord
     assert (await store.read("a")).entries["a"].value == "2"
 
 
-async def test_one_failed_expectation_stops_every_change(store: CoordinationStore) -> None:
+async def test_one_failed_condition_prevents_every_change(store: CoordinationStore) -> None:
     revision = await store.change([Put("a", "1")])
     assert revision is not None
     changes: list[Change] = [Put("a", "2"), Put("b", "2"), Delete("c")]
@@ -69,7 +69,7 @@ async def test_one_failed_expectation_stops_every_change(store: CoordinationStor
     assert {key: entry.value for key, entry in (await store.read("")).entries.items()} == {"a": "1"}
 
 
-async def test_all_changes_of_a_call_share_a_revision(store: CoordinationStore) -> None:
+async def test_all_changes_of_a_transaction_share_a_revision(store: CoordinationStore) -> None:
     keys = [f"key/{number:03}" for number in range(CHANGES_MAX)]
     revision = await store.change([Put(key, "x") for key in keys], [Expect(key, 0) for key in keys])
     snapshot = await store.read("key/")
@@ -77,7 +77,7 @@ async def test_all_changes_of_a_call_share_a_revision(store: CoordinationStore) 
     assert {entry.revision for entry in snapshot.entries.values()} == {revision}
 
 
-async def test_mistakes_of_the_caller_are_found(store: CoordinationStore) -> None:
+async def test_invalid_calls_are_refused(store: CoordinationStore) -> None:
     with pytest.raises(ValueError, match="65 changes"):
         await store.change([Put(str(number), "x") for number in range(CHANGES_MAX + 1)])
     with pytest.raises(ValueError, match="at most once"):
@@ -93,7 +93,7 @@ async def test_more_keys_than_a_page_are_read(store: CoordinationStore) -> None:
     assert all(entry.value == key for key, entry in snapshot.entries.items())
 
 
-async def test_one_of_many_wins(open_store: OpenStore) -> None:
+async def test_of_concurrent_conditional_changes_one_succeeds(open_store: OpenStore) -> None:
     stores = [open_store() for _ in range(4)]
     results = await asyncio.gather(
         *(
@@ -127,7 +127,7 @@ async def test_deleting_a_missing_key_notifies_no_watch(store: CoordinationStore
         assert await take(batches, 1) == [Event("a", "1", put or 0)]
 
 
-async def test_two_watches_see_the_same_in_order(open_store: OpenStore) -> None:
+async def test_two_watches_see_the_same_changes_in_order(open_store: OpenStore) -> None:
     stores = [open_store() for _ in range(3)]
     revision = (await stores[0].read("")).revision
     async with (
@@ -140,7 +140,7 @@ async def test_two_watches_see_the_same_in_order(open_store: OpenStore) -> None:
         assert await take(two, 50) == expected
 
 
-async def test_a_watch_may_be_left_at_any_time(store: CoordinationStore) -> None:
+async def test_a_watch_may_be_closed_at_any_time(store: CoordinationStore) -> None:
     async def listen() -> None:
         async with aclosing(store.watch("", after=(await store.read("")).revision)) as batches:
             async for _ in batches:
@@ -154,7 +154,7 @@ async def test_a_watch_may_be_left_at_any_time(store: CoordinationStore) -> None
         await task
 
 
-async def test_leased_keys_go_with_their_session(open_store: OpenStore) -> None:
+async def test_leased_keys_are_deleted_with_their_session(open_store: OpenStore) -> None:
     node, other = open_store(), open_store()
     session = await node.open_session(LONG_S, lambda: None)
     await node.change([Put("nodes/1", "here", leased=True), Put("kept", "x")])
@@ -180,7 +180,7 @@ async def test_a_leased_key_needs_a_session(store: CoordinationStore) -> None:
     assert (await store.read("")).entries == {}
 
 
-async def test_a_key_follows_the_last_session_that_put_it(open_store: OpenStore) -> None:
+async def test_a_key_belongs_to_the_last_session_that_put_it(open_store: OpenStore) -> None:
     node = open_store()
     first = await node.open_session(LONG_S, lambda: None)
     await node.change([Put("nodes/1", "first", leased=True), Put("nodes/2", "free", leased=True)])

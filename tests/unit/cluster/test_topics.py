@@ -1,4 +1,4 @@
-"""Topics on a real data folder: what is declared survives, what is deleted stays deleted."""
+"""Topics on a real data folder: declarations survive restarts, and deletions are final."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_deleted_topic_is_gone_with_its_files(tmp_path: Path) -> None:
         restarted = await topics.create("short-lived")
         assert restarted.topic_id != topic.topic_id
         assert topics.partition("short-lived", 0).high_watermark == 0
-    # The space comes back a little after the response, when the store is closed at the latest.
+    # The space is freed shortly after the response, at the latest when the store is closed.
     assert not any(topic.topic_id.hex in path.as_posix().replace("-", "") for path in tmp_path.rglob("*.log"))
 
 
@@ -82,7 +82,7 @@ def remove_catalog(data: Path) -> None:
         leftover.unlink()
 
 
-async def test_a_lost_catalog_gets_the_topics_back_that_the_nodes_agreed_on(tmp_path: Path) -> None:
+async def test_a_lost_catalog_is_restored_from_the_coordination_store(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("precious", overrides={"retention.ms": "5000"})
         await topics.partition("precious", 0).append(batch(b"x"))
@@ -93,7 +93,7 @@ async def test_a_lost_catalog_gets_the_topics_back_that_the_nodes_agreed_on(tmp_
         await topics.alter("precious", {"retention.ms": "6000"})
 
 
-async def test_lost_states_are_derived_from_the_logs(tmp_path: Path) -> None:
+async def test_lost_partition_states_are_derived_from_the_logs(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("precious", partitions=3)
         await topics.partition("precious", 1).append(batch(b"x"))
@@ -106,7 +106,7 @@ async def test_lost_states_are_derived_from_the_logs(tmp_path: Path) -> None:
         await partition.append(batch(b"y"))
 
 
-async def test_a_node_that_gets_another_id_keeps_its_data(tmp_path: Path) -> None:
+async def test_a_node_with_a_changed_id_keeps_its_data(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         await topics.create("precious", partitions=3)
         await topics.partition("precious", 1).append(batch(b"x"))
@@ -115,7 +115,7 @@ async def test_a_node_that_gets_another_id_keeps_its_data(tmp_path: Path) -> Non
         assert (partition.high_watermark, partition.is_leader) == (1, True)
 
 
-async def test_files_without_a_declaration_are_left_alone(tmp_path: Path) -> None:
+async def test_undeclared_files_are_left_untouched(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         await topics.create("precious")
         await topics.partition("precious", 0).append(batch(b"x"))
@@ -165,7 +165,7 @@ async def test_settings_change_while_running(tmp_path: Path) -> None:
         ("__consumer_offsets", {}, PolicyViolation),
     ],
 )
-async def test_what_cannot_be_is_refused(
+async def test_invalid_changes_are_refused(
     tmp_path: Path, name: str, arguments: dict[str, object], error: type[Exception]
 ) -> None:
     async with single_node(tmp_path) as topics:
@@ -190,7 +190,7 @@ async def test_the_brokers_own_topics_stay_compacted(tmp_path: Path) -> None:
         await topics.alter("__consumer_offsets", {"segment.bytes": "2000000"})
 
 
-async def test_many_asking_for_the_same_missing_topic_get_one(tmp_path: Path) -> None:
+async def test_concurrent_requests_for_a_missing_topic_create_one(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         found = await asyncio.gather(*(topics.ensure("wanted") for _ in range(10)))
         assert len({topic.topic_id for topic in found}) == 1
@@ -204,7 +204,7 @@ async def test_auto_creation_can_be_switched_off(tmp_path: Path) -> None:
             await topics.ensure("wanted")
 
 
-async def test_producer_ids_are_never_given_twice(tmp_path: Path) -> None:
+async def test_producer_ids_are_unique(tmp_path: Path) -> None:
     seen: set[int] = set()
     for _ in range(3):
         catalog = Catalog.open_folder(tmp_path)
@@ -214,7 +214,7 @@ async def test_producer_ids_are_never_given_twice(tmp_path: Path) -> None:
     assert len(seen) == 4500
 
 
-def test_a_catalog_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_catalog_file_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "catalog.sqlite").write_bytes(b"not a database at all" * 100)
     with pytest.raises(DataFolderInvalid, match=r"catalog\.sqlite"):
         Catalog.open_folder(tmp_path)

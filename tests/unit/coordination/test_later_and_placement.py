@@ -23,7 +23,7 @@ def test_the_first_response_counts() -> None:
     assert later.error is None
 
 
-def test_a_listener_that_comes_late_is_notified_at_once() -> None:
+def test_a_late_listener_is_notified_at_once() -> None:
     later: Deferred[int] = Deferred()
     later.refuse(NotCoordinator("moved"))
     reported: list[Deferred[int]] = []
@@ -52,7 +52,7 @@ def test_java_hash(text: str, expected: int) -> None:
     assert java_hash(text) == expected
 
 
-def test_the_number_without_an_absolute_value_goes_to_partition_0() -> None:
+def test_the_hash_without_an_absolute_value_maps_to_partition_0() -> None:
     assert partition_for("polygenelubricants", 50) == 0
 
 

@@ -41,7 +41,7 @@ def runtime_on(topics: MemoryTopics) -> Runtime[Names]:
     return Runtime(topics, topic, Names, clock=ManualClock())
 
 
-async def test_the_topic_is_made_on_first_use_and_only_once() -> None:
+async def test_the_topic_is_created_once_on_first_use() -> None:
     topics = MemoryTopics()
     runtime = runtime_on(topics)
     await runtime.start()
@@ -57,7 +57,7 @@ async def test_the_topic_is_made_on_first_use_and_only_once() -> None:
     await runtime.close()
 
 
-async def test_a_name_finds_its_state_again_after_a_restart() -> None:
+async def test_the_state_of_a_name_is_found_after_a_restart() -> None:
     topics = MemoryTopics()
     runtime = runtime_on(topics)
     for number in range(20):
@@ -76,7 +76,7 @@ async def test_a_name_finds_its_state_again_after_a_restart() -> None:
     await restarted.close()
 
 
-async def test_the_number_of_partitions_is_that_of_the_topic_not_of_the_config() -> None:
+async def test_the_partition_count_is_that_of_the_topic_not_the_config() -> None:
     topics = MemoryTopics()
     topics.add("__names", partitions=7)
     runtime = runtime_on(topics)
@@ -86,7 +86,7 @@ async def test_the_number_of_partitions_is_that_of_the_topic_not_of_the_config()
     await runtime.close()
 
 
-async def test_a_shard_that_was_resigned_is_looked_for_elsewhere() -> None:
+async def test_a_resigned_shard_refuses_operations_until_it_leads_again() -> None:
     topics = MemoryTopics()
     runtime = runtime_on(topics)
     await runtime.ensure()
@@ -104,7 +104,7 @@ async def test_a_shard_that_was_resigned_is_looked_for_elsewhere() -> None:
     await runtime.close()
 
 
-async def test_a_shard_that_found_another_leader_is_reopened_when_this_node_leads_again(
+async def test_a_shard_that_lost_its_leadership_is_reopened_when_this_node_leads_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topics = MemoryTopics()
@@ -128,7 +128,7 @@ async def test_a_shard_that_found_another_leader_is_reopened_when_this_node_lead
     await runtime.close()
 
 
-async def test_after_closing_nothing_is_served_or_made() -> None:
+async def test_after_closing_nothing_is_served_or_created() -> None:
     topics = MemoryTopics()
     runtime = runtime_on(topics)
     await runtime.close()

@@ -1,4 +1,4 @@
-"""The shard, with a small state machine: a dictionary of texts, and one request that may be parked per key."""
+"""The shard with a small state machine: a dictionary of texts, and at most one parked request per key."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_response_is_there_as_soon_as_the_log_acknowledges_it() -> None:
-    """Turns of a busy loop are long, so a response takes none that it does not need."""
+async def test_a_response_is_sent_as_soon_as_the_log_acknowledges() -> None:
+    """Turns of a busy loop are long, so a response must not wait for an extra one."""
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     kept, read = shard.submit(put(b"a", b"1")), shard.submit(get(b"a"))
@@ -138,7 +138,7 @@ async def test_a_response_waits_for_its_append() -> None:
     assert await kept == "kept"
 
 
-async def test_a_read_that_saw_an_unacknowledged_write_waits_for_it_too() -> None:
+async def test_a_read_of_an_unacknowledged_write_waits_for_it() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     before = shard.submit(get(b"a"))
@@ -154,7 +154,7 @@ async def test_a_read_that_saw_an_unacknowledged_write_waits_for_it_too() -> Non
     assert await after == b"1"
 
 
-async def test_a_refusal_that_saw_an_unacknowledged_write_waits_for_it_too() -> None:
+async def test_a_refusal_based_on_an_unacknowledged_write_waits_for_it() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     shard.submit(put(b"a", b"1"))
@@ -172,7 +172,7 @@ async def test_a_refusal_that_saw_an_unacknowledged_write_waits_for_it_too() -> 
         await refused
 
 
-async def test_responses_leave_in_the_order_of_the_log() -> None:
+async def test_responses_are_sent_in_log_order() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     futures = [shard.submit(put(b"a", str(number).encode())) for number in range(4)]
@@ -183,7 +183,7 @@ async def test_responses_leave_in_the_order_of_the_log() -> None:
     assert [future.done() for future in futures] == [True, True, False, False]
 
 
-async def test_a_parked_request_gets_a_response_from_a_later_operation_once_that_is_durable() -> None:
+async def test_a_parked_request_is_completed_by_a_later_operation_once_that_is_durable() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     parked = shard.submit(park(b"a"))
@@ -197,7 +197,7 @@ async def test_a_parked_request_gets_a_response_from_a_later_operation_once_that
     assert await parked == b"1"
 
 
-async def test_while_loading_clients_wait_a_moment_and_then_have_to_retry(
+async def test_requests_wait_briefly_while_loading_and_then_must_be_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     partition = MemoryPartition()
@@ -240,7 +240,7 @@ async def test_loading_yields_to_the_loop() -> None:
     assert len(shard.state.texts) == 100
 
 
-async def test_a_failed_acknowledgement_takes_back_what_memory_had() -> None:
+async def test_a_failed_acknowledgement_reverts_the_memory_state() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     kept = shard.submit(put(b"a", b"1"))
@@ -260,7 +260,7 @@ async def test_a_failed_acknowledgement_takes_back_what_memory_had() -> None:
     assert await shard.run(get(b"a")) == b"1"
 
 
-async def test_a_refused_append_of_a_pure_operation_needs_no_reload() -> None:
+async def test_a_refused_append_of_a_pure_operation_does_not_reload() -> None:
     partition = MemoryPartition()
     shard = await opened(partition)
     partition.refusal = StorageFailure("the disk is full")
@@ -276,7 +276,7 @@ async def test_a_refused_append_of_a_pure_operation_needs_no_reload() -> None:
         await shard.run(put(b"a", b"1"), pure=True)
 
 
-async def test_a_refused_append_of_another_operation_reloads() -> None:
+async def test_a_refused_append_of_an_impure_operation_reloads() -> None:
     partition = MemoryPartition()
     shard = await opened(partition)
     await shard.run(put(b"a", b"1"))
@@ -295,7 +295,7 @@ async def test_a_refused_append_of_another_operation_reloads() -> None:
     assert await shard.run(get(b"a")) == b"1"
 
 
-async def test_a_reload_waits_for_what_was_appended_before_the_failure() -> None:
+async def test_a_reload_waits_for_appends_from_before_the_failure() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     shard.submit(put(b"a", b"1"))
@@ -313,7 +313,7 @@ async def test_a_reload_waits_for_what_was_appended_before_the_failure() -> None
     assert await shard.run(get(b"a")) == b"1"
 
 
-async def test_a_defect_in_an_operation_reloads_the_state(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exception_in_an_operation_reloads_the_state(caplog: pytest.LogCaptureFixture) -> None:
     shard = await opened(MemoryPartition())
 
     def broken(state: Texts) -> Outcome[None]:
@@ -328,7 +328,7 @@ async def test_a_defect_in_an_operation_reloads_the_state(caplog: pytest.LogCapt
     assert await shard.run(get(b"a")) is None
 
 
-async def test_records_that_cannot_be_read_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreadable_records_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
     partition = MemoryPartition()
     shard = await opened(partition)
     shard.append([StateRecord(b"bad", b"1"), StateRecord(b"good", b"2")])
@@ -355,7 +355,7 @@ async def test_timers_are_operations_without_a_response() -> None:
     assert await (await opened(partition.after_crash())).run(get(b"a")) == b"timer"
 
 
-async def test_a_pure_timer_whose_append_is_refused_disturbs_no_one() -> None:
+async def test_a_pure_timer_whose_append_is_refused_affects_nothing_else() -> None:
     clock, partition = ManualClock(), MemoryPartition()
     shard = await opened(partition, clock)
     parked = shard.submit(park(b"b"))
@@ -393,7 +393,7 @@ async def test_no_timer_fires_after_closing() -> None:
     assert partition.end_offset == 1
 
 
-async def test_a_record_that_was_appended_but_not_taken_in_is_read_back() -> None:
+async def test_a_record_appended_but_not_applied_is_read_back() -> None:
     partition = MemoryPartition()
     shard = await opened(partition)
 
@@ -417,7 +417,7 @@ async def test_the_loop_fires_timers_by_itself() -> None:
     await asyncio.wait_for(fired.wait(), 60)
 
 
-async def test_a_defect_in_a_timer_reloads_the_state(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exception_in_a_timer_reloads_the_state(caplog: pytest.LogCaptureFixture) -> None:
     clock, partition = ManualClock(), MemoryPartition()
     shard = await opened(partition, clock)
     await shard.run(put(b"a", b"1"))
@@ -438,7 +438,7 @@ async def test_a_defect_in_a_timer_reloads_the_state(caplog: pytest.LogCaptureFi
     await shard.close()
 
 
-async def test_closing_refuses_the_parked_and_waits_for_the_appended() -> None:
+async def test_closing_refuses_parked_requests_and_waits_for_appends() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     parked = shard.submit(park(b"b"))
@@ -469,7 +469,7 @@ async def test_closing_while_loading() -> None:
     assert shard.state is None
 
 
-async def test_a_client_that_went_away_disturbs_no_one() -> None:
+async def test_a_disconnected_client_affects_nothing_else() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     gone = shard.submit(put(b"a", b"1"))
@@ -495,7 +495,7 @@ async def test_loading_a_closed_partition_gives_up() -> None:
         await restarted.run(get(b"a"))
 
 
-async def test_a_log_full_of_overtaken_records_is_rewritten() -> None:
+async def test_a_log_full_of_superseded_records_is_rewritten() -> None:
     partition = MemoryPartition()
     shard = await opened(partition, rewrite_records_min=100)
     await shard.run(put(b"stays", b"1"))
@@ -512,7 +512,7 @@ async def test_a_log_full_of_overtaken_records_is_rewritten() -> None:
 
 
 class KeepFrom:
-    """Keeps the log from an offset on."""
+    """A retention floor that keeps the log from an offset on."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -522,7 +522,7 @@ class KeepFrom:
         return kept, [StateRecord(b"told", b"kept")]
 
 
-async def test_overtaken_records_may_be_kept_and_are_not_loaded() -> None:
+async def test_superseded_records_may_be_kept_but_are_not_loaded() -> None:
     partition = MemoryPartition()
     shard = await opened(partition, rewrite_records_min=100, retention=KeepFrom(5))
     await shard.run(put(b"stays", b"1"))
@@ -541,14 +541,14 @@ async def test_overtaken_records_may_be_kept_and_are_not_loaded() -> None:
         await restarted.run(put(b"busy", str(number).encode()))
     await settle()
     assert left.log_start == 60
-    # Without the header, as after damage at the end of the log, everything that is left is read.
+    # Without the header, as after damage at the end of the log, all remaining records are read.
     plain = await opened(left.after_crash())
     assert plain.state is not None
     assert plain.state.texts[b"busy"] == b"99"
     assert plain.state.replayed > restarted.state.replayed - 100
 
 
-async def test_a_log_of_live_records_is_left_alone() -> None:
+async def test_a_log_of_live_records_is_not_rewritten() -> None:
     partition = MemoryPartition()
     shard = await opened(partition, rewrite_records_min=100)
     for number in range(300):
@@ -558,7 +558,7 @@ async def test_a_log_of_live_records_is_left_alone() -> None:
     assert partition.log_start == 0
 
 
-async def test_a_rewrite_that_fails_leaves_the_log_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_rewrite_leaves_the_log_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition, rewrite_records_min=100)
     for number in range(100):
@@ -589,7 +589,7 @@ async def test_closing_during_a_rewrite() -> None:
     assert restarted.state.texts == {b"busy": b"99"}
 
 
-async def test_a_final_refusal_is_given_only_by_who_can_still_write() -> None:
+async def test_only_a_shard_that_can_still_write_sends_a_final_refusal() -> None:
     def refuse(state: Texts) -> Outcome[str]:
         raise InvalidRequest("over")
 

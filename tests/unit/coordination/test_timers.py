@@ -41,7 +41,7 @@ def test_timers_fire_in_order_once() -> None:
     assert timers.next_deadline is None
 
 
-def test_a_timer_that_is_put_off_does_not_fire_early() -> None:
+def test_a_postponed_timer_does_not_fire_early() -> None:
     clock, fired = ManualClock(), Fired()
     timers = Timers(clock)
     for _ in range(10):
@@ -56,7 +56,7 @@ def test_a_timer_that_is_put_off_does_not_fire_early() -> None:
     assert fired.names == ["session"]
 
 
-def test_a_timer_can_be_brought_forward() -> None:
+def test_a_timer_can_be_moved_forward() -> None:
     clock, fired = ManualClock(), Fired()
     timers = Timers(clock)
     timers.schedule("x", 1000, lambda: fired.note("late"))
@@ -68,7 +68,7 @@ def test_a_timer_can_be_brought_forward() -> None:
     assert fired.names == ["early"]
 
 
-def test_no_more_than_the_limit_at_a_time() -> None:
+def test_at_most_the_limit_of_timers_fires_at_once() -> None:
     clock, fired = ManualClock(), Fired()
     timers = Timers(clock)
     for number in range(5):
@@ -81,7 +81,7 @@ def test_no_more_than_the_limit_at_a_time() -> None:
     assert len(timers) == 3
 
 
-def test_cancelled_timers_leave_no_heap_behind() -> None:
+def test_cancelled_timers_do_not_accumulate_in_the_heap() -> None:
     timers = Timers(ManualClock())
     for number in range(10_000):
         timers.schedule(number, 1000, list)
@@ -91,7 +91,7 @@ def test_cancelled_timers_leave_no_heap_behind() -> None:
     assert len(timers._heap) < 200
 
 
-# Eighths of a second add up without rounding, so that the model and the clock agree on what is due.
+# Eighths of a second add up without rounding, so that the model and the clock agree on due timers.
 amounts_ms = st.integers(0, 50).map(lambda eighths: eighths * 125)
 
 

@@ -35,7 +35,7 @@ async def test_it_serves_inside_a_running_loop_and_stops(tmp_path: Path) -> None
     assert (tmp_path / "data" / "clean-stop").exists()
 
 
-async def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:
+async def test_the_process_state_is_restored_after_a_stop(tmp_path: Path) -> None:
     def state() -> object:
         handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
         root = logging.getLogger()
@@ -67,7 +67,7 @@ async def test_a_second_broker_gets_an_error_that_names_the_first(tmp_path: Path
     await broker.stop()
 
 
-async def test_a_start_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_cancelled_start_leaves_nothing_behind(tmp_path: Path) -> None:
     broker = EmbeddedBroker(tmp_path / "data", settings=SMALL)
     starting = asyncio.ensure_future(broker.start())
     await asyncio.sleep(0)
@@ -79,7 +79,7 @@ async def test_a_start_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     await again.stop()
 
 
-def test_settings_are_checked_and_come_from_the_program_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_validated_and_come_only_from_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLSTREAM_NODE_ID", "no number")
     EmbeddedBroker(tmp_path)
     with pytest.raises(InvalidSetting, match="a separate parameter"):
@@ -88,7 +88,7 @@ def test_settings_are_checked_and_come_from_the_program_alone(tmp_path: Path, mo
         EmbeddedBroker(tmp_path, settings={"default-fluch": "os"})
 
 
-def test_a_program_that_forgets_it_still_stops_in_order(tmp_path: Path) -> None:
+def test_a_broker_that_is_never_stopped_still_stops_cleanly_at_exit(tmp_path: Path) -> None:
     program = (
         "from millstream.embedded import EmbeddedBroker\n"
         f"broker = EmbeddedBroker({str(tmp_path / 'data')!r}, settings={SMALL!r})\n"

@@ -41,7 +41,7 @@ def ms(sandbox: Sandbox) -> Iterator[SyncConnection]:
         yield connection
 
 
-async def test_open_gives_the_same_client_and_keeps_its_data(tmp_path: Path) -> None:
+async def test_open_returns_the_same_client_and_keeps_its_data(tmp_path: Path) -> None:
     async with open(tmp_path / "data", settings=SETTINGS) as ms:
         receipt = await ms.publish("orders", {"order_id": 1})
     async with open(tmp_path / "data", settings=SETTINGS) as ms:
@@ -51,7 +51,7 @@ async def test_open_gives_the_same_client_and_keeps_its_data(tmp_path: Path) -> 
         await message.ack()
 
 
-def test_open_without_a_loop_lets_kafka_clients_in(tmp_path: Path) -> None:
+def test_open_without_a_loop_serves_kafka_clients(tmp_path: Path) -> None:
     with open_sync(tmp_path / "data", kafka="127.0.0.1:0", settings=SETTINGS) as ms:
         (node,) = ms._thread.call(ms._wrapped.client.metadata([])).nodes.values()
         producer = Producer({"bootstrap.servers": f"{node.host}:{node.port}", "log_level": 0})
@@ -63,20 +63,20 @@ def test_open_without_a_loop_lets_kafka_clients_in(tmp_path: Path) -> None:
             break
 
 
-def test_it_is_gone_without_a_trace() -> None:
+def test_nothing_is_left_after_closing() -> None:
     with Sandbox() as sandbox:
         folder = Path(sandbox._folder)
         assert folder.exists()
     assert not folder.exists()
 
 
-async def test_it_can_be_entered_in_a_loop_too() -> None:
+async def test_a_sandbox_can_be_entered_in_a_loop() -> None:
     async with Sandbox(default_partitions=3) as sandbox, sandbox.connect() as ms:
         receipts = await ms.publish_many(sandbox.unique("orders"), range(10))
     assert len(receipts) == 10
 
 
-def test_messages_are_published_handled_and_settled_without_await(sandbox: Sandbox, ms: SyncConnection) -> None:
+def test_the_blocking_client_publishes_handles_and_settles(sandbox: Sandbox, ms: SyncConnection) -> None:
     topic, handled = sandbox.unique("orders"), threading.Event()
     threads: set[str] = set()
 
@@ -98,7 +98,9 @@ def test_messages_are_published_handled_and_settled_without_await(sandbox: Sandb
         break
 
 
-def test_an_idempotent_handler_works_without_await(sandbox: Sandbox, ms: SyncConnection, tmp_path: Path) -> None:
+def test_an_idempotent_handler_works_in_the_blocking_client(
+    sandbox: Sandbox, ms: SyncConnection, tmp_path: Path
+) -> None:
     topic, seen = sandbox.unique("orders"), threading.Semaphore(0)
 
     def handle(message: Message) -> None:
@@ -115,7 +117,7 @@ def test_an_idempotent_handler_works_without_await(sandbox: Sandbox, ms: SyncCon
     ms._thread.call(handler.close())
 
 
-async def test_a_trace_goes_from_message_to_message(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trace_propagates_from_message_to_message(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
@@ -169,7 +171,7 @@ else:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, None])
-def test_a_program_ends_in_order_on_every_signal(sandbox: Sandbox, number: signal.Signals | None) -> None:
+def test_a_program_ends_cleanly_on_every_signal(sandbox: Sandbox, number: signal.Signals | None) -> None:
     how = "ends" if number is None else "runs"
     with child_process(
         [sys.executable, "-c", PROGRAM, sandbox.address, sandbox.unique("orders"), how],
@@ -192,7 +194,7 @@ def test_the_options_are_those_of_connect() -> None:
     taken = {
         name: parameter
         for name, parameter in inspect.signature(connect).parameters.items()
-        # Profiles say where brokers are, and this one is here.
+        # A profile names broker addresses, which a sandbox does not need.
         if parameter.kind is parameter.KEYWORD_ONLY and name != "profile"
     }
     options = get_type_hints(ConnectOptions)
@@ -202,7 +204,7 @@ def test_the_options_are_those_of_connect() -> None:
     assert {name: hints[name] for name in taken} | access == options
 
 
-def test_a_message_without_await_has_all_that_a_message_has() -> None:
+def test_a_blocking_message_has_every_attribute_of_a_message() -> None:
     public = {name for name in dir(Message) if not name.startswith("_")}
     assert public == SyncMessage.__annotations__.keys() | {"decode", "ack", "nack", "reject", "extend"}
     for name, hint in SyncMessage.__annotations__.items():

@@ -1,4 +1,4 @@
-"""ConsumerGroupHeartbeat and ConsumerGroupDescribe in every version, over bytes, and what other APIs say then."""
+"""ConsumerGroupHeartbeat and ConsumerGroupDescribe in every version, and these groups as seen by other APIs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Broker:
         self.fetch = OffsetFetch(self.groups, known)
 
     async def send(self, version: int, **given: Any) -> Any:
-        """A heartbeat of some version; one that joins by default."""
+        """Send a heartbeat of some version; by default one that joins."""
         values = {"group_id": GROUP, "member_id": "m0", "member_epoch": 0}
         if given.get("member_epoch", 0) == 0:
             values |= {
@@ -64,7 +64,7 @@ class Broker:
 
 
 def message(api: Api[Any, Any] | RawApi, version: int, **given: Any) -> Any:
-    """A request of one version; what is not given has its default, or null where there is none."""
+    """Build a request of one version; missing fields have their default, or null where there is none."""
     kind = load_request_class(api.key, version)
     values = {field.name: default_of(field) for field in dataclasses.fields(kind)}
     if "topic_partitions" in values:
@@ -120,7 +120,7 @@ async def test_owned_partitions_are_reported_back(broker: Broker) -> None:
     assert assigned(other) == {broker.orders: (1,)}
 
 
-async def test_the_first_version_gives_ids_and_has_no_expressions(broker: Broker) -> None:
+async def test_version_0_assigns_member_ids_and_has_no_expressions(broker: Broker) -> None:
     joined = await broker.send(0, member_id="")
     assert joined.error_code == ErrorCode.none
     assert joined.member_id
@@ -156,7 +156,7 @@ async def test_a_regular_expression(broker: Broker) -> None:
         ({"member_epoch": -1}, ErrorCode.group_id_not_found),
     ],
 )
-async def test_what_cannot_be_is_refused(broker: Broker, given: dict[str, Any], code: ErrorCode) -> None:
+async def test_invalid_heartbeats_are_refused(broker: Broker, given: dict[str, Any], code: ErrorCode) -> None:
     refused = await broker.send(1, **given)
     assert refused.error_code == code
     assert refused.error_message
@@ -177,7 +177,7 @@ async def test_a_member_is_fenced(broker: Broker) -> None:
     assert fenced.error_code == ErrorCode.fenced_instance_id
 
 
-async def test_a_full_group() -> None:
+async def test_a_full_group_refuses_another_member() -> None:
     made = Broker()
     made.groups = GroupCoordinator(made.topics, Config(group_members_max=1), SystemClock())
     made.beat = ConsumerGroupHeartbeat(made.groups)
@@ -211,7 +211,7 @@ async def test_groups_are_described(broker: Broker, version: int) -> None:
     assert "nobody" in missing.error_message
 
 
-async def test_other_apis_know_the_type(broker: Broker) -> None:
+async def test_other_apis_report_the_group_type(broker: Broker) -> None:
     await broker.send(1)
     for types, found in (
         (("consumer",), [GROUP]),

@@ -1,4 +1,4 @@
-"""Sharing out: every partition to exactly one member that wants it, evenly, and with as few moves as possible."""
+"""Assignors: every partition goes to exactly one member that subscribes to it, evenly, and with few moves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def again(wishes: list[MemberSubscription], given: Given) -> list[MemberSubscrip
 
 
 @given(situations())
-def test_uniform_gives_every_partition_to_one_who_wants_it(
+def test_uniform_assigns_every_partition_to_one_subscriber(
     situation: tuple[list[MemberSubscription], dict[UUID, int]],
 ) -> None:
     found, partitions = situation
@@ -66,7 +66,7 @@ def test_uniform_gives_every_partition_to_one_who_wants_it(
 
 
 @given(situations())
-def test_range_gives_every_partition_to_one_who_wants_it(
+def test_range_assigns_every_partition_to_one_subscriber(
     situation: tuple[list[MemberSubscription], dict[UUID, int]],
 ) -> None:
     found, partitions = situation
@@ -74,14 +74,14 @@ def test_range_gives_every_partition_to_one_who_wants_it(
 
 
 @given(situations(same=True))
-def test_uniform_is_even_where_all_want_the_same(situation: tuple[list[MemberSubscription], dict[UUID, int]]) -> None:
+def test_uniform_is_even_for_equal_subscriptions(situation: tuple[list[MemberSubscription], dict[UUID, int]]) -> None:
     found, partitions = situation
     counts = [size_of(assignment) for assignment in assign_uniformly(found, partitions).values()]
     assert max(counts) - min(counts) <= 1
 
 
 @given(situations())
-def test_uniform_leaves_no_move_that_would_even_out(
+def test_uniform_leaves_no_move_that_would_improve_the_balance(
     situation: tuple[list[MemberSubscription], dict[UUID, int]],
 ) -> None:
     found, partitions = situation
@@ -95,7 +95,7 @@ def test_uniform_leaves_no_move_that_would_even_out(
 
 
 @given(situations(), st.randoms(use_true_random=False))
-def test_what_is_right_stays_as_it_is(
+def test_a_correct_assignment_is_unchanged(
     situation: tuple[list[MemberSubscription], dict[UUID, int]], random: object
 ) -> None:
     found, partitions = situation
@@ -107,7 +107,7 @@ def test_what_is_right_stays_as_it_is(
 
 
 @given(situations(same=True))
-def test_a_new_member_is_given_its_share_and_nothing_else_moves(
+def test_a_new_member_gets_its_share_and_nothing_else_moves(
     situation: tuple[list[MemberSubscription], dict[UUID, int]],
 ) -> None:
     found, partitions = situation
@@ -119,7 +119,7 @@ def test_a_new_member_is_given_its_share_and_nothing_else_moves(
 
 
 @given(situations(same=True), st.integers(0, 100))
-def test_when_a_member_goes_the_others_keep_what_they_have(
+def test_when_a_member_leaves_the_others_keep_their_partitions(
     situation: tuple[list[MemberSubscription], dict[UUID, int]], which: int
 ) -> None:
     found, partitions = situation
@@ -133,7 +133,7 @@ def test_when_a_member_goes_the_others_keep_what_they_have(
 
 
 @given(situations(same=True), st.integers(1, 5))
-def test_new_partitions_move_no_old_ones_that_need_not(
+def test_new_partitions_move_no_old_ones_without_need(
     situation: tuple[list[MemberSubscription], dict[UUID, int]], added: int
 ) -> None:
     found, partitions = situation
@@ -147,14 +147,14 @@ def test_new_partitions_move_no_old_ones_that_need_not(
 @settings(max_examples=50)
 @given(st.lists(situations(), min_size=2, max_size=5))
 def test_uniform_holds_over_any_history(history: list[tuple[list[MemberSubscription], dict[UUID, int]]]) -> None:
-    """Members, topics and sizes change all at once, and what members had may be of topics that are gone."""
+    """Members, topics and sizes change all at once, and members may have owned partitions of deleted topics."""
     given_now: Given = {}
     for found, partitions in history:
         given_now = assign_uniformly(again(found, given_now), partitions)
         check_everything_is_given_once(found, partitions, given_now)
 
 
-def test_an_assignment_that_overlaps_is_put_right() -> None:
+def test_an_overlapping_assignment_is_corrected() -> None:
     topic = TOPICS[0]
     both = [
         MemberSubscription(member_id=name, topics=frozenset({topic}), previous={topic: frozenset({0, 1, 9})})
@@ -181,7 +181,7 @@ def test_no_member_and_no_partition() -> None:
         assert assign(unwanted, {}) == {"idle": {}}
 
 
-def test_ranges_are_neighbours_and_line_up_across_topics() -> None:
+def test_ranges_are_contiguous_and_aligned_across_topics() -> None:
     first, second = TOPICS[:2]
     both = frozenset({first, second})
     members = [
@@ -191,7 +191,7 @@ def test_ranges_are_neighbours_and_line_up_across_topics() -> None:
         MemberSubscription(member_id="x", instance_id="one", topics=both),
     ]
     given_now = assign_ranges(members, {first: 6, second: 6})
-    # Static members come first, by their instance ids; then the others, by their member ids.
+    # Static members come first, by instance id; then the others, by member id.
     assert given_now["x"] == dict.fromkeys(both, frozenset({0, 1}))
     assert given_now["y"] == dict.fromkeys(both, frozenset({2, 3}))
     assert given_now["a"] == dict.fromkeys(both, frozenset({4}))

@@ -1,4 +1,4 @@
-"""A member that has not heard of its newest epoch commits what it has had since the one it knows, and nothing else."""
+"""A member that does not know its newest epoch yet may commit the partitions it has owned since the epoch it knows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def partitions_of(trial: ConsumerTrial, consumer: SimulatedConsumer) -> frozense
     return consumer.owned[trial.id_of("orders")]
 
 
-def test_what_a_member_kept_is_committed_with_any_epoch_since_it_has_it(trial: ConsumerTrial) -> None:
+def test_a_kept_partition_is_committed_with_any_epoch_since_its_assignment(trial: ConsumerTrial) -> None:
     first, second = SimulatedConsumer("m0", "orders"), SimulatedConsumer("m1", "orders")
     trial.settle(first)
     alone = first.epoch
@@ -53,7 +53,7 @@ def test_what_a_member_kept_is_committed_with_any_epoch_since_it_has_it(trial: C
     assert isinstance(commit(trial, 3, -1), StaleMemberEpoch)
 
 
-def test_a_commit_with_an_older_epoch_is_kept_as_a_whole_or_not_at_all(trial: ConsumerTrial) -> None:
+def test_a_commit_with_an_older_epoch_succeeds_as_a_whole_or_fails(trial: ConsumerTrial) -> None:
     first, second = SimulatedConsumer("m0", "orders"), SimulatedConsumer("m1", "orders")
     trial.settle(first)
     alone = first.epoch
@@ -69,7 +69,7 @@ def test_a_commit_with_an_older_epoch_is_kept_as_a_whole_or_not_at_all(trial: Co
     assert trial.committed(partition=given) == -1
 
 
-def test_what_went_away_and_came_back_counts_from_when_it_came_back(trial: ConsumerTrial) -> None:
+def test_a_returned_partition_counts_from_its_last_assignment(trial: ConsumerTrial) -> None:
     first, second = SimulatedConsumer("m0", "orders"), SimulatedConsumer("m1", "orders")
     trial.settle(first)
     alone = first.epoch
@@ -82,7 +82,7 @@ def test_what_went_away_and_came_back_counts_from_when_it_came_back(trial: Consu
     assert commit(trial, lent, first.epoch) is None
 
 
-def test_it_is_known_after_a_restart(trial: ConsumerTrial) -> None:
+def test_assignment_epochs_survive_a_restart(trial: ConsumerTrial) -> None:
     first, second = SimulatedConsumer("m0", "orders"), SimulatedConsumer("m1", "orders")
     trial.settle(first)
     alone = first.epoch
@@ -93,7 +93,7 @@ def test_it_is_known_after_a_restart(trial: ConsumerTrial) -> None:
     assert isinstance(commit(trial, given, alone), StaleMemberEpoch)
 
 
-def test_a_member_of_the_classic_protocol_has_to_be_in_its_newest_generation(trial: ConsumerTrial) -> None:
+def test_a_classic_member_must_be_in_the_newest_generation(trial: ConsumerTrial) -> None:
     newer, classic = SimulatedConsumer("m1", "orders"), ClassicConsumer(trial, "orders")
     trial.settle(newer)
     classic.join()
@@ -116,10 +116,10 @@ POSITION = Position(
 )
 
 
-def test_epochs_are_written_as_kafka_does_and_read_back() -> None:
+def test_epochs_are_encoded_as_by_kafka_and_read_back() -> None:
     record = records.position_record("g", "m", POSITION)
     assert record.value is not None
-    # What the message classes of Kafka 4.3.1 make of the same content.
+    # The encoding of the same content by the message classes of Kafka 4.3.1.
     assert record.value.hex() == (
         "0000000000040000000301"
         "02" + ONE.bytes.hex() + "03" + "00000000" + "00000002" + "01" + "00" + "09" + "03" + "00000002" + "00000004"
@@ -131,7 +131,7 @@ def test_epochs_are_written_as_kafka_does_and_read_back() -> None:
     assert read.since == POSITION.since
 
 
-def test_what_was_written_without_epochs_counts_from_the_newest() -> None:
+def test_records_without_epochs_count_from_the_newest() -> None:
     bare = Position(epoch=4, assigned=assignment_of([(ONE, [0])]))
     read = records.read_position(records.position_record("g", "m", bare))
     assert read.has_since(ONE, 0) == 4

@@ -1,4 +1,4 @@
-"""Regular expressions: RE2's, the whole name, bounded, and each name is looked at once."""
+"""Regular expressions: RE2 syntax, matching the whole name, bounded, with each topic name evaluated once."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def topics() -> MemoryTopics:
         (r"\w+\.\w{2}", {"orders.eu"}),
         (r"\Qorders.eu\E", {"orders.eu"}),
         ("[[:alpha:]]+", {"orders", "bills"}),
-        # Internal topics match only when they are named.
+        # Internal topics match only by name.
         (".*", {"orders", "orders.eu", "bills"}),
         ("__consumer_offsets", set()),
     ],
 )
-def test_the_whole_name_has_to_match(topics: MemoryTopics, expression: str, matched: set[str]) -> None:
+def test_the_whole_name_must_match(topics: MemoryTopics, expression: str, matched: set[str]) -> None:
     assert Expressions(topics).matches(expression) == matched
 
 
@@ -43,7 +43,7 @@ def test_the_whole_name_has_to_match(topics: MemoryTopics, expression: str, matc
     "expression",
     ["(", "*", "[a", r"(a)\1", "(?=a)", "(?<!b)a", "a{1001}", "(a{1000}){1000}", "((a{100}){100}){100}", "a" * 5000],
 )
-def test_what_is_wrong_or_unbounded_is_refused(topics: MemoryTopics, expression: str) -> None:
+def test_invalid_or_unbounded_expressions_are_refused(topics: MemoryTopics, expression: str) -> None:
     expressions = Expressions(topics)
     with pytest.raises(InvalidRegex):
         expressions.check(expression)
@@ -51,14 +51,14 @@ def test_what_is_wrong_or_unbounded_is_refused(topics: MemoryTopics, expression:
         expressions.matches(expression)
 
 
-def test_what_makes_other_matchers_hang_is_harmless(topics: MemoryTopics) -> None:
-    """Backtracking would take longer than the universe lasts, and this test with it."""
+def test_catastrophic_expressions_are_harmless(topics: MemoryTopics) -> None:
+    """A backtracking matcher would never finish, nor would this test."""
     topics.add("a" * 240)
     for expression in ("(a+)+b", "(a|aa)+b", "(.*)(.*)(.*)(.*)(.*)(.*)b", "(a?){200}a{200}b"):
         assert Expressions(topics).matches(expression) == frozenset()
 
 
-def test_topics_come_and_go(topics: MemoryTopics) -> None:
+def test_created_and_deleted_topics_are_noticed(topics: MemoryTopics) -> None:
     expressions = Expressions(topics)
     assert expressions.matches("o.*") == {"orders", "orders.eu"}
     topics.add("others")
@@ -69,7 +69,7 @@ def test_topics_come_and_go(topics: MemoryTopics) -> None:
     assert expressions.matches("o.*") == {"orders", "orders.eu", "others"}
 
 
-def test_a_name_is_looked_at_once(topics: MemoryTopics, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_evaluated_once(topics: MemoryTopics, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[str] = []
 
     class Counting:
@@ -85,7 +85,7 @@ def test_a_name_is_looked_at_once(topics: MemoryTopics, monkeypatch: pytest.Monk
     assert sorted(looked_at) == ["bills", "new", "orders", "orders.eu"]
 
 
-def test_names_of_topics_long_gone_are_forgotten(topics: MemoryTopics) -> None:
+def test_names_of_deleted_topics_are_forgotten(topics: MemoryTopics) -> None:
     expressions = Expressions(topics)
     assert expressions.matches("short-.*") == frozenset()
     for number in range(3 * module.EXPRESSIONS_KEPT_MAX):
@@ -95,7 +95,7 @@ def test_names_of_topics_long_gone_are_forgotten(topics: MemoryTopics) -> None:
     assert len(expressions._names) < 2 * module.EXPRESSIONS_KEPT_MAX
 
 
-def test_only_so_many_are_remembered(topics: MemoryTopics) -> None:
+def test_the_number_of_cached_names_is_bounded(topics: MemoryTopics) -> None:
     expressions = Expressions(topics)
     for number in range(module.EXPRESSIONS_KEPT_MAX + 10):
         expressions.check(f"x{number}")

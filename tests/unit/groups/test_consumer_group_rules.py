@@ -1,4 +1,4 @@
-"""Consumer groups by hand: joining, sharing out, giving up, leaving, time running out, topics changing, restarts."""
+"""Consumer groups step by step: join, assignment, revocation, leave, timeouts, topic changes, restarts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def members(number: int, *topics: str) -> list[SimulatedConsumer]:
 
 
 def each_once(trial: ConsumerTrial, consumers: list[SimulatedConsumer]) -> Iterator[int]:
-    """How many partitions each has, none of which another has too."""
+    """The number of partitions of each member; checks that none has two owners."""
     for one, other in combinations(consumers, 2):
         assert not overlaps(one.owned, other.owned)
     return (size_of(consumer.owned) for consumer in consumers)
@@ -58,7 +58,7 @@ def test_the_first_member_gets_everything_at_once(trial: ConsumerTrial) -> None:
     assert (group.state, group.epoch, group.target_epoch) == (ConsumerGroupState.STABLE, 1, 1)
 
 
-def test_a_response_has_the_assignment_only_when_the_member_may_not_know_it(trial: ConsumerTrial) -> None:
+def test_a_response_contains_the_assignment_only_if_the_member_may_not_know_it(trial: ConsumerTrial) -> None:
     alone = SimulatedConsumer("m0", "orders")
     trial.beat(alone)
     written = len(trial.log)
@@ -67,20 +67,20 @@ def test_a_response_has_the_assignment_only_when_the_member_may_not_know_it(tria
     assert len(trial.log) == written
 
 
-def test_a_member_without_id_is_given_one(trial: ConsumerTrial) -> None:
+def test_a_member_without_an_id_gets_one(trial: ConsumerTrial) -> None:
     response = trial.send(SimulatedConsumer("", "orders").request()).result()
     assert response.member_id
     assert response.member_id in trial.consumers().members
 
 
-def test_members_give_up_before_others_get(trial: ConsumerTrial) -> None:
+def test_partitions_are_revoked_before_they_are_assigned_to_others(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.beat(first)
     response = trial.beat(second)
     assert (response.epoch, response.assignment) == (2, NOTHING)
     assert trial.consumers().state is ConsumerGroupState.RECONCILING
     assert trial.beat(second).assignment is None
-    # The first hears of it, but still has everything.
+    # The first member learns of it, but still owns everything.
     response = trial.beat(first)
     assert response.epoch == 1
     assert size_of(first.assigned) == 2
@@ -94,7 +94,7 @@ def test_members_give_up_before_others_get(trial: ConsumerTrial) -> None:
     assert trial.consumers().state is ConsumerGroupState.STABLE
 
 
-def test_many_members_share_evenly_whatever_the_order(trial: ConsumerTrial) -> None:
+def test_many_members_share_evenly_in_any_order(trial: ConsumerTrial) -> None:
     consumers = members(3, "orders", "bills")
     for consumer in consumers:
         trial.beat(consumer)
@@ -105,14 +105,14 @@ def test_many_members_share_evenly_whatever_the_order(trial: ConsumerTrial) -> N
     assert sorted(each_once(trial, more)) == [1, 1, 2, 2]
 
 
-def test_members_may_want_different_topics(trial: ConsumerTrial) -> None:
+def test_members_may_subscribe_to_different_topics(trial: ConsumerTrial) -> None:
     one, two = SimulatedConsumer("m0", "orders"), SimulatedConsumer("m1", "orders", "bills")
     trial.settle(one, two)
     assert one.owned.keys() == {trial.id_of("orders")}
     assert sorted(each_once(trial, [one, two])) == [3, 3]
 
 
-def test_the_assignor_with_the_most_votes_is_used(trial: ConsumerTrial) -> None:
+def test_the_assignor_with_most_votes_is_used(trial: ConsumerTrial) -> None:
     ranged = [SimulatedConsumer(f"m{number}", "orders", "bills", assignor="range") for number in range(2)]
     other = SimulatedConsumer("m9", "orders", "bills", assignor="uniform")
     trial.settle(*ranged, other)
@@ -122,7 +122,7 @@ def test_the_assignor_with_the_most_votes_is_used(trial: ConsumerTrial) -> None:
     assert other.owned == trial.partitions(orders={3})
 
 
-def test_many_who_come_together_are_shared_out_to_together() -> None:
+def test_members_that_join_together_are_assigned_together() -> None:
     trial = ConsumerTrial(members_max=200)
     trial.add_topic("t", 200)
     crowd = members(100, "t")
@@ -137,14 +137,14 @@ def test_many_who_come_together_are_shared_out_to_together() -> None:
     assert set(each_once(trial, crowd)) == {2}
 
 
-def test_topics_that_do_not_exist_yet_are_waited_for(trial: ConsumerTrial) -> None:
+def test_topics_that_do_not_exist_yet_are_assigned_once_created(trial: ConsumerTrial) -> None:
     early = SimulatedConsumer("m0", "later")
     assert trial.beat(early).assignment == NOTHING
     trial.add_topic("later", 2)
     assert trial.beat(early).assignment == trial.partitions(later={0, 1})
 
 
-def test_a_full_group_takes_no_one_else() -> None:
+def test_a_full_group_refuses_another_member() -> None:
     trial = ConsumerTrial(members_max=2)
     trial.add_topic("t", 2)
     consumers = members(2, "t")
@@ -155,7 +155,7 @@ def test_a_full_group_takes_no_one_else() -> None:
     trial.beat(SimulatedConsumer("m9", "t"))
 
 
-def test_members_cannot_say_more_of_themselves_than_is_kept() -> None:
+def test_the_metadata_of_members_is_bounded() -> None:
     trial = ConsumerTrial(members_bytes_max=2000)
     chatty = SimulatedConsumer("m0", *(f"topic-{number}" for number in range(500)))
     assert isinstance(trial.send(chatty.request()).error, GroupFull)
@@ -166,7 +166,7 @@ def test_members_cannot_say_more_of_themselves_than_is_kept() -> None:
     assert isinstance(trial.send(modest.request(full=True)).error, GroupFull)
 
 
-def test_there_is_room_for_so_many_groups() -> None:
+def test_the_number_of_consumer_groups_is_bounded() -> None:
     trial = ConsumerTrial(groups_max=1)
     trial.beat(SimulatedConsumer("m0", "t"))
     other = SimulatedConsumer("m0", "t").request(group_id="another")
@@ -176,7 +176,7 @@ def test_there_is_room_for_so_many_groups() -> None:
 # Epochs
 
 
-def test_an_epoch_that_is_not_the_members_is_fenced(trial: ConsumerTrial) -> None:
+def test_a_member_with_a_wrong_epoch_is_fenced(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first, second)
     trial.cluster.grow("orders", 6)
@@ -189,7 +189,7 @@ def test_an_epoch_that_is_not_the_members_is_fenced(trial: ConsumerTrial) -> Non
     trial.beat(first)
 
 
-def test_a_lost_response_is_reported_again(trial: ConsumerTrial) -> None:
+def test_a_lost_response_is_repeated(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first)
     before = first.epoch
@@ -197,14 +197,14 @@ def test_a_lost_response_is_reported_again(trial: ConsumerTrial) -> None:
     trial.beat(first)
     first.give_up()
     trial.send(first.request()).result()
-    # The response with the newer epoch did not arrive, so the member comes with the one before.
+    # The response with the newer epoch did not arrive, so the member sends the previous one.
     assert first.epoch == before
     first.lost_response = True
     assert trial.beat(first).epoch > before
     assert first.owned == first.assigned
 
 
-def test_the_epoch_before_is_not_enough_with_partitions_of_others(trial: ConsumerTrial) -> None:
+def test_the_previous_epoch_with_partitions_of_others_is_fenced(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first)
     everything = first.owned
@@ -215,7 +215,7 @@ def test_the_epoch_before_is_not_enough_with_partitions_of_others(trial: Consume
     assert trial.beat(first, full=True).epoch == 2
 
 
-def test_a_fenced_member_joins_again_under_its_id(trial: ConsumerTrial) -> None:
+def test_a_fenced_member_rejoins_with_its_id(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first, second)
     first.fence()
@@ -226,7 +226,7 @@ def test_a_fenced_member_joins_again_under_its_id(trial: ConsumerTrial) -> None:
     assert list(each_once(trial, [first, second])) == [2, 2]
 
 
-def test_who_was_never_here_is_unknown(trial: ConsumerTrial) -> None:
+def test_a_member_that_never_joined_is_unknown(trial: ConsumerTrial) -> None:
     stranger = SimulatedConsumer("m9", "orders")
     stranger.epoch = 1
     assert isinstance(trial.send(stranger.request()).error, UnknownGroup)
@@ -236,10 +236,10 @@ def test_who_was_never_here_is_unknown(trial: ConsumerTrial) -> None:
     assert isinstance(trial.send(stranger.leaving()).error, UnknownMember)
 
 
-# Leaving and running out of time
+# Leaving and timeouts
 
 
-def test_what_a_leaver_had_is_shared_out(trial: ConsumerTrial) -> None:
+def test_the_partitions_of_a_leaving_member_are_reassigned(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first, second)
     assert trial.leave(second) == [HeartbeatResult(member_id="m1", epoch=-1)]
@@ -249,7 +249,7 @@ def test_what_a_leaver_had_is_shared_out(trial: ConsumerTrial) -> None:
     assert trial.consumers().state is ConsumerGroupState.EMPTY
 
 
-def test_a_member_that_is_not_heard_of_is_put_out(trial: ConsumerTrial) -> None:
+def test_a_member_whose_session_expires_is_removed(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first, second)
     trial.pass_ms(SESSION_MS - 1)
@@ -261,7 +261,7 @@ def test_a_member_that_is_not_heard_of_is_put_out(trial: ConsumerTrial) -> None:
     assert size_of(first.owned) == 4
 
 
-def test_a_member_that_gives_nothing_up_is_put_out(trial: ConsumerTrial) -> None:
+def test_a_member_that_does_not_revoke_in_time_is_removed(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first)
     trial.beat(second)
@@ -277,7 +277,7 @@ def test_a_member_that_gives_nothing_up_is_put_out(trial: ConsumerTrial) -> None
     assert isinstance(trial.send(first.request()).error, UnknownMember)
 
 
-def test_a_member_that_has_given_up_in_time_stays(trial: ConsumerTrial) -> None:
+def test_a_member_that_revokes_in_time_stays(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first)
     trial.beat(second)
@@ -293,7 +293,7 @@ def test_a_member_that_has_given_up_in_time_stays(trial: ConsumerTrial) -> None:
 # Topics
 
 
-def test_new_partitions_are_shared_out(trial: ConsumerTrial) -> None:
+def test_new_partitions_are_assigned(trial: ConsumerTrial) -> None:
     consumers = members(2, "orders")
     trial.settle(*consumers)
     trial.cluster.grow("orders", 8)
@@ -301,7 +301,7 @@ def test_new_partitions_are_shared_out(trial: ConsumerTrial) -> None:
     assert list(each_once(trial, consumers)) == [4, 4]
 
 
-def test_a_topic_that_goes_is_given_up_and_one_of_its_name_is_another(trial: ConsumerTrial) -> None:
+def test_a_deleted_topic_is_revoked_and_a_recreated_one_is_distinct(trial: ConsumerTrial) -> None:
     consumers = members(2, "orders", "bills")
     trial.settle(*consumers)
     old = trial.id_of("bills")
@@ -314,7 +314,7 @@ def test_a_topic_that_goes_is_given_up_and_one_of_its_name_is_another(trial: Con
     assert union(consumers[0].owned, consumers[1].owned) == trial.partitions(orders={0, 1, 2, 3}, bills={0, 1})
 
 
-def test_topics_that_no_one_wants_change_nothing(trial: ConsumerTrial) -> None:
+def test_topics_without_subscribers_change_nothing(trial: ConsumerTrial) -> None:
     alone = SimulatedConsumer("m0", "orders")
     trial.settle(alone)
     written = len(trial.log)
@@ -323,12 +323,12 @@ def test_topics_that_no_one_wants_change_nothing(trial: ConsumerTrial) -> None:
     assert len(trial.log) == written
 
 
-def test_a_member_changes_its_topics(trial: ConsumerTrial) -> None:
+def test_a_member_changes_its_subscription(trial: ConsumerTrial) -> None:
     consumers = members(2, "orders")
     trial.settle(*consumers)
     consumers[0].topics = frozenset({"bills"})
     response = trial.beat(consumers[0], full=True)
-    # What it does not want any more goes at once, and it gets the rest when it has given that up.
+    # Unsubscribed topics are revoked at once, and new ones are assigned after that.
     assert response.assignment == NOTHING
     assert trial.consumers().members["m0"].position.state is MemberState.UNREVOKED
     consumers[0].give_up()
@@ -337,7 +337,7 @@ def test_a_member_changes_its_topics(trial: ConsumerTrial) -> None:
     assert size_of(consumers[1].owned) == 4
 
 
-def test_a_member_without_topics_is_a_member(trial: ConsumerTrial) -> None:
+def test_a_member_without_topics_stays_a_member(trial: ConsumerTrial) -> None:
     idle = SimulatedConsumer("m0")
     assert trial.beat(idle).assignment == NOTHING
     assert trial.consumers().state is ConsumerGroupState.STABLE
@@ -346,7 +346,7 @@ def test_a_member_without_topics_is_a_member(trial: ConsumerTrial) -> None:
 # Expressions
 
 
-def test_an_expression_stands_for_the_topics_that_it_matches(trial: ConsumerTrial) -> None:
+def test_an_expression_subscribes_to_every_topic_that_it_matches(trial: ConsumerTrial) -> None:
     matching = SimulatedConsumer("m0", expression="(orders|later).*")
     assert trial.beat(matching).assignment == trial.partitions(orders={0, 1, 2, 3})
     trial.add_topic("later.eu", 2)
@@ -365,7 +365,7 @@ def test_names_and_expressions_together(trial: ConsumerTrial) -> None:
     assert trial.run(lambda shard: shard.delete_offsets(GROUP, {"orders": [0]})).result()["orders"][0] is not None
 
 
-def test_a_wrong_expression_is_refused_and_changes_nothing(trial: ConsumerTrial) -> None:
+def test_an_invalid_expression_is_refused_and_changes_nothing(trial: ConsumerTrial) -> None:
     wrong = SimulatedConsumer("m0", expression="(")
     assert isinstance(trial.send(wrong.request()).error, InvalidRegex)
     assert trial.log == []
@@ -376,7 +376,7 @@ def test_a_wrong_expression_is_refused_and_changes_nothing(trial: ConsumerTrial)
     assert size_of(trial.consumers().members["m0"].position.assigned) == 4
 
 
-def test_a_group_uses_only_so_many_expressions() -> None:
+def test_the_number_of_expressions_of_a_group_is_bounded() -> None:
     trial = ConsumerTrial(members_max=200)
     crowd = [SimulatedConsumer(f"m{number}", expression=f"orders|x{number}") for number in range(100)]
     for consumer in crowd:
@@ -408,7 +408,7 @@ def test_an_expression_is_changed_and_dropped(trial: ConsumerTrial) -> None:
     assert trial.consumers().resolved == {}
 
 
-def test_many_expressions_are_brought_up_to_date_in_turns(trial: ConsumerTrial) -> None:
+def test_many_expressions_are_refreshed_in_turns(trial: ConsumerTrial) -> None:
     consumers = [SimulatedConsumer(f"m{number}", expression=f"new|x{number}") for number in range(20)]
     trial.settle(*consumers, rounds=2)
     trial.add_topic("new", 20)
@@ -434,7 +434,7 @@ def test_a_restart_changes_nothing(trial: ConsumerTrial) -> None:
     assert len(trial.log) == written
 
 
-def test_what_was_rewritten_is_the_same_group(trial: ConsumerTrial) -> None:
+def test_a_rewritten_group_is_unchanged(trial: ConsumerTrial) -> None:
     consumers = [*members(2, "orders"), SimulatedConsumer("m2", expression="b.*|orders", instance_id="static")]
     trial.settle(*consumers)
     trial.beat(SimulatedConsumer("m3", "orders"))
@@ -444,7 +444,7 @@ def test_what_was_rewritten_is_the_same_group(trial: ConsumerTrial) -> None:
     assert trial.describe_consumers() == before
 
 
-def test_after_a_restart_members_have_a_session_and_the_slow_their_time(trial: ConsumerTrial) -> None:
+def test_after_a_restart_session_and_rebalance_timeouts_start_over(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first)
     trial.beat(second)
@@ -461,7 +461,7 @@ def test_after_a_restart_members_have_a_session_and_the_slow_their_time(trial: C
 
 
 @pytest.mark.parametrize("lost", range(1, 6))
-def test_losing_the_end_of_the_log_leaves_a_group_that_works(trial: ConsumerTrial, lost: int) -> None:
+def test_a_group_works_after_losing_the_end_of_the_log(trial: ConsumerTrial, lost: int) -> None:
     first, second = members(2, "orders")
     trial.settle(first, second)
     trial.lose(lost)
@@ -493,7 +493,7 @@ def test_members_commit_with_their_epoch(trial: ConsumerTrial) -> None:
     assert trial.committed() == 7
 
 
-def test_members_get_offsets_with_their_epoch(trial: ConsumerTrial) -> None:
+def test_members_fetch_offsets_with_their_epoch(trial: ConsumerTrial) -> None:
     alone = SimulatedConsumer("m0", "orders")
     trial.settle(alone)
     trial.commit(5, member_id="m0", generation=1)
@@ -509,7 +509,7 @@ def test_members_get_offsets_with_their_epoch(trial: ConsumerTrial) -> None:
     assert fetch("m9", 1, "no-such-group") == {}
 
 
-def test_offsets_of_topics_in_use_are_not_deleted(trial: ConsumerTrial) -> None:
+def test_offsets_of_subscribed_topics_are_not_deleted(trial: ConsumerTrial) -> None:
     alone = SimulatedConsumer("m0", "orders")
     trial.settle(alone)
     for topic in ("orders", "bills"):
@@ -562,7 +562,7 @@ def test_only_an_empty_group_is_deleted_with_its_offsets(trial: ConsumerTrial) -
     assert len(trial.shard.groups) == 0
 
 
-def test_a_group_of_which_nothing_is_left_goes_by_itself(trial: ConsumerTrial) -> None:
+def test_an_empty_group_without_offsets_is_removed(trial: ConsumerTrial) -> None:
     alone = SimulatedConsumer("m0", "orders")
     trial.settle(alone)
     trial.leave(alone)
@@ -571,7 +571,7 @@ def test_a_group_of_which_nothing_is_left_goes_by_itself(trial: ConsumerTrial) -
     assert trial.shard.durable_keys() == []
 
 
-def test_offsets_of_a_group_expire_unless_it_consumes_the_topic(trial: ConsumerTrial) -> None:
+def test_offsets_of_a_group_expire_unless_it_subscribes_to_the_topic(trial: ConsumerTrial) -> None:
     trial = ConsumerTrial(offsets_retention_ms=1_000_000, sweep_ms=100_000)
     trial.add_topic("t", 1)
     trial.add_topic("u", 1)

@@ -1,7 +1,8 @@
 """Random histories of one consumer group on the real runtime.
 
-Consumers of both protocols join, leave, die and are slow; responses are lost; topics come, grow and go; disks fail and
-the broker crashes. The log is in memory, and the test decides when an append is acknowledged and what a crash leaves.
+Consumers of both protocols join, leave, die and stall; responses are lost; topics are created, grown and deleted; disks
+fail and the broker crashes. The log is in memory, and the test decides when an append is acknowledged and what survives
+a crash.
 """
 
 from __future__ import annotations
@@ -92,13 +93,13 @@ older = st.integers(0, 1)
 
 
 class ConsumerGroupHistory(RuleBasedStateMachine):
-    """Consumers that do as they like, on a broker that fails now and then."""
+    """Consumers that act at random, on a broker that fails now and then."""
 
     def __init__(self) -> None:
         super().__init__()
         logging.disable(logging.CRITICAL)
         self.loop = asyncio.new_event_loop()
-        # What fails in a callback is not raised by the loop, so it is kept for the next check.
+        # The loop does not raise exceptions of callbacks, so they are kept for the next check.
         self.defects: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: self.defects.append(context))
         self.clock = ManualClock()
@@ -129,13 +130,13 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             self.loop.close()
             logging.disable(logging.NOTSET)
 
-    # What consumers of the newer protocol do
+    # Actions of consumers of the newer protocol
 
     @rule(who=newer, gives_up=st.booleans(), response_is_lost=st.booleans())
     def beat(self, who: int, gives_up: bool, response_is_lost: bool) -> None:
         client = self.newer[who]
         if client.under_way:
-            # It did not get its response in time, and asks again with everything it knows.
+            # It got no response in time, and sends its full state again.
             client.consumer.lost_response = True
         if gives_up:
             client.consumer.give_up()
@@ -174,7 +175,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
         self._ask(lambda shard: shard.commit(request), committed, pure=True)
 
-    # What consumers of the classic protocol do
+    # Actions of consumers of the classic protocol
 
     @rule(who=older)
     def join(self, who: int) -> None:
@@ -233,7 +234,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         client.owned, client.joined, client.member_id = NOTHING, None, ""
         self._ask(lambda shard: shard.leave(GROUP, [leaver]))
 
-    # What happens to them
+    # Events
 
     @rule(name=st.sampled_from(NAMES), partitions=st.integers(1, 6))
     def topics_change(self, name: str, partitions: int) -> None:
@@ -273,7 +274,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
     @rule(kept=st.integers(0, 4))
     def crash(self, kept: int) -> None:
         old, self.partition = self.shard, self.partition.after_crash(kept=kept)
-        # The number of the topics' version starts over with the process.
+        # The version of the topics starts over with the process.
         self.topics.version = len(self.topics.all())
         self.shard = self._open()
         self._run(self._abandon(old))
@@ -285,7 +286,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
     @rule(several=st.sets(newer, min_size=1), crash_between=st.booleans())
     def settle_down(self, several: set[int], crash_between: bool) -> None:
-        """Some consumers do as they should, so that groups get stable often."""
+        """Let some consumers follow the protocol, so that groups become stable often."""
         for number in range(4):
             for who in sorted(several):
                 self.beat(who, True, False)
@@ -293,7 +294,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             if crash_between and number == 1:
                 self.crash(4)
 
-    # What must hold
+    # Invariants
 
     @invariant()
     def nothing_failed_on_the_side(self) -> None:
@@ -301,7 +302,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             raise defect.get("exception") or AssertionError(defect["message"])
 
     @invariant()
-    def a_partition_has_one_owner_in_the_books(self) -> None:
+    def a_partition_has_one_owner_in_the_group_state(self) -> None:
         group = self._group()
         if group is None:
             return
@@ -317,7 +318,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
     @invariant()
     def a_partition_has_one_owner_among_members(self) -> None:
-        """Whoever is put out and does not know it yet is not counted: it hears of it before it may go on."""
+        """A removed member that does not know it yet is not counted: it learns of it before it may continue."""
         held = list(self._held_by_members())
         for (_, one), (_, other) in combinations(held, 2):
             assert not overlaps(one, other), held
@@ -326,7 +327,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
     def epochs_are_in_order(self) -> None:
         group = self._group()
         if group is None and self._is_loaded():
-            # An empty group that was recreated in the other protocol counts from the beginning.
+            # An empty group recreated in the other protocol starts over at epoch 0.
             self.durable_epoch = 0
             self.beginnings += 1
         if group is not None:
@@ -335,7 +336,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             assert all(member.epoch <= group.epoch for member in group.members.values())
 
     @invariant()
-    def the_books_are_in_order(self) -> None:
+    def the_group_state_is_consistent(self) -> None:
         group = self._group()
         if group is None:
             return
@@ -352,7 +353,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         state = self.shard.state if hasattr(self, "shard") else None
         assert state is None or state.groups.get(GROUP) is None or state.consumers.get(GROUP) is None
 
-    # How
+    # Helpers
 
     def _beat(self, client: Newer, *, lost: bool = False) -> None:
         consumer = client.consumer
@@ -413,7 +414,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
                 yield older_client.member_id, older_client.owned
 
     def _left(self, client: Older) -> Callable[[MillstreamError], None]:
-        """A classic consumer revokes everything when it learns that it is not a member of this generation."""
+        """A classic consumer gives up all partitions when it learns that it is not in this generation."""
         asked = client.asked
 
         def refused(error: MillstreamError) -> None:
@@ -425,7 +426,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         return refused
 
     def _shares(self, joined: Joined) -> Iterator[tuple[str, bytes]]:
-        """What the leader of a classic group brings: each partition to one member."""
+        """The leader's assignment for a classic group: each partition to one member."""
         if joined.leader_id != joined.member_id:
             return
         members = sorted(member.member_id for member in joined.members)
@@ -546,7 +547,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         assert offset == -1 or self.last_acknowledged <= offset <= self.last_submitted
 
     def _converge(self) -> None:
-        """When nothing goes wrong any more, those who live share everything out, evenly, and stay with it."""
+        """Without further faults, the live members share all partitions evenly and the assignment becomes stable."""
         self.partition.refusal = None
         self.partition.acknowledge()
         self._reloaded()

@@ -1,4 +1,4 @@
-"""Groups that move between the protocols: empty ones, and live ones with members of both."""
+"""Groups that migrate between the protocols: empty ones, and live ones with members of both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trial() -> ConsumerTrial:
 
 
 def classic_pair(trial: ConsumerTrial) -> tuple[ClassicConsumer, ClassicConsumer]:
-    """A stable classic group of two, which share four partitions."""
+    """A stable classic group of two members that share four partitions."""
     one, two = ClassicConsumer(trial, "orders"), ClassicConsumer(trial, "orders")
     joins = [one.join(), two.join()]
     trial.finish_joining()
@@ -51,7 +51,7 @@ def held_by(trial: ConsumerTrial, member: ClassicConsumer | SimulatedConsumer) -
 
 
 def settle(trial: ConsumerTrial, *members: ClassicConsumer | SimulatedConsumer) -> None:
-    """Let everybody do as they should; never may two have the same partition."""
+    """Let all members follow the protocol; no partition may ever have two owners."""
     for _ in range(12):
         for member in members:
             if isinstance(member, ClassicConsumer):
@@ -82,7 +82,7 @@ def test_an_empty_classic_group_becomes_a_consumer_group_with_its_offsets(trial:
     assert trial.beat(consumer).assignment is None
 
 
-def test_offsets_without_a_group_find_one(trial: ConsumerTrial) -> None:
+def test_committed_offsets_without_a_group_belong_to_a_new_one(trial: ConsumerTrial) -> None:
     trial.commit(7)
     trial.beat(SimulatedConsumer("m0", "orders"))
     assert trial.shard.groups.get(GROUP) is None
@@ -107,7 +107,7 @@ def test_an_empty_consumer_group_becomes_a_classic_group_with_its_offsets(trial:
     assert trial.group().is_in(GroupState.STABLE)
 
 
-def test_a_refused_join_leaves_an_empty_consumer_group_as_it_is(trial: ConsumerTrial) -> None:
+def test_a_refused_join_leaves_an_empty_consumer_group_unchanged(trial: ConsumerTrial) -> None:
     consumer = SimulatedConsumer("m0", "orders")
     trial.settle(consumer)
     trial.commit(7, member_id="m0", generation=1)
@@ -122,7 +122,7 @@ def test_a_refused_join_leaves_an_empty_consumer_group_as_it_is(trial: ConsumerT
 # From classic to consumer, live
 
 
-def test_a_classic_group_is_taken_over_member_by_member(trial: ConsumerTrial) -> None:
+def test_a_classic_group_is_migrated_member_by_member(trial: ConsumerTrial) -> None:
     one, two = classic_pair(trial)
     generation = one.generation
     new = SimulatedConsumer("m0", "orders")
@@ -131,7 +131,7 @@ def test_a_classic_group_is_taken_over_member_by_member(trial: ConsumerTrial) ->
     assert trial.shard.groups.get(GROUP) is None
     group = trial.consumers()
     assert {member.speaks_classic for member in group.members.values()} == {True, False}
-    # Each keeps what it has until it has given it up.
+    # Each member keeps its partitions until it has revoked them.
     assert new.owned == NOTHING
     assert isinstance(one.beat().error, RebalanceInProgress)
     settle(trial, one, two, new)
@@ -147,7 +147,7 @@ def test_a_classic_group_is_taken_over_member_by_member(trial: ConsumerTrial) ->
     assert trial.consumers().classic_members == 0
 
 
-def test_a_classic_group_in_the_middle_of_a_rebalance_is_taken_over(trial: ConsumerTrial) -> None:
+def test_a_classic_group_is_migrated_during_a_rebalance(trial: ConsumerTrial) -> None:
     one, two = classic_pair(trial)
     three = ClassicConsumer(trial, "orders")
     waiting = three.join()
@@ -164,7 +164,7 @@ def test_a_classic_group_in_the_middle_of_a_rebalance_is_taken_over(trial: Consu
     assert [size_of(held_by(trial, member)) for member in (one, two, three, new)] == [1, 1, 1, 1]
 
 
-def test_a_classic_group_that_waits_for_its_leader_is_taken_over(trial: ConsumerTrial) -> None:
+def test_a_classic_group_that_waits_for_its_leader_is_migrated(trial: ConsumerTrial) -> None:
     one, two = ClassicConsumer(trial, "orders"), ClassicConsumer(trial, "orders")
     one.join()
     two.join()
@@ -186,7 +186,7 @@ def test_a_classic_group_that_waits_for_its_leader_is_taken_over(trial: Consumer
     ],
     ids=["another protocol type", "unreadable", "an assignor with its own data"],
 )
-def test_a_classic_group_that_cannot_be_taken_over_stays(
+def test_a_classic_group_that_cannot_be_migrated_is_unchanged(
     trial: ConsumerTrial, options: dict[str, object], assignment: bytes
 ) -> None:
     member_id, _ = trial.new_member(**options)
@@ -197,7 +197,7 @@ def test_a_classic_group_that_cannot_be_taken_over_stays(
     trial.heartbeat(member_id).result()
 
 
-def test_too_many_members_cannot_be_taken_over() -> None:
+def test_a_group_with_too_many_members_cannot_be_migrated() -> None:
     trial = ConsumerTrial()
     trial.add_topic("t", 1)
     trial.stable_group(3, protocols=classic_protocols("t"))
@@ -247,7 +247,7 @@ def test_requests_of_classic_members_are_checked(trial: ConsumerTrial) -> None:
         assert isinstance(trial.join("someone", **options).error, InconsistentProtocol)
 
 
-def test_a_classic_member_that_does_not_join_again_is_put_out(trial: ConsumerTrial) -> None:
+def test_a_classic_member_that_does_not_rejoin_is_removed(trial: ConsumerTrial) -> None:
     new, old = SimulatedConsumer("m0", "orders"), ClassicConsumer(trial, "orders")
     trial.settle(new)
     old.join()
@@ -261,7 +261,7 @@ def test_a_classic_member_that_does_not_join_again_is_put_out(trial: ConsumerTri
     assert isinstance(old.beat().error, UnknownMember)
 
 
-def test_a_classic_member_that_does_not_sync_or_is_silent_is_put_out(trial: ConsumerTrial) -> None:
+def test_a_classic_member_that_does_not_sync_or_is_silent_is_removed(trial: ConsumerTrial) -> None:
     new, silent = SimulatedConsumer("m0", "orders"), ClassicConsumer(trial, "orders")
     trial.settle(new)
     silent.join()
@@ -279,7 +279,7 @@ def test_a_classic_member_that_does_not_sync_or_is_silent_is_put_out(trial: Cons
     assert lazy.member_id not in trial.consumers().members
 
 
-def test_a_static_classic_member_and_its_next_process(trial: ConsumerTrial) -> None:
+def test_a_restarted_static_classic_member_keeps_its_place(trial: ConsumerTrial) -> None:
     new = SimulatedConsumer("m0", "orders")
     old = ClassicConsumer(trial, "orders", instance_id="one")
     trial.settle(new)
@@ -293,7 +293,7 @@ def test_a_static_classic_member_and_its_next_process(trial: ConsumerTrial) -> N
     assert trial.consumers().epoch == epoch
     assert isinstance(old.beat().error, FencedInstance)
     upgraded = SimulatedConsumer("m1", "orders", instance_id="one")
-    # A process of the newer protocol takes the place of a classic one without asking.
+    # A process of the newer protocol replaces a classic one without asking.
     assert size_of(trial.beat(upgraded).assignment or NOTHING) == 2
     assert trial.consumers().classic_members == 0
 
@@ -301,7 +301,7 @@ def test_a_static_classic_member_and_its_next_process(trial: ConsumerTrial) -> N
 # From consumer to classic, live
 
 
-def test_a_consumer_group_becomes_classic_when_only_classic_members_are_left(trial: ConsumerTrial) -> None:
+def test_a_consumer_group_with_only_classic_members_becomes_classic(trial: ConsumerTrial) -> None:
     one, two = classic_pair(trial)
     new = SimulatedConsumer("m0", "orders")
     settle(trial, one, two, new)
@@ -324,7 +324,7 @@ def test_a_consumer_group_becomes_classic_when_only_classic_members_are_left(tri
     assert trial.group().is_in(GroupState.STABLE)
 
 
-def test_members_keep_what_they_have_not_what_they_were_to_get(trial: ConsumerTrial) -> None:
+def test_members_keep_their_current_partitions_rather_than_their_targets(trial: ConsumerTrial) -> None:
     one, two = classic_pair(trial)
     new = SimulatedConsumer("m0", "orders")
     trial.beat(new)
@@ -335,7 +335,7 @@ def test_members_keep_what_they_have_not_what_they_were_to_get(trial: ConsumerTr
         assert parse_assignment(stored)[0] == [(topic, sorted(owned)) for topic, owned in member.owned.items()]
 
 
-def test_a_consumer_group_becomes_classic_when_the_last_new_member_is_silent(trial: ConsumerTrial) -> None:
+def test_a_consumer_group_becomes_classic_when_the_last_newer_member_times_out(trial: ConsumerTrial) -> None:
     one, _ = classic_pair(trial)
     new = SimulatedConsumer("m0", "orders")
     trial.beat(new)
@@ -345,7 +345,7 @@ def test_a_consumer_group_becomes_classic_when_the_last_new_member_is_silent(tri
     assert trial.group().members.keys() == {one.member_id}
 
 
-def test_a_converted_group_keeps_its_members_alive_and_lets_the_silent_go(trial: ConsumerTrial) -> None:
+def test_a_converted_group_keeps_live_members_and_removes_silent_ones(trial: ConsumerTrial) -> None:
     one, two = classic_pair(trial)
     new = SimulatedConsumer("m0", "orders")
     settle(trial, one, two, new)
@@ -356,7 +356,7 @@ def test_a_converted_group_keeps_its_members_alive_and_lets_the_silent_go(trial:
     assert set(trial.group().members) == {one.member_id}
 
 
-def test_a_static_member_that_goes_back_to_classic_takes_the_group_along(trial: ConsumerTrial) -> None:
+def test_a_static_member_that_returns_to_classic_converts_the_group(trial: ConsumerTrial) -> None:
     new = SimulatedConsumer("m0", "orders", instance_id="one")
     trial.settle(new)
     trial.send(new.leaving(AWAY_EPOCH)).result()
@@ -369,7 +369,7 @@ def test_a_static_member_that_goes_back_to_classic_takes_the_group_along(trial: 
     assert set(trial.group().members) == {old.member_id}
 
 
-def test_back_and_forth_loses_no_offsets(trial: ConsumerTrial) -> None:
+def test_migrating_back_and_forth_keeps_offsets(trial: ConsumerTrial) -> None:
     one, two = classic_pair(trial)
     trial.commit(3, member_id=one.member_id, generation=one.generation)
     new = SimulatedConsumer("m0", "orders")

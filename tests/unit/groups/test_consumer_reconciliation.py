@@ -1,4 +1,4 @@
-"""A member on its way to its target: it gives up before others get, and waits for what others have."""
+"""A member on its way to its target: it revokes before others are assigned, and waits for partitions of others."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def of(*numbers: int, topic: UUID = ONE) -> Assignment:
     return assignment_of([(topic, numbers)])
 
 
-def test_a_new_member_gets_what_is_free() -> None:
+def test_a_new_member_gets_unowned_partitions() -> None:
     reached = next_position(Position(), goal(of(1, 2, 3), taken=of(3)), NOTHING)
     assert reached == Position(epoch=5, previous_epoch=0, state=MemberState.UNRELEASED, assigned=of(1, 2))
     reached = next_position(reached, goal(of(1, 2, 3)), None)
     assert reached == Position(epoch=5, previous_epoch=0, state=MemberState.STABLE, assigned=of(1, 2, 3))
 
 
-def test_a_member_gives_up_before_it_gets() -> None:
+def test_a_member_revokes_before_it_is_assigned_more() -> None:
     before = Position(epoch=4, previous_epoch=3, assigned=of(1, 2))
     asked = next_position(before, goal(of(2, 7)), of(1, 2))
     assert asked == Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
@@ -55,7 +55,7 @@ def test_a_member_gives_up_before_it_gets() -> None:
     assert done == Position(epoch=5, previous_epoch=4, state=MemberState.STABLE, assigned=of(2, 7))
 
 
-def test_a_target_that_changes_meanwhile_counts_once_the_old_is_given_up() -> None:
+def test_a_changed_target_applies_once_the_old_partitions_are_revoked() -> None:
     asked = Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
     back = next_position(asked, goal(of(1, 2), epoch=6, taken=NOTHING), of(2))
     assert back == Position(epoch=6, previous_epoch=4, state=MemberState.STABLE, assigned=of(1, 2))
@@ -64,19 +64,19 @@ def test_a_target_that_changes_meanwhile_counts_once_the_old_is_given_up() -> No
     assert (more.epoch, more.assigned, more.pending) == (4, NOTHING, of(2))
 
 
-def test_what_the_member_does_not_have_any_more_needs_no_giving_up() -> None:
+def test_partitions_that_the_member_no_longer_owns_need_no_revocation() -> None:
     before = Position(epoch=4, assigned=of(1, 2))
     assert next_position(before, goal(of(2)), of(2)).state is MemberState.STABLE
 
 
-def test_nothing_to_do() -> None:
+def test_a_member_at_its_target_is_stable() -> None:
     there = Position(epoch=5, assigned=of(1))
     assert next_position(there, goal(of(1)), None) is there
     waiting = Position(epoch=5, state=MemberState.UNRELEASED, assigned=of(1))
     assert next_position(waiting, goal(of(1, 2), taken=of(2)), None) == waiting
 
 
-def test_topics_that_are_not_wanted_any_more_go_at_once() -> None:
+def test_unsubscribed_topics_are_revoked_at_once() -> None:
     there = Position(epoch=5, assigned=union(of(1), of(3, topic=TWO)))
     only_one = goal(of(1), topics=frozenset({ONE}))
     assert next_position(there, only_one, None) is there
@@ -88,7 +88,7 @@ def test_topics_that_are_not_wanted_any_more_go_at_once() -> None:
     assert next_position(there, goal(there.assigned), None, topics_changed=True) is there
 
 
-def test_a_member_that_gives_up_may_want_even_less() -> None:
+def test_a_revoking_member_may_unsubscribe_further() -> None:
     asked = Position(epoch=5, state=MemberState.UNREVOKED, assigned=union(of(1), of(3, topic=TWO)), pending=of(2))
     less = next_position(asked, goal(of(1), epoch=6, topics=frozenset({ONE})), None, topics_changed=True)
     assert (less.state, less.assigned, less.pending) == (
@@ -98,7 +98,7 @@ def test_a_member_that_gives_up_may_want_even_less() -> None:
     )
 
 
-def test_a_target_of_topics_that_are_gone_is_not_given() -> None:
+def test_targets_of_deleted_topics_are_not_assigned() -> None:
     reached = next_position(Position(), goal(union(of(1), of(3, topic=TWO)), topics=frozenset({ONE})), NOTHING)
     assert reached.assigned == of(1)
 
@@ -133,7 +133,7 @@ def positions(draw: st.DrawFn) -> Position:
     st.booleans(),
     st.sampled_from([BOTH, frozenset({ONE}), frozenset()]),
 )
-def test_no_step_takes_what_another_has(
+def test_no_step_assigns_a_partition_of_another_member(
     before: Position,
     target: Assignment,
     taken: Assignment,
@@ -149,7 +149,7 @@ def test_no_step_takes_what_another_has(
     assert after.epoch in (before.epoch, 5)
     assert is_within(after.pending, held)
     assert (after.state is MemberState.UNREVOKED) >= bool(after.pending)
-    # What goes without being said to be given up has to be waited for.
+    # A partition that is removed without a confirmed revocation must be waited for.
     if owned is None:
         released = assignment_of(
             (topic, has - union(after.assigned, after.pending).get(topic, frozenset())) for topic, has in held.items()

@@ -1,4 +1,4 @@
-"""Records of consumer groups, byte for byte as Apache Kafka 4.3 writes them, and back."""
+"""Records of consumer groups are encoded byte for byte as by Apache Kafka 4.3, and decoded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ POSITION = Position(
 )
 RESOLVED = Resolved(frozenset({"a", "ab"}), 11, 12)
 
-# What the message classes of Kafka 4.3.1 make of the same content.
+# The encoding of the same content by the message classes of Kafka 4.3.1.
 WRITTEN = [
     (records.group_epoch_record("g", 7, 0), "0003000167", "00000000000700"),
     (records.group_epoch_record("g", 7, -2), "0003000167", "000000000007010008fffffffffffffffe"),
@@ -84,13 +84,13 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("record", "key", "value"), WRITTEN, ids=lambda value: "" if isinstance(value, str) else None)
-def test_records_are_what_kafka_writes(record: StateRecord, key: str, value: str) -> None:
+def test_records_are_encoded_as_by_kafka(record: StateRecord, key: str, value: str) -> None:
     assert record.key.hex() == key
     assert record.value is not None
     assert record.value.hex() == value
 
 
-def test_records_are_read_back() -> None:
+def test_records_are_decoded() -> None:
     assert records.read_group_epoch(records.group_epoch_record("g", 7, 0)) == (7, 0)
     assert records.read_group_epoch(records.group_epoch_record("g", 7, -2)) == (7, -2)
     assert records.read_subscription(records.subscription_record("g", "m", SUBSCRIPTION)) == SUBSCRIPTION
@@ -101,7 +101,7 @@ def test_records_are_read_back() -> None:
     assert records.read_expression(records.expression_record("g", "a.*", RESOLVED)) == RESOLVED
 
 
-def test_keys_are_read_back() -> None:
+def test_keys_are_decoded() -> None:
     for kind in Kind:
         key = ConsumerKey(kind, "g", "name" if kind not in (Kind.GROUP, Kind.TARGET_EPOCH, Kind.OLD_TOPICS) else "")
         assert records.read_consumer_key(records.tombstone(key).key) == key
@@ -109,7 +109,7 @@ def test_keys_are_read_back() -> None:
         assert records.read_consumer_key(number.to_bytes(2, "big", signed=True) + b"\0\1g") is None
 
 
-def test_newer_fields_are_read_over() -> None:
+def test_newer_fields_are_skipped() -> None:
     """Kafka adds to these records in tagged fields: a creation time (4.3), epochs of partitions."""
     value = bytes.fromhex("000000000007020008fffffffffffffffe01080000000000000001")
     assert records.read_group_epoch(StateRecord(b"", value)) == (7, -2)
@@ -118,7 +118,7 @@ def test_newer_fields_are_read_over() -> None:
     assert records.read_position(StateRecord(b"", value)).assigned == {ONE: frozenset({3})}
 
 
-def test_what_cannot_be_read_is_said_to_be() -> None:
+def test_undecodable_records_are_reported() -> None:
     for value in (b"", b"\0", b"\0\1\0\0\0\1\0", b"\0\0\0"):
         with pytest.raises(ProtocolViolation):
             records.read_group_epoch(StateRecord(b"", value))
@@ -184,7 +184,7 @@ def test_a_group_is_the_fold_of_its_records(
 
 
 @given(st.binary(max_size=60))
-def test_no_bytes_break_the_readers(value: bytes) -> None:
+def test_arbitrary_bytes_do_not_break_the_decoders(value: bytes) -> None:
     record = StateRecord(value, b"\0\0" + value)
     readers = (
         records.read_group_epoch,
@@ -203,7 +203,7 @@ def test_no_bytes_break_the_readers(value: bytes) -> None:
 
 
 def subscription_bytes(version: int) -> bytes:
-    """A consumer's subscription as the classes of kio write it, which come from Kafka's schema."""
+    """A consumer's subscription, encoded by the classes of kio, which come from Kafka's schema."""
     module = importlib.import_module(f"kio.schema.consumer_protocol_subscription.v{version}.data")
     values: dict[str, Any] = {"topics": ("a", "b"), "user_data": b"data"}
     if version >= 1:
@@ -218,7 +218,7 @@ def subscription_bytes(version: int) -> bytes:
 
 
 @pytest.mark.parametrize("version", range(4))
-def test_what_classic_consumers_subscribe_to(version: int) -> None:
+def test_subscriptions_of_classic_consumers_are_decoded(version: int) -> None:
     expected = ProtocolSubscription(
         version=version,
         topics=frozenset("ab"),
@@ -231,7 +231,7 @@ def test_what_classic_consumers_subscribe_to(version: int) -> None:
 
 
 @pytest.mark.parametrize("version", range(5))
-def test_what_classic_consumers_are_assigned(version: int) -> None:
+def test_assignments_of_classic_consumers_are_encoded(version: int) -> None:
     written = encode_assignment([("b", {3, 1}), ("a", [0])], version=version)
     assert int.from_bytes(written[:2], "big") == min(version, 3)
     assert parse_assignment(written) == ([("a", [0]), ("b", [1, 3])], False)

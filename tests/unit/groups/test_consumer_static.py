@@ -1,4 +1,4 @@
-"""Static members: their place is kept while they are away, and another process with their name is fenced."""
+"""Static members: their place is kept while they are away, and a second process with their instance id is fenced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def static(member_id: str, instance_id: str = "one") -> SimulatedConsumer:
     return SimulatedConsumer(member_id, "orders", instance_id=instance_id)
 
 
-def test_a_static_member_comes_back_to_what_it_had(trial: ConsumerTrial) -> None:
+def test_a_returning_static_member_keeps_its_partitions(trial: ConsumerTrial) -> None:
     away, other = static("m0"), SimulatedConsumer("m1", "orders")
     trial.settle(away, other)
     epoch, had = trial.consumers().epoch, away.owned
@@ -42,7 +42,7 @@ def test_a_static_member_comes_back_to_what_it_had(trial: ConsumerTrial) -> None
     assert isinstance(trial.send(away.request()).error, UnknownMember)
 
 
-def test_a_static_member_comes_back_with_other_wishes(trial: ConsumerTrial) -> None:
+def test_a_returning_static_member_may_change_its_subscription(trial: ConsumerTrial) -> None:
     trial.add_topic("bills", 2)
     away, other = static("m0"), SimulatedConsumer("m1", "orders")
     trial.settle(away, other)
@@ -53,7 +53,7 @@ def test_a_static_member_comes_back_with_other_wishes(trial: ConsumerTrial) -> N
     assert size_of(other.owned) == 4
 
 
-def test_what_a_member_away_had_goes_when_its_session_ends(trial: ConsumerTrial) -> None:
+def test_the_partitions_of_an_absent_member_are_reassigned_when_its_session_expires(trial: ConsumerTrial) -> None:
     away, other = static("m0"), SimulatedConsumer("m1", "orders")
     trial.settle(away, other)
     trial.send(away.leaving(AWAY_EPOCH)).result()
@@ -66,7 +66,7 @@ def test_what_a_member_away_had_goes_when_its_session_ends(trial: ConsumerTrial)
     assert trial.consumers().static_members == {}
 
 
-def test_a_member_away_in_the_middle_of_giving_up_has_given_up(trial: ConsumerTrial) -> None:
+def test_an_absent_member_that_was_revoking_has_revoked(trial: ConsumerTrial) -> None:
     away, other = static("m0"), SimulatedConsumer("m1", "orders")
     trial.settle(away)
     trial.beat(other)
@@ -80,7 +80,7 @@ def test_a_member_away_in_the_middle_of_giving_up_has_given_up(trial: ConsumerTr
     assert size_of(back.owned) == 2
 
 
-def test_an_instance_in_use_is_not_given_to_another(trial: ConsumerTrial) -> None:
+def test_an_instance_id_in_use_is_refused(trial: ConsumerTrial) -> None:
     first = static("m0")
     trial.settle(first)
     written = len(trial.log)
@@ -90,14 +90,14 @@ def test_an_instance_in_use_is_not_given_to_another(trial: ConsumerTrial) -> Non
     trial.beat(static("m1"))
 
 
-def test_the_same_process_joins_again(trial: ConsumerTrial) -> None:
+def test_the_same_process_may_rejoin(trial: ConsumerTrial) -> None:
     first = static("m0")
     trial.settle(first)
     first.fence()
     assert size_of(trial.beat(first).assignment or {}) == 4
 
 
-def test_a_member_away_has_to_join_again(trial: ConsumerTrial) -> None:
+def test_an_absent_member_must_rejoin(trial: ConsumerTrial) -> None:
     first = static("m0")
     trial.settle(first)
     trial.send(first.leaving(AWAY_EPOCH)).result()
@@ -106,7 +106,7 @@ def test_a_member_away_has_to_join_again(trial: ConsumerTrial) -> None:
     assert size_of(trial.beat(first).assignment or {}) == 4
 
 
-def test_an_instance_id_has_to_be_the_members(trial: ConsumerTrial) -> None:
+def test_an_instance_id_must_match_the_member(trial: ConsumerTrial) -> None:
     first = static("m0")
     trial.settle(first)
     first.instance_id = "two"
@@ -114,7 +114,7 @@ def test_an_instance_id_has_to_be_the_members(trial: ConsumerTrial) -> None:
         assert isinstance(trial.send(request).error, UnknownMember)
 
 
-def test_a_static_member_may_leave_its_name_out(trial: ConsumerTrial) -> None:
+def test_a_static_member_may_omit_its_instance_id(trial: ConsumerTrial) -> None:
     first = static("m0")
     trial.settle(first)
     first.instance_id = None
@@ -122,7 +122,7 @@ def test_a_static_member_may_leave_its_name_out(trial: ConsumerTrial) -> None:
     assert trial.consumers().static_members == {"one": "m0"}
 
 
-def test_a_static_member_leaves_for_good(trial: ConsumerTrial) -> None:
+def test_a_static_member_leaves_permanently(trial: ConsumerTrial) -> None:
     first, other = static("m0"), SimulatedConsumer("m1", "orders")
     trial.settle(first, other)
     trial.leave(first)
@@ -131,7 +131,7 @@ def test_a_static_member_leaves_for_good(trial: ConsumerTrial) -> None:
     assert trial.consumers().static_members == {}
 
 
-def test_a_full_group_lets_a_static_member_back() -> None:
+def test_a_full_group_readmits_a_static_member() -> None:
     trial = ConsumerTrial(members_max=1)
     trial.add_topic("orders", 1)
     first = static("m0")
@@ -140,7 +140,7 @@ def test_a_full_group_lets_a_static_member_back() -> None:
     assert trial.beat(static("m1")).epoch > 0
 
 
-def test_an_operator_removes_a_static_member_by_its_name(trial: ConsumerTrial) -> None:
+def test_an_operator_removes_a_static_member_by_instance_id(trial: ConsumerTrial) -> None:
     first, other = static("m0"), SimulatedConsumer("m1", "orders")
     trial.settle(first, other)
     results = trial.leave(Leaver("", "one"), Leaver("", "nobody"), Leaver("m9"), Leaver("m9", "one"))

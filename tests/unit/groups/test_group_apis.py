@@ -1,4 +1,4 @@
-"""The group APIs in every version they serve: requests and responses go through kio's codec both ways."""
+"""The group APIs in every served version: requests and responses pass through kio's codec both ways."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ CLIENT = ClientInfo(connection_id=1, host="10.0.0.7", client_id="app")
 
 
 def build(kind: Any, given: dict[str, Any]) -> Any:
-    """A message of some version from plain values: what the version lacks is dropped, what is missing is default."""
+    """Build a message of some version from plain values.
+
+    Fields the version lacks are dropped; missing ones have their default.
+    """
     values = {}
     for field in dataclasses.fields(kind):
         if field.name not in given:
@@ -233,7 +236,7 @@ async def test_join_group_refused(broker: Broker, version: int) -> None:
 
 
 @pytest.mark.parametrize("version", versions_of(JoinGroup, since=4))
-async def test_join_group_gives_an_id_first(broker: Broker, version: int) -> None:
+async def test_join_group_assigns_an_id_first(broker: Broker, version: int) -> None:
     response = await ask(
         broker.join,
         version,
@@ -303,7 +306,7 @@ async def test_heartbeat(broker: Broker, version: int) -> None:
         assert (await ask(broker.beat, version, **{**given, **more})).error_code is code
 
 
-async def test_a_heartbeat_while_loading_is_well(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_heartbeat_while_loading_succeeds(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     await broker.committed("g", 1)
     monkeypatch.setattr("millstream.broker.coordination.shard.LOAD_WAIT_S", 0.001)
     restarted = GroupCoordinator(broker.topics, Config(), SystemClock())
@@ -400,7 +403,7 @@ async def test_offset_commit_refused(broker: Broker, version: int) -> None:
     assert await broker.groups.fetch("g", None) == {}
 
 
-async def test_offset_commits_get_a_response_in_the_moment_of_their_acknowledgement(broker: Broker) -> None:
+async def test_offset_commits_are_completed_synchronously_with_their_acknowledgement(broker: Broker) -> None:
     await broker.committed("g", 1)
     partition = hold_acknowledgements(broker)
     commits = [broker.commit.handle_frame(*commit_frame(broker, version=9, offset=offset), CLIENT) for offset in (2, 3)]
@@ -413,7 +416,7 @@ async def test_offset_commits_get_a_response_in_the_moment_of_their_acknowledgem
     assert [promise.is_kept for promise in pending] == [True, True]
 
 
-async def test_offset_commits_are_refused_in_the_moment_in_which_the_log_fails(broker: Broker) -> None:
+async def test_offset_commits_are_refused_synchronously_when_the_log_fails(broker: Broker) -> None:
     await broker.committed("g", 1)
     partition = hold_acknowledgements(broker)
     commit = broker.commit.handle_frame(*commit_frame(broker, version=9, offset=2), CLIENT)
@@ -485,7 +488,7 @@ def commit_frame(broker: Broker, *, version: int, offset: int) -> tuple[memoryvi
     return frame, read_request_header(frame)
 
 
-async def test_offset_commit_keeps_what_it_can(broker: Broker) -> None:
+async def test_offset_commit_stores_the_valid_partitions(broker: Broker) -> None:
     topics = [
         *commit_topics(broker, 9, 0, 1),
         *commit_topics(broker, 9, 0, 2, topic="nowhere"),
@@ -517,7 +520,7 @@ async def test_offset_commit_with_a_retention(broker: Broker, version: int) -> N
         topics=commit_topics(broker, version, 0, 1),
     )
 
-    broker.groups.topic_deleted()  # Looks for everything that can go.
+    broker.groups.topic_deleted()  # Removes everything that has expired.
 
     async def gone() -> None:
         while await broker.groups.fetch("g", None):
@@ -583,7 +586,7 @@ async def test_offset_fetch_refused(broker: Broker, version: int) -> None:
         assert (group.error_code, group.topics) == (ErrorCode.not_coordinator, ())
 
 
-async def test_offset_fetch_of_topics_that_are_not_there(broker: Broker) -> None:
+async def test_offset_fetch_of_missing_topics(broker: Broker) -> None:
     by_id = [{"topic_id": uuid4(), "partition_indexes": (0,)}]
     response = await ask(broker.fetch, 10, groups=[{"group_id": "g", "topics": by_id}])
     assert response.groups[0].topics[0].partitions[0].error_code is ErrorCode.unknown_topic_id

@@ -90,7 +90,7 @@ async def fetched(groups: GroupCoordinator, group_id: str) -> int:
 async def test_two_consumers_share_a_group(groups: GroupCoordinator) -> None:
     first, second = await asyncio.gather(joined(groups, "g"), joined(groups, "g"))
     while first.generation != second.generation:
-        # The second came after the first generation; the first hears of it and joins again.
+        # The second joins after the first generation; the first learns of it and rejoins.
         first = await groups.join(join_request("g", first.member_id))
     leader, follower = (first, second) if first.members else (second, first)
 
@@ -109,7 +109,7 @@ async def test_two_consumers_share_a_group(groups: GroupCoordinator) -> None:
     assert (await groups.describe("g")).state == "Empty"
 
 
-async def test_sessions_end_by_themselves(groups: GroupCoordinator) -> None:
+async def test_sessions_expire_by_themselves(groups: GroupCoordinator) -> None:
     with pytest.raises(MemberIdRequired) as required:
         await groups.join(join_request("g"))
     member = await groups.join(join_request("g", required.value.member_id, session_ms=20))
@@ -122,7 +122,7 @@ async def test_sessions_end_by_themselves(groups: GroupCoordinator) -> None:
     await asyncio.wait_for(emptied(), 60)
 
 
-async def test_the_offsets_topic_is_made_on_first_use(groups: GroupCoordinator, topics: MemoryTopics) -> None:
+async def test_the_offsets_topic_is_created_on_first_use(groups: GroupCoordinator, topics: MemoryTopics) -> None:
     assert await groups.list_groups() == []
     assert topics.get(CONSUMER_OFFSETS) is None
 
@@ -150,7 +150,7 @@ async def test_offsets_survive_a_restart(groups: GroupCoordinator, topics: Memor
     await restarted.close()
 
 
-async def test_offsets_of_a_deleted_topic_go(groups: GroupCoordinator, topics: MemoryTopics) -> None:
+async def test_offsets_of_a_deleted_topic_are_deleted(groups: GroupCoordinator, topics: MemoryTopics) -> None:
     await groups.commit(commit_request("g", 5))
     topics.remove("orders")
     assert await fetched(groups, "g") == -1
@@ -177,7 +177,7 @@ async def test_deleting_groups_and_offsets(groups: GroupCoordinator) -> None:
     assert await groups.fetch("g", None) == {}
 
 
-async def test_what_is_refused_without_looking(groups: GroupCoordinator) -> None:
+async def test_invalid_requests_are_refused_without_loading_the_group(groups: GroupCoordinator) -> None:
     no_one = MemberRef(group_id="", member_id="m")
     with pytest.raises(InvalidGroupId):
         await groups.join(join_request(""))
@@ -198,7 +198,7 @@ async def test_what_is_refused_without_looking(groups: GroupCoordinator) -> None
     assert await fetched(groups, "") == 3
 
 
-async def test_a_full_disk_refuses_commits_and_nothing_else(groups: GroupCoordinator, topics: MemoryTopics) -> None:
+async def test_a_full_disk_refuses_only_commits(groups: GroupCoordinator, topics: MemoryTopics) -> None:
     await groups.commit(commit_request("g", 1))
     topic = topics.get(CONSUMER_OFFSETS)
     assert topic is not None
@@ -215,7 +215,7 @@ async def test_a_full_disk_refuses_commits_and_nothing_else(groups: GroupCoordin
     assert await fetched(groups, "g") == 3
 
 
-async def test_closing_sends_members_away(topics: MemoryTopics) -> None:
+async def test_closing_redirects_members(topics: MemoryTopics) -> None:
     groups = GroupCoordinator(topics, CONFIG.replace(group_initial_delay_ms=60_000), SystemClock())
     joining = asyncio.create_task(joined(groups, "g"))
     while groups.status().members == 0:
@@ -229,7 +229,7 @@ async def test_closing_sends_members_away(topics: MemoryTopics) -> None:
         await groups.commit(commit_request("g", 1))
 
 
-async def test_a_response_that_no_one_waits_for_is_no_defect_when_it_is_refused(
+async def test_a_refused_response_without_a_waiting_client_is_not_logged_as_an_error(
     topics: MemoryTopics, groups: GroupCoordinator
 ) -> None:
     await groups.ensure()
@@ -254,7 +254,7 @@ async def test_a_response_that_no_one_waits_for_is_no_defect_when_it_is_refused(
     assert not complaints
 
 
-async def test_consumers_stay_out_of_the_group_of_a_pipeline(topics: MemoryTopics) -> None:
+async def test_consumers_cannot_join_the_group_of_a_pipeline(topics: MemoryTopics) -> None:
     pipelines = {"pipeline-mine": "mine"}
     groups = GroupCoordinator(topics, CONFIG, SystemClock(), pipeline_of=pipelines.get)
     beat = ConsumerHeartbeat(group_id="pipeline-mine", member_id="m", epoch=0)

@@ -1,6 +1,5 @@
-"""Random histories of one group on the real runtime: joins, syncs, leaves, time-outs, commits, failed disks, crashes.
-
-The log is in memory and the test decides when an append is acknowledged and what a crash leaves of the rest.
+"""Random histories of one group on the real runtime: joins, syncs, leaves, timeouts, commits, failed disks, crashes.
+The log is in memory, and the test decides when an append is acknowledged and what survives a crash.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ instances = st.sampled_from([None, None, "a", "b"])
 
 
 class Client:
-    """What one consumer knows from the responses it got."""
+    """The state of one consumer, from the responses it got."""
 
     def __init__(self) -> None:
         self.member_id = ""
@@ -73,13 +72,13 @@ class Client:
 
 
 class GroupHistory(RuleBasedStateMachine):
-    """Consumers that do as they like, on a broker that fails now and then."""
+    """Consumers that act at random, on a broker that fails now and then."""
 
     def __init__(self) -> None:
         super().__init__()
         logging.disable(logging.CRITICAL)
         self.loop = asyncio.new_event_loop()
-        # What fails in a callback is not raised by the loop, so it is kept for the next check.
+        # The loop does not raise exceptions of callbacks, so they are kept for the next check.
         self.defects: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: self.defects.append(context))
         self.clock = ManualClock()
@@ -106,7 +105,7 @@ class GroupHistory(RuleBasedStateMachine):
             self.loop.close()
             logging.disable(logging.NOTSET)
 
-    # What clients do
+    # Actions of clients
 
     @rule(who=clients, instance_id=instances, version=st.sampled_from([3, 8, 9]), sticky=st.booleans())
     def join_as_new(self, who: int, instance_id: str | None, version: int, sticky: bool) -> None:
@@ -158,7 +157,7 @@ class GroupHistory(RuleBasedStateMachine):
 
     @rule(several=st.sets(clients, min_size=1, max_size=3), acknowledged=st.booleans())
     def settle_down(self, several: set[int], acknowledged: bool) -> None:
-        """Some consumers do as they should, so that groups get stable often."""
+        """Let some consumers follow the protocol, so that groups become stable often."""
         for who in sorted(several):
             self._join(self.clients[who], version=9, sticky=False)
             if acknowledged:
@@ -173,7 +172,7 @@ class GroupHistory(RuleBasedStateMachine):
         for who in sorted(several):
             self.commit(who, False)
 
-    # What happens to them
+    # Events
 
     @rule(milliseconds=st.sampled_from([1, 200, 300, 1000, 5000, 10_000, 40_000]))
     def time_passes(self, milliseconds: int) -> None:
@@ -211,7 +210,7 @@ class GroupHistory(RuleBasedStateMachine):
         self._run(self._abandon(old))
         self._check_what_survived()
 
-    # What must hold
+    # Invariants
 
     @invariant()
     def nothing_failed_on_the_side(self) -> None:
@@ -225,7 +224,7 @@ class GroupHistory(RuleBasedStateMachine):
             assert group.leader_id in group.members
 
     @invariant()
-    def generations_only_go_up(self) -> None:
+    def generations_never_decrease(self) -> None:
         group = self._group()
         if group is not None:
             assert group.generation >= self.durable_generation
@@ -234,7 +233,7 @@ class GroupHistory(RuleBasedStateMachine):
             self.last_seen = (self._incarnation(), group.generation)
 
     @invariant()
-    def the_books_are_in_order(self) -> None:
+    def the_group_state_is_consistent(self) -> None:
         group = self._group()
         if group is None:
             return
@@ -255,7 +254,7 @@ class GroupHistory(RuleBasedStateMachine):
     @invariant()
     @precondition(lambda self: hasattr(self, "shard"))
     def every_waiter_has_a_timer(self) -> None:
-        """Whoever waits is waited for by a timer, so no request can be forgotten."""
+        """Every parked request has a timer, so that none can be forgotten."""
         group = self._group()
         timers = self.shard._timers
         if group is not None and group.state is GroupState.PREPARING:
@@ -263,10 +262,10 @@ class GroupHistory(RuleBasedStateMachine):
         if group is not None and group.state is GroupState.COMPLETING:
             assert ("sync", GROUP) in timers
 
-    # How
+    # Helpers
 
     def _incarnation(self) -> tuple[int, int]:
-        """Which copy of the state this is; joins that were not written down begin again in the next."""
+        """Identify this copy of the state; joins that were not written start over in the next."""
         return (self.crashes, self.shard._incarnation)
 
     def _group(self) -> Group | None:

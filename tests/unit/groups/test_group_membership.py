@@ -1,4 +1,4 @@
-"""Joining, syncing, heartbeats and leaving, as Kafka's classic groups do them."""
+"""Join, sync, heartbeat and leave as in Kafka's classic groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def waits(later: Deferred[Any]) -> bool:
 # Joining a new group
 
 
-def test_a_new_member_is_given_an_id_first() -> None:
+def test_a_new_member_gets_an_id_first() -> None:
     trial = GroupTrial()
 
     error = trial.join().error
@@ -45,7 +45,7 @@ def test_a_new_member_is_given_an_id_first() -> None:
     assert trial.log == []
 
 
-def test_an_old_client_joins_without_that() -> None:
+def test_an_old_client_joins_without_an_id() -> None:
     trial = GroupTrial()
     joining = trial.join(version=3)
     assert waits(joining)
@@ -72,7 +72,7 @@ def test_the_first_generation() -> None:
     assert trial.group().state is GroupState.COMPLETING
 
 
-def test_a_new_group_waits_as_long_as_members_keep_coming_but_not_for_ever() -> None:
+def test_a_new_group_waits_while_members_join_but_not_for_ever() -> None:
     trial = GroupTrial()
     _, joining = trial.new_member(rebalance_ms=4 * INITIAL_DELAY_MS)
     for _ in range(3):
@@ -84,11 +84,11 @@ def test_a_new_group_waits_as_long_as_members_keep_coming_but_not_for_ever() -> 
     assert joining.completed
 
 
-def test_a_member_with_an_id_cannot_join_a_group_that_is_not_there() -> None:
+def test_a_member_with_an_id_cannot_join_a_missing_group() -> None:
     refused(GroupTrial().join("somebody"), UnknownMember)
 
 
-def test_an_id_that_no_one_used_is_forgotten_and_the_group_with_it() -> None:
+def test_an_unused_id_expires_and_the_group_with_it() -> None:
     trial = GroupTrial()
     trial.join()
     assert len(trial.shard.groups) == 1
@@ -99,7 +99,7 @@ def test_an_id_that_no_one_used_is_forgotten_and_the_group_with_it() -> None:
     assert trial.log == []
 
 
-def test_an_unknown_protocol_is_refused() -> None:
+def test_an_unsupported_protocol_is_refused() -> None:
     trial = GroupTrial()
     refused(trial.join(protocols=()), InconsistentProtocol)
     refused(trial.join(protocol_type=""), InconsistentProtocol)
@@ -110,7 +110,7 @@ def test_an_unknown_protocol_is_refused() -> None:
     refused(trial.join(protocol_type="connect"), InconsistentProtocol)
 
 
-def test_the_protocol_with_most_votes_among_those_all_know() -> None:
+def test_the_common_protocol_with_most_votes_is_chosen() -> None:
     trial = GroupTrial()
     trial.new_member(protocols=(("only-me", b""), ("range", b""), ("sticky", b"")))
     trial.new_member(protocols=(("sticky", b""), ("range", b"")))
@@ -123,7 +123,7 @@ def test_the_protocol_with_most_votes_among_those_all_know() -> None:
 # Syncing
 
 
-def test_everyone_gets_its_share_when_the_leader_brings_it() -> None:
+def test_every_member_gets_its_assignment_when_the_leader_syncs() -> None:
     trial = GroupTrial()
     leader, _ = trial.new_member()
     follower, _ = trial.new_member()
@@ -139,7 +139,7 @@ def test_everyone_gets_its_share_when_the_leader_brings_it() -> None:
     assert read_group(trial.log[-1]).generation == 1
 
 
-def test_a_member_the_leader_forgot_gets_nothing() -> None:
+def test_a_member_without_an_assignment_gets_an_empty_one() -> None:
     trial = GroupTrial()
     leader, _ = trial.new_member()
     follower, _ = trial.new_member()
@@ -149,7 +149,7 @@ def test_a_member_the_leader_forgot_gets_nothing() -> None:
     assert trial.sync(follower).result().assignment == b""
 
 
-def test_what_a_sync_can_be_refused_for() -> None:
+def test_syncs_are_refused_for_these_reasons() -> None:
     trial = GroupTrial()
     refused(trial.sync("nobody"), UnknownMember)
     leader, follower = trial.stable_group()
@@ -163,7 +163,7 @@ def test_what_a_sync_can_be_refused_for() -> None:
     refused(trial.sync(leader), RebalanceInProgress)
 
 
-def test_syncs_that_wait_are_refused_when_someone_joins() -> None:
+def test_parked_syncs_are_refused_when_a_member_joins() -> None:
     trial = GroupTrial()
     trial.new_member()
     follower, _ = trial.new_member()
@@ -176,7 +176,7 @@ def test_syncs_that_wait_are_refused_when_someone_joins() -> None:
     assert trial.group().state is GroupState.PREPARING
 
 
-def test_members_that_do_not_sync_in_time_are_left_out() -> None:
+def test_members_that_do_not_sync_in_time_are_removed() -> None:
     trial = GroupTrial()
     leader, _ = trial.new_member(session_ms=2 * REBALANCE_MS)
     follower, _ = trial.new_member(session_ms=2 * REBALANCE_MS)
@@ -192,7 +192,7 @@ def test_members_that_do_not_sync_in_time_are_left_out() -> None:
     assert leader not in trial.group().members
 
 
-def test_a_second_sync_of_a_member_takes_the_place_of_the_first() -> None:
+def test_a_second_sync_of_a_member_replaces_the_first() -> None:
     trial = GroupTrial()
     leader, _ = trial.new_member()
     follower, _ = trial.new_member()
@@ -223,7 +223,7 @@ def test_an_assignment_that_is_too_large_is_refused_and_reassigned() -> None:
 # Rejoining
 
 
-def test_a_leader_that_joins_again_starts_a_rebalance() -> None:
+def test_a_rejoining_leader_starts_a_rebalance() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
     rejoining = trial.join(leader)
@@ -235,7 +235,7 @@ def test_a_leader_that_joins_again_starts_a_rebalance() -> None:
     assert rejoining.result().generation == 2
 
 
-def test_a_follower_that_joins_again_unchanged_changes_nothing() -> None:
+def test_an_unchanged_rejoining_follower_changes_nothing() -> None:
     trial = GroupTrial()
     _, follower = trial.stable_group()
 
@@ -264,7 +264,7 @@ def test_a_member_that_missed_its_response_gets_it_again() -> None:
     assert trial.join(follower).result() == joining_too.result()
 
 
-def test_a_second_join_of_a_member_takes_the_place_of_the_first() -> None:
+def test_a_second_join_of_a_member_replaces_the_first() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
     first, second = trial.join(leader), trial.join(leader)
@@ -274,7 +274,7 @@ def test_a_second_join_of_a_member_takes_the_place_of_the_first() -> None:
     assert second.result().generation == 2
 
 
-def test_dynamic_members_that_do_not_join_again_in_time_are_left_out() -> None:
+def test_dynamic_members_that_do_not_rejoin_in_time_are_removed() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group(session_ms=2 * REBALANCE_MS)
     rejoining = trial.join(follower, protocols=(("range", b"new"),))
@@ -290,7 +290,7 @@ def test_dynamic_members_that_do_not_join_again_in_time_are_left_out() -> None:
 # Sessions
 
 
-def test_a_member_that_is_not_heard_of_is_left_out() -> None:
+def test_a_member_whose_session_expires_is_removed() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
     for _ in range(3):
@@ -307,7 +307,7 @@ def test_a_member_that_is_not_heard_of_is_left_out() -> None:
     refused(trial.heartbeat(leader), RebalanceInProgress)
 
 
-def test_a_parked_request_stands_for_heartbeats() -> None:
+def test_a_parked_request_counts_as_a_heartbeat() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
     rejoining = trial.join(leader)
@@ -319,7 +319,7 @@ def test_a_parked_request_stands_for_heartbeats() -> None:
     assert leader in trial.group().members
 
 
-def test_a_new_member_is_not_waited_for_endlessly() -> None:
+def test_a_new_member_is_not_waited_for_indefinitely() -> None:
     trial = GroupTrial(new_member_ms=20_000)
     leader, _ = trial.stable_group(session_ms=100_000)
     _, joining = trial.new_member(session_ms=100_000)
@@ -331,7 +331,7 @@ def test_a_new_member_is_not_waited_for_endlessly() -> None:
     assert leader in trial.group().members
 
 
-def test_what_a_heartbeat_can_be_refused_for() -> None:
+def test_heartbeats_are_refused_for_these_reasons() -> None:
     trial = GroupTrial()
     refused(trial.heartbeat("nobody"), UnknownMember)
     leader, _ = trial.stable_group()
@@ -340,7 +340,7 @@ def test_what_a_heartbeat_can_be_refused_for() -> None:
     refused(trial.heartbeat(leader, generation=0), IllegalGeneration)
 
 
-def test_heartbeats_count_while_the_assignment_is_being_made() -> None:
+def test_heartbeats_are_accepted_while_the_leader_assigns() -> None:
     trial = GroupTrial()
     leader, _ = trial.new_member()
     trial.pass_ms(INITIAL_DELAY_MS)
@@ -349,7 +349,7 @@ def test_heartbeats_count_while_the_assignment_is_being_made() -> None:
     trial.heartbeat(leader).result()
 
 
-def test_when_everyone_is_gone_the_group_is_empty_and_the_log_says_so() -> None:
+def test_a_group_without_members_becomes_empty_in_the_log() -> None:
     trial = GroupTrial()
     trial.stable_group()
 
@@ -363,7 +363,7 @@ def test_when_everyone_is_gone_the_group_is_empty_and_the_log_says_so() -> None:
 # Leaving
 
 
-def test_who_leaves_is_shared_out_at_once() -> None:
+def test_a_leave_starts_a_rebalance_at_once() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
 
@@ -374,7 +374,7 @@ def test_who_leaves_is_shared_out_at_once() -> None:
     assert trial.join(follower).result().leader_id == follower
 
 
-def test_several_leave_at_once_each_with_its_response() -> None:
+def test_several_members_leave_in_one_request_with_a_result_each() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
 
@@ -385,13 +385,13 @@ def test_several_leave_at_once_each_with_its_response() -> None:
     assert trial.group().generation == 2
 
 
-def test_leaving_a_group_that_is_not_there() -> None:
+def test_leaving_a_missing_group_is_refused() -> None:
     (left,) = GroupTrial().leave(Leaver("nobody"))
 
     assert isinstance(left.error, UnknownMember)
 
 
-def test_a_join_that_a_leaver_has_parked_is_refused() -> None:
+def test_a_parked_join_of_a_leaving_member_is_refused() -> None:
     trial = GroupTrial()
     trial.new_member()
     follower, joining = trial.new_member()
@@ -401,7 +401,7 @@ def test_a_join_that_a_leaver_has_parked_is_refused() -> None:
     refused(joining, UnknownMember)
 
 
-def test_a_sync_that_a_leaver_has_parked_is_refused() -> None:
+def test_a_parked_sync_of_a_leaving_member_is_refused() -> None:
     trial = GroupTrial()
     trial.new_member()
     follower, _ = trial.new_member()
@@ -414,7 +414,7 @@ def test_a_sync_that_a_leaver_has_parked_is_refused() -> None:
     refused(syncing, UnknownMember)
 
 
-def test_a_pending_id_can_leave() -> None:
+def test_a_pending_member_can_leave() -> None:
     trial = GroupTrial()
     error = trial.join().error
     assert isinstance(error, MemberIdRequired)
@@ -425,7 +425,7 @@ def test_a_pending_id_can_leave() -> None:
     assert len(trial.shard.groups) == 0
 
 
-def test_the_last_missing_member_leaves_during_a_rebalance() -> None:
+def test_a_rebalance_completes_when_the_last_missing_member_leaves() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
     rejoining = trial.join(leader)

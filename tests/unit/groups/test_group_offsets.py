@@ -33,7 +33,7 @@ def refused(later: Deferred[Any], kind: type[MillstreamError]) -> None:
         later.result()
 
 
-def test_a_consumer_outside_any_group_commits() -> None:
+def test_a_consumer_without_a_group_commits() -> None:
     trial = GroupTrial()
     assert trial.committed() == -1
 
@@ -64,7 +64,7 @@ def test_a_member_commits_in_its_generation() -> None:
     assert trial.committed() == 9
 
 
-def test_what_a_commit_can_be_refused_for() -> None:
+def test_commits_are_refused_for_these_reasons() -> None:
     trial = GroupTrial()
     refused(trial.commit(member_id="m", generation=3), UnknownGroup)
     refused(trial.commit(member_id="m", generation=3, version=8), IllegalGeneration)
@@ -101,7 +101,7 @@ def test_a_commit_counts_as_a_heartbeat() -> None:
     assert trial.group().state is GroupState.STABLE
 
 
-def test_after_the_members_are_gone_outsiders_may_commit() -> None:
+def test_commits_without_a_member_are_accepted_once_the_group_is_empty() -> None:
     trial = GroupTrial()
     (member,) = trial.stable_group(1)
     trial.leave(Leaver(member))
@@ -112,7 +112,7 @@ def test_after_the_members_are_gone_outsiders_may_commit() -> None:
     refused(trial.commit(member_id=member, generation=2), UnknownMember)
 
 
-def test_metadata_is_bounded() -> None:
+def test_the_size_of_metadata_is_bounded() -> None:
     trial = GroupTrial()
 
     response = trial.commit(1, metadata="x" * 4097).result()
@@ -122,10 +122,10 @@ def test_metadata_is_bounded() -> None:
     assert trial.commit(1, metadata="x" * 4096).result() == {"orders": {0: None}}
 
 
-# Topics that come and go
+# Deleted topics
 
 
-def test_offsets_of_a_deleted_topic_do_not_count_even_if_the_name_is_used_again() -> None:
+def test_offsets_of_a_deleted_topic_do_not_apply_to_a_recreated_one() -> None:
     trial = GroupTrial()
     trial.commit(17)
     del trial.topics["orders"]
@@ -139,7 +139,7 @@ def test_offsets_of_a_deleted_topic_do_not_count_even_if_the_name_is_used_again(
     assert trial.committed() == 1
 
 
-def test_offsets_of_a_deleted_topic_are_taken_away() -> None:
+def test_offsets_of_a_deleted_topic_are_removed() -> None:
     trial = GroupTrial()
     trial.commit(17)
     trial.commit(4, topic="bills")
@@ -154,7 +154,7 @@ def test_offsets_of_a_deleted_topic_are_taken_away() -> None:
     assert list(trial.all_committed()) == ["bills"]
 
 
-def test_a_deletion_that_a_crash_cut_short_is_finished_when_the_state_is_loaded() -> None:
+def test_a_removal_interrupted_by_a_crash_is_finished_on_load() -> None:
     trial = GroupTrial()
     trial.commit(17)
     del trial.topics["orders"]
@@ -169,7 +169,7 @@ def test_a_deletion_that_a_crash_cut_short_is_finished_when_the_state_is_loaded(
 # Expiry
 
 
-def test_offsets_of_a_lone_consumer_expire_by_their_own_age() -> None:
+def test_offsets_of_a_simple_consumer_expire_by_their_own_age() -> None:
     trial = GroupTrial()
     trial.commit(1, partition=0)
     trial.pass_ms(4 * DAY_MS)
@@ -183,7 +183,7 @@ def test_offsets_of_a_lone_consumer_expire_by_their_own_age() -> None:
     assert len(trial.shard.groups) == 0
 
 
-def test_offsets_of_a_group_are_kept_while_it_lives_and_expire_after_it_is_empty() -> None:
+def test_offsets_of_a_group_are_kept_while_it_has_members_and_expire_later() -> None:
     trial = GroupTrial()
     (member,) = trial.stable_group(1, protocols=ORDERS_ONLY, session_ms=3600 * 1000)
     trial.commit(1, member_id=member, generation=1)
@@ -202,7 +202,7 @@ def test_offsets_of_a_group_are_kept_while_it_lives_and_expire_after_it_is_empty
     assert len(trial.shard.groups) == 0
 
 
-def test_a_living_group_loses_offsets_of_topics_it_no_longer_consumes() -> None:
+def test_a_live_group_loses_offsets_of_unsubscribed_topics() -> None:
     trial = GroupTrial()
     (member,) = trial.stable_group(1, protocols=ORDERS_ONLY, session_ms=3600 * 1000)
     trial.commit(1, member_id=member, generation=1, topic="bills")
@@ -215,7 +215,7 @@ def test_a_living_group_loses_offsets_of_topics_it_no_longer_consumes() -> None:
     assert trial.committed("orders") == 2
 
 
-def test_offsets_of_pipelines_stay() -> None:
+def test_offsets_of_pipelines_do_not_expire() -> None:
     trial = GroupTrial()
     trial.commit(1, group_id="pipeline-copy")
     trial.commit(1)
@@ -225,7 +225,7 @@ def test_offsets_of_pipelines_stay() -> None:
     assert trial.committed(group_id="pipeline-copy") == 1
 
 
-def test_a_retention_that_the_client_asked_for() -> None:
+def test_a_retention_requested_by_the_client_applies() -> None:
     trial = GroupTrial()
     trial.commit(1, retention_ms=DAY_MS)
     trial.pass_ms(DAY_MS // 2)
@@ -237,7 +237,7 @@ def test_a_retention_that_the_client_asked_for() -> None:
     assert trial.committed() == -1
 
 
-def test_expiry_goes_in_bounded_steps() -> None:
+def test_expiry_runs_in_bounded_steps() -> None:
     trial = GroupTrial(tombstones_max=10)
     for number in range(35):
         trial.commit(number, partition=number)
@@ -251,7 +251,7 @@ def test_expiry_goes_in_bounded_steps() -> None:
 # Deleting
 
 
-def test_deleting_a_group_takes_everything_away() -> None:
+def test_deleting_a_group_removes_all_of_its_records() -> None:
     trial = GroupTrial()
     (member,) = trial.stable_group(1)
     trial.commit(1, member_id=member, generation=1)
@@ -280,7 +280,7 @@ def test_a_large_group_is_deleted_in_steps() -> None:
     assert len(trial.shard.groups) == 0
 
 
-def test_an_id_given_out_does_not_outlive_its_group() -> None:
+def test_a_pending_member_id_is_deleted_with_its_group() -> None:
     trial = GroupTrial()
     trial.commit(1)
     trial.join()
@@ -303,7 +303,7 @@ def test_deleting_offsets() -> None:
     assert set(trial.all_committed()["orders"]) == {1}
 
 
-def test_offsets_in_use_are_not_deleted() -> None:
+def test_offsets_of_subscribed_topics_are_not_deleted() -> None:
     trial = GroupTrial()
     (member,) = trial.stable_group(1, protocols=ORDERS_ONLY)
     trial.commit(1, member_id=member, generation=1, topic="orders")
@@ -323,7 +323,7 @@ def test_a_group_of_unknown_protocol_keeps_its_offsets_while_it_has_members() ->
     refused(trial.run(lambda shard: shard.delete_offsets(GROUP, {"orders": [0]})), GroupNotEmpty)
 
 
-# Looking
+# Listing
 
 
 def test_listing_and_describing() -> None:
@@ -354,7 +354,7 @@ def test_listing_and_describing() -> None:
 # Rewriting the state
 
 
-def test_the_rewritten_state_is_the_state() -> None:
+def test_the_rewritten_state_equals_the_original() -> None:
     trial = GroupTrial()
     leader, _ = trial.stable_group()
     trial.commit(7, member_id=leader, generation=1, metadata="note")
@@ -376,7 +376,7 @@ def test_the_rewritten_state_is_the_state() -> None:
     assert {read_key(record.key) for record in copy.log} == set(trial.shard.durable_keys())
 
 
-def test_what_is_gone_is_not_rewritten() -> None:
+def test_deleted_state_is_not_rewritten() -> None:
     trial = GroupTrial()
     trial.commit(7)
     keys = trial.shard.durable_keys()
@@ -386,7 +386,7 @@ def test_what_is_gone_is_not_rewritten() -> None:
     assert trial.shard.durable_record("something else") is None
 
 
-def test_a_group_tombstone_from_elsewhere_leaves_the_offsets() -> None:
+def test_a_group_tombstone_written_elsewhere_keeps_the_offsets() -> None:
     trial = GroupTrial()
     trial.stable_group(1)
     trial.log.pop()

@@ -70,7 +70,7 @@ def compact(text: str) -> bytes:
     return bytes([len(text) + 1]) + text.encode()
 
 
-def test_a_commit_has_the_bytes_that_kafka_writes() -> None:
+def test_a_commit_is_encoded_as_by_kafka() -> None:
     record = offset_record(KEY, CommittedOffset(offset=42, leader_epoch=5, metadata="note", commit_ms=1000))
 
     assert record.key == struct.pack(">h", 1) + string("g") + string("orders") + struct.pack(">i", 3)
@@ -78,14 +78,14 @@ def test_a_commit_has_the_bytes_that_kafka_writes() -> None:
     assert record.headers == ()
 
 
-def test_a_commit_with_a_retention_of_its_own_is_of_version_1() -> None:
+def test_a_commit_with_its_own_retention_is_version_1() -> None:
     record = offset_record(KEY, CommittedOffset(offset=42, leader_epoch=5, commit_ms=1000, expire_ms=2000))
 
     assert record.value == struct.pack(">hq", 1, 42) + string("") + struct.pack(">qq", 1000, 2000)
     assert read_offset(record) == CommittedOffset(offset=42, commit_ms=1000, expire_ms=2000)
 
 
-def test_a_generation_has_the_bytes_that_kafka_writes() -> None:
+def test_a_generation_is_encoded_as_by_kafka() -> None:
     record = group_record("g", GROUP)
 
     assert record.key == struct.pack(">h", 2) + string("g")
@@ -126,13 +126,13 @@ def test_tombstones() -> None:
     ],
     ids=["v0", "v2", "v3", "v4", "v4 with topic id"],
 )
-def test_every_version_of_a_commit_is_read(value: bytes, expected: dict[str, object]) -> None:
+def test_every_version_of_a_commit_is_decoded(value: bytes, expected: dict[str, object]) -> None:
     read = read_offset(StateRecord(b"", value))
 
     assert read == CommittedOffset(offset=9, metadata="n", commit_ms=7, **expected)  # type: ignore[arg-type]
 
 
-def test_every_version_of_a_generation_is_read() -> None:
+def test_every_version_of_a_generation_is_decoded() -> None:
     head = string("consumer") + struct.pack(">i", 7) + string("range") + string("m-1")
     client = string("c") + string("/h")
     blobs = struct.pack(">i", 3) + b"sub" + struct.pack(">i", 2) + b"as"
@@ -180,7 +180,7 @@ def test_every_version_of_a_generation_is_read() -> None:
     texts,
     int32s,
 )
-def test_commits_come_back_as_they_were(committed: CommittedOffset, group: str, topic: str, partition: int) -> None:
+def test_commits_round_trip(committed: CommittedOffset, group: str, topic: str, partition: int) -> None:
     record = offset_record(OffsetKey(group, topic, partition), committed)
 
     assert read_key(record.key) == OffsetKey(group, topic, partition)
@@ -198,7 +198,7 @@ def test_commits_come_back_as_they_were(committed: CommittedOffset, group: str, 
         members=st.lists(members, max_size=3).map(tuple),
     )
 )
-def test_generations_come_back_as_they_were(group: StoredGroup) -> None:
+def test_generations_round_trip(group: StoredGroup) -> None:
     record = group_record("g", group)
 
     assert read_key(record.key) == GroupKey("g")
@@ -206,7 +206,7 @@ def test_generations_come_back_as_they_were(group: StoredGroup) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_read_or_refused(value: bytes) -> None:
+def test_arbitrary_bytes_are_decoded_or_refused(value: bytes) -> None:
     for read in (read_offset, read_group):
         with contextlib.suppress(ProtocolViolation):
             read(StateRecord(b"", value))
@@ -214,17 +214,17 @@ def test_any_bytes_are_read_or_refused(value: bytes) -> None:
         read_key(value)
 
 
-def test_kinds_of_record_that_are_not_kept_are_passed_over() -> None:
+def test_unknown_record_types_are_skipped() -> None:
     assert read_key(struct.pack(">h", 3) + string("g")) is None
 
 
-def test_a_header_that_is_no_id_is_ignored() -> None:
+def test_a_header_without_a_valid_id_is_ignored() -> None:
     record = offset_record(KEY, CommittedOffset(offset=1, commit_ms=1, topic_id=uuid4()))
 
     assert read_offset(record._replace(headers=(("topic-id", b"short"),))).topic_id is None
 
 
-def test_the_topics_of_a_subscription() -> None:
+def test_the_topics_of_a_subscription_are_decoded() -> None:
     topics = struct.pack(">i", 2) + string("orders") + string("bills")
 
     assert subscribed_topics(struct.pack(">h", 0) + topics + struct.pack(">i", 0)) == frozenset({"orders", "bills"})

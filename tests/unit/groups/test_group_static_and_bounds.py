@@ -1,4 +1,4 @@
-"""Static members, the bounds of groups, and what a reload brings back."""
+"""Static members, the limits of groups, and the state after a reload."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def static_group(trial: GroupTrial, *names: str) -> dict[str, str]:
     return ids
 
 
-def test_a_static_member_needs_no_id_first() -> None:
+def test_a_static_member_joins_without_getting_an_id_first() -> None:
     trial = GroupTrial()
 
     ids = static_group(trial, "a", "b")
@@ -54,7 +54,7 @@ def test_a_static_member_needs_no_id_first() -> None:
     assert ids == {"a": "a-1", "b": "b-2"}
 
 
-def test_a_static_member_that_comes_back_gets_its_share_without_a_rebalance() -> None:
+def test_a_returning_static_member_keeps_its_assignment_without_a_rebalance() -> None:
     trial = GroupTrial()
     ids = static_group(trial, "a", "b")
     records = len(trial.log)
@@ -70,7 +70,7 @@ def test_a_static_member_that_comes_back_gets_its_share_without_a_rebalance() ->
     assert len(trial.log) == records + 1
 
 
-def test_a_static_leader_that_comes_back_is_notified_that_the_assignment_stands() -> None:
+def test_a_returning_static_leader_learns_that_the_assignment_stands() -> None:
     trial = GroupTrial()
     ids = static_group(trial, "a", "b")
 
@@ -85,7 +85,7 @@ def test_a_static_leader_that_comes_back_is_notified_that_the_assignment_stands(
     assert ids["a"] not in trial.group().members
 
 
-def test_the_process_that_was_replaced_is_fenced() -> None:
+def test_the_replaced_process_of_a_static_member_is_fenced() -> None:
     trial = GroupTrial()
     ids = static_group(trial, "a", "b")
     trial.join(instance_id="a")
@@ -99,7 +99,7 @@ def test_the_process_that_was_replaced_is_fenced() -> None:
     refused(trial.heartbeat("x", instance_id="unknown"), UnknownMember)
 
 
-def test_a_parked_join_of_the_process_that_was_replaced_is_fenced() -> None:
+def test_a_parked_join_of_the_replaced_process_is_fenced() -> None:
     trial = GroupTrial()
     first = trial.join(instance_id="a")
     second = trial.join(instance_id="a")
@@ -123,7 +123,7 @@ def test_a_static_member_with_another_protocol_starts_a_rebalance() -> None:
     assert trial.group().state is GroupState.PREPARING
 
 
-def test_a_static_member_that_comes_back_while_shares_are_made_starts_a_rebalance() -> None:
+def test_a_static_member_that_returns_during_the_assignment_starts_a_rebalance() -> None:
     trial = GroupTrial()
     joins = [trial.join(instance_id=name) for name in ("a", "b")]
     trial.finish_joining()
@@ -149,7 +149,7 @@ def test_a_static_member_keeps_its_place_in_a_rebalance_while_its_session_lasts(
     assert {member.instance_id for member in rejoining.result().members} == {"a", "b"}
 
 
-def test_a_static_leader_that_does_not_come_back_leads_no_longer() -> None:
+def test_a_static_leader_that_does_not_return_is_replaced() -> None:
     trial = GroupTrial()
     joins = {name: trial.join(instance_id=name, session_ms=10 * REBALANCE_MS) for name in ("a", "b")}
     trial.finish_joining()
@@ -165,7 +165,7 @@ def test_a_static_leader_that_does_not_come_back_leads_no_longer() -> None:
     assert len(rejoining.result().members) == 2
 
 
-def test_static_members_that_stay_away_do_not_pile_up() -> None:
+def test_absent_static_members_do_not_accumulate() -> None:
     trial = GroupTrial(members_max=2, initial_delay_ms=0)
     for round_ in range(5):
         for name in ("x", "y"):
@@ -175,7 +175,7 @@ def test_static_members_that_stay_away_do_not_pile_up() -> None:
     assert len(trial.group().members) <= 4
 
 
-def test_when_no_static_member_comes_back_the_rebalance_waits_for_their_sessions() -> None:
+def test_without_returning_static_members_a_rebalance_waits_for_their_sessions() -> None:
     trial = GroupTrial()
     ids = static_group(trial, "a", "b")
     for name in ids:
@@ -189,7 +189,7 @@ def test_when_no_static_member_comes_back_the_rebalance_waits_for_their_sessions
     assert trial.group().state is GroupState.EMPTY
 
 
-def test_an_operator_takes_a_static_member_out_by_its_name() -> None:
+def test_an_operator_removes_a_static_member_by_instance_id() -> None:
     trial = GroupTrial()
     ids = static_group(trial, "a", "b")
 
@@ -199,7 +199,7 @@ def test_an_operator_takes_a_static_member_out_by_its_name() -> None:
     assert list(trial.group().members) == [ids["a"]]
 
 
-def test_a_pending_id_cannot_become_a_static_member() -> None:
+def test_a_pending_member_cannot_become_static() -> None:
     trial = GroupTrial()
     error = trial.join().error
     assert isinstance(error, MemberIdRequired)
@@ -207,10 +207,10 @@ def test_a_pending_id_cannot_become_a_static_member() -> None:
     refused(trial.join(error.member_id, instance_id="a"), UnknownMember)
 
 
-# Bounds
+# Limits
 
 
-def test_a_group_takes_so_many_members() -> None:
+def test_the_number_of_members_is_bounded() -> None:
     trial = GroupTrial(members_max=2)
     first, second = trial.stable_group(2)
 
@@ -220,7 +220,7 @@ def test_a_group_takes_so_many_members() -> None:
     assert set(trial.group().members) == {first, second}
 
 
-def test_pending_ids_are_bounded_too() -> None:
+def test_pending_members_count_towards_the_limit() -> None:
     trial = GroupTrial(members_max=2)
     trial.join()
     trial.join()
@@ -228,7 +228,7 @@ def test_pending_ids_are_bounded_too() -> None:
     refused(trial.join(), GroupFull)
 
 
-def test_the_last_to_come_back_are_turned_away_from_a_group_that_is_too_large() -> None:
+def test_the_last_to_rejoin_are_refused_by_a_group_over_its_limit() -> None:
     trial = GroupTrial(members_max=3)
     ids = trial.stable_group(3)
     small = GroupTrial(members_max=2)
@@ -244,7 +244,7 @@ def test_the_last_to_come_back_are_turned_away_from_a_group_that_is_too_large() 
     assert set(small.group().members) == set(ids[:2])
 
 
-def test_what_members_say_of_themselves_is_bounded() -> None:
+def test_the_metadata_of_members_is_bounded() -> None:
     trial = GroupTrial(members_bytes_max=10_000)
     leader, _ = trial.new_member(protocols=(("range", b"x" * 4000),))
 
@@ -265,7 +265,7 @@ def test_the_number_of_groups_is_bounded() -> None:
 # Reloading
 
 
-def test_a_stable_group_comes_back_with_its_members() -> None:
+def test_a_stable_group_is_restored_with_its_members() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
     trial.reload()
@@ -281,7 +281,7 @@ def test_a_stable_group_comes_back_with_its_members() -> None:
     assert leader not in trial.group().members
 
 
-def test_a_group_that_was_rebalancing_comes_back_with_its_last_generation() -> None:
+def test_a_rebalancing_group_is_restored_with_its_last_generation() -> None:
     trial = GroupTrial()
     leader, follower = trial.stable_group()
     _, joining = trial.new_member()
@@ -296,7 +296,7 @@ def test_a_group_that_was_rebalancing_comes_back_with_its_last_generation() -> N
     assert trial.join(follower).result().generation == 2
 
 
-def test_syncs_that_wait_are_sent_away_by_a_reload() -> None:
+def test_parked_syncs_are_refused_by_a_reload() -> None:
     trial = GroupTrial()
     trial.new_member()
     follower, _ = trial.new_member()

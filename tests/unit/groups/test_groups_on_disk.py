@@ -1,4 +1,4 @@
-"""Groups on a real data folder: log, journal and catalog are the broker's own."""
+"""Groups on a real data folder, with the broker's own log, journal and catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offsets that transactions commit: they count with the marker or vanish, and what comes late is fenced."""
+"""Offsets committed by transactions: they apply or vanish with the marker, and late ones are fenced."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def offset_of(groups: GroupCoordinator) -> tuple[int, bool]:
     return fetched.offset, fetched.is_stable
 
 
-async def test_offsets_count_with_the_marker(groups: GroupCoordinator) -> None:
+async def test_offsets_apply_with_the_commit_marker(groups: GroupCoordinator) -> None:
     await commit(groups, 5)
     assert await offset_of(groups) == (-1, False)
     await groups.end_transaction(0, marker(7, 0, commit=True))
@@ -100,7 +100,7 @@ async def test_a_group_is_transactional_from_the_first_offset_that_a_transaction
     assert groups.transactional_groups() == {0: []}
 
 
-async def test_the_first_offset_of_a_partition_is_reported_as_pending_when_all_are_requested(
+async def test_a_pending_first_offset_is_reported_when_all_offsets_are_requested(
     groups: GroupCoordinator,
 ) -> None:
     await commit(groups, 5)
@@ -135,7 +135,7 @@ async def test_a_marker_without_offsets_fences_older_coordinators_too(groups: Gr
     assert await offset_of(groups) == (5, False)
 
 
-async def test_a_marker_between_question_and_append_breaks_the_guard(groups: GroupCoordinator) -> None:
+async def test_a_marker_between_the_verification_and_the_append_breaks_the_guard(groups: GroupCoordinator) -> None:
     async def ended_meanwhile(partition: TopicPartition) -> None:
         await groups.end_transaction(0, marker(7, 0, commit=False))
 
@@ -144,7 +144,7 @@ async def test_a_marker_between_question_and_append_breaks_the_guard(groups: Gro
     assert await offset_of(groups) == (-1, True)
 
 
-async def test_what_is_not_admitted_is_not_kept(groups: GroupCoordinator) -> None:
+async def test_offsets_that_are_not_admitted_are_not_stored(groups: GroupCoordinator) -> None:
     async def refused(partition: TopicPartition) -> None:
         raise InvalidTransactionState("not part of it")
 
@@ -229,7 +229,7 @@ def test_a_reload_after_every_step_changes_nothing(taken: list[tuple[str, int, i
     assert unstable == {partition for offsets in pending.values() for partition in offsets}
 
 
-def test_producers_that_are_silent_are_forgotten() -> None:
+def test_idle_producers_expire() -> None:
     clock = ManualClock()
     shard = shard_of(clock)
     for record in kept(shard, request(4), 1, 0):
@@ -243,7 +243,7 @@ def test_producers_that_are_silent_are_forgotten() -> None:
     assert shard.transactional.pending.last_marker(ProducerId(1)) is None
 
 
-def test_keys_of_other_kinds_are_left_alone() -> None:
+def test_keys_of_other_kinds_are_ignored() -> None:
     assert read_pending_key(b"\x00\x01\x00\x01g\x00\x01t\x00\x00\x00\x00") is None
     offsets = PendingOffsets()
     assert offsets.durable_record(MarkerKey(ProducerId(1))) is None

@@ -1,4 +1,4 @@
-"""Who fetches what in a share group: every partition has somebody, everybody has a partition."""
+"""Assignment in a share group: every partition has a member, every member has a partition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_partition_has_a_member_and_every_member_a_partition(
         dealt = [partition for member in interested for partition in shares[member].get(topic, ())]
         if interested:
             assert set(dealt) == set(range(number))
-            # Nobody has two partitions that others could have, and no partition has two members too many.
+            # No member has two partitions that others lack, and no partition has two members more than needed.
             counts = [dealt.count(partition) for partition in range(number)]
             assert max(counts) - min(counts) <= 1
             sizes = [len(shares[member].get(topic, ())) for member in interested]
@@ -37,15 +37,15 @@ def test_every_partition_has_a_member_and_every_member_a_partition(
 
 
 @given(_wanted, _partitions)
-def test_the_same_members_have_the_same(wanted: dict[str, frozenset[UUID]], partitions: dict[UUID, int]) -> None:
+def test_equal_members_get_equal_assignments(wanted: dict[str, frozenset[UUID]], partitions: dict[UUID, int]) -> None:
     backwards = dict(reversed(wanted.items()))
     assert assign_partitions(wanted, partitions) == assign_partitions(backwards, partitions)
 
 
-def test_topics_of_one_partition_go_round_the_members() -> None:
+def test_topics_of_one_partition_are_spread_over_the_members() -> None:
     wanted = {name: frozenset(TOPICS) for name in "abcd"}
     shares = assign_partitions(wanted, dict.fromkeys(TOPICS, 1))
-    # With more members than partitions everybody has all of them.
+    # With more members than partitions, all partitions are in use by several members.
     assert all(len(share) == len(TOPICS) for share in shares.values())
     assert assign_partitions({}, {TOPICS[0]: 3}) == {}
     assert assign_partitions({"a": frozenset()}, {TOPICS[0]: 3}) == {"a": {}}

@@ -1,4 +1,4 @@
-"""Share groups by hand: joining, living, leaving, epochs, time running out, topics changing, failover."""
+"""Share groups step by step: join, heartbeat, leave, epochs, timeouts, topic changes, failover."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def described(trial: ConsumerTrial, group_id: str = GROUP) -> ShareGroupDescript
     return trial.run(lambda shard: shard.shares.describe(group_id)).result()
 
 
-# Living
+# Heartbeats
 
 
-def test_the_first_member_gets_everything_and_is_notified_once(trial: ConsumerTrial) -> None:
+def test_the_first_member_gets_every_partition_once(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one")
     joined = one.beat()
     assert joined == ShareHeartbeatResult(
@@ -117,14 +117,14 @@ def test_members_share_partitions_without_waiting_for_each_other(trial: Consumer
     assert {member.epoch for member in members} == {6}
 
 
-def test_a_member_that_joins_again_gets_everything(trial: ConsumerTrial) -> None:
+def test_a_rejoining_member_gets_its_full_assignment(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one")
     one.beat()
     again = one.beat(epoch=0)
     assert (again.epoch, again.assignment) == (1, trial.partitions(orders={0, 1, 2, 3}))
 
 
-def test_topics_are_changed_and_taken_back(trial: ConsumerTrial) -> None:
+def test_a_subscription_is_changed_and_reverted(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one")
     one.beat()
     more = one.beat(topics=frozenset({"orders", "bills"}))
@@ -134,7 +134,7 @@ def test_topics_are_changed_and_taken_back(trial: ConsumerTrial) -> None:
     assert trial.shard.shares.get(GROUP) is not None
 
 
-def test_topics_that_come_grow_and_go_are_noticed(trial: ConsumerTrial) -> None:
+def test_created_grown_and_deleted_topics_are_noticed(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one", frozenset({"orders", "late"}))
     one.beat()
     trial.add_topic("late", 1)
@@ -146,7 +146,7 @@ def test_topics_that_come_grow_and_go_are_noticed(trial: ConsumerTrial) -> None:
     assert one.epoch == 4
 
 
-def test_a_change_of_the_client_alone_is_no_new_epoch(trial: ConsumerTrial) -> None:
+def test_a_changed_rack_or_client_id_does_not_start_a_new_epoch(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one")
     one.beat()
     assert one.beat(rack_id="cellar", client_id="other").epoch == 1
@@ -154,7 +154,7 @@ def test_a_change_of_the_client_alone_is_no_new_epoch(trial: ConsumerTrial) -> N
     assert (member.rack_id, member.client_id) == ("cellar", "other")
 
 
-def test_a_member_leaves_and_the_group_is_empty(trial: ConsumerTrial) -> None:
+def test_the_last_member_leaves_an_empty_group(trial: ConsumerTrial) -> None:
     one, two = Sharer(trial, "one"), Sharer(trial, "two")
     one.beat()
     two.beat()
@@ -168,15 +168,15 @@ def test_a_member_leaves_and_the_group_is_empty(trial: ConsumerTrial) -> None:
     assert one.beat(epoch=0).epoch == 5
 
 
-# What is refused
+# Refusals
 
 
-def test_epochs_that_are_not_the_members(trial: ConsumerTrial) -> None:
+def test_wrong_member_epochs_are_fenced(trial: ConsumerTrial) -> None:
     one, two = Sharer(trial, "one"), Sharer(trial, "two")
     one.beat()
     two.beat()
     one.beat()
-    # The response may have been lost, so the epoch before is taken too.
+    # The response may have been lost, so the previous epoch is accepted too.
     assert one.send(1).error is None
     assert isinstance(one.send(7).error, FencedMemberEpoch)
     assert isinstance(two.send(1).error, FencedMemberEpoch)
@@ -184,7 +184,7 @@ def test_epochs_that_are_not_the_members(trial: ConsumerTrial) -> None:
     assert isinstance(Sharer(trial, "three").send(-1).error, UnknownMember)
 
 
-def test_groups_that_are_not_there(trial: ConsumerTrial) -> None:
+def test_requests_to_missing_groups_are_refused(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one")
     assert isinstance(one.send(3).error, UnknownGroup)
     assert isinstance(one.send(-1).error, UnknownGroup)
@@ -194,7 +194,7 @@ def test_groups_that_are_not_there(trial: ConsumerTrial) -> None:
     assert len(trial.shard.shares) == 0
 
 
-def test_groups_of_another_kind_stay_what_they_are(trial: ConsumerTrial) -> None:
+def test_groups_of_another_type_are_unchanged(trial: ConsumerTrial) -> None:
     trial.beat(SimulatedConsumer("consumer", "orders"))
     assert isinstance(Sharer(trial, "one").send().error, UnknownGroup)
     trial.leave(SimulatedConsumer("consumer", "orders"))
@@ -208,12 +208,12 @@ def test_groups_of_another_kind_stay_what_they_are(trial: ConsumerTrial) -> None
     assert isinstance(trial.run(lambda shard: shard.fetch("shared", None)).error, UnknownGroup)
 
 
-def test_a_full_group_and_too_many_groups() -> None:
+def test_full_groups_and_too_many_groups_are_refused() -> None:
     trial = new_trial(members_max=2)
     for name in ("one", "two"):
         Sharer(trial, name).beat()
     assert isinstance(Sharer(trial, "three").send().error, GroupFull)
-    # Whoever is in may join again.
+    # A current member may rejoin.
     assert Sharer(trial, "two").beat().epoch == 2
     trial = new_trial(groups_max=2)
     Sharer(trial, "one").beat()
@@ -221,7 +221,7 @@ def test_a_full_group_and_too_many_groups() -> None:
     assert isinstance(Sharer(trial, "one").send(group_id="third").error, PolicyViolation)
 
 
-def test_a_group_is_made_without_members(trial: ConsumerTrial) -> None:
+def test_a_group_is_created_without_members(trial: ConsumerTrial) -> None:
     made = trial.run(lambda shard: shard.shares.open(GROUP)).result()
     assert (made.state, made.epoch, made.members) == ("Empty", 0, ())
     assert described(trial) == made
@@ -244,10 +244,10 @@ def test_only_an_empty_group_is_deleted(trial: ConsumerTrial) -> None:
     assert trial.beat(SimulatedConsumer("consumer", "orders")).epoch == 1
 
 
-# Time, and what is left after a failure
+# Timeouts and failover
 
 
-def test_who_is_silent_for_too_long_is_put_out(trial: ConsumerTrial) -> None:
+def test_a_member_whose_session_expires_is_removed(trial: ConsumerTrial) -> None:
     one, two = Sharer(trial, "one"), Sharer(trial, "two")
     one.beat()
     two.beat(session_ms=10_000)
@@ -262,14 +262,14 @@ def test_who_is_silent_for_too_long_is_put_out(trial: ConsumerTrial) -> None:
     assert described(trial).state == "Empty"
 
 
-def test_another_node_goes_on_where_the_log_ends(trial: ConsumerTrial) -> None:
+def test_another_node_continues_from_the_log(trial: ConsumerTrial) -> None:
     one, two = Sharer(trial, "one"), Sharer(trial, "two", frozenset({"bills"}))
     one.beat()
     two.beat(rack_id="cellar")
     one.beat()
     before = described(trial)
     trial.reload()
-    # It does not know what was sent to members, and sends it again.
+    # The assignments that were sent are not in the log, so they are sent again.
     assert one.beat() == ShareHeartbeatResult(
         member_id="one", epoch=2, heartbeat_ms=HEARTBEAT_MS, assignment=trial.partitions(orders={0, 1, 2, 3})
     )
@@ -278,12 +278,12 @@ def test_another_node_goes_on_where_the_log_ends(trial: ConsumerTrial) -> None:
     assert described(trial) == before
     trial.reload()
     assert isinstance(one.send(9).error, FencedMemberEpoch)
-    # Whoever does not come back is put out.
+    # A member that does not return is removed.
     trial.pass_ms(SESSION_MS)
     assert described(trial).members == ()
 
 
-def test_a_member_whose_record_was_lost_joins_again(trial: ConsumerTrial) -> None:
+def test_a_member_whose_record_was_lost_rejoins(trial: ConsumerTrial) -> None:
     one, two = Sharer(trial, "one"), Sharer(trial, "two")
     one.beat()
     two.beat()
@@ -294,7 +294,7 @@ def test_a_member_whose_record_was_lost_joins_again(trial: ConsumerTrial) -> Non
     assert isinstance(one.send().error, UnknownGroup)
 
 
-def test_what_the_log_must_hold_is_what_was_written(trial: ConsumerTrial) -> None:
+def test_the_durable_records_are_those_that_were_written(trial: ConsumerTrial) -> None:
     for name in ("one", "two"):
         Sharer(trial, name).beat()
     Sharer(trial, "one").beat(group_id="other")
@@ -347,7 +347,7 @@ _member_of_any_kind = st.builds(
 
 
 @given(_texts, _member_of_any_kind)
-def test_a_member_is_read_back(group_id: str, member: ShareMember) -> None:
+def test_a_member_record_round_trips(group_id: str, member: ShareMember) -> None:
     record = member_record(group_id, member)
     key = read_share_key(record.key)
     assert key == ShareKey(ShareKind.MEMBER, group_id, member.member_id)
@@ -356,13 +356,13 @@ def test_a_member_is_read_back(group_id: str, member: ShareMember) -> None:
 
 
 @given(_texts, st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 1))
-def test_a_group_is_read_back(group_id: str, epoch: int, rests_on: int) -> None:
+def test_a_group_record_round_trips(group_id: str, epoch: int, rests_on: int) -> None:
     record = group_record(group_id, epoch, rests_on)
     assert read_share_key(record.key) == ShareKey(ShareKind.GROUP, group_id)
     assert read_group(record) == (epoch, rests_on)
 
 
-def test_records_of_others_and_of_versions_to_come() -> None:
+def test_foreign_keys_are_skipped_and_unknown_versions_refused() -> None:
     assert read_share_key(b"\x00\x03\x00\x01g") is None
     record = group_record("g", 1, 2)
     with pytest.raises(ProtocolViolation):
@@ -371,7 +371,7 @@ def test_records_of_others_and_of_versions_to_come() -> None:
         read_group(StateRecord(record.key, b"\x00\x00\x00"))
 
 
-def test_a_consumer_group_of_the_same_id_is_not_disturbed_by_a_refused_share_consumer(trial: ConsumerTrial) -> None:
+def test_a_refused_share_consumer_does_not_affect_a_consumer_group_of_the_same_id(trial: ConsumerTrial) -> None:
     consumer = SimulatedConsumer("consumer", "orders")
     trial.beat(consumer)
     Sharer(trial, "one").send()
