@@ -41,7 +41,7 @@ GROUP_RESOURCE = 32
 BOUND: Final = re.compile(r"(^|_)(max|min|limit|wait|timeout|interval|size)(_|$)")
 TESTS: Final = Path(__file__).parents[1]
 HERE: Final = "integration/test_response_bounds.py::"
-ADMINISTRATION: Final = "unit/kafka/test_topic_administration.py::test_the_time_of_a_request_is_that_of_all_it_asks_for"
+ADMINISTRATION: Final = "unit/kafka/test_topic_administration.py::test_the_timeout_of_a_request_covers_all_of_its_items"
 JOBS: Final = (
     "unit/pipelines/test_jobs_child.py::test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_log"
 )
@@ -50,15 +50,17 @@ KEPT: Mapping[str, str] = {
     "Fetch.max_bytes": HERE + "test_a_fetch_keeps_to_its_bytes",
     "Fetch.partition_max_bytes": HERE + "test_a_fetch_keeps_to_its_bytes",
     "Fetch.max_wait": HERE + "test_a_fetch_waits_no_longer_than_it_may",
-    "ShareFetch.max_bytes": "unit/kafka/test_share_apis.py::test_the_bytes_asked_for_are_not_exceeded",
-    "ShareFetch.max_records": "unit/kafka/test_share_apis.py::test_batches_are_given_whole_unless_records_are_limited",
-    "ShareFetch.max_wait": "unit/kafka/test_share_apis.py::test_a_request_waits_for_what_is_published",
+    "ShareFetch.max_bytes": "unit/kafka/test_share_apis.py::test_the_requested_bytes_are_not_exceeded",
+    "ShareFetch.max_records": (
+        "unit/kafka/test_share_apis.py::test_batches_are_delivered_whole_unless_records_are_limited"
+    ),
+    "ShareFetch.max_wait": "unit/kafka/test_share_apis.py::test_a_request_waits_for_new_messages",
     "DescribeTopicPartitions.response_partition_limit": (
-        "unit/kafka/test_describe_topic_partitions.py::test_the_pages_make_up_the_whole"
+        "unit/kafka/test_describe_topic_partitions.py::test_the_pages_cover_everything_once"
     ),
     "Produce.timeout": (
         "unit/kafka/test_produce_given_up.py::"
-        "test_those_who_gave_up_get_a_response_and_are_forgotten_while_the_watermark_stands_still"
+        "test_timed_out_requests_get_a_response_and_are_freed_while_the_high_watermark_stands_still"
     ),
     "CreateTopics.timeout": ADMINISTRATION,
     "CreatePartitions.timeout": ADMINISTRATION,
@@ -73,7 +75,7 @@ KEPT: Mapping[str, str] = {
     "TopicList.limit": HERE + "test_pages_of_topics_keep_to_their_limit",
     "SchemaList.limit": HERE + "test_pages_of_the_registry_keep_to_their_limit",
     "PublishOnce.timeout_ms": (
-        "unit/kafka/test_publish_once.py::test_a_duplicate_is_acknowledged_when_the_original_is"
+        "unit/kafka/test_publish_once.py::test_a_duplicate_is_acknowledged_together_with_the_original"
     ),
     "PipelineRuns.limit": JOBS,
     "PipelineRunLog.bytes_max": JOBS,

@@ -32,8 +32,8 @@ class Said(msgspec.Struct, frozen=True):
     number: int
 
 
-class World:
-    """Routes that wait, fail and respond as a test wants."""
+class ScriptedRoutes:
+    """Routes that block, fail and respond as scripted by a test."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -82,8 +82,8 @@ class World:
 
 
 @pytest.fixture
-async def world() -> World:
-    return World()
+async def scripted() -> ScriptedRoutes:
+    return ScriptedRoutes()
 
 
 @pytest.fixture
@@ -94,13 +94,13 @@ async def services() -> AsyncIterator[Services]:
 
 
 @pytest.fixture
-async def http(world: World, services: Services) -> AsyncIterator[httpx.AsyncClient]:
-    api: Any = Api(world.routes(), services, OriginCheck())
+async def http(scripted: ScriptedRoutes, services: Services) -> AsyncIterator[httpx.AsyncClient]:
+    api: Any = Api(scripted.routes(), services, OriginCheck())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
         yield client
 
 
-async def test_what_comes_in_is_checked_by_the_types_of_the_route(http: httpx.AsyncClient) -> None:
+async def test_request_fields_are_validated_by_the_types_of_the_route(http: httpx.AsyncClient) -> None:
     assert (await http.get("/things")).json() == {"number": 1}
     assert (await http.get("/things?number=7&names=a&names=b")).json() == {"number": 7}
     for query in ("number=x", "number=1&number=2", "other=1"):
@@ -118,10 +118,10 @@ async def test_what_comes_in_is_checked_by_the_types_of_the_route(http: httpx.As
         (ZeroDivisionError("secret"), 500, None),
     ],
 )
-async def test_errors_are_problems(
-    http: httpx.AsyncClient, world: World, error: Exception, status: int, retry_after: str | None
+async def test_errors_are_problem_documents(
+    http: httpx.AsyncClient, scripted: ScriptedRoutes, error: Exception, status: int, retry_after: str | None
 ) -> None:
-    world.error = error
+    scripted.error = error
     response = await http.get("/things")
     assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
     assert response.headers["content-type"] == "application/problem+json"
@@ -132,16 +132,16 @@ async def test_errors_are_problems(
     )
 
 
-async def test_requests_beyond_the_limit_are_asked_to_retry_later(
-    http: httpx.AsyncClient, world: World, services: Services
+async def test_requests_beyond_the_limit_get_retry_after(
+    http: httpx.AsyncClient, scripted: ScriptedRoutes, services: Services
 ) -> None:
     first = asyncio.create_task(http.put("/raw", content=b"x" * 600))
-    await world.begun.wait()
+    await scripted.begun.wait()
     second = await http.put("/raw", content=b"x")
     assert (second.status_code, second.headers["retry-after"]) == (429, "1")
     large = await http.post("/things/one", content=b"x" * 600, headers={"content-type": "application/json"})
     assert large.status_code == 429
-    world.go_on.set()
+    scripted.go_on.set()
     assert (await first).json() == {"number": 600}
     assert (await http.put("/raw", content=b"x")).status_code == 200
     assert (services.pressure.bytes, services.pressure.requests, services.pressure.turned_away) == (
@@ -153,7 +153,7 @@ async def test_requests_beyond_the_limit_are_asked_to_retry_later(
     assert reported["millstream_http_answers_total"] == [[2, {"status": "200"}], [2, {"status": "429"}]]
 
 
-async def test_those_who_wait_take_no_room_from_publishers(services: Services) -> None:
+async def test_long_polls_do_not_count_against_publishers(services: Services) -> None:
     waiting, publishing = RequestMemory(services.pressure, Lane.WAIT), RequestMemory(services.pressure, Lane.PUBLISH)
     waiting.reserve(1000)
     with pytest.raises(Refused):
@@ -168,24 +168,24 @@ async def test_those_who_wait_take_no_room_from_publishers(services: Services) -
     assert services.pressure.bytes == [0, 990, 0]
 
 
-async def test_a_broker_that_asks_for_a_pause_is_left_alone(services: Services) -> None:
+async def test_the_gateway_does_not_call_a_broker_that_throttles_it(services: Services) -> None:
     services.pressure.check_pause(0.4)
     with pytest.raises(Refused) as refused:
         services.pressure.check_pause(2.5)
     assert (refused.value.status, refused.value.headers) == (429, {"retry-after": "3"})
 
 
-async def test_while_the_broker_starts_nothing_is_tried(world: World) -> None:
+async def test_requests_are_refused_while_the_broker_starts(scripted: ScriptedRoutes) -> None:
     services = Services("127.0.0.1:1", starting=lambda: "the logs are checked")
-    api: Any = Api(world.routes(), services, OriginCheck())
+    api: Any = Api(scripted.routes(), services, OriginCheck())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
         response = await client.get("/things")
     assert (response.status_code, response.json()["reasons"]) == (503, ["the logs are checked"])
     await services.close()
 
 
-async def test_a_stream_ends_with_its_reader(world: World, services: Services) -> None:
-    api = Api(world.routes(), services, OriginCheck())
+async def test_a_stream_ends_when_its_reader_disconnects(scripted: ScriptedRoutes, services: Services) -> None:
+    api = Api(scripted.routes(), services, OriginCheck())
     gone = asyncio.Event()
     sent: list[Any] = []
 
@@ -198,24 +198,26 @@ async def test_a_stream_ends_with_its_reader(world: World, services: Services) -
 
     scope = {"method": "GET", "path": "/v1/stream", "raw_path": b"/v1/stream", "query_string": b"", "headers": []}
     serving = asyncio.create_task(api(scope, receive, send))
-    await world.begun.wait()
+    await scripted.begun.wait()
     gone.set()
     await serving
-    assert world.ended
+    assert scripted.ended
     assert b"".join(one.get("body", b"") for one in sent) == b": listening\n\nevent: message\ndata: 1\n\n"
     assert services.pressure.requests == [0, 0, 0]
 
 
-async def test_a_stream_ends_when_the_gateway_stops(http: httpx.AsyncClient, world: World, services: Services) -> None:
+async def test_a_stream_ends_when_the_gateway_stops(
+    http: httpx.AsyncClient, scripted: ScriptedRoutes, services: Services
+) -> None:
     listening = asyncio.create_task(http.get("/stream"))
-    await world.begun.wait()
+    await scripted.begun.wait()
     services.stop()
     assert (await listening).text.endswith("data: 1\n\n")
-    assert world.ended
+    assert scripted.ended
 
 
 @pytest.mark.parametrize("path", ["/v1/topics/t/messages", "/healthz"])
-async def test_what_gets_no_response_when_the_gateway_ends_passes_by_itself(services: Services, path: str) -> None:
+async def test_a_request_cancelled_by_a_stopping_gateway_gets_503(services: Services, path: str) -> None:
     asked = asyncio.Event()
     sent: list[Any] = []
 
@@ -265,9 +267,9 @@ async def test_what_gets_no_response_when_the_gateway_ends_passes_by_itself(serv
         ("POST", b"/things/%FF", 422),
     ],
 )
-async def test_paths_are_read_as_they_were_sent(world: World, method: str, path: bytes, found: str | int) -> None:
+async def test_paths_are_decoded_as_sent(scripted: ScriptedRoutes, method: str, path: bytes, found: str | int) -> None:
     tree: PathTree[Route[Any, Any]] = PathTree()
-    for route in world.routes():
+    for route in scripted.routes():
         tree.add(route, route)
     if isinstance(found, int):
         with pytest.raises(Refused) as refused:
@@ -279,7 +281,7 @@ async def test_paths_are_read_as_they_were_sent(world: World, method: str, path:
         assert names in ({}, {"name": "a/b"}, {"name": "é"})
 
 
-async def test_messages_that_too_few_replicas_can_store_are_asked_to_retry() -> None:
+async def test_a_publish_below_min_isr_gets_retry_after() -> None:
     async with ProducerLedger.started() as ledger:
         await ledger.warm_up()
         services = Services(ledger.broker.address)
@@ -291,7 +293,7 @@ async def test_messages_that_too_few_replicas_can_store_are_asked_to_retry() -> 
             refused = await client.post("/topics/orders/messages", content=b"b")
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert "NOT_ENOUGH_REPLICAS" in refused.json()["detail"]
-            # What may have been stored is another matter: sending it again could store it twice.
+            # A message that may have been stored is different: sending it again could store it twice.
             ledger.faults = ["after append"] + ["too few replicas"] * 100
             unknown = await client.post("/topics/orders/messages", content=b"c")
             assert (unknown.status_code, unknown.headers.get("retry-after")) == (504, None)

@@ -56,7 +56,7 @@ async def get(
         return await client.request(method, path, headers={"accept": accept})
 
 
-async def test_the_index_lists_what_is_served() -> None:
+async def test_the_index_lists_the_endpoints() -> None:
     response = await get("/", unreachable)
     assert response.json() == {
         "name": "millstream",
@@ -73,7 +73,7 @@ async def test_the_index_lists_what_is_served() -> None:
     }
 
 
-async def test_health_is_the_broker_responding() -> None:
+async def test_health_requires_a_response_of_the_broker() -> None:
     response = await get("/healthz", responding(reasons=["the node is starting"]))
     assert (response.status_code, response.json()) == (
         200,
@@ -83,7 +83,7 @@ async def test_health_is_the_broker_responding() -> None:
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
-async def test_a_silent_broker_is_a_problem(path: str) -> None:
+async def test_a_silent_broker_is_unhealthy(path: str) -> None:
     response = await get(path, unreachable)
     assert response.status_code == 503
     assert response.headers["content-type"] == "application/problem+json"
@@ -108,12 +108,12 @@ async def test_a_busy_broker_is_alive_and_a_stuck_one_is_not(silent_s: float, he
         assert said == f"the broker's event loop has not responded for {silent_s:.1f} s"
 
 
-async def test_ready_means_no_reason_against_it() -> None:
+async def test_ready_without_reasons_against_it() -> None:
     response = await get("/readyz", responding())
     assert (response.status_code, response.json()) == (200, {"status": "ready", "node": 7, "warnings": []})
 
 
-async def test_not_ready_says_why() -> None:
+async def test_not_ready_lists_the_reasons() -> None:
     reasons = ["the node is stopping", "orders-0: the disk is full"]
     response = await get("/readyz", responding(reasons=reasons))
     assert response.status_code == 503
@@ -127,26 +127,26 @@ async def test_metrics_are_prometheus_text() -> None:
     assert "millstream_bytes_in_total 12.0" in response.text.splitlines()
 
 
-async def test_metrics_are_openmetrics_for_those_who_ask() -> None:
+async def test_metrics_are_openmetrics_on_request() -> None:
     response = await get("/metrics", responding(), accept="application/openmetrics-text; version=1.0.0")
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
 
 
-async def test_an_unknown_path_is_a_problem_that_helps() -> None:
+async def test_an_unknown_path_is_a_helpful_problem() -> None:
     response = await get("/nothing", responding())
     assert response.status_code == 404
     assert response.json()["detail"] == "there is no page /nothing; GET / lists all pages"
     assert response.json()["instance"] == "/nothing"
 
 
-async def test_a_wrong_method_says_which_are_right() -> None:
+async def test_a_wrong_method_lists_the_allowed_ones() -> None:
     response = await get("/healthz", responding(), method="POST")
     assert (response.status_code, response.json()["title"]) == (405, "Method Not Allowed")
     assert "GET" in response.headers["allow"]
 
 
-async def test_a_defect_of_the_gateway_is_a_problem_without_inside_facts() -> None:
+async def test_an_internal_error_is_a_problem_without_internals() -> None:
     async def broken() -> dict[str, Any]:
         raise ZeroDivisionError("secret")
 

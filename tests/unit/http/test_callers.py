@@ -1,4 +1,4 @@
-"""The callers of the gateway: what it caches, shares, limits and drops, against a scripted node."""
+"""The callers of the gateway: caching, sharing, limits and eviction, against a scripted node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST = "10.0.0.7"
 
 
 class Node:
-    """Stands for the services of the gateway, and for the node behind them."""
+    """A stand-in for the services of the gateway, and for the node behind them."""
 
     def __init__(self) -> None:
         self.client = self
@@ -70,7 +70,7 @@ async def principal(callers: Callers, headers: list[tuple[bytes, bytes]], host: 
         return caller.principal
 
 
-async def test_a_credential_is_verified_once_for_a_while(node: Node) -> None:
+async def test_a_verified_credential_is_cached_for_a_while(node: Node) -> None:
     callers = made(node)
     for _ in range(3):
         assert await principal(callers, basic("alice")) == "User:alice"
@@ -81,7 +81,7 @@ async def test_a_credential_is_verified_once_for_a_while(node: Node) -> None:
     await callers.close()
 
 
-async def test_requests_with_the_same_credential_wait_for_one_response(node: Node) -> None:
+async def test_concurrent_requests_with_the_same_credential_share_a_verification(node: Node) -> None:
     callers = made(node)
     node.may_respond.clear()
     asking = [asyncio.ensure_future(principal(callers, basic("alice"))) for _ in range(100)]
@@ -93,7 +93,7 @@ async def test_requests_with_the_same_credential_wait_for_one_response(node: Nod
     await callers.close()
 
 
-async def test_what_is_remembered_is_not_the_credential(node: Node) -> None:
+async def test_the_cache_does_not_contain_the_credential(node: Node) -> None:
     callers = made(node)
     await principal(callers, basic("alice", "a very secret password"))
     assert "secret password" not in repr(vars(callers))
@@ -101,7 +101,7 @@ async def test_what_is_remembered_is_not_the_credential(node: Node) -> None:
     await callers.close()
 
 
-async def test_equal_callers_share_connections_that_open_with_the_last_assertion(node: Node) -> None:
+async def test_equal_callers_share_connections_opened_with_the_last_assertion(node: Node) -> None:
     callers = made(node)
     for password in ("first token", "second token"):
         await principal(callers, basic("alice", password))
@@ -116,7 +116,7 @@ async def test_equal_callers_share_connections_that_open_with_the_last_assertion
     assert node.closed == 1
 
 
-async def test_a_credential_that_expires_is_verified_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expired_credential_is_verified_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     callers = made(node)
     node.responses["alice"] = AuthenticateResponse(
         principal="User:alice", identity="alice", assertion="x", expires_ms=int(time.time() * 1000) - 1
@@ -147,7 +147,7 @@ async def test_a_failure_is_reported_after_the_pause_and_not_cached(
     await callers.close()
 
 
-async def test_an_address_has_few_credentials_verified_at_a_time(node: Node) -> None:
+async def test_concurrent_verifications_per_address_are_limited(node: Node) -> None:
     callers = made(node)
     node.may_respond.clear()
     asking = [
@@ -164,7 +164,7 @@ async def test_an_address_has_few_credentials_verified_at_a_time(node: Node) -> 
     await callers.close()
 
 
-async def test_idle_callers_make_room_and_busy_ones_do_not(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_callers_are_evicted_and_busy_ones_are_not(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers_module, "CALLERS_MAX", 2)
     callers = made(node)
     async with callers.acting_for(basic("alice"), HOST):
@@ -191,9 +191,7 @@ async def test_connections_of_an_idle_caller_are_closed(node: Node, monkeypatch:
     await callers.close()
 
 
-async def test_a_stream_lapses_when_its_caller_is_not_known_any_more(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_ends_when_its_caller_is_no_longer_valid(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers_module, "RENEW_S", 0.0)
     callers = made(node)
     lapsed = asyncio.ensure_future(callers.until_lapsed(callers.read(basic("alice"), HOST)))
@@ -206,7 +204,7 @@ async def test_a_stream_lapses_when_its_caller_is_not_known_any_more(
     await callers.close()
 
 
-async def test_without_a_credential_a_caller_is_anonymous_where_that_is_enough(node: Node) -> None:
+async def test_a_caller_without_a_credential_is_anonymous_where_allowed(node: Node) -> None:
     callers = made(node, requires=False)
     async with callers.acting_for([], HOST):
         assert node.asked == [AuthenticateRequest(scheme="", host=HOST)]
@@ -222,7 +220,7 @@ async def test_without_a_credential_a_caller_is_anonymous_where_that_is_enough(n
         ([(b"authorization", b"Negotiate x")], HTTPStatus.UNAUTHORIZED),
     ],
 )
-async def test_what_cannot_be_a_credential_never_reaches_the_node(
+async def test_a_malformed_credential_never_reaches_the_node(
     node: Node, headers: list[tuple[bytes, bytes]], status: HTTPStatus
 ) -> None:
     callers = made(node)
@@ -233,7 +231,7 @@ async def test_what_cannot_be_a_credential_never_reaches_the_node(
     await callers.close()
 
 
-async def test_a_node_that_is_away_is_no_refusal_of_the_caller(node: Node) -> None:
+async def test_an_unavailable_node_is_not_cached_as_a_refusal(node: Node) -> None:
     callers = made(node)
     node.responses["alice"] = BrokerUnreachable("away")
     with pytest.raises(BrokerUnreachable):

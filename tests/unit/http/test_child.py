@@ -17,7 +17,7 @@ from millstream.protocol.wire.node_status import QUESTION, BrokerStatusPipe
 
 STATUS = {"node_id": 7, "version": "0.1.0", "reasons": [], "warnings": []}
 
-# A child that does not look at its standard input.
+# A child that ignores its standard input.
 DEAF = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
@@ -27,7 +27,7 @@ def listening() -> Iterator[socket.socket]:
         yield made
 
 
-async def test_a_child_that_keeps_dying_is_started_again_and_again(
+async def test_a_child_that_keeps_dying_is_restarted_every_time(
     listening: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(child, "MODULE", "millstream.no_such_module")
@@ -56,7 +56,7 @@ async def test_a_child_that_does_not_stop_is_killed(listening: socket.socket, mo
     assert gateway.pid is None
 
 
-async def test_giving_up_takes_the_child_along(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_giving_up_stops_the_child(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HttpChild, "_command", lambda self: DEAF)
     gateway = HttpChild(listening, "127.0.0.1:9092")
     running = asyncio.create_task(gateway.run())
@@ -68,7 +68,7 @@ async def test_giving_up_takes_the_child_along(listening: socket.socket, monkeyp
     assert gateway.pid is None
 
 
-async def test_a_gateway_says_why_the_broker_does_not_respond_yet(listening: socket.socket) -> None:
+async def test_a_gateway_reports_why_the_broker_does_not_respond_yet(listening: socket.socket) -> None:
     address = listening.getsockname()
     gateway = HttpChild(listening, "127.0.0.1:1")
     gateway.report_starting("3 of 500 logs are recovered")
@@ -108,7 +108,7 @@ async def test_health_follows_the_status_although_the_kafka_port_is_closed(liste
     await running
 
 
-async def test_the_last_status_stands_while_a_busy_broker_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_status_is_used_while_a_busy_broker_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_status, "FRESH_S", 0.0)
     monkeypatch.setattr(broker_status, "HEALTH_S", 0.01)
     ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Parts of the console by themselves: what refreshing pages share, charts, commands for shells, ages."""
+"""Parts of the console in isolation: shared responses for refreshing pages, charts, shell commands, ages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Clock:
         return self.now
 
 
-def test_browsers_share_a_response_for_a_hundred_times_its_cost() -> None:
+def test_a_response_is_shared_for_a_hundred_times_its_cost() -> None:
     async def run() -> None:
         clock = Clock()
         recent, asked = Recent(clock=clock, used=clock), 0
@@ -74,7 +74,7 @@ def test_browsers_share_a_response_for_a_hundred_times_its_cost() -> None:
     asyncio.run(run())
 
 
-def test_all_sessions_together_take_a_hundredth_of_the_time() -> None:
+def test_all_sessions_together_use_at_most_a_hundredth_of_the_time() -> None:
     async def run() -> None:
         clock = Clock()
         recent, asked = Recent(clock=clock, used=clock), 0
@@ -90,9 +90,9 @@ def test_all_sessions_together_take_a_hundredth_of_the_time() -> None:
             for session in range(20):
                 await recent.get((f"session {session}", "/console"), ask)
             clock.now += 10.0
-        # The first of them did not know of the others yet.
+        # The first session did not know of the others yet.
         assert asked <= 20 + passed * COST_MAX / 0.05 * 1.5
-        # Those that are gone no longer count.
+        # Closed sessions no longer count.
         clock.now += RECENT_S_MAX + 1
         await recent.get(("session 0", "/console"), ask)
         clock.now += 0.05 / COST_MAX + 0.1
@@ -103,7 +103,7 @@ def test_all_sessions_together_take_a_hundredth_of_the_time() -> None:
     asyncio.run(run())
 
 
-def test_a_response_is_never_shared_for_more_than_minutes_and_an_error_not_at_all() -> None:
+def test_a_response_is_shared_for_minutes_at_most_and_an_error_never() -> None:
     async def run() -> None:
         clock = Clock()
         recent, asked = Recent(clock=clock, used=clock), 0
@@ -125,7 +125,7 @@ def test_a_response_is_never_shared_for_more_than_minutes_and_an_error_not_at_al
     asyncio.run(run())
 
 
-async def test_waiting_for_a_node_that_does_not_respond_stops_no_page() -> None:
+async def test_a_silent_node_does_not_block_a_page() -> None:
     clock = Clock()
     recent, asked = Recent(clock=clock, used=lambda: 0.0), 0
 
@@ -174,7 +174,7 @@ def visit_of(recent: Recent, **fields: Any) -> Visit:
     )
 
 
-async def test_refreshing_pages_share_what_their_own_session_was_shown() -> None:
+async def test_refreshing_pages_share_responses_within_their_session() -> None:
     clock = Clock()
     recent, asked = Recent(clock=clock, used=clock), 0
 
@@ -190,14 +190,14 @@ async def test_refreshing_pages_share_what_their_own_session_was_shown() -> None
     signed_in = {"can_sign_out": True, "csrf": "first"}
     assert [await shown(**signed_in) for _ in range(2)] == [1, 1]
     assert await shown(can_sign_out=True, csrf="second") == 2, "another session of the same person"
-    # A request with a token has no session, and may be allowed less than the owner of the token.
+    # A request with a token has no session, and may have fewer permissions than the owner of the token.
     assert [await shown(csrf="first") for _ in range(2)] == [3, 4]
     assert await shown(**signed_in, is_refresh=False) == 5, "a person who opens the page sees it as it is"
     assert await shown(**signed_in) == 1
     assert [await shown(principal="") for _ in range(2)] == [6, 6], "everyone may see everything"
 
 
-async def test_what_nobody_asks_for_is_forgotten() -> None:
+async def test_unused_responses_are_forgotten() -> None:
     clock = Clock()
     recent = Recent(clock=clock, used=clock)
 
@@ -212,7 +212,7 @@ async def test_what_nobody_asks_for_is_forgotten() -> None:
 
 
 def browser(*messages: str) -> _Exchange:
-    """A browser that sends these, and nothing more."""
+    """A browser that sends these messages, and nothing more."""
     left = list(messages)
 
     async def receive() -> Any:
@@ -225,7 +225,7 @@ def route_to(handle: Callable[[], Awaitable[Any]]) -> PageRoute:
     return PageRoute(path="/topics", handle=lambda _visit: handle())
 
 
-async def test_a_page_is_prepared_until_its_browser_is_gone() -> None:
+async def test_preparing_a_page_stops_when_its_browser_disconnects() -> None:
     visit, is_cancelled = visit_of(Recent()), False
 
     async def prepare() -> str:
@@ -252,7 +252,7 @@ async def test_a_page_is_prepared_until_its_browser_is_gone() -> None:
     with pytest.raises(ClientDisconnected):
         await _unless_gone(browser("http.request", "http.disconnect"), route_to(prepare_for_long), visit)
     assert is_cancelled
-    # A gateway that stops leaves neither the page nor the wait for the browser behind.
+    # A stopping gateway leaves neither the page nor the wait for the browser behind.
     is_cancelled = False
     preparing.clear()
     stopped = asyncio.create_task(_unless_gone(browser(), route_to(prepare_for_long), visit))
@@ -264,16 +264,16 @@ async def test_a_page_is_prepared_until_its_browser_is_gone() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_a_counter_that_starts_again_leaves_a_gap() -> None:
+def test_a_counter_reset_leaves_a_gap() -> None:
     series = Series()
     for at, count in enumerate((0, 100, 300, 50, 150)):
         series.add(Counters(count, 0, 0), float(10 * at))
     assert series.shown("records_in") == [None] * (HOUR_SAMPLES - 4) + [10.0, 20.0, None, 10.0]
 
 
-def test_rates_have_their_place_in_the_hour_however_often_they_are_sampled() -> None:
+def test_rates_are_placed_in_the_hour_at_any_sampling_interval() -> None:
     series = Series()
-    # Two at once, as for the first visitor; an hour and ten minutes by the minute; then every ten seconds.
+    # Two at once, as for the first visitor; then every minute for 70 minutes; then every ten seconds.
     times = [0, 2, *range(60, 4260, 60), *range(4210, 4240, 10)]
     for at in times:
         series.add(Counters(0 if at <= 2400 else at - 2400, 0, 0), float(at))
@@ -284,7 +284,7 @@ def test_rates_have_their_place_in_the_hour_however_often_they_are_sampled() -> 
     assert str(chart(shown, "Rate")).count("1 h") == 1
 
 
-async def test_there_are_numbers_before_the_first_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_numbers_are_sampled_before_the_first_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = itertools.count(0, 1000)
 
     async def node_sums(_client: object) -> list[NodeSumsResponse]:
@@ -320,7 +320,7 @@ def test_charts_stay_within_their_frame(values: list[float | None], as_size: boo
 
 
 @given(st.lists(st.text(min_size=1).filter(lambda word: "\0" not in word), min_size=1, max_size=4))
-def test_commands_are_what_a_shell_reads_back(words: list[str]) -> None:
+def test_commands_are_quoted_for_the_shell(words: list[str]) -> None:
     assert shlex.split(command(*words)) == ["millstream", *words]
 
 
@@ -332,7 +332,7 @@ def test_commands_are_what_a_shell_reads_back(words: list[str]) -> None:
         ("[::]:9092", "http://[fe80::1]:8080", "[fe80::1]:9092"),
     ],
 )
-def test_clients_connect_to_what_the_node_advertises_or_the_browser_uses(kafka: str, site: str, shown: str) -> None:
+def test_clients_connect_to_the_advertised_address_or_that_of_the_browser(kafka: str, site: str, shown: str) -> None:
     visit = dataclasses.replace(visit_of(Recent(), site=site), settings=ConsoleSettings(kafka=kafka))
     assert visit.kafka == shown
 
@@ -349,9 +349,7 @@ def test_ages_have_two_units_at_most(seconds: float, shown: str) -> None:
 
 
 @pytest.mark.parametrize("asked", ["", "1"])
-async def test_the_page_of_a_message_reads_the_ledger_where_the_broker_has_forgotten(
-    monkeypatch: pytest.MonkeyPatch, asked: str
-) -> None:
+async def test_the_page_of_a_message_reads_the_ledger_on_request(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     life = {"subscription": "billing", "ledger": True, "is_complete": False, "state": "done"}
     forgotten = {"published_ms": 1, "subscriptions": [life]}
     whole = {**forgotten, "subscriptions": [{**life, "state": "accepted", "is_complete": True}]}

@@ -1,4 +1,4 @@
-"""Tasks of the console: they continue without their page, are bounded, and end with the rights of their person."""
+"""Tasks of the console: they outlive their page, are bounded, and end with the rights of their user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millstream_testing.waiting import until
 
 
 class Rights:
-    """Rights of a person that a test ends."""
+    """Rights of a user that a test revokes."""
 
     def __init__(self) -> None:
         self.lapsed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -60,7 +60,7 @@ async def ended(task: Task) -> None:
             await asyncio.sleep(0)
 
 
-async def test_what_ends_at_once_gets_a_response_at_once() -> None:
+async def test_a_short_task_responds_at_once() -> None:
     ends: list[int] = []
     tasks, rights = Tasks(lambda: ends.append(1)), Rights()
     task = await tasks.start(Task("alice", "Redrive", "/console/x", "millstream dlq redrive x"), soon, rights)
@@ -73,7 +73,7 @@ async def test_what_ends_at_once_gets_a_response_at_once() -> None:
         failed.response()
 
 
-async def test_what_takes_longer_continues_and_is_found_by_its_person_only() -> None:
+async def test_a_long_task_continues_and_is_visible_to_its_user_only() -> None:
     tasks, rights = Tasks(lambda: None), Rights()
     task = await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
     assert task.response().to == f"/console/tasks/{task.id}"
@@ -86,7 +86,7 @@ async def test_what_takes_longer_continues_and_is_found_by_its_person_only() -> 
     await until(lambda: rights.held == 0)
 
 
-async def test_a_task_is_asked_to_stop_where_it_can_be() -> None:
+async def test_a_task_that_can_be_stopped_is_asked_to_stop() -> None:
     tasks, stops = Tasks(lambda: None), asyncio.Event()
 
     async def until_asked(_task: Task, _services: Services) -> str:
@@ -101,7 +101,7 @@ async def test_a_task_is_asked_to_stop_where_it_can_be() -> None:
     assert (task.state, task.text) == ("stopped", "3 messages delivered again; stopped before the rest")
 
 
-async def test_a_task_ends_with_the_session_of_its_person_and_with_the_gateway() -> None:
+async def test_a_task_ends_with_the_session_of_its_user_and_with_the_gateway() -> None:
     tasks, rights = Tasks(lambda: None), Rights()
     lapsing = await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
     rights.lapsed.set_result(None)
@@ -113,7 +113,9 @@ async def test_a_task_ends_with_the_session_of_its_person_and_with_the_gateway()
     assert (left.state, others.held) == ("stopped", 0)
 
 
-async def test_one_person_has_a_few_at_a_time_and_the_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_tasks_per_user_are_limited_and_finished_ones_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tasks, rights = Tasks(lambda: None), Rights()
     for _ in range(TASKS_PER_PERSON_MAX):
         await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)

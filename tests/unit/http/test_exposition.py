@@ -32,7 +32,7 @@ def test_counters_and_gauges_keep_their_names_and_labels() -> None:
     }
 
 
-def test_labels_with_odd_characters_survive() -> None:
+def test_labels_with_special_characters_survive() -> None:
     label = 'a "quoted" \\ name\nwith a break'
     assert parsed(described("x", "gauge", [[1, {"group": label}]])) == {("x", (("group", label),)): 1}
 
@@ -48,7 +48,7 @@ def test_histograms_have_cumulative_buckets_up_to_infinity() -> None:
     }
 
 
-def test_a_metric_without_samples_is_still_announced() -> None:
+def test_a_metric_without_samples_is_still_declared() -> None:
     text, content_type = render([described("nothing_total", "counter", [])], "")
     assert b"# TYPE nothing_total counter" in text
     assert content_type.startswith("text/plain")

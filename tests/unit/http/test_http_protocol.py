@@ -1,4 +1,4 @@
-"""Connections that take their time: with the head of a request, and with the response."""
+"""Slow connections: slow request headers, and slow readers of responses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Door:
 
 @pytest.fixture
 async def door() -> AsyncIterator[Door]:
-    # A process has one gateway, so what is known of all its connections belongs to their class.
+    # A process has one gateway, so the state of all connections belongs to their class.
     Protocol.none_stalled_until = 0.0
     Protocol.surplus.clear()
     made = Door()
@@ -70,13 +70,13 @@ async def door() -> AsyncIterator[Door]:
     await server.wait_closed()
 
 
-async def test_every_head_has_to_come_in_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_request_header_must_arrive_in_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = await asyncio.open_connection(*door.address)
     for _ in range(2):
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         async with asyncio.timeout(WAIT_S):
             await reader.readuntil(b"\r\n\r\nxx")
-    # Between requests nothing is expected but what uvicorn waits for.
+    # Between requests, only uvicorn's keep-alive timeout applies.
     assert door.made[0]._expected is None
     monkeypatch.setattr(bounds, "HEAD_S_MAX", 0.01)
     writer.write(b"GET / HTTP/1.1\r\nhost")
@@ -85,7 +85,7 @@ async def test_every_head_has_to_come_in_time(door: Door, monkeypatch: pytest.Mo
     writer.close()
 
 
-async def test_a_connection_that_says_nothing_is_closed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_connection_is_closed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "HEAD_S_MAX", 0.01)
     reader, writer = await asyncio.open_connection(*door.address)
     async with asyncio.timeout(WAIT_S):
@@ -94,7 +94,7 @@ async def test_a_connection_that_says_nothing_is_closed(door: Door, monkeypatch:
 
 
 @pytest.mark.parametrize("size", [100_000, 200_000, 4_000_000])
-async def test_a_head_that_is_too_large_is_reported(door: Door, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_oversized_header_is_reported(door: Door, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "REFUSED_S_MAX", WAIT_S)
     reader, writer = await asyncio.open_connection(*door.address)
     async with asyncio.timeout(WAIT_S):
@@ -112,7 +112,7 @@ async def test_a_head_that_is_too_large_is_reported(door: Door, size: int, monke
     writer.close()
 
 
-async def test_a_large_body_is_no_large_head(door: Door) -> None:
+async def test_a_large_body_does_not_count_as_a_large_header(door: Door) -> None:
     reader, writer = await asyncio.open_connection(*door.address)
     writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b"x" * 200_000)
     async with asyncio.timeout(WAIT_S):
@@ -121,7 +121,7 @@ async def test_a_large_body_is_no_large_head(door: Door) -> None:
 
 
 @pytest.mark.parametrize("too", ["long", "much"])
-async def test_a_client_that_continues_after_that_is_disconnected(
+async def test_a_client_that_continues_after_a_refusal_is_disconnected(
     door: Door, monkeypatch: pytest.MonkeyPatch, too: str
 ) -> None:
     monkeypatch.setattr(bounds, *(("REFUSED_S_MAX", 0.01) if too == "long" else ("REFUSED_BYTES_MAX", 10_000)))
@@ -160,7 +160,7 @@ async def test_a_slow_reader_gets_everything(door: Door) -> None:
         while door.made[0]._stuck is None:
             await asyncio.sleep(0)
         assert not door.served.is_set()
-        # In the place of the clock: much of it was taken since the last look.
+        # Instead of advancing the clock: much was received since the last check.
         door.made[0]._check_client_reading(2 * LARGE)
         assert await reader.readexactly(LARGE) == b"x" * LARGE
         await door.served.wait()
@@ -169,7 +169,7 @@ async def test_a_slow_reader_gets_everything(door: Door) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"x"])
-async def test_a_body_that_stalls_is_refused_and_its_connection_freed(
+async def test_a_stalled_body_is_refused_and_its_connection_freed(
     door: Door, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(bodies, "BODY_S_MAX", 0.01)
@@ -186,7 +186,7 @@ async def test_a_body_that_stalls_is_refused_and_its_connection_freed(
     writer.close()
 
 
-async def test_a_connection_is_kept_if_the_rest_of_a_refused_body_comes(
+async def test_a_connection_is_kept_if_the_rest_of_a_refused_body_arrives(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "BODY_S_MAX", 0.01)
@@ -212,14 +212,12 @@ async def ask(door: Door, path: str) -> bytes:
     return response
 
 
-async def test_health_gets_a_response_when_all_connections_are_taken(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_responds_when_all_connections_are_in_use(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "CONNECTIONS_MAX", 2)
     monkeypatch.setattr(bounds, "SURPLUS_MAX", 2)
     monkeypatch.setattr(bounds, "STALLED_S", WAIT_S)
     taken = [await asyncio.open_connection(*door.address) for _ in range(2)]
-    # Silent ones beyond these close each other, so that neither they nor anybody else keeps health out.
+    # Silent connections beyond the limit replace each other, so that nothing blocks health checks.
     taken += [await asyncio.open_connection(*door.address) for _ in range(20)]
     assert (await ask(door, "/healthz?from=probe")).startswith(b"HTTP/1.1 200 ")
     assert (await ask(door, "/readyz")).startswith(b"HTTP/1.1 200 ")
@@ -231,7 +229,7 @@ async def test_health_gets_a_response_when_all_connections_are_taken(
         writer.close()
 
 
-async def test_a_new_connection_takes_the_place_of_a_stalled_one(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_connection_replaces_a_stalled_one(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "CONNECTIONS_MAX", 1)
     monkeypatch.setattr(bounds, "STALLED_S", 0.0)
     reader, stalled = await asyncio.open_connection(*door.address)
@@ -248,7 +246,7 @@ async def test_a_new_connection_takes_the_place_of_a_stalled_one(door: Door, mon
     stalled.close()
 
 
-async def test_requests_that_are_sent_ahead_wait_as_bytes_and_all_get_a_response(
+async def test_pipelined_requests_wait_as_bytes_and_all_get_a_response(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[int] = []
@@ -269,7 +267,7 @@ async def test_requests_that_are_sent_ahead_wait_as_bytes_and_all_get_a_response
             assert (await reader.readuntil(b"\r\n\r\nxx")).startswith(b"HTTP/1.1 200")
     assert len(waiting) == rounds * (gets + 1)
     assert max(waiting) <= bounds.BODY_STEP_BYTES // len(get) + 1
-    # Nothing is left, and the connection goes on as any other.
+    # Nothing is left over, and the connection continues as usual.
     assert door.made[0]._ahead == b""
     writer.write(get)
     async with asyncio.timeout(WAIT_S):

@@ -9,7 +9,7 @@ HEAD, CONTINUE = b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Wire:
-    """Takes down what is sent, write by write."""
+    """Records every write."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -29,7 +29,7 @@ def joined() -> tuple[JoinedTransport, list[bytes]]:
     return JoinedTransport(cast("asyncio.Transport", wire)), wire.sent
 
 
-def test_a_head_goes_with_its_body_and_the_rest_as_it_comes() -> None:
+def test_a_header_is_joined_with_the_first_part_of_its_body() -> None:
     transport, sent = joined()
     for _ in range(2):
         transport.write(HEAD)
@@ -39,7 +39,7 @@ def test_a_head_goes_with_its_body_and_the_rest_as_it_comes() -> None:
     assert sent == [HEAD + b"one", b"two"] * 2
 
 
-def test_a_response_without_a_body_is_sent_when_it_is_over() -> None:
+def test_a_response_without_a_body_is_sent_when_it_ends() -> None:
     transport, sent = joined()
     transport.write(HEAD)
     assert sent == []
@@ -50,7 +50,7 @@ def test_a_response_without_a_body_is_sent_when_it_is_over() -> None:
     assert sent == [HEAD, HEAD, b"closed"]
 
 
-def test_a_client_that_waits_to_send_its_body_is_notified_at_once() -> None:
+def test_an_expect_continue_response_is_sent_at_once() -> None:
     transport, sent = joined()
     transport.write(CONTINUE)
     assert sent == [CONTINUE]

@@ -1,4 +1,4 @@
-"""How the gateway settles leases: each at its leader, again when that moves, and no settlement is lost."""
+"""Settling leases in the gateway: each at its leader, retried when leadership moves, and none lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OK, NOT_LEADER, NOT_HELD = 0, 6, 121
 
 
 class Cluster:
-    """In place of a client: node 1 leads all, and responds for each partition with the codes that it is given."""
+    """A client stand-in: node 1 leads everything, and responds for each partition with the given codes."""
 
     def __init__(self, codes: dict[int, list[int]]) -> None:
         self.codes = codes
@@ -79,14 +79,14 @@ async def test_settlements_are_kept_while_no_leader_is_known() -> None:
     assert (cluster.asked, cluster.refreshed) == ([[0, 1], [1]], 2)
 
 
-async def test_what_could_not_be_settled_in_time_is_reported_beside_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settlements_that_time_out_are_reported_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulling, "SETTLE_S", 1.0)
     first, second = await settled(Cluster({0: [OK], 1: [NOT_LEADER] * 1000}))
     assert first is None
     assert isinstance(second, RequestTimedOut)
 
 
-async def test_what_was_accepted_by_a_leader_whose_response_was_lost_is_accepted() -> None:
+async def test_an_accept_whose_response_was_lost_is_found_to_be_accepted() -> None:
     cluster = Cluster({0: [NOT_LEADER, NOT_HELD], 1: [NOT_LEADER, NOT_HELD], 2: [NOT_HELD]})
     cluster.states = {0: "accepted", 1: "leased"}
     first, second, third = await settled(cluster)
@@ -95,7 +95,7 @@ async def test_what_was_accepted_by_a_leader_whose_response_was_lost_is_accepted
     assert isinstance(third, InvalidRecordState), "the state of a message that was settled once is not looked up"
 
 
-async def test_messages_of_one_partition_are_settled_as_ranges_and_each_has_its_outcome() -> None:
+async def test_messages_of_one_partition_are_settled_as_ranges_with_a_result_each() -> None:
     cluster = Cluster({0: [NOT_HELD, OK, OK, NOT_HELD]})
     verdicts = [Verdict(Lease("orders", 0, offset, 1, "http/w"), Verb.ACCEPT) for offset in (4, 3, 5)]
     outcomes = await settle(cast("Client", cluster), "billing", verdicts)
@@ -103,7 +103,7 @@ async def test_messages_of_one_partition_are_settled_as_ranges_and_each_has_its_
     assert cluster.ranges == [[(3, 6)], [(3, 4), (4, 5), (5, 6)]]
 
 
-async def test_a_partition_without_a_leader_is_an_outcome_of_its_leases() -> None:
+async def test_a_partition_without_a_leader_is_the_result_of_its_leases() -> None:
     cluster = Cluster({0: [OK]})
     verdicts = [Verdict(Lease(topic, 0, 3, 1, "http/w"), Verb.ACCEPT) for topic in ("orders", "gone")]
     first, second = await settle(cast("Client", cluster), "billing", verdicts)

@@ -31,7 +31,7 @@ NOT_FOUND = 69
 
 
 class Node:
-    """A node of a made-up cluster: gives what it has, or holds its response back."""
+    """A node of a fake cluster: returns its messages, or withholds its response."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -91,7 +91,7 @@ class Node:
 
 
 class Cluster:
-    """What `Leasing` sees of a client."""
+    """The client as seen by `Leasing`."""
 
     def __init__(self, nodes: int) -> None:
         self.nodes = {number: Node(number) for number in range(1, nodes + 1)}
@@ -119,11 +119,11 @@ def request(**changes: int) -> Receive:
 
 @pytest.fixture
 def second_node_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin with the second node instead of a random one."""
+    """Start with the second node instead of a random one."""
     monkeypatch.setattr(module, "randrange", lambda _nodes: 1)
 
 
-async def test_what_is_there_is_taken_from_one_node_after_the_other() -> None:
+async def test_available_messages_are_leased_from_one_node_after_another() -> None:
     cluster = Cluster(3)
     for node in cluster.nodes.values():
         node.messages = 4
@@ -133,7 +133,7 @@ async def test_what_is_there_is_taken_from_one_node_after_the_other() -> None:
     assert not cluster.released
 
 
-async def test_small_requests_get_messages_of_every_node_whatever_others_ask_for() -> None:
+async def test_small_requests_get_messages_of_every_node_independently_of_others() -> None:
     cluster = Cluster(2)
     for node in cluster.nodes.values():
         node.messages = 1000
@@ -144,7 +144,7 @@ async def test_small_requests_get_messages_of_every_node_whatever_others_ask_for
     assert served == {1, 2}
 
 
-async def test_all_nodes_together_give_no_more_bytes_than_was_asked_for() -> None:
+async def test_all_nodes_together_return_at_most_the_requested_bytes() -> None:
     cluster = Cluster(3)
     for node in cluster.nodes.values():
         node.messages = 2
@@ -153,8 +153,8 @@ async def test_all_nodes_together_give_no_more_bytes_than_was_asked_for() -> Non
     assert sorted(asked) == [(2, False), (4, True)]
 
 
-async def test_messages_beyond_the_bytes_asked_for_go_back() -> None:
-    """A compressed batch holds more than its size."""
+async def test_messages_beyond_the_requested_bytes_are_returned() -> None:
+    """A compressed batch decompresses to more than its size."""
     cluster = Cluster(1)
     for wait_ms in (0, 60_000):
         cluster.nodes[1].messages = 5
@@ -164,7 +164,7 @@ async def test_messages_beyond_the_bytes_asked_for_go_back() -> None:
         cluster.released.clear()
 
 
-async def test_a_waiter_gets_messages_of_any_node_and_hangs_up_on_the_others() -> None:
+async def test_a_long_poll_gets_messages_of_any_node_and_cancels_the_others() -> None:
     cluster = Cluster(3)
     waiting = asyncio.create_task(leasing(cluster).receive(request()))
     while not waiting.done() and not all(len(node.asked) == 2 for node in cluster.nodes.values()):
@@ -187,7 +187,7 @@ async def test_a_throttled_worker_is_notified_unless_another_node_has_messages(w
     assert len(await leasing(cluster).receive(request(wait_ms=wait_ms))) == 1
 
 
-async def test_more_than_was_asked_for_goes_back() -> None:
+async def test_messages_beyond_the_requested_number_are_returned() -> None:
     cluster = Cluster(2)
     waiting = asyncio.create_task(leasing(cluster).receive(request(max_records=1)))
     while not waiting.done() and not all(len(node.asked) == 2 for node in cluster.nodes.values()):
@@ -199,14 +199,14 @@ async def test_more_than_was_asked_for_goes_back() -> None:
     assert [(one.worker, len(one.partitions)) for one in cluster.released] in ([], [("w", 1)])
 
 
-async def test_one_node_alone_is_asked_once() -> None:
+async def test_a_single_node_is_asked_once() -> None:
     cluster = Cluster(1)
     cluster.nodes[1].messages = 1
     assert len(await leasing(cluster).receive(request())) == 1
     assert len(cluster.nodes[1].asked) == 1
 
 
-async def test_a_node_that_is_away_keeps_no_one_from_the_others() -> None:
+async def test_an_unavailable_node_does_not_block_the_others() -> None:
     cluster = Cluster(2)
     cluster.nodes[1].error = BrokerUnreachable("gone")
     cluster.nodes[2].messages = 1
@@ -216,7 +216,7 @@ async def test_a_node_that_is_away_keeps_no_one_from_the_others() -> None:
         await leasing(cluster).receive(request(wait_ms=0))
 
 
-async def test_a_subscription_that_is_not_there_is_reported() -> None:
+async def test_a_missing_subscription_is_reported() -> None:
     cluster = Cluster(2)
     for node in cluster.nodes.values():
         node.error = NOT_FOUND
@@ -224,12 +224,12 @@ async def test_a_subscription_that_is_not_there_is_reported() -> None:
         await leasing(cluster).receive(request())
 
 
-async def test_no_one_waits_for_longer_than_was_said() -> None:
+async def test_a_request_waits_no_longer_than_its_timeout() -> None:
     assert await leasing(Cluster(2)).receive(request(wait_ms=20)) == []
 
 
 @pytest.mark.usefixtures("second_node_first")
-async def test_a_client_that_hangs_up_while_a_node_hangs_leaves_nothing_leased() -> None:
+async def test_a_client_that_disconnects_while_a_node_hangs_leaves_nothing_leased() -> None:
     cluster = Cluster(2)
     cluster.nodes[2].messages = 4
     cluster.nodes[1].hangs = True
@@ -245,7 +245,7 @@ async def test_a_client_that_hangs_up_while_a_node_hangs_leaves_nothing_leased()
 
 
 @pytest.mark.usefixtures("second_node_first")
-async def test_what_one_node_gave_goes_back_when_another_refuses() -> None:
+async def test_messages_of_one_node_are_returned_when_another_refuses() -> None:
     cluster = Cluster(2)
     cluster.nodes[2].messages = 4
     cluster.nodes[1].error = NOT_FOUND
@@ -255,7 +255,7 @@ async def test_what_one_node_gave_goes_back_when_another_refuses() -> None:
 
 
 @pytest.mark.usefixtures("second_node_first")
-async def test_a_node_that_hangs_keeps_no_one_from_the_others_and_is_left_alone_for_a_while() -> None:
+async def test_a_hanging_node_does_not_block_the_others_and_is_skipped_for_a_while() -> None:
     cluster = Cluster(2)
     cluster.nodes[2].error = RequestTimedOut("nothing within 15 s")
     cluster.nodes[1].messages = 2
@@ -268,7 +268,7 @@ async def test_a_node_that_hangs_keeps_no_one_from_the_others_and_is_left_alone_
         await asks.receive(request(wait_ms=0))
 
 
-async def test_a_wait_while_no_node_can_be_asked_is_reported() -> None:
+async def test_a_long_poll_without_available_nodes_is_reported() -> None:
     cluster = Cluster(2)
     for node in cluster.nodes.values():
         node.error = BrokerUnreachable("gone")
@@ -277,7 +277,7 @@ async def test_a_wait_while_no_node_can_be_asked_is_reported() -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-async def test_what_arrives_after_its_caller_has_left_goes_back(
+async def test_messages_that_arrive_after_the_client_disconnected_are_returned(
     is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(1)
@@ -289,7 +289,7 @@ async def test_what_arrives_after_its_caller_has_left_goes_back(
     asking = asyncio.create_task(asks.receive(request(wait_ms=1000)))
     while not node.asked:
         await asyncio.sleep(0)
-    # It is leased in the moment in which the request is withdrawn.
+    # They are leased in the moment in which the request is cancelled.
     node.messages = 4
     if is_cancelled:
         asking.cancel()
@@ -301,7 +301,7 @@ async def test_what_arrives_after_its_caller_has_left_goes_back(
     assert [(one.start, one.end, one.verb, one.attempt) for one in returned.partitions[0].verbs] == [(0, 4, 5, 1)]
 
 
-async def test_a_response_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first() -> None:
+async def test_a_response_in_transit_for_longer_than_its_lease_is_confirmed_first() -> None:
     cluster = Cluster(1)
     cluster.nodes[1].messages, cluster.nodes[1].lease_ms = 3, 0
     asks = leasing(cluster)

@@ -28,7 +28,7 @@ from millstream.protocol.records.record import Record
 TOPIC_ID = UUID(int=7)
 
 
-def test_a_request_says_everything_about_its_message() -> None:
+def test_a_request_defines_every_field_of_its_message() -> None:
     headers = {
         b"content-type": b"text/plain",
         b"message-key": b"k",
@@ -53,12 +53,12 @@ def test_a_request_says_everything_about_its_message() -> None:
     }
 
 
-def test_what_a_program_says_of_itself_is_not_kept() -> None:
+def test_the_default_content_type_of_http_clients_is_not_stored() -> None:
     placed = from_request({b"content-type": b"application/x-www-form-urlencoded; charset=utf-8"}, b"x")
     assert placed.record.headers == ()
 
 
-def test_a_delay_counts_from_now() -> None:
+def test_a_delay_is_relative_to_now() -> None:
     placed = from_request({b"message-delay": b"1.5"}, b"x")
     ((name, value),) = placed.record.headers
     assert name == "deliver-at"
@@ -79,7 +79,7 @@ def test_a_delay_counts_from_now() -> None:
         {b"message-header-": b"x"},
     ],
 )
-def test_what_cannot_be_meant_is_refused(headers: dict[bytes, bytes]) -> None:
+def test_invalid_requests_are_refused(headers: dict[bytes, bytes]) -> None:
     with pytest.raises(Refused):
         from_request(headers, b"x")
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_meant_is_refused(headers: dict[bytes, bytes]) -> None:
         {"deliver_at": "5", "delay": 0},
     ],
 )
-def test_a_message_of_a_batch_has_one_value_and_one_key(said: dict[str, Any]) -> None:
+def test_a_message_of_a_batch_has_exactly_one_value_and_one_key(said: dict[str, Any]) -> None:
     with pytest.raises(Refused):
         from_batch(msgspec.json.decode(msgspec.json.encode(said), type=NewMessage))
 
@@ -111,7 +111,7 @@ BROKEN = base64.b64encode(b'{"a": "\xff"}').decode()
         {"base64": BROKEN, "headers": {"content-type": "application/json"}},
     ],
 )
-def test_a_message_that_is_declared_as_json_is_json(said: dict[str, Any]) -> None:
+def test_a_message_declared_as_json_must_be_json(said: dict[str, Any]) -> None:
     def read(**more: Any) -> Any:
         return from_batch(msgspec.convert({**said, **more}, NewMessage))
 
@@ -122,19 +122,19 @@ def test_a_message_that_is_declared_as_json_is_json(said: dict[str, Any]) -> Non
     assert read(value=None, base64=None).record.value is None
 
 
-def test_json_of_a_batch_is_text() -> None:
+def test_json_in_a_batch_is_encoded_as_text() -> None:
     message = msgspec.json.decode(b'{"json": "\xff"}', type=NewMessage)
     with pytest.raises(Refused, match="not JSON"):
         from_batch(message)
 
 
 @pytest.mark.parametrize("name", [b"content-type", b"message-header-content-type"])
-def test_a_body_that_is_declared_as_json_is_json(name: bytes) -> None:
+def test_a_body_declared_as_json_must_be_json(name: bytes) -> None:
     with pytest.raises(Refused, match="not JSON"):
         from_request({name: b"application/json"}, b"{broken")
 
 
-def test_data_of_an_event_that_is_declared_as_json_is_json() -> None:
+def test_event_data_declared_as_json_must_be_json() -> None:
     assert event(data_base64="e30=", datacontenttype="application/json").record.value == b"{}"
     with pytest.raises(Refused, match="not JSON"):
         event(data_base64="/w==", datacontenttype="application/json")
@@ -168,12 +168,12 @@ def test_the_data_of_an_event_is_the_value() -> None:
 @pytest.mark.parametrize(
     "members", [{"id": ""}, {"specversion": "0.3"}, {"Own": "x"}, {"own": [1]}, {"data": 1, "data_base64": "YQ=="}]
 )
-def test_what_is_no_event_is_refused(members: dict[str, Any]) -> None:
+def test_an_invalid_event_is_refused(members: dict[str, Any]) -> None:
     with pytest.raises(Refused):
         event(**members)
 
 
-def test_an_event_in_headers_needs_what_every_event_has() -> None:
+def test_a_binary_event_requires_the_mandatory_attributes() -> None:
     headers = {f"ce-{name}".encode(): value.encode() for name, value in EVENT.items()}
     headers[b"ce-subject"] = b"caf%C3%A9"
     placed = from_headers(headers, from_request({b"message-id": b"own"}, b"x"))
@@ -190,7 +190,7 @@ def test_an_event_in_headers_needs_what_every_event_has() -> None:
     value=st.none() | st.binary(max_size=50),
     headers=st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=5)), max_size=3, unique_by=lambda one: one[0]),
 )
-def test_a_received_message_can_be_published_as_it_is(
+def test_a_received_message_can_be_republished_unchanged(
     key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]]
 ) -> None:
     record = Record(Offset(1), 0, key, value, tuple(headers))
@@ -200,7 +200,7 @@ def test_a_received_message_can_be_published_as_it_is(
     assert (again.key, again.value) == (key, value)
 
 
-def test_json_is_shown_as_such_where_the_message_says_so() -> None:
+def test_a_value_is_returned_as_json_if_the_message_says_so() -> None:
     def shown(value: bytes, content_type: bytes) -> Any:
         record = Record(Offset(1), 0, None, value, (("content-type", content_type),))
         return msgspec.json.decode(in_one_line(msgspec.json.encode(received("t", TOPIC_ID, 0, record))))
@@ -212,12 +212,12 @@ def test_json_is_shown_as_such_where_the_message_says_so() -> None:
 
 @settings(max_examples=50)
 @given(text=st.text(max_size=60))
-def test_a_token_is_a_lease_or_is_refused(text: str) -> None:
+def test_a_token_is_parsed_as_a_lease_or_refused(text: str) -> None:
     with pytest.raises(Refused):
         read_token(text)
 
 
-def test_a_token_names_the_lease() -> None:
+def test_a_token_identifies_the_lease() -> None:
     message = LeasedMessage(NodeId(1), "t", TOPIC_ID, 3, 2, 99, Record(Offset(17), 0, None, None, ()))
     lease = read_token(token_of(message, "http/w"))
     assert (lease.topic, lease.partition, lease.offset, lease.attempt, lease.worker) == ("t", 3, 17, 2, "http/w")

@@ -1,4 +1,4 @@
-"""A batch over HTTP for several partitions: their shares go together, and what is too large goes in halves."""
+"""A batch over HTTP for several partitions: partitions are published concurrently, and oversized shares are split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTITIONS = 8
 
 
 class Broker:
-    """In place of `publish_once`: stores in memory, at most so many messages of one batch."""
+    """A stand-in for `publish_once`: stores in memory, a limited number of messages per batch."""
 
     def __init__(self) -> None:
         self.logs: dict[int, list[bytes | None]] = {partition: [] for partition in range(PARTITIONS)}
@@ -74,7 +74,7 @@ async def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
     return made
 
 
-async def test_partitions_do_not_wait_for_one_another_but_only_some_go_together(
+async def test_partitions_are_published_concurrently_up_to_a_limit(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "PARTITIONS_AT_ONCE", 3)
@@ -88,14 +88,14 @@ async def test_partitions_do_not_wait_for_one_another_but_only_some_go_together(
     assert [(one.id, one.partition, one.offset) for one in reported] == [(f"{at}", at % 8, at // 8) for at in range(20)]
 
 
-async def test_a_share_that_is_too_large_goes_in_halves_and_in_order(broker: Broker) -> None:
+async def test_an_oversized_share_is_split_in_order(broker: Broker) -> None:
     broker.batch_max = 3
     reported = await broker.post([(1, f"{at}") for at in range(10)])
     assert broker.logs[1] == [b"%d" % at for at in range(10)]
     assert [one.offset for one in reported] == list(range(10))
 
 
-async def test_what_is_too_large_alone_or_lost_is_reported_beside_the_rest(broker: Broker) -> None:
+async def test_oversized_and_lost_messages_are_reported_beside_the_others(broker: Broker) -> None:
     with pytest.raises(Refused) as refused:
         await broker.post([(0, "a"), (0, "large"), (0, "b"), (1, "lost"), (2, "c")])
     outcomes = cast("list[Any]", refused.value.more["messages"])

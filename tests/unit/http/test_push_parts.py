@@ -1,4 +1,4 @@
-"""The parts of push that decide: signatures, addresses, verdicts, the pace of an endpoint, how messages are laid."""
+"""The decisions of push: signatures, addresses, verdicts, the concurrency of an endpoint, the encoding of messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lines(content: Content) -> dict[str, str]:
 # -- signatures --------------------------------------------------------------------------------------------------
 
 
-def test_a_signature_is_that_of_standard_webhooks() -> None:
+def test_a_signature_follows_standard_webhooks() -> None:
     (key,) = keys_of("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     made = signature([key], b"msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
     assert made == b"v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
@@ -85,13 +85,13 @@ def test_a_signature_is_that_of_standard_webhooks() -> None:
         ("", "", "a" * 20 + " short"),
     ],
 )
-def test_what_cannot_be_pushed_to_is_refused_without_telling_a_secret(url: str, headers: str, secret: str) -> None:
+def test_an_invalid_push_setting_is_refused_without_revealing_a_secret(url: str, headers: str, secret: str) -> None:
     with pytest.raises(InvalidSetting) as refused:
         check_push(url, headers, secret)
     assert not secret or secret not in str(refused.value)
 
 
-def test_secrets_are_not_shown() -> None:
+def test_secrets_are_redacted() -> None:
     given = {"millstream.push.secret": "s" * 20, "millstream.push.headers": '{"a": "b"}', "millstream.push.url": ""}
     assert shown(given) == {
         "millstream.push.secret": HIDDEN,
@@ -152,12 +152,12 @@ def test_secrets_are_not_shown() -> None:
         "no address",
     ],
 )
-def test_addresses_that_only_the_node_can_reach(address: str) -> None:
+def test_addresses_that_only_the_node_can_reach_are_private(address: str) -> None:
     assert not is_public(address)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_addresses_that_anybody_can_reach(address: str) -> None:
+def test_addresses_that_are_public(address: str) -> None:
     assert is_public(address)
 
 
@@ -165,7 +165,7 @@ SPECIAL: list[IPv4Network | IPv6Network] = [*SPECIAL_IPV4, *SPECIAL_IPV6]
 
 
 @given(st.sampled_from(SPECIAL).flatmap(lambda network: st.ip_addresses(network=network)))
-def test_no_special_address_is_public_however_it_is_carried(address: IPv4Address | IPv6Address) -> None:
+def test_no_special_address_is_public_in_any_embedding(address: IPv4Address | IPv6Address) -> None:
     assert not is_public(str(address))
     if isinstance(address, IPv4Address):
         for prefix in ("::ffff:0:0", "64:ff9b::", "64:ff9b:1::", "::", "::ffff:0:0:0", "2606:4700::5efe:0:0"):
@@ -174,14 +174,14 @@ def test_no_special_address_is_public_however_it_is_carried(address: IPv4Address
 
 
 @given(st.ip_addresses(v=4))
-def test_an_address_is_public_only_if_python_knows_of_nothing_special(address: IPv4Address) -> None:
+def test_an_address_is_public_only_if_python_considers_it_global(address: IPv4Address) -> None:
     if not address.is_global or address.is_multicast or address.is_reserved:
         assert not is_public(str(address))
     else:
         assert is_public(str(address)) or any(address in network for network in SPECIAL_IPV4)
 
 
-async def test_a_name_is_looked_up_and_only_what_was_checked_is_used(
+async def test_only_the_checked_addresses_of_a_name_are_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     responses = [["10.0.0.1", "8.8.8.8", "9.9.9.9"], ["127.0.0.1"]]
@@ -193,21 +193,21 @@ async def test_a_name_is_looked_up_and_only_what_was_checked_is_used(
     addresses = Addresses("example.com", private_allowed=False)
     assert await addresses.find() == ["8.8.8.8", "9.9.9.9"]
     addresses.prefer("9.9.9.9")
-    # Kept for a while; what the name says now does not matter.
+    # Cached for a while; the current result of the name does not matter.
     assert await addresses.find() == ["9.9.9.9", "8.8.8.8"]
     addresses.forget()
     with pytest.raises(PolicyViolation, match="push-private-addresses") as refused:
         await addresses.find()
-    # What an internal name stands for is for the node's log, not for readers of a dead letter.
+    # The address of an internal name is logged by the node, but not shown to readers of a dead letter.
     assert "127.0.0.1" not in str(refused.value)
     assert [getattr(record, "addresses", None) for record in caplog.records] == [["127.0.0.1"]]
 
 
-async def test_a_node_may_be_allowed_to_push_to_itself() -> None:
+async def test_a_node_may_be_allowed_to_push_to_private_addresses() -> None:
     assert await Addresses("127.0.0.1", private_allowed=True).find() == ["127.0.0.1"]
     with pytest.raises(PolicyViolation):
         await Addresses("127.0.0.1", private_allowed=False).find()
-    # Another way to write the same, where it is understood at all.
+    # Another notation of the same, where it is understood at all.
     with pytest.raises((PolicyViolation, OSError)):
         await Addresses("2130706433", private_allowed=False).find()
 
@@ -231,11 +231,11 @@ async def test_a_node_may_be_allowed_to_push_to_itself() -> None:
         (0, Verdict.UNREACHABLE),
     ],
 )
-def test_what_a_response_means(status: int, verdict: Verdict) -> None:
+def test_responses_map_to_verdicts(status: int, verdict: Verdict) -> None:
     assert EndpointResponse(status).verdict is verdict
 
 
-def test_how_long_a_message_waits() -> None:
+def test_the_backoff_of_a_message() -> None:
     declared = {"backoff_min_ms": 50, "backoff_max_ms": 1000}
     undeclared = {"backoff_min_ms": 0, "backoff_max_ms": 600_000}
     assert EndpointResponse(503, retry_after_s=7).delay_ms(1, **declared) == 7000
@@ -248,7 +248,7 @@ def test_how_long_a_message_waits() -> None:
     ]
 
 
-def test_when_to_come_back() -> None:
+def test_retry_after_is_parsed() -> None:
     assert retry_after("120") == 120
     assert retry_after(str(10**9)) == 24 * 3600
     assert 50 < (retry_after(formatdate(time() + 60, usegmt=True)) or 0) <= 61
@@ -256,10 +256,10 @@ def test_when_to_come_back() -> None:
     assert [retry_after(text) for text in (None, "", "soon", "-1", "٣")] == [None] * 5
 
 
-# -- the pace of an endpoint -------------------------------------------------------------------------------------
+# -- the concurrency of an endpoint ------------------------------------------------------------------------------
 
 
-def test_an_endpoint_begins_slowly_and_grows_while_it_is_used() -> None:
+def test_an_endpoint_starts_slowly_and_grows_while_in_use() -> None:
     endpoint = Endpoint(100)
     assert (endpoint.limit, endpoint.state) == (1, "unused")
     for _ in range(10):
@@ -273,7 +273,7 @@ def test_an_endpoint_begins_slowly_and_grows_while_it_is_used() -> None:
     assert endpoint.limit == 100
 
 
-def test_failures_of_one_moment_count_once() -> None:
+def test_concurrent_failures_count_once() -> None:
     endpoint = Endpoint(100)
     for _ in range(63):
         endpoint.succeeded(endpoint.limit)
@@ -284,7 +284,7 @@ def test_failures_of_one_moment_count_once() -> None:
     assert (endpoint.limit, endpoint.state) == (16, "failing")
 
 
-def test_an_endpoint_is_down_when_everything_fails_that_was_under_way() -> None:
+def test_an_endpoint_is_down_when_every_request_in_flight_fails() -> None:
     endpoint = Endpoint(100)
     for _ in range(9):
         endpoint.succeeded(endpoint.limit)
@@ -296,7 +296,7 @@ def test_an_endpoint_is_down_when_everything_fails_that_was_under_way() -> None:
     assert endpoint.is_down
     assert endpoint.rest_left(1.0) == REST_S_MIN
     assert (endpoint.room(0, 1.5), endpoint.room(0, 2.0), endpoint.room(1, 2.0)) == (0, 1, 0)
-    # Others that began before say nothing new; a probe does.
+    # Results of requests sent before add nothing; a probe does.
     endpoint.failed(began=0.0, now=1.5, under_way=1)
     assert endpoint.rest_left(1.5) == 0.5
     endpoint.failed(began=2.0, now=3.0, under_way=1)
@@ -313,7 +313,7 @@ def _grown() -> Endpoint:
     return endpoint
 
 
-def test_how_many_could_be_under_way_does_not_matter_when_few_are() -> None:
+def test_the_allowed_concurrency_does_not_matter_when_few_requests_are_in_flight() -> None:
     endpoint = _grown()
     for _ in range(DOWN_AFTER):
         assert not endpoint.is_down
@@ -321,7 +321,7 @@ def test_how_many_could_be_under_way_does_not_matter_when_few_are() -> None:
     assert endpoint.is_down
 
 
-def test_an_endpoint_that_takes_no_connection_is_down_once_nothing_is_under_way_that_could_say_else() -> None:
+def test_an_endpoint_that_refuses_connections_is_down_once_no_request_in_flight_could_succeed() -> None:
     endpoint = _grown()
     endpoint.failed(began=0.0, now=1.0, under_way=2, is_unsent=True)
     assert endpoint.state == "failing"
@@ -333,7 +333,7 @@ def test_an_endpoint_that_takes_no_connection_is_down_once_nothing_is_under_way_
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(["ok", "bad", "refused"]), st.floats(0.0, 30.0)), max_size=60))
-def test_an_endpoint_is_never_asked_more_than_it_may_and_never_forgotten(steps: list[tuple[str, float]]) -> None:
+def test_an_endpoint_never_exceeds_its_limit_and_is_always_retried(steps: list[tuple[str, float]]) -> None:
     endpoint, now, in_a_row = Endpoint(10), 0.0, 0
     for what, passed in steps:
         began, now = now, now + passed
@@ -351,10 +351,10 @@ def test_an_endpoint_is_never_asked_more_than_it_may_and_never_forgotten(steps: 
         assert endpoint.room(0, now + REST_S_MAX + 0.001) >= 1
 
 
-# -- how messages are laid ---------------------------------------------------------------------------------------
+# -- the encoding of messages ------------------------------------------------------------------------------------
 
 
-def test_a_message_becomes_an_event_in_headers() -> None:
+def test_a_message_becomes_a_binary_event() -> None:
     content = content_of(message(b'{"a": 1}', (("correlation-id", b"x y"), ("traceparent", b"00-1"))), BINARY)
     assert content.body == b'{"a": 1}'
     assert content.message_id == f"{TOPIC_ID}/2/3".encode()
@@ -376,7 +376,7 @@ def test_a_message_becomes_an_event_in_headers() -> None:
     }
 
 
-def test_an_event_keeps_what_it_is() -> None:
+def test_an_event_keeps_its_attributes() -> None:
     stored: Headers = (
         ("ce_specversion", b"1.0"),
         ("ce_id", b"e1"),
@@ -405,7 +405,7 @@ def test_an_event_keeps_what_it_is() -> None:
         (None, None, {}),
     ],
 )
-def test_a_message_becomes_an_event_as_one_document(
+def test_a_message_becomes_a_structured_event(
     value: bytes | None, content_type: bytes | None, member: dict[str, object]
 ) -> None:
     headers: Headers = () if content_type is None else (("content-type", content_type),)
@@ -417,7 +417,7 @@ def test_a_message_becomes_an_event_as_one_document(
     assert "subject" not in document
 
 
-def test_a_message_is_sent_as_it_is() -> None:
+def test_a_raw_message_is_sent_unchanged() -> None:
     headers: Headers = (("message-id", b"m 1"), ("region", b"eu"), ("odd name", b"x"), ("region", b"us"))
     content = content_of(message(b"\x00\x01", headers), RAW)
     assert content.body == b"\x00\x01"
@@ -437,7 +437,7 @@ def test_a_message_is_sent_as_it_is() -> None:
     st.none() | st.binary(max_size=20),
     st.sampled_from([BINARY, STRUCTURED, RAW]),
 )
-def test_whatever_a_message_holds_it_can_be_sent(
+def test_any_message_can_be_encoded(
     value: bytes, headers: list[tuple[str, bytes | None]], key: bytes | None, layout: str
 ) -> None:
     content = content_of(message(value, tuple(headers), key), layout)

@@ -1,4 +1,4 @@
-"""Requests to a real endpoint, and what becomes of messages by its responses."""
+"""Requests to a real endpoint, and how its responses settle messages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def post(hook: Webhook, **how: object) -> EndpointResponse:
 # -- requests ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_message_is_sent_signed_over_a_connection_that_is_kept(hook: Webhook) -> None:
+async def test_a_message_is_sent_signed_over_a_reused_connection(hook: Webhook) -> None:
     sending = sender(hook)
     for _ in range(3):
         assert (await sending.post(CONTENT)).status == 204
@@ -86,7 +86,7 @@ async def test_a_message_is_sent_signed_over_a_connection_that_is_kept(hook: Web
     assert hook.connections == 1
 
 
-async def test_a_connection_that_was_closed_meanwhile_is_no_failure(hook: Webhook) -> None:
+async def test_a_connection_closed_while_idle_is_not_a_failure(hook: Webhook) -> None:
     sending = sender(hook)
     assert (await sending.post(CONTENT)).status == 204
     await hook.stop()
@@ -95,17 +95,17 @@ async def test_a_connection_that_was_closed_meanwhile_is_no_failure(hook: Webhoo
     await sending.close()
 
 
-async def test_an_endpoint_that_is_away_is_reported_as_such(hook: Webhook) -> None:
+async def test_an_unreachable_endpoint_is_reported_as_such(hook: Webhook) -> None:
     await hook.stop()
     response = await post(hook)
     assert response.status == 0
     assert response.text
 
 
-async def test_an_endpoint_that_hangs_up_or_hangs(hook: Webhook) -> None:
+async def test_an_endpoint_that_disconnects_or_hangs(hook: Webhook) -> None:
     hook.respond = lambda _request: Response(None)
     assert (await post(hook)).status == 0
-    # Connecting has a time limit of its own, which a busy machine may exceed: here, the connection is there already.
+    # Connecting has its own timeout, which a busy machine may exceed: here, the connection already exists.
     hook.respond = lambda _request: Response()
     sending = sender(hook)
     assert (await sending.post(CONTENT)).status == 204
@@ -116,7 +116,7 @@ async def test_an_endpoint_that_hangs_up_or_hangs(hook: Webhook) -> None:
     assert (response.status, response.text) == (0, "no response within 0.1 s")
 
 
-async def test_of_a_long_response_little_is_read(hook: Webhook) -> None:
+async def test_only_the_start_of_a_long_response_is_read(hook: Webhook) -> None:
     hook.respond = lambda _request: Response(500, {"retry-after": "9"}, b"no\r\n" + b"x" * 10_000_000)
     response = await post(hook)
     assert response.status == 500
@@ -138,7 +138,7 @@ async def test_redirects_are_followed_within_the_host(hook: Webhook) -> None:
 
 
 @pytest.mark.parametrize("place", ["http://example.com/hook", "//127.0.0.2/hook", "http://127.0.0.1:1/hook", "ftp:/x"])
-async def test_redirects_to_another_host_are_not(hook: Webhook, place: str) -> None:
+async def test_redirects_to_another_host_are_not_followed(hook: Webhook, place: str) -> None:
     hook.respond = lambda _request: Response(307, {"location": place})
     response = await post(hook)
     assert response.status == 307
@@ -146,18 +146,18 @@ async def test_redirects_to_another_host_are_not(hook: Webhook, place: str) -> N
     assert len(hook.requests) == 1
 
 
-async def test_what_only_the_node_can_reach_is_not_asked(hook: Webhook) -> None:
+async def test_private_addresses_are_not_connected_to(hook: Webhook) -> None:
     response = await post(hook, private_allowed=False)
     assert response.status == 0
     assert "push-private-addresses" in response.text
     assert not hook.requests
 
 
-async def test_the_address_that_was_checked_is_connected_to(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_checked_address_is_connected_to(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
     async def found(_addresses: Addresses) -> list[str]:
         return ["127.0.0.1"]
 
-    # A name that cannot be resolved: only the address that was checked can lead to the endpoint.
+    # An unresolvable name: only the checked address can lead to the endpoint.
     monkeypatch.setattr(Addresses, "find", found)
     port = hook.url.split(":")[2].split("/")[0]
     response = await post(hook, url=f"http://rebound.invalid:{port}/hook")
@@ -196,11 +196,11 @@ async def test_certificates_are_checked_against_the_name(tmp_path: Path, monkeyp
     assert [request.headers["host"] for request in hook.requests] == [f"hook.example:{port}"]
 
 
-# -- what becomes of messages ------------------------------------------------------------------------------------
+# -- how messages are settled ------------------------------------------------------------------------------------
 
 
 class Ledger(Settler):
-    """Takes down what is said of messages."""
+    """Records settlements."""
 
     def __init__(self) -> None:
         self.output: list[tuple[int, int, int | None]] = []
@@ -223,7 +223,7 @@ class Ledger(Settler):
 
     @property
     def ended(self) -> list[int]:
-        """Messages that were let go of, once for each time."""
+        """The offsets of released leases, with repetitions."""
         return [offset for offset, verb, _ in self.output if verb != Verb.EXTEND]
 
     def of(self, verb: int) -> list[int]:
@@ -231,7 +231,7 @@ class Ledger(Settler):
 
 
 class Shelf:
-    """Messages that are there to be leased."""
+    """Messages that can be leased."""
 
     def __init__(self, count: int, lease_ms: int) -> None:
         self._left = [_message(offset, lease_ms) for offset in range(count)]
@@ -272,7 +272,7 @@ def _declared(hook: Webhook, **settings: str) -> PushSubscription:
 
 
 class Run:
-    """A pusher at work."""
+    """A running pusher."""
 
     def __init__(self, hook: Webhook, count: int, **settings: str) -> None:
         # However slow the machine is, only those leases are extended that a test wants to be.
@@ -294,7 +294,7 @@ class Run:
         await asyncio.wait_for(self.running, WAIT_S)
 
 
-async def test_messages_are_accepted_at_a_growing_pace(hook: Webhook) -> None:
+async def test_messages_are_accepted_at_a_growing_concurrency(hook: Webhook) -> None:
     run = Run(hook, 50)
     await run.ledger.until(lambda: len(run.ledger.ended) == 50)
     await run.end()
@@ -306,7 +306,7 @@ async def test_messages_are_accepted_at_a_growing_pace(hook: Webhook) -> None:
     assert report.concurrency > 1
 
 
-async def test_a_message_that_is_refused_comes_back_later_and_others_go_on(hook: Webhook) -> None:
+async def test_a_refused_message_is_redelivered_later_and_others_continue(hook: Webhook) -> None:
     hook.respond = lambda request: Response(400, body=b"no such order") if request.body == b"3" else Response()
     run = Run(hook, 20)
     await run.ledger.until(lambda: len(run.ledger.ended) == 20)
@@ -317,7 +317,7 @@ async def test_a_message_that_is_refused_comes_back_later_and_others_go_on(hook:
     assert run.pusher.report().state == "up"
 
 
-async def test_an_endpoint_that_takes_no_connection_costs_no_attempts(
+async def test_an_endpoint_that_refuses_connections_costs_no_attempts(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.01)
@@ -336,7 +336,7 @@ async def test_an_endpoint_that_takes_no_connection_costs_no_attempts(
     assert sorted(run.ledger.of(Verb.ACCEPT)) == list(range(100))
 
 
-async def test_an_endpoint_that_goes_away_after_it_was_well_costs_a_single_message_no_attempt(
+async def test_an_endpoint_that_goes_down_costs_a_single_message_no_attempt(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.01)
@@ -354,7 +354,7 @@ async def test_an_endpoint_that_goes_away_after_it_was_well_costs_a_single_messa
     await run.end()
 
 
-async def test_a_message_that_brings_the_endpoint_down_is_not_tried_for_ever(
+async def test_a_message_that_crashes_the_endpoint_is_not_retried_for_ever(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
@@ -367,7 +367,7 @@ async def test_a_message_that_brings_the_endpoint_down_is_not_tried_for_ever(
 
 
 @pytest.mark.parametrize("response", [Response(503), Response(404), Response(None)])
-async def test_an_endpoint_that_takes_nothing_uses_no_attempts_once_it_is_known_that_it_is_to_blame(
+async def test_an_endpoint_that_fails_every_message_costs_no_attempts_once_that_is_known(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch, response: Response
 ) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
@@ -378,7 +378,7 @@ async def test_an_endpoint_that_takes_nothing_uses_no_attempts_once_it_is_known_
     assert len(run.ledger.of(Verb.RELEASE)) < pace.BLAMED_AFTER
     assert len(run.ledger.of(Verb.RETURN)) > 40 - pace.BLAMED_AFTER
     assert all(delay_ms for _, verb, delay_ms in run.ledger.output if verb == Verb.RETURN), "another one is tried first"
-    # One that it takes ends that, and what fails then is the message's own doing.
+    # One success ends that; further failures are attributed to the message.
     hook.respond = lambda request: Response(500) if request.body == b"41" else Response()
     run.shelf.add(_message(40, 60_000))
     await run.ledger.until(lambda: 40 in run.ledger.of(Verb.ACCEPT))
@@ -388,7 +388,7 @@ async def test_an_endpoint_that_takes_nothing_uses_no_attempts_once_it_is_known_
     assert (40 in run.ledger.of(Verb.ACCEPT), 41 in run.ledger.of(Verb.RELEASE)) == (True, True)
 
 
-async def test_the_lease_of_a_message_that_takes_long_is_extended(hook: Webhook) -> None:
+async def test_the_lease_of_a_slow_message_is_extended(hook: Webhook) -> None:
     hook.respond = lambda _request: Response(after_s=WAIT_S)
     run = Run(hook, 1, share_record_lock_duration_ms=str(LEASE_MS))
     await run.ledger.until(lambda: len(run.ledger.of(Verb.EXTEND)) >= 2)
@@ -398,10 +398,10 @@ async def test_the_lease_of_a_message_that_takes_long_is_extended(hook: Webhook)
     assert run.ledger.output[-1] == (0, Verb.RELEASE, 0)
 
 
-async def test_a_message_that_waits_for_its_endpoint_when_push_ends_was_not_delivered(
+async def test_a_message_queued_for_its_endpoint_when_push_ends_was_not_delivered(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It waits still when push ends, however slow the machine is.
+    # It is still queued when push ends, however slow the machine is.
     monkeypatch.setattr(pace, "REST_S_MIN", WAIT_S)
     monkeypatch.setattr(pace, "REST_S_MAX", WAIT_S)
     await hook.stop()
@@ -412,7 +412,7 @@ async def test_a_message_that_waits_for_its_endpoint_when_push_ends_was_not_deli
     assert run.ledger.output == [(0, Verb.RETURN, 0)]
 
 
-async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
+async def test_requests_in_flight_complete_before_push_ends(hook: Webhook) -> None:
     hook.respond = lambda _request: Response(after_s=0.2)
     run = Run(hook, 5)
     await hook.until(lambda: bool(hook.requests))
@@ -421,7 +421,7 @@ async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
     assert len(hook.requests) == 1
 
 
-async def test_the_lease_of_what_is_under_way_is_extended_until_push_has_ended(hook: Webhook) -> None:
+async def test_leases_of_requests_in_flight_are_extended_until_push_has_ended(hook: Webhook) -> None:
     hook.respond = lambda _request: Response(after_s=WAIT_S)
     run = Run(hook, 1, share_record_lock_duration_ms=str(LEASE_MS))
     await run.ledger.until(lambda: bool(run.ledger.of(Verb.EXTEND)))
@@ -434,7 +434,7 @@ async def test_the_lease_of_what_is_under_way_is_extended_until_push_has_ended(h
     assert run.ledger.output[-1] == (0, Verb.RELEASE, 0)
 
 
-async def test_a_response_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first(hook: Webhook) -> None:
+async def test_a_response_in_transit_for_longer_than_its_lease_is_confirmed_first(hook: Webhook) -> None:
     run = Run(hook, 0)
     run.ledger.lost = {1}
     for offset in range(3):
@@ -445,7 +445,7 @@ async def test_a_response_that_was_on_its_way_for_longer_than_its_lease_is_confi
     assert sorted(request.body for request in hook.requests) == [b"0", b"2"]
 
 
-async def test_what_is_too_much_is_returned_and_what_cannot_be_read_is_released_with_the_reason(hook: Webhook) -> None:
+async def test_excess_messages_are_returned_and_unreadable_ones_released_with_the_reason(hook: Webhook) -> None:
     run = Run(hook, 1)
     run.shelf.surplus = [_message(1, 60_000)]
     run.shelf.unreadable = [(_message(2, 60_000), "the message takes too much")]
@@ -456,7 +456,7 @@ async def test_what_is_too_much_is_returned_and_what_cannot_be_read_is_released_
     assert [request.body for request in hook.requests] == [b"0"]
 
 
-async def test_no_more_is_read_of_a_batch_than_push_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_at_most_the_buffer_limit_is_read_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [NewRecord(None, bytes(RECEIVE_BYTES // 2))] * 3
     batches = bytes(encode_batch(values, compression=COMPRESSION_ZSTD))
     part = PartitionMessages("t", bytes(16), 0, [LeasedRange(0, 3, 1, 1000)], batches, 60_000)
@@ -475,14 +475,14 @@ async def test_no_more_is_read_of_a_batch_than_push_may_hold(monkeypatch: pytest
     assert [one.record.offset for one in unpacked.surplus] == [2]
 
 
-async def test_a_message_that_someone_else_has_is_not_sent_again(
+async def test_a_message_leased_by_another_worker_is_not_sent_again(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.01)
     monkeypatch.setattr(pace, "REST_S_MAX", 0.01)
     await hook.stop()
     run = Run(hook, 2, share_record_lock_duration_ms=str(LEASE_MS))
-    # It may be extended twice at once: by the loop that keeps leases, and before it is sent again.
+    # It may be extended twice at once: by the renewal loop, and before it is sent again.
     await run.ledger.until(lambda: 0 in run.ledger.of(Verb.EXTEND))
     run.ledger.lost = {0}
     await run.ledger.until(lambda: 1 in run.ledger.of(Verb.EXTEND))
@@ -492,7 +492,7 @@ async def test_a_message_that_someone_else_has_is_not_sent_again(
     assert [request.body for request in hook.requests] == [b"1"]
 
 
-async def test_an_endpoint_that_asks_for_patience_gets_it(hook: Webhook) -> None:
+async def test_retry_after_is_respected(hook: Webhook) -> None:
     hook.respond = lambda _request: Response(429, {"retry-after": "3600"})
     run = Run(hook, 5, millstream_backoff_min_ms="10")
     await run.ledger.until(lambda: len(run.ledger.ended) == 1)
@@ -501,7 +501,7 @@ async def test_an_endpoint_that_asks_for_patience_gets_it(hook: Webhook) -> None
     assert len(hook.requests) == 1
 
 
-async def test_at_most_once_is_not_tried_again(hook: Webhook) -> None:
+async def test_at_most_once_is_not_retried(hook: Webhook) -> None:
     hook.respond = lambda _request: Response(400)
     run = Run(hook, 3, millstream_delivery="at-most-once")
     await hook.until(lambda: len(hook.requests) == 3)
@@ -509,9 +509,7 @@ async def test_at_most_once_is_not_tried_again(hook: Webhook) -> None:
     assert run.ledger.output == []
 
 
-async def test_at_most_once_is_sent_once_to_an_endpoint_that_does_not_respond(
-    hook: Webhook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_at_most_once_is_sent_once_to_a_silent_endpoint(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
     monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
     hook.respond = lambda _request: Response(None)
@@ -523,7 +521,7 @@ async def test_at_most_once_is_sent_once_to_an_endpoint_that_does_not_respond(
     assert run.ledger.output == []
 
 
-async def test_at_most_once_goes_to_the_next_address_when_one_takes_no_connection(
+async def test_at_most_once_tries_the_next_address_when_a_connection_is_refused(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def found(_addresses: Addresses) -> list[str]:
@@ -534,7 +532,7 @@ async def test_at_most_once_goes_to_the_next_address_when_one_takes_no_connectio
     assert len(hook.requests) == 1
 
 
-async def test_a_node_that_does_not_respond_is_asked_again(hook: Webhook) -> None:
+async def test_a_silent_node_is_asked_again(hook: Webhook) -> None:
     run = Run(hook, 3)
     receive, failures = run.shelf.receive, [BrokerUnreachable("away")] * 2
 
@@ -549,7 +547,7 @@ async def test_a_node_that_does_not_respond_is_asked_again(hook: Webhook) -> Non
     assert not failures
 
 
-async def test_a_lease_that_is_declared_shorter_is_extended_in_time(hook: Webhook) -> None:
+async def test_a_shortened_lease_is_extended_in_time(hook: Webhook) -> None:
     hook.respond = lambda _request: Response(after_s=WAIT_S)
     run = Run(hook, 0, share_record_lock_duration_ms="3600000")
     run.pusher._receive = Shelf(1, lease_ms=LEASE_MS).receive
@@ -561,7 +559,7 @@ async def test_a_lease_that_is_declared_shorter_is_extended_in_time(hook: Webhoo
     await asyncio.wait_for(run.running, WAIT_S)
 
 
-async def test_push_ends_when_leases_are_not_kept_any_more(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_push_ends_when_lease_renewal_fails(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
     async def breaks(_pusher: Pusher) -> None:
         raise ZeroDivisionError("a defect")
 
@@ -571,5 +569,5 @@ async def test_push_ends_when_leases_are_not_kept_any_more(hook: Webhook, monkey
         await asyncio.wait_for(run.running, WAIT_S)
 
 
-def test_importing_push_changes_nothing_for_others() -> None:
+def test_importing_push_has_no_side_effects() -> None:
     assert sys.modules.get("sniffio", pace) is not None

@@ -1,4 +1,4 @@
-"""What the push process says of leases: together, to this node, and to the new leader when the partition has moved."""
+"""Settlements of the push process: batched, sent to this node, and to the new leader after a partition has moved."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Node:
 
 
 class Others:
-    """A client that knows where the leader is."""
+    """A client that knows the current leader."""
 
     def __init__(self, leader: Node) -> None:
         self.leader = leader
@@ -82,8 +82,8 @@ class Others:
         return await self.leader.ask(key, body)
 
 
-class Desk:
-    """A settler between its node and another one."""
+class SettlingNodes:
+    """A settler, with its own node and another one."""
 
     def __init__(self) -> None:
         self.here, self.there = Node(), Node()
@@ -94,78 +94,78 @@ class Desk:
 
 
 @pytest.fixture
-async def desk() -> Desk:
-    return Desk()
+async def nodes() -> SettlingNodes:
+    return SettlingNodes()
 
 
-async def test_what_is_said_meanwhile_goes_together(desk: Desk) -> None:
-    desk.here.may_respond.clear()
-    first = [desk.accept(0), desk.accept(1)]
-    while not desk.here.requests:
+async def test_settlements_made_during_a_request_are_batched(nodes: SettlingNodes) -> None:
+    nodes.here.may_respond.clear()
+    first = [nodes.accept(0), nodes.accept(1)]
+    while not nodes.here.requests:
         await asyncio.sleep(0)
-    later = [desk.accept(2), desk.accept(3, partition=1), desk.accept(4)]
+    later = [nodes.accept(2), nodes.accept(3, partition=1), nodes.accept(4)]
     await asyncio.sleep(0)
-    desk.here.may_respond.set()
+    nodes.here.may_respond.set()
     assert await asyncio.gather(*first, *later) == [True] * 5
-    assert desk.here.offsets() == [[0, 1], [2, 4, 3]]
-    assert desk.here.requests[0].worker == "push/1"
+    assert nodes.here.offsets() == [[0, 1], [2, 4, 3]]
+    assert nodes.here.requests[0].worker == "push/1"
 
 
-async def test_a_release_carries_its_delay_and_reason(desk: Desk) -> None:
-    assert await desk.settler.settle(message(3), Verb.RELEASE, delay_ms=700, reason="the endpoint returned 503")
-    (verb,) = desk.here.requests[0].partitions[0].verbs
+async def test_a_release_carries_its_delay_and_reason(nodes: SettlingNodes) -> None:
+    assert await nodes.settler.settle(message(3), Verb.RELEASE, delay_ms=700, reason="the endpoint returned 503")
+    (verb,) = nodes.here.requests[0].partitions[0].verbs
     assert (verb.start, verb.verb, verb.delay_ms, verb.reason) == (3, Verb.RELEASE, 700, "the endpoint returned 503")
     assert verb.attempt == 1
 
 
-async def test_a_lease_that_is_over_is_not_asked_for_elsewhere(desk: Desk) -> None:
-    desk.here.codes = {0: NOT_HELD}
-    assert [*await asyncio.gather(desk.accept(0), desk.accept(0, partition=1))] == [False, True]
-    assert not desk.there.requests
+async def test_a_lost_lease_is_not_retried_at_another_node(nodes: SettlingNodes) -> None:
+    nodes.here.codes = {0: NOT_HELD}
+    assert [*await asyncio.gather(nodes.accept(0), nodes.accept(0, partition=1))] == [False, True]
+    assert not nodes.there.requests
 
 
-async def test_a_partition_that_has_moved_is_settled_at_its_leader(desk: Desk) -> None:
-    desk.here.codes = {0: NOT_LEADER}
-    assert [*await asyncio.gather(desk.accept(0), desk.accept(1, partition=1), desk.accept(2))] == [True] * 3
-    assert desk.there.offsets() == [[0, 2]]
+async def test_a_partition_that_has_moved_is_settled_at_its_leader(nodes: SettlingNodes) -> None:
+    nodes.here.codes = {0: NOT_LEADER}
+    assert [*await asyncio.gather(nodes.accept(0), nodes.accept(1, partition=1), nodes.accept(2))] == [True] * 3
+    assert nodes.there.offsets() == [[0, 2]]
 
 
 @pytest.mark.parametrize("error", [NOT_LEADER, None])
-async def test_a_node_that_does_not_respond_is_not_the_end(desk: Desk, error: int | None) -> None:
-    desk.here.is_away = error is None
-    desk.here.error = error or 0
-    assert await desk.accept(0)
-    assert desk.there.offsets() == [[0]]
+async def test_a_silent_node_is_replaced_by_the_leader(nodes: SettlingNodes, error: int | None) -> None:
+    nodes.here.is_away = error is None
+    nodes.here.error = error or 0
+    assert await nodes.accept(0)
+    assert nodes.there.offsets() == [[0]]
 
 
-async def test_when_no_one_responds_the_lease_runs_out(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_any_response_the_lease_expires(nodes: SettlingNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "SETTLE_S", 0.05)
-    desk.here.is_away = True
-    desk.there.may_respond.clear()
-    assert await desk.accept(0) is False
-    desk.there.is_away = True
-    desk.there.may_respond.set()
-    assert await desk.accept(0) is False
+    nodes.here.is_away = True
+    nodes.there.may_respond.clear()
+    assert await nodes.accept(0) is False
+    nodes.there.is_away = True
+    nodes.there.may_respond.set()
+    assert await nodes.accept(0) is False
 
 
-async def test_a_response_that_no_one_expects_holds_up_nothing(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_response_blocks_nothing(nodes: SettlingNodes, caplog: pytest.LogCaptureFixture) -> None:
     async def breaks(_key: int, _body: bytes) -> memoryview:
         raise ZeroDivisionError("a defect")
 
-    desk.settler._ask, ask = breaks, desk.settler._ask
-    assert await desk.accept(0) is False
+    nodes.settler._ask, ask = breaks, nodes.settler._ask
+    assert await nodes.accept(0) is False
     assert "could not be settled" in caplog.text
-    desk.settler._ask = ask
-    assert await desk.accept(1) is True
+    nodes.settler._ask = ask
+    assert await nodes.accept(1) is True
 
 
-async def test_a_leader_that_hangs_keeps_no_other_partition_waiting(desk: Desk) -> None:
-    desk.here.codes = {0: NOT_LEADER, 1: NOT_LEADER}
-    desk.there.may_respond.clear()
-    moved = [desk.accept(0), desk.accept(0, partition=1)]
-    while not desk.there.requests:
+async def test_a_hanging_leader_does_not_block_other_partitions(nodes: SettlingNodes) -> None:
+    nodes.here.codes = {0: NOT_LEADER, 1: NOT_LEADER}
+    nodes.there.may_respond.clear()
+    moved = [nodes.accept(0), nodes.accept(0, partition=1)]
+    while not nodes.there.requests:
         await asyncio.sleep(0.001)
-    assert await desk.accept(1, partition=2) is True
+    assert await nodes.accept(1, partition=2) is True
     assert not any(one.done() for one in moved)
-    desk.there.may_respond.set()
+    nodes.there.may_respond.set()
     assert await asyncio.gather(*moved) == [True, True]

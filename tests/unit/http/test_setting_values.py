@@ -1,4 +1,4 @@
-"""Settings in bodies of JSON."""
+"""Settings in JSON bodies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import changes_of, texts_of
 
 
-def test_numbers_and_booleans_are_the_texts_that_they_stand_for() -> None:
+def test_numbers_and_booleans_are_converted_to_setting_texts() -> None:
     given = {"every.ms": 1000, "max": 1e3, "share": 0.5, "compact": False, "format": "delta"}
     assert texts_of(given) == {
         "every.ms": "1000",
@@ -21,6 +21,6 @@ def test_numbers_and_booleans_are_the_texts_that_they_stand_for() -> None:
 
 
 @pytest.mark.parametrize(("value", "kind"), [([1], "a list"), ({}, "an object"), (None, "null")])
-def test_what_is_no_value_is_named(value: object, kind: str) -> None:
+def test_an_invalid_value_is_named(value: object, kind: str) -> None:
     with pytest.raises(Refused, match=f"the setting 'every.ms' must be a string, a number, true or false, not {kind}"):
         texts_of({"every.ms": value})

@@ -24,12 +24,12 @@ def is_taken(headers: dict[bytes, bytes], *names: str) -> bool:
     "host",
     [b"localhost:8080", b"127.0.0.1:8080", b"[::1]:8080", b"[::ffff:127.0.0.1]", b"box", b"a.localhost", b"10.1.2.3"],
 )
-def test_pages_of_the_gateway_itself_may_use_it(host: bytes) -> None:
+def test_pages_of_the_gateway_itself_are_allowed(host: bytes) -> None:
     assert is_taken({b"host": host, b"origin": b"http://" + host, **BROWSER})
     assert is_taken({b"host": host, **BROWSER})
 
 
-def test_a_page_that_has_pointed_its_own_name_here_may_not() -> None:
+def test_dns_rebinding_is_refused() -> None:
     rebound = {b"host": b"evil.example:8080", **BROWSER}
     assert not is_taken(rebound)
     assert not is_taken({**rebound, b"origin": b"http://evil.example:8080"})
@@ -37,26 +37,26 @@ def test_a_page_that_has_pointed_its_own_name_here_may_not() -> None:
     assert not is_taken(rebound, "shop.example", "")
 
 
-def test_names_that_are_known_are_taken_with_any_port() -> None:
+def test_known_names_are_accepted_with_any_port() -> None:
     shop = {b"host": b"Shop.example.:80", **BROWSER}
     assert is_taken(shop, "localhost:8080", " shop.example ")
     assert is_taken(shop, "shop.example:8080")
     assert is_taken(shop, "*")
 
 
-def test_programs_and_pages_that_came_by_tls_are_not_asked_for_a_name() -> None:
+def test_programs_and_tls_pages_need_no_known_name() -> None:
     assert is_taken({b"host": b"millstream.example"})
     assert is_taken({b"host": b"millstream.example", b"origin": b"https://millstream.example", **BROWSER})
     assert is_taken({b"host": b"millstream.example", b"sec-fetch-site": b"same-origin", **BROWSER})
 
 
-def test_pages_of_other_sites_may_not_whatever_the_name() -> None:
+def test_pages_of_other_sites_are_refused_under_any_name() -> None:
     assert not is_taken({b"host": b"localhost", b"origin": b"http://evil.example", **BROWSER}, "*")
     assert not is_taken({b"host": b"localhost", b"origin": b"null", **BROWSER}, "*")
     assert not is_taken({b"host": b"localhost", b"sec-fetch-site": b"cross-site", **BROWSER}, "*")
 
 
-def test_links_of_other_sites_may_lead_to_pages() -> None:
+def test_links_from_other_sites_may_open_pages() -> None:
     link = {b"host": b"localhost", b"sec-fetch-site": b"cross-site", b"sec-fetch-mode": b"navigate", **BROWSER}
     opened, framed = ({**link, b"sec-fetch-dest": dest} for dest in (b"document", b"iframe"))
     OriginCheck().check(opened, is_page=True)
@@ -67,7 +67,7 @@ def test_links_of_other_sites_may_lead_to_pages() -> None:
         OriginCheck().check({**opened, b"origin": b"http://evil.example"}, is_page=True)
 
 
-async def test_what_is_refused_says_which_setting_to_change() -> None:
+async def test_a_refusal_names_the_setting_to_change() -> None:
     async def ask() -> Any:
         raise AssertionError("nobody asks the broker")
 

@@ -1,4 +1,4 @@
-"""Messages out of batches: no more than was asked for, and nothing that is too large to be sent."""
+"""Unpacking messages from batches: no more than requested, and none that is too large to send."""
 
 from __future__ import annotations
 
@@ -59,31 +59,31 @@ def offsets(leased: ReadRecords) -> tuple[list[int], list[int], list[int]]:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("size", [10, 200_000])
-async def test_only_leased_messages_come_up_to_the_bytes_asked_for(
+async def test_only_leased_messages_are_unpacked_up_to_the_requested_bytes(
     unpacking: RecordReader, codec: int, size: int
 ) -> None:
-    # The larger ones decompress to more than is read on the loop.
+    # The larger batches decompress to more than is read on the loop.
     batches = batch([bytes([at]) * size for at in range(10)], codec) + batch([b"x" * size] * 3, codec, base_offset=10)
     leased = await unpacking.read_leased(None, response_with(batches, (2, 3), (5, 8), (11, 12)), 3 * size)
     assert offsets(leased) == ([2, 3, 5], [6, 7, 8, 11, 12], [])
     assert [one.record.value for one in leased.messages] == [bytes([at]) * size for at in (2, 3, 5)]
 
 
-async def test_messages_that_cannot_be_returned_are_all_read(unpacking: RecordReader) -> None:
+async def test_messages_that_cannot_be_returned_are_all_unpacked(unpacking: RecordReader) -> None:
     at_most_once = response_with(batch([b"x" * 1000] * 3), (0, 2))
     parts = [msgspec.structs.replace(part, lease_ms=None) for part in at_most_once.response.partitions]
     leased = at_most_once._replace(response=msgspec.structs.replace(at_most_once.response, partitions=parts))
     assert offsets(await unpacking.read_leased(None, leased, 1)) == ([0, 1, 2], [], [])
 
 
-async def test_the_first_message_comes_however_large(unpacking: RecordReader) -> None:
+async def test_the_first_message_is_unpacked_at_any_size(unpacking: RecordReader) -> None:
     leased = await unpacking.read_leased(None, response_with(batch([b"x" * 1000] * 3), (0, 2)), 1)
     assert offsets(leased) == ([0], [1, 2], [])
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("large", [b"x" * 4 * MIB, b"\0" * MIB], ids=["as it is", "as JSON"])
-async def test_a_message_too_large_for_http_keeps_no_one_from_the_others(
+async def test_a_message_too_large_for_http_does_not_block_the_others(
     unpacking: RecordReader, monkeypatch: pytest.MonkeyPatch, codec: int, large: bytes
 ) -> None:
     monkeypatch.setattr(bounds, "MESSAGE_BYTES_MAX", 2 * MIB)
@@ -92,7 +92,7 @@ async def test_a_message_too_large_for_http_keeps_no_one_from_the_others(
     assert "at most 2097152 are sent over HTTP" in leased.unreadable[0][1]
 
 
-async def test_a_damaged_batch_keeps_no_one_from_the_others(unpacking: RecordReader) -> None:
+async def test_a_damaged_batch_does_not_block_the_others(unpacking: RecordReader) -> None:
     good, bad = batch([b"a"]), bytearray(batch([b"b", b"c"], base_offset=1))
     bad[-1] ^= 1
     leased = await unpacking.read_leased(None, response_with(good + bytes(bad), (0, 2)), MIB)

@@ -1,4 +1,4 @@
-"""Topics on a real data folder, for tests of the APIs."""
+"""Topics on a real data folder, for API tests."""
 
 from __future__ import annotations
 

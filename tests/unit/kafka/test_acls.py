@@ -1,4 +1,4 @@
-"""Access rules without authentication: refused, since they would not be enforced."""
+"""Access rules without authentication are refused, since they would not be enforced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANY = {
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
-async def test_nothing_is_enforced_so_nothing_is_kept(version: int) -> None:
+async def test_rules_that_would_not_be_enforced_are_refused(version: int) -> None:
     described = await ask_in(DescribeAcls(None), version, DESCRIBE.DescribeAclsRequest(**ANY))
     assert (described.error_code, described.resources) == (ErrorCode.security_disabled, ())
     assert "authorization is not supported" in described.error_message

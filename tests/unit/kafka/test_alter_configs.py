@@ -1,4 +1,4 @@
-"""AlterConfigs, which replaces all settings, and ListConfigResources, which lists what has some."""
+"""AlterConfigs, which replaces all settings, and ListConfigResources, which lists resources with settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestAlterConfigs:
         return dict(topic.overrides)
 
     @pytest.mark.parametrize("version", range(3))
-    async def test_what_is_not_named_goes_back_to_the_default(
+    async def test_unnamed_settings_return_to_their_default(
         self, api: AlterConfigs, topics: Topics, version: int
     ) -> None:
         before = self.overrides(topics)
@@ -74,7 +74,7 @@ class TestAlterConfigs:
             (alter(kind=16, name="x"), ErrorCode.invalid_request, "has no settings"),
         ],
     )
-    async def test_what_cannot_be_is_reported(
+    async def test_invalid_settings_are_reported(
         self, api: AlterConfigs, topics: Topics, asked: Any, code: ErrorCode, says: str
     ) -> None:
         before = self.overrides(topics)
@@ -83,7 +83,7 @@ class TestAlterConfigs:
         assert says in response.error_message
         assert self.overrides(topics) == before
 
-    async def test_what_was_set_for_nodes_is_replaced(self, api: AlterConfigs, topics: Topics) -> None:
+    async def test_node_settings_are_replaced(self, api: AlterConfigs, topics: Topics) -> None:
         for given in ({"log.retention.ms": "5", "max.connections": "7"}, {"log.retention.bytes": "6"}):
             (response,) = (await ask(api, alter(*given.items(), kind=NODE_RESOURCE, name=""))).responses
             assert (response.error_code, topics.broker_settings.of("")) == (ErrorCode.none, given)

@@ -39,7 +39,7 @@ def test_the_registered_apis_are_reported_in_order(version: int) -> None:
     assert reported == [(0, 0, 13), (3, 0, 13), (18, 0, 4)]
 
 
-def test_the_clients_software_is_remembered() -> None:
+def test_the_client_software_is_recorded() -> None:
     client = client_info()
     ask_frame(api(), request(4, "apache-kafka-java", "4.1.0"), client=client)
     assert (client.software_name, client.software_version) == ("apache-kafka-java", "4.1.0")
@@ -48,7 +48,7 @@ def test_the_clients_software_is_remembered() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "-x", "x-", "a b", "ü", "a/b", "x\n"])
-def test_a_software_name_that_is_none_is_refused(name: str) -> None:
+def test_an_invalid_software_name_is_refused(name: str) -> None:
     for refused in (request(3, name), request(4, "ok", name)):
         response = ask_frame(api(), refused)
         assert response.error_code is ErrorCode.invalid_request
@@ -56,7 +56,7 @@ def test_a_software_name_that_is_none_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "1", "a-b.c", "confluent-kafka-python", "2.5.0-rdkafka-2.5.0"])
-def test_proper_software_names_pass(name: str) -> None:
+def test_valid_software_names_are_accepted(name: str) -> None:
     assert ask_frame(api(), request(3, name, name)).error_code is ErrorCode.none
 
 
@@ -65,14 +65,14 @@ def test_an_unknown_version_gets_a_response_in_version_0() -> None:
     response = api().handle_frame(memoryview(b""), header, client_info())
     assert isinstance(response, list)
     frame = b"".join(response)
-    # The header of the response has no tags, whatever version was asked for.
+    # The response header has no tags in any version.
     assert frame[4:10] == b"\0\0\0\1\0\x23"
     unsupported = codec.read_response(18, 0, frame[4:])
     assert unsupported.error_code is ErrorCode.unsupported_version
     assert [(one.api_key, one.min_version, one.max_version) for one in unsupported.api_keys] == [(18, 0, 4)]
 
 
-def test_every_client_gets_its_own_versions_however_often_others_asked() -> None:
+def test_every_client_gets_its_own_versions_after_requests_of_others() -> None:
     asked = api()
     for _ in range(2):
         assert len(ask_frame(asked, request(4)).api_keys) == 3

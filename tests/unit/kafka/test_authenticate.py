@@ -1,4 +1,4 @@
-"""Authenticate: what a gateway learns about its callers."""
+"""Authenticate: how a gateway verifies its callers."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ async def test_a_failure_carries_no_assertion_and_takes_longer_each_time(
     assert pauses[0] > 0
 
 
-async def test_who_shows_nothing_is_anonymous_where_that_is_enough(knowledge: Knowledge) -> None:
+async def test_a_caller_without_a_credential_is_anonymous_where_allowed(knowledge: Knowledge) -> None:
     response = await Authenticate(knowledge, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))
     assert (await knowledge.assertions.verify(response.assertion.encode())).principal == "User:ANONYMOUS"
 
 
-async def test_a_node_without_authentication_says_so() -> None:
+async def test_a_node_without_authentication_reports_so() -> None:
     with pytest.raises(InvalidRequest, match="--auth required"):
         await Authenticate(None, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))

@@ -1,4 +1,4 @@
-"""ClientList: who is connected, those that move data first, and never too many at once."""
+"""ClientList: the connected clients, the busiest first, a bounded number per turn."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def connection(number: int, *, last_activity: float = 90.0, **done: int) -> Conn
 
 
 def silent() -> Connection:
-    """A connection whose first request has not come yet."""
+    """A connection that has not sent a request yet."""
     return cast("Connection", SimpleNamespace(state=None, last_activity=0.0))
 
 
-def test_those_that_move_data_come_first() -> None:
+def test_the_busiest_clients_come_first() -> None:
     api = ClientList([connection(1), silent(), connection(2, fetch_requests=1, fetched_bytes=7)])
     snapshot = api.snapshot(100.0)
     assert [one["client_id"] for one in snapshot.clients] == ["c2", "c1"]

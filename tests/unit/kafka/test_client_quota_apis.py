@@ -58,7 +58,7 @@ def shown(response: Any) -> dict[Entity, dict[str, float]]:
 
 
 @pytest.mark.parametrize("version", [0, 1])
-async def test_limits_are_set_shown_and_removed(quotas: ClientQuotas, version: int) -> None:
+async def test_quotas_are_set_described_and_removed(quotas: ClientQuotas, version: int) -> None:
     change, show = AlterClientQuotas(quotas), DescribeClientQuotas(quotas)
     asked = alter(
         alteration(ONE, producer_byte_rate=1000.0, consumer_byte_rate=2000.0), alteration(USER, consumer_byte_rate=5.0)
@@ -75,7 +75,7 @@ async def test_limits_are_set_shown_and_removed(quotas: ClientQuotas, version: i
     assert shown(await ask_in(show, version, describe())) == {ONE: {CONSUMER_BYTE_RATE: 2000.0}}
 
 
-async def test_what_is_only_checked_is_not_changed(quotas: ClientQuotas) -> None:
+async def test_a_validated_change_is_not_stored(quotas: ClientQuotas) -> None:
     asked = alter(alteration(ONE, producer_byte_rate=1.0), alteration(REST, rate=1.0), validate_only=True)
     response = await ask(AlterClientQuotas(quotas), asked)
     assert [entry.error_code for entry in response.entries] == [ErrorCode.none, ErrorCode.invalid_request]
@@ -96,7 +96,7 @@ async def test_what_is_only_checked_is_not_changed(quotas: ClientQuotas) -> None
         (ONE, {"no_such": 5.0}, "'no_such' is unknown"),
     ],
 )
-async def test_what_cannot_be_is_refused_and_its_neighbour_is_not(
+async def test_an_invalid_change_is_refused_and_the_others_are_applied(
     quotas: ClientQuotas, entity: Entity, limits: dict[str, float], says: str
 ) -> None:
     asked = alter(alteration(entity, **limits), alteration(REST, producer_byte_rate=7.0))
@@ -106,7 +106,7 @@ async def test_what_cannot_be_is_refused_and_its_neighbour_is_not(
     assert len(quotas.all()) == 1
 
 
-async def test_what_is_named_twice_is_refused(quotas: ClientQuotas) -> None:
+async def test_a_duplicate_change_is_refused(quotas: ClientQuotas) -> None:
     twice = alter(alteration(BOTH, producer_byte_rate=1.0), alteration(BOTH[::-1], producer_byte_rate=2.0))
     response = await ask(AlterClientQuotas(quotas), twice)
     assert {entry.error_code for entry in response.entries} == {ErrorCode.invalid_request}
@@ -141,7 +141,7 @@ class TestFilters:
             ([("ip", ANY_NAME, None)], False, set()),
         ],
     )
-    async def test_the_filter_decides(
+    async def test_filters_select_quotas(
         self, api: DescribeClientQuotas, components: list[Any], strict: bool, expected: set[Entity]
     ) -> None:
         assert shown(await ask(api, describe(*components, strict=strict))).keys() == expected
@@ -159,7 +159,7 @@ class TestFilters:
             ([("user", EXACT, "x"), ("ip", EXACT, "x")], ErrorCode.invalid_request),
         ],
     )
-    async def test_a_filter_that_cannot_be_is_refused(
+    async def test_an_invalid_filter_is_refused(
         self, api: DescribeClientQuotas, components: list[Any], code: ErrorCode
     ) -> None:
         response = await ask(api, describe(*components))

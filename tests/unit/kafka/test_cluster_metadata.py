@@ -1,4 +1,4 @@
-"""The metadata of partitions in a cluster whose nodes start and stop."""
+"""Partition metadata in a cluster whose nodes start and stop."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_metadata_follows_nodes_and_leaders(tmp_path: Path) -> None:
         )
         response = await ask(DescribeTopicPartitions(group[3].topics, await membership(group[3])), paged)
         shown = response.topics[0].partitions[0]
-        # Too few are in sync, so the node that left may still lead.
+        # Too few replicas are in sync, so the node that left may still lead.
         assert (shown.leader_id, shown.isr_nodes, shown.eligible_leader_replicas) == (3, (3,), (2,))
         assert topic.replication == 3
 
@@ -75,7 +75,7 @@ def leader(node: GroupNode) -> int:
     return -1 if state is None else state.leader
 
 
-async def test_a_partition_that_no_one_leads_is_reported(tmp_path: Path) -> None:
+async def test_a_partition_without_a_leader_is_reported(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})
         await group[1].kill()

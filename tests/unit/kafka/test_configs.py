@@ -43,7 +43,7 @@ class TestDescribeConfigs:
         )
 
     @pytest.mark.parametrize("version", range(1, 5))
-    async def test_topics_show_where_their_settings_come_from(self, api: DescribeConfigs, version: int) -> None:
+    async def test_topics_report_the_source_of_their_settings(self, api: DescribeConfigs, version: int) -> None:
         (result,) = (await ask_in(api, version, self.describe(TOPIC_RESOURCE, "orders", everything=True))).results
         assert (result.error_code, result.resource_type, result.resource_name) == (ErrorCode.none, 2, "orders")
         configs = {one.name: one for one in result.configs}
@@ -65,7 +65,7 @@ class TestDescribeConfigs:
             assert (own.config_type, built_in.config_type, configs["cleanup.policy"].config_type) == (5, 2, 7)
             assert own.documentation == TopicSettings.declared()["segment.ms"].description
 
-    async def test_only_what_is_asked_for_is_shown(self, api: DescribeConfigs) -> None:
+    async def test_only_requested_settings_are_reported(self, api: DescribeConfigs) -> None:
         asked = self.describe(TOPIC_RESOURCE, "orders", ("flush", "no.such"))
         (result,) = (await ask(api, asked)).results
         (flush,) = result.configs
@@ -73,13 +73,13 @@ class TestDescribeConfigs:
         (result,) = (await ask(api, self.describe(TOPIC_RESOURCE, "orders", ()))).results
         assert len(result.configs) == len(TopicSettings.declared())
 
-    async def test_the_node_shows_its_settings(self, api: DescribeConfigs) -> None:
+    async def test_the_node_reports_its_settings(self, api: DescribeConfigs) -> None:
         (result,) = (await ask(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
         configs = {one.name: one for one in result.configs}
         assert set(configs) > set(Config.declared())
         assert len(configs) == len(result.configs)
         assert {one.name for one in result.configs if not one.read_only} == set(DYNAMIC)
-        # Under the names by which Kafka's tools look for them, too.
+        # Also under the names that Kafka's tools look for.
         kafka = {"node.id": "5", "num.partitions": "2", "log.retention.ms": "3600000", "min.insync.replicas": "1"}
         assert {name: configs[name].value for name in kafka} == kafka
         assert configs["node.id"].synonyms[0].name == "node-id"
@@ -88,7 +88,7 @@ class TestDescribeConfigs:
         assert configs["auto-create-topics"].config_source == 5
         assert configs["connections-max"].documentation
 
-    async def test_the_node_shows_no_password(
+    async def test_the_node_reports_no_password(
         self, topics: Topics, membership: Membership, config: Config, groups: DeclaredGroups
     ) -> None:
         secret = config.replace(
@@ -104,7 +104,7 @@ class TestDescribeConfigs:
         assert configs["catalog"].value == "postgresql://node:***@db:5432/catalog?sslmode=verify-full&password=***"
         assert (configs["pipelines-spark"].value, configs["pipelines-spark"].is_sensitive) == (None, True)
 
-    async def test_what_was_set_while_nodes_run_is_shown_with_its_source(
+    async def test_dynamic_node_settings_are_reported_with_their_source(
         self, api: DescribeConfigs, topics: Topics
     ) -> None:
         (result,) = (await ask(api, self.describe(NODE_RESOURCE, ""))).results
@@ -149,7 +149,7 @@ class TestDescribeConfigs:
             (99, "x", ErrorCode.invalid_request),
         ],
     )
-    async def test_what_has_no_settings_is_reported(
+    async def test_resources_without_settings_are_reported(
         self, api: DescribeConfigs, kind: int, name: str, code: ErrorCode
     ) -> None:
         (result,) = (await ask(api, self.describe(kind, name))).results
@@ -181,9 +181,7 @@ class TestIncrementalAlterConfigs:
         return dict(topic.overrides)
 
     @pytest.mark.parametrize("version", [0, 1])
-    async def test_settings_are_set_and_taken_back(
-        self, api: IncrementalAlterConfigs, topics: Topics, version: int
-    ) -> None:
+    async def test_settings_are_set_and_unset(self, api: IncrementalAlterConfigs, topics: Topics, version: int) -> None:
         changes = (("retention.ms", SET, "77"), ("segment.ms", DELETE, None))
         (result,) = (await ask_in(api, version, self.alter(*changes, validate_only=True))).responses
         assert result.error_code is ErrorCode.none
@@ -206,7 +204,7 @@ class TestIncrementalAlterConfigs:
             (("cleanup.policy", SUBTRACT, "delete"), ErrorCode.invalid_config, "cleanup.policy"),
         ],
     )
-    async def test_what_cannot_be_is_reported(
+    async def test_invalid_changes_are_reported(
         self,
         api: IncrementalAlterConfigs,
         topics: Topics,
@@ -217,15 +215,15 @@ class TestIncrementalAlterConfigs:
         (result,) = (await ask(api, self.alter(("flush", SET, "os"), change))).responses
         assert result.error_code is code
         assert says in result.error_message
-        # All changes of a topic are made or none.
+        # The changes of a topic are applied all or none.
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
-    async def test_deleting_what_is_not_set_is_no_error(self, api: IncrementalAlterConfigs, topics: Topics) -> None:
+    async def test_unsetting_an_unset_setting_succeeds(self, api: IncrementalAlterConfigs, topics: Topics) -> None:
         (result,) = (await ask(api, self.alter(("no.such", DELETE, None), ("flush", DELETE, None)))).responses
         assert result.error_code is ErrorCode.none
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
-    async def test_lists_take_what_they_have_already(self, api: IncrementalAlterConfigs, topics: Topics) -> None:
+    async def test_appending_an_existing_list_item_succeeds(self, api: IncrementalAlterConfigs, topics: Topics) -> None:
         (result,) = (await ask(api, self.alter(("cleanup.policy", APPEND, "delete")))).responses
         assert result.error_code is ErrorCode.none
         assert self.overrides(topics)["cleanup.policy"] == "delete"
@@ -242,7 +240,7 @@ class TestIncrementalAlterConfigs:
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
     @pytest.mark.parametrize("name", ["5", ""])
-    async def test_a_node_says_where_its_settings_are_changed(
+    async def test_a_refused_node_setting_says_where_to_change_it(
         self, api: IncrementalAlterConfigs, topics: Topics, name: str
     ) -> None:
         names = ("log.retention.ms", "num.partitions", "default-retention-ms", "log.cleaner.threads", "no.such")
@@ -258,7 +256,7 @@ class TestIncrementalAlterConfigs:
             assert way in node.error_message
         assert topics.broker_settings.of(name) == {}
 
-    async def test_topics_follow_what_is_set_for_nodes_unless_they_set_it(
+    async def test_topics_inherit_node_settings_unless_they_override_them(
         self, api: IncrementalAlterConfigs, topics: Topics
     ) -> None:
         await topics.create("own", overrides={"retention.ms": "5"})
@@ -292,7 +290,7 @@ class TestIncrementalAlterConfigs:
             ("5", ("min.insync.replicas", SET, "1"), ErrorCode.invalid_request, "applies to the whole cluster"),
         ],
     )
-    async def test_what_a_node_cannot_have_is_reported(
+    async def test_invalid_node_settings_are_reported(
         self,
         api: IncrementalAlterConfigs,
         topics: Topics,
@@ -306,7 +304,7 @@ class TestIncrementalAlterConfigs:
         assert says in response.error_message
         assert topics.broker_settings.of(scope) == {}
 
-    async def test_a_list_of_all_nodes_is_appended_to_and_nothing_is_changed_to_validate(
+    async def test_a_cluster_wide_list_is_appended_to_and_validation_changes_nothing(
         self, api: IncrementalAlterConfigs, topics: Topics
     ) -> None:
         change = self.alter(("log.cleanup.policy", APPEND, "compact"), kind=NODE_RESOURCE, name="", validate_only=True)
@@ -315,7 +313,7 @@ class TestIncrementalAlterConfigs:
         await ask(api, self.alter(("log.cleanup.policy", APPEND, "compact"), kind=NODE_RESOURCE, name=""))
         assert topics.partition("orders", 0).log.settings.cleanup_policy == "delete,compact"
 
-    async def test_nodes_and_other_things_are_not_changed_here(self, api: IncrementalAlterConfigs) -> None:
+    async def test_resources_that_cannot_be_altered_are_refused(self, api: IncrementalAlterConfigs) -> None:
         change = ("connections-max", SET, "5")
         (node,) = (await ask(api, self.alter(change, kind=NODE_RESOURCE, name="5"))).responses
         (logger,) = (await ask(api, self.alter(change, kind=8, name="5"))).responses

@@ -1,4 +1,4 @@
-"""DescribeTopicPartitions: page by page, in order, and with Kafka's errors."""
+"""DescribeTopicPartitions: paginated, in order, and with Kafka's errors."""
 
 from __future__ import annotations
 
@@ -57,13 +57,15 @@ async def test_a_topic_is_described(api: DescribeTopicPartitions, topics: Topics
     assert response.next_cursor is None
 
 
-async def test_no_names_mean_all_topics_in_order(api: DescribeTopicPartitions) -> None:
+async def test_without_names_all_topics_are_described_in_order(api: DescribeTopicPartitions) -> None:
     assert page(await ask(api, request())) == [("a", [0, 1]), ("b", [0, 1, 2]), ("c", [0])]
 
 
 @pytest.mark.parametrize("names", [(), ("c", "a", "b", "a")])
 @pytest.mark.parametrize("limit", range(-1, 8))
-async def test_the_pages_make_up_the_whole(api: DescribeTopicPartitions, names: tuple[str, ...], limit: int) -> None:
+async def test_the_pages_cover_everything_once(
+    api: DescribeTopicPartitions, names: tuple[str, ...], limit: int
+) -> None:
     found: list[tuple[str, int]] = []
     cursor: tuple[str, int] | None = None
     for _ in range(10):
@@ -86,12 +88,12 @@ async def test_a_page_is_never_larger_than_the_brokers_own_limit(
     assert cursor_of(response) == ("b", 2)
 
 
-async def test_a_cursor_whose_topic_is_gone_goes_on_behind_it(api: DescribeTopicPartitions, topics: Topics) -> None:
+async def test_a_cursor_of_a_deleted_topic_continues_behind_it(api: DescribeTopicPartitions, topics: Topics) -> None:
     await topics.delete("b")
     assert page(await ask(api, request(cursor=("b", 1)))) == [("c", [0])]
 
 
-async def test_what_is_missing_is_reported_beside_the_others(api: DescribeTopicPartitions) -> None:
+async def test_missing_topics_are_reported_beside_the_others(api: DescribeTopicPartitions) -> None:
     response = await ask(api, request("a", "bad name", "nope", limit=1))
     reported = {topic.name: topic.error_code for topic in response.topics}
     assert reported == {"a": ErrorCode.none}

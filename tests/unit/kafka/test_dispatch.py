@@ -17,7 +17,7 @@ from millstream.protocol.messages.codec import API_VERSIONS_KEY, RequestHeader, 
 
 
 class Waiting(Parked):
-    """A request that waits for others until it is abandoned."""
+    """A request that waits until it is abandoned."""
 
     def abandon(self) -> None:
         if not self.is_kept:
@@ -39,7 +39,7 @@ class Waits:
 
 
 @pytest.mark.parametrize("leaves", ["before the broker is up", "afterwards", "altogether"])
-async def test_a_request_that_came_before_the_broker_was_up_ends_with_its_client(leaves: str) -> None:
+async def test_a_request_received_before_the_broker_was_up_ends_with_its_connection(leaves: str) -> None:
     dispatch, api = Dispatch(), Waits()
     limits = ConnectionLimits(frame_bytes_max=1000)
     listener = Listener(dispatch, limits=limits, budget=Budget(1 << 20), connections_max=9, idle_s=600)

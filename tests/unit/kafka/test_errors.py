@@ -47,11 +47,11 @@ def test_every_error_that_clients_can_cause_has_a_code(kind: type[errors.Millstr
     assert error_message(blank(kind)) == "said"
 
 
-def test_long_messages_are_cut() -> None:
+def test_long_messages_are_truncated() -> None:
     assert len(error_message(errors.InvalidSetting("x" * 100_000))) == 2000
 
 
-def test_what_lies_outside_the_tree_is_not_reported() -> None:
+def test_errors_outside_the_tree_hide_their_message() -> None:
     assert error_code(ZeroDivisionError("secret")) is ErrorCode.unknown_server_error
     assert "secret" not in error_message(ZeroDivisionError("secret"))
 
@@ -68,7 +68,7 @@ def test_a_code_becomes_an_error_with_that_code(code: ErrorCode) -> None:
         assert error.code == code
 
 
-def test_the_brokers_own_words_are_kept() -> None:
+def test_the_message_of_the_broker_is_kept() -> None:
     assert (
         str(error_from_code(40, "retention.ms must be a number", about="alter"))
         == "alter: retention.ms must be a number"
@@ -76,13 +76,13 @@ def test_the_brokers_own_words_are_kept() -> None:
     assert "error code 999" in str(error_from_code(999, None, about="x"))
 
 
-def test_transient_errors_are_recognized() -> None:
+def test_retriable_errors_are_recognised() -> None:
     assert isinstance(error_from_code(6, None, about="x"), TRANSIENT)
     assert isinstance(error_from_code(14, None, about="x"), TRANSIENT)
     assert not isinstance(error_from_code(3, None, about="x"), TRANSIENT)
 
 
-def test_a_refused_coordinator_says_what_to_grant() -> None:
+def test_a_denied_coordinator_request_names_the_permission_to_grant() -> None:
     refused = no_coordinator_error(53, None, "spark/a/0")
     assert isinstance(refused, errors.TransactionNotAuthorized)
     assert str(refused) == "not authorized; this needs WRITE on transactional_id:spark/a/0 or on a prefix of it"

@@ -47,16 +47,16 @@ async def test_the_levels_are_reported_as_clients_read_them() -> None:
     assert response.finalized_features_epoch == 25
 
 
-async def test_the_second_version_of_transactions_is_reported_once_they_are_served() -> None:
+async def test_transaction_version_2_is_reported_once_it_is_served() -> None:
     response = reported(4, END_TXN_KEY)
     assert ("transaction.version", 0, 2) in {
         (one.name, one.min_version, one.max_version) for one in response.supported_features
     }
-    # That is how a Java producer knows to use it.
+    # A Java producer uses it because of this report.
     assert {one.name: one.max_version_level for one in response.finalized_features}["transaction.version"] == 2
 
 
-async def test_the_group_protocol_is_a_feature_once_it_is_served() -> None:
+async def test_the_group_version_is_reported_once_it_is_served() -> None:
     response = reported(4, CONSUMER_GROUP_HEARTBEAT_KEY)
     assert ("group.version", 0, 1) in {
         (one.name, one.min_version, one.max_version) for one in response.supported_features
@@ -65,7 +65,7 @@ async def test_the_group_protocol_is_a_feature_once_it_is_served() -> None:
     assert response.finalized_features_epoch == 26
 
 
-async def test_older_clients_get_no_features_that_may_be_off() -> None:
+async def test_older_clients_get_no_features_that_may_be_disabled() -> None:
     response = reported(3, CONSUMER_GROUP_HEARTBEAT_KEY)
     assert [one.name for one in response.supported_features] == ["metadata.version"]
     assert {one.name for one in response.finalized_features} == {"metadata.version", "group.version"}
@@ -92,7 +92,7 @@ def update_api() -> UpdateFeatures:
 
 
 @pytest.mark.parametrize("version", range(3))
-async def test_the_level_in_force_is_accepted(version: int) -> None:
+async def test_the_current_level_is_accepted(version: int) -> None:
     response = await ask(update_api(), update(version, ("metadata.version", 25), ("group.version", 1)))
     assert (response.error_code, response.error_message) == (ErrorCode.none, None)
     if version < 2:
@@ -123,14 +123,14 @@ async def test_other_levels_are_refused(version: int, name: str, level: int, say
 
 
 @pytest.mark.parametrize("version", range(3))
-async def test_one_of_many_is_refused_with_all(version: int) -> None:
+async def test_one_refused_update_refuses_all(version: int) -> None:
     wanted = (("metadata.version", 25), ("kraft.version", 1))
     assert (await ask(update_api(), update(version, *wanted))).error_code is REFUSED
     twice = (("group.version", 1), ("group.version", 1))
     assert (await ask(update_api(), update(version, *twice))).error_code is ErrorCode.invalid_request
 
 
-async def test_an_unknown_kind_of_upgrade_is_refused() -> None:
+async def test_an_unknown_upgrade_type_is_refused() -> None:
     asked = NEWEST.UpdateFeaturesRequest(
         feature_updates=(NEWEST.FeatureUpdateKey(feature="metadata.version", max_version_level=25, upgrade_type=9),)
     )

@@ -1,4 +1,4 @@
-"""The leader's side of replication: sessions, their responses and when they are sent."""
+"""The leader's side of replication: fetch sessions, their responses and when they are sent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def key(index: int) -> PartitionKey:
 
 
 class Leader:
-    """A node that leads some partitions, and counts how often one is looked up."""
+    """A node that leads some partitions, and counts partition look-ups."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class Leader:
 
 
 class TestStrangers:
-    """A fetch says how far a follower has got, so only the process may that is registered as that node."""
+    """A fetch reports the follower's position, so only the process that is registered as that node may send it."""
 
-    async def test_who_is_not_registered_as_the_node_gets_nothing_and_takes_no_session(self) -> None:
+    async def test_an_unregistered_process_gets_nothing_and_no_session(self) -> None:
         leader = Leader(1, registrations={FOLLOWER: 7})
         leader.write(0)
         for node, registration in ((FOLLOWER, 6), (FOLLOWER, -1), (STRANGER, 7)):
@@ -104,7 +104,7 @@ class TestStrangers:
         assert not len(leader.fetch)
         leader.store.close_now()
 
-    async def test_the_follower_keeps_its_session_when_another_claims_to_be_it(self) -> None:
+    async def test_a_follower_keeps_its_session_when_another_process_claims_its_id(self) -> None:
         leader = Leader(1, registrations={FOLLOWER: 7})
         leader.write(0)
         fetcher = Fetcher(leader, registration=7)
@@ -115,8 +115,8 @@ class TestStrangers:
         assert (await fetcher.ask()).partitions[key(0)].records
         leader.store.close_now()
 
-    async def test_the_session_of_one_that_was_replaced_is_over_so_that_it_does_not_ask_without_a_pause(self) -> None:
-        """An idle follower names nothing. A response without a word would have it ask again at once, for ever."""
+    async def test_the_session_of_a_replaced_process_ends(self) -> None:
+        """An idle follower names no partition; an empty response would make it poll without a pause for ever."""
         registrations = {FOLLOWER: 7}
         leader = Leader(1, registrations=registrations)
         fetcher = Fetcher(leader, registration=7)
@@ -127,7 +127,7 @@ class TestStrangers:
 
 
 class Fetcher:
-    """A follower's session, as the wire carries it."""
+    """A follower's session, as encoded on the wire."""
 
     def __init__(self, leader: Leader, node: NodeId = FOLLOWER, *, registration: int = 1) -> None:
         self.leader = leader
@@ -177,7 +177,7 @@ def leader() -> Iterator[Leader]:
 
 
 class TestResponses:
-    async def test_everything_up_to_the_end_of_the_log_is_given(self, leader: Leader) -> None:
+    async def test_records_up_to_the_log_end_are_returned(self, leader: Leader) -> None:
         leader.write(0)
         leader.write(0)
         assert leader.partitions[0].high_watermark == 0
@@ -186,7 +186,7 @@ class TestResponses:
         assert [header.base_offset for header in iterate_headers(response.records)] == [0, 1]
         assert response.high_watermark == 0
 
-    async def test_what_is_asked_for_next_is_what_the_follower_has(self, leader: Leader) -> None:
+    async def test_the_fetch_offset_is_the_followers_position(self, leader: Leader) -> None:
         leader.write(0)
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
@@ -202,7 +202,7 @@ class TestResponses:
             (at(0, leader_epoch=5), ErrorCode.unknown_leader_epoch),
         ],
     )
-    async def test_only_the_current_epoch_counts(
+    async def test_only_the_current_epoch_is_accepted(
         self, leader: Leader, position: ReplicaPosition, code: ErrorCode
     ) -> None:
         leader.write(0)
@@ -212,13 +212,13 @@ class TestResponses:
         assert in_sync is not None
         assert [follower.offset for follower in in_sync.followers] == [-1]
 
-    async def test_a_node_without_a_replica_gets_nothing(self, leader: Leader) -> None:
+    async def test_a_node_without_a_replica_is_refused(self, leader: Leader) -> None:
         leader.write(0)
         responses = await Fetcher(leader, STRANGER).ask({0: at(0)})
         assert responses.partitions[key(0)].code == ErrorCode.not_leader_or_follower
         assert not responses.partitions[key(0)].records
 
-    async def test_histories_that_part_are_reported_and_count_for_nothing(self, leader: Leader) -> None:
+    async def test_a_diverged_follower_gets_the_diverging_epoch_and_does_not_count(self, leader: Leader) -> None:
         partition = leader.partitions[0]
         leader.write(0)
         partition.apply(Versioned(replace(STATE, leader_epoch=Epoch(7)), 2), me=ME)
@@ -232,7 +232,7 @@ class TestResponses:
         assert responses.partitions[key(0)].diverging == (7, 3)
         assert partition.high_watermark == 0
 
-    async def test_where_the_log_begins_is_reported_with_an_offset_that_is_gone(self, leader: Leader) -> None:
+    async def test_an_offset_below_the_log_start_is_reported_with_the_log_start(self, leader: Leader) -> None:
         leader.write(0)
         leader.write(0)
         leader.partitions[0].log.delete_before(2)
@@ -240,22 +240,20 @@ class TestResponses:
         response = responses.partitions[key(0)]
         assert (response.code, response.log_start) == (ErrorCode.offset_out_of_range, 2)
 
-    async def test_one_bad_partition_does_not_hold_up_the_others(self, leader: Leader) -> None:
+    async def test_one_bad_partition_does_not_block_the_others(self, leader: Leader) -> None:
         leader.write(1)
         responses = await Fetcher(leader).ask({0: at(0, leader_epoch=9), 1: at(0), 99: at(0)})
         assert responses.partitions[key(99)].code == ErrorCode.unknown_topic_id
         assert responses.partitions[key(1)].records
 
-    async def test_only_the_first_partition_exceeds_what_is_asked_for_and_the_others_come_next(
-        self, leader: Leader
-    ) -> None:
+    async def test_only_the_first_partition_may_exceed_the_limit_and_the_others_come_next(self, leader: Leader) -> None:
         for index in range(3):
             leader.write(index, size=1000)
         fetcher = Fetcher(leader)
         wanted: dict[int, ReplicaPosition] | None = {index: at(0) for index in range(3)}
         served = []
         for _ in range(3):
-            # One that waited for an append would never get a response.
+            # A fetch that waited for an append would never get a response.
             async with asyncio.timeout(60):
                 responses = await fetcher.ask(wanted, max_bytes=1500, wait_ms=600_000)
             with_records = [key for key, response in responses.partitions.items() if response.records]
@@ -264,7 +262,7 @@ class TestResponses:
             wanted = {index: at(1, last_epoch=4) for _, index in with_records}
         assert served == [0, 1, 2]
 
-    async def test_a_full_budget_does_not_hold_up_followers(self) -> None:
+    async def test_an_exhausted_memory_budget_does_not_block_followers(self) -> None:
         leader = Leader(budget_bytes=1000)
         leader.budget.take(5000)
         leader.write(0, size=BYTES_MIN // 2)
@@ -278,14 +276,14 @@ class TestResponses:
 
 
 class TestSessions:
-    async def test_a_session_names_only_what_has_changed(self, leader: Leader) -> None:
+    async def test_an_incremental_fetch_names_only_changed_partitions(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         first = await fetcher.ask({index: at(0) for index in range(4)})
         assert len(first.partitions) == 4
         assert not (await fetcher.ask()).partitions
         leader.write(2)
         assert list((await fetcher.ask()).partitions) == [key(2)]
-        # It does not give the same again before the follower has said where it is.
+        # The same records are not sent again before the follower has reported its position.
         assert not (await fetcher.ask()).partitions
         assert (await fetcher.ask({2: at(0)})).partitions[key(2)].records
 
@@ -298,11 +296,11 @@ class TestSessions:
             for number in range(5):
                 leader.write(7)
                 await fetcher.ask({7: at(number, last_epoch=4 if number else -1)})
-        # A partition is found once; then only what happens to it is looked at.
+        # A partition is looked up once; later, only changed ones are visited.
         assert (leader.lookups, read.call_count) == (0, 5)
         leader.store.close_now()
 
-    async def test_a_fetch_that_comes_before_the_response_ends_the_wait_of_the_one_before(self, leader: Leader) -> None:
+    async def test_a_pipelined_fetch_ends_the_wait_of_the_previous_one(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
         first = asyncio.ensure_future(fetcher.ask(wait_ms=60_000))
@@ -313,7 +311,7 @@ class TestSessions:
         responses = [await other.ask({0: at(0)}), await first]
         assert sorted(len(response.partitions) for response in responses) == [1, 1]
 
-    async def test_two_followers_in_step_are_given_what_was_read_once(self) -> None:
+    async def test_two_followers_at_the_same_position_share_a_read(self) -> None:
         leader, third = Leader(1), NodeId(3)
         state = replace(STATE, replicas=(ME, FOLLOWER, third))
         leader.partitions[0].apply(Versioned(state, 2), me=ME)
@@ -326,7 +324,7 @@ class TestSessions:
                 for node in (FOLLOWER, third, FOLLOWER)
             ]
         assert given == [bytes(log.read(0, max_bytes=1 << 20, up_to=3))] * 3
-        # The one who asks a third time is given it from the disk again.
+        # A third fetch of the same records reads from the disk again.
         assert read.call_count == 2
         leader.store.close_now()
 
@@ -338,7 +336,7 @@ class TestSessions:
         leader.write(1)
         assert list((await fetcher.ask()).partitions) == [key(1)]
 
-    async def test_a_session_that_is_out_of_step_restarts(self, leader: Leader) -> None:
+    async def test_a_session_with_a_wrong_epoch_restarts(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
         fetcher.epoch += 1
@@ -348,7 +346,7 @@ class TestSessions:
         assert (await fetcher.ask()).code == ErrorCode.fetch_session_id_not_found
         assert len(leader.fetch) == 1
 
-    async def test_what_does_not_fit_comes_next_time(self, leader: Leader) -> None:
+    async def test_records_that_do_not_fit_are_sent_next_time(self, leader: Leader) -> None:
         for index in range(4):
             leader.write(index, size=1000)
         fetcher = Fetcher(leader)
@@ -362,7 +360,7 @@ class TestSessions:
 
 class TestWaiting:
     async def waits(self, fetcher: Fetcher, then: Callable[[], object]) -> ReplicaResponses:
-        """What a fetch that finds nothing gets once something has happened."""
+        """Return the response of a waiting fetch after an event."""
         waiting = asyncio.ensure_future(fetcher.ask(wait_ms=60_000))
         await asyncio.sleep(0.01)
         assert not waiting.done()
@@ -376,7 +374,7 @@ class TestWaiting:
         responses = await self.waits(fetcher, lambda: leader.write(1))
         assert responses.partitions[key(1)].records
 
-    async def test_a_high_watermark_that_moved_ends_it_too(self, leader: Leader) -> None:
+    async def test_an_advanced_high_watermark_ends_the_wait(self, leader: Leader) -> None:
         state = replace(STATE, replicas=(ME, FOLLOWER, STRANGER), in_sync=(ME, FOLLOWER, STRANGER))
         leader.partitions[0].apply(Versioned(state, 2), me=ME)
         leader.write(0)
@@ -393,14 +391,14 @@ class TestWaiting:
         assert responses.partitions[key(0)].high_watermark == 1
         assert not responses.partitions[key(0)].records
 
-    async def test_a_change_of_leader_ends_it(self, leader: Leader) -> None:
+    async def test_a_leader_change_ends_the_wait(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
         elected = Versioned(STATE.elected(FOLLOWER), 5)
         responses = await self.waits(fetcher, lambda: leader.partitions[0].apply(elected, me=ME))
         assert responses.partitions[key(0)].code == ErrorCode.not_leader_or_follower
 
-    async def test_a_stopping_node_lets_no_one_wait(self, leader: Leader) -> None:
+    async def test_a_stopping_node_ends_the_wait(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
         assert not (await self.waits(fetcher, leader.fetch.stop)).partitions
@@ -416,7 +414,7 @@ class TestWaiting:
             assert (await waiting).code == ErrorCode.fetch_session_id_not_found
 
 
-async def test_a_follower_that_leaves_is_waited_for_no_longer(leader: Leader) -> None:
+async def test_a_departed_follower_is_not_waited_for(leader: Leader) -> None:
     fetcher = Fetcher(leader)
     await fetcher.ask({0: at(0)})
     waiting = asyncio.create_task(fetcher.ask(wait_ms=300_000))
@@ -424,5 +422,5 @@ async def test_a_follower_that_leaves_is_waited_for_no_longer(leader: Leader) ->
     assert not waiting.done()
     fetcher.client.presence.leave()
     assert not (await asyncio.wait_for(waiting, 60)).partitions
-    # What it has sent before it left gets a response without a wait as well.
+    # The requests that it sent before get a response without a wait as well.
     assert not (await asyncio.wait_for(fetcher.ask(wait_ms=300_000), 60)).partitions

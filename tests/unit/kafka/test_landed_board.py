@@ -1,4 +1,4 @@
-"""How far topics were landed, as retention asks for it."""
+"""How far topics are landed, as retention uses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACE = TopicPartition("orders", PartitionIndex(0))
 
 
 class Topics:
-    """One topic with one partition, as this node carries it."""
+    """One topic with one partition hosted by this node."""
 
     def __init__(self) -> None:
         self.topic_id = uuid4()
@@ -52,8 +52,8 @@ class Topics:
         return SimpleNamespace(is_leader=self.is_leader, log_start=7)
 
 
-class Desk:
-    """The board, and the request that fills it."""
+class ReportingPipelines:
+    """Pipelines that report to a landed board through its API."""
 
     def __init__(self, pipelines: Pipelines) -> None:
         self.pipelines = pipelines
@@ -77,81 +77,81 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def reporting(tmp_path: Path) -> Iterator[ReportingPipelines]:
     catalog = Catalog.open_folder(tmp_path)
     catalog.prepare()
-    yield Desk(Pipelines(CatalogDeclarations(catalog), ManualClock()))
+    yield ReportingPipelines(Pipelines(CatalogDeclarations(catalog), ManualClock()))
     catalog.close()
 
 
-async def test_what_no_one_has_landed_stays(desk: Desk) -> None:
-    assert desk.floor() == 0
-    await desk.declare("one", topics="orders,bills")
-    assert desk.floor() == 0
-    await desk.report("one", 30)
-    assert desk.floor() == 30
-    assert desk.topics.floor(TopicPartition("unknown", PartitionIndex(0))) == 0
+async def test_records_that_are_not_landed_are_kept(reporting: ReportingPipelines) -> None:
+    assert reporting.floor() == 0
+    await reporting.declare("one", topics="orders,bills")
+    assert reporting.floor() == 0
+    await reporting.report("one", 30)
+    assert reporting.floor() == 30
+    assert reporting.topics.floor(TopicPartition("unknown", PartitionIndex(0))) == 0
 
 
-async def test_every_pipeline_that_lands_the_topic_counts(desk: Desk) -> None:
-    await desk.declare("one", topics="orders")
-    await desk.declare("all", pattern="ord.*", lake="/lake")
-    await desk.declare("other", topics="bills")
-    await desk.report("one", 30)
-    assert desk.floor() == 0
-    await desk.report("all", 20, lake="/lake")
-    assert desk.floor() == 20
-    await desk.pipelines.delete("all")
-    assert desk.floor() == 30
+async def test_every_pipeline_that_lands_the_topic_counts(reporting: ReportingPipelines) -> None:
+    await reporting.declare("one", topics="orders")
+    await reporting.declare("all", pattern="ord.*", lake="/lake")
+    await reporting.declare("other", topics="bills")
+    await reporting.report("one", 30)
+    assert reporting.floor() == 0
+    await reporting.report("all", 20, lake="/lake")
+    assert reporting.floor() == 20
+    await reporting.pipelines.delete("all")
+    assert reporting.floor() == 30
 
 
-async def test_a_recreated_topic_restarts(desk: Desk) -> None:
-    await desk.declare("one", topics="orders")
-    await desk.report("one", 30)
-    desk.topics.topic_id = uuid4()
-    assert desk.floor() == 0
-    await desk.report("one", 3)
-    assert desk.floor() == 3
-    await desk.report("one", 90, topic_id=uuid4())
-    await desk.report("nobody", 90)
-    assert desk.floor() == 3
+async def test_a_recreated_topic_starts_over(reporting: ReportingPipelines) -> None:
+    await reporting.declare("one", topics="orders")
+    await reporting.report("one", 30)
+    reporting.topics.topic_id = uuid4()
+    assert reporting.floor() == 0
+    await reporting.report("one", 3)
+    assert reporting.floor() == 3
+    await reporting.report("one", 90, topic_id=uuid4())
+    await reporting.report("nobody", 90)
+    assert reporting.floor() == 3
 
 
-async def test_only_the_leader_decides(desk: Desk) -> None:
-    await desk.declare("one", topics="orders")
-    await desk.report("one", 30)
-    desk.topics.is_leader = False
-    assert desk.floor() == 7
-    desk.topics.is_here = False
-    assert desk.floor() == 0
+async def test_only_the_leader_decides(reporting: ReportingPipelines) -> None:
+    await reporting.declare("one", topics="orders")
+    await reporting.report("one", 30)
+    reporting.topics.is_leader = False
+    assert reporting.floor() == 7
+    reporting.topics.is_here = False
+    assert reporting.floor() == 0
 
 
-async def test_what_is_landed_elsewhere_is_not_landed(desk: Desk) -> None:
-    await desk.declare("one", topics="orders")
-    await desk.report("one", 30, lake="/by/hand")
-    assert desk.floor() == 0
-    await desk.report("one", 30)
-    await desk.pipelines.alter("one", {"every.ms": "1000"})
-    assert desk.floor() == 30
-    await desk.pipelines.alter("one", {"lake": "/other"})
-    assert desk.floor() == 0, "the tables of the other lake have nothing yet"
-    await desk.report("one", 30)
-    assert desk.floor() == 0, "a job that ended with the change came late"
-    await desk.report("one", 20, lake="/other")
-    assert desk.floor() == 20
-    await desk.pipelines.delete("one")
-    assert desk.floor() == 0
-    await desk.declare("one", topics="orders", lake="/other")
-    assert desk.floor() == 0, "it has the name of the other and nothing else"
+async def test_offsets_landed_into_another_lake_do_not_count(reporting: ReportingPipelines) -> None:
+    await reporting.declare("one", topics="orders")
+    await reporting.report("one", 30, lake="/by/hand")
+    assert reporting.floor() == 0
+    await reporting.report("one", 30)
+    await reporting.pipelines.alter("one", {"every.ms": "1000"})
+    assert reporting.floor() == 30
+    await reporting.pipelines.alter("one", {"lake": "/other"})
+    assert reporting.floor() == 0, "the tables of the other lake have nothing yet"
+    await reporting.report("one", 30)
+    assert reporting.floor() == 0, "a job that ended with the change came late"
+    await reporting.report("one", 20, lake="/other")
+    assert reporting.floor() == 20
+    await reporting.pipelines.delete("one")
+    assert reporting.floor() == 0
+    await reporting.declare("one", topics="orders", lake="/other")
+    assert reporting.floor() == 0, "it has the name of the other and nothing else"
 
 
-async def test_pipelines_are_read_when_they_change_and_not_when_retention_asks(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+async def test_pipelines_are_read_on_change_and_not_by_retention(
+    reporting: ReportingPipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await desk.declare("one", pattern="ord.*")
-    await desk.report("one", 30)
-    assert desk.floor() == 30
+    await reporting.declare("one", pattern="ord.*")
+    await reporting.report("one", 30)
+    assert reporting.floor() == 30
     monkeypatch.setattr(LandSettings, "from_strings", lambda _: pytest.fail("settings were read again"))
     monkeypatch.setattr("millstream.core.pipeline.compile_regex", lambda _: pytest.fail("compiled again"))
-    desk.topics.version += 1
-    assert desk.floor() == 30
+    reporting.topics.version += 1
+    assert reporting.floor() == 30

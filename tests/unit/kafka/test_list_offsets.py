@@ -1,4 +1,4 @@
-"""ListOffsets and OffsetForLeaderEpoch: offsets by time and by epoch."""
+"""ListOffsets and OffsetForLeaderEpoch: offsets by timestamp and by epoch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def looked_up(api: ListOffsets, version: int, time_ms: int, *, partition: 
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_the_ends_of_the_log(api: ListOffsets, version: int) -> None:
+async def test_earliest_and_latest_offsets(api: ListOffsets, version: int) -> None:
     assert await looked_up(api, version, EARLIEST) == (ErrorCode.none, 0, -1)
     assert await looked_up(api, version, LATEST) == (ErrorCode.none, 5, -1)
     assert await looked_up(api, version, EARLIEST, partition=1) == (ErrorCode.none, 0, -1)
@@ -68,7 +68,7 @@ async def test_the_ends_of_the_log(api: ListOffsets, version: int) -> None:
     ("time_ms", "offset", "found_ms"),
     [(0, 0, 100), (100, 0, 100), (101, 1, 200), (201, 2, 500), (450, 2, 500), (500, 2, 500), (501, -1, -1)],
 )
-async def test_times_find_the_first_record_that_is_not_older(
+async def test_a_timestamp_finds_the_first_record_not_older(
     api: ListOffsets, time_ms: int, offset: int, found_ms: int
 ) -> None:
     for version in (1, 5, 11):
@@ -87,13 +87,15 @@ async def test_times_find_the_first_record_that_is_not_older(
         (-(2**63), 99, None),
     ],
 )
-async def test_special_times_from_their_version_on(api: ListOffsets, special: int, first: int, expected: Any) -> None:
+async def test_special_timestamps_require_their_version(
+    api: ListOffsets, special: int, first: int, expected: Any
+) -> None:
     unsupported = (ErrorCode.unsupported_version, -1, -1)
     for version in VERSIONS:
         assert await looked_up(api, version, special) == (expected if version >= first else unsupported)
 
 
-async def test_the_largest_timestamp_of_nothing_is_nothing(api: ListOffsets) -> None:
+async def test_an_empty_partition_has_no_max_timestamp(api: ListOffsets) -> None:
     assert await looked_up(api, 7, MAX_TIMESTAMP, partition=1) == (ErrorCode.none, -1, -1)
 
 
@@ -121,7 +123,7 @@ async def test_the_earliest_offset_has_the_epoch_that_wrote_it(api: ListOffsets,
         topics.partition("orders", index).leader_epoch = Epoch(3)
     await topics.partition("orders", 0).append(encode_batch([NewRecord(None, b"v", (), 600)]))
     assert await epoch(0) == 0
-    # Nothing is there, so the current leader will write the first.
+    # The partition is empty, so the current leader will write the first record.
     assert await epoch(1) == 3
     await topics.partition("orders", 1).append(encode_batch([NewRecord(None, b"v", (), 600)]))
     assert await epoch(1) == 3
@@ -132,7 +134,7 @@ async def test_read_committed_reads_up_to_the_last_stable_offset(api: ListOffset
     assert response.topics[0].partitions[0].offset == 5
 
 
-async def test_what_is_not_there_is_reported(api: ListOffsets) -> None:
+async def test_missing_partitions_are_reported(api: ListOffsets) -> None:
     response = await ask(api, request((7, LATEST)))
     assert response.topics[0].partitions[0].error_code is ErrorCode.unknown_topic_or_partition
     response = await ask(api, request((0, LATEST), topic="nope"))

@@ -59,7 +59,7 @@ async def test_nodes_topics_and_leaders_are_reported(api: Metadata, topics: Topi
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_all_topics_or_none(api: Metadata, topics: Topics, version: int) -> None:
+async def test_metadata_of_all_topics_or_none(api: Metadata, topics: Topics, version: int) -> None:
     await topics.create("b")
     await topics.create("a")
     everything = await ask(api, request(version, every=True))
@@ -69,7 +69,7 @@ async def test_all_topics_or_none(api: Metadata, topics: Topics, version: int) -
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_missing_topics_are_created_when_that_is_allowed(api: Metadata, topics: Topics, version: int) -> None:
+async def test_missing_topics_are_created_when_allowed(api: Metadata, topics: Topics, version: int) -> None:
     flags = {"allow_auto_topic_creation": True} if version >= 4 else {}
     (described,) = (await ask(api, request(version, "fresh", **flags))).topics
     assert described.error_code is ErrorCode.none
@@ -77,7 +77,7 @@ async def test_missing_topics_are_created_when_that_is_allowed(api: Metadata, to
     assert topics.get("fresh") is not None
 
 
-async def test_missing_topics_are_reported_when_creation_is_not_wanted(api: Metadata, topics: Topics) -> None:
+async def test_missing_topics_are_reported_when_creation_is_not_allowed(api: Metadata, topics: Topics) -> None:
     response = await ask(api, request(12, "missing", "bad name!", ""))
     assert [topic.error_code for topic in response.topics] == [
         ErrorCode.unknown_topic_or_partition,
@@ -101,7 +101,7 @@ class TestWithoutAutoCreation:
         assert topics.all() == []
 
 
-async def test_names_that_cannot_be_created_are_reported(api: Metadata, topics: Topics) -> None:
+async def test_invalid_names_are_reported(api: Metadata, topics: Topics) -> None:
     wanted = request(9, "bad name!", "__consumer_offsets", allow_auto_topic_creation=True)
     invalid, internal = (await ask(api, wanted)).topics
     assert invalid.error_code is ErrorCode.invalid_topic_exception
@@ -111,7 +111,7 @@ async def test_names_that_cannot_be_created_are_reported(api: Metadata, topics: 
 
 
 @pytest.mark.parametrize("version", [12, 13])
-async def test_topics_can_be_asked_for_by_id(api: Metadata, topics: Topics, version: int) -> None:
+async def test_topics_can_be_requested_by_id(api: Metadata, topics: Topics, version: int) -> None:
     topic, unknown = await topics.create("orders"), uuid.uuid4()
     found, missing = (await ask(api, request(version, topic.topic_id, unknown))).topics
     assert (found.name, found.topic_id, found.error_code) == ("orders", topic.topic_id, ErrorCode.none)
@@ -120,13 +120,13 @@ async def test_topics_can_be_asked_for_by_id(api: Metadata, topics: Topics, vers
 
 
 @pytest.mark.parametrize("version", [10, 11])
-async def test_ids_before_their_time_are_refused(api: Metadata, topics: Topics, version: int) -> None:
+async def test_ids_in_old_versions_are_refused(api: Metadata, topics: Topics, version: int) -> None:
     topic = await topics.create("orders")
     (refused,) = (await ask(api, request(version, topic.topic_id))).topics
     assert refused.error_code is ErrorCode.invalid_request
 
 
-async def test_a_topic_without_name_and_id_is_passed_over(api: Metadata) -> None:
+async def test_a_topic_without_name_and_id_is_skipped(api: Metadata) -> None:
     messages: Any = importlib.import_module("kio.schema.metadata.v12.request")
     nameless = messages.MetadataRequestTopic(name=None, topic_id=None)
     asked = messages.MetadataRequest(topics=(nameless,), include_topic_authorized_operations=False)
@@ -139,7 +139,7 @@ async def test_a_topic_named_twice_is_reported_once(api: Metadata, topics: Topic
 
 
 @pytest.mark.parametrize("version", [8, 9, 10])
-async def test_operations_are_reported_when_asked(api: Metadata, topics: Topics, version: int) -> None:
+async def test_operations_are_reported_on_request(api: Metadata, topics: Topics, version: int) -> None:
     await topics.create("orders")
     asked = request(
         version,

@@ -46,7 +46,7 @@ def status(
     return NodeStatus(node(state), sources, ManualClock(), unready_reasons=lambda: unready_reasons, samples_max=most)
 
 
-def test_a_frame_gets_the_document() -> None:
+def test_a_request_gets_the_document() -> None:
     api = status(Numbers(counter("a_total", "A.", 1)))
     frame = memoryview(request_head(api.key, 0, 99, "test"))
     response = api.handle_frame(frame, read_request_header(frame), ClientInfo(connection_id=1, host="h"))
@@ -61,11 +61,11 @@ def test_a_frame_gets_the_document() -> None:
     assert (document["node_id"], document["kafka"], document["started_ms"]) == (3, "127.0.0.1:9092", 5)
 
 
-def test_ready_and_unharmed_means_no_reasons() -> None:
+def test_a_ready_node_has_no_reasons() -> None:
     assert status().snapshot()["reasons"] == []
 
 
-def test_what_the_disk_lost_is_named_up_to_a_bound() -> None:
+def test_damaged_ranges_are_listed_up_to_a_limit() -> None:
     partition = TopicPartition("orders", PartitionIndex(2))
     api = NodeStatus(node(), (), ManualClock(), damage=lambda: [(partition, ((3, 5, True), (9, 10, False)))])
     assert api.snapshot()["damage"] == [
@@ -83,7 +83,7 @@ def test_every_reason_is_reported() -> None:
     assert reasons == ["the node is stopping", "orders-0: the disk is full"]
 
 
-def test_very_many_samples_are_cut_and_not_even_made() -> None:
+def test_samples_beyond_the_limit_are_not_even_computed() -> None:
     made = []
 
     def samples() -> Iterator[Sample]:
@@ -95,7 +95,7 @@ def test_very_many_samples_are_cut_and_not_even_made() -> None:
     assert (len(found["samples"]), found["left_out"], len(made)) == (3, True, 4)
 
 
-def test_a_histogram_is_spelled_out() -> None:
+def test_a_histogram_is_expanded() -> None:
     histogram = Histogram((1.0,))
     histogram.observe(0.5)
     labels = (("api", "Fetch"),)
@@ -105,7 +105,7 @@ def test_a_histogram_is_spelled_out() -> None:
     ]
 
 
-def test_the_process_is_measured() -> None:
+def test_process_metrics_are_reported() -> None:
     found = {metric.name: next(iter(metric.samples)).value for metric in ProcessMetrics(started_ms=2500).metrics()}
     assert found["process_start_time_seconds"] == 2.5
     for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
@@ -114,7 +114,7 @@ def test_the_process_is_measured() -> None:
         assert value > 0
 
 
-def test_lag_is_what_lies_between_the_offset_and_the_end() -> None:
+def test_lag_is_the_high_watermark_minus_the_committed_offset() -> None:
     class Groups:
         def committed(self) -> Iterable[tuple[str, str, int, int]]:
             return [("g", "orders", 0, 5), ("g", "orders", 1, 12), ("g", "gone", 0, 1)]

@@ -1,4 +1,4 @@
-"""What is asked about partitions: their folder, their producers, their leaders and where they are moved to."""
+"""Partition administration: log directories, producers, leader elections and reassignments."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class TestDescribeLogDirs:
             assert 0 < folder.usable_bytes <= folder.total_bytes
         assert not folder.is_cordoned
 
-    async def test_only_what_is_asked_for_and_is_there_is_reported(self, api: DescribeLogDirs) -> None:
+    async def test_only_requested_partitions_that_exist_are_reported(self, api: DescribeLogDirs) -> None:
         response = await ask(api, self.request(a=(1, 1, 7, -1), nope=(0,), b=()))
         (folder,) = response.results
         assert [(topic.name, [one.partition_index for one in topic.partitions]) for topic in folder.topics] == [
             ("a", [1])
         ]
 
-    async def test_a_folder_that_is_gone_is_an_error(self, topics: Topics, tmp_path: Path) -> None:
+    async def test_a_missing_folder_is_an_error(self, topics: Topics, tmp_path: Path) -> None:
         api = DescribeLogDirs(topics, folder=str(tmp_path / "nope"))
         (folder,) = (await ask(api, self.request())).results
         assert (folder.error_code, folder.topics) == (ErrorCode.kafka_storage_error, ())

@@ -1,4 +1,4 @@
-"""The private requests about pipelines, as a client sends them to several nodes, and their responses."""
+"""The private pipeline APIs, as a client uses them on several nodes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Node:
 
 @dataclass
 class Nodes:
-    """What a client has to do with: requests go to the first node, unless they name another."""
+    """The client's view of the nodes: requests go to the first node, unless they name another."""
 
     nodes: dict[int, Node]
 
@@ -125,7 +125,7 @@ def client(nodes: Nodes) -> PipelineClient:
     return PipelineClient(cast("Client", nodes))
 
 
-async def test_what_is_declared_at_one_node_is_reported_by_all(client: PipelineClient, nodes: Nodes) -> None:
+async def test_a_pipeline_declared_on_one_node_is_reported_by_all(client: PipelineClient, nodes: Nodes) -> None:
     made = (await client.create("land-orders", "land", ORDERS)).pipeline_id
     await client.create("checked-only", "route", {}, validate_only=True)
     (reported,) = await client.describe()
@@ -136,7 +136,7 @@ async def test_what_is_declared_at_one_node_is_reported_by_all(client: PipelineC
         [],
     )
     assert (reported["overrides"], reported["settings"]["every.ms"]) == (ORDERS, "60000")
-    # The others have not heard of it, and look it up when they are asked for it.
+    # The other nodes do not have it cached, and look it up on request.
     assert nodes.nodes[2].pipelines.all() == []
     assert await client.describe(["land-orders"]) == [reported]
 
@@ -180,7 +180,7 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
     waiting = PipelineReport(name="land-orders", state="waiting", last_error="pipelines-enabled is off", node=2)
     nodes.nodes[2].board.take([waiting])
     assert (await client.describe(["land-orders"]))[0]["report"] == reported["report"]
-    # What waits is measured, whatever the last batch of a driver has left; also of one that no node runs.
+    # The lag is measured even if the driver's last batch left none, and also for a pipeline that no node runs.
     nodes.nodes[3].board.take_lags({"land-orders": 9})
     (measured,) = await client.describe(["land-orders"])
     assert (measured["report"]["lag"], summary_of(measured)["lag"]) == (9, 9)
@@ -194,7 +194,7 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
     nodes.nodes[2].board.clear()
     (reported,) = await client.describe(["land-orders"])
     assert (reported["state"], reported["report"], summary_of(reported)["lag"]) == ("waiting", None, None)
-    # Whoever does not respond may be the one that runs it.
+    # A node that does not respond may be the one that runs it.
     assert (reported["notes"], summary_of(reported)["error"]) == (["it is away"], "it is away")
     for node in nodes.nodes.values():
         node.is_away = True
@@ -202,14 +202,14 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
         await client.describe(["land-orders"])
 
 
-async def test_the_newest_that_any_node_knows_is_reported(client: PipelineClient, nodes: Nodes) -> None:
+async def test_the_newest_version_known_to_any_node_is_reported(client: PipelineClient, nodes: Nodes) -> None:
     await client.create("land-orders", "land", ORDERS)
     for node in nodes.nodes.values():
         await node.pipelines.load()
     await nodes.nodes[3].pipelines.stop("land-orders")
     assert nodes.nodes[1].pipelines.all()[0].is_wanted
     assert [reported["state"] for reported in await client.describe()] == ["stopped"]
-    # One of them has heard that it is gone.
+    # One node has been notified of the deletion.
     await nodes.nodes[3].pipelines.delete("land-orders")
     with pytest.raises(NotFound):
         await client.describe(["land-orders"])
@@ -235,7 +235,7 @@ async def test_a_pipeline_is_changed_stopped_parked_and_started(client: Pipeline
     assert await client.describe() == []
 
 
-async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, nodes: Nodes) -> None:
+async def test_rules_are_changed_all_or_none(client: PipelineClient, nodes: Nodes) -> None:
     await client.create("director", PipelineKind.ROUTE, {}, rules=[LARGE])
     small = Rule(name="small", topic="orders", targets=("small-orders",), subscription="cheap")
     with pytest.raises(NotFound, match="no subscription 'cheap'"):
@@ -261,7 +261,7 @@ async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, 
     ]
 
 
-async def test_a_rule_that_looks_at_what_is_not_decoded_is_refused(client: PipelineClient, nodes: Nodes) -> None:
+async def test_a_rule_on_a_field_that_is_not_decoded_is_refused(client: PipelineClient, nodes: Nodes) -> None:
     expected = "'large' reads payloads, which decode=none does not decode"
     with pytest.raises(InvalidRequest, match=expected):
         await client.create("director", "route", {"decode": "none"}, rules=[LARGE])
@@ -278,9 +278,7 @@ async def test_a_rule_that_looks_at_what_is_not_decoded_is_refused(client: Pipel
         await client.alter("director", {"decode": "none"})
 
 
-async def test_what_its_owner_should_know_is_reported_and_no_reason_to_refuse(
-    client: PipelineClient, nodes: Nodes
-) -> None:
+async def test_warnings_are_reported_without_refusing_the_change(client: PipelineClient, nodes: Nodes) -> None:
     node = nodes.nodes[1]
     node.topics = [topic_of(name) for name in ("orders", "bills")]
     assert (await client.create("known", "land", {"topics": "orders"})).notes == []
@@ -298,7 +296,7 @@ async def test_what_its_owner_should_know_is_reported_and_no_reason_to_refuse(
     assert (await client.create("unclear", "transform", unclear)).notes == []
 
 
-async def test_circles_of_several_pipelines_are_reported(client: PipelineClient, nodes: Nodes) -> None:
+async def test_cycles_over_several_pipelines_are_reported(client: PipelineClient, nodes: Nodes) -> None:
     nodes.nodes[1].topics = [topic_of(name) for name in ("orders", "large-orders", "audit", "copies")]
     await client.create("director", "route", {}, rules=[LARGE])
     await client.create("on", "transform", {"sql": "SELECT * FROM audit", "into": "copies"})
@@ -316,7 +314,9 @@ async def test_circles_of_several_pipelines_are_reported(client: PipelineClient,
     assert await client.alter("return", {"batch.max.messages": "6"}) == []
 
 
-async def test_a_group_that_is_a_subscription_is_no_pipelines(client: PipelineClient, nodes: Nodes) -> None:
+async def test_a_group_of_a_subscription_is_refused_as_the_group_of_a_pipeline(
+    client: PipelineClient, nodes: Nodes
+) -> None:
     pipelines, subscriptions = nodes.nodes[1].pipelines, nodes.nodes[1].subscriptions
     await subscriptions.create("pipeline-mine", ["orders"], {})
     with pytest.raises(InvalidRequest, match="group 'pipeline-mine' is a subscription's"):
@@ -329,7 +329,7 @@ async def test_a_group_that_is_a_subscription_is_no_pipelines(client: PipelineCl
         await create.handle(CreateSubscriptionRequest("pipeline-yours", ["orders"]))
 
 
-async def test_what_cannot_be_is_refused_in_a_sentence(client: PipelineClient) -> None:
+async def test_invalid_declarations_are_refused_with_a_sentence(client: PipelineClient) -> None:
     await client.create("land-orders", "land", ORDERS)
     with pytest.raises(PipelineExists, match="already exists"):
         await client.create("land-orders", "land", ORDERS)
@@ -347,7 +347,7 @@ async def test_what_cannot_be_is_refused_in_a_sentence(client: PipelineClient) -
     assert not issubclass(InvalidPipeline, InvalidSetting)
 
 
-async def test_the_page_lists_every_metric(catalog: Catalog) -> None:
+async def test_the_documentation_lists_every_metric(catalog: Catalog) -> None:
     node = Node(catalog)
     assert list(node.board.metrics()) == []
     await node.pipelines.create("land-orders", PipelineKind.LAND, ORDERS)
@@ -375,7 +375,7 @@ async def test_the_page_lists_every_metric(catalog: Catalog) -> None:
     assert next(iter(node.board.metrics())).samples == [(1.0, (here,))]
 
 
-async def test_code_is_refused_where_none_runs_at_a_change_too(catalog: Catalog) -> None:
+async def test_code_is_refused_also_on_change_where_none_may_run(catalog: Catalog) -> None:
     client = PipelineClient(cast("Client", Nodes({1: Node(catalog, has_jobs=False)})))
     plain = {"sql": "SELECT twice(value) AS value FROM orders", "into": "copies"}
     code = {"functions": "twice=sums.twice:string", "functions.code": "sums=def twice(value): return value"}

@@ -1,4 +1,4 @@
-"""The hand-laid Produce and Fetch against kio's codec, in every version served."""
+"""The hand-written Produce and Fetch codecs against kio's, in every served version."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def settled(response: EventualResponse) -> bytes | None:
 
 
 async def ask(api: Api, request: Any, client: ClientInfo = CLIENT) -> Any:
-    """Send a kio request through the hand-laid API and read the response with kio."""
+    """Send a kio request through the hand-written API and decode the response with kio."""
     frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
     encoded = await settled(api.handle_frame(frame, read_request_header(frame), client))
     if encoded is None:
@@ -160,7 +160,7 @@ async def test_only_read_committed_gets_aborted_transactions(
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The threads in which records are checked, in order."""
+    """The threads in which records are validated, in order."""
     seen: list[int] = []
 
     def check(*given: Any) -> None:
@@ -172,7 +172,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-async def test_timestamps_of_heavy_batches_are_read_beside_the_loop(tmp_path: Path, threads: list[int]) -> None:
+async def test_timestamps_of_large_batches_are_validated_beside_the_loop(tmp_path: Path, threads: list[int]) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t", overrides={"message.timestamp.before.max.ms": str(HOUR_MS // 2)})
         produce, now_ms = Produce(topics, no_quota()), SystemClock().now_ms()
@@ -187,7 +187,7 @@ async def test_timestamps_of_heavy_batches_are_read_beside_the_loop(tmp_path: Pa
         assert threading.get_ident() not in threads
 
 
-async def test_keys_of_heavy_batches_are_looked_for_beside_the_loop(tmp_path: Path, threads: list[int]) -> None:
+async def test_keys_of_large_batches_are_validated_beside_the_loop(tmp_path: Path, threads: list[int]) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t", overrides={"cleanup.policy": "compact"})
         produce = Produce(topics, no_quota())
@@ -239,7 +239,7 @@ async def test_produce_errors_are_reported_by_partition(tmp_path: Path, version:
 
 
 @pytest.mark.parametrize("version", [3, 6, 7, 13])
-async def test_what_a_client_may_not_write_is_not_written(tmp_path: Path, version: int) -> None:
+async def test_forbidden_records_are_not_stored(tmp_path: Path, version: int) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         offsets = await topics.create("__consumer_offsets", internal=True)
@@ -272,7 +272,7 @@ async def test_what_a_client_may_not_write_is_not_written(tmp_path: Path, versio
     ],
     ids=["impossible length", "cut off", "impossible format", "old format", "negative delta", "checksum"],
 )
-async def test_only_what_may_have_happened_on_the_way_is_sent_again(
+async def test_only_corruption_in_transit_is_retriable(
     tmp_path: Path, position: int, value: bytes, code: ErrorCode
 ) -> None:
     async with single_node(tmp_path) as topics:
@@ -372,7 +372,7 @@ async def test_a_long_poll_ends_after_its_time_with_nothing(tmp_path: Path) -> N
         assert response.responses[0].partitions[0].records == b""
 
 
-async def test_what_comes_before_a_long_poll_has_begun_to_wait_is_seen(tmp_path: Path) -> None:
+async def test_an_append_before_a_long_poll_starts_to_wait_is_seen(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t", partitions=3)
         request = fetch_request(
@@ -386,7 +386,7 @@ async def test_what_comes_before_a_long_poll_has_begun_to_wait_is_seen(tmp_path:
         assert {one.partition_index: values(one) for one in found} == {0: [], 1: [b"x"], 2: []}
 
 
-async def test_a_long_poll_looks_only_at_what_has_moved_and_sends_all_there_is(tmp_path: Path) -> None:
+async def test_a_long_poll_checks_only_changed_partitions_and_returns_everything(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t", partitions=20)
         partitions = [(index, 0) for index in range(20)]
@@ -414,7 +414,7 @@ async def test_a_long_poll_looks_only_at_what_has_moved_and_sends_all_there_is(t
         assert found == {index: [b"x"] * {3: 1, 7: 2}.get(index, 0) for index in range(20)}
 
 
-async def test_a_client_that_leaves_ends_its_long_poll(tmp_path: Path) -> None:
+async def test_a_disconnect_ends_its_long_poll(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         await topics.partition("t", 0).append(bytearray(batch(b"little")))
@@ -522,7 +522,7 @@ INVALID_RECORDS: list[tuple[dict[str, str], list[tuple[bytes | None, int]], Erro
         ErrorCode.invalid_timestamp,
         [0, 2],
     ),
-    # The header of a batch holds the time of its first record and the latest, not the earliest.
+    # The batch header holds the timestamp of the first record and the maximum, not the minimum.
     (
         {"message.timestamp.before.max.ms": str(HOUR_MS // 2)},
         [(None, 0), (None, -HOUR_MS)],
@@ -535,7 +535,7 @@ INVALID_RECORDS: list[tuple[dict[str, str], list[tuple[bytes | None, int]], Erro
         ErrorCode.invalid_timestamp,
         [1, 2],
     ),
-    # A record is named once, and a wrong timestamp weighs more, as in Kafka.
+    # A record is named once, and an invalid timestamp takes precedence, as in Kafka.
     (
         {"cleanup.policy": "compact", "message.timestamp.after.max.ms": "1000"},
         [(b"k", 0), (None, HOUR_MS), (b"k", HOUR_MS)],
@@ -548,7 +548,7 @@ INVALID_RECORDS: list[tuple[dict[str, str], list[tuple[bytes | None, int]], Erro
 @pytest.mark.parametrize("compression", [0, COMPRESSION_ZSTD])
 @pytest.mark.parametrize("version", [7, 8, 9, 13])
 @pytest.mark.parametrize(("settings", "records", "code", "indexes"), INVALID_RECORDS)
-async def test_a_refused_batch_names_the_records_to_blame(
+async def test_a_refused_batch_names_the_invalid_records(
     tmp_path: Path,
     version: int,
     settings: dict[str, str],
@@ -576,12 +576,12 @@ async def test_a_refused_batch_names_the_records_to_blame(
 
 
 def sizes_of(response: Any) -> dict[int, int]:
-    """The partitions with records, and how many bytes each has."""
+    """The partitions with records, and the number of bytes of each."""
     return {p.partition_index: len(p.records) for t in response.responses for p in t.partitions if p.records}
 
 
 async def batches_in(topics: Topics, sizes: dict[int, list[int]]) -> UUID:
-    """A topic with batches of exactly so many bytes in its partitions."""
+    """A topic with batches of exactly these sizes in its partitions."""
     topic = await topics.create("t", partitions=len(sizes), overrides={"flush": "os"})
     overhead = len(batch(bytes(1000))) - 1000
     for index, of_partition in sizes.items():
@@ -594,7 +594,7 @@ async def batches_in(topics: Topics, sizes: dict[int, list[int]]) -> UUID:
 @pytest.mark.parametrize(
     ("max_bytes", "partition_max_bytes", "expected"),
     [
-        (900, 1 << 20, {0: 1000}),  # the first batch is given although it is larger
+        (900, 1 << 20, {0: 1000}),  # the first batch is returned although it is larger
         (0, 0, {0: 1000}),
         (1999, 1 << 20, {0: 1000, 2: 600}),  # partition 1 has to wait, a smaller batch behind it fits
         (2000, 1 << 20, {0: 1000, 1: 1000}),
@@ -602,7 +602,7 @@ async def batches_in(topics: Topics, sizes: dict[int, list[int]]) -> UUID:
         (1 << 20, 1 << 20, {0: 1000, 1: 2000, 2: 600, 3: 4000}),
     ],
 )
-async def test_a_fetch_keeps_to_its_limits(
+async def test_a_fetch_respects_its_limits(
     tmp_path: Path, max_bytes: int, partition_max_bytes: int, expected: dict[int, int], *, read_committed: bool
 ) -> None:
     """Only the first partition with records may exceed them, by its first batch, as in Kafka."""
@@ -623,7 +623,7 @@ async def test_a_fetch_keeps_to_its_limits(
 
 @pytest.mark.parametrize("version", [4, 12, 18])
 async def test_every_partition_is_read_to_the_end_within_the_limits(tmp_path: Path, version: int) -> None:
-    """With a session the broker takes turns, without one the client does; either way nothing starves."""
+    """With a session the broker rotates partitions, without one the client does; either way nothing starves."""
     sizes = {0: [700] * 5, 1: [1900, 300, 1900], 2: [100] * 9, 3: [2500, 2500]}
     async with single_node(tmp_path) as topics:
         topic_id = await batches_in(topics, sizes)
@@ -646,7 +646,7 @@ async def test_every_partition_is_read_to_the_end_within_the_limits(tmp_path: Pa
         assert offsets == {index: len(batches) for index, batches in sizes.items()}
 
 
-async def test_a_fetch_that_has_no_room_for_more_does_not_wait_for_more(tmp_path: Path) -> None:
+async def test_a_fetch_at_its_limit_does_not_wait(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic_id = await batches_in(topics, {0: [1000], 1: [1000]})
         limits: dict[str, Any] = {"max_bytes": 1500, "min_bytes": 1500, "max_wait_ms": 600_000}
@@ -655,7 +655,7 @@ async def test_a_fetch_that_has_no_room_for_more_does_not_wait_for_more(tmp_path
             assert sizes_of(await ask(fetch_api(topics), request)) == {0: 1000}
 
 
-async def test_a_fetch_waits_while_memory_is_used_up(tmp_path: Path) -> None:
+async def test_a_fetch_waits_while_the_memory_budget_is_exhausted(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         await topics.partition("t", 0).append(bytearray(batch(b"x")))
@@ -671,7 +671,7 @@ async def test_a_fetch_waits_while_memory_is_used_up(tmp_path: Path) -> None:
 
 
 async def filled(topics: Topics, partitions: int) -> UUID:
-    """A topic whose partitions hold two hundred and fifty records each, of a kilobyte."""
+    """A topic whose partitions hold 250 records of a kilobyte each."""
     topic = await topics.create("t", partitions=partitions)
     for index in range(partitions):
         for number in range(5):
@@ -694,7 +694,7 @@ async def test_a_large_response_is_read_while_it_is_sent(tmp_path: Path, version
             assert values(partition) == expected
 
 
-async def test_a_topic_that_is_deleted_in_mid_response_is_sent_to_the_end(tmp_path: Path) -> None:
+async def test_a_response_of_a_deleted_topic_is_sent_to_the_end(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic_id = await filled(topics, 4)
         request = fetch_request(12, "t", topic_id, 0, partitions=[(index, 0) for index in range(4)], max_bytes=1 << 25)

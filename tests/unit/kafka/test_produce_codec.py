@@ -1,4 +1,4 @@
-"""The quick ways of reading and writing Produce against the general ones, in every version and for broken bytes."""
+"""The fast Produce codec against the generic one, in every version and for malformed bytes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def request_body(version: int, wanted: Any, *, transactional_id: str | None = No
 
 
 def reported(request: Request | None) -> Any:
-    """What a request says, comparable."""
+    """The content of a request, comparable."""
     if request is None:
         return None
     portions = [(one.topic, one.index, None if one.records is None else bytes(one.records)) for one in request.portions]
@@ -78,7 +78,7 @@ def reported(request: Request | None) -> Any:
 
 
 def outcome(read_it: Callable[[], Any]) -> Any:
-    """What reading gives, or how it is refused."""
+    """The decoded request, or the error."""
     try:
         return read_it()
     except ProtocolViolation as refused:
@@ -86,7 +86,7 @@ def outcome(read_it: Callable[[], Any]) -> Any:
 
 
 @given(version=versions, wanted=topics, acks=st.integers(-2, 2), transactional_id=st.none() | st.text(max_size=200))
-def test_ordinary_requests_are_read_the_plain_way_and_alike(
+def test_ordinary_requests_take_the_fast_path_and_decode_equally(
     version: int, wanted: Any, acks: int, transactional_id: str | None
 ) -> None:
     frame = memoryview(request_body(version, wanted, acks=acks, transactional_id=transactional_id))
@@ -95,7 +95,7 @@ def test_ordinary_requests_are_read_the_plain_way_and_alike(
 
 
 @given(version=versions, wanted=topics, data=st.data())
-def test_broken_requests_are_read_or_refused_alike(version: int, wanted: Any, data: st.DataObject) -> None:
+def test_malformed_requests_decode_or_fail_equally(version: int, wanted: Any, data: st.DataObject) -> None:
     transactional_id = data.draw(st.none() | st.text(max_size=3))
     content = bytearray(request_body(version, wanted, transactional_id=transactional_id))
     for _ in range(data.draw(st.integers(0, 3))):
@@ -109,7 +109,7 @@ def test_broken_requests_are_read_or_refused_alike(version: int, wanted: Any, da
 
 
 @given(version=versions, content=st.binary(max_size=80))
-def test_any_bytes_are_read_or_refused_alike(version: int, content: bytes) -> None:
+def test_arbitrary_bytes_decode_or_fail_equally(version: int, content: bytes) -> None:
     frame, header = memoryview(content), header_of(version)
     plain = reported(read_plain(frame, header))
     assert plain is None or plain == outcome(lambda: reported(read_any(frame, header)))
@@ -123,7 +123,7 @@ def test_any_bytes_are_read_or_refused_alike(version: int, content: bytes) -> No
     code=st.sampled_from([ErrorCode.none, ErrorCode.request_timed_out]),
     throttle_ms=st.integers(0, 2**31 - 1),
 )
-def test_the_response_for_one_partition_is_laid_out_alike(
+def test_the_response_for_one_partition_is_encoded_equally(
     version: int, topic: tuple[str, UUID], index: int, appended: Any, code: ErrorCode, throttle_ms: int
 ) -> None:
     portion = Portion(topic[version >= FIRST_WITH_TOPIC_IDS], index, None)
@@ -136,7 +136,7 @@ def test_the_response_for_one_partition_is_laid_out_alike(
 
 
 @given(version=versions, message=st.text(max_size=20) | st.just("é" * 40_000))
-def test_every_response_is_what_the_protocol_says(version: int, message: str) -> None:
+def test_every_response_follows_the_protocol(version: int, message: str) -> None:
     topic_id = UUID(int=9)
     topic: str | UUID = topic_id if version >= FIRST_WITH_TOPIC_IDS else "t"
     good, bad = Portion(topic, 3, None), Portion(topic, 4, None)
@@ -159,7 +159,7 @@ def test_every_response_is_what_the_protocol_says(version: int, message: str) ->
     rest=st.binary(max_size=5),
     data=st.data(),
 )
-def test_request_headers_are_read_or_refused_alike(
+def test_request_headers_decode_or_fail_equally(
     key: int, version: int, client_id: str | None, rest: bytes, data: st.DataObject
 ) -> None:
     frame = bytearray(request_head(key, version, 5, client_id) + rest)
@@ -170,6 +170,6 @@ def test_request_headers_are_read_or_refused_alike(
     assert outcome(lambda: read_request_header(memoryview(frame))) == expected
 
 
-def test_a_length_beyond_28_bits_is_left_to_the_general_way() -> None:
+def test_a_length_beyond_28_bits_is_left_to_the_generic_codec() -> None:
     body = b"\0" + struct.pack(">hi", -1, 1) + b"\x02" + b"\x80\x80\x80\x80\x01"
     assert read_plain(memoryview(body), header_of(9)) is None

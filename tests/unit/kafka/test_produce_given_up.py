@@ -44,7 +44,7 @@ class OnePartition:
         return self._partition
 
 
-async def test_those_who_gave_up_get_a_response_and_are_forgotten_while_the_watermark_stands_still() -> None:
+async def test_timed_out_requests_get_a_response_and_are_freed_while_the_high_watermark_stands_still() -> None:
     store = LogStore.open(
         Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
     )

@@ -55,7 +55,7 @@ def init(transactional_id: str | None = None, producer_id: int = -1, epoch: int 
 
 
 @pytest.mark.parametrize("version", range(6))
-async def test_every_idempotent_producer_gets_an_id_of_its_own(version: int) -> None:
+async def test_every_idempotent_producer_gets_a_unique_id(version: int) -> None:
     api = init_api(Counting())
     responses = [await ask_in(api, version, init()) for _ in range(2)]
     assert [(one.error_code, one.producer_id, one.producer_epoch) for one in responses] == [
@@ -71,12 +71,12 @@ async def test_a_producer_that_restarts_gets_a_new_id(version: int) -> None:
 
 
 @pytest.mark.parametrize(("producer_id", "epoch"), [(7, -1), (-1, 3)])
-async def test_an_id_and_its_epoch_come_together(producer_id: int, epoch: int) -> None:
+async def test_an_id_without_its_epoch_is_refused(producer_id: int, epoch: int) -> None:
     response = await ask(init_api(Counting()), init(producer_id=producer_id, epoch=epoch))
     assert (response.error_code, response.producer_id) == (ErrorCode.invalid_request, -1)
 
 
-async def test_ids_that_cannot_be_had_are_reported() -> None:
+async def test_a_failed_id_allocation_is_reported() -> None:
     response = await ask(init_api(Failing()), init())
     assert (response.error_code, response.producer_id) == (ErrorCode.kafka_storage_error, -1)
 
@@ -91,7 +91,7 @@ async def test_the_cluster_is_described(membership: Membership, version: int) ->
     assert response.cluster_authorized_operations == NOT_ASKED
 
 
-async def test_what_may_be_done_is_reported_when_asked(membership: Membership) -> None:
+async def test_operations_are_reported_on_request(membership: Membership) -> None:
     wanted = DESCRIBE.DescribeClusterRequest(include_cluster_authorized_operations=True, include_fenced_brokers=False)
     assert (await ask(DescribeCluster(membership), wanted)).cluster_authorized_operations == CLUSTER_OPERATIONS
 

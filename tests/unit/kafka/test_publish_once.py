@@ -1,4 +1,4 @@
-"""Publishing once: duplicates are recognized on every endpoint, within the window, across leaders."""
+"""Publishing once: duplicates are detected across endpoints and leaders, within the window."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUOTAS = ClientQuotas(cast("Declarations", None))
 
 
 class Place:
-    """The one partition, as topics would give it."""
+    """The one partition, as `Topics` would return it."""
 
     def __init__(self, partition: Partition) -> None:
         self.there = partition
@@ -54,7 +54,7 @@ class Door:
         self.api = self.restarted()
 
     def restarted(self) -> PublishOnce:
-        """As after a failover: nothing is remembered."""
+        """Simulate a failover: nothing is cached."""
         self.place = Place(self.bench.partition)
         self.api = PublishOnce(cast("Topics", self.place), QuotaMeter(QUOTAS, PRODUCER_BYTE_RATE))
         return self.api
@@ -86,7 +86,7 @@ class Door:
         return [(record.value or b"").decode() for record in found]
 
 
-async def test_a_message_that_comes_again_is_not_stored_again() -> None:
+async def test_a_duplicate_message_is_not_stored_again() -> None:
     door = Door()
     assert await door.publish("a", "b", "a") == [(0, True), (1, True), (0, False)]
     assert await door.publish("b", "c", compression=COMPRESSION_ZSTD) == [(1, False), (2, True)]
@@ -94,7 +94,7 @@ async def test_a_message_that_comes_again_is_not_stored_again() -> None:
     assert door.api.duplicates == 2
 
 
-async def test_a_message_without_a_time_is_of_now() -> None:
+async def test_a_message_without_a_timestamp_is_stamped_now() -> None:
     door = Door()
     batch = bytes(encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))]))
     for is_new in (True, False):
@@ -102,7 +102,7 @@ async def test_a_message_without_a_time_is_of_now() -> None:
         assert (offset, timestamp_ms, was_new) == (0, door.bench.clock.now_ms(), is_new)
 
 
-async def test_what_came_through_another_door_counts() -> None:
+async def test_messages_published_through_other_apis_are_detected() -> None:
     door = Door()
     door.publish_otherwise("a", COMPRESSION_ZSTD)
     door.publish_in_transaction("gone", 1, commit=False)
@@ -112,7 +112,7 @@ async def test_what_came_through_another_door_counts() -> None:
     assert [is_new for _, is_new in placed] == [False, True, False, True]
 
 
-async def test_ids_are_read_beside_the_loop_when_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_ids_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published_ids, "ON_LOOP_BYTES", 0)
     monkeypatch.setattr(published_ids, "READ_BYTES", 1)
     door = Door()
@@ -122,7 +122,7 @@ async def test_ids_are_read_beside_the_loop_when_there_is_much(monkeypatch: pyte
     assert sorted(offset for both in placed for offset, _ in both) == [7, 8, 20, 20]
 
 
-async def test_too_many_ids_are_forgotten_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ids_beyond_the_limit_are_forgotten_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published_ids, "IDS_MAX", 2)
     door = Door()
     await door.publish("a", "b", "c")
@@ -133,7 +133,7 @@ async def test_too_many_ids_are_forgotten_and_counted(monkeypatch: pytest.Monkey
     assert forgotten["millstream_deduplication_ids_forgotten_total"] == 1
 
 
-async def test_partitions_that_were_not_asked_for_lately_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_partitions_evicted_from_the_cache_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "NODE_IDS_MAX", 1)
     monkeypatch.setattr(api, "COUNT_EVERY", 1)
     door = Door()
@@ -147,7 +147,7 @@ async def test_partitions_that_were_not_asked_for_lately_are_read_again(monkeypa
     assert await door.publish("b") == [(1, False)]
 
 
-async def test_a_node_that_does_not_lead_says_so() -> None:
+async def test_a_node_that_does_not_lead_refuses() -> None:
     door = Door()
     await door.publish("a")
     state = PartitionState(
@@ -158,7 +158,7 @@ async def test_a_node_that_does_not_lead_says_so() -> None:
         await door.publish("a")
 
 
-async def test_a_duplicate_is_acknowledged_when_the_original_is() -> None:
+async def test_a_duplicate_is_acknowledged_together_with_the_original() -> None:
     door = Door()
     partition = door.bench.partition
     state = PartitionState(
@@ -186,7 +186,7 @@ async def test_a_duplicate_is_acknowledged_when_the_original_is() -> None:
         (encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))]), WINDOW_MS + 1, InvalidRequest),
     ],
 )
-async def test_what_cannot_be_published_once_is_refused(
+async def test_messages_that_cannot_be_deduplicated_are_refused(
     batch: bytearray, window_ms: int | None, error: type[Exception]
 ) -> None:
     door = Door()
@@ -195,7 +195,7 @@ async def test_what_cannot_be_published_once_is_refused(
     assert door.stored() == []
 
 
-def test_a_message_goes_to_the_same_partition_each_time() -> None:
+def test_a_message_always_goes_to_the_same_partition() -> None:
     assert partition_of(b"key", b"id", 8) == partition_of(b"key", b"other", 8)
     assert {partition_of(None, str(number).encode(), 8) for number in range(100)} == set(range(8))
 
@@ -213,7 +213,7 @@ STEPS = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(STEPS)
-def test_it_does_what_a_dictionary_would(steps: list[tuple[str, object]]) -> None:
+def test_it_behaves_like_a_dictionary(steps: list[tuple[str, object]]) -> None:
     asyncio.run(_follow(steps))
 
 
@@ -247,14 +247,14 @@ async def _follow(steps: list[tuple[str, object]]) -> None:
             assert await door.publish(*cast("list[str]", detail)) == expected
 
 
-async def test_partitions_that_are_gone_or_led_elsewhere_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deleted_partitions_and_those_led_elsewhere_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     door = Door()
     await door.publish("a")
     assert len(door.api._ids) == 1
     for listener in door.place.listeners:
         listener(door.bench.partition.topic)
     assert not door.api._ids
-    # The same with one that this node does not lead any more, once another has been asked for often enough.
+    # A partition that this node no longer leads is evicted too, once others have been used often enough.
     await door.publish("a")
     monkeypatch.setattr(api, "COUNT_EVERY", 1)
     monkeypatch.setattr(published_ids.PublishedIds, "is_current", property(lambda self: self._partition is not there))

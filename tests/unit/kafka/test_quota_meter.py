@@ -1,4 +1,4 @@
-"""Quotas hold: by the bytes, by the clock, and in the responses of Produce and Fetch in every version."""
+"""Quotas are enforced: by bytes, by the clock, and in Produce and Fetch responses of every version."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVERYBODY = QuotaEntity(((USER, ANONYMOUS),))
 
 
 class Hand:
-    """A clock that stands until it is moved."""
+    """A clock that advances only by hand."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,7 +48,7 @@ class Hand:
 
 
 class Muted:
-    """A client that remembers for how long it was muted."""
+    """A client that records how long it was muted."""
 
     def __init__(self, client_id: str = "one", *, user: str = "") -> None:
         self.seconds: list[float] = []
@@ -62,7 +62,7 @@ steps = st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 20)), min_size=1, 
 
 
 @given(st.integers(1, 10_000), steps)
-def test_no_client_that_waits_gets_more_than_its_rate_and_the_first_burst(
+def test_a_client_that_waits_never_exceeds_its_rate_and_the_first_burst(
     rate: int, requests: list[tuple[int, float]]
 ) -> None:
     clock = Hand()
@@ -81,7 +81,7 @@ def test_a_client_below_its_rate_never_waits(rate: int, seconds: int) -> None:
     assert all(bucket.take(rate, float(now)) == 0 for now in range(seconds))
 
 
-async def test_no_one_is_limited_until_someone_has_a_quota(quotas: ClientQuotas) -> None:
+async def test_without_quotas_no_client_is_limited(quotas: ClientQuotas) -> None:
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE)
     limiting = [meter.is_limiting]
     for change in ({CONSUMER_BYTE_RATE: 1.0}, {PRODUCER_BYTE_RATE: 1.0}, {PRODUCER_BYTE_RATE: None}):
@@ -119,7 +119,7 @@ async def test_a_share_consumer_waits_until_its_debt_is_paid(quotas: ClientQuota
     assert client.seconds == []
 
 
-async def test_who_shares_a_connection_owes_instead_of_being_muted(quotas: ClientQuotas) -> None:
+async def test_the_debt_of_a_client_is_reported_without_muting_a_shared_connection(quotas: ClientQuotas) -> None:
     clock, client = Hand(), Muted()
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=clock)
     assert meter.owed_ms(client.info) == 0
@@ -131,14 +131,14 @@ async def test_who_shares_a_connection_owes_instead_of_being_muted(quotas: Clien
     assert (meter.throttled, client.seconds) == (1, [])
 
 
-async def test_a_users_clients_share_one_bucket(quotas: ClientQuotas) -> None:
+async def test_the_clients_of_a_user_share_one_bucket(quotas: ClientQuotas) -> None:
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
     await quotas.alter(EVERYBODY, {PRODUCER_BYTE_RATE: 100.0})
     assert meter.charge(Muted("one").info, 1000) == 0
     assert meter.charge(Muted("other").info, 1) == 10
 
 
-async def test_users_are_limited_apart_and_a_client_id_over_all_users(quotas: ClientQuotas) -> None:
+async def test_users_are_limited_separately_and_a_client_id_across_users(quotas: ClientQuotas) -> None:
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
     await quotas.alter(QuotaEntity(((USER, DEFAULT),)), {PRODUCER_BYTE_RATE: 100.0})
     alice, bob = Muted("app", user="alice").info, Muted("app", user="bob").info
@@ -151,7 +151,7 @@ async def test_users_are_limited_apart_and_a_client_id_over_all_users(quotas: Cl
     assert (meter.charge(alice, 1000), meter.charge(bob, 1)) == (0, 10)
 
 
-async def test_every_wait_is_bounded_and_a_change_restarts_it(quotas: ClientQuotas) -> None:
+async def test_every_throttle_time_is_bounded_and_restarts_on_change(quotas: ClientQuotas) -> None:
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
     client = Muted()
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
@@ -162,14 +162,14 @@ async def test_every_wait_is_bounded_and_a_change_restarts_it(quotas: ClientQuot
     assert meter.allowance(client.info, 10**9) == 100
 
 
-async def test_only_so_many_clients_are_remembered(quotas: ClientQuotas, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_tracked_clients_is_bounded(quotas: ClientQuotas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota_meter, "CLIENTS_MAX", 2)
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
     assert [meter.charge(Muted(name).info, 11) for name in ("a", "b", "a", "c", "a")] == [1000, 1000, 12000, 1000, 1000]
 
 
-async def test_the_numbers_are_reported_for_each_kind(quotas: ClientQuotas) -> None:
+async def test_metrics_are_reported_for_each_kind(quotas: ClientQuotas) -> None:
     meters = QuotaMeters(quotas)
     await quotas.alter(EACH_CLIENT, {CONSUMER_BYTE_RATE: 1.0})
     meters.fetch.charge(Muted().info, 12)
@@ -181,7 +181,7 @@ async def test_the_numbers_are_reported_for_each_kind(quotas: ClientQuotas) -> N
 
 
 async def exchange(api: Produce | Fetch, request: Any, client: ClientInfo) -> Any:
-    """Send a kio request through a hand-laid API and read the response with kio."""
+    """Send a kio request through a hand-written API and decode the response with kio."""
     frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
     response = api.handle_frame(frame, read_request_header(frame), client)
     if response is None:
@@ -228,7 +228,7 @@ async def test_produce_is_stored_and_throttled(topics: Topics, quotas: ClientQuo
     response = await exchange(produce, produce_request(version, topic), client.info)
     assert milliseconds(response) > 0
     assert client.seconds == [milliseconds(response) / 1000]
-    # What went beyond the quota is stored all the same.
+    # The records beyond the quota are stored all the same.
     assert topics.partition("orders", 0).high_watermark == 2
     assert client.info.produce_requests == 2
     assert client.info.produced_bytes > 1000
@@ -254,7 +254,7 @@ async def test_fetch_gets_a_response_and_is_throttled(topics: Topics, quotas: Cl
     everything = len(response.responses[0].partitions[0].records)
     assert (milliseconds(response), client.seconds) == (0, [])
     await quotas.alter(EACH_CLIENT, {CONSUMER_BYTE_RATE: 10.0})
-    # The quota allows less than one batch at once; one comes anyway, or nothing ever would.
+    # The quota allows less than one batch at once; one is returned anyway, or the client would never progress.
     response = await exchange(fetch, fetch_request(version, topic, min_bytes=5000, max_wait_ms=600_000), client.info)
     records = response.responses[0].partitions[0].records
     assert 1000 < len(records) < everything

@@ -1,4 +1,4 @@
-"""Batches that a producer sent behind a refused one are refused too: none may be stored before it, or leave a gap."""
+"""Batches sent behind a refused one of the same producer are refused too: no reordering, no gaps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NONE, NOT_LEADER, OUT_OF_ORDER = (
 
 
 class Restarted:
-    """A node after a restart: it hosts a partition and listens, and leads once `lead` is called."""
+    """A restarted node: it hosts a partition and listens, and leads once `lead` is called."""
 
     def __init__(self, store: LogStore) -> None:
         self.store = store
@@ -57,7 +57,7 @@ class Restarted:
         return self.opened
 
     def lead(self, epoch: int = 1) -> None:
-        """Elect the node, which alone is in sync."""
+        """Elect the node, which is the only one in sync."""
         state = PartitionState(replicas=(ME,), leader=ME, leader_epoch=Epoch(epoch), in_sync=(ME,))
         self.opened.apply(Versioned(state, epoch), me=ME)
 
@@ -107,7 +107,7 @@ def connection(number: int = 1) -> ClientInfo:
 
 
 @pytest.mark.parametrize("stored_before", [0, 2])
-async def test_a_batch_behind_one_that_came_before_the_election_is_not_stored_before_it(
+async def test_a_batch_behind_one_refused_before_the_election_is_not_stored_first(
     node: Restarted, stored_before: int
 ) -> None:
     for sequence in range(stored_before):
@@ -122,7 +122,7 @@ async def test_a_batch_behind_one_that_came_before_the_election_is_not_stored_be
     assert not client.refused_batches
 
 
-async def test_a_batch_behind_one_that_failed_after_it_was_appended_is_not_stored_before_it(node: Restarted) -> None:
+async def test_a_batch_behind_one_that_failed_after_its_append_is_not_stored_first(node: Restarted) -> None:
     client = connection()
     node.lead_with_another(epoch=1, leader=ME)
     waiting = [asyncio.create_task(node.send(client, sequence)) for sequence in range(2)]
@@ -139,7 +139,7 @@ async def test_a_batch_behind_one_that_failed_after_it_was_appended_is_not_store
     assert not client.refused_batches
 
 
-async def test_a_repetition_of_what_was_stored_before_the_restart_is_recognised(node: Restarted) -> None:
+async def test_a_duplicate_from_before_the_restart_is_recognised(node: Restarted) -> None:
     for sequence in range(2):
         node.opened.log.append(encode_values(producer_id=9, sequence=sequence), leader_epoch=Epoch(0))
     client = connection()
@@ -149,7 +149,7 @@ async def test_a_repetition_of_what_was_stored_before_the_restart_is_recognised(
     assert node.opened.log.end_offset == 3
 
 
-async def test_a_batch_that_another_leader_has_stored_meanwhile_holds_up_nothing(node: Restarted) -> None:
+async def test_a_batch_that_another_leader_has_stored_since_blocks_nothing(node: Restarted) -> None:
     client = connection()
     assert await node.send(client, 0) == NOT_LEADER
     for sequence in range(5):
@@ -159,7 +159,7 @@ async def test_a_batch_that_another_leader_has_stored_meanwhile_holds_up_nothing
     assert not client.refused_batches
 
 
-async def test_a_real_gap_is_reported_once_no_batch_can_have_been_on_its_way(node: Restarted) -> None:
+async def test_a_real_gap_is_reported_once_no_batch_can_be_in_flight(node: Restarted) -> None:
     node.opened.log.append(encode_values(producer_id=9, sequence=0), leader_epoch=Epoch(0))
     client = connection()
     assert await node.send(client, 1) == NOT_LEADER
@@ -168,7 +168,7 @@ async def test_a_real_gap_is_reported_once_no_batch_can_have_been_on_its_way(nod
     assert responses == [NOT_LEADER] * BATCHES_BEHIND_MAX + [OUT_OF_ORDER]
 
 
-async def test_other_producers_epochs_and_connections_are_not_held_up(node: Restarted) -> None:
+async def test_other_producers_epochs_and_connections_are_not_blocked(node: Restarted) -> None:
     client = connection()
     assert await node.send(client, 0) == NOT_LEADER
     node.lead()
@@ -178,7 +178,7 @@ async def test_other_producers_epochs_and_connections_are_not_held_up(node: Rest
     assert not client.refused_batches
 
 
-async def test_a_batch_that_is_not_to_be_sent_again_holds_up_nothing(node: Restarted) -> None:
+async def test_a_batch_with_a_fatal_error_blocks_nothing(node: Restarted) -> None:
     node.lead()
     client = connection()
     batch = encode_values(producer_id=9, sequence=0)
@@ -197,7 +197,7 @@ async def test_sequences_wrap(node: Restarted) -> None:
     assert await node.send(client, 0) == NONE
 
 
-async def test_what_is_remembered_of_a_connection_is_bounded(node: Restarted, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_state_per_connection_is_bounded(node: Restarted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(produce_api, "REFUSED_PRODUCERS_MAX", 3)
     client = connection()
     for producer_id in range(5):

@@ -1,4 +1,4 @@
-"""What is served, what the page of the protocol says, and what Kafka has: the three agree."""
+"""The served APIs, the protocol page and Kafka's APIs agree."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def served(catalog: Catalog, topics: Topics, membership: Membership, confi
 
 
 def names_of_kafka() -> Iterator[str]:
-    """Every request that kio knows, by the name that Kafka gives it."""
+    """Every request that kio knows, by its name in Kafka."""
     for package in pkgutil.iter_modules(kio.schema.__path__):
         if not package.ispkg:
             continue
@@ -68,13 +68,13 @@ def names_of_kafka() -> Iterator[str]:
             yield "".join(word.capitalize() for word in package.name.split("_"))
 
 
-async def test_every_api_of_the_page_is_served_once(served: ServedApis) -> None:
+async def test_every_documented_api_is_served_once(served: ServedApis) -> None:
     serving = sorted((api.key, type(api).__name__, *api.versions) for api in served.apis)
     assert serving == sorted(entry[:4] for entry in api_entries())
     assert len({api.key for api in served.apis}) == len(serving)
 
 
-def test_every_api_of_kafka_is_served_or_said_not_to_be() -> None:
+def test_every_kafka_api_is_served_or_documented_as_missing() -> None:
     serving = {entry.name for entry in api_entries() if entry.key < PRIVATE_KEY_MIN}
     missing = [name for names in NOT_SERVED.values() for name in names]
     assert len(missing) == len(set(missing))
@@ -82,8 +82,8 @@ def test_every_api_of_kafka_is_served_or_said_not_to_be() -> None:
     assert serving | set(missing) == set(names_of_kafka())
 
 
-async def test_every_api_declares_what_its_clients_need(served: ServedApis) -> None:
-    """Kafka's have a guard, or ask for themselves; private requests cannot be made without saying so."""
+async def test_every_api_declares_its_permissions(served: ServedApis) -> None:
+    """Kafka's APIs have a guard or check by themselves; private requests cannot be defined without one."""
     for api in served.apis:
         if api.key < PRIVATE_KEY_MIN:
             assert (api.key in guarded_keys()) != (api.key in AUTHORIZE_THEMSELVES), type(api).__name__
@@ -91,7 +91,7 @@ async def test_every_api_declares_what_its_clients_need(served: ServedApis) -> N
             assert type(api).__name__ in ("NodeStatus", "ClientList"), "declare what it needs, as the others do"
 
 
-async def test_every_api_declares_what_it_changes(served: ServedApis) -> None:
+async def test_every_api_declares_its_changes(served: ServedApis) -> None:
     """A change that an API does not declare would be missing in the audit log."""
     for api in served.apis:
         if isinstance(api, Api | PrivateApi):
@@ -100,9 +100,9 @@ async def test_every_api_declares_what_it_changes(served: ServedApis) -> None:
             assert type(api).__name__ in ("ApiVersions", "Produce", "Fetch", "OffsetCommit", "NodeStatus", "ClientList")
 
 
-def test_every_version_served_has_its_messages() -> None:
+def test_every_served_version_has_its_messages() -> None:
     for entry in api_entries():
-        # Of Produce, the oldest versions are advertised but refused, so there are no messages for them.
+        # The oldest versions of Produce are advertised but refused, so they have no messages.
         oldest = 3 if entry.name == "Produce" else entry.oldest
         if entry.key < PRIVATE_KEY_MIN:
             for version in range(oldest, entry.newest + 1):
@@ -110,7 +110,7 @@ def test_every_version_served_has_its_messages() -> None:
                 assert request.__name__ == f"{entry.name}Request"
 
 
-async def test_a_node_does_not_go_on_without_looking_after_unused_subscriptions(
+async def test_a_node_stops_if_the_clean_up_of_unused_subscriptions_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dies(_expiry: Expiry) -> None:

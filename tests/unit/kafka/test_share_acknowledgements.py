@@ -1,4 +1,4 @@
-"""Share sessions, and acknowledgements as the queue takes them."""
+"""Share sessions, and acknowledgements as passed to the queue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACE = (UUID(int=1), 0)
 
 
 class Sessions(ShareSessions):
-    """Sessions that remember which were lost."""
+    """Sessions that record which were lost."""
 
     def __init__(self) -> None:
         self.lost: list[ShareSession] = []
@@ -45,7 +45,7 @@ def opened(sessions: ShareSessions, member: tuple[str, str], presence: Presence)
     return session
 
 
-def test_a_session_counts_its_requests() -> None:
+def test_a_session_checks_its_epochs() -> None:
     sessions = Sessions()
     assert sessions.resume(ONE, 1) is ErrorCode.share_session_not_found
     session = opened(sessions, ONE, Presence())
@@ -75,7 +75,7 @@ def test_a_session_ends_with_its_connection() -> None:
     assert sessions.lost == [one, two]
 
 
-def test_a_session_that_was_reopened_outlives_the_older_connection() -> None:
+def test_a_reopened_session_outlives_the_older_connection() -> None:
     sessions, before, now = Sessions(), Presence(), Presence()
     opened(sessions, ONE, before)
     session = opened(sessions, ONE, now)
@@ -86,7 +86,7 @@ def test_a_session_that_was_reopened_outlives_the_older_connection() -> None:
     assert sessions.lost == [session]
 
 
-def test_there_are_not_too_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(share_consumers, "SESSIONS_MAX", 1)
     sessions = Sessions()
     opened(sessions, ONE, Presence())
@@ -141,13 +141,13 @@ def test_acknowledgements_become_ranges() -> None:
         [Batch(0, 2**63 - 1, (1,))],
     ],
 )
-def test_what_cannot_be_an_acknowledgement(batches: list[Batch]) -> None:
+def test_invalid_acknowledgements_are_refused(batches: list[Batch]) -> None:
     with pytest.raises(InvalidRequest):
         settlements_of(batches)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 4), min_size=1, max_size=8)), max_size=5))
-def test_every_offset_is_settled_once_as_it_was_said(plan: list[tuple[int, list[int]]]) -> None:
+def test_every_offset_is_settled_once_as_acknowledged(plan: list[tuple[int, list[int]]]) -> None:
     said: dict[int, int] = {}
     batches, at = [], 0
     for hole, types in plan:

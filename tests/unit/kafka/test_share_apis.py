@@ -1,4 +1,4 @@
-"""The APIs of share groups over bytes, on a node with real logs: what they give, and the codes as Kafka has them."""
+"""The share group APIs over bytes, on a node with real logs: their responses, and Kafka's error codes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ NOWHERE = UUID(int=99)
 
 
 def built(key: int, version: int, name: str | None = None, **given: Any) -> Any:
-    """A request, or a part of it; what is not given has its default, or is empty."""
+    """Build a request, or a part of it; missing fields have their default, or are empty."""
     request = load_request_class(key, version)
     kind = request if name is None else getattr(importlib.import_module(request.__module__), name)
     values = {one.name: default_of(one) for one in dataclasses.fields(kind)}
@@ -69,7 +69,7 @@ def built(key: int, version: int, name: str | None = None, **given: Any) -> Any:
     return kind(**{**values, **{name: value for name, value in given.items() if name in values}})
 
 
-class Desk:
+class ShareNode:
     """A node with a topic, and the subscription of the share group."""
 
     def __init__(self, served: ServedApis, topics: Topics, subscriptions: Subscriptions) -> None:
@@ -121,8 +121,8 @@ class Desk:
 class Sharer:
     """A share consumer on its own connection, one request at a time."""
 
-    def __init__(self, desk: Desk, member_id: str, *, group: str = GROUP) -> None:
-        self.desk = desk
+    def __init__(self, share_node: ShareNode, member_id: str, *, group: str = GROUP) -> None:
+        self.share_node = share_node
         self.member_id = member_id
         self.group = group
         self.epoch = 0
@@ -133,33 +133,33 @@ class Sharer:
     async def beat(self, **given: Any) -> Any:
         names = (TOPIC,) if given.get("member_epoch", self.epoch) == 0 else None
         values = {"group_id": self.group, "member_id": self.member_id, "member_epoch": self.epoch}
-        response = await self.desk.ask(HEARTBEAT, 1, **{**values, "subscribed_topic_names": names, **given})
+        response = await self.share_node.ask(HEARTBEAT, 1, **{**values, "subscribed_topic_names": names, **given})
         if response.error_code == ErrorCode.none:
             self.epoch = response.member_epoch
         return response
 
     async def fetch(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
         opens = given.get("share_session_epoch", self.session) == 0
-        wanted = places if places is not None else ((self.desk.topic_id, 0),) if opens or batches else ()
+        wanted = places if places is not None else ((self.share_node.topic_id, 0),) if opens or batches else ()
         parts = {"topic": "FetchTopic", "partition": "FetchPartition"}
         topics = self._topics(FETCH, version, wanted, batches, parts)
         values = {**self._who(), **LIMITS, "max_wait": self.wait_ms, "topics": topics, **given}
-        return self._counted(await self.desk.ask(FETCH, version, self.client, **values), given)
+        return self._counted(await self.share_node.ask(FETCH, version, self.client, **values), given)
 
     async def acknowledge(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
-        wanted = places if places is not None else ((self.desk.topic_id, 0),) if batches else ()
+        wanted = places if places is not None else ((self.share_node.topic_id, 0),) if batches else ()
         parts = {"topic": "AcknowledgeTopic", "partition": "AcknowledgePartition"}
         values = {**self._who(), "topics": self._topics(ACKNOWLEDGE, version, wanted, batches, parts), **given}
-        return self._counted(await self.desk.ask(ACKNOWLEDGE, version, self.client, **values), given)
+        return self._counted(await self.share_node.ask(ACKNOWLEDGE, version, self.client, **values), given)
 
     async def codes(self, *batches: tuple[int, ...], **given: Any) -> list[str]:
-        """What ShareAcknowledge says: the code of the request, and those of partitions."""
+        """The result of ShareAcknowledge: the code of the request, and those of partitions."""
         response = await self.acknowledge(*batches, **given)
         partitions = [one.error_code for topic in response.responses for one in topic.partitions]
         return [code.name for code in (response.error_code, *partitions)]
 
     async def got(self, *batches: tuple[int, ...], **given: Any) -> list[tuple[int, int, int]]:
-        """What ShareFetch gives, as ranges with their delivery counts."""
+        """The result of ShareFetch, as ranges with their delivery counts."""
         response = await self.fetch(*batches, **given)
         assert response.error_code == ErrorCode.none
         return ranges(response)
@@ -203,7 +203,7 @@ def partitions_of(response: Any) -> list[Any]:
 
 
 def ranges(response: Any) -> list[tuple[int, int, int]]:
-    """What was acquired; ranges that follow each other are one, wherever they were cut."""
+    """The acquired ranges; adjacent ones are joined."""
     merged: list[tuple[int, int, int]] = []
     for one in (one for partition in partitions_of(response) for one in partition.acquired_records):
         first, last, count = one.first_offset, one.last_offset, one.delivery_count
@@ -218,9 +218,9 @@ def refusals(response: Any) -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-async def desk(
+async def share_node(
     catalog: Catalog, topics: Topics, membership: Membership, config: Config, quotas: ClientQuotas
-) -> AsyncIterator[Desk]:
+) -> AsyncIterator[ShareNode]:
     node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
     declared = replace(DeclaredState.of(CatalogDeclarations(catalog), config, SystemClock()), quotas=quotas)
     subscriptions = declared.subscriptions
@@ -243,21 +243,21 @@ async def desk(
     await served.start()
     await topics.create(TOPIC, partitions=2)
     await subscriptions.create(GROUP, (), {START: "earliest", LEASE: "600000"})
-    yield Desk(served, topics, subscriptions)
+    yield ShareNode(served, topics, subscriptions)
     await served.close()
 
 
 @pytest.fixture(params=[0, 1], ids=["without a wait", "with a wait"])
-async def one(desk: Desk, request: pytest.FixtureRequest) -> Sharer:
-    """A member with ten messages in front of it; requests that may wait get a response without a task."""
-    await desk.publish(*map(str, range(10)))
-    made = Sharer(desk, "one")
+async def one(share_node: ShareNode, request: pytest.FixtureRequest) -> Sharer:
+    """A member with ten messages; requests that may wait get a response without a task."""
+    await share_node.publish(*map(str, range(10)))
+    made = Sharer(share_node, "one")
     made.wait_ms = request.param
     assert (await made.beat()).error_code == ErrorCode.none
     return made
 
 
-async def test_what_share_consumers_get_counts_to_their_quota(one: Sharer, quotas: ClientQuotas) -> None:
+async def test_fetches_of_share_consumers_count_towards_their_quota(one: Sharer, quotas: ClientQuotas) -> None:
     await quotas.alter(QuotaEntity.of([("client-id", "test")]), {CONSUMER_BYTE_RATE: 1.0})
     assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
     response = await one.fetch((0, 3, ACCEPT), max_wait=1)
@@ -267,23 +267,23 @@ async def test_what_share_consumers_get_counts_to_their_quota(one: Sharer, quota
 # ShareGroupHeartbeat, ShareGroupDescribe
 
 
-async def test_a_member_joins_lives_and_leaves(desk: Desk) -> None:
-    one = Sharer(desk, "one")
+async def test_a_member_joins_lives_and_leaves(share_node: ShareNode) -> None:
+    one = Sharer(share_node, "one")
     joined = await one.beat()
     assert (joined.error_code, joined.member_id, joined.member_epoch) == (ErrorCode.none, "one", 1)
     assert joined.heartbeat_interval == timedelta(seconds=5)
     assert [(reported.topic_id, reported.partitions) for reported in joined.assignment.topic_partitions] == [
-        (desk.topic_id, (0, 1))
+        (share_node.topic_id, (0, 1))
     ]
     lives = await one.beat()
     assert (lives.error_code, lives.member_epoch, lives.assignment) == (ErrorCode.none, 1, None)
-    (described,) = (await desk.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
+    (described,) = (await share_node.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
     assert (described.group_state, described.group_epoch, described.assignor_name) == ("Stable", 1, "simple")
     (member,) = described.members
     assert (member.member_id, member.client_host, member.subscribed_topic_names) == ("one", "/127.0.0.1", (TOPIC,))
     left = await one.beat(member_epoch=-1)
     assert (left.error_code, left.member_epoch) == (ErrorCode.none, -1)
-    (described,) = (await desk.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
+    (described,) = (await share_node.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
     assert (described.group_state, described.members) == ("Empty", ())
 
 
@@ -300,8 +300,8 @@ REFUSED_HEARTBEATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_heartbeats_that_are_refused(desk: Desk) -> None:
-    one = Sharer(desk, "one")
+async def test_invalid_heartbeats_are_refused(share_node: ShareNode) -> None:
+    one = Sharer(share_node, "one")
     await one.beat()
     for given, code in REFUSED_HEARTBEATS:
         response = await one.beat(**given)
@@ -309,26 +309,26 @@ async def test_heartbeats_that_are_refused(desk: Desk) -> None:
         assert response.error_message
 
 
-async def test_a_group_is_declared_by_its_first_member_and_goes_with_it(desk: Desk) -> None:
-    one = Sharer(desk, "one", group="undeclared")
+async def test_a_group_is_declared_by_its_first_member_and_deleted_with_it(share_node: ShareNode) -> None:
+    one = Sharer(share_node, "one", group="undeclared")
     await one.beat()
-    assert desk.subscriptions.existing("undeclared").topics == ()
-    busy = await desk.ask(DELETE_GROUPS, 2, groups_names=("undeclared",))
+    assert share_node.subscriptions.existing("undeclared").topics == ()
+    busy = await share_node.ask(DELETE_GROUPS, 2, groups_names=("undeclared",))
     assert busy.results[0].error_code == ErrorCode.non_empty_group
     await one.beat(member_epoch=-1)
-    gone = await desk.ask(DELETE_GROUPS, 2, groups_names=("undeclared",))
+    gone = await share_node.ask(DELETE_GROUPS, 2, groups_names=("undeclared",))
     assert gone.results[0].error_code == ErrorCode.none
-    assert desk.subscriptions.get("undeclared") is None
-    (described,) = (await desk.ask(DESCRIBE, 1, group_ids=("undeclared",))).groups
+    assert share_node.subscriptions.get("undeclared") is None
+    (described,) = (await share_node.ask(DESCRIBE, 1, group_ids=("undeclared",))).groups
     assert described.error_code == ErrorCode.group_id_not_found
 
 
 # Sessions
 
 
-async def test_leases_are_reported_as_long_as_they_were_granted(one: Sharer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_granted_lease_duration_is_reported(one: Sharer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def altered_meanwhile(_delivery: Delivery) -> None:
-        await one.desk.subscriptions.alter(GROUP, {LEASE: "900000"})
+        await one.share_node.subscriptions.alter(GROUP, {LEASE: "900000"})
 
     monkeypatch.setattr(Delivery, "leases_durable", altered_meanwhile)
     assert (await one.fetch()).acquisition_lock_timeout == timedelta(seconds=600)
@@ -337,14 +337,14 @@ async def test_leases_are_reported_as_long_as_they_were_granted(one: Sharer, mon
 def asks_for_more(one: Sharer, *batches: tuple[int, ...]) -> Buffers | Promise | None:
     """Send a request that continues the session of a member and may wait; return what its connection gets."""
     parts = {"topic": "FetchTopic", "partition": "FetchPartition"}
-    topics = one._topics(FETCH, 1, ((one.desk.topic_id, 0),), batches, parts)
+    topics = one._topics(FETCH, 1, ((one.share_node.topic_id, 0),), batches, parts)
     request = built(FETCH, 1, **{**one._who(), **LIMITS, "max_wait": 60_000, "topics": topics})
     frame = memoryview(write_request(9, "test", request)[4:])
     one.session += 1
-    return one.desk.apis[FETCH].respond_to_frame(frame, read_request_header(frame), one.client)
+    return one.share_node.apis[FETCH].respond_to_frame(frame, read_request_header(frame), one.client)
 
 
-async def test_a_member_that_waits_is_given_the_first_message_without_a_task(
+async def test_a_waiting_member_gets_the_first_message_without_a_task(
     one: Sharer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A request with acknowledgements waits for 20 ms, in which a busy machine may not store the message.
@@ -353,16 +353,16 @@ async def test_a_member_that_waits_is_given_the_first_message_without_a_task(
     tasks = asyncio.all_tasks()
     waiting = asks_for_more(one, (0, 9, ACCEPT))
     assert isinstance(waiting, Parked)
-    await one.desk.publish("late")
+    await one.share_node.publish("late")
     encoded = await waiting
     assert isinstance(encoded, list)
     response = read_response(FETCH, 1, b"".join(encoded)[4:])
     assert (ranges(response), refusals(response)) == ([(10, 10, 1)], [("none", 0)])
     assert asyncio.all_tasks() == tasks
-    assert await one.desk.starts(0) == [(0, 10)]
+    assert await one.share_node.starts(0) == [(0, 10)]
 
 
-async def test_what_is_acknowledged_wrongly_is_refused_together_with_messages(one: Sharer) -> None:
+async def test_refused_acknowledgements_are_reported_together_with_messages(one: Sharer) -> None:
     assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
     encoded = asks_for_more(one, (5, 6, ACCEPT))
     assert isinstance(encoded, list)
@@ -371,7 +371,7 @@ async def test_what_is_acknowledged_wrongly_is_refused_together_with_messages(on
     assert ranges(response) == [(4, 9, 1)]
 
 
-async def test_a_queue_that_fails_is_reported_together_with_acknowledgements(
+async def test_a_failing_queue_is_reported_together_with_acknowledgements(
     one: Sharer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_delivery: Delivery, _demand: Demand) -> Received:
@@ -381,11 +381,11 @@ async def test_a_queue_that_fails_is_reported_together_with_acknowledgements(
     monkeypatch.setattr(Delivery, "try_receive", fails)
     response = await one.fetch((0, 9, ACCEPT))
     assert (response.error_code, refusals(response)) == (ErrorCode.none, [("not_leader_or_follower", 0)])
-    assert await one.desk.starts(0) == [(0, 10)]
+    assert await one.share_node.starts(0) == [(0, 10)]
 
 
 @pytest.mark.parametrize("error", [CoordinatorUnavailable("the states cannot be read now"), KeyError("a bug")])
-async def test_a_queue_that_keeps_failing_is_not_polled_at_full_speed(
+async def test_a_queue_that_keeps_failing_is_not_polled_in_a_busy_loop(
     one: Sharer, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fails(_delivery: Delivery, _demand: Demand) -> Received:
@@ -413,24 +413,24 @@ async def test_a_response_that_cannot_be_encoded_is_an_error_and_returns_its_mes
         encoded = asks_for_more(one)
     assert isinstance(encoded, list)
     assert read_response(FETCH, 1, b"".join(encoded)[4:]).error_code == ErrorCode.unknown_server_error
-    two = Sharer(one.desk, "two")
+    two = Sharer(one.share_node, "two")
     await two.beat()
     assert await two.got() == [(4, 9, 1)]
 
 
-async def test_a_member_that_leaves_while_it_waits_keeps_nothing(one: Sharer) -> None:
+async def test_a_member_that_leaves_while_waiting_leases_nothing(one: Sharer) -> None:
     assert await one.got() == [(0, 9, 1)]
     waiting = asks_for_more(one)
     assert isinstance(waiting, Parked)
     waiting.abandon()
     assert await waiting is None
-    await one.desk.publish("late")
-    two = Sharer(one.desk, "two")
+    await one.share_node.publish("late")
+    two = Sharer(one.share_node, "two")
     await two.beat()
     assert await two.got() == [(10, 10, 1)]
 
 
-async def test_messages_are_given_once_and_acknowledged_with_the_next_request(one: Sharer) -> None:
+async def test_messages_are_delivered_once_and_acknowledged_with_the_next_request(one: Sharer) -> None:
     response = await one.fetch()
     assert response.acquisition_lock_timeout == timedelta(seconds=600)
     assert ranges(response) == [(0, 9, 1)]
@@ -439,13 +439,13 @@ async def test_messages_are_given_once_and_acknowledged_with_the_next_request(on
     response = await one.fetch((0, 9, ACCEPT))
     assert refusals(response) == [("none", 0)]
     assert ranges(response) == []
-    assert await one.desk.starts() == [(0, 10)]
+    assert await one.share_node.starts() == [(0, 10)]
 
 
-async def test_the_bytes_asked_for_are_not_exceeded(one: Sharer) -> None:
-    """A session that is opened without room for a byte gets no record; of two partitions one may exceed the limit."""
-    await one.desk.publish("x" * 1000, partition=1)
-    both = ((one.desk.topic_id, 0), (one.desk.topic_id, 1))
+async def test_the_requested_bytes_are_not_exceeded(one: Sharer) -> None:
+    """A session opened with a limit of zero bytes gets no record; of two partitions one may exceed the limit."""
+    await one.share_node.publish("x" * 1000, partition=1)
+    both = ((one.share_node.topic_id, 0), (one.share_node.topic_id, 1))
     assert await one.got(max_bytes=0, places=both) == []
     served = []
     for _ in range(2):
@@ -454,11 +454,11 @@ async def test_the_bytes_asked_for_are_not_exceeded(one: Sharer) -> None:
     assert sorted(served) == [0, 1]
 
 
-async def test_sessions_that_are_not_there_or_elsewhere(one: Sharer) -> None:
+async def test_unknown_sessions_and_those_of_other_connections_are_refused(one: Sharer) -> None:
     assert (await one.fetch(share_session_epoch=5)).error_code == ErrorCode.share_session_not_found
     assert (await one.fetch(share_session_epoch=-1)).error_code == ErrorCode.share_session_not_found
     assert await one.codes((0, 0, ACCEPT), share_session_epoch=3) == ["share_session_not_found"]
-    # Nothing can be acknowledged before there is a session.
+    # Nothing can be acknowledged before a session exists.
     assert (await one.fetch((0, 0, ACCEPT))).error_code == ErrorCode.invalid_request
     assert await one.codes((0, 0, ACCEPT)) == ["invalid_share_session_epoch"]
     assert await one.got() == [(0, 9, 1)]
@@ -469,12 +469,12 @@ async def test_sessions_that_are_not_there_or_elsewhere(one: Sharer) -> None:
     assert (await one.fetch(member_id=None)).error_code == ErrorCode.invalid_request
     assert await one.codes((0, 0, ACCEPT), member_id="") == ["invalid_request"]
     assert (await one.fetch(group_id=None)).error_code == ErrorCode.share_session_not_found
-    stranger = Sharer(one.desk, "two", group="nowhere")
+    stranger = Sharer(one.share_node, "two", group="nowhere")
     assert (await stranger.fetch()).error_code == ErrorCode.group_id_not_found
 
 
-async def test_the_last_request_gives_the_rest_to_others(one: Sharer) -> None:
-    two = Sharer(one.desk, "two")
+async def test_closing_a_session_releases_its_messages(one: Sharer) -> None:
+    two = Sharer(one.share_node, "two")
     assert await one.got() == [(0, 9, 1)]
     assert await two.got() == []
     assert await one.codes((0, 3, ACCEPT), share_session_epoch=-1) == ["none", "none"]
@@ -486,15 +486,15 @@ async def test_the_last_request_gives_the_rest_to_others(one: Sharer) -> None:
     assert await one.got() == [(6, 9, 3)]
 
 
-async def test_a_session_that_is_reopened_keeps_its_leases(one: Sharer) -> None:
+async def test_a_reopened_session_keeps_its_leases(one: Sharer) -> None:
     assert await one.got() == [(0, 9, 1)]
     one.session = 0
     assert await one.got() == []
     assert await one.codes((0, 9, ACCEPT)) == ["none", "none"]
 
 
-async def test_what_a_lost_connection_held_goes_to_others(one: Sharer) -> None:
-    two = Sharer(one.desk, "two")
+async def test_the_messages_of_a_lost_connection_are_redelivered(one: Sharer) -> None:
+    two = Sharer(one.share_node, "two")
     assert await one.got() == [(0, 9, 1)]
     waits = asyncio.create_task(two.got(max_wait=60_000))
     await asyncio.sleep(0)
@@ -504,26 +504,26 @@ async def test_what_a_lost_connection_held_goes_to_others(one: Sharer) -> None:
     assert await one.codes((0, 9, ACCEPT)) == ["share_session_not_found"]
 
 
-async def test_partitions_are_remembered_added_and_forgotten(desk: Desk, one: Sharer) -> None:
+async def test_session_partitions_are_added_and_forgotten(share_node: ShareNode, one: Sharer) -> None:
     assert await one.got() == [(0, 9, 1)]
-    await desk.publish("a", partition=1)
+    await share_node.publish("a", partition=1)
     assert await one.got() == []
-    assert await one.got(places=((desk.topic_id, 1),)) == [(0, 0, 1)]
-    await desk.publish("b", partition=1)
+    assert await one.got(places=((share_node.topic_id, 1),)) == [(0, 0, 1)]
+    await share_node.publish("b", partition=1)
     assert await one.got() == [(1, 1, 1)]
-    await desk.publish("c", partition=1)
-    forgotten = built(FETCH, 2, "ForgottenTopic", topic_id=desk.topic_id, partitions=(1,))
+    await share_node.publish("c", partition=1)
+    forgotten = built(FETCH, 2, "ForgottenTopic", topic_id=share_node.topic_id, partitions=(1,))
     assert await one.got(forgotten_topics_data=(forgotten,)) == []
-    assert await one.codes((0, 1, ACCEPT), places=((desk.topic_id, 1),)) == ["none", "none"]
+    assert await one.codes((0, 1, ACCEPT), places=((share_node.topic_id, 1),)) == ["none", "none"]
 
 
 # Limits
 
 
-async def test_batches_are_given_whole_unless_records_are_limited(desk: Desk) -> None:
-    await desk.publish("a", "b", "c")
-    await desk.publish("d", "e", "f")
-    one = Sharer(desk, "one")
+async def test_batches_are_delivered_whole_unless_records_are_limited(share_node: ShareNode) -> None:
+    await share_node.publish("a", "b", "c")
+    await share_node.publish("d", "e", "f")
+    one = Sharer(share_node, "one")
     await one.beat()
     assert await one.got(max_records=2) == [(0, 2, 1)]
     assert await one.got(max_records=2, share_acquire_mode=1) == [(3, 4, 1)]
@@ -532,12 +532,12 @@ async def test_batches_are_given_whole_unless_records_are_limited(desk: Desk) ->
     assert await one.got(max_bytes=1) == [(5, 5, 1)]
 
 
-async def test_a_request_waits_for_what_is_published(desk: Desk) -> None:
-    one = Sharer(desk, "one")
+async def test_a_request_waits_for_new_messages(share_node: ShareNode) -> None:
+    one = Sharer(share_node, "one")
     await one.beat()
     waits = asyncio.create_task(one.got(max_wait=60_000))
     await asyncio.sleep(0)
-    await desk.publish("a")
+    await share_node.publish("a")
     assert await waits == [(0, 0, 1)]
 
 
@@ -549,7 +549,7 @@ async def test_accept_release_reject_and_gaps(one: Sharer) -> None:
     assert await one.codes((0, 3, ACCEPT, RELEASE, REJECT, 0), (5, 6, RELEASE)) == ["none", "none"]
     assert await one.got() == [(1, 1, 2), (5, 6, 2)]
     assert await one.codes((1, 1, ACCEPT), (4, 9, ACCEPT)) == ["none", "none"]
-    assert await one.desk.starts(0) == [(0, 10)]
+    assert await one.share_node.starts(0) == [(0, 10)]
     # An offset without a message may be named although it is not leased.
     assert await one.codes((3, 3, 0)) == ["none", "none"]
     assert await one.codes() == ["none"]
@@ -570,7 +570,7 @@ REFUSED: list[tuple[list[tuple[int, ...]], str]] = [
 ]
 
 
-async def test_acknowledgements_that_are_refused_change_nothing(one: Sharer) -> None:
+async def test_refused_acknowledgements_change_nothing(one: Sharer) -> None:
     await one.fetch()
     await one.acknowledge((8, 8, ACCEPT))
     for batches, code in REFUSED:
@@ -581,24 +581,24 @@ async def test_acknowledgements_that_are_refused_change_nothing(one: Sharer) -> 
     assert await one.codes((0, 7, ACCEPT), (9, 9, ACCEPT)) == ["none", "none"]
 
 
-async def test_no_one_acknowledges_for_others(one: Sharer) -> None:
-    two = Sharer(one.desk, "two")
+async def test_a_member_cannot_acknowledge_for_others(one: Sharer) -> None:
+    two = Sharer(one.share_node, "two")
     await one.fetch()
     await two.fetch()
     assert await two.codes((0, 0, ACCEPT)) == ["none", "invalid_record_state"]
     assert await one.codes((0, 0, ACCEPT)) == ["none", "none"]
 
 
-async def test_a_message_that_fails_too_often_is_not_given_again(one: Sharer) -> None:
-    await one.desk.subscriptions.alter(GROUP, {ATTEMPTS: "2"})
+async def test_a_message_over_its_attempt_limit_is_not_redelivered(one: Sharer) -> None:
+    await one.share_node.subscriptions.alter(GROUP, {ATTEMPTS: "2"})
     await one.fetch()
     await one.acknowledge((0, 8, ACCEPT))
     assert await one.got((9, 9, RELEASE)) == [(9, 9, 2)]
     assert await one.got((9, 9, RELEASE)) == []
-    assert await one.desk.starts() == [(0, 10)]
+    assert await one.share_node.starts() == [(0, 10)]
 
 
-async def test_renewals(one: Sharer) -> None:
+async def test_leases_are_renewed(one: Sharer) -> None:
     await one.fetch()
     assert (await one.fetch((0, 4, RENEW), is_renew_ack=True)).error_code == ErrorCode.invalid_request
     for name in ("max_wait", "min_bytes", "max_bytes", "max_records"):
@@ -612,11 +612,11 @@ async def test_renewals(one: Sharer) -> None:
     assert await one.codes((0, 0, ACCEPT), is_renew_ack=True) == ["none", "none"]
 
 
-# Elsewhere
+# Leadership and offsets
 
 
-async def test_topics_and_partitions_that_are_not_there(one: Sharer) -> None:
-    places = ((NOWHERE, 0), (one.desk.topic_id, 9))
+async def test_missing_topics_and_partitions_are_refused(one: Sharer) -> None:
+    places = ((NOWHERE, 0), (one.share_node.topic_id, 9))
     response = await one.fetch(places=places)
     assert refusals(response) == [("unknown_topic_id", 0), ("unknown_topic_or_partition", 0)]
     assert await one.codes((0, 0, ACCEPT), places=places) == ["none", "unknown_topic_id", "unknown_topic_or_partition"]
@@ -631,8 +631,8 @@ class Living:
         self.controller = NodeId(5)
 
 
-async def test_a_partition_that_another_node_leads(
-    desk: Desk, one: Sharer, membership: Membership, monkeypatch: pytest.MonkeyPatch
+async def test_a_partition_led_by_another_node_is_refused(
+    share_node: ShareNode, one: Sharer, membership: Membership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def moved(topic_id: UUID, index: int) -> None:
         raise NotLeader(f"{topic_id} {index} is led by 7")
@@ -640,8 +640,8 @@ async def test_a_partition_that_another_node_leads(
     led = PartitionState(replicas=(NodeId(7),), in_sync=(NodeId(7),), leader=NodeId(7), leader_epoch=Epoch(3))
     await one.fetch()
     monkeypatch.setattr(membership, "_cluster", Living())
-    monkeypatch.setattr(desk.topics, "partition_by_id", moved)
-    monkeypatch.setattr(desk.topics, "state_of", lambda _topic, _index: led)
+    monkeypatch.setattr(share_node.topics, "partition_by_id", moved)
+    monkeypatch.setattr(share_node.topics, "state_of", lambda _topic, _index: led)
     for response in (await one.fetch((0, 0, ACCEPT)), await one.acknowledge((0, 0, ACCEPT))):
         (partition,) = partitions_of(response)
         assert partition.error_code == ErrorCode.not_leader_or_follower
@@ -649,90 +649,92 @@ async def test_a_partition_that_another_node_leads(
         assert [(node.node_id, node.host, node.port) for node in response.node_endpoints] == [(7, "node-7", 9097)]
 
 
-async def test_troubles_that_share_consumers_do_not_know(
-    one: Sharer, desk: Desk, monkeypatch: pytest.MonkeyPatch
+async def test_errors_without_a_share_group_code_are_mapped(
+    one: Sharer, share_node: ShareNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def unavailable(*_: object) -> None:
         raise CoordinatorUnavailable("the states cannot be read now")
 
-    monkeypatch.setattr(await desk.service.engine(), "delivery", unavailable)
+    monkeypatch.setattr(await share_node.service.engine(), "delivery", unavailable)
     response = await one.fetch()
     assert (response.error_code, refusals(response)) == (ErrorCode.none, [("unknown_server_error", 0)])
     assert await one.codes((0, 0, ACCEPT)) == ["none", "coordinator_not_available"]
 
 
-async def test_at_most_once_a_message_is_done_when_it_is_given(one: Sharer) -> None:
-    await one.desk.subscriptions.alter(GROUP, {DELIVERY: "at-most-once"})
+async def test_at_most_once_messages_are_settled_on_delivery(one: Sharer) -> None:
+    await one.share_node.subscriptions.alter(GROUP, {DELIVERY: "at-most-once"})
     assert await one.got() == [(0, 9, 1)]
     assert await one.codes((0, 3, ACCEPT), (5, 9, ACCEPT)) == ["none", "none"]
     assert await one.codes((4, 4, RELEASE)) == ["none", "invalid_record_state"]
-    assert await one.desk.starts() == [(0, 10)]
+    assert await one.share_node.starts() == [(0, 10)]
 
 
 # Offsets
 
 
-async def test_offsets_are_listed_moved_and_deleted(desk: Desk, one: Sharer) -> None:
+async def test_offsets_are_listed_reset_and_deleted(share_node: ShareNode, one: Sharer) -> None:
     await one.fetch()
     await one.acknowledge((0, 3, ACCEPT))
-    reported = await desk.offsets()
+    reported = await share_node.offsets()
     ((place,),) = [topic.partitions for topic in reported.topics]
     assert (place.partition_index, place.start_offset, place.lag, place.error_code) == (0, 4, 6, ErrorCode.none)
-    assert await desk.starts(0, 1) == [(0, 4), (1, -1)]
-    reported = await desk.offsets(0, topic="nowhere")
+    assert await share_node.starts(0, 1) == [(0, 4), (1, -1)]
+    reported = await share_node.offsets(0, topic="nowhere")
     assert reported.topics[0].partitions[0].error_code == ErrorCode.unknown_topic_or_partition
-    assert (await desk.move(2)).error_code == ErrorCode.non_empty_group
-    assert (await desk.forget()).error_code == ErrorCode.non_empty_group
+    assert (await share_node.move(2)).error_code == ErrorCode.non_empty_group
+    assert (await share_node.forget()).error_code == ErrorCode.non_empty_group
     await one.beat(member_epoch=-1)
-    assert partitions_of(await desk.move(2))[0].error_code == ErrorCode.none
-    assert partitions_of(await desk.move(2, partition=9))[0].error_code == ErrorCode.unknown_topic_or_partition
-    assert partitions_of(await desk.move(2, topic="nowhere"))[0].error_code == ErrorCode.unknown_topic_or_partition
-    assert await desk.starts() == [(0, 2)]
-    two = Sharer(desk, "two")
+    assert partitions_of(await share_node.move(2))[0].error_code == ErrorCode.none
+    assert partitions_of(await share_node.move(2, partition=9))[0].error_code == ErrorCode.unknown_topic_or_partition
+    assert (
+        partitions_of(await share_node.move(2, topic="nowhere"))[0].error_code == ErrorCode.unknown_topic_or_partition
+    )
+    assert await share_node.starts() == [(0, 2)]
+    two = Sharer(share_node, "two")
     assert await two.got() == [(2, 9, 1)]
-    assert (await desk.forget("nowhere")).responses[0].error_code == ErrorCode.unknown_topic_or_partition
-    assert (await desk.forget()).responses[0].error_code == ErrorCode.none
-    assert await desk.starts() == []
-    three = Sharer(desk, "three")
+    assert (await share_node.forget("nowhere")).responses[0].error_code == ErrorCode.unknown_topic_or_partition
+    assert (await share_node.forget()).responses[0].error_code == ErrorCode.none
+    assert await share_node.starts() == []
+    three = Sharer(share_node, "three")
     assert await three.got() == [(0, 9, 1)]
 
 
-async def test_offsets_of_queues_that_no_one_has_asked_for_since_the_start(desk: Desk, one: Sharer) -> None:
+async def test_offsets_of_queues_that_are_not_loaded_are_listed(share_node: ShareNode, one: Sharer) -> None:
     await one.fetch()
     await one.acknowledge((0, 3, ACCEPT))
-    engine = await desk.service.engine()
-    subscription = desk.subscriptions.existing(GROUP)
-    engine.close_queues(subscription.subscription_id, desk.topic_id)
+    engine = await share_node.service.engine()
+    subscription = share_node.subscriptions.existing(GROUP)
+    engine.close_queues(subscription.subscription_id, share_node.topic_id)
     assert engine.open_count == 0
-    assert await desk.starts() == [(0, 4)]
+    assert await share_node.starts() == [(0, 4)]
     assert engine.open_count == 1
 
 
-async def test_a_group_that_is_not_there_has_no_offsets_and_is_made_when_it_is_moved(desk: Desk) -> None:
-    await desk.publish("a", "b", "c")
-    assert await desk.starts() == []
-    assert await desk.starts(0) == [(0, -1)]
-    assert (await desk.forget()).error_code == ErrorCode.group_id_not_found
-    await desk.subscriptions.delete(GROUP)
-    assert await desk.starts(0) == [(0, -1)]
-    assert partitions_of(await desk.move(2))[0].error_code == ErrorCode.none
-    (described,) = (await desk.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
+async def test_a_missing_group_has_no_offsets_and_is_created_by_a_reset(share_node: ShareNode) -> None:
+    await share_node.publish("a", "b", "c")
+    assert await share_node.starts() == []
+    assert await share_node.starts(0) == [(0, -1)]
+    assert (await share_node.forget()).error_code == ErrorCode.group_id_not_found
+    await share_node.subscriptions.delete(GROUP)
+    assert await share_node.starts(0) == [(0, -1)]
+    assert partitions_of(await share_node.move(2))[0].error_code == ErrorCode.none
+    (described,) = (await share_node.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
     assert (described.error_code, described.group_state) == (ErrorCode.none, "Empty")
-    one = Sharer(desk, "one")
+    one = Sharer(share_node, "one")
     assert (await one.beat()).member_epoch == 1
     assert await one.got() == [(2, 2, 1)]
-    # A group of another kind is not taken over.
+    # A group of another type is not taken over.
     names = {"group_id": "consumers", "member_id": "m", "member_epoch": 0, "subscribed_topic_names": (TOPIC,)}
     timeout = i32Timedelta.parse(timedelta(minutes=1))
-    await desk.ask(68, 1, **names, rebalance_timeout=timeout, topic_partitions=())
-    refused = await desk.ask(MOVE, 0, group_id="consumers", topics=())
+    await share_node.ask(68, 1, **names, rebalance_timeout=timeout, topic_partitions=())
+    refused = await share_node.ask(MOVE, 0, group_id="consumers", topics=())
     assert refused.error_code == ErrorCode.group_id_not_found
 
 
 # Settings of consumer groups
 
 
-async def alter_group(desk: Desk, group: str, operation: int, **changes: str | None) -> Any:
+async def alter_group(share_node: ShareNode, group: str, operation: int, **changes: str | None) -> Any:
     configs = tuple(
         dataclasses.replace(
             built(ALTER, 1, "AlterableConfig", config_operation=operation, value=value), name=name.replace("_", ".")
@@ -740,47 +742,53 @@ async def alter_group(desk: Desk, group: str, operation: int, **changes: str | N
         for name, value in changes.items()
     )
     resource = built(ALTER, 1, "AlterConfigsResource", resource_type=32, resource_name=group, configs=configs)
-    (response,) = (await desk.ask(ALTER, 1, resources=(resource,))).responses
+    (response,) = (await share_node.ask(ALTER, 1, resources=(resource,))).responses
     return response
 
 
-async def described(desk: Desk, group: str) -> dict[str, tuple[str, int]]:
+async def described(share_node: ShareNode, group: str) -> dict[str, tuple[str, int]]:
     resource = built(DESCRIBE_CONFIGS, 4, "DescribeConfigsResource", resource_type=32, resource_name=group)
-    (response,) = (await desk.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
+    (response,) = (await share_node.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
     return {one.name: (one.value, one.config_source) for one in response.configs}
 
 
-async def test_a_consumer_group_has_settings_of_its_own_and_is_no_subscription(desk: Desk) -> None:
+async def test_a_consumer_group_has_its_own_settings_and_is_not_a_subscription(share_node: ShareNode) -> None:
     set_, delete = 0, 1
     session, heartbeat = "consumer.session.timeout.ms", "consumer.heartbeat.interval.ms"
     changes = {"consumer_session_timeout_ms": "9000", "consumer_heartbeat_interval_ms": "700"}
-    assert (await alter_group(desk, "readers", set_, **changes)).error_code is ErrorCode.none
-    assert desk.subscriptions.get("readers") is None
-    listed = await desk.ask(LIST_CONFIGS, 1, resource_types=(32,))
+    assert (await alter_group(share_node, "readers", set_, **changes)).error_code is ErrorCode.none
+    assert share_node.subscriptions.get("readers") is None
+    listed = await share_node.ask(LIST_CONFIGS, 1, resource_types=(32,))
     assert "readers" in [one.resource_name for one in listed.config_resources]
-    reported = await described(desk, "readers")
+    reported = await described(share_node, "readers")
     assert (reported[session], reported[heartbeat]) == (("9000", 8), ("700", 8))
-    assert (await described(desk, "others"))[session] == ("45000", 5)
+    assert (await described(share_node, "others"))[session] == ("45000", 5)
     member = {"member_id": "m", "member_epoch": 0, "rebalance_timeout": timedelta(seconds=60)}
     for group, milliseconds in (("readers", 700), ("others", 5000)):
-        joined = await desk.ask(68, 1, group_id=group, subscribed_topic_names=(TOPIC,), topic_partitions=(), **member)
+        joined = await share_node.ask(
+            68, 1, group_id=group, subscribed_topic_names=(TOPIC,), topic_partitions=(), **member
+        )
         assert (joined.error_code, joined.heartbeat_interval) == (ErrorCode.none, timedelta(milliseconds=milliseconds))
     for wrong in ({"consumer_session_timeout_ms": "600"}, {"consumer_heartbeat_interval_ms": "soon"}):
-        refused = await alter_group(desk, "readers", set_, **wrong)
+        refused = await alter_group(share_node, "readers", set_, **wrong)
         assert refused.error_code is ErrorCode.invalid_config
         assert "consumer." in refused.error_message
-    assert (await alter_group(desk, "readers", delete, **dict.fromkeys(changes))).error_code is ErrorCode.none
-    assert (await described(desk, "readers"))[session] == ("45000", 5)
+    assert (await alter_group(share_node, "readers", delete, **dict.fromkeys(changes))).error_code is ErrorCode.none
+    assert (await described(share_node, "readers"))[session] == ("45000", 5)
 
 
-async def test_there_are_no_settings_of_all_groups(desk: Desk) -> None:
-    assert (await alter_group(desk, "", 0, consumer_session_timeout_ms="9000")).error_code is ErrorCode.invalid_request
+async def test_there_are_no_default_settings_for_all_groups(share_node: ShareNode) -> None:
+    assert (
+        await alter_group(share_node, "", 0, consumer_session_timeout_ms="9000")
+    ).error_code is ErrorCode.invalid_request
     resource = built(DESCRIBE_CONFIGS, 4, "DescribeConfigsResource", resource_type=32, resource_name="")
-    (response,) = (await desk.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
+    (response,) = (await share_node.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
     assert (response.error_code, response.configs) == (ErrorCode.invalid_request, ())
 
 
-async def test_settings_that_no_group_has_declare_nothing(desk: Desk) -> None:
-    assert (await alter_group(desk, "readers", 0, streams_session_timeout_ms="9000")).error_code is not ErrorCode.none
-    await alter_group(desk, "readers", 1, share_session_timeout_ms=None)
-    assert desk.subscriptions.get("readers") is None
+async def test_settings_that_no_group_has_declare_nothing(share_node: ShareNode) -> None:
+    assert (
+        await alter_group(share_node, "readers", 0, streams_session_timeout_ms="9000")
+    ).error_code is not ErrorCode.none
+    await alter_group(share_node, "readers", 1, share_session_timeout_ms=None)
+    assert share_node.subscriptions.get("readers") is None

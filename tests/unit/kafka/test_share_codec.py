@@ -1,4 +1,4 @@
-"""Ordinary ShareFetch requests, read by hand as the generic codec reads them; any other bytes are left to it."""
+"""Ordinary ShareFetch requests are decoded by hand as by the generic codec; any other bytes are left to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLACES = st.lists(st.tuples(st.integers(0, 2**31 - 1), RANGES), max_size=3, uniq
 
 
 def request_of(version: int, topic_id: UUID, limits: tuple[int, ...], places: Any, **more: Any) -> Any:
-    """A request of kio's."""
+    """Build a request with kio."""
     kind = load_request_class(KEY, version)
     module = __import__(kind.__module__, fromlist=["FetchTopic"])
     epoch, wait_ms, max_bytes, max_records = limits
@@ -62,7 +62,7 @@ def read(request: Any) -> PlainShareFetch | None:
 
 
 @given(st.integers(1, 2), st.uuids(), st.tuples(INT32, INT32, INT32, INT32), PLACES)
-def test_ordinary_requests_are_read_as_they_were_sent(
+def test_ordinary_requests_are_decoded_as_sent(
     version: int, topic_id: UUID, limits: tuple[int, ...], places: Any
 ) -> None:
     found = read(request_of(version, topic_id, limits, places))
@@ -85,7 +85,7 @@ def test_requests_that_renew_or_forget_are_left_to_the_generic_codec() -> None:
 
 
 @pytest.mark.parametrize("change", ["cut", "extended"])
-def test_broken_requests_are_left_to_the_generic_codec(change: str) -> None:
+def test_malformed_requests_are_left_to_the_generic_codec(change: str) -> None:
     whole = write_request(9, "test", request_of(2, UUID(int=7), (1, 500, 1000, 10), [(0, [(0, 5, [1])])]))[4:]
     header = read_request_header(whole)
     for size in range(header.body_at, len(whole)):

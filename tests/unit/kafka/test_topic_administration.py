@@ -119,7 +119,7 @@ class TestCreateTopics:
             (topic("t", assignments={0: (5, 5)}), ErrorCode.invalid_replica_assignment, "twice"),
         ],
     )
-    async def test_what_cannot_be_is_reported_in_words(
+    async def test_invalid_topics_are_refused_with_a_message(
         self, api: CreateTopics, topics: Topics, wanted: Any, code: ErrorCode, says: str
     ) -> None:
         (refused,) = (await ask(api, create(wanted))).topics
@@ -135,7 +135,7 @@ class TestCreateTopics:
         assert found is not None
         assert found.partitions == 3
 
-    async def test_a_topic_that_is_there_or_named_twice_is_refused(self, api: CreateTopics, topics: Topics) -> None:
+    async def test_an_existing_or_duplicate_topic_is_refused(self, api: CreateTopics, topics: Topics) -> None:
         await topics.create("orders")
         response = await ask(api, create(topic("orders"), topic("twice"), topic("twice"), topic("fine")))
         assert [(one.name, one.error_code) for one in response.topics] == [
@@ -174,7 +174,7 @@ class TestDeleteTopics:
         return DeleteTopics(topics)
 
     @pytest.mark.parametrize("version", range(1, 7))
-    async def test_topics_go_by_name(self, api: DeleteTopics, topics: Topics, version: int) -> None:
+    async def test_topics_are_deleted_by_name(self, api: DeleteTopics, topics: Topics, version: int) -> None:
         await topics.create("orders")
         request_class = codec.load_request_class(20, version)
         if version < 6:
@@ -190,7 +190,7 @@ class TestDeleteTopics:
         assert version < 5 or "'nope' does not exist" in response.responses[1].error_message
         assert topics.all() == []
 
-    async def test_topics_go_by_id(self, api: DeleteTopics, topics: Topics) -> None:
+    async def test_topics_are_deleted_by_id(self, api: DeleteTopics, topics: Topics) -> None:
         made, unknown = await topics.create("orders"), uuid.uuid4()
         named = tuple(DELETE.DeleteTopicState(name=None, topic_id=topic_id) for topic_id in (made.topic_id, unknown))
         gone, missing = (await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))).responses
@@ -198,7 +198,7 @@ class TestDeleteTopics:
         assert (missing.name, missing.topic_id) == (None, unknown)
         assert missing.error_code is ErrorCode.unknown_topic_id
 
-    async def test_confusing_names_are_refused(self, api: DeleteTopics, topics: Topics) -> None:
+    async def test_ambiguous_names_are_refused(self, api: DeleteTopics, topics: Topics) -> None:
         made = await topics.create("orders")
         await topics.create("other")
         named = (
@@ -211,7 +211,7 @@ class TestDeleteTopics:
         assert {one.error_code for one in response.responses} == {ErrorCode.invalid_request}
         assert len(topics.all()) == 2
 
-    async def test_the_brokers_own_topics_stay(self, api: DeleteTopics, topics: Topics) -> None:
+    async def test_internal_topics_are_not_deleted(self, api: DeleteTopics, topics: Topics) -> None:
         await topics.create("__consumer_offsets", internal=True)
         named = (DELETE.DeleteTopicState(name="__consumer_offsets", topic_id=None),)
         (refused,) = (await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))).responses
@@ -257,14 +257,14 @@ class TestCreatePartitions:
             (("orders", 3), [()], ErrorCode.invalid_replica_assignment, "empty"),
         ],
     )
-    async def test_what_cannot_be_is_reported(
+    async def test_invalid_partition_counts_are_refused(
         self, api: CreatePartitions, wanted: tuple[str, int], assignments: Any, code: ErrorCode, says: str
     ) -> None:
         (refused,) = (await ask(api, self.grow(wanted, assignments=assignments))).results
         assert refused.error_code is code
         assert says in refused.error_message
 
-    async def test_only_its_mirror_grows_a_copy(
+    async def test_a_mirrored_topic_grows_only_through_its_mirror(
         self, api: CreatePartitions, topics: Topics, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         copy = dataclasses.replace(topics.all()[0], mirror="paris")
@@ -282,7 +282,7 @@ class TestCreatePartitions:
         (refused,) = (await ask(api, self.grow(("orders", 3), ("orders", 4)))).results
         assert refused.error_code is ErrorCode.invalid_request
 
-    async def test_the_brokers_own_topics_keep_their_partitions(self, api: CreatePartitions, topics: Topics) -> None:
+    async def test_internal_topics_keep_their_partitions(self, api: CreatePartitions, topics: Topics) -> None:
         await topics.create("__consumer_offsets", partitions=1, internal=True)
         (refused,) = (await ask(api, self.grow(("__consumer_offsets", 3)))).results
         assert refused.error_code is ErrorCode.policy_violation
@@ -304,24 +304,24 @@ class TestDeleteRecords:
         return result.error_code, result.low_watermark
 
     @pytest.mark.parametrize("version", range(3))
-    async def test_the_beginning_is_cut_off(self, api: DeleteRecords, topics: Topics, version: int) -> None:
+    async def test_the_start_of_the_log_is_deleted(self, api: DeleteRecords, topics: Topics, version: int) -> None:
         assert await self.cut(api, 2, version=version) == (ErrorCode.none, 2)
         assert topics.partition("orders", 0).log_start == 2
         assert await self.cut(api, 1, version=version) == (ErrorCode.none, 2)
         assert await self.cut(api, -1, version=version) == (ErrorCode.none, 4)
         assert topics.partition("orders", 0).log_start == 4
 
-    async def test_what_is_not_there_cannot_be_cut(self, api: DeleteRecords, topics: Topics) -> None:
+    async def test_deleting_missing_records_is_refused(self, api: DeleteRecords, topics: Topics) -> None:
         assert await self.cut(api, 5) == (ErrorCode.offset_out_of_range, -1)
         assert await self.cut(api, -2) == (ErrorCode.offset_out_of_range, -1)
         assert await self.cut(api, 0, name="nope") == (ErrorCode.unknown_topic_or_partition, -1)
 
-    async def test_the_brokers_own_topics_are_not_cut(self, api: DeleteRecords, topics: Topics) -> None:
+    async def test_records_of_internal_topics_are_not_deleted(self, api: DeleteRecords, topics: Topics) -> None:
         await topics.create("__consumer_offsets", partitions=1, internal=True)
         assert await self.cut(api, 0, name="__consumer_offsets") == (ErrorCode.invalid_topic_exception, -1)
 
 
-async def test_a_client_that_leaves_does_not_leave_half_a_topic(
+async def test_a_disconnected_client_does_not_leave_a_partial_topic(
     topics: Topics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, may_go_on = asyncio.Event(), asyncio.Event()
@@ -349,7 +349,7 @@ INSTANT = timedelta(0)
 
 
 async def ask_for_many(topics: Topics, membership: Membership, kind: str) -> list[ErrorCode]:
-    """Ask for a change of three topics, or of the twenty partitions of one."""
+    """Request a change of three topics, or of the twenty partitions of one."""
     if kind == "create":
         made = await ask(CreateTopics(topics, membership), create(*(topic(name) for name in NAMES)))
         return [one.error_code for one in made.topics]
@@ -387,10 +387,10 @@ async def ask_for_many(topics: Topics, membership: Membership, kind: str) -> lis
         ("move", "reassign", 1),
     ],
 )
-async def test_the_time_of_a_request_is_that_of_all_it_asks_for(
+async def test_the_timeout_of_a_request_covers_all_of_its_items(
     topics: Topics, membership: Membership, monkeypatch: pytest.MonkeyPatch, kind: str, method: str, begun_at_once: int
 ) -> None:
-    """What has not been begun when the time is over is not begun any more, so that the response is not late."""
+    """Items not started when the timeout expires are not started, so that the response is not late."""
     await topics.create("wide", partitions=20)
     if kind != "create":
         for name in NAMES:
@@ -403,7 +403,7 @@ async def test_the_time_of_a_request_is_that_of_all_it_asks_for(
     async def take_all_the_time(first: Any, *_others: Any, **_options: Any) -> Topic | list[Topic | None] | None:
         nonlocal begun, passed_s
         begun += len(first) if isinstance(first, list) else 1
-        # All that are begun at once have begun when the time passes.
+        # Everything that starts concurrently has started when the time passes.
         await asyncio.sleep(0)
         passed_s += 2 * api_module._DEADLINE_S_MAX
         wide = topics.get("wide")

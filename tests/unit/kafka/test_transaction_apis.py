@@ -1,4 +1,4 @@
-"""The APIs of transactions over the wire format, in every version, on a coordinator in memory."""
+"""The transaction APIs over the wire format, in every version, on a coordinator in memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Ids:
 
 
 class MarkedPartition:
-    """Takes markers of epochs up to one."""
+    """Accepts markers of epochs up to a limit."""
 
     def __init__(self) -> None:
         self.markers: list[Marker] = []
@@ -127,7 +127,7 @@ class Broker:
     async def add_to(
         self, producer_id: int, epoch: int, *, version: int = 3, topic: str = "t", verify: bool = False
     ) -> Any:
-        """Ask in one version; the response is the code of partition 1."""
+        """Send one version; return the code of partition 1."""
         if version >= 4:
             module = messages("add_partitions_to_txn", version)
             wanted = module.AddPartitionsToTxnTopic(name=topic, partitions=(1,))
@@ -196,7 +196,7 @@ async def test_a_transaction_in_every_version(broker: Broker, version: int) -> N
 
 
 @pytest.mark.parametrize("version", range(6))
-async def test_a_fenced_producer_is_notified_as_its_version_knows(broker: Broker, version: int) -> None:
+async def test_a_fenced_producer_gets_the_error_of_its_version(broker: Broker, version: int) -> None:
     first = await broker.begin()
     await broker.begin()
     older = ErrorCode.invalid_producer_epoch
@@ -215,7 +215,7 @@ async def test_a_fenced_producer_is_notified_as_its_version_knows(broker: Broker
     assert offsets.error_code is expected
 
 
-async def test_what_cannot_be_initialised(broker: Broker) -> None:
+async def test_invalid_initialisations_are_refused(broker: Broker) -> None:
     assert (await broker.begin("")).error_code is ErrorCode.invalid_request
     request = messages("init_producer_id", 5).InitProducerIdRequest(
         transactional_id=ID, transaction_timeout=timedelta(days=1)
@@ -224,7 +224,7 @@ async def test_what_cannot_be_initialised(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("version", range(6))
-async def test_partitions_that_cannot_be_added(broker: Broker, version: int) -> None:
+async def test_partitions_that_cannot_be_added_are_refused(broker: Broker, version: int) -> None:
     begun = await broker.begin()
     code = await broker.add_to(begun.producer_id, 0, version=version, topic="nothing")
     assert code is ErrorCode.unknown_topic_or_partition
@@ -234,9 +234,7 @@ async def test_partitions_that_cannot_be_added(broker: Broker, version: int) -> 
     assert code is ErrorCode.invalid_producer_id_mapping
 
 
-async def test_each_refusal_of_a_fenced_producer_leaves_a_line(
-    broker: Broker, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_each_refusal_of_a_fenced_producer_is_logged(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "millstream.broker.kafka.api")
     begun = await broker.begin()
     who = begun.producer_id, begun.producer_epoch
@@ -325,7 +323,7 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
     assert written.latest_coordinator == 3
 
 
-async def test_offsets_of_transactions_are_safe_from_coordinators_that_no_one_knows(broker: Broker) -> None:
+async def test_offsets_of_transactions_are_protected_from_unknown_coordinators(broker: Broker) -> None:
     begun = await broker.begin()
     assert await broker.offsets(begun.producer_id, 0, version=5) is ErrorCode.none
     module = messages("write_txn_markers", 2)

@@ -1,4 +1,4 @@
-"""Transactions as a partition has them: through Produce, markers, Fetch and ListOffsets, over the wire's own layout."""
+"""Transactions as seen by a partition: through Produce, markers, Fetch and ListOffsets, over the wire format."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ COMMITTED, UNCOMMITTED = 1, 0
 
 
 class Gate:
-    """Gives scripted responses, and records the questions."""
+    """Returns scripted verifications, and records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int, tuple[TopicPartition, ...], bool]] = []
@@ -93,7 +93,7 @@ class Broker:
     async def ask(self, api: Produce | Fetch, request: Any) -> Any:
         frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
         response = api.handle_frame(frame, read_request_header(frame), CLIENT)
-        # The memory of a frame is used for another one at once.
+        # The memory of a frame is reused at once.
         frame[8:] = bytes(len(frame) - 8)
         if response is not None and not isinstance(response, list | Stream):
             response = await response
@@ -173,7 +173,7 @@ async def broker_in(data: Path) -> AsyncIterator[Broker]:
 
 
 @pytest.mark.parametrize("version", range(4, 19))
-async def test_committed_records_are_read_once_their_marker_is_there(tmp_path: Path, version: int) -> None:
+async def test_committed_records_are_readable_once_their_marker_is_written(tmp_path: Path, version: int) -> None:
     async with broker_in(tmp_path) as broker:
         assert await broker.write(0, b"a") is ErrorCode.none
         assert await broker.write(1, b"b") is ErrorCode.none
@@ -192,7 +192,7 @@ async def test_committed_records_are_read_once_their_marker_is_there(tmp_path: P
 
 
 @pytest.mark.parametrize("version", range(3, 14))
-async def test_the_coordinator_is_asked_once_for_each_transaction(tmp_path: Path, version: int) -> None:
+async def test_the_coordinator_verifies_each_transaction_once(tmp_path: Path, version: int) -> None:
     async with broker_in(tmp_path) as broker:
         for sequence in range(3):
             response = await broker.produce({0: batch(sequence), 1: batch(sequence)}, version=version)
@@ -217,7 +217,7 @@ async def test_a_long_poll_is_woken_by_the_marker(tmp_path: Path) -> None:
         assert found.aborted_transactions == ()
 
 
-async def test_what_is_written_behind_an_open_transaction_wakes_no_one(tmp_path: Path) -> None:
+async def test_records_behind_an_open_transaction_wake_no_read_committed_consumer(tmp_path: Path) -> None:
     async with broker_in(tmp_path) as broker:
         await broker.write(0)
         looks = 0
@@ -240,7 +240,7 @@ async def test_what_is_written_behind_an_open_transaction_wakes_no_one(tmp_path:
             assert len((await asyncio.wait_for(poll, 60)).records) > 0
 
 
-async def test_what_comes_behind_an_open_transaction_waits(tmp_path: Path) -> None:
+async def test_records_behind_an_open_transaction_are_not_readable(tmp_path: Path) -> None:
     async with broker_in(tmp_path) as broker:
         plain = batch(0, b"plain", producer_id=9, transactional=False)
         assert await broker.produce({0: plain}, transactional_id=None) == {0: ErrorCode.none}
@@ -266,7 +266,7 @@ async def test_what_comes_behind_an_open_transaction_waits(tmp_path: Path) -> No
         (TransactionAbortable("no"), 11, ErrorCode.transaction_abortable),
     ],
 )
-async def test_refusals_are_reported_as_the_version_understands(
+async def test_refusals_have_the_error_of_the_version(
     tmp_path: Path, error: MillstreamError, version: int, code: ErrorCode
 ) -> None:
     async with broker_in(tmp_path) as broker:
@@ -275,7 +275,7 @@ async def test_refusals_are_reported_as_the_version_understands(
         assert broker.partition.log.end_offset == 0
 
 
-async def test_a_coordinator_that_does_not_respond_is_not_waited_for_for_ever(
+async def test_a_silent_coordinator_is_not_waited_for_indefinitely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(produce, "OPENING_TIMEOUT_S", 0.02)
@@ -284,7 +284,7 @@ async def test_a_coordinator_that_does_not_respond_is_not_waited_for_for_ever(
         assert await broker.produce({0: batch(0)}) == {0: ErrorCode.not_enough_replicas}
 
 
-async def test_while_the_last_transaction_ends_the_next_is_asked_about_again(tmp_path: Path) -> None:
+async def test_while_a_transaction_ends_the_next_is_verified_again(tmp_path: Path) -> None:
     async with broker_in(tmp_path) as broker:
         broker.gate.errors = [ConcurrentTransactions("busy"), ConcurrentTransactions("busy")]
         assert await broker.produce({0: batch(0)}) == {0: ErrorCode.none}
@@ -293,7 +293,7 @@ async def test_while_the_last_transaction_ends_the_next_is_asked_about_again(tmp
         assert await broker.produce({1: batch(0)}) == {1: ErrorCode.concurrent_transactions}
 
 
-async def test_a_marker_between_question_and_append_keeps_the_batch_out(tmp_path: Path) -> None:
+async def test_a_marker_between_verification_and_append_refuses_the_batch(tmp_path: Path) -> None:
     async with broker_in(tmp_path) as broker:
         marker = Marker(
             producer_id=ProducerId(PRODUCER), producer_epoch=ProducerEpoch(0), commit=False, coordinator_epoch=0
@@ -306,7 +306,7 @@ async def test_a_marker_between_question_and_append_keeps_the_batch_out(tmp_path
 
 
 @pytest.mark.parametrize(("epoch", "code"), [(1, ErrorCode.none), (2, ErrorCode.invalid_producer_epoch)])
-async def test_only_the_marker_of_the_same_transaction_keeps_it_out_under_version_2(
+async def test_under_version_2_only_the_marker_of_the_same_transaction_refuses_the_batch(
     tmp_path: Path, epoch: int, code: ErrorCode
 ) -> None:
     async with broker_in(tmp_path) as broker:
@@ -318,12 +318,12 @@ async def test_only_the_marker_of_the_same_transaction_keeps_it_out_under_versio
             coordinator_epoch=0,
             bumps_epoch=True,
         )
-        # The coordinator may respond only when the transaction before has its markers.
+        # The coordinator may respond only when the previous transaction has its markers.
         broker.gate.meanwhile = lambda: broker.partition.write_marker(marker)
         assert await broker.write(0, epoch=1) is code
 
 
-async def test_batches_that_do_not_fit_their_transaction_are_refused(tmp_path: Path) -> None:
+async def test_batches_inconsistent_with_their_transaction_are_refused(tmp_path: Path) -> None:
     async with broker_in(tmp_path) as broker:
         unnamed = await broker.produce({0: batch(0)}, transactional_id=None)
         assert unnamed == {0: ErrorCode.transactional_id_authorization_failed}
@@ -335,9 +335,7 @@ async def test_batches_that_do_not_fit_their_transaction_are_refused(tmp_path: P
         assert await broker.write(2) is ErrorCode.out_of_order_sequence_number
 
 
-async def test_markers_that_bump_the_epoch_fence_what_comes_late(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_markers_that_bump_the_epoch_fence_late_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "millstream.broker.kafka.api")
     async with broker_in(tmp_path) as broker:
         assert await broker.write(0) is ErrorCode.none
@@ -386,7 +384,7 @@ async def test_offsets_and_producers_report_open_transactions(tmp_path: Path) ->
         assert (producer.coordinator_epoch, producer.current_txn_start_offset) == (4, 2)
 
 
-async def test_everything_is_known_again_after_a_restart(tmp_path: Path) -> None:
+async def test_the_state_is_restored_after_a_restart(tmp_path: Path) -> None:
     async with broker_in(tmp_path) as broker:
         await broker.write(0)
         await broker.end(commit=False)
