@@ -51,7 +51,7 @@ class TextLines(logging.Formatter):
         line = f"{seconds}.{int(record.msecs):03d} {record.levelname.lower():<{_LEVEL_COLUMN}} {record.getMessage()}"
         for name, value in facts(record).items():
             line += f" {name}={_readable(value)}"
-        return line + self._traceback(record)
+        return _without_controls(line + self._traceback(record), kept="\n\t")
 
     def _traceback(self, record: logging.LogRecord) -> str:
         return "\n" + self.formatException(record.exc_info) if record.exc_info else ""
@@ -73,12 +73,19 @@ class JsonLines(logging.Formatter):
             line.setdefault(name, value)
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return _without_controls(json.dumps(line, default=str, ensure_ascii=False))
 
 
 def facts(record: logging.LogRecord) -> dict[str, Any]:
     """Return the caller's `extra`, in order."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def _without_controls(line: str, kept: str = "") -> str:
+    """Escape characters that control a terminal or reorder text: clients choose names that are logged."""
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() or c in kept else json.dumps(c)[1:-1] for c in line)
 
 
 def _readable(value: Any) -> str:

@@ -37,6 +37,18 @@ def test_a_fact_with_a_line_break_stays_on_its_line(stream: io.StringIO) -> None
     assert stream.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize("line_format", ["text", "json"])
+def test_names_that_clients_choose_do_not_control_a_terminal(stream: io.StringIO, line_format: str) -> None:
+    set_up_logging("info", line_format, stream=stream)
+    name = "\x1b]0;title\x07\x1b[2J\x08\x9b\u202e\u2028é\U000e0001"
+    logging.getLogger("millstream.x").info("authentication failed", extra={"user": name, "spaced": f"a {name}"})
+    line = stream.getvalue()
+    assert line.removesuffix("\n").isprintable()
+    assert "é" in line
+    if line_format == "json":
+        assert json.loads(line)["user"] == name
+
+
 def test_json_lines_are_for_machines(stream: io.StringIO) -> None:
     set_up_logging("info", "json", stream=stream)
     logging.getLogger("millstream.x").warning("disk %s", "full", extra={"free": 0, "level": "hidden", "path": io})

@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -313,3 +314,17 @@ async def test_a_descriptor_that_is_used_again_is_another_connections() -> None:
     hangups.close()
     ours.close()
     theirs.close()
+
+
+async def test_a_connection_that_is_closing_does_not_take_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening(Polls()) as (listener, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        while not listener.connections:
+            await asyncio.sleep(0)
+        (connection,) = listener.connections
+        # A TLS transport that is closing may have no socket any more.
+        closing = SimpleNamespace(is_closing=lambda: True, get_extra_info=lambda _name: None)
+        with monkeypatch.context() as patched:
+            patched.setattr(connection, "_transport", closing)
+            connection._take_turn()
+        writer.close()

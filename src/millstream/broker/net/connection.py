@@ -713,7 +713,8 @@ class Connection(asyncio.BufferedProtocol):
         """Continue after others had their turn, unless the client has left meanwhile."""
         # The transport does not notice this while it does not read.
         self._awaits_turn = False
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
+            # A TLS transport that is closing has no socket.
             return
         end = find_end(self._transport.get_extra_info("socket").fileno())
         if end is End.GONE:

@@ -38,6 +38,8 @@ ALGORITHMS: Final = (
     "EdDSA",
 )
 LEEWAY_S: Final = 30
+TIME_MAX_S: Final = 253_402_300_799
+"""The end of the year 9999. A time in milliseconds is later, and is not taken for one that never comes."""
 """How much the clock of an issuer may differ."""
 _REASONS: Final = {
     "bad_signature": "its signature is wrong",
@@ -153,7 +155,7 @@ class TokenChecker:
         if self._settings.audience not in audiences:
             raise AuthenticationFailed("the token is for another audience")
         if not _is_time(expires):
-            raise AuthenticationFailed("the token has no expiry time (`exp`)")
+            raise AuthenticationFailed("the token has no expiry time in seconds (`exp`)")
         if expires + LEEWAY_S <= now:
             raise AuthenticationFailed("the token has expired")
         for claim in ("nbf", "iat"):
@@ -226,4 +228,4 @@ class _UnknownKey(AuthenticationFailed):
 
 
 def _is_time(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= TIME_MAX_S
