@@ -470,7 +470,23 @@ def test_what_is_deleted_here_comes_back_with_its_state(paris: CommandLine, berl
     assert [one["value"] for one in pulled.documents] == ["c"], pulled.out
     assert berlin(*moved).code == 0
     assert committed(berlin, group) == [3]
-    assert berlin("mirror", "delete", mirror).code == 0
+
+    # So does the copy of a mirror that was reversed, although its records came from there.
+    publish(berlin.brokers, topic, ["d"])
+    assert berlin("mirror", "reverse", mirror).code == 0
+    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows")
+    assert paris("topic", "delete", topic, "--yes").code == 0
+
+    def is_restored() -> bool:
+        if not caught_up(paris, mirror, topic, berlin) or committed(paris, group) != [3]:
+            return False
+        return (found := described(paris, mirror))["queues"] == 1 and not found["notes"]
+
+    wait_for(is_restored, what="the copy is restored")
+    assert paris("mirror", "failover", mirror).code == 0
+    pulled = paris("subscription", "pull", workers, "--accept", "--wait", "20", "-n", "1", "--json")
+    assert [one["value"] for one in pulled.documents] == ["d"], pulled.out
+    assert paris("mirror", "delete", mirror).code == 0
 
 
 def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: CommandLine, topic: str) -> None:

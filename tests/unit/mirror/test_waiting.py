@@ -7,6 +7,7 @@ import dataclasses
 import json
 from array import array
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -17,6 +18,7 @@ import pytest
 from millstream.broker.mirror import follower
 from millstream.broker.mirror.copier import SILENT_MS, Copier, Copy
 from millstream.broker.mirror.follower import Follower
+from millstream.broker.mirror.service import MirrorService
 from millstream.cli import mirror as mirror_commands
 from millstream.cli.broker_check import check_mirrors
 from millstream.cli.doctor import Severity
@@ -421,6 +423,23 @@ async def test_nothing_is_advised_about_a_topic_that_was_failed_over(
         await groups.follower._sync_topic(SimpleNamespace(name="orders"), (), checks_configs=True)
 
 
+@pytest.mark.parametrize("is_reversed", [True, False])
+async def test_only_a_mirror_that_was_reversed_restores_copies_of_records_that_came_from_here(
+    monkeypatch: pytest.MonkeyPatch, is_reversed: bool
+) -> None:
+    groups = Groups(monkeypatch)
+    groups.run.service.topics = SimpleNamespace(get=lambda _: None)
+    groups.run.service.membership = SimpleNamespace(cluster_id="here")
+    groups.run.settings.returning = False
+    groups.follower._source.cluster_id = "there"
+    groups.follower._create = create = AsyncMock()
+    groups.mirror.cuts = {"orders": {0: 20}} if is_reversed else {}
+    original = SimpleNamespace(name="orders")
+    with nullcontext() if is_reversed else pytest.raises(InvalidMirror, match="came from this cluster"):
+        await groups.follower._sync_topic(original, ("here",), checks_configs=True)
+    assert [call.args for call in create.await_args_list] == [(original, "orders", ("there",))] * is_reversed
+
+
 AUDIT = TopicPartition("audit", PartitionIndex(0))
 
 
@@ -440,7 +459,10 @@ class StuckGroups(Groups):
         service.mirrors.unfinished_cuts = lambda _: ()
         service.copied_topics = lambda _: [ORDERS, dataclasses.replace(ORDERS, name="audit")]
         service.others, service.clock, service.expose = [], SystemClock(), self.expose
-        service.topics = SimpleNamespace(states_revision=1)
+        self.topics: dict[str, Any] = {"output": SimpleNamespace(mirror="")}
+        service.topics = SimpleNamespace(states_revision=1, get=self.topics.get)
+        made: Any = MirrorService
+        service.taken_over = partial(made.taken_over, service)
         self.follower._source.ask = self.ask
 
     async def exposed_offsets(self, where: Any) -> dict[TopicPartition, int]:
@@ -490,6 +512,17 @@ async def test_offsets_are_not_applied_without_records_that_a_failover_of_other_
     is_whole = cut == 30 or transactional == []
     assert groups.here == ({WHERE: 30, AUDIT: 20} if is_whole else {})
     assert list(groups.run.notes) == ([] if is_whole else [follower.TORN])
+
+
+async def test_a_copy_of_a_reversed_mirror_that_was_deleted_here_does_not_count_as_failed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = StuckGroups(monkeypatch)
+    groups.reached["audit"][0], groups.transactional = 30, ["g"]
+    groups.mirror.cuts = {"output": {0: 20}}
+    groups.topics.clear()
+    await groups.sync(is_planned=False)
+    assert (groups.here, groups.run.notes) == ({WHERE: 30, AUDIT: 20}, {})
 
 
 @pytest.mark.parametrize("is_planned", [True, False])

@@ -256,7 +256,8 @@ class Follower:
         passed = dict.fromkeys((*came_from, self._source.cluster_id))
         origins = tuple(cluster_id for cluster_id in passed if cluster_id != here)
         if copy is None:
-            if here in passed and not self._settings.returning:
+            # A mirror that was reversed restores its copies, whose records came from here.
+            if here in passed and name not in self._cuts() and not self._settings.returning:
                 raise InvalidMirror(
                     "its records came from this cluster, so it is not copied back; use `millstream mirror reverse` on "
                     f"the source, or `millstream mirror update {self._run.mirror.name} --set returning=true`"
@@ -366,10 +367,9 @@ class Follower:
 
     def _cut_topics(self) -> dict[str, Mapping[int, int]]:
         """Return the topics of a failover while the mirror continues with others, with their cuts if it has ended."""
-        name = self._run.mirror.name
-        copied = {topic.name for topic in self._service.copied_topics(name)}
-        unfinished = self._service.mirrors.unfinished_cuts(name)
-        ended = {topic: cuts for topic, cuts in self._cuts().items() if topic not in copied}
+        cuts = self._cuts()
+        unfinished = self._service.mirrors.unfinished_cuts(self._run.mirror.name)
+        ended = {topic: cuts[topic] for topic in self._service.taken_over(cuts)}
         return {**ended, **{topic: {} for topic in unfinished}}
 
     def _without_torn(self, committed: Commits, barrier: Barrier) -> Commits:

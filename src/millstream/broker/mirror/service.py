@@ -321,6 +321,13 @@ class MirrorService:
         """Return the topics that a mirror writes."""
         return [topic for topic in self.topics.all() if topic.mirror == name]
 
+    def taken_over(self, cuts: Iterable[str]) -> list[str]:
+        """Return the topics among those of a mirror's cuts that clients can write to here, since a failover.
+
+        The others are gone, or are copies: those of a mirror that was reversed.
+        """
+        return [name for name in cuts if (topic := self.topics.get(name)) is not None and not topic.mirror]
+
     def is_fenced(self, name: str) -> bool:
         """Whether topics of this cluster refuse writers, because it is the source of a switch."""
         return any(topic.is_draining for topic in self.copied_topics(name))
@@ -452,7 +459,7 @@ class MirrorService:
                 f"a failover of {', '.join(unfinished)} has not finished, and nothing is copied there any more; run "
                 f"`{self.failover_command(mirror)}` again"
             )
-        if taken_over := [name for name in mirror.cuts if (topic := self.topics.get(name)) and not topic.mirror]:
+        if taken_over := self.taken_over(mirror.cuts):
             what = f"clients can write to {listed(taken_over)} here since a failover"
             if not mirror.is_gated or mirror.settings.rename:
                 yield f"{what}; delete the mirror once its source is not needed any more"
