@@ -17,8 +17,8 @@ def key(index: int) -> PartitionKey:
 
 def test_each_partition_has_its_own_delay() -> None:
     balance = Balance(AFTER_S)
-    balance.note(key(0), preferred_can_lead=True, now=100)
-    balance.note(key(1), preferred_can_lead=True, now=129)
+    balance.track(key(0), preferred_can_lead=True, now=100)
+    balance.track(key(1), preferred_can_lead=True, now=129)
     assert balance.next_due == 130
     assert balance.take_due(129.9) == []
     assert balance.take_due(130) == [key(0)]
@@ -30,23 +30,23 @@ def test_each_partition_has_its_own_delay() -> None:
 
 def test_the_delay_restarts_only_after_a_setback() -> None:
     balance = Balance(AFTER_S)
-    balance.note(key(0), preferred_can_lead=True, now=100)
-    balance.note(key(0), preferred_can_lead=True, now=120)
+    balance.track(key(0), preferred_can_lead=True, now=100)
+    balance.track(key(0), preferred_can_lead=True, now=120)
     assert balance.next_due == 130
-    balance.note(key(0), preferred_can_lead=False, now=125)
-    balance.note(key(0), preferred_can_lead=True, now=128)
+    balance.track(key(0), preferred_can_lead=False, now=125)
+    balance.track(key(0), preferred_can_lead=True, now=128)
     assert balance.take_due(130) == []
     assert balance.take_due(158) == [key(0)]
 
 
 def test_a_delay_of_zero_leaves_leaders_unchanged() -> None:
     balance = Balance(0)
-    balance.note(key(0), preferred_can_lead=True, now=100)
+    balance.track(key(0), preferred_can_lead=True, now=100)
     assert balance.next_due is None
 
 
 def test_a_cleared_partition_is_forgotten() -> None:
     balance = Balance(AFTER_S)
-    balance.note(key(0), preferred_can_lead=True, now=100)
+    balance.track(key(0), preferred_can_lead=True, now=100)
     balance.clear()
     assert (balance.next_due, balance.take_due(1000)) == (None, [])

@@ -20,9 +20,9 @@ class Counted(AbortedTransactions):
 
     looks = 0
 
-    def _at(self, at: int) -> AbortedTransaction:
+    def _transaction_at(self, at: int) -> AbortedTransaction:
         self.looks += 1
-        return super()._at(at)
+        return super()._transaction_at(at)
 
 
 def one_after_the_other(count: int) -> Counted:

@@ -151,7 +151,7 @@ def test_a_listener_is_notified_how_far_it_is() -> None:
     heard: list[tuple[int, int]] = []
     reported = RecoveryProgress(lambda done, left: heard.append((done, left)))
     for number in range(30):
-        reported.note(report(number), left=29 - number, now=number * recovery_module.LISTENER_S / 10)
+        reported.add(report(number), left=29 - number, now=number * recovery_module.LISTENER_S / 10)
     assert heard == [(1, 29), (11, 19), (21, 9)]
 
 
@@ -159,9 +159,9 @@ def test_the_first_few_are_named_and_a_long_recovery_says_how_far_it_is(caplog: 
     caplog.set_level(logging.INFO, "millstream.broker.log.recovery")
     reported = RecoveryProgress()
     for number in range(30):
-        reported.note(report(number, cut=1), left=40 - number, now=number * recovery_module.PROGRESS_S / 10)
+        reported.add(report(number, cut=1), left=40 - number, now=number * recovery_module.PROGRESS_S / 10)
     for number in range(30, 40):
-        reported.note(report(number, lost=(3, 5)), left=40 - number, now=30 * recovery_module.PROGRESS_S / 10)
+        reported.add(report(number, lost=(3, 5)), left=40 - number, now=30 * recovery_module.PROGRESS_S / 10)
     reported.log_summary()
     progress = [vars(line) for line in caplog.records if line.message == "recovering logs"]
     assert [(line["done"], line["left"]) for line in progress] == [(11, 30), (21, 20), (31, 10)]

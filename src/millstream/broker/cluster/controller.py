@@ -120,7 +120,7 @@ class Balance:
         """When the first of them is due."""
         return min(self._due.values(), default=None)
 
-    def note(self, partition: PartitionKey, *, preferred_can_lead: bool, now: float) -> None:
+    def track(self, partition: PartitionKey, *, preferred_can_lead: bool, now: float) -> None:
         """Record a partition; its delay starts when the preferred replica can lead, and restarts when it cannot."""
         if not preferred_can_lead:
             self._due.pop(partition, None)
@@ -360,7 +360,7 @@ class Controller:
             preferred_can_lead = (
                 versioned is not None and decided is None and elect_preferred(versioned.state, staying) is not None
             )
-            self._unbalanced.note(partition, preferred_can_lead=preferred_can_lead, now=now)
+            self._unbalanced.track(partition, preferred_can_lead=preferred_can_lead, now=now)
             if number % _WORKED_OUT_AT_ONCE == 0:
                 await asyncio.sleep(0)
         await self._propose(term, proposals)

@@ -243,7 +243,7 @@ def append_checked(
     append_time_ms = -1
     if settings.message_timestamp_type == "LogAppendTime":
         append_time_ms = now_ms
-        headers = _stamped(batches, headers, now_ms)
+        headers = _stamp(batches, headers, now_ms)
     if not (internal or is_checked):
         check_records(batches, headers[0], settings, now_ms)
     base_offset = log.end_offset
@@ -253,7 +253,7 @@ def append_checked(
         next_offset += header.last_offset_delta + 1
     segment = log.segment_for(len(batches), next_offset, now_ms)
     index = log.write(segment, batches)
-    _advance(log, batches, segment, index, headers, leader_epoch, now_ms, append_time_ms)
+    _record_append(log, batches, segment, index, headers, leader_epoch, now_ms, append_time_ms)
     return AppendedRange(base_offset, log.end_offset, append_time_ms, log.start_offset, False)
 
 
@@ -271,7 +271,7 @@ def _check_producer(
     return None
 
 
-def _advance(
+def _record_append(
     log: Log,
     batches: bytearray | memoryview,
     segment: Segment,
@@ -289,14 +289,14 @@ def _advance(
     if leader_epoch > log.epochs.latest:
         log.epochs.begin(leader_epoch, offset)
     for header in headers:
-        segment.note(header, offset, start + header.position, index, log.settings.index_interval_bytes)
+        segment.add_batch(header, offset, start + header.position, index, log.settings.index_interval_bytes)
         if header.producer_id >= 0:
             log.producers.take(header, batches, offset, now_ms, append_time_ms)
         offset += header.last_offset_delta + 1
     log.advance_end(offset, segment.size - start)
 
 
-def _stamped(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: int) -> list[BatchHeader]:
+def _stamp(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: int) -> list[BatchHeader]:
     """Set the broker's time in the batches and their headers."""
     for header in headers:
         stamp_append_time(batches, header, now_ms)
@@ -374,13 +374,13 @@ _EMPTY_OFFSETS_MAX = 2**31 - 1
 
 def append_replica(log: Log, batches: Buffer, leader_epoch: int, compacted_until: int, files: Files) -> None:
     """Validate batches from a leader and write them at the end of the log; nothing is synced yet."""
-    headers, in_row = _checked(log, batches, leader_epoch)
+    headers, in_row = _check_replicated(log, batches, leader_epoch)
     start_offset = log.start_offset
     if not in_row:
         if headers[0].base_offset < start_offset == log.end_offset:
             # The leader's log starts within a batch; this log must start there too.
             log.maintenance.truncate_now(begin_restart(log, headers[0].base_offset, files))
-        batches = _continued(log, batches, headers)
+        batches = _align_to_end(log, batches, headers)
         headers = list(iterate_headers(batches))
     if not headers:
         return
@@ -394,7 +394,7 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, compacted_until
     interval_bytes = log.settings.index_interval_bytes
     for header in headers:
         log.epochs.begin(header.leader_epoch, header.base_offset)
-        segment.note(header, header.base_offset, start + header.position, index, interval_bytes)
+        segment.add_batch(header, header.base_offset, start + header.position, index, interval_bytes)
         if header.producer_id >= 0:
             append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else -1
             log.producers.take(header, batches, header.base_offset, now_ms, append_time_ms)
@@ -411,7 +411,7 @@ def has_gaps(headers: Iterable[BatchHeader]) -> bool:
     return any(header.record_count <= header.last_offset_delta for header in headers)
 
 
-def _checked(log: Log, batches: Buffer, leader_epoch: int) -> tuple[list[BatchHeader], bool]:
+def _check_replicated(log: Log, batches: Buffer, leader_epoch: int) -> tuple[list[BatchHeader], bool]:
     """Return the headers of valid batches whose epochs may follow those of the log, and whether they are contiguous."""
     headers: list[BatchHeader] = []
     latest, expected, in_row = int(log.latest_epoch), int(log.end_offset), True
@@ -430,7 +430,7 @@ def _checked(log: Log, batches: Buffer, leader_epoch: int) -> tuple[list[BatchHe
     return headers, in_row
 
 
-def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearray:
+def _align_to_end(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearray:
     """Return the batches so that they are contiguous and begin where the log ends."""
     laid = bytearray()
     expected = int(log.end_offset)

@@ -47,7 +47,7 @@ class Checkpoint:
         self.removed = list(log.segments.removed)
         self.swaps = list(log.segments.swaps)
         self.state = encode_state(_state_of(log))
-        self.index_writes = [_index_write(segment) for segment in log.segments if _unstored(segment)]
+        self.index_writes = [_index_write(segment) for segment in log.segments if _has_unstored_index(segment)]
         self.version = version
         log.checkpoint_captured()
 
@@ -184,7 +184,7 @@ def _state_of(log: Log) -> LogState:
     )
 
 
-def _unstored(segment: Segment) -> bool:
+def _has_unstored_index(segment: Segment) -> bool:
     return segment.index is not None and len(segment.index) > segment.index_stored
 
 

@@ -51,17 +51,17 @@ class KeyMap:
         """Return whether it holds the maximum number of keys; the batch that filled it is still added as a whole."""
         return len(self._offsets) >= self._keys_max
 
-    def note(self, key: bytes, offset: int) -> None:
+    def record(self, key: bytes, offset: int) -> None:
         """Record a record of this key, which comes after all earlier ones."""
-        self._offsets[_name(key)] = offset
+        self._offsets[_map_key(key)] = offset
 
     def is_superseded(self, key: bytes, offset: int) -> bool:
         """Whether a later record of the same key is known."""
-        last = self._offsets.get(_name(key))
+        last = self._offsets.get(_map_key(key))
         return last is not None and offset < last
 
 
-def _name(key: bytes) -> bytes:
+def _map_key(key: bytes) -> bytes:
     return key if len(key) < DIGEST_BYTES else blake2b(key, digest_size=DIGEST_BYTES).digest()
 
 
@@ -87,7 +87,7 @@ class CleanedTransactions:
         at = bisect_right(ranges, (int(header.base_offset), 2**63)) - 1
         return at >= 0 and header.base_offset < ranges[at][1]
 
-    def note_data(self, header: BatchHeader) -> None:
+    def record_data(self, header: BatchHeader) -> None:
         if header.is_transactional:
             self._seen.add(header.producer_id)
 
@@ -208,7 +208,7 @@ class Cleaner:
         if found is not None:
             for record in found[1]:
                 if record.key is not None:
-                    self._keys.note(record.key, header.base_offset + record.offset_delta)
+                    self._keys.record(record.key, header.base_offset + record.offset_delta)
 
     def clean(self, at: int) -> CleanResult:
         """Write the retained records of a group into a new file and sync it."""
@@ -242,7 +242,7 @@ class Cleaner:
         """Return the retained part of a batch; None if an empty batch can replace it."""
         if header.is_control:
             return self._filter_marker(header, batch)
-        self._transactions.note_data(header)
+        self._transactions.record_data(header)
         if header.next_offset > self._mapped_to:
             return batch
         if self._transactions.is_aborted(header):
@@ -255,7 +255,7 @@ class Cleaner:
         kept = [record for record in records if self._is_kept(header, record, drop_tombstones=drop_tombstones)]
         if not kept:
             return self._placeholder(header)
-        horizon_ms = self._horizon(header, kept)
+        horizon_ms = self._delete_horizon_ms(header, kept)
         if len(kept) == len(records) and horizon_ms is None:
             return batch
         return rebuild_batch(header, section, kept, delete_horizon_ms=horizon_ms)
@@ -292,7 +292,7 @@ class Cleaner:
             return False
         return self._pass.now_ms >= header.base_timestamp_ms
 
-    def _horizon(self, header: BatchHeader, kept: list[RawRecord]) -> int | None:
+    def _delete_horizon_ms(self, header: BatchHeader, kept: list[RawRecord]) -> int | None:
         """Return the time from which the tombstones of a batch may be removed, if the batch does not contain it yet."""
         if header.attributes & DELETE_HORIZON_FLAG or all(record.has_value for record in kept):
             return None
@@ -374,7 +374,7 @@ class _Writer:
 
     def _append(self, batch: bytes | bytearray | memoryview) -> None:
         header = read_header(batch)
-        self.segment.note(header, header.base_offset, self.segment.size, self.index, self._interval_bytes)
+        self.segment.add_batch(header, header.base_offset, self.segment.size, self.index, self._interval_bytes)
         self.checksum = crc32c(batch, self.checksum)
         self._buffer += batch
         if len(self._buffer) >= WRITE_BYTES:

@@ -29,7 +29,7 @@ class TailRewrite:
         self._journal = journal
         self.error: OSError | None = None
         self._generation = log.generation
-        self._old = segment
+        self._old_segment = segment
         self._descriptor = log.open_files.pin(segment)
         # A sync that began earlier in another thread may still succeed; its bytes are copied nevertheless.
         self._start = segment.synced_bytes
@@ -38,7 +38,7 @@ class TailRewrite:
         self._new.first_append_ms = segment.first_append_ms
         self._new.last_append_ms = segment.last_append_ms
         self._interval_bytes = log.settings.index_interval_bytes
-        self._lost: list[Bad] = []
+        self._lost_ranges: list[Bad] = []
         log.health.begin_repair()
 
     def execute(self, files: Files) -> None:
@@ -61,36 +61,38 @@ class TailRewrite:
 
     def _restore_from_journal(self, files: Files) -> None:
         """Write the journaled bytes of the old file into it again, because they were acknowledged."""
-        old = self._old
+        old = self._old_segment
         if old.journaled_bytes > self._start:
             for entry, data in self._journal.entries_of(self.log, old.base_offset):
                 write_fully(files, self._descriptor, data, entry.position)
 
     def _copy(self, files: Files, descriptor: int) -> None:
-        old, new, self._lost = self._old, self._new, []
+        old, new, self._lost_ranges = self._old_segment, self._new, []
         end = min(old.size, files.size(self._descriptor))
         window = Window(files, self._descriptor, end)
         scan = Scan(window, self._start, self._start_offset, limit=old.next_offset)
         for found in scan:
             if isinstance(found, Bad):
                 after = found.next_offset if found.next_offset >= 0 else old.next_offset
-                self._lost.append(Bad(new.size, new.size, found.first, after))
+                self._lost_ranges.append(Bad(new.size, new.size, found.first, after))
             else:
-                self._take(files, descriptor, window, found)
-        if scan.expected < old.next_offset and not (self._lost and self._lost[-1].next_offset == old.next_offset):
-            self._lost.append(Bad(new.size, new.size, scan.expected, old.next_offset))
+                self._copy_batch(files, descriptor, window, found)
+        if scan.expected < old.next_offset and not (
+            self._lost_ranges and self._lost_ranges[-1].next_offset == old.next_offset
+        ):
+            self._lost_ranges.append(Bad(new.size, new.size, scan.expected, old.next_offset))
         new.next_offset = old.next_offset
 
-    def _take(self, files: Files, descriptor: int, window: Window, header: BatchHeader) -> None:
+    def _copy_batch(self, files: Files, descriptor: int, window: Window, header: BatchHeader) -> None:
         new = self._new
         position, index = new.size, new.index
         write_fully(files, descriptor, window.at(header.position, header.size_bytes), position)
         if index is not None:
-            new.note(header, header.base_offset, position, index, self._interval_bytes)
+            new.add_batch(header, header.base_offset, position, index, self._interval_bytes)
 
     def finish(self) -> None:
         """Continue with the new segment; called on the loop."""
-        log, old, new = self.log, self._old, self._new
+        log, old, new = self.log, self._old_segment, self._new
         log.open_files.unpin(old)
         is_repaired = self.error is None and self._generation == log.generation
         log.health.end_repair(is_repaired=is_repaired)
@@ -100,7 +102,7 @@ class TailRewrite:
         new.sealed = old.sealed
         at = log.segments.index(old)
         if self._start:
-            self._cut(old)
+            self._truncate_old(old)
             log.replace_segments([*log.segments[: at + 1], new, *log.segments[at + 1 :]])
         else:
             # A segment that begins at the same offset has the name of its file now.
@@ -109,7 +111,7 @@ class TailRewrite:
             log.replace_segments([*log.segments[:at], new, *log.segments[at + 1 :]], removed)
         log.void_journal()
         log.maintenance.checkpoint_soon(log)
-        if self._lost:
+        if self._lost_ranges:
             self._report_lost()
         _logger.warning(
             "after a failed sync the log continues in a new segment",
@@ -119,7 +121,7 @@ class TailRewrite:
     def _report_lost(self) -> None:
         """Fail requests that wait for records of the tail that could not be read back, and record the loss."""
         log = self.log
-        for lost in self._lost:
+        for lost in self._lost_ranges:
             log.record_damage(self._new, lost, unread=True)
             log.producers.drop_range(lost.first, lost.next_offset)
         try:
@@ -127,10 +129,10 @@ class TailRewrite:
         except OSError as error:
             log.fail_sync(error, "noting lost records")
         else:
-            log.fail_sync(OSError(5, "records were lost with it"), f"syncing {self._old.path}")
+            log.fail_sync(OSError(5, "records were lost with it"), f"syncing {self._old_segment.path}")
             log.health.succeed()
 
-    def _cut(self, old: Segment) -> None:
+    def _truncate_old(self, old: Segment) -> None:
         """Truncate the old segment to its last good sync; the rest is in the new one."""
         old.sealed = True
         old.size = old.journaled_bytes = old.synced_bytes = self._start
@@ -262,7 +264,7 @@ class Commit:
         for capture in self._captures:
             capture.release()
         if self._reservation is not None:
-            self._journal.note(self._reservation, self._captures)
+            self._journal.record_commit(self._reservation, self._captures)
         for capture in self._captures:
             self._finish_capture(capture)
 

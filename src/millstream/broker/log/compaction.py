@@ -74,9 +74,9 @@ class InlineWorker:
 
     def __init__(self, files: Files, compaction_pass: CompactionPass) -> None:
         self._cancelled = False
-        self._cleaner = Cleaner(files, compaction_pass, self._progress)
+        self._cleaner = Cleaner(files, compaction_pass, self._check_cancelled)
 
-    def _progress(self, _bytes: int) -> None:
+    def _check_cancelled(self, _bytes: int) -> None:
         if self._cancelled:
             raise CleaningCancelled("the store is closing")
 
@@ -281,7 +281,7 @@ def is_due(log: Log, ratio: float) -> bool:
 # -- selection --------------------------------------------------------------------------------------------------
 
 
-def _groups(log: Log, segments: list[Segment]) -> list[list[Segment]]:
+def _group_segments(log: Log, segments: list[Segment]) -> list[list[Segment]]:
     """Group adjacent segments that become one. A damaged one stays unchanged: its holes are recorded by position."""
     groups: list[list[Segment]] = []
     room = 0
@@ -306,7 +306,7 @@ def _retained_offsets(log: Log) -> list[int]:
     return sorted({*batches, *(known.marker_offset for known in log.producers if known.marker_offset >= 0)})
 
 
-def _source(segment: Segment) -> SourceSegment:
+def _to_source(segment: Segment) -> SourceSegment:
     return SourceSegment(segment.base_offset, segment.path, segment.size, segment.next_offset)
 
 
@@ -328,11 +328,11 @@ class Compaction:
         self._files = files
         self._generation = log.generation
         segments = cleanable_segments(log, now_ms)
-        self._groups = _groups(log, segments)
+        self._groups = _group_segments(log, segments)
         self._pass = CompactionPass(
             directory=log.directory,
             token=secrets.token_hex(4),
-            groups=[[_source(segment) for segment in group] for group in self._groups],
+            groups=[[_to_source(segment) for segment in group] for group in self._groups],
             dirty_from=log.cleaned_offset,
             cleanable_to=segments[-1].next_offset,
             epochs=log.epochs.entries(),
@@ -506,10 +506,12 @@ class Compactor:
         if not due:
             return None
         log = max(due, key=due.__getitem__)
-        self._running = Compaction(log, now_ms, files=self._files, start_worker=self._worker(), keys_max=self.keys_max)
+        self._running = Compaction(
+            log, now_ms, files=self._files, start_worker=self._worker_factory(), keys_max=self.keys_max
+        )
         return self._running
 
-    def _worker(self) -> Callable[[CompactionPass], Worker]:
+    def _worker_factory(self) -> Callable[[CompactionPass], Worker]:
         if isinstance(self._files, DiskFiles):
             return ChildWorker
         return lambda compaction_pass: InlineWorker(self._files, compaction_pass)

@@ -33,7 +33,7 @@ class Damage:
 
     def __init__(self, lost: Iterable[LostRange] = ()) -> None:
         self._lost = sorted(lost)
-        self.on_change: Callable[[], None] = _nothing
+        self.on_change: Callable[[], None] = _ignore_change
         """Called when a range was lost, or is repaired."""
         self.has_replicas = False
         """Whether other nodes host the partition, so that lost ranges are fetched from them."""
@@ -67,14 +67,14 @@ class Damage:
 
     def at(self, offset: int) -> LostRange | None:
         """Return the range that holds an offset."""
-        found = bisect_right(self._lost, offset, key=_first) - 1
+        found = bisect_right(self._lost, offset, key=_first_offset) - 1
         if found < 0 or self._lost[found].next_offset <= offset:
             return None
         return self._lost[found]
 
     def next_after(self, offset: int) -> int | None:
         """Return where the first range beyond an offset begins."""
-        found = bisect_right(self._lost, offset, key=_first)
+        found = bisect_right(self._lost, offset, key=_first_offset)
         return self._lost[found].first if found < len(self._lost) else None
 
     def cut_before(self, start_offset: int) -> None:
@@ -108,9 +108,9 @@ class Damage:
         return tuple(lost.offsets for lost in self._lost)
 
 
-def _first(lost: LostRange) -> int:
+def _first_offset(lost: LostRange) -> int:
     return lost.first
 
 
-def _nothing() -> None:
+def _ignore_change() -> None:
     pass

@@ -229,7 +229,7 @@ class Journal:
         left, self._lagging = self._lagging, []
         return left
 
-    def note(self, reservation: Reservation, captures: list[Capture]) -> None:
+    def record_commit(self, reservation: Reservation, captures: list[Capture]) -> None:
         """Record a commit; its file is needed until the segments have caught up."""
         for capture in captures:
             reservation.file.pending[capture.log] = capture.end_offset

@@ -102,7 +102,7 @@ class Ledger:
                 self._broken = True
                 raise
             for key, place in places:
-                self._place(key, place)
+                self._set_place(key, place)
             self._versions.update((key, version) for key, version, _ in fresh)
 
     def forget(self, key: LogKey) -> None:
@@ -140,7 +140,7 @@ class Ledger:
         except OSError as error:
             _logger.warning("no space is left to reserve for checkpoints", extra={"error": str(error)})
 
-    def _place(self, key: LogKey, place: _Place) -> None:
+    def _set_place(self, key: LogKey, place: _Place) -> None:
         old = self._places.get(key)
         if old is not None:
             self._live_bytes -= old.size
@@ -151,14 +151,14 @@ class Ledger:
         """Find the last state of each log."""
         size = self._files.size(self._descriptor)
         content = self._files.read_at(self._descriptor, size, 0) if size else b""
-        for position, end in _groups(content):
+        for position, end in _iterate_groups(content):
             if position != self._end:
                 _logger.error("the ledger of checkpoints is damaged", extra={"file": self._path, "byte": self._end})
                 self.damaged = True
                 self._places.clear()
                 self._live_bytes = 0
             for key, place in _places(content[position + _GROUP.size : end], position + _GROUP.size):
-                self._place(key, place)
+                self._set_place(key, place)
             self._end = end
         if content[self._end :].strip(b"\0"):
             # Bytes of a torn group could be mistaken for a group once the end has advanced.
@@ -199,13 +199,13 @@ class Ledger:
 def last_states(content: bytes) -> dict[LogKey, bytes]:
     """Return the last state of each log in a ledger, for read-only use."""
     found: dict[LogKey, bytes] = {}
-    for position, end in _groups(content):
+    for position, end in _iterate_groups(content):
         for key, place in _places(content[position + _GROUP.size : end], position + _GROUP.size):
             found[key] = content[place.position : place.position + place.size]
     return found
 
 
-def _groups(content: bytes) -> Iterator[tuple[int, int]]:
+def _iterate_groups(content: bytes) -> Iterator[tuple[int, int]]:
     """Yield where each valid group begins and ends."""
     position = content.find(_MAGIC)
     while 0 <= position <= len(content) - _GROUP.size:

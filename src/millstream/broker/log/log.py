@@ -125,7 +125,7 @@ class LogHealth:
         if not self.broken:
             self.failure = None
 
-    def break_off(self) -> None:
+    def mark_broken(self) -> None:
         """Refuse writes until the tail of a segment that failed to sync is in another file."""
         self.broken = self.blocks_writes = True
 
@@ -311,14 +311,14 @@ class Log:
         A transaction begins only under its guard. Records are checked unless `is_checked`.
         """
         if self.health.blocks_writes and not retry_truncation(self, self._files):
-            raise self._refusal()
+            raise self._write_refusal()
         if not internal:
             appended = append_fast(self, batches, leader_epoch)
             if appended is not None:
                 return appended
         return append_checked(self, batches, leader_epoch, internal=internal, guard=guard, is_checked=is_checked)
 
-    def _refusal(self) -> PartitionClosed | StorageFailure:
+    def _write_refusal(self) -> PartitionClosed | StorageFailure:
         health = self.health
         if health.closed:
             return PartitionClosed(f"{self.partition} is closed")
@@ -367,11 +367,11 @@ class Log:
                 descriptor = self.open_files.descriptor(segment)
             write_fully(self._files, descriptor, batches, segment.size)
         except OSError as error:
-            self._cut_back(segment)
+            self._discard_failed_write(segment)
             raise self.fail_write(f"writing {len(batches)} bytes", error) from error
         return index
 
-    def _cut_back(self, segment: Segment) -> None:
+    def _discard_failed_write(self, segment: Segment) -> None:
         """Remove the bytes of a failed write. The next write begins at the same position, so this may fail too."""
         try:
             self._files.truncate(self.open_files.descriptor(segment), segment.size)
@@ -425,7 +425,7 @@ class Log:
                 f"{self.partition}: after a truncation, its transactions are being read from the log"
             )
         if self.damage:
-            up_to = self._undamaged(offset, up_to)
+            up_to = self._readable_until(offset, up_to)
         try:
             hint = self.segments.hints.get(offset)
             if hint is None:
@@ -433,7 +433,7 @@ class Log:
                 position = self.reader.locate(segment, offset)
             else:
                 segment, position = hint
-            limit, limit_offset = self._limit(segment, up_to)
+            limit, limit_offset = self._read_limit(segment, up_to)
             found = self.reader.find(
                 segment, position, max_bytes, limit, limit_offset, eager_bytes, at_least_one=at_least_one
             )
@@ -461,10 +461,10 @@ class Log:
             end=self.end_offset,
         )
 
-    def _unreadable(self, error: OSError) -> StorageFailure:
+    def _read_error(self, error: OSError) -> StorageFailure:
         return StorageFailure(f"{self.partition}: reading from {self.directory} failed: {error.strerror or error}")
 
-    def _undamaged(self, offset: int, up_to: int) -> int:
+    def _readable_until(self, offset: int, up_to: int) -> int:
         """Return up to where reading is possible before a lost range; raise if the offset is in one."""
         lost = self.damage.at(offset)
         if lost is not None and lost in self.damage.repairable:
@@ -482,7 +482,7 @@ class Log:
         first = self.damage.next_after(offset)
         return up_to if first is None else min(up_to, first)
 
-    def _limit(self, segment: Segment, up_to: int) -> tuple[int, int]:
+    def _read_limit(self, segment: Segment, up_to: int) -> tuple[int, int]:
         """Return the position and the offset in a segment at which reading stops."""
         if up_to >= segment.next_offset:
             return segment.size, segment.next_offset
@@ -516,13 +516,13 @@ class Log:
 
     async def find_max_timestamp(self, *, up_to: int) -> Found | None:
         """Find the first of the records with the largest timestamp."""
-        found = self._looked_up(lambda: self._lookup.latest(self.segments, self.start_offset, up_to))
+        found = self._look_up(lambda: self._lookup.latest(self.segments, self.start_offset, up_to))
         return await self.find_time(found.timestamp_ms, up_to=up_to) if isinstance(found, HeavyBatch) else found
 
     def _first_at_or_after(self, timestamp_ms: int, start_offset: int, up_to: int) -> Found | HeavyBatch | None:
-        return self._looked_up(lambda: self._lookup.first_at_or_after(self.segments, timestamp_ms, start_offset, up_to))
+        return self._look_up(lambda: self._lookup.first_at_or_after(self.segments, timestamp_ms, start_offset, up_to))
 
-    def _looked_up(self, look_up: Callable[[], Found | HeavyBatch | None]) -> Found | HeavyBatch | None:
+    def _look_up(self, look_up: Callable[[], Found | HeavyBatch | None]) -> Found | HeavyBatch | None:
         if self.closed:
             raise PartitionClosed(f"{self.partition} is closed")
         while True:
@@ -559,7 +559,7 @@ class Log:
         """Record that a segment is lost if its file was removed; raise any other error to the reader."""
         missing = [segment for segment in self.segments if segment.path == error.filename]
         if not isinstance(error, FileNotFoundError) or not missing or not self._files.exists(self.directory):
-            raise self._unreadable(error) from error
+            raise self._read_error(error) from error
         self.record_missing_file(missing[0])
 
     def record_missing_file(self, segment: Segment) -> None:
@@ -680,7 +680,7 @@ class Log:
         Records may be missing among them because of later ones below `compacted_until`.
         """
         if self.health.blocks_writes and not retry_truncation(self, self._files):
-            raise self._refusal()
+            raise self._write_refusal()
         append_replica(self, batches, leader_epoch, compacted_until, self._files)
 
     def restart_at(self, offset: int) -> None:
@@ -717,7 +717,7 @@ class Log:
     def mark_unsynced_segment(self, segment: Segment) -> None:
         """Refuse writes until the tail of a segment whose sync failed is safe in another file."""
         if not self.health.broken:
-            self.health.break_off()
+            self.health.mark_broken()
             self.note_failure(f"{segment.path} could not be synced")
             _logger.error(
                 "a file could not be synced and is not trusted again",

@@ -49,28 +49,28 @@ class ProducerReplay:
         self._producers = Producers(expiry_ms=log.producers.expiry_ms)
         # The segment that was read last, up to where, and the offset that continues there.
         self._base_offset = self._position = self._expected = -1
-        self._left: list[tuple[Segment, int, int]] = []
+        self._unread: list[tuple[Segment, int, int]] = []
         self._capture()
 
     def _capture(self) -> None:
         segments = {segment.base_offset: segment for segment in self._log.segments}
         if self._replaced is not None:
             segments[self._replaced.base_offset] = self._replaced
-        self._left = [
+        self._unread = [
             (segment, segment.size, segment.next_offset)
             for base_offset, segment in sorted(segments.items())
             if base_offset > self._base_offset or (base_offset == self._base_offset and segment.size > self._position)
         ]
 
     @property
-    def _left_bytes(self) -> int:
-        read = sum(self._position for segment, _, _ in self._left if segment.base_offset == self._base_offset)
-        return sum(size for _, size, _ in self._left) - read
+    def _unread_bytes(self) -> int:
+        read = sum(self._position for segment, _, _ in self._unread if segment.base_offset == self._base_offset)
+        return sum(size for _, size, _ in self._unread) - read
 
     def execute(self) -> None:
         """Read; called in a thread."""
         try:
-            for segment, size, next_offset in self._left:
+            for segment, size, next_offset in self._unread:
                 self._read(segment, size, next_offset)
         except OSError as error:
             self.error = error
@@ -92,7 +92,7 @@ class ProducerReplay:
         """Whether everything was read, or cannot be; the few bytes appended meanwhile are read here, on the loop."""
         if self.error is None:
             self._capture()
-            if self._left_bytes > _ON_LOOP_BYTES:
+            if self._unread_bytes > _ON_LOOP_BYTES:
                 return False
             self.execute()
         return True

@@ -101,7 +101,7 @@ class Producers:
         """Check a client's batch that may begin or continue a transaction; otherwise like `check`."""
         known = self.transactions.open.get(header.producer_id)
         if header.is_transactional and (known is None or known.epoch != header.producer_epoch):
-            duplicate = self._duplicate(header)
+            duplicate = self._find_duplicate(header)
             if duplicate is not None:
                 return duplicate
             self._check_guard(header, guard)
@@ -112,7 +112,7 @@ class Producers:
             )
         return first
 
-    def _duplicate(self, header: BatchHeader) -> ProducedBatch | None:
+    def _find_duplicate(self, header: BatchHeader) -> ProducedBatch | None:
         known = self._by_id.get(header.producer_id)
         if known is None or known.epoch != header.producer_epoch:
             return None
@@ -210,11 +210,11 @@ class Producers:
             self.record(header, base_offset, now_ms, append_time_ms)
         elif not header.attributes & CONTROL_FLAG:
             self.record(header, base_offset, now_ms, append_time_ms)
-            self.transactions.began(self._by_id[header.producer_id], base_offset)
+            self.transactions.track_batch(self._by_id[header.producer_id], base_offset)
         else:
-            self._take_control(header, batches, base_offset, now_ms)
+            self._record_control(header, batches, base_offset, now_ms)
 
-    def _take_control(self, header: BatchHeader, batches: Buffer, base_offset: int, now_ms: int) -> None:
+    def _record_control(self, header: BatchHeader, batches: Buffer, base_offset: int, now_ms: int) -> None:
         try:
             marker = read_marker(batches, header)
         except CorruptBatch as error:

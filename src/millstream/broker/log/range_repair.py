@@ -49,12 +49,12 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
                 f"{log.partition}: a replica returned a batch of epoch {header.leader_epoch} at offset {expected}, "
                 f"between epochs {latest} and {last}"
             )
-        fitted += _fit(log, lost, header, batches)
+        fitted += _trim_batch(log, lost, header, batches)
         latest, expected = header.leader_epoch, int(header.next_offset)
     return bytes(fitted), min(expected, lost.next_offset)
 
 
-def _fit(log: Log, lost: LostRange, header: BatchHeader, batches: Buffer) -> Buffer:
+def _trim_batch(log: Log, lost: LostRange, header: BatchHeader, batches: Buffer) -> Buffer:
     # A range that begins where the log does may begin within a batch.
     begins = header.base_offset >= lost.first or lost.first == log.start_offset
     if begins and header.next_offset <= lost.next_offset:
@@ -76,12 +76,12 @@ class RangeRepair:
             raise _log_changed(log, lost)
         self.log = log
         self.error: OSError | MillstreamError | None = None
-        self._lost = lost
+        self._lost_range = lost
         self._batches = batches
         self._next_offset = next_offset
         self._generation = log.generation
         self._files = log.open_files.files
-        self._old = log.segments.find(lost.segment)
+        self._old_segment = log.segments.find(lost.segment)
         self.is_in_place = self._fits_in_place()
         self._token = secrets.token_hex(4)
         self._epochs = EpochHistory(log.epochs.entries())
@@ -91,31 +91,31 @@ class RangeRepair:
         self._new: Segment | None = None
         self._bad: list[Bad] = []
         self._replay: ProducerReplay | None = None
-        if not self.is_in_place and self._old is log.segments.active:
+        if not self.is_in_place and self._old_segment is log.segments.active:
             log.roll()
-        if self._old is not None:
-            log.open_files.descriptor(self._old, create=True)
-            self._descriptor = log.open_files.pin(self._old)
+        if self._old_segment is not None:
+            log.open_files.descriptor(self._old_segment, create=True)
+            self._descriptor = log.open_files.pin(self._old_segment)
 
     def _fits_in_place(self) -> bool:
-        lost, end = self._lost, self._lost.start + len(self._batches)
-        if self._old is None or lost.end > self._old.size:
+        lost, end = self._lost_range, self._lost_range.start + len(self._batches)
+        if self._old_segment is None or lost.end > self._old_segment.size:
             return False
         return end == lost.end if self._next_offset == lost.next_offset else end < lost.end
 
     @property
     def _is_current(self) -> bool:
         log = self.log
-        return not log.closed and log.generation == self._generation and self._lost in log.damage
+        return not log.closed and log.generation == self._generation and self._lost_range in log.damage
 
     def execute(self) -> None:
         """Write and sync; called in a thread, for repairs in place only in the one that truncates logs."""
         try:
             if not self._is_current:
                 # The file may hold newer records at this position by now.
-                raise _log_changed(self.log, self._lost)
+                raise _log_changed(self.log, self._lost_range)
             if self.is_in_place:
-                write_fully(self._files, self._descriptor, self._batches, self._lost.start)
+                write_fully(self._files, self._descriptor, self._batches, self._lost_range.start)
                 self._files.sync(self._descriptor)
                 # A file that was removed gets its name back.
                 self._files.sync_directory(self.log.directory)
@@ -125,7 +125,7 @@ class RangeRepair:
             self.error = error
 
     def _rewrite_segment(self) -> None:
-        lost, old = self._lost, self._old
+        lost, old = self._lost_range, self._old_segment
         base_offset = next(iter(iterate_headers(self._batches))).base_offset if old is None else old.base_offset
         new = self._new = Segment(self.log.directory, int(base_offset))
         new.path = cleaned_path(self.log.directory, new.base_offset, self._token)
@@ -133,7 +133,7 @@ class RangeRepair:
         try:
             self._files.truncate(descriptor, 0)
             end = 0
-            for piece in self._pieces():
+            for piece in self._new_content():
                 write_fully(self._files, descriptor, piece, end)
                 end += len(piece)
             limit = max(self._next_offset, old.next_offset if old is not None else 0)
@@ -144,9 +144,9 @@ class RangeRepair:
         finally:
             self._files.close(descriptor)
 
-    def _pieces(self) -> Iterator[bytes]:
+    def _new_content(self) -> Iterator[bytes]:
         """Yield the content of the new file."""
-        lost, old = self._lost, self._old
+        lost, old = self._lost_range, self._old_segment
         behind = lost.end
         if self._next_offset < lost.next_offset:
             behind = min(lost.start + len(self._batches), lost.end)
@@ -163,27 +163,27 @@ class RangeRepair:
         for found in scan:
             if isinstance(found, Bad):
                 found = found if found.next_offset >= 0 else found._replace(next_offset=limit)
-                if found.first < self._next_offset and found.next_offset > self._lost.first:
+                if found.first < self._next_offset and found.next_offset > self._lost_range.first:
                     raise StorageFailure(f"{new.path} does not contain the bytes written at {found.start}")
                 self._bad.append(found)
             else:
-                new.note(found, int(found.base_offset), found.position, index, self._interval_bytes)
+                new.add_batch(found, int(found.base_offset), found.position, index, self._interval_bytes)
         if scan.expected < limit and not (self._bad and self._bad[-1].next_offset == limit):
             self._bad.append(Bad(window.end, window.end, scan.expected, limit))
         new.index, new.size, new.next_offset = index, window.end, limit
 
     def replay(self) -> ProducerReplay | None:
         """Return what to read before `finish`, if the range holds producers' batches; called on the loop."""
-        if self.error is not None or not self.log.needs_replay(self._lost, self._remaining()):
+        if self.error is not None or not self.log.needs_replay(self._lost_range, self._remaining_ranges()):
             return None
         self._replay = ProducerReplay(self.log, self._new)
         return self._replay
 
     def finish(self) -> None:
         """Serve the range again; called on the loop."""
-        log, lost = self.log, self._lost
-        if self._old is not None:
-            log.open_files.unpin(self._old)
+        log, lost = self.log, self._lost_range
+        if self._old_segment is not None:
+            log.open_files.unpin(self._old_segment)
         if self.error is None and self._replay is not None:
             self.error = self._replay.error
         if self.error is None and not self._is_current:
@@ -197,10 +197,10 @@ class RangeRepair:
             return
         for epoch, start in self._epochs.entries():
             log.epochs.extend_back(epoch, start)
-        log.mark_repaired(lost, self._next_offset, self._remaining(), self._replay)
+        log.mark_repaired(lost, self._next_offset, self._remaining_ranges(), self._replay)
 
     def _swap(self, new: Segment) -> None:
-        old, log = self._old, self.log
+        old, log = self._old_segment, self.log
         new.sealed = True
         now_ms = log.clock.now_ms()
         new.first_append_ms = now_ms if old is None else old.first_append_ms
@@ -208,19 +208,19 @@ class RangeRepair:
         new.mark_synced(new.size, new.next_offset)
         try:
             if not log.swap_in([] if old is None else [old], new, self._token):
-                self.error = _log_changed(log, self._lost)
+                self.error = _log_changed(log, self._lost_range)
         except OSError as error:
             self.error = error
 
-    def _remaining(self) -> list[LostRange]:
+    def _remaining_ranges(self) -> list[LostRange]:
         """Return the ranges of the segment that are still lost, by their position in the new file."""
-        lost, new = self._lost, self._new
+        lost, new = self._lost_range, self._new
         if new is not None:
             left = [
                 LostRange(bad.first, bad.next_offset, new.base_offset, bad.start, bad.end, self._is_unread(bad.first))
                 for bad in self._bad
             ]
-            if self._old is None and self._next_offset < lost.next_offset:
+            if self._old_segment is None and self._next_offset < lost.next_offset:
                 left.append(LostRange(self._next_offset, lost.next_offset, -1, 0, 0, lost.unread))
             return left
         left = self.log.other_losses(lost)

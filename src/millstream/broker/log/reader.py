@@ -173,7 +173,7 @@ class Reader:
             if max_bytes <= eager_bytes:
                 descriptor = self._open_files.descriptor(segment)
                 data = self._read_at(segment, descriptor, min(size, max(max_bytes, FRAME_BYTES)), position)
-            end, next_offset = self._whole(segment, position, position + max_bytes, data)
+            end, next_offset = self._last_whole_batch(segment, position, position + max_bytes, data)
             size = end - position if at_least_one or end - position <= max_bytes else 0
         found = SegmentSlice(self._open_files, segment, position, size, next_offset, verify)
         if size <= len(data):
@@ -186,7 +186,7 @@ class Reader:
         self, segment: Segment, position: int, max_bytes: int, limit: int, eager_bytes: int, *, at_least_one: bool
     ) -> SegmentSlice:
         """Find the batches by reading and verifying; return those before a broken batch."""
-        expected = self._reach(segment, position)
+        expected = self._verify_up_to(segment, position)
         descriptor = self._open_files.descriptor(segment)
         data = self._read_at(segment, descriptor, min(max(max_bytes, FRAME_BYTES), limit - position), position)
         run = valid_run(data, len(data), expected, self._epochs)
@@ -206,7 +206,7 @@ class Reader:
             segment.suspect = False
         return found
 
-    def _reach(self, segment: Segment, position: int) -> int:
+    def _verify_up_to(self, segment: Segment, position: int) -> int:
         """Verify up to a batch from the last known one before it; return its offset."""
         verification = segment.verification
         if verification.start <= position < verification.end:
@@ -218,7 +218,7 @@ class Reader:
             raise BrokenSegment(segment, position)
         return verification.next_offset
 
-    def _whole(self, segment: Segment, position: int, stop: int, data: bytes) -> tuple[int, int]:
+    def _last_whole_batch(self, segment: Segment, position: int, stop: int, data: bytes) -> tuple[int, int]:
         """Return the end of the last whole batch between two positions, or of the first beyond, and the offset after
         it.
 
@@ -355,12 +355,12 @@ class Lookup:
                 continue
             if segment.base_offset >= up_to:
                 return None
-            found = self._first_in(segment, timestamp_ms, start_offset, up_to)
+            found = self._first_in_segment(segment, timestamp_ms, start_offset, up_to)
             if found is not None:
                 return found
         return None
 
-    def _first_in(
+    def _first_in_segment(
         self, segment: Segment, timestamp_ms: int, start_offset: int, up_to: int
     ) -> Found | HeavyBatch | None:
         position = self._reader.index_of(segment).position_for_time(timestamp_ms)
@@ -371,12 +371,12 @@ class Lookup:
                 return None
             if frame.max_timestamp_ms < timestamp_ms or frame.next_offset <= start_offset:
                 continue
-            found = self._first_of_batch(segment, frame, timestamp_ms, start_offset, up_to)
+            found = self._first_in_batch(segment, frame, timestamp_ms, start_offset, up_to)
             if found is not None:
                 return found
         return None
 
-    def _first_of_batch(
+    def _first_in_batch(
         self, segment: Segment, frame: Frame, timestamp_ms: int, start_offset: int, up_to: int
     ) -> Found | HeavyBatch | None:
         epoch = Epoch(frame.leader_epoch)
@@ -405,10 +405,10 @@ class Lookup:
             if segment.base_offset >= up_to:
                 break
             if segment.next_offset > start_offset:
-                largest = max(largest, self._largest_in(segment, start_offset, up_to))
+                largest = max(largest, self._largest_timestamp(segment, start_offset, up_to))
         return self.first_at_or_after(segments, largest, start_offset, up_to) if largest >= 0 else None
 
-    def _largest_in(self, segment: Segment, start_offset: int, up_to: int) -> int:
+    def _largest_timestamp(self, segment: Segment, start_offset: int, up_to: int) -> int:
         if start_offset <= segment.base_offset:
             return self._reader.max_timestamp_below(segment, up_to)
         largest = -1

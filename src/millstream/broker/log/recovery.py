@@ -120,22 +120,22 @@ class RecoveryProgress:
         self._logs = 0
         self._scanned_bytes = 0
         self._replayed_bytes = 0
-        self._cut: list[RecoveryReport] = []
-        self._lost: list[RecoveryReport] = []
+        self._truncated: list[RecoveryReport] = []
+        self._damaged: list[RecoveryReport] = []
         self._logged_at: float | None = None
 
-    def note(self, report: RecoveryReport, *, left: int, now: float) -> None:
+    def add(self, report: RecoveryReport, *, left: int, now: float) -> None:
         """Count a recovered log."""
         self._logs += 1
         self._scanned_bytes += report.scanned_bytes
         self._replayed_bytes += report.replayed_bytes
         if report.lost:
-            self._lost.append(report)
-            if len(self._lost) <= NAMED_MAX:
+            self._damaged.append(report)
+            if len(self._damaged) <= NAMED_MAX:
                 place = {"topic": report.topic, "partition": report.partition}
                 _logger.error("a log is damaged", extra={**place, "what": str(report)})
         elif report.cut_bytes:
-            self._cut.append(report)
+            self._truncated.append(report)
         if self._listener is not None and (self._notified_at is None or now - self._notified_at >= LISTENER_S):
             self._notified_at = now
             self._listener(self._logs, left)
@@ -154,14 +154,14 @@ class RecoveryProgress:
             "scanned_bytes": self._scanned_bytes,
             "replayed_bytes": self._replayed_bytes,
         }
-        for word, reports in (("cut", self._cut), ("damaged", self._lost)):
+        for word, reports in (("cut", self._truncated), ("damaged", self._damaged)):
             if reports:
-                extra |= {word: len(reports), f"{word}_logs": _named(reports)}
-        level = logging.ERROR if self._lost else logging.WARNING if self._cut else logging.INFO
+                extra |= {word: len(reports), f"{word}_logs": _describe_logs(reports)}
+        level = logging.ERROR if self._damaged else logging.WARNING if self._truncated else logging.INFO
         _logger.log(level, "recovered logs", extra=extra)
 
 
-def _named(reports: list[RecoveryReport]) -> str:
+def _describe_logs(reports: list[RecoveryReport]) -> str:
     """Describe the first few logs, each with what happened to it."""
     more = len(reports) - NAMED_MAX
     return " | ".join(map(str, reports[:NAMED_MAX])) + (f" | and {more} more" if more > 0 else "")
@@ -259,7 +259,7 @@ class Recovery:
 
     def run(self) -> tuple[LogContents, RecoveryReport]:
         """Find the contents of the log, truncate torn batches, and make the rest durable."""
-        bases = self._bases()
+        bases = self._list_segments()
         contents = self._contents
         if not self._trusted and bases:
             contents.start_offset = max(contents.start_offset, bases[0])
@@ -268,9 +268,9 @@ class Recovery:
             limit = bases[at + 1] if at + 1 < len(bases) else _NO_LIMIT
             segment = self._trusted.get(base)
             if segment is not None:
-                self._take_trusted(segment, limit)
+                self._recover_trusted(segment, limit)
             elif base >= self._checkpoint:
-                self._take(Segment(self._directory, base), limit)
+                self._recover_segment(Segment(self._directory, base), limit)
         self._resolve_tail()
         if self._has_gaps:
             contents.superseded_by = max(contents.superseded_by, contents.end_offset)
@@ -278,7 +278,7 @@ class Recovery:
             segment.sealed = True
         return contents, self._report
 
-    def _bases(self) -> list[int]:
+    def _list_segments(self) -> list[int]:
         """List the segments on disk, after removing everything that a crash left unfinished."""
         if complete_swaps(self._files, self._directory, self._swaps):
             self._contents.changed = True
@@ -287,7 +287,7 @@ class Recovery:
         for name in names:
             if name.endswith(_UNFINISHED):
                 self._remove(f"{self._directory}/{name}")
-        bases = sorted(base for base in map(base_offset_of, names) if base is not None and not self._replaced(base))
+        bases = sorted(base for base in map(base_offset_of, names) if base is not None and not self._is_replaced(base))
         kept = []
         for at, base in enumerate(bases):
             following = bases[at + 1] if at + 1 < len(bases) else _NO_LIMIT
@@ -296,7 +296,7 @@ class Recovery:
         self._remove_leftovers(names, set(kept))
         return kept
 
-    def _replaced(self, base: int) -> bool:
+    def _is_replaced(self, base: int) -> bool:
         """Whether a file is within a segment that the checkpoint knows, so that compaction has replaced it."""
         return base not in self._trusted and any(
             segment.base_offset < base < segment.next_offset for segment in self._trusted.values()
@@ -315,18 +315,18 @@ class Recovery:
 
     # -- segments -------------------------------------------------------------------------------------------
 
-    def _take_trusted(self, segment: Segment, limit: int) -> None:
+    def _recover_trusted(self, segment: Segment, limit: int) -> None:
         """Take a segment that the checkpoint knows; only later bytes are scanned."""
         size = self._size_of(segment)
         if size < segment.size:
             # The file lost something since, so nothing in it is trusted.
-            self._take(_reset_segment(segment), segment.next_offset, replay=False)
+            self._recover_segment(_reset_segment(segment), segment.next_offset, replay=False)
         elif size > segment.size and segment.base_offset == max(self._trusted):
-            self._take(segment, limit)
+            self._recover_segment(segment, limit)
         else:
             self._accept(segment)
 
-    def _take(self, segment: Segment, limit: int, *, replay: bool = True) -> None:
+    def _recover_segment(self, segment: Segment, limit: int, *, replay: bool = True) -> None:
         """Scan a segment from where it is known; accept it if it holds anything or continues at the end of the log."""
         bad_end = self._scan(segment, limit, replay=replay)
         if segment.size or segment.base_offset < self._checkpoint or segment.base_offset == self._contents.end_offset:
@@ -370,7 +370,7 @@ class Recovery:
             last_epoch = self._contents.epochs.latest if replay else -1
             for found in Scan(window, start, segment.next_offset, limit=limit, last_epoch=last_epoch):
                 if not isinstance(found, Bad):
-                    self._note(segment, found, index, window, replay=replay)
+                    self._add_batch(segment, found, index, window, replay=replay)
                 elif found.next_offset >= 0:
                     self._record_damage_at(segment, found)
                 else:
@@ -394,14 +394,14 @@ class Recovery:
             segment.index = build_index(scan, segment, self._opening.index_interval_bytes)
         return segment.index
 
-    def _note(self, segment: Segment, header: BatchHeader, index: Index, window: Window, *, replay: bool) -> None:
+    def _add_batch(self, segment: Segment, header: BatchHeader, index: Index, window: Window, *, replay: bool) -> None:
         now_ms = self._opening.now_ms
         if segment.first_append_ms < 0:
             segment.first_append_ms = now_ms
         segment.last_append_ms = now_ms
         if replay and header.record_count != header.next_offset - max(segment.next_offset, self._lost_until):
             self._has_gaps = True
-        segment.note(header, header.base_offset, header.position, index, self._opening.index_interval_bytes)
+        segment.add_batch(header, header.base_offset, header.position, index, self._opening.index_interval_bytes)
         self._report.scanned_batches += 1
         if replay:
             self._contents.epochs.begin(header.leader_epoch, header.base_offset)

@@ -46,7 +46,7 @@ def delete_expired(log: Log, now_ms: int) -> int:
     needed_from = _needed_from(log)
     freed = count = 0
     for segment in log.segments[:-1]:
-        too_old = _expired(log, segment, now_ms) and not _is_held(log, segment, needed_from, now_ms)
+        too_old = _is_expired(log, segment, now_ms) and not _is_held(log, segment, needed_from, now_ms)
         if segment.next_offset > limit or not (too_old or freed + segment.size <= excess):
             break
         freed += segment.size
@@ -70,7 +70,7 @@ def held_bytes(log: Log, now_ms: int) -> int:
     return sum(
         segment.size
         for segment in log.segments
-        if _expired(log, segment, now_ms) and _is_held(log, segment, needed_from, now_ms)
+        if _is_expired(log, segment, now_ms) and _is_held(log, segment, needed_from, now_ms)
     )
 
 
@@ -97,7 +97,7 @@ def _is_held(log: Log, segment: Segment, needed_from: int, now_ms: int) -> bool:
     return segment.next_offset > needed_from and _age_ms(segment, now_ms) <= log.settings.retention_until_max_ms
 
 
-def _expired(log: Log, segment: Segment, now_ms: int) -> bool:
+def _is_expired(log: Log, segment: Segment, now_ms: int) -> bool:
     return log.settings.retention_ms >= 0 and _age_ms(segment, now_ms) > log.settings.retention_ms
 
 
@@ -109,7 +109,7 @@ def _age_ms(segment: Segment, now_ms: int) -> int:
 def _roll_expired(log: Log, now_ms: int) -> None:
     """Close the active segment if all of it has expired, so that it can be deleted."""
     active = log.segments.active
-    if active is None or not active.size or not _expired(log, active, now_ms):
+    if active is None or not active.size or not _is_expired(log, active, now_ms):
         return
     try:
         log.roll()

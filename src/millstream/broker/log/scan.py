@@ -138,7 +138,7 @@ class Window:
         """Return a buffer that holds some bytes of the file, fewer at its end, and where in it they begin."""
         at = position - self._start
         if at < 0 or at + size > len(self._data):
-            self._move(position, size)
+            self._fill(position, size)
             at = 0
         return self._data, at
 
@@ -147,7 +147,7 @@ class Window:
         data, at = self.hold(position, min(size, self.end - position))
         return memoryview(data)[at : at + size]
 
-    def _move(self, position: int, size: int) -> None:
+    def _fill(self, position: int, size: int) -> None:
         wanted = min(max(size, WINDOW_BYTES), self.end - position)
         self._data = _read_all(self._files, self._descriptor, wanted, position)
         self._start = position
@@ -171,9 +171,9 @@ class SectorWindow(Window):
     was_readable = False
     """Whether any could: a disk of which nothing can be read has failed as a whole, and may recover."""
 
-    def _move(self, position: int, size: int) -> None:
+    def _fill(self, position: int, size: int) -> None:
         try:
-            super()._move(position, size)
+            super()._fill(position, size)
             self.was_readable |= bool(self._data)
         except OSError as error:
             if error.errno not in UNREADABLE_ERRORS:
@@ -250,7 +250,7 @@ class Scan:
     def __iter__(self) -> Iterator[BatchHeader | Bad]:
         while self.position < self.window.end and self.expected < self._limit:
             header = batch_at(self.window, self.position)
-            if header is None or not self._fits(header):
+            if header is None or not self._continues(header):
                 bad, header = self._resume(header)
                 yield bad
                 self.position = bad.end
@@ -261,7 +261,7 @@ class Scan:
             self.expected = header.next_offset
             yield header
 
-    def _fits(self, header: BatchHeader) -> bool:
+    def _continues(self, header: BatchHeader) -> bool:
         """Whether a batch continues the one before it."""
         if header.base_offset != self.expected or header.next_offset > self._limit:
             return False

@@ -65,7 +65,7 @@ class Inspection:
         self._is_disk_dead = False
         self._epochs = EpochHistory(log.epochs.entries())
         self._generation = log.generation
-        self._known = tuple(log.damage)
+        self._known_damage = tuple(log.damage)
         self._segment_size, self._limit = segment.size, segment.next_offset
         self._descriptor = log.open_files.pin(segment)
         self._files = log.open_files.files
@@ -104,7 +104,7 @@ class Inspection:
 
     def _is_known(self, bad: Bad) -> bool:
         after = self._limit if bad.next_offset < 0 else bad.next_offset
-        return any(lost.first <= bad.first and after <= lost.next_offset for lost in self._known)
+        return any(lost.first <= bad.first and after <= lost.next_offset for lost in self._known_damage)
 
     def finish(self) -> None:
         """Report the result to the log; called on the loop."""
@@ -123,7 +123,7 @@ class Inspection:
                     "error": str(self.error),
                 },
             )
-        self._note()
+        self._record_outcome()
 
     @property
     def is_current(self) -> bool:
@@ -135,10 +135,10 @@ class Inspection:
             not log.closed
             and log.generation == self._generation
             and any(one is self.segment for one in log.segments)
-            and tuple(log.damage) == self._known
+            and tuple(log.damage) == self._known_damage
         )
 
-    def _note(self) -> None:
+    def _record_outcome(self) -> None:
         # Bytes of a disk that fails as a whole may be readable later, so they are not recorded as lost unless another
         # replica can restore them.
         if self.bad is not None and not (self._is_disk_dead and not self.log.damage.has_replicas):
@@ -190,22 +190,22 @@ class ScrubStep(Inspection):
         self.end, self.next_offset = position + run.end, run.next_offset
 
     @property
-    def _found_again(self) -> LostRange | None:
+    def _restored_range(self) -> LostRange | None:
         hole = self.hole
         return hole if hole is not None and (self.end, self.next_offset) == (hole.end, hole.next_offset) else None
 
     def replay(self) -> ProducerReplay | None:
         """Return what to read before `finish`, if an intact range holds producers' batches."""
-        found, log = self._found_again, self.log
+        found, log = self._restored_range, self.log
         if found is None or not self.is_current or not log.needs_replay(found, log.other_losses(found)):
             return None
         self._replay = ProducerReplay(log)
         return self._replay
 
-    def _note(self) -> None:
+    def _record_outcome(self) -> None:
         if self.hole is None:
-            super()._note()
-        elif self._found_again is not None and (self._replay is None or self._replay.error is None):
+            super()._record_outcome()
+        elif self._restored_range is not None and (self._replay is None or self._replay.error is None):
             self.log.mark_intact(self.hole, self._replay)
 
 

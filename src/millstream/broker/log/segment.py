@@ -330,7 +330,9 @@ class Segment:
         """Return how many bytes can be read from a position before the next damaged range or the end."""
         return min([self.size, *(start for start in self.holes if start > position)]) - position
 
-    def note(self, header: BatchHeader, base_offset: int, position: int, index: Index, interval_bytes: int) -> None:
+    def add_batch(
+        self, header: BatchHeader, base_offset: int, position: int, index: Index, interval_bytes: int
+    ) -> None:
         """Account for one more batch behind the last, which may lie behind a damaged range."""
         self.size = position
         next_offset = base_offset + header.last_offset_delta + 1

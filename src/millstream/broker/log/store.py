@@ -240,15 +240,15 @@ class LogStore:
         self._durable.discard(key)
         # A new log has nothing to recover.
         if report is not None and (unrecovered or report.is_notable):
-            self._note(log, report)
+            self._record_recovery(log, report)
         if contents.changed:
             self.checkpoint_soon(log)
         return log
 
-    def _note(self, log: Log, report: RecoveryReport) -> None:
+    def _record_recovery(self, log: Log, report: RecoveryReport) -> None:
         report.topic, report.partition = log.partition.topic, log.partition.partition
         report.replayed_bytes = self._replayed.pop(log.directory, 0)
-        self._progress.note(report, left=len(self._unrecovered), now=self._clock.monotonic())
+        self._progress.add(report, left=len(self._unrecovered), now=self._clock.monotonic())
         if report.is_notable:
             self.recovery_reports.append(report)
 
@@ -300,11 +300,11 @@ class LogStore:
             self.checkpoint_now(log)
         except OSError:
             self._unrecovered.add(log.key)
-        self._forget(log)
+        self._remove(log)
 
     def delete_log(self, log: Log) -> None:
         """Delete a log and its files, durably; the space is freed a little later."""
-        self._forget(log)
+        self._remove(log)
         self._ledger.forget(log.key)
         try:
             deleted_folder = self._folder.mark_deleted(log.directory)
@@ -325,7 +325,7 @@ class LogStore:
                 extra={"folder": folder, "error": str(error)},
             )
 
-    def _forget(self, log: Log) -> None:
+    def _remove(self, log: Log) -> None:
         log.close()
         self._logs.pop(log.key, None)
         for group in (self._to_commit, self._stale, self._to_checkpoint, self._catch_up):
@@ -405,9 +405,9 @@ class LogStore:
             else:
                 # Not at once, unless the log has changed: the disk may fail, or a reader may fail again at the same
                 # place.
-                self._call_later(RETRY_S if inspection.is_current else 0, self._look_again, inspection)
+                self._call_later(RETRY_S if inspection.is_current else 0, self._release_inspection, inspection)
 
-    def _look_again(self, inspection: Inspection) -> None:
+    def _release_inspection(self, inspection: Inspection) -> None:
         del self._inspections[inspection.segment]
         if not inspection.log.closed:
             inspection.log.damage.on_change()
@@ -461,7 +461,7 @@ class LogStore:
 
     def delete_expired(self) -> int:
         """Apply retention to all logs; return the bytes freed."""
-        return sum(self._expire(log) for log in list(self._logs.values()))
+        return sum(self._delete_expired(log) for log in list(self._logs.values()))
 
     def compact_once(self) -> bool:
         """Compact the log that needs it most; return False if none does."""
@@ -532,7 +532,7 @@ class LogStore:
         job.finish()
         if isinstance(job, Commit):
             if not job.is_direct:
-                self._note_committed(job)
+                self._observe_commit(job)
             for log in job.retry_now:
                 self.sync_soon(log)
             for log in job.retry_later:
@@ -550,11 +550,11 @@ class LogStore:
                 else:
                     self.note_dirty(log)
 
-    def _note_committed(self, commit: Commit) -> None:
+    def _observe_commit(self, commit: Commit) -> None:
         now = self._clock.monotonic()
         self._commit_seconds.observe(now - min(self._committing.pop(log, now) for log in commit.logs))
 
-    def _expire(self, log: Log) -> int:
+    def _delete_expired(self, log: Log) -> int:
         now_ms = self._clock.now_ms()
         log.producers.expire(now_ms)
         return log.delete_expired(now_ms)
@@ -658,7 +658,7 @@ class LogStore:
             await self._upkeep_wake.wait()
             self._upkeep_wake.clear()
             while not self._closing and (job := self._begin_upkeep()) is not None:
-                await self._in_thread(self._upkeep_thread, job)
+                await self._run_in_thread(self._upkeep_thread, job)
             if self._retention_due:
                 self._retention_due = False
                 await self._delete_expired_in_slices()
@@ -691,7 +691,9 @@ class LogStore:
     async def _compact(self, compaction: Compaction) -> None:
         for job in compaction.jobs(self.checkpoint_job):
             # Checkpoints of a log are written in the order in which they were taken, so all in one thread.
-            await self._in_thread(self._upkeep_thread if isinstance(job, Checkpoints) else self._compact_thread, job)
+            await self._run_in_thread(
+                self._upkeep_thread if isinstance(job, Checkpoints) else self._compact_thread, job
+            )
         self._compactor.ended(compaction)
 
     async def _scrub_forever(self) -> None:
@@ -701,7 +703,7 @@ class LogStore:
         while not await self._is_closing_within(pause_s):
             step = scrubber.next(self._logs)
             if step is not None:
-                await self._in_thread(self._scrub_thread, step)
+                await self._run_in_thread(self._scrub_thread, step)
                 pause_s = scrubber.ended(step)
             if scrubber.should_save:
                 await loop.run_in_executor(self._scrub_thread, scrubber.save_progress)
@@ -717,7 +719,9 @@ class LogStore:
     async def repair_range(self, repair_range: RangeRepair) -> None:
         """Repair a lost range with the batches of another replica, or raise why that failed."""
         # A truncation of the same file happens entirely before or after a write into it.
-        await self._in_thread(self._upkeep_thread if repair_range.is_in_place else self._compact_thread, repair_range)
+        await self._run_in_thread(
+            self._upkeep_thread if repair_range.is_in_place else self._compact_thread, repair_range
+        )
         if isinstance(repair_range.error, OSError):
             raise StorageFailure(
                 f"{repair_range.log.partition}: lost offsets could not be repaired: {repair_range.error}"
@@ -733,7 +737,7 @@ class LogStore:
         self._scrubber.ended(step)
         return True
 
-    async def _in_thread(self, thread: ThreadPoolExecutor, job: Job) -> None:
+    async def _run_in_thread(self, thread: ThreadPoolExecutor, job: Job) -> None:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(thread, job.execute)
         replay = job.replay() if isinstance(job, RangeRepair | ScrubStep) else None
@@ -753,7 +757,7 @@ class LogStore:
 
     async def _delete_expired_in_slices(self) -> None:
         for at, log in enumerate(list(self._logs.values())):
-            self._expire(log)
+            self._delete_expired(log)
             if at % RETENTION_SLICE == RETENTION_SLICE - 1:
                 await asyncio.sleep(0)
 
@@ -775,7 +779,7 @@ class LogStore:
         if self._running is not None:
             await self._running
         for job in self._last_jobs():
-            await self._in_thread(self._upkeep_thread, job)
+            await self._run_in_thread(self._upkeep_thread, job)
         for inspection in self._inspections.values():
             inspection.is_cancelled = True
         await asyncio.gather(*self._cutting, return_exceptions=True)
@@ -808,7 +812,7 @@ class LogStore:
         """Release the folder, with the mark of a clean stop if all logs are durable."""
         clean = all(not log.needs_checkpoint and log.stored_offset == log.end_offset for log in self._logs.values())
         for log in list(self._logs.values()):
-            self._forget(log)
+            self._remove(log)
         self._commit_thread.shutdown()
         self._upkeep_thread.shutdown()
         self._compact_thread.shutdown()

@@ -84,9 +84,9 @@ class AbortedTransactions:
         return len(self._markers)
 
     def __iter__(self) -> Iterator[AbortedTransaction]:
-        return (self._at(at) for at in range(len(self)))
+        return (self._transaction_at(at) for at in range(len(self)))
 
-    def _at(self, at: int) -> AbortedTransaction:
+    def _transaction_at(self, at: int) -> AbortedTransaction:
         return AbortedTransaction(self._producers[at], self._firsts[at], self._markers[at], self._stables[at])
 
     def add(self, aborted: AbortedTransaction) -> None:
@@ -109,7 +109,7 @@ class AbortedTransactions:
             block = at // _BLOCK
             block_end = min(end, (block + 1) * _BLOCK)
             if self._lowest[block] < next_offset:
-                found += [self._at(one) for one in range(at, block_end) if self._firsts[one] < next_offset]
+                found += [self._transaction_at(one) for one in range(at, block_end) if self._firsts[one] < next_offset]
             at = block_end
         return found
 
@@ -288,8 +288,8 @@ class Transactions:
 
     # -- appended batches -----------------------------------------------------------------------------------
 
-    def began(self, producer: Producer, offset: int) -> None:
-        """Note a transactional batch at an offset; it begins a transaction if none is open."""
+    def track_batch(self, producer: Producer, offset: int) -> None:
+        """Record a transactional batch at an offset; it begins a transaction if none is open."""
         if producer.open_from == NO_TRANSACTION:
             producer.open_from = offset
             self.open[producer.producer_id] = producer

@@ -216,12 +216,12 @@ class ScanResult:
         for begin, end in self.absent:
             wanted[begin - self.first : end - self.first + 1] = False
         if self.matches is not None:
-            deltas += self._filtered(wanted & ~self.matches, now_ms)
+            deltas += self._filtered_deltas(wanted & ~self.matches, now_ms)
             wanted &= self.matches
-        deltas += self._parked(wanted, now_ms)
+        deltas += self._parked_deltas(wanted, now_ms)
         return deltas
 
-    def _filtered(self, out: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
+    def _filtered_deltas(self, out: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
         places = np.flatnonzero(out)
         if not len(places):
             return []
@@ -231,7 +231,7 @@ class ScanResult:
         first, last = self.first + begin, self.first + end
         return [Delta(DeltaKind.FILTERED, first, last, 0, 0, "", now_ms, "", bits)]
 
-    def _parked(self, wanted: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
+    def _parked_deltas(self, wanted: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
         deltas: list[Delta] = []
         for offset, due_ms in self.delayed:
             if due_ms <= now_ms or not wanted[offset - self.first]:

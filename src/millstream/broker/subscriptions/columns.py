@@ -210,24 +210,24 @@ class Columns:
         """Split a range into runs of the same attempt."""
         if end - start == 1 or self.attempts.count(self.attempts[start], start, end) == end - start:
             return [(start, end)]
-        return _split(start, _changes(np.frombuffer(self.attempts, np.uint8)[start:end]), end)
+        return _split_runs(start, _value_changes(np.frombuffer(self.attempts, np.uint8)[start:end]), end)
 
     def uniform_runs(self, start: int, end: int) -> list[tuple[int, int]]:
         """Split a range into runs that are equal in state, attempt, due time and holder."""
         if end - start == 1:
             return [(start, end)]
-        changes = _changes(np.frombuffer(self.states, np.uint8)[start:end])
-        changes |= _changes(np.frombuffer(self.attempts, np.uint8)[start:end])
-        changes |= _changes(np.frombuffer(self.dues, np.int64)[start:end])
-        changes |= _changes(np.frombuffer(self.holders, np.uint32)[start:end])
-        return _split(start, changes, end)
+        changes = _value_changes(np.frombuffer(self.states, np.uint8)[start:end])
+        changes |= _value_changes(np.frombuffer(self.attempts, np.uint8)[start:end])
+        changes |= _value_changes(np.frombuffer(self.dues, np.int64)[start:end])
+        changes |= _value_changes(np.frombuffer(self.holders, np.uint32)[start:end])
+        return _split_runs(start, changes, end)
 
 
-def _changes(column: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+def _value_changes(column: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
     return np.asarray(column[1:] != column[:-1])
 
 
-def _split(start: int, changes: npt.NDArray[np.bool_], end: int) -> list[tuple[int, int]]:
+def _split_runs(start: int, changes: npt.NDArray[np.bool_], end: int) -> list[tuple[int, int]]:
     bounds = [start, *(np.flatnonzero(changes) + (start + 1)).tolist(), end]
     return list(pairwise(bounds))
 

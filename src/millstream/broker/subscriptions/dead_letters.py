@@ -167,7 +167,7 @@ class DeadLetters:
         self._wakeup.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dead letters {self._subscription}")
-            self._task.add_done_callback(self._finished)
+            self._task.add_done_callback(self._on_finished)
 
     async def close(self) -> None:
         """Stop; the next leader of the queue writes the remaining letters."""
@@ -177,7 +177,7 @@ class DeadLetters:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
+    def _on_finished(self, task: asyncio.Task[None]) -> None:
         self._task = None
         # More may have been rejected after the last check.
         if not task.cancelled() and not self._delivery.is_closed and self._delivery.queue.counts.rejecting:
@@ -265,11 +265,11 @@ class DeadLetters:
                 # The number stays unused, so the log would reject every later one of this producer.
                 self._producer_id = None
                 return
-            letter = self._letter(rejected, plan, record)
+            letter = self._build_letter(rejected, plan, record)
             size = len(letter)
             offset = await self._appender.append(topic, plan.partition, letter)
         except BatchRejected as error:
-            self._refuse(topic, rejected, error, size)
+            self._record_refusal(topic, rejected, error, size)
             self._discard_plan(rejected)
         except ProducerRejected as error:
             self._log_retry("a dead letter gets a new sequence number", error, offset=rejected.offset)
@@ -281,7 +281,7 @@ class DeadLetters:
             where = POSITION.pack(plan.partition, offset) + topic.encode()
             queue.dead_lettered(rejected.offset, where, now_ms=self._clock.now_ms())
 
-    def _refuse(self, topic: str, rejected: Rejected, error: BatchRejected, size: int) -> None:
+    def _record_refusal(self, topic: str, rejected: Rejected, error: BatchRejected, size: int) -> None:
         """Retry a refused letter later, and log once what to do about it."""
         self._refused.add(rejected.offset)
         delivery = self._delivery
@@ -337,7 +337,7 @@ class DeadLetters:
             lambda: next(decode_batch(records, header, ranges=(OffsetRange(offset, offset + 1),)), None)
         )
 
-    def _letter(self, rejected: Rejected, plan: Plan, record: Record) -> bytearray:
+    def _build_letter(self, rejected: Rejected, plan: Plan, record: Record) -> bytearray:
         key = self._delivery.key
         source = self._delivery.partition.topic.name
         now_ms = self._clock.now_ms()

@@ -277,7 +277,7 @@ class Delivery:
 
     def try_receive(self, demand: Demand) -> Received:
         """Lease the messages that are available now; `leases_durable` waits until the worker may get a response."""
-        self._check()
+        self._check_open()
         self.last_used_ms = self._clock.now_ms()
         if not self._may_deliver or self._is_drained(self.last_used_ms):
             return NOTHING
@@ -289,11 +289,11 @@ class Delivery:
 
     def park(self, waiter: Waiter) -> None:
         """Let a worker wait for messages, unless too many wait already."""
-        self._check()
+        self._check_open()
         if len(self._waiting) < WAITING_MAX:
             self._waiting[waiter] = None
             if self._has_more_to_scan or self._is_store_full or self._has_available:
-                self._wake()
+                self._schedule_wake()
             self._set_alarm()
 
     def forget(self, waiter: Waiter) -> None:
@@ -302,7 +302,7 @@ class Delivery:
 
     def wake_waiting(self) -> None:
         """Serve waiting workers again, since one of them has room again."""
-        self._wake()
+        self._schedule_wake()
 
     async def leases_durable(self) -> None:
         """Wait until leases that were just granted may be delivered."""
@@ -317,7 +317,7 @@ class Delivery:
 
     def settle_now(self, worker: str, verbs: Sequence[Settlement]) -> list[MillstreamError | None]:
         """Settle leases without waiting; `durable` waits until the worker may get a response."""
-        self._check()
+        self._check_open()
         self.last_used_ms = self._clock.now_ms()
         results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self.last_used_ms)]
         self._after_change()
@@ -396,10 +396,10 @@ class Delivery:
 
     def seek(self, offset: Offset) -> None:
         """Continue at another offset; outstanding leases become void."""
-        self._check()
+        self._check_open()
         self.queue.seek(offset, now_ms=self._clock.now_ms())
         self._after_change()
-        self._wake()
+        self._schedule_wake()
 
     async def revive(self, letters: Mapping[Offset, bytes], closed: Mapping[Offset, bytes]) -> list[Offset]:
         """Make dead letters available again; return the messages that the log no longer has.
@@ -412,7 +412,7 @@ class Delivery:
             if offset >= next_offset:
                 found, next_offset = await keys_in_batch(self.partition, offset)
                 keys.update(found)
-        self._check()
+        self._check_open()
         now_ms, log_start = self._clock.now_ms(), self.partition.log_start
         self.queue.drop_before(log_start, now_ms=now_ms)
         # A batch may begin before the start of the log.
@@ -433,14 +433,14 @@ class Delivery:
             self.queue_changed()
         if settings.delivery != self.settings.delivery:
             # It determines when a worker may get a response, so waiting workers must ask again.
-            self._end_waits(CoordinatorUnavailable("the delivery mode of the subscription has changed"))
+            self._reject_waiting(CoordinatorUnavailable("the delivery mode of the subscription has changed"))
         self.queue.settings = settings
         if self._filter is not None:
             self._filter.close()
         self._filter = queue_filter
         self._record_filter_version()
         self._apply_ledger()
-        self._wake()
+        self._schedule_wake()
 
     # Notifications
 
@@ -450,7 +450,7 @@ class Delivery:
             if not partition.is_leader or partition.leader_epoch != self.leader_epoch:
                 self.close(NotLeader(f"{partition.log.partition} is led by another node"))
             elif self._waiting:
-                self._wake()
+                self._schedule_wake()
         except Exception:
             # The caller appends to the partition and must not be affected.
             _logger.exception("a queue could not follow its partition", extra={"queue": str(self.key)})
@@ -473,10 +473,10 @@ class Delivery:
         if self._filter is not None:
             self._filter.close()
         self.outcomes.close()
-        self._end_waits(reason)
+        self._reject_waiting(reason)
         self.on_closed(self)
 
-    def _end_waits(self, reason: MillstreamError) -> None:
+    def _reject_waiting(self, reason: MillstreamError) -> None:
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting:
             waiter.reject(reason)
@@ -537,12 +537,12 @@ class Delivery:
         if self.queue.ledger is not None and self.queue.fold.sequence - self._marked_sequence >= WINDOW_FRAMES:
             self.mark_window(LEDGER_PERIODIC)
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
         if not self.partition.is_leader or self.partition.leader_epoch != self.leader_epoch:
             self.close(NotLeader(f"{self.partition.log.partition} is led by another node"))
-            self._check()
+            self._check_open()
 
     def _lease(self, demand: Demand, max_records: int) -> Received:
         queue = self.queue
@@ -677,7 +677,7 @@ class Delivery:
                 matches, scanned = matched.bits, scanned.without(matched.unreadable)
             if self._closed is None and self.queue.next_scan_offset == scanned.first and self._filter is queue_filter:
                 self._apply_scan(scanned, matches)
-                self._wake()
+                self._schedule_wake()
         return False
 
     def _scan_finished(self, looking: asyncio.Task[bool]) -> None:
@@ -687,11 +687,11 @@ class Delivery:
             return
         if error is not None:
             _logger.warning("a filter failed; retrying", extra={"queue": str(self.key), "error": str(error)})
-            asyncio.get_running_loop().call_later(FILTER_RETRY_S, self._wake)
+            asyncio.get_running_loop().call_later(FILTER_RETRY_S, self._schedule_wake)
             return
         if looking.result():
             # A wake-up from within the task would have come too early: it would have found the scan still running.
-            self._wake()
+            self._schedule_wake()
         try:
             self._after_change()
         except Exception as failure:
@@ -752,7 +752,7 @@ class Delivery:
         if self.queue.rejecting_count:
             self.on_rejecting()
         if self._waiting and not self._is_serving and self._has_available:
-            self._wake()
+            self._schedule_wake()
         self._set_alarm()
 
     def _warn_dropped(self) -> None:
@@ -792,7 +792,7 @@ class Delivery:
             written = self._store.write(QueueWrite(self.key, self.leader_epoch, self._next_sequence, frame))
             self._next_sequence += 1
             self._last_write = written
-            written.listen(self._written)
+            written.listen(self._on_written)
         last = self._last_write
         if waiting is not None:
             if last is None:
@@ -809,7 +809,7 @@ class Delivery:
         if self._closed is None and self.queue.has_leases:
             self._write(is_all=True)
 
-    def _written(self, error: MillstreamError | None) -> None:
+    def _on_written(self, error: MillstreamError | None) -> None:
         if error is not None:
             # Memory no longer matches the store: the queue is read back when it is next needed.
             if self._closed is None and not isinstance(error, (FencedLeaderEpoch, NotCoordinator)):
@@ -819,9 +819,9 @@ class Delivery:
         if self._next_write is not None and self._last_write is not None and self._last_write.is_done:
             self._write_pending()
         if self._is_store_full:
-            self._wake()
+            self._schedule_wake()
 
-    def _wake(self) -> None:
+    def _schedule_wake(self) -> None:
         if self._waiting and not self._is_wake_scheduled and self._closed is None:
             self._is_wake_scheduled = True
             asyncio.get_running_loop().call_soon(self._serve_waiting)
@@ -841,17 +841,17 @@ class Delivery:
         finally:
             self._is_serving = False
         if self._has_more_to_scan:
-            self._wake()
+            self._schedule_wake()
         self._set_alarm()
 
     def _serve_all(self) -> None:
-        self._check()
+        self._check_open()
         if not self._may_deliver:
             # Any change of this also wakes the waiting workers.
             self._has_more_to_scan = False
             if self._is_store_full and (self._last_write is None or self._last_write.is_done):
                 # Other queues fill the store, and do not notify this one when they have made room.
-                asyncio.get_running_loop().call_later(STORE_FULL_RETRY_S, self._wake)
+                asyncio.get_running_loop().call_later(STORE_FULL_RETRY_S, self._schedule_wake)
             return
         self.last_used_ms = self._clock.now_ms()
         self._prepare(self._total_demand())

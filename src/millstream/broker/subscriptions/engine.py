@@ -83,7 +83,7 @@ class Expiry:
                 (one, lifetime_ms) for one in self._subscriptions.all() if (lifetime_ms := self._lifetime_ms(one)) >= 0
             ]
             for subscription, lifetime_ms in expiring:
-                await self._check(subscription, lifetime_ms)
+                await self._expire_or_record_use(subscription, lifetime_ms)
             shortest_ms = min((lifetime_ms for _, lifetime_ms in expiring), default=None)
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if shortest_ms is None else _pause_s(shortest_ms)):
@@ -92,7 +92,7 @@ class Expiry:
     def _lifetime_ms(self, subscription: Subscription) -> int:
         return self._subscriptions.settings_of(subscription).expires_ms
 
-    async def _check(self, subscription: Subscription, lifetime_ms: int) -> None:
+    async def _expire_or_record_use(self, subscription: Subscription, lifetime_ms: int) -> None:
         now_ms = self._clock.now_ms()
         used_here_ms = self._last_used(subscription.subscription_id)
         used_ms = max(used_here_ms, subscription.used_ms, subscription.created_ms)
@@ -158,7 +158,7 @@ class Engine:
         self._dependencies = dependencies
         self._open: dict[QueueKey, _OpenQueue] = {}
         self._opening: dict[QueueKey, asyncio.Task[Delivery]] = {}
-        self._followed: set[str] = set()
+        self._watched_topics: set[str] = set()
         # Queues whose opening is being retried.
         self._retrying: set[tuple[QueueKey, Partition]] = set()
         self._opening_waiters: dict[UUID, asyncio.Future[None]] = {}
@@ -207,7 +207,7 @@ class Engine:
 
     async def delivery(self, subscription: Subscription, partition: Partition) -> Delivery:
         """Return the queue of a subscription on a partition that this node leads, restoring it if necessary."""
-        ready = self._ready(subscription, partition)
+        ready = self._find_open(subscription, partition)
         if ready is not None:
             return ready
         key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
@@ -219,7 +219,9 @@ class Engine:
         key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
         while (opening := self._opening.get(key)) is not None:
             await asyncio.wait([opening])
-        return self._ready(subscription, partition) or await self._begin_opening(subscription, partition, key, start)
+        return self._find_open(subscription, partition) or await self._begin_opening(
+            subscription, partition, key, start
+        )
 
     def _begin_opening(
         self, subscription: Subscription, partition: Partition, key: QueueKey, replaced_at: Offset | None = None
@@ -229,7 +231,7 @@ class Engine:
         opening.add_done_callback(lambda done: self._opening_finished(key, done))
         return asyncio.shield(opening)
 
-    def _ready(self, subscription: Subscription, partition: Partition) -> Delivery | None:
+    def _find_open(self, subscription: Subscription, partition: Partition) -> Delivery | None:
         """Return the queue of a subscription on a partition if it is open; one of an earlier epoch is closed."""
         key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
         found = self._open.get(key)
@@ -242,7 +244,7 @@ class Engine:
 
     def ready(self, subscription: Subscription, partitions: Sequence[Partition]) -> list[Delivery] | None:
         """Return the queues on some partitions if all of them are open."""
-        ready = [one for partition in partitions if (one := self._ready(subscription, partition)) is not None]
+        ready = [one for partition in partitions if (one := self._find_open(subscription, partition)) is not None]
         return ready if len(ready) == len(partitions) else None
 
     async def deliveries_of(self, subscription: Subscription, partitions: Sequence[Partition]) -> list[Delivery]:
@@ -305,7 +307,7 @@ class Engine:
         if self._closed or not partition.is_leader:
             raise NotLeader(f"{partition.log.partition} is not led by this node")
         if partition.topic.mirror:
-            raise _mirrored(partition)
+            raise _mirrored_error(partition)
         epoch = Epoch(partition.leader_epoch)
         stored = await dependencies.store.load(key, epoch)
         if replaced_at is not None:
@@ -331,7 +333,7 @@ class Engine:
         if self._closed or not partition.is_leader or partition.leader_epoch != epoch:
             raise NotLeader(f"{partition.log.partition} is no longer led by this node")
         if partition.topic.mirror:
-            raise _mirrored(partition)
+            raise _mirrored_error(partition)
         if initial is not None:
             queue.begin(initial, now_ms=now_ms)
         elif queue.fold.window.end > partition.log.end_offset:
@@ -416,14 +418,14 @@ class Engine:
                 continue
             settings = dependencies.subscriptions.settings_of(declared)
             if settings != opened.delivery.settings:
-                self._change(opened.delivery, settings)
+                self._apply_settings(opened.delivery, settings)
         for subscription in dependencies.subscriptions.all():
             for topic in subscription.topics:
-                self._follow(topic)
+                self._watch_leadership(topic)
         self._open_all()
-        self._spawn(self._forget(lambda key: dependencies.subscriptions.is_deleted(key.subscription_id)))
+        self._spawn(self._delete_states(lambda key: dependencies.subscriptions.is_deleted(key.subscription_id)))
 
-    def _change(self, delivery: Delivery, settings: SubscriptionSettings) -> None:
+    def _apply_settings(self, delivery: Delivery, settings: SubscriptionSettings) -> None:
         if settings.ordered != delivery.settings.ordered:
             # An ordered queue keeps other state about its messages, so it is restored.
             delivery.close(NotLeader("the queue restarts because its ordering was changed"))
@@ -442,11 +444,11 @@ class Engine:
     def _topic_deleted(self, topic: Topic) -> None:
         gone = PartitionClosed(f"topic {topic.name!r} was deleted")
         self._close_all(lambda key: key.topic_id == topic.topic_id, gone)
-        self._spawn(self._forget(lambda key: key.topic_id == topic.topic_id))
+        self._spawn(self._delete_states(lambda key: key.topic_id == topic.topic_id))
 
-    def _follow(self, topic: str) -> None:
-        if topic not in self._followed:
-            self._followed.add(topic)
+    def _watch_leadership(self, topic: str) -> None:
+        if topic not in self._watched_topics:
+            self._watched_topics.add(topic)
             self._dependencies.topics.on_leadership_change(topic, lambda _index, led: self._partition_led(topic, led))
 
     def _partition_led(self, topic: str, led: Partition | None) -> None:
@@ -454,7 +456,7 @@ class Engine:
         if led is None or self._closed:
             return
         if led.topic.mirror:
-            reason = _mirrored(led)
+            reason = _mirrored_error(led)
             self._close_all(lambda key: key.topic_id == led.topic.topic_id and key.partition == led.index, reason)
             return
         for subscription in self._dependencies.subscriptions.all():
@@ -507,7 +509,7 @@ class Engine:
         finally:
             self._retrying.discard((key, partition))
 
-    async def _forget(self, is_gone: Callable[[QueueKey], bool]) -> None:
+    async def _delete_states(self, is_gone: Callable[[QueueKey], bool]) -> None:
         try:
             await self._dependencies.forget(is_gone)
         except MillstreamError as error:
@@ -540,7 +542,7 @@ def _new_state(key: QueueKey, start: Offset, sequence: int) -> bytes:
     return write_snapshot(fold)
 
 
-def _mirrored(partition: Partition) -> MirroredTopic:
+def _mirrored_error(partition: Partition) -> MirroredTopic:
     mirror = partition.topic.mirror
     return MirroredTopic(
         f"topic {partition.topic.name!r} is a copy of mirror {mirror!r}; its messages are delivered at the source, and "

@@ -64,7 +64,7 @@ class _Partition:
 
     def run_at(self, offset: int) -> _Run | None:
         """Return the run that contains an offset."""
-        at = bisect_right(self.runs, offset, key=_start) - 1
+        at = bisect_right(self.runs, offset, key=_run_start) - 1
         return self.runs[at] if at >= 0 and offset < self.runs[at].end else None
 
 
@@ -236,7 +236,7 @@ class FilterCache:
     def _cache(self, partition: TopicPartition, known: _Partition, run: _Run) -> None:
         for old in [old for old in known.runs if old.start < run.end and old.end > run.start]:
             self._evict(partition, old)
-        insort(known.runs, run, key=_start)
+        insort(known.runs, run, key=_run_start)
         self._cached[partition, run.start] = run
         self._cached_bytes += run.size_bytes
         while self._cached_bytes > CACHED_BYTES_MAX:
@@ -244,11 +244,11 @@ class FilterCache:
 
     def _evict(self, partition: TopicPartition, run: _Run) -> None:
         runs = self._partitions[partition].runs
-        del runs[bisect_left(runs, run.start, key=_start)]
+        del runs[bisect_left(runs, run.start, key=_run_start)]
         self._cached_bytes -= self._cached.pop((partition, run.start)).size_bytes
 
 
-def _start(run: _Run) -> int:
+def _run_start(run: _Run) -> int:
     return run.start
 
 

@@ -100,9 +100,9 @@ class FilterWorker:
                 self.evaluated_inline += 1
                 return found
             # Batches that decompress to too much go to the child, which also recognizes corrupt ones.
-        request = _request(messages, filters)
+        request = _encode_request(messages, filters)
         async with self._lock:
-            response = await self._ask(request)
+            response = await self._send_with_retries(request)
         if not isinstance(response, FilterMatches):
             raise CorruptBatch(
                 response.reason if isinstance(response, Unreadable) else "the response has an unexpected type"
@@ -117,7 +117,7 @@ class FilterWorker:
         """
         request = frame_message(BatchRequest(bytes(batch), first, with_keys))
         async with self._lock:
-            response = await self._ask(request)
+            response = await self._send_with_retries(request)
         self.scanned_in_child += 1
         return (
             response.scan() if isinstance(response, ScannedBatch) else getattr(response, "reason", "it was not scanned")
@@ -128,7 +128,7 @@ class FilterWorker:
         self._stopping.set()
         await self._kill()
 
-    async def _ask(self, request: bytes) -> FilterResponse:
+    async def _send_with_retries(self, request: bytes) -> FilterResponse:
         if hash(request) in self._fatal_requests:
             return _FATAL_RESPONSE
         deaths = 0
@@ -137,7 +137,7 @@ class FilterWorker:
             if self._stopping.is_set():
                 raise FilterUnavailable("the broker is stopping")
             try:
-                response = await self._ask_child(request)
+                response = await self._send(request)
             except _FAILURES as error:
                 self._failures += 1
                 deaths += isinstance(error, _DEATHS)
@@ -160,7 +160,7 @@ class FilterWorker:
         if self._stopping.is_set():
             return False
         try:
-            await self._ask_child(_PROBE)
+            await self._send(_PROBE)
         except _FAILURES:
             self._failures += 1
             return False
@@ -175,7 +175,7 @@ class FilterWorker:
         with suppress(TimeoutError):
             await within(pause_s, self._stopping.wait())
 
-    async def _ask_child(self, request: bytes) -> FilterResponse:
+    async def _send(self, request: bytes) -> FilterResponse:
         try:
             async with asyncio.timeout(self._response_s_max):
                 response = await self._exchange(request)
@@ -244,7 +244,7 @@ def is_light(messages: Messages, filter_count: int) -> bool:
     return count <= INLINE_MESSAGES_MAX and count * filter_count <= INLINE_CHECKS_MAX
 
 
-def _request(messages: Messages, filters: Sequence[Filter]) -> bytes:
+def _encode_request(messages: Messages, filters: Sequence[Filter]) -> bytes:
     return frame_message(
         FilterRequest(
             messages.topic,

@@ -226,7 +226,7 @@ class Fold:
                 place = columns.states.find(state, start, end)
                 while place >= 0:
                     stop = run_end(columns.states, place, end)
-                    found += [_waiting(columns, state, *run) for run in columns.uniform_runs(place, stop)]
+                    found += [_waiting_run(columns, state, *run) for run in columns.uniform_runs(place, stop)]
                     place = columns.states.find(state, stop, end)
         return found
 
@@ -249,7 +249,7 @@ class Fold:
             del held
             if len(places):
                 for start, end in _consecutive_ranges(places):
-                    found += [_waiting(columns, LEASED, *run) for run in columns.uniform_runs(start, end)]
+                    found += [_waiting_run(columns, LEASED, *run) for run in columns.uniform_runs(start, end)]
         return found
 
     def cut_after(self, end: int) -> bool:
@@ -262,7 +262,7 @@ class Fold:
         for columns, start, stop in self.parts(end, max(self.window.end, end + 1) - 1):
             for first, last in columns.uniform_runs(start, stop):
                 if columns.states[first] != DONE:
-                    self._leave_state(columns, first, last - first)
+                    self._uncount_state(columns, first, last - first)
         kept = [offset < end for offset in self.stragglers.offsets]
         if not all(kept):
             self.stragglers.keep_marked(np.array(kept, np.bool_))
@@ -322,7 +322,7 @@ class Fold:
 
     def _apply_parked(self, delta: Delta) -> None:
         for columns, start, end in self._require_parts(delta):
-            self._move(columns, start, end, PARKED)
+            self._set_state(columns, start, end, PARKED)
             columns.set_due(start, end, delta.due_ms)
         self.counters[DeltaKind.PARKED] += delta.last - delta.first + 1
 
@@ -343,7 +343,7 @@ class Fold:
         """Make messages available again, or park them until a time."""
         parked = delta.due_ms > delta.time_ms
         for columns, start, end in self._require_parts(delta):
-            self._move(columns, start, end, PARKED if parked else AVAILABLE)
+            self._set_state(columns, start, end, PARKED if parked else AVAILABLE)
             if delta.kind == DeltaKind.RELEASED and delta.attempt < columns.attempts[start]:
                 # The message was returned unseen, so the delivery does not count.
                 columns.attempts[start:end] = bytes((delta.attempt,)) * (end - start)
@@ -359,7 +359,7 @@ class Fold:
     def _apply_rejecting(self, delta: Delta) -> None:
         count = delta.last - delta.first + 1
         for columns, start, end in self._require_parts(delta):
-            self._move(columns, start, end, REJECTING)
+            self._set_state(columns, start, end, REJECTING)
             columns.set_due(start, end, delta.time_ms)
             columns.set_holder(start, end, self.reasons.add_references(delta.reason, end - start))
         self.counters[DeltaKind.REJECTING] += count
@@ -370,7 +370,7 @@ class Fold:
     def _finish(self, delta: Delta) -> None:
         """Mark messages as done."""
         for columns, start, end in self._require_parts(delta):
-            self._end(columns, start, end)
+            self._set_done(columns, start, end)
         self.counters[delta.kind] += delta.last - delta.first + 1
 
     def _apply_failed(self, delta: Delta) -> None:
@@ -394,7 +394,7 @@ class Fold:
             left = 0
             for start_index, stop in columns.uniform_runs(start, end):
                 if columns.states[start_index] != DONE:
-                    self._leave_state(columns, start_index, stop - start_index)
+                    self._uncount_state(columns, start_index, stop - start_index)
                     columns.set_state(start_index, stop, DONE)
                     left += stop - start_index
             columns.note_finished(left)
@@ -444,18 +444,18 @@ class Fold:
 
     # -- their steps -----------------------------------------------------------------------------------------
 
-    def _move(self, columns: Window | Stragglers, start: int, end: int, state: int) -> None:
+    def _set_state(self, columns: Window | Stragglers, start: int, end: int, state: int) -> None:
         """Move messages with equal state and holder to another state."""
-        self._leave_state(columns, start, end - start)
+        self._uncount_state(columns, start, end - start)
         columns.set_state(start, end, state)
         self.counts[state] += end - start
 
-    def _end(self, columns: Window | Stragglers, start: int, end: int) -> None:
-        self._leave_state(columns, start, end - start)
+    def _set_done(self, columns: Window | Stragglers, start: int, end: int) -> None:
+        self._uncount_state(columns, start, end - start)
         columns.set_state(start, end, DONE)
         columns.note_finished(end - start)
 
-    def _leave_state(self, columns: Window | Stragglers, start: int, count: int) -> None:
+    def _uncount_state(self, columns: Window | Stragglers, start: int, count: int) -> None:
         state = columns.states[start]
         self.counts[state] -= count
         if state == LEASED:
@@ -485,7 +485,7 @@ def encode_revivals(revivals: Iterable[Revival]) -> bytes:
     return b"".join(_REVIVED.pack(one.key, one.letter) for one in revivals)
 
 
-def _waiting(columns: Window | Stragglers, state: int, start: int, end: int) -> WaitingRun:
+def _waiting_run(columns: Window | Stragglers, state: int, start: int, end: int) -> WaitingRun:
     first = columns.offset_at(start)
     last = first + end - start - 1
     return WaitingRun(state, first, last, columns.attempts[start], columns.dues[start], columns.holders[start])

@@ -116,7 +116,7 @@ def write_frame(header: FrameHeader, deltas: Sequence[Delta], names: LedgerNames
     body = b"".join((lengths, *rows, *blobs, *extras))
     flags = 0 if names is None else _LEDGER
     if len(body) >= _COMPRESS_MIN:
-        body = _SPAN.pack(*_span(deltas)) + compress(COMPRESSION_ZSTD, body)
+        body = _SPAN.pack(*_offset_span(deltas)) + compress(COMPRESSION_ZSTD, body)
         flags |= _COMPRESSED
     key = header.key
     return b"".join(
@@ -186,7 +186,7 @@ def is_for_ledger(data: bytes) -> bool:
     return len(data) > 1 and bool(data[1] & _LEDGER)
 
 
-def _span(deltas: Sequence[Delta]) -> tuple[int, int]:
+def _offset_span(deltas: Sequence[Delta]) -> tuple[int, int]:
     if any(delta.kind == DeltaKind.SOUGHT for delta in deltas):
         return -(1 << 63), (1 << 63) - 1
     return min((delta.first for delta in deltas), default=0), max((delta.last for delta in deltas), default=-1)
@@ -223,7 +223,7 @@ def read_frame(data: bytes) -> Frame:
     lengths = np.frombuffer(body[:lengths_bytes], "<u4").tolist()
     if rows_end + sum(lengths) != len(body):
         raise CorruptState("the texts of a frame of deltas do not match its length")
-    blobs = list(_blobs(body, rows_end, lengths))
+    blobs = list(_read_blobs(body, rows_end, lengths))
     names_start = header.texts - (len(LedgerNames._fields) if header.shared.has_ledger else 0)
     if names_start < 0:
         raise CorruptState("a frame of the ledger has no names")
@@ -275,7 +275,7 @@ def _read_body(data: bytes, header: _Header) -> tuple[memoryview, int, int]:
     return body, rows_start, rows_end
 
 
-def _blobs(body: memoryview, position: int, lengths: Iterable[int]) -> Iterable[bytes]:
+def _read_blobs(body: memoryview, position: int, lengths: Iterable[int]) -> Iterable[bytes]:
     for length in lengths:
         yield bytes(body[position : position + length])
         position += length

@@ -126,7 +126,7 @@ class OutcomeHistory:
         if self._watchers:
             deltas = read_frame(frame).deltas
             for watcher, offset in self._watchers.items():
-                ended = _end_of(offset, reversed(deltas))
+                ended = _find_final(offset, reversed(deltas))
                 if ended is not None and not watcher.done():
                     watcher.set_result(ended)
 
@@ -160,10 +160,10 @@ class OutcomeHistory:
     def find(self, offset: int) -> Delta | None:
         """Find the delta that ended a message, if it is still known."""
         frames = map(read_frame, reversed(self._frames))
-        return _end_of(offset, (delta for frame in frames for delta in reversed(frame.deltas)))
+        return _find_final(offset, (delta for frame in frames for delta in reversed(frame.deltas)))
 
 
-def _end_of(offset: int, newest_first: Iterable[Delta]) -> Delta | None:
+def _find_final(offset: int, newest_first: Iterable[Delta]) -> Delta | None:
     """Find the delta that ended a message: a move past it, or a deletion, ends it only if nothing else had before."""
     passed: Delta | None = None
     for delta in newest_first:
@@ -318,7 +318,7 @@ async def trace_message(delivery: Delivery, offset: int, *, subscription: str, s
     """Return the life of a message, once all of it is durable; `start` is where the subscription began, if known."""
     # Only written frames are remembered.
     await delivery.durable(is_all=True)
-    found = _trace(delivery, offset, list(delivery.outcomes.frames()), subscription=subscription, start=start)
+    found = _trace_in_queue(delivery, offset, list(delivery.outcomes.frames()), subscription=subscription, start=start)
     if found.is_complete or not found.ledger:
         return found
     try:
@@ -329,10 +329,10 @@ async def trace_message(delivery: Delivery, offset: int, *, subscription: str, s
     await delivery.durable(is_all=True)
     last = max((frame.header.sequence for frame in stored), default=-1)
     newer = [frame for frame in delivery.outcomes.frames() if frame.header.sequence > last]
-    return _trace(delivery, offset, [*stored, *newer], subscription=subscription, start=start)
+    return _trace_in_queue(delivery, offset, [*stored, *newer], subscription=subscription, start=start)
 
 
-def _trace(
+def _trace_in_queue(
     delivery: Delivery, offset: int, frames: Sequence[Frame], *, subscription: str, start: int | None
 ) -> SubscriptionTrace:
     fold = delivery.queue.fold
@@ -342,7 +342,7 @@ def _trace(
         "subscription": subscription,
         "subscription_id": str(delivery.key.subscription_id),
         "ledger": delivery.settings.ledger,
-        "events": tuple(_event(header, delta) for header, delta in history),
+        "events": tuple(_trace_event(header, delta) for header, delta in history),
     }
     if start is not None and offset < start and not fold.counters[DeltaKind.SOUGHT]:
         reason = f"the subscription started after it, at offset {start}"
@@ -354,11 +354,11 @@ def _trace(
     begins = not delivery.settings.ledger or any(delta.kind == DeltaKind.SCANNED for _header, delta in about)
     place = fold.place(offset)
     if place is not None and place[0].states[place[1]] != DONE:
-        return _unfinished(delivery, *place, known, begins=begins)
-    return _ended(delivery, offset, [delta for _header, delta in history], known, begins=begins)
+        return _trace_unfinished(delivery, *place, known, begins=begins)
+    return _trace_finished(delivery, offset, [delta for _header, delta in history], known, begins=begins)
 
 
-def _event(header: FrameHeader, delta: Delta) -> TraceEvent:
+def _trace_event(header: FrameHeader, delta: Delta) -> TraceEvent:
     return TraceEvent(
         kind=delta.kind.name.lower(),
         time_ms=delta.time_ms,
@@ -371,7 +371,7 @@ def _event(header: FrameHeader, delta: Delta) -> TraceEvent:
     )
 
 
-def _unfinished(
+def _trace_unfinished(
     delivery: Delivery, columns: Columns, index: int, known: dict[str, Any], *, begins: bool
 ) -> SubscriptionTrace:
     fold, events = delivery.queue.fold, known["events"]
@@ -406,10 +406,10 @@ def _advice(delivery: Delivery) -> str:
     return "the ledger's table has it once it has landed" if delivery.settings.ledger else _ADVICE
 
 
-def _ended(
+def _trace_finished(
     delivery: Delivery, offset: int, history: list[Delta], known: dict[str, Any], *, begins: bool
 ) -> SubscriptionTrace:
-    final = _end_of(offset, reversed(history))
+    final = _find_final(offset, reversed(history))
     if final is None:
         counters = delivery.queue.fold.counters
         # If no message ever ended in another way, this one was accepted.

@@ -275,7 +275,7 @@ class Queue:
             first=first, next_offset=next_offset, absent=absent, matches=matches, keys=keys, delayed=delayed
         )
         if self._order is not None:
-            self._learn_keys(self._order, scan)
+            self._add_keys(self._order, scan)
         if next_offset <= window.end:
             return
         for delta in scan.starting_at(window.end).deltas(now_ms):
@@ -286,7 +286,7 @@ class Queue:
                 self._dues.add(delta.first, delta.last, delta.due_ms)
         self._leave_behind_if_due(now_ms)
 
-    def _learn_keys(self, order: KeyOrder, scan: ScanResult) -> None:
+    def _add_keys(self, order: KeyOrder, scan: ScanResult) -> None:
         order.trim(self._fold.window.base)
         was_scattered = order.has_unread_holders
         if was_scattered:
@@ -567,9 +567,9 @@ class Queue:
                     self._fail(Delta(DeltaKind.EXPIRED, run.first, run.last, run.attempt, due_ms, worker, now_ms))
                 else:
                     self._record(Delta(DeltaKind.DUE, run.first, run.last, run.attempt, 0, "", now_ms))
-                    self._admit(run.first, run.last, run.attempt)
+                    self._make_available(run.first, run.last, run.attempt)
 
-    def _admit(self, first: int, last: int, attempt: int) -> None:
+    def _make_available(self, first: int, last: int, attempt: int) -> None:
         order = self._order
         if order is None or (attempt and order.is_ready):
             self._supply.add_returned(first, last)
@@ -610,16 +610,16 @@ class Queue:
         for columns in (self._fold.stragglers, self._fold.window):
             place = columns.states.find(REJECTING)
             while place >= 0 and len(found) < count_max:
-                found.append(self._rejected(columns, place))
+                found.append(self._rejected_at(columns, place))
                 place = columns.states.find(REJECTING, place + 1)
         return found
 
     def planned(self) -> list[Rejected]:
         """Return those for which a letter is planned."""
         places = [place for offset, plan in self._fold.plans.items() if plan and (place := self._fold.place(offset))]
-        return [self._rejected(*place) for place in places if place[0].states[place[1]] == REJECTING]
+        return [self._rejected_at(*place) for place in places if place[0].states[place[1]] == REJECTING]
 
-    def _rejected(self, columns: Window | Stragglers, place: int) -> Rejected:
+    def _rejected_at(self, columns: Window | Stragglers, place: int) -> Rejected:
         offset = Offset(columns.offset_at(place))
         reason = self._fold.reasons.texts[columns.holders[place]]
         times = columns.first_delivered[place], columns.dues[place]
@@ -657,7 +657,7 @@ class Queue:
                 f"a queue holds at most {self._parked_max} old messages, and {fold.stragglers.unfinished} are waiting; "
                 "redrive the others when some of these are done"
             )
-        for run in _consecutive(wanted):
+        for run in _group_consecutive(wanted):
             first, last = run[0].offset, run[-1].offset
             self._record(Delta(DeltaKind.REVIVED, first, last, 0, 0, "", now_ms, "", encode_revivals(run)))
             if self._order is None:
@@ -745,7 +745,7 @@ class Queue:
         pending.append(delta)
 
 
-def _consecutive(revivals: Sequence[Revival]) -> list[list[Revival]]:
+def _group_consecutive(revivals: Sequence[Revival]) -> list[list[Revival]]:
     """Group revivals by consecutive offsets."""
     runs: list[list[Revival]] = []
     for one in revivals:

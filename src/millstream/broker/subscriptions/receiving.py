@@ -92,7 +92,7 @@ class Wait:
         self._deliveries = deliveries
         self._share = share
         self._finish = finish
-        self._asked_at = monotonic()
+        self._requested_at = monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._interrupt: asyncio.Future[None] | None = None
 
@@ -110,7 +110,7 @@ class Wait:
         self.current_demand()
 
     def current_demand(self) -> Demand | None:
-        self._asked_at = monotonic()
+        self._requested_at = monotonic()
         fitting = self._share.fit(self.demand)
         if fitting is None:
             self._share.budget.wait(self, self._budget_freed)
@@ -118,7 +118,7 @@ class Wait:
 
     def deliver(self, delivery: Delivery, received: Received) -> None:
         self._share.take(received)
-        self._end(Grant.now(delivery, received, self._asked_at))
+        self._complete(Grant.now(delivery, received, self._requested_at))
 
     def reject(self, reason: MillstreamError) -> None:
         # Other queues may still deliver; the next request gets the error.
@@ -127,7 +127,7 @@ class Wait:
     def give_up(self, _reason: object = None) -> None:
         """End the wait without messages."""
         if not self.is_done:
-            self._end(None)
+            self._complete(None)
 
     def cancel(self) -> None:
         """Stop waiting on all queues."""
@@ -140,7 +140,7 @@ class Wait:
         for delivery in self._deliveries:
             delivery.forget(self)
 
-    def _end(self, found: Grant | None) -> None:
+    def _complete(self, found: Grant | None) -> None:
         self.cancel()
         self._finish(found)
 
@@ -159,10 +159,10 @@ class ParkedLease(Parked):
     __slots__ = (
         "_error",
         "_grants",
-        "_later",
         "_presence",
         "_refuse",
         "_respond",
+        "_response_task",
         "_share",
         "_unstored",
         "_wait",
@@ -189,7 +189,7 @@ class ParkedLease(Parked):
         self._unstored = 0
         """How many writes are not durable yet."""
         self._wait: Wait | None = None
-        self._later: asyncio.Task[Buffers] | None = None
+        self._response_task: asyncio.Task[Buffers] | None = None
 
     def begin(
         self,
@@ -202,43 +202,43 @@ class ParkedLease(Parked):
     ) -> Buffers | ParkedLease:
         """Lease what is available, or wait for something; return the response if nothing is left to wait for."""
         self._unstored = len(writes)
-        deliveries = _in_turn(deliveries)
+        deliveries = _rotate(deliveries)
         try:
             self._grants = _receive_from_any(deliveries, demand, self._share) or None
             if self._grants is None:
-                self._wait = Wait(deliveries, demand, self._share, self._found)
+                self._wait = Wait(deliveries, demand, self._share, self._on_granted)
                 self._wait.begin(wait_s, interrupt)
         except Exception as error:
             self._log_unexpected(error)
             if self._wait is not None:
                 self._wait.cancel()
-            if self._grants is None and self._later is None and not self.is_kept:
+            if self._grants is None and self._response_task is None and not self.is_kept:
                 self._grants, self._error = [], error
         for write in writes:
-            write.listen(self._stored)
+            write.listen(self._on_stored)
         self._respond_if_done()
         return cast("Buffers", self.buffers) if self.is_kept else self
 
     def abandon(self) -> None:
         """Stop waiting: the client has left."""
-        if self.is_kept or (self._later is not None and self._later.done()):
+        if self.is_kept or (self._response_task is not None and self._response_task.done()):
             return
         grants, self._grants = self._grants, None
         try:
             if self._wait is not None:
                 self._wait.cancel()
-            if self._later is not None:
-                self._later.cancel()
+            if self._response_task is not None:
+                self._response_task.cancel()
             return_leases(grants or (), self._worker)
         finally:
             self._finish(None)
 
-    def _found(self, grant: Grant | None) -> None:
+    def _on_granted(self, grant: Grant | None) -> None:
         self._wait = None
         self._grants = [] if grant is None else [grant]
         self._respond_if_done()
 
-    def _stored(self, _error: MillstreamError | None) -> None:
+    def _on_stored(self, _error: MillstreamError | None) -> None:
         self._unstored -= 1
         self._respond_if_done()
 
@@ -257,8 +257,8 @@ class ParkedLease(Parked):
                 self._presence.on_undelivered(partial(return_leases, grants, self._worker))
             self._finish(response)
         else:
-            self._later = asyncio.get_running_loop().create_task(response)
-            self._later.add_done_callback(self._response_ready)
+            self._response_task = asyncio.get_running_loop().create_task(response)
+            self._response_task.add_done_callback(self._response_ready)
 
     def _response_ready(self, later: asyncio.Task[Buffers]) -> None:
         if later.cancelled():
@@ -311,7 +311,7 @@ async def receive(
             await asyncio.wait([interrupt], timeout=wait_s)
         return []
     share = _BudgetShare(budget)
-    deliveries = _in_turn(deliveries)
+    deliveries = _rotate(deliveries)
     try:
         grants = _receive_from_any(deliveries, demand, share)
         if not grants and wait_s > 0:
@@ -326,8 +326,8 @@ async def receive(
         share.give_back_soon()
 
 
-def _in_turn(deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
-    """Start with the queue that was first longest ago, so that none starves behind others that fill responses."""
+def _rotate(deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
+    """Start with the queue that led the order longest ago, so that full responses starve none."""
     turns = [one.turn for one in deliveries]
     first = turns.index(min(turns))
     deliveries[first].turn = next(_turns)

@@ -105,7 +105,7 @@ class StateLane:
         self._queued.append(entry)
         self._bytes += len(write.deltas)
         if self._closed:
-            self._settle(entry, NotCoordinator("the state store was closed"))
+            self._finish_write(entry, NotCoordinator("the state store was closed"))
         else:
             self._flush_soon()
         return entry.pending
@@ -124,7 +124,7 @@ class StateLane:
             self._pause_task.cancel()
             await asyncio.wait([self._pause_task])
         for entry in list(self._pending.values()):
-            self._settle(entry, NotCoordinator("the state store was closed"))
+            self._finish_write(entry, NotCoordinator("the state store was closed"))
 
     def _flush_soon(self) -> None:
         if not self._is_flush_scheduled:
@@ -155,7 +155,7 @@ class StateLane:
             failed = self._apply_results(batch, outcome)
         elif not failed:
             for entry in batch:
-                self._settle(entry, outcome)
+                self._finish_write(entry, outcome)
         if failed and generation == self._generation:
             self._resend()
         if self._queued:
@@ -168,7 +168,7 @@ class StateLane:
             if isinstance(result, OutOfOrderSequence) and self._has_earlier_pending(entry):
                 resend = True
             else:
-                self._settle(entry, result)
+                self._finish_write(entry, result)
         return resend
 
     def _has_earlier_pending(self, entry: _Entry) -> bool:
@@ -187,7 +187,7 @@ class StateLane:
         self._pause_task = None
         self._flush()
 
-    def _settle(self, entry: _Entry, error: BaseException | None) -> None:
+    def _finish_write(self, entry: _Entry, error: BaseException | None) -> None:
         if self._pending.pop(entry.number, None) is None:
             return
         self._bytes -= len(entry.write.deltas)
@@ -261,11 +261,11 @@ class RoutedStateStore:
 
     def write(self, write: QueueWrite) -> PendingWrite:
         """Write in the order of the calls."""
-        return self._lane(write.key).write(write)
+        return self._lane_for(write.key).write(write)
 
     def has_room(self, key: QueueKey) -> bool:
         """Whether more may be written."""
-        return self._lane(key).has_room
+        return self._lane_for(key).has_room
 
     async def _load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
         node = self._leader(self._local.partition_of(key))
@@ -281,11 +281,11 @@ class RoutedStateStore:
         """Wait for earlier writes of this node: they are numbered, so the state is read after all of them."""
         try:
             async with asyncio.timeout_at(deadline):
-                await self._lane(key).wait_settled(key)
+                await self._lane_for(key).wait_settled(key)
         except TimeoutError:
             raise CoordinatorUnavailable("earlier writes of the queue are still in flight") from None
 
-    def _lane(self, key: QueueKey) -> StateLane:
+    def _lane_for(self, key: QueueKey) -> StateLane:
         index = self._local.partition_of(key)
         lane = self._lanes.get(index)
         if lane is None:
@@ -303,9 +303,9 @@ class RoutedStateStore:
             return
         sending = asyncio.get_running_loop().create_task(self._send_to(node, index, writes))
         self._sending.add(sending)
-        sending.add_done_callback(partial(self._sent, finish))
+        sending.add_done_callback(partial(self._on_sent, finish))
 
-    def _sent(self, finish: Finish, sending: asyncio.Task[list[WriteResult]]) -> None:
+    def _on_sent(self, finish: Finish, sending: asyncio.Task[list[WriteResult]]) -> None:
         self._sending.discard(sending)
         if not sending.cancelled():
             finish(sending.exception() or sending.result())

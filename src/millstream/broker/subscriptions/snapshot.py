@@ -117,8 +117,8 @@ def is_snapshot(data: bytes) -> bool:
 
 def read_snapshot(data: bytes) -> Fold:
     """Decode a snapshot, or raise `CorruptState`."""
-    first, *rest = _split(data)
-    fold = _read_whole(first)
+    first, *rest = _split_parts(data)
+    fold = _read_compressed(first)
     for part in rest:
         try:
             fold = _apply(fold, part)
@@ -131,7 +131,7 @@ def _write_broken(fold: Fold, unfolded: list[bytes]) -> bytes:
     return _BROKEN_BYTE + _ENCODER.encode([write_snapshot(fold), *unfolded])
 
 
-def _split(data: bytes) -> list[bytes]:
+def _split_parts(data: bytes) -> list[bytes]:
     """Return a snapshot, and what could not be applied to it when it was written; a newer version may be able to."""
     if data[:1] != _BROKEN_BYTE:
         return [data]
@@ -145,12 +145,12 @@ def _split(data: bytes) -> list[bytes]:
 def _apply(fold: Fold, part: bytes) -> Fold:
     """Return the state after a frame or a snapshot."""
     if is_snapshot(part):
-        return _read_whole(part)
+        return _read_compressed(part)
     fold.replay(part)
     return fold
 
 
-def _read_whole(data: bytes) -> Fold:
+def _read_compressed(data: bytes) -> Fold:
     if data[:1] != _FORMAT_BYTE:
         raise CorruptState("the snapshot of a queue has an unknown format")
     try:
@@ -311,15 +311,15 @@ class FoldImage:
             try:
                 self._fold = _apply(self._fold, frame)
             except Exception as error:
-                self._break(self._unfolded[index:], error)
+                self._mark_broken(self._unfolded[index:], error)
                 return
         self._unfolded, self._unfolded_bytes = [], 0
 
-    def _break(self, unfolded: list[bytes], error: Exception) -> None:
+    def _mark_broken(self, unfolded: list[bytes], error: Exception) -> None:
         self._is_broken = True
         self._unfolded, self._unfolded_bytes = [], 0
         for data in unfolded:
-            self._keep(data)
+            self._append_unfolded(data)
         _logger.error(
             "the state of a queue cannot be read, so the queue cannot be opened; "
             "`millstream subscription seek` replaces it",
@@ -327,7 +327,7 @@ class FoldImage:
             extra={"queue": str(self._fold.key), "error": str(error), "oldest": self._fold.oldest},
         )
 
-    def _keep(self, data: bytes) -> None:
+    def _append_unfolded(self, data: bytes) -> None:
         if self._is_broken and self._unfolded and self._unfolded_bytes + len(data) > BROKEN_BYTES_MAX:
             self._unfolded_bytes -= len(self._unfolded.pop())
         self._unfolded.append(data)
@@ -338,17 +338,17 @@ class FoldImage:
         if is_snapshot(data):
             self._replace(data)
             return
-        self._keep(data)
+        self._append_unfolded(data)
         if len(self._unfolded) >= UNFOLDED_MAX or self._unfolded_bytes >= UNFOLDED_BYTES_MAX:
             self._fold_frames()
 
     def _replace(self, data: bytes) -> None:
         try:
-            first, *rest = _split(data)
-            fold = _read_whole(first)
+            first, *rest = _split_parts(data)
+            fold = _read_compressed(first)
         except CorruptState:
             # Like a frame that cannot be applied.
-            self._keep(data)
+            self._append_unfolded(data)
             self._fold_frames()
             return
         self._fold, self._is_broken = fold, False

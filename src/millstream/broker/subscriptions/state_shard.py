@@ -350,7 +350,7 @@ class StateShard:
         """Read a queue for its leader; earlier leaders can no longer write once this is durable."""
         queue = self._queues.get(key)
         if queue is not None and queue.leader_epoch > leader_epoch:
-            raise _fenced(key, queue, leader_epoch)
+            raise _fenced_error(key, queue, leader_epoch)
         records: Sequence[StateRecord] = ()
         if queue is None or queue.leader_epoch < leader_epoch:
             sequence = NO_SEQUENCE if queue is None else queue.sequence
@@ -433,14 +433,14 @@ class StateShard:
         """Whether a write is new; raise if it is not allowed."""
         queue = self._queues.get(write.key)
         if queue is None or queue.leader_epoch != write.leader_epoch:
-            raise _fenced(write.key, queue, write.leader_epoch)
+            raise _fenced_error(write.key, queue, write.leader_epoch)
         end = ends.get(write.key, queue.sequence)
         if write.sequence > end + 1:
             raise OutOfOrderSequence(f"write {write.sequence} of a queue came after {end}; the ones between are lost")
         return write.sequence == end + 1
 
 
-def _fenced(key: QueueKey, queue: _QueueState | None, leader_epoch: Epoch) -> FencedLeaderEpoch:
+def _fenced_error(key: QueueKey, queue: _QueueState | None, leader_epoch: Epoch) -> FencedLeaderEpoch:
     known = "was not loaded" if queue is None else f"is written under leader epoch {queue.leader_epoch}"
     return FencedLeaderEpoch(f"the queue of partition {key.partition} {known}, not under {leader_epoch}")
 

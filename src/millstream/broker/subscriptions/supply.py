@@ -207,7 +207,7 @@ class DueIndex:
         if hints is not None and hints[-1] + 1 == first:
             hints[-1] = last
         else:
-            self._put(level, first, last, bucket)
+            self._add_hint(level, first, last, bucket)
 
     def pop(self, now_ms: int) -> list[tuple[int, int]]:
         """Remove and return the ranges in which messages may be due by now."""
@@ -232,9 +232,9 @@ class DueIndex:
                 # All others have got another time since, and their own hint.
                 if due_ms >> _SHIFTS[level] == bucket:
                     finer = level - 1 if due_ms >> _SHIFTS[level - 1] > self._now_ms >> _SHIFTS[level - 1] else 0
-                    self._put(finer, run_first, run_last, due_ms >> _SHIFTS[finer])
+                    self._add_hint(finer, run_first, run_last, due_ms >> _SHIFTS[finer])
 
-    def _put(self, level: int, first: int, last: int, bucket: int) -> None:
+    def _add_hint(self, level: int, first: int, last: int, bucket: int) -> None:
         hints = self._hints[level].get(bucket)
         if hints is None:
             self._hints[level][bucket] = array("q", (first, last))
@@ -282,7 +282,7 @@ class Supply:
         hints = self._hints
         while hints and hints[0][0] < until:
             first, last = hints[0]
-            found = self._run_in(first, min(last, until - 1), 1)
+            found = self._find_run(first, min(last, until - 1), 1)
             if found is not None:
                 return found.first
             heappop(hints)
@@ -318,7 +318,7 @@ class Supply:
         floor = 0
         while hints and taken < count and hints[0][0] < until:
             first, last = heappop(hints)
-            found = self._run_in(max(first, floor), min(last, until - 1), count - taken)
+            found = self._find_run(max(first, floor), min(last, until - 1), count - taken)
             if found is None:
                 if last >= until:
                     heappush(hints, (until, last))
@@ -330,7 +330,7 @@ class Supply:
                 heappush(hints, (floor, last))
         return taken
 
-    def _run_in(self, first: int, last: int, count: int) -> Run | None:
+    def _find_run(self, first: int, last: int, count: int) -> Run | None:
         for columns, start, end in self._fold.parts(first, last):
             found = columns.find_run(start, end, AVAILABLE, count)
             if found is not None:

@@ -167,7 +167,7 @@ class Batches:
                 found.append(query_tombstone(query))
         return found
 
-    def note(self, transactional_id: str) -> None:
+    def add_attempt(self, transactional_id: str) -> None:
         attempt = attempt_of(transactional_id)
         if attempt is not None:
             self._attempts.setdefault(attempt.query, {})[transactional_id] = None
@@ -522,7 +522,7 @@ class TransactionShard:
             after = None
         else:
             after = self._transactions[transactional_id] = read_transaction(transactional_id, value)
-            self.batches.note(transactional_id)
+            self.batches.add_attempt(transactional_id)
             if self._loaded:
                 self._set_timeout(after)
         was_ending = before is not None and before.state in ENDING
