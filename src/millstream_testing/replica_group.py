@@ -73,10 +73,10 @@ class UnsteadyStore(EmbeddedStore):
         self.is_reached = self.responds = True
         self.hears.set()
 
-    async def _ask(self, request: Callable[[], T]) -> T:
+    async def _send(self, request: Callable[[], T]) -> T:
         if not self.is_reached:
             raise StoreUnavailable("the store cannot be reached")
-        response = await super()._ask(request)
+        response = await super()._send(request)
         if not self.responds:
             raise StoreUnavailable("the response was lost")
         return response

@@ -28,9 +28,9 @@ class ObservedService(EmbeddedService):
         super().__init__(clock)
         self._on_changed = on_changed
 
-    def _carry_out(self, changes: Sequence[Change], lease: int | None) -> None:
+    def _execute(self, changes: Sequence[Change], lease: int | None) -> None:
         before = self.revision
-        super()._carry_out(changes, lease)
+        super()._execute(changes, lease)
         if self.revision != before:
             self._on_changed()
 
@@ -42,7 +42,7 @@ class SimulatedStore(EmbeddedStore):
         super().__init__(service, clock)
         self._network = network
 
-    async def _ask(self, request: Callable[[], T]) -> T:
+    async def _send(self, request: Callable[[], T]) -> T:
         async def serve() -> T:
             return request()
 

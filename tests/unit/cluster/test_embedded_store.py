@@ -28,10 +28,10 @@ class FaultyStore(EmbeddedStore):
 
     cut = ""
 
-    async def _ask(self, request: Callable[[], T]) -> T:
+    async def _send(self, request: Callable[[], T]) -> T:
         if self.cut == "before":
             raise StoreRefused("not sent")
-        response = await super()._ask(request)
+        response = await super()._send(request)
         if self.cut == "after":
             raise StoreUnavailable("the response was lost")
         return response

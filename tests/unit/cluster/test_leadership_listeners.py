@@ -23,5 +23,5 @@ def test_coordinators_are_notified_of_a_role_that_their_partition_already_has() 
         _me=NodeId(1),
         _notify_leadership=reported.append,
     )
-    assert Topics._take_state(cast("Any", topics), topic, PartitionIndex(0)) is partition
+    assert Topics._apply_state(cast("Any", topics), topic, PartitionIndex(0)) is partition
     assert reported == [partition]

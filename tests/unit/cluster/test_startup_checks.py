@@ -44,11 +44,11 @@ class Store(EmbeddedStore):
         self.clock = clock
         self.failures: list[Exception] = []
 
-    async def _ask(self, request: Any) -> Any:
+    async def _send(self, request: Any) -> Any:
         if self.failures:
             self.clock.advance_ms(1000)
             raise self.failures.pop(0)
-        return await super()._ask(request)
+        return await super()._send(request)
 
 
 class Catalog:

@@ -99,5 +99,5 @@ def test_the_number_of_cached_names_is_bounded(topics: MemoryTopics) -> None:
     expressions = Expressions(topics)
     for number in range(module.EXPRESSIONS_KEPT_MAX + 10):
         expressions.check(f"x{number}")
-    assert len(expressions._known) == module.EXPRESSIONS_KEPT_MAX
+    assert len(expressions._cached) == module.EXPRESSIONS_KEPT_MAX
     assert expressions.matches("x0|orders") == {"orders"}

@@ -409,11 +409,11 @@ async def test_offset_commits_are_completed_synchronously_with_their_acknowledge
     commits = [broker.commit.handle_frame(*commit_frame(broker, version=9, offset=offset), CLIENT) for offset in (2, 3)]
 
     pending = [commit for commit in commits if isinstance(commit, Promise)]
-    assert [promise.is_kept for promise in pending] == [False, False]
+    assert [promise.is_resolved for promise in pending] == [False, False]
     partition.acknowledge(1)
-    assert [promise.is_kept for promise in pending] == [True, False]
+    assert [promise.is_resolved for promise in pending] == [True, False]
     partition.acknowledge()
-    assert [promise.is_kept for promise in pending] == [True, True]
+    assert [promise.is_resolved for promise in pending] == [True, True]
 
 
 async def test_offset_commits_are_refused_synchronously_when_the_log_fails(broker: Broker) -> None:

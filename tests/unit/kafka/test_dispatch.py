@@ -20,8 +20,8 @@ class Waiting(Parked):
     """A request that waits until it is abandoned."""
 
     def abandon(self) -> None:
-        if not self.is_kept:
-            self.keep(None)
+        if not self.is_resolved:
+            self.resolve(None)
 
 
 class Waits:

@@ -285,7 +285,7 @@ async def test_a_reverse_that_is_repeated_names_what_the_first_attempt_has_dropp
         if not is_led.pop(0):
             raise NotLeader("a partition has no leader")
 
-    monkeypatch.setattr(failover, "_lost", find_lost)
+    monkeypatch.setattr(failover, "_find_lost_ranges", find_lost)
     monkeypatch.setattr(failover, "_cut_queues", nothing)
     target.service.high_watermarks, target.service.truncate_everywhere = nothing, truncate
     request = AdoptRequest(name=NAME, step="follow", settings={"from": "berlin:9092"}, cuts={EU: {0: 5, 1: 7}})
@@ -329,8 +329,8 @@ async def test_a_side_that_was_failed_over_since_it_followed_is_scanned_again(
         if not is_fenced:
             raise NotLeader("a node does not respond")
 
-    monkeypatch.setattr(failover, "_lost", find_lost)
-    monkeypatch.setattr(failover, "_save", save)
+    monkeypatch.setattr(failover, "_find_lost_ranges", find_lost)
+    monkeypatch.setattr(failover, "_publish_removed", save)
     monkeypatch.setattr(failover, "_cut_queues", nothing)
     service = target.service
     service.high_watermarks, service.truncate_everywhere, service.fence_everywhere = nothing, truncate, fence
@@ -445,10 +445,10 @@ async def test_records_below_the_cut_that_only_the_old_source_has_committed_are_
         log_start=log_start,
     )
     request = AdoptRequest(name=NAME, step="follow", cuts={EU: {0: 10}}, aborted={EU: {0: 2}})
-    lost = await failover._lost(log, request, request.cuts, {EU: {0: log.end}})
+    lost = await failover._find_lost_ranges(log, request, request.cuts, {EU: {0: log.end}})
     assert [(one.start, one.end) for one, _ in lost] == ranges
     for one, found in lost:
-        await failover._save(log, one, found, "saved")
+        await failover._publish_removed(log, one, found, "saved")
     assert log.saved == saved
 
 
@@ -975,7 +975,7 @@ async def test_a_new_leader_reads_the_gaps_before_it_exposes_a_compacted_copy(
     await node.catalog_mirrors.note_gaps(mirror, {TopicPartition(EU, PartitionIndex(0)): 3})
     node.become_leader()
     partition, run = node.partition_0, MirrorRun(mirror, node.service)
-    assert (partition.high_watermark, list(run._led(mirror))) == (1, [])
+    assert (partition.high_watermark, list(run._led_copies(mirror))) == (1, [])
 
     async def fail() -> None:
         raise StoreUnavailable("the catalog is away")
@@ -986,7 +986,7 @@ async def test_a_new_leader_reads_the_gaps_before_it_exposes_a_compacted_copy(
     assert (partition.high_watermark, partition.awaits_exposure) == (1, True)
     await node.service._restrict_compacted()
     assert (partition.high_watermark, partition.log.end_offset) == (3, 5)
-    (copy,) = run._led(await node.mirrors.find(NAME))
+    (copy,) = run._led_copies(await node.mirrors.find(NAME))
     assert copy.gap == 3
     running.cancel()
     await asyncio.wait([running])

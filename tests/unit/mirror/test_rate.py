@@ -36,7 +36,7 @@ def test_fetches_of_all_lines_together_keep_to_the_rate(monkeypatch: pytest.Monk
 
     async def fetches() -> None:
         for _ in range(3):
-            await limited._pace(responses)
+            await limited._throttle(responses)
 
     with monkeypatch.context() as patched:
         patched.setattr("millstream.broker.mirror.copier.asyncio.sleep", sleep)
@@ -67,7 +67,7 @@ def test_the_current_rate_is_that_of_the_last_seconds() -> None:
     def copy_for(seconds: int) -> None:
         for _ in range(4 * seconds):
             now[0] += 0.25
-            asyncio.run(copier._pace(responses))
+            asyncio.run(copier._throttle(responses))
 
     assert copier.bytes_per_s == 0
     copy_for(2)

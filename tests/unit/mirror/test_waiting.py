@@ -144,7 +144,7 @@ async def test_what_was_asked_for_before_a_copy_was_truncated_is_not_appended(as
     copier.follow([copy])
     records = bytes(empty_batch(asked, asked + 5, 0))
     response = FetchedPartition(memoryview(records), Offset(asked + 5), Offset(0), Offset(asked + 5))
-    await copier._take({copy.key: copy}, {copy.key: Offset(asked)}, {WHERE: response})
+    await copier._apply_responses({copy.key: copy}, {copy.key: Offset(asked)}, {WHERE: response})
     assert partition.appended == ([records] if is_taken else [])
 
 
@@ -169,7 +169,7 @@ async def test_clients_read_up_to_a_gap_until_all_records_are_here_that_may_have
 
     async def take(records: bytes, high_watermark: int) -> None:
         response = FetchedPartition(memoryview(records), Offset(high_watermark), Offset(0), Offset(high_watermark))
-        await copier._take({copy.key: copy}, {copy.key: copy.end}, {WHERE: response})
+        await copier._apply_responses({copy.key: copy}, {copy.key: copy.end}, {WHERE: response})
 
     def whole(base: int) -> bytes:
         batch = bytearray(encode_batch([NewRecord(b"k", b"v")]))

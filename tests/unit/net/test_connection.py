@@ -144,17 +144,17 @@ async def test_promised_responses_leave_in_the_order_of_their_requests() -> None
         while len(promises) < 3:
             await asyncio.sleep(0.001)
         for number in (2, 0, 1):
-            promises[number].keep([framed(b"response %d" % number)])
+            promises[number].resolve([framed(b"response %d" % number)])
         assert [await read_frame(reader) for _ in range(4)] == [b"response 0", b"response 1", b"response 2", b"now"]
 
 
-async def test_a_promise_can_be_waited_for_before_and_after_it_is_kept() -> None:
+async def test_a_promise_can_be_waited_for_before_and_after_it_is_resolved() -> None:
     latency = Histogram()
     promise = Promise()
     promise.observe(latency, 0.0)
     waiting = asyncio.ensure_future(promise)
     await asyncio.sleep(0)
-    promise.keep([b"x"])
+    promise.resolve([b"x"])
     assert await waiting == [b"x"]
     assert await promise == [b"x"]
     assert latency.observations == 1
@@ -266,7 +266,7 @@ class NoTurns(Turns):
 async def test_clients_that_left_while_they_waited_for_their_turn_make_room(
     is_reset: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "LOOK_FOR_GONE_MIN", 2)
+    monkeypatch.setattr(listener_module, "GONE_CHECK_MIN", 2)
     monkeypatch.setattr(listener_module, "CROWD_MAX", 1 if is_reset else 0)
     async with listening(Echo(), turns=NoTurns()) as (listener, port):
         for _ in range(10):

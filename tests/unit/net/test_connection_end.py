@@ -34,7 +34,7 @@ class Waiting(Parked):
 
     def abandon(self) -> None:
         self._polls.given_up += 1
-        self.keep(None)
+        self.resolve(None)
 
 
 class Polls:
@@ -149,7 +149,7 @@ async def test_requests_behind_one_that_waits_for_others_are_served_after_it() -
         for count in (1, 2):
             await until_polling(service, count)
             assert len(service.parked) == count
-            service.parked[-1].keep([framed(b"what came")])
+            service.parked[-1].resolve([framed(b"what came")])
         expected = framed(b"first") + framed(b"what came") * 2 + framed(b"last")
         assert await reader.readexactly(len(expected)) == expected
         writer.close()
@@ -268,7 +268,7 @@ async def test_what_is_promised_is_kept_after_the_client_ended_its_side() -> Non
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
         assert listener.connections
-        service.promises[0].keep([framed(b"kept")])
+        service.promises[0].resolve([framed(b"kept")])
         assert await asyncio.wait_for(reader.read(), 60) == framed(b"kept") + framed(b"last")
         writer.close()
 

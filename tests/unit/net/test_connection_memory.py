@@ -184,7 +184,7 @@ async def test_responses_behind_one_that_is_not_ready_count_against_the_budget(k
         if kind in (b"Q", b"T"):
             await until_holding(budget, 1)
             service.may_respond.set()
-            service.parked.keep([MEGABYTE])
+            service.parked.resolve([MEGABYTE])
         await until_holding(budget, len(MEGABYTE))
         await asyncio.sleep(0.01)
         assert len(MEGABYTE) <= budget.used_bytes < 2 * len(MEGABYTE)
@@ -192,7 +192,7 @@ async def test_responses_behind_one_that_is_not_ready_count_against_the_budget(k
             for connection in list(listener.connections):
                 connection.abort()
         else:
-            service.first.keep([framed(b"kept")])
+            service.first.resolve([framed(b"kept")])
             assert await reader.readexactly(8 + len(MEGABYTE)) == framed(b"kept") + MEGABYTE
         while budget.used_bytes:
             await asyncio.sleep(0.001)
@@ -205,7 +205,7 @@ class Late(Parked):
         pass
 
 
-async def test_a_response_that_is_kept_after_the_connection_is_lost_gives_its_memory_back() -> None:
+async def test_a_promise_resolved_after_the_connection_is_lost_gives_its_memory_back() -> None:
     service, budget = Behind(), Budget(1 << 30)
     service.parked = Late()
     async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):
@@ -215,7 +215,7 @@ async def test_a_response_that_is_kept_after_the_connection_is_lost_gives_its_me
             connection.abort()
         while listener.connections:
             await asyncio.sleep(0.001)
-        service.parked.keep([MEGABYTE])
+        service.parked.resolve([MEGABYTE])
         assert budget.used_bytes == 0
 
 

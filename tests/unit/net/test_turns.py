@@ -401,7 +401,7 @@ class Promises:
 
 
 @pytest.mark.parametrize("hangs_up", [False, True])
-async def test_a_promise_counts_until_it_is_kept_even_if_its_client_is_gone(hangs_up: bool) -> None:
+async def test_a_promise_counts_until_it_is_resolved_even_if_its_client_is_gone(hangs_up: bool) -> None:
     turns, service = Turns(), Promises()
     listener = Listener(service, limits=LIMITS, budget=Budget(1 << 30), connections_max=1, idle_s=600, turns=turns)
     bound = bind("127.0.0.1", 0, flag="kafka")
@@ -415,7 +415,7 @@ async def test_a_promise_counts_until_it_is_kept_even_if_its_client_is_gone(hang
         writer.write(2 * (struct.pack(">i", 1) + b"p"))
         while len(service.promises) < 2:
             await asyncio.sleep(0)
-        service.promises[1].keep([b"second"])
+        service.promises[1].resolve([b"second"])
         if hangs_up:
             reset = struct.pack("ii", 1, 0)
             writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, reset)
@@ -423,7 +423,7 @@ async def test_a_promise_counts_until_it_is_kept_even_if_its_client_is_gone(hang
             while listener.connections:
                 await asyncio.sleep(0)
         assert not turns.may_promise(other)
-        service.promises[0].keep([b"first, "])
+        service.promises[0].resolve([b"first, "])
         if not hangs_up:
             assert await reader.readexactly(13) == b"first, second"
         assert turns.may_promise(other)

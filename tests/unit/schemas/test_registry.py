@@ -236,18 +236,18 @@ async def test_the_child_process_has_none_of_the_brokers_secrets(
 ) -> None:
     monkeypatch.setenv("MILLSTREAM_PASSWORD", "hunter2")
     assert (await examiner.parse(SchemaText(schema_type=AVRO, text='"int"'))).canonical == '"int"'
-    worker, _ = await examiner._children._take()
+    worker, _ = await examiner._children._acquire()
     try:
         environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
         assert b"PATH=" in environment
         assert b"hunter2" not in environment
     finally:
-        examiner._children._dismiss(worker)
+        examiner._children._discard(worker)
 
 
 async def test_the_child_process_leaves_nothing_behind_when_the_broker_is_gone(examiner: SchemaExaminer) -> None:
     await examiner.parse(SchemaText(schema_type=AVRO, text='"int"'))
-    worker, _ = await examiner._children._take()
+    worker, _ = await examiner._children._acquire()
     assert worker.process.stdin is not None
     assert Path(worker.folder).is_dir()
     worker.process.stdin.close()

@@ -65,7 +65,7 @@ def opened(knowledge: Knowledge, *, fail: Callable[[Exception], None] = lambda _
         drain=lambda: None,
         fail=fail,
     )
-    return at._open(cast("Connection", connection))
+    return at._open_session(cast("Connection", connection))
 
 
 def opened_by_node(knowledge: Knowledge, folder: Path, **listener: Any) -> Session:

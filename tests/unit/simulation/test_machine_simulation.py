@@ -63,7 +63,7 @@ def _trust_what_exists(self: DataFolder, key: LogKey, to: DataFolder) -> None:
 
 
 def _rename_only(state: Any, old: Any, new: Any) -> Any:
-    changed = _handed_over(state, old, new)
+    changed = _replace_node(state, old, new)
     return type(changed)(
         replicas=changed.replicas,
         leader=new if state.leader == old else state.leader,
@@ -73,7 +73,7 @@ def _rename_only(state: Any, old: Any, new: Any) -> Any:
     )
 
 
-_handed_over = machine_folder._handed_over
+_replace_node = machine_folder._replace_node
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ _handed_over = machine_folder._handed_over
         (CoordinationFile, "_write", _write_unsynced, 0),
         # One seed of several hundred shows it.
         (DataFolder, "move_log", _trust_what_exists, 160),
-        (machine_folder, "_handed_over", _rename_only, 0),
+        (machine_folder, "_replace_node", _rename_only, 0),
     ],
     ids=["no-mark", "no-checkpoints", "unsynced-states", "unsynced-folders", "same-epoch"],
 )

@@ -113,7 +113,7 @@ BUGS = (
     ),
     PlantedBug(
         "a leader shrinks its in-sync set alone while its lease should hold",
-        ((InSyncWriter, "_write_alone", _believe_in_the_lease),),
+        ((InSyncWriter, "_write_single", _believe_in_the_lease),),
         ("store away", "cut"),
     ),
     PlantedBug(
@@ -138,7 +138,7 @@ BUGS = (
     ),
     PlantedBug(
         "the controller writes over what was agreed on since it looked",
-        ((Term, "_carry_out", _overwrite),),
+        ((Term, "_write", _overwrite),),
         ("restart", "lateness"),
     ),
 )

@@ -71,7 +71,7 @@ def _no_commits(*_: Any) -> array[int]:
         pytest.param(service, "EPOCH_STEP", 0, id="epoch not raised"),
         pytest.param(ids, "first_producer_id", lambda _: 0, id="producer ids that meet"),
         pytest.param(Copier, "__init__", _expose_as_it_arrives, id="transactions exposed as they arrive"),
-        pytest.param(MirrorService, "_restrict", _expose_everything, id="a restarted leader exposes everything"),
+        pytest.param(MirrorService, "_restrict_reads", _expose_everything, id="a restarted leader exposes everything"),
         pytest.param(service, "commits_from", _no_commits, id="a failover keeps halves of transactions"),
         pytest.param(service, "own_history_start", lambda *_: None, id="a repeated failover cuts again"),
         pytest.param(copier, "_has_gaps", lambda *_: False, id="a compacted copy is exposed where values are missing"),

@@ -137,7 +137,7 @@ async def test_a_failure_without_a_response_does_not_leave_the_connection_waitin
     waiting = ParkedLease(budget, "one", Presence(), fails, refuse)
     waiting.begin([delivery], wanted(), wait_s=WAIT_S)
     await turns()
-    assert (waiting.is_kept, waiting.buffers, budget.used_bytes) == (True, None, 0)
+    assert (waiting.is_resolved, waiting.buffers, budget.used_bytes) == (True, None, 0)
 
 
 async def test_messages_behind_a_write_are_held_and_counted_until_it_is_durable(bench: Workbench) -> None:
@@ -148,9 +148,9 @@ async def test_messages_behind_a_write_are_held_and_counted_until_it_is_durable(
     assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, writes=[write, lost]) is waiting
     write.finish()
     await turns()
-    assert (waiting.is_kept, budget.used_bytes > 0) == (False, True)
+    assert (waiting.is_resolved, budget.used_bytes > 0) == (False, True)
     lost.finish(NotLeader("moved"))
-    assert (waiting.is_kept, waiting.buffers) == (True, [b"1"])
+    assert (waiting.is_resolved, waiting.buffers) == (True, [b"1"])
     await turns()
     assert budget.used_bytes == 0
 

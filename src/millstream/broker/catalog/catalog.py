@@ -218,7 +218,7 @@ class Catalog:
             self._reserve.fill()
             return
         try:
-            with self._asking("opened"):
+            with self._translate_errors("opened"):
                 self._prepare(is_checked_only=is_checked_only)
         except ProgrammingError as error:
             reason = _first_line(error.orig)
@@ -407,7 +407,7 @@ class Catalog:
     def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
         """Return the limits of every entity that has some."""
         with self._read() as connection:
-            return {_entity(row.entity): dict(row.limits) for row in connection.execute(select(client_quotas))}
+            return {_parse_entity(row.entity): dict(row.limits) for row in connection.execute(select(client_quotas))}
 
     def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
         """Store the limits of some entities, all or none; an entity without limits is removed."""
@@ -574,7 +574,9 @@ class Catalog:
 
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
         """Store what `change` computes from a pipeline and its rules as declared now; increment its version."""
-        return self._alter(lambda connection: hold_pipeline(connection, pipeline_id), update_pipeline, _counted(change))
+        return self._alter(
+            lambda connection: hold_pipeline(connection, pipeline_id), update_pipeline, _with_version_bump(change)
+        )
 
     def secrets(self) -> list[SealedSecret]:
         """Return every secret, without its value, by noun and name."""
@@ -627,7 +629,9 @@ class Catalog:
 
     def alter_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:
         """Store what `change` computes from a mirror as declared now; increment its version."""
-        return self._alter(lambda connection: hold_mirror(connection, mirror_id), update_mirror, _counted(change))
+        return self._alter(
+            lambda connection: hold_mirror(connection, mirror_id), update_mirror, _with_version_bump(change)
+        )
 
     def delete_mirror(self, mirror: Mirror) -> None:
         """Delete a mirror; raise `InvalidMirror` while it writes topics, which only it makes writable again."""
@@ -708,24 +712,24 @@ class Catalog:
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:
-        with self._asking("read"), self._engine.connect() as connection:
+        with self._translate_errors("read"), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
     def _change(self) -> Iterator[Connection]:
         """Run one transaction."""
-        with self._asking("changed"), self._changing.begin() as connection:
+        with self._translate_errors("changed"), self._changing.begin() as connection:
             yield connection
 
     @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         """Convert errors of an unavailable database or a full disk to errors for clients."""
         try:
             yield
         except _AWAY as error:
             cause = getattr(error, "orig", None) or error
             if self._shared:
-                raise _unavailable(what, cause) from error
+                raise _unavailable_error(what, cause) from error
             raise StorageFailure(
                 f"the catalog could not be {what}: {cause}; free space on the disk of the data folder"
             ) from error
@@ -744,7 +748,7 @@ class Catalog:
         self._engine.dispose()
 
 
-def _unavailable(what: str, cause: object) -> CatalogUnavailable:
+def _unavailable_error(what: str, cause: object) -> CatalogUnavailable:
     summary = f"the catalog could not be {what}: {_first_line(cause)}"
     if _DENIED.search(str(cause)):
         return CatalogDenied(f"{summary}; check user, password and database of --catalog")
@@ -768,7 +772,7 @@ def _check_version(found: str) -> None:
         )
 
 
-def _entity(text: str) -> QuotaEntity:
+def _parse_entity(text: str) -> QuotaEntity:
     return QuotaEntity(tuple((kind, name) for kind, name in json.loads(text)))
 
 
@@ -861,7 +865,7 @@ def _insert_subscription(connection: Connection, subscription: Subscription) -> 
     connection.execute(delete(deleted_subscriptions).where(again))
 
 
-def _counted(change: Callable[[V], V]) -> Callable[[V], V]:
+def _with_version_bump(change: Callable[[V], V]) -> Callable[[V], V]:
     """Increment the version with each change."""
 
     def counted(now: V) -> V:

@@ -158,7 +158,7 @@ class _Deadline:
     def __init__(self, handle: int) -> None:
         # A duplicate handle: the number may belong to another connection by the time the limit is reached.
         self._socket = socket.socket(fileno=os.dup(handle))
-        self._timer = threading.Timer(CALL_S_MAX, self._cut)
+        self._timer = threading.Timer(CALL_S_MAX, self._shut_down_socket)
         self._timer.daemon = True
         self._timer.start()
 
@@ -167,7 +167,7 @@ class _Deadline:
         self._timer.cancel()
         self._socket.close()
 
-    def _cut(self) -> None:
+    def _shut_down_socket(self) -> None:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -24,23 +24,23 @@ def insert_mirror(connection: Connection, mirror: Mirror) -> None:
 
 def hold_mirror(connection: Connection, mirror_id: UUID) -> Mirror:
     """Return a mirror as stored, locked until the end of the transaction."""
-    return declared_of(Mirror, _held(connection, mirror_id))
+    return declared_of(Mirror, _lock_row(connection, mirror_id))
 
 
 def update_mirror(connection: Connection, before: Mirror, after: Mirror) -> None:
     """Store a changed mirror."""
-    connection.execute(update(mirrors).where(_here(before.mirror_id)).values(**row_of(after)))
+    connection.execute(update(mirrors).where(_is_mirror(before.mirror_id)).values(**row_of(after)))
 
 
 def delete_mirror(connection: Connection, mirror_id: UUID) -> None:
     """Delete a mirror with its sightings; raise `InvalidMirror` while it writes topics."""
     # All transactions lock the mirror before its sightings, so that they cannot deadlock.
-    name = _held(connection, mirror_id).name
+    name = _lock_row(connection, mirror_id).name
     written = connection.execute(select(topics.c.name).where(topics.c.mirror == name).limit(1)).scalar()
     if written is not None:
         raise InvalidMirror(f"mirror {name!r} still writes topic {written!r}; fail over or delete the topic first")
     connection.execute(delete(mirror_sightings).where(mirror_sightings.c.mirror_id == str(mirror_id)))
-    connection.execute(delete(mirrors).where(_here(mirror_id)))
+    connection.execute(delete(mirrors).where(_is_mirror(mirror_id)))
 
 
 # -- sightings ----------------------------------------------------------------------------------------------------
@@ -59,10 +59,10 @@ def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, own
     Sightings at another cluster are discarded.
     """
     of_mirror = mirror_sightings.c.mirror_id == str(mirror_id)
-    if _held(connection, mirror_id).sightings_source != source:
+    if _lock_row(connection, mirror_id).sightings_source != source:
         connection.execute(delete(mirror_sightings).where(of_mirror))
     values = {"sightings_source": source, "sightings_owner": owner}
-    connection.execute(update(mirrors).where(_here(mirror_id)).values(**values))
+    connection.execute(update(mirrors).where(_is_mirror(mirror_id)).values(**values))
     found: dict[str, set[str]] = {}
     for kind, item_id in connection.execute(
         select(mirror_sightings.c.kind, mirror_sightings.c.item_id).where(of_mirror)
@@ -73,7 +73,7 @@ def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, own
 
 def store_sightings(connection: Connection, change: SightingChange) -> None:
     """Store what was seen; raise `NotCoordinator` if another node has made a claim since."""
-    if _held(connection, change.mirror_id).sightings_owner != change.owner:
+    if _lock_row(connection, change.mirror_id).sightings_owner != change.owner:
         raise NotCoordinator("another node copies the schemas and access rules of this mirror")
     key = {"mirror_id": str(change.mirror_id), "kind": change.kind}
     if change.seen:
@@ -91,13 +91,13 @@ def store_sightings(connection: Connection, change: SightingChange) -> None:
         )
 
 
-def _held(connection: Connection, mirror_id: UUID) -> Any:
+def _lock_row(connection: Connection, mirror_id: UUID) -> Any:
     """Return the row of a mirror, locked until the end of the transaction."""
-    row = connection.execute(select(mirrors).where(_here(mirror_id)).with_for_update()).first()
+    row = connection.execute(select(mirrors).where(_is_mirror(mirror_id)).with_for_update()).first()
     if row is None:
         raise UnknownMirror(f"mirror {mirror_id} is not in the catalog")
     return row
 
 
-def _here(mirror_id: UUID) -> Any:
+def _is_mirror(mirror_id: UUID) -> Any:
     return mirrors.c.mirror_id == str(mirror_id)

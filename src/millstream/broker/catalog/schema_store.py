@@ -44,9 +44,9 @@ def read_schema_changes(connection: Connection, since: int) -> SchemaChanges:
         found[table.name] = list(connection.execute(select(table).where(wanted).order_by(table.c.change)))
     return SchemaChanges(
         last=int(last),
-        schemas=[_stored(row) for row in found[schemas.name]],
-        versions=[_version(row) for row in found[schema_versions.name]],
-        settings=[_settings(row) for row in found[schema_settings.name]],
+        schemas=[_to_schema(row) for row in found[schemas.name]],
+        versions=[_to_version(row) for row in found[schema_versions.name]],
+        settings=[_to_settings(row) for row in found[schema_settings.name]],
     )
 
 
@@ -65,10 +65,10 @@ class SchemaTransaction:
     def is_unchanged(self, subject: QualifiedSubject, since: int) -> bool:
         """Whether neither the subject nor the settings that apply to it have changed since."""
         for table in (schema_versions, schema_settings):
-            about = _here(table, subject)
+            about = _is_subject(table, subject)
             if table is schema_settings:
                 scopes = (QualifiedSubject(subject.context, ""), QualifiedSubject(GLOBAL_CONTEXT, ""))
-                about = or_(about, *(_here(table, scope) for scope in scopes))
+                about = or_(about, *(_is_subject(table, scope) for scope in scopes))
             if self._connection.execute(select(table.c.change).where(about, table.c.change > since).limit(1)).first():
                 return False
         return True
@@ -77,11 +77,11 @@ class SchemaTransaction:
         """Return the oldest schema of a context with this content."""
         equal = and_(schemas.c.context == context, schemas.c.guid == str(content.guid))
         row = self._connection.execute(select(schemas).where(equal).order_by(schemas.c.schema_id).limit(1)).first()
-        return None if row is None else _stored(row)
+        return None if row is None else _to_schema(row)
 
     def schema(self, context: str, schema_id: int) -> StoredSchema | None:
         row = self._connection.execute(select(schemas).where(_with_id(context, schema_id))).first()
-        return None if row is None else _stored(row)
+        return None if row is None else _to_schema(row)
 
     def add_schema(self, context: str, content: SchemaContent, *, schema_id: int | None = None) -> StoredSchema:
         """Store content under its next id, or under the given one, which no other content may have."""
@@ -108,16 +108,16 @@ class SchemaTransaction:
         """Store a version of a subject; a permanent deletion also drops the schema, if no other version has it."""
         state = _GONE if version.is_gone else _DELETED if version.is_deleted else _LIVE
         values = {"schema_id": version.schema_id, "state": state, "change": self._number}
-        self._put(schema_versions, version.subject, values, version=version.version)
+        self._upsert(schema_versions, version.subject, values, version=version.version)
         if version.is_gone:
             self._drop_unused(version.subject.context, version.schema_id)
 
     def put_settings(self, settings: SubjectSettings) -> None:
         """Store configuration and mode of a subject or context."""
         values = {"config": dict(settings.config), "mode": settings.mode, "change": self._number}
-        self._put(schema_settings, settings.subject, values)
+        self._upsert(schema_settings, settings.subject, values)
 
-    def _put(self, table: Table, subject: QualifiedSubject, values: dict[str, Any], **key: int) -> None:
+    def _upsert(self, table: Table, subject: QualifiedSubject, values: dict[str, Any], **key: int) -> None:
         row = self._insert(table).values(context=subject.context, subject=subject.name, **key, **values)
         self._connection.execute(row.on_conflict_do_update(index_elements=list(table.primary_key), set_=values))
 
@@ -148,7 +148,7 @@ class SchemaTransaction:
         return postgresql.insert(table) if self._is_shared else sqlite.insert(table)
 
 
-def _here(table: Table, subject: QualifiedSubject) -> ColumnElement[bool]:
+def _is_subject(table: Table, subject: QualifiedSubject) -> ColumnElement[bool]:
     return and_(table.c.context == subject.context, table.c.subject == subject.name)
 
 
@@ -156,7 +156,7 @@ def _with_id(context: str, schema_id: int) -> ColumnElement[bool]:
     return and_(schemas.c.context == context, schemas.c.schema_id == schema_id)
 
 
-def _stored(row: Any) -> StoredSchema:
+def _to_schema(row: Any) -> StoredSchema:
     return StoredSchema(
         context=row.context,
         schema_id=row.schema_id,
@@ -171,7 +171,7 @@ def _stored(row: Any) -> StoredSchema:
     )
 
 
-def _version(row: Any) -> SubjectVersion:
+def _to_version(row: Any) -> SubjectVersion:
     return SubjectVersion(
         subject=QualifiedSubject(row.context, row.subject),
         version=row.version,
@@ -181,5 +181,5 @@ def _version(row: Any) -> SubjectVersion:
     )
 
 
-def _settings(row: Any) -> SubjectSettings:
+def _to_settings(row: Any) -> SubjectSettings:
     return SubjectSettings(subject=QualifiedSubject(row.context, row.subject), config=dict(row.config), mode=row.mode)

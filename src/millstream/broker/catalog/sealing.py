@@ -177,7 +177,7 @@ class Sealing:
             self._create(self.path)
         key = self.current()
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        sealed = nonce + _cipher(key).encrypt(nonce, text.encode(), _place(noun, name, setting))
+        sealed = nonce + _cipher(key).encrypt(nonce, text.encode(), _associated_data(noun, name, setting))
         return f"{_PREFIX}{key.key_id}:{base64.b64encode(sealed).decode()}"
 
     def open(self, sealed: str, noun: str, name: str, setting: str) -> str:
@@ -196,7 +196,9 @@ class Sealing:
         if key is None:
             raise CannotOpen(f"it is sealed with key {key_id}, which is not in {self.path}")
         try:
-            content = _cipher(key).decrypt(encoded[:_NONCE_BYTES], encoded[_NONCE_BYTES:], _place(noun, name, setting))
+            content = _cipher(key).decrypt(
+                encoded[:_NONCE_BYTES], encoded[_NONCE_BYTES:], _associated_data(noun, name, setting)
+            )
         except (InvalidTag, ValueError):
             raise CannotOpen("it was changed or copied from elsewhere; set it again") from None
         return str(content, "utf-8")
@@ -309,5 +311,5 @@ def _cipher(key: SecretKey) -> Any:
     return AESGCM(key.key)
 
 
-def _place(noun: str, name: str, setting: str) -> bytes:
+def _associated_data(noun: str, name: str, setting: str) -> bytes:
     return json.dumps(["millstream", noun, name, setting]).encode()

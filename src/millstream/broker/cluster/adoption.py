@@ -114,18 +114,18 @@ class Adoption:
     # -- the steps ------------------------------------------------------------------------------------------
 
     async def _run(self, *, is_checked_only: bool) -> Adopted:
-        mark = self._mark()
+        mark = self._read_mark()
         is_done = mark is None and await self._is_done()
         if mark is None and not is_done:
             self._check_folder()
-        source = self._source()
+        source = self._open_source()
         cluster_id = mark.cluster_id if mark is not None else source.cluster_id
         is_written = await self._check_store(cluster_id)
         self._check_catalog(cluster_id)
         topics = source.topics()
         found = Adopted(
             cluster_id=cluster_id,
-            nodes=tuple(int(node) for node in self._nodes().values()),
+            nodes=tuple(int(node) for node in self._list_nodes().values()),
             flags=Layout(self._data, {}).used_flags(self._files),
             topics=len(topics),
             partitions=sum(topic.partitions for topic in topics),
@@ -147,7 +147,7 @@ class Adoption:
             await self._write_states(cluster_id)
         source.close()
         self._on_step("states")
-        self._give_folder(cluster_id)
+        self._transfer_folder(cluster_id)
         self._files.remove(f"{self._data}/{ADOPTING_NAME}")
         self._files.sync_directory(self._data)
         return found
@@ -159,7 +159,7 @@ class Adoption:
         finally:
             service.close()
         carried = [
-            Put(key, self._carried(key, entry.value))
+            Put(key, self._converted_value(key, entry.value))
             for prefix in _CARRIED
             for key, entry in entries.items()
             if key.startswith(prefix)
@@ -174,7 +174,7 @@ class Adoption:
             await self._store.change(some)
             self._on_step("some states")
 
-    def _carried(self, key: str, value: str) -> str:
+    def _converted_value(self, key: str, value: str) -> str:
         if key.startswith(keys.TOPICS):
             topic = topic_from_json(value)
             # For a topic without a setting, the default of a cluster guarantees less.
@@ -184,8 +184,8 @@ class Adoption:
         state = PartitionState.from_json(value)
         return replace(state, leader=NO_LEADER, leader_epoch=Epoch(state.leader_epoch + EPOCHS_SKIPPED)).to_json()
 
-    def _give_folder(self, cluster_id: str) -> None:
-        for folder, node in self._nodes().items():
+    def _transfer_folder(self, cluster_id: str) -> None:
+        for folder, node in self._list_nodes().items():
             change_owner(self._files, folder, FolderOwner(node_id=node, cluster=self._cluster, cluster_id=cluster_id))
         self._on_step("owner")
         for name in (COORDINATION_NAME, CATALOG_NAME):
@@ -195,8 +195,8 @@ class Adoption:
                 self._on_step(name)
 
     async def _undo(self) -> None:
-        owners = [FolderOwner.read(self._files, folder) for folder in self._nodes()]
-        if self._mark() is None and not any(owner.cluster for owner in owners):
+        owners = [FolderOwner.read(self._files, folder) for folder in self._list_nodes()]
+        if self._read_mark() is None and not any(owner.cluster for owner in owners):
             raise ClusterMismatch(f"{self._data} was not adopted by a cluster, so there is nothing to undo")
         await self._check_unused()
         # So that another adoption writes everything again.
@@ -204,7 +204,7 @@ class Adoption:
         for name in (CATALOG_NAME, COORDINATION_NAME):
             if self._files.exists(f"{self._data}/{name}{ADOPTED_SUFFIX}"):
                 self._files.rename(f"{self._data}/{name}{ADOPTED_SUFFIX}", f"{self._data}/{name}")
-        for folder, node in self._nodes().items():
+        for folder, node in self._list_nodes().items():
             change_owner(self._files, folder, FolderOwner(node_id=node))
         if self._files.exists(f"{self._data}/{ADOPTING_NAME}"):
             self._files.remove(f"{self._data}/{ADOPTING_NAME}")
@@ -223,10 +223,10 @@ class Adoption:
 
     # -- the current state ----------------------------------------------------------------------------------
 
-    def _nodes(self) -> Mapping[str, int]:
+    def _list_nodes(self) -> Mapping[str, int]:
         return Layout(self._data, {}).present(self._files)
 
-    def _mark(self) -> _Mark | None:
+    def _read_mark(self) -> _Mark | None:
         try:
             mark = msgspec.json.decode(read_whole(self._files, f"{self._data}/{ADOPTING_NAME}"), type=_Mark)
         except FileNotFoundError:
@@ -246,13 +246,13 @@ class Adoption:
         """Whether this cluster has adopted the folder already, by an attempt whose outcome was not reported."""
         if not self._files.exists(f"{self._data}/{CATALOG_NAME}{ADOPTED_SUFFIX}"):
             return False
-        cluster_id = (await self._known(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)
-        owners = [FolderOwner.read(self._files, folder) for folder in self._nodes()]
+        cluster_id = (await self._read_entries(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)
+        owners = [FolderOwner.read(self._files, folder) for folder in self._list_nodes()]
         return all((owner.cluster, owner.cluster_id) == (self._cluster, cluster_id) for owner in owners)
 
     def _check_folder(self) -> None:
         data, files = self._data, self._files
-        if any(FolderOwner.read(files, folder).cluster for folder in self._nodes()):
+        if any(FolderOwner.read(files, folder).cluster for folder in self._list_nodes()):
             raise ClusterMismatch(f"{data} belongs to a cluster already; start its node with --etcd and --catalog")
         if not files.exists(f"{data}/{CATALOG_NAME}") or not files.exists(f"{data}/{COORDINATION_NAME}"):
             raise DataFolderInvalid(
@@ -262,20 +262,20 @@ class Adoption:
         if files.exists(f"{data}/{MARK_NAME}"):
             raise DataFolderInvalid(f"a change of --cores in {data} was interrupted; start it once, and stop it")
 
-    def _source(self) -> Catalog:
+    def _open_source(self) -> Catalog:
         """Open the catalog of the machine, which an earlier attempt may have renamed."""
         path = Path(self._data, CATALOG_NAME)
         return Catalog.of_file(path if path.exists() else path.with_name(CATALOG_NAME + ADOPTED_SUFFIX))
 
-    async def _known(self, prefix: str) -> dict[str, str]:
+    async def _read_entries(self, prefix: str) -> dict[str, str]:
         return {key: entry.value for key, entry in (await self._store.read(prefix)).entries.items()}
 
     async def _check_store(self, cluster_id: str) -> bool:
         """Check that etcd has no other cluster of this name; return whether it already has the complete state."""
-        found = (await self._known(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)
+        found = (await self._read_entries(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)
         if found == cluster_id:
             return True
-        others = await self._known(keys.NODES)
+        others = await self._read_entries(keys.NODES)
         if found is not None or others:
             raise ClusterMismatch(
                 f"etcd knows another cluster as {self._cluster!r} ({found}); give this one its own name with "

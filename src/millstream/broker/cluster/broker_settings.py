@@ -102,7 +102,7 @@ class BrokerSettings:
     def topic_defaults(self) -> dict[str, str]:
         """Return the defaults of topic settings on this node, by their names."""
         found: dict[str, str] = {}
-        for name, text in self._in_force.items():
+        for name, text in self._effective.items():
             if name in TOPIC_DEFAULTS:
                 found[TOPIC_DEFAULTS[name]] = text
         return found
@@ -118,12 +118,12 @@ class BrokerSettings:
         return self._number(CONNECTIONS_PER_ADDRESS_MAX)
 
     def _number(self, name: str) -> int:
-        text = self._in_force.get(name)
+        text = self._effective.get(name)
         return self._static[name] if text is None else int(text)
 
     @property
-    def _in_force(self) -> dict[str, str]:
-        in_force: dict[str, str] = {}
+    def _effective(self) -> dict[str, str]:
+        effective: dict[str, str] = {}
         for name, text in {**self.of(ALL_NODES), **self.own}.items():
             try:
                 DECLARED[name].parse(text)
@@ -131,8 +131,8 @@ class BrokerSettings:
                 # Written by a newer version.
                 _logger.error("a node setting cannot be read and is ignored", extra={"setting": name})
             else:
-                in_force[name] = text
-        return in_force
+                effective[name] = text
+        return effective
 
     def show(self, by_scope: Mapping[str, Mapping[str, str]]) -> None:
         """Apply all current settings, and notify the listeners if they changed."""

@@ -86,8 +86,10 @@ class ClusterNode:
             boot_id=dependencies.boot_id,
             stopped_clean=dependencies.log_store.clean_start,
         )
-        self.view = ClusterView(dependencies.coordination, self._backoff(), node_listener=dependencies.node_listener)
-        announcer = Announcer(dependencies.coordination, self._backoff(), new_text=self._new_text)
+        self.view = ClusterView(
+            dependencies.coordination, self._new_backoff(), node_listener=dependencies.node_listener
+        )
+        announcer = Announcer(dependencies.coordination, self._new_backoff(), new_text=self._new_text)
         self._announcer = announcer
         self.declarations: Declarations = dependencies.declarations
         if not dependencies.is_single:
@@ -99,12 +101,12 @@ class ClusterNode:
             dependencies.clock,
             view=self.view,
             coordination=dependencies.coordination,
-            backoff=self._backoff(),
+            backoff=self._new_backoff(),
             new_id=self._new_id,
         )
         self.replicas = Replicas(
             self._id,
-            dependencies.links(self._find),
+            dependencies.links(self._find_node),
             dependencies.coordination,
             random=dependencies.random,
             settings=ReplicaSettings.of(dependencies.config),
@@ -133,7 +135,7 @@ class ClusterNode:
         self._start("removed files", self.topics.report_removed())
         self._start("quotas, subscriptions and pipelines", self._follow_catalog())
         await self.view.ready()
-        self.topics.on_declared(self._note_declared)
+        self.topics.on_declared(self._apply_declared)
         self.topics.on_roles_change(self.replicas.apply)
         self.topics.on_dropped(self.replicas.forget)
         await self.topics.load()
@@ -171,7 +173,7 @@ class ClusterNode:
             self._last_run,
             ttl_s=self._config.lease_ms / 1000,
             new_incarnation=self._new_text,
-            backoff=self._backoff(),
+            backoff=self._new_backoff(),
         )
         registration.on_admitted(self.topics.activate)
         self._controller = Controller(
@@ -189,7 +191,7 @@ class ClusterNode:
         )
         registering = self._start("registration", registration.run())
         self._start("controller", self._controller.run())
-        admitted = asyncio.ensure_future(self._joined(registration, self._controller))
+        admitted = asyncio.ensure_future(self._await_joined(registration, self._controller))
         try:
             await asyncio.wait([registering, admitted], return_when=asyncio.FIRST_COMPLETED)
             if registering.done():
@@ -197,7 +199,7 @@ class ClusterNode:
         finally:
             admitted.cancel()
 
-    async def _joined(self, registration: Registration, controller: Controller) -> None:
+    async def _await_joined(self, registration: Registration, controller: Controller) -> None:
         await registration.admitted()
         if self._dependencies.is_single:
             await controller.carried_out()
@@ -242,7 +244,7 @@ class ClusterNode:
 
     async def _follow_catalog(self) -> None:
         """Read the declarations now and after each change of the catalog."""
-        backoff = self._backoff()
+        backoff = self._new_backoff()
         if not self._config.in_cluster:
             await self._catalog_changed.wait()
         while True:
@@ -271,10 +273,10 @@ class ClusterNode:
         away = self._store.unavailable_since_ms
         if away is not None:
             store = "etcd" if self._config.in_cluster else "the coordination store in the data folder"
-            yield f"{store} is unavailable since {_time(away)}; data flows, elections and new topics wait"
+            yield f"{store} is unavailable since {_iso_time(away)}; data flows, elections and new topics wait"
         away = self._dependencies.catalog_away_since_ms()
         if away is not None:
-            yield f"the catalog is unavailable since {_time(away)}; data flows, changes of topics and quotas wait"
+            yield f"the catalog is unavailable since {_iso_time(away)}; data flows, changes of topics and quotas wait"
         if self.view.controller is None:
             yield "no node is the controller"
         without_leader = self.topics.without_leader()
@@ -299,7 +301,7 @@ class ClusterNode:
         if self._controller is not None:
             yield from self._controller.metrics()
 
-    def _find(self, node: NodeId) -> Node | None:
+    def _find_node(self, node: NodeId) -> Node | None:
         registered = self.view.nodes.get(node)
         return None if registered is None else registered.node
 
@@ -309,7 +311,7 @@ class ClusterNode:
         if change.catalog - {self._announcer.author}:
             self._catalog_changed.set()
 
-    def _note_declared(self, declared: Declared) -> None:
+    def _apply_declared(self, declared: Declared) -> None:
         if self._controller is not None:
             self._controller.note_declared(declared)
 
@@ -328,7 +330,7 @@ class ClusterNode:
             self._follows_as = mine.revision
         return self._follows_as
 
-    def _backoff(self) -> Backoff:
+    def _new_backoff(self) -> Backoff:
         return Backoff(self._dependencies.random)
 
     def _new_id(self) -> UUID:
@@ -338,5 +340,5 @@ class ClusterNode:
         return str(self._new_id())
 
 
-def _time(at_ms: int) -> str:
+def _iso_time(at_ms: int) -> str:
     return datetime.fromtimestamp(at_ms / 1000, tz=UTC).isoformat(timespec="seconds")

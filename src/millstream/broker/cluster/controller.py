@@ -201,7 +201,7 @@ class Controller:
             self._changed.clear()
             await self._changed.wait()
         await self._reconciliation.attempted.wait()
-        await self._seen(self._term.last_revision)
+        await self._await_revision(self._term.last_revision)
 
     def note_declared(self, declared: Declared) -> None:
         """Apply a declaration of this process, if it is the controller."""
@@ -218,7 +218,7 @@ class Controller:
         backoff = Backoff(self._random)
         while True:
             try:
-                await self._serve(await self._win())
+                await self._serve(await self._await_election())
                 backoff.reset()
             except _Deposed:
                 _logger.info("this node is no longer the controller")
@@ -236,7 +236,7 @@ class Controller:
 
     # -- becoming and ceasing to be the controller ----------------------------------------------------------
 
-    async def _win(self) -> Term:
+    async def _await_election(self) -> Term:
         """Wait until the key is free, and create it."""
         view, me = self._view, self._me
         while True:
@@ -273,14 +273,14 @@ class Controller:
         self._wake.set()
         self._changed.set()
         work = (
-            self._watch_place(term),
-            self._keep_leaders(term),
+            self._await_deposed(term),
+            self._maintain_leaders(term),
             self._reconciliation.run(),
             self._execution.run(),
         )
         await run_until_first(work)
 
-    async def _watch_place(self, term: Term) -> None:
+    async def _await_deposed(self, term: Term) -> None:
         while self._view.controller_revision == term.revision:
             self._changed.clear()
             await self._changed.wait()
@@ -315,7 +315,7 @@ class Controller:
 
     # -- leaders --------------------------------------------------------------------------------------------
 
-    async def _keep_leaders(self, term: Term) -> None:
+    async def _maintain_leaders(self, term: Term) -> None:
         backoff = Backoff(self._random)
         while True:
             await self._wake.wait()
@@ -325,7 +325,7 @@ class Controller:
                 if joining:
                     await admit(joining, term, self._view.live, self._min_in_sync)
                     # Otherwise partitions would lose their leaders to nodes that are admitted but not seen yet.
-                    await self._seen(term.last_revision)
+                    await self._await_revision(term.last_revision)
                 if not self._view.live.keys() <= self._view.leaving:
                     # If every live node is leaving, the nodes that start next take over their partitions.
                     await self._elect(term)
@@ -338,14 +338,14 @@ class Controller:
                 self._wake.set()
                 await backoff.pause()
 
-    async def _seen(self, revision: int) -> None:
+    async def _await_revision(self, revision: int) -> None:
         while self._view.revision < revision:
             self._changed.clear()
             await self._changed.wait()
 
     async def _elect(self, term: Term) -> None:
         dirty, self._dirty = list(self._dirty), set()
-        now, staying = asyncio.get_running_loop().time(), self._staying()
+        now, staying = asyncio.get_running_loop().time(), self._remaining_nodes()
         settings: dict[UUID, TopicSettings | None] = {}
         proposals: list[Proposal] = []
         for number, partition in enumerate(dirty, 1):
@@ -354,7 +354,7 @@ class Controller:
                 topic_id = partition[0]
                 if topic_id not in settings:
                     settings[topic_id] = self._topic_settings(topic_id)
-                decided = self._decide(versioned.state, settings[topic_id])
+                decided = self._elect_leader(versioned.state, settings[topic_id])
                 if decided is not None:
                     proposals.append(Proposal(partition, decided, versioned.revision))
             preferred_can_lead = (
@@ -365,7 +365,7 @@ class Controller:
                 await asyncio.sleep(0)
         await self._propose(term, proposals)
 
-    def _decide(self, state: PartitionState, settings: TopicSettings | None) -> PartitionState | None:
+    def _elect_leader(self, state: PartitionState, settings: TopicSettings | None) -> PartitionState | None:
         live = self._view.live
         if settings is None:
             elected = elect(state, live)
@@ -391,7 +391,7 @@ class Controller:
         settings = self._topic_settings(topic_id)
         return UNKNOWN_MINIMUM if settings is None else settings.min_insync_replicas
 
-    def _staying(self) -> set[NodeId]:
+    def _remaining_nodes(self) -> set[NodeId]:
         return set(self._view.live) - self._view.avoided
 
     def _set_balance_timer(self) -> None:
@@ -404,7 +404,7 @@ class Controller:
         """Move leaderships back to preferred replicas that have been in sync for long enough."""
         unbalanced = self._unbalanced.take_due(asyncio.get_running_loop().time())
         self._set_balance_timer()
-        staying = self._staying()
+        staying = self._remaining_nodes()
         proposals = []
         for partition in unbalanced:
             versioned = self._view.states.get(partition)

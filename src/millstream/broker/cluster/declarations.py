@@ -117,7 +117,7 @@ class CatalogDeclarations(Declarations):
     async def run(self, ask: Callable[[Catalog], T]) -> T:
         """Call the catalog in a thread."""
         try:
-            response = await self._ask(ask)
+            response = await self._call_catalog(ask)
         except CatalogUnavailable as error:
             if self.unavailable_since_ms is None:
                 self.unavailable_since_ms = self._clock.now_ms()
@@ -136,7 +136,7 @@ class CatalogDeclarations(Declarations):
             self.unavailable_since_ms = None
         return response
 
-    async def _ask(self, ask: Callable[[Catalog], T]) -> T:
+    async def _call_catalog(self, ask: Callable[[Catalog], T]) -> T:
         if not self._is_prepared:
             # The catalog of a cluster may be unavailable when a node starts; its tables are prepared later then.
             async with self._preparing:
@@ -153,7 +153,7 @@ class Announcer:
         self._store = store
         self._backoff = backoff
         self._new_text = new_text
-        self._wanted = asyncio.Event()
+        self._requested = asyncio.Event()
         self._is_certain = True
         self.author = new_text()
         """The name of this process in its announcements; it has already applied its own changes."""
@@ -161,13 +161,13 @@ class Announcer:
     def announce(self, *, is_certain: bool) -> None:
         """Announce a change soon; after a possible failure, this process reads it back too."""
         self._is_certain &= is_certain
-        self._wanted.set()
+        self._requested.set()
 
     async def run(self) -> None:
         """Announce requested changes; runs forever."""
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._requested.wait()
+            self._requested.clear()
             author, self._is_certain = self.author if self._is_certain else "", True
             try:
                 await self._store.change([Put(keys.CATALOG_VERSION, f"{author} {self._new_text()}")])

@@ -61,14 +61,14 @@ class Term:
         return overtaken
 
     async def _propose(self, batch: list[Proposal]) -> list[Proposal]:
-        if await self._carry_out(batch):
+        if await self._write(batch):
             return []
         if len(batch) == 1:
             return batch
         # A proposal that lost a race must not delay the others.
-        return [proposal for proposal in batch if not await self._carry_out([proposal])]
+        return [proposal for proposal in batch if not await self._write([proposal])]
 
-    async def _carry_out(self, batch: list[Proposal]) -> bool:
+    async def _write(self, batch: list[Proposal]) -> bool:
         return await self.change(
             [Put(partition_key(one.partition), one.state.to_json()) for one in batch],
             [Expect(partition_key(one.partition), one.revision) for one in batch],
@@ -167,10 +167,10 @@ def elect(
         shrunk = _with_in_sync(state, staying, min_in_sync)
         if state.leader in staying:
             return None if shrunk == state else shrunk
-        return shrunk.elected(_first(state, staying))
+        return shrunk.elected(_first_replica(state, staying))
     eligible = [node for node in state.eligible if node in alive]
     if eligible:
-        leader = _first(state, eligible)
+        leader = _first_replica(state, eligible)
         return _with_in_sync(state, [leader], min_in_sync).elected(leader)
     live = [node for node in state.replicas if node in alive]
     if unclean and live:
@@ -193,7 +193,7 @@ def move_from_leaving(
     if state.leader not in leaving:
         return None
     others = [node for node in state.in_sync if node in alive and node not in leaving]
-    return state.elected(_first(state, others)) if others else None
+    return state.elected(_first_replica(state, others)) if others else None
 
 
 def exclude_untrusted(state: PartitionState, node: NodeId) -> PartitionState | None:
@@ -215,18 +215,18 @@ def required_in_sync(state: PartitionState, min_in_sync: int) -> int:
 
 
 def _with_in_sync(state: PartitionState, in_sync: Collection[NodeId], min_in_sync: int) -> PartitionState:
-    kept = _in_order(state, in_sync)
+    kept = _in_replica_order(state, in_sync)
     if len(kept) >= required_in_sync(state, min_in_sync):
         return replace(state, in_sync=kept, eligible=())
     # The high watermark does not move from here on, so a replica that leaves the set keeps everything below it.
     others = {*state.in_sync, *state.eligible} - set(kept)
-    return replace(state, in_sync=kept, eligible=_in_order(state, others))
+    return replace(state, in_sync=kept, eligible=_in_replica_order(state, others))
 
 
-def _in_order(state: PartitionState, nodes: Collection[NodeId]) -> tuple[NodeId, ...]:
+def _in_replica_order(state: PartitionState, nodes: Collection[NodeId]) -> tuple[NodeId, ...]:
     return tuple(node for node in state.replicas if node in nodes)
 
 
-def _first(state: PartitionState, nodes: Iterable[NodeId]) -> NodeId:
+def _first_replica(state: PartitionState, nodes: Iterable[NodeId]) -> NodeId:
     wanted = set(nodes)
     return next(node for node in state.replicas if node in wanted)

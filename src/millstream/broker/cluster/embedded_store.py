@@ -4,7 +4,7 @@ A change is in the file, synced, before any reader sees it. Keys of sessions are
 their process: a node that restarts repeatedly on a full disk uses almost no space. So that no revision is used twice,
 the file stores an upper bound of the revisions.
 
-Everything that would cross a network goes through `_ask` and `_deliver`; a store with faults overrides these two.
+Everything that would cross a network goes through `_send` and `_deliver`; a store with faults overrides these two.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class EmbeddedService:
             entry = self._entries.get(key)
             if revision != (ABSENT if entry is None else entry.revision):
                 return None
-        self._carry_out(changes, lease)
+        self._execute(changes, lease)
         return self.revision
 
     def events(self, prefix: str, *, after: int) -> list[Event]:
@@ -314,7 +314,7 @@ class EmbeddedService:
         """End a lease, and with it its keys."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
-            self._carry_out(tuple(map(Delete, sorted(lease.keys))), None)
+            self._execute(tuple(map(Delete, sorted(lease.keys))), None)
 
     def expire(self) -> None:
         """End every lease whose time has run out."""
@@ -322,7 +322,7 @@ class EmbeddedService:
         for lease_id in [lease_id for lease_id, lease in self._leases.items() if lease.deadline <= now]:
             self.revoke(lease_id)
 
-    def _carry_out(self, changes: Sequence[Change], lease: int | None) -> None:
+    def _execute(self, changes: Sequence[Change], lease: int | None) -> None:
         revision = self.revision + 1
         changes = [change for change in changes if isinstance(change, Put) or change.key in self._entries]
         if changes and self._file is not None:
@@ -358,17 +358,17 @@ class EmbeddedService:
         known = self._entries.get(change.key)
         created = revision if known is None else known.created
         self._entries[change.key] = Entry(change.key, change.value, revision, created)
-        self._detach(change.key)
+        self._detach_lease(change.key)
         if change.leased and lease is not None:
             self._lease_of[change.key] = lease
             self._leases[lease].keys.add(change.key)
         return Event(change.key, change.value, revision)
 
     def _delete(self, key: str, revision: int) -> Event | None:
-        self._detach(key)
+        self._detach_lease(key)
         return None if self._entries.pop(key, None) is None else Event(key, None, revision)
 
-    def _detach(self, key: str) -> None:
+    def _detach_lease(self, key: str) -> None:
         lease = self._leases.get(self._lease_of.pop(key, 0))
         if lease is not None:
             lease.keys.discard(key)
@@ -425,13 +425,13 @@ class EmbeddedSession:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._ttl_s / RENEWALS)
-            if not await self._holds():
+            if not await self._renew_lease():
                 break
         if self.live:
             self.live = False
             self._on_lost()
 
-    async def _holds(self) -> bool:
+    async def _renew_lease(self) -> bool:
         try:
             holds = await self._store.renew(self.lease)
         except StoreUnavailable:
@@ -506,7 +506,7 @@ class EmbeddedStore(HealthReporting):
 
     async def _call(self, request: Callable[[], T]) -> T:
         try:
-            response = await self._ask(request)
+            response = await self._send(request)
         except StoreRefused:
             raise
         except StoreUnavailable as error:
@@ -515,7 +515,7 @@ class EmbeddedStore(HealthReporting):
         self._health.responded()
         return response
 
-    async def _ask(self, request: Callable[[], T]) -> T:
+    async def _send(self, request: Callable[[], T]) -> T:
         """Carry a request to the service and its response back."""
         # As with a real store, other tasks run in between.
         await asyncio.sleep(0)

@@ -223,13 +223,13 @@ class EtcdMembers:
             if attempt and attempt % len(self.address.endpoints) == 0:
                 await asyncio.sleep(PAUSE_S * attempt / len(self.address.endpoints))
             try:
-                response = await self._ask(call, request, repeatable=repeatable)
+                response = await self._send(call, request, repeatable=repeatable)
             except NotConnected as error:
                 reason, lost, unreachable = str(error), False, endpoint
             except grpc.aio.AioRpcError as error:
                 if is_final(error):
                     self.health.responded()
-                    raise _refused(error) from error
+                    raise _refusal_error(error) from error
                 reason, lost, unreachable = f"{error.code().name}, {error.details()}", not _is_cut_off(error), ""
             else:
                 self.health.responded()
@@ -243,7 +243,7 @@ class EtcdMembers:
         self.health.silent(reason)
         raise (StoreUnavailable if maybe_done else StoreRefused)(f"etcd does not respond: {reason}")
 
-    async def _ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
+    async def _send(self, call: Call, request: Any, *, repeatable: bool) -> Any:
         member = await self.connected()
         timeout_s = min(ATTEMPT_S_MAX, self._request_s_max) if repeatable else self._request_s_max
         try:
@@ -303,7 +303,7 @@ def _is_cut_off(error: Any) -> bool:
     return error.code() == _CODE.UNAVAILABLE and "no leader" in str(error.details())
 
 
-def _refused(error: Any) -> StoreUnavailable:
+def _refusal_error(error: Any) -> StoreUnavailable:
     if error.code() == _CODE.OUT_OF_RANGE:
         return WatchLost(f"etcd has compacted that part of its history: {error.details()}")
     denied = error.code() in _DENIED or "authentication failed" in str(error.details()) or wants_login(error)
@@ -331,9 +331,9 @@ class EtcdSession:
         self._ended = threading.Event()
         self._channels: dict[str, Any] = {}
         self._credentials = copy(members.credentials)
-        self._last_beat = clock.monotonic()
-        self._renewed_at = self._last_beat
-        self._beating = self._loop.call_later(ttl_s / _BEATS, self._beat)
+        self._last_heartbeat = clock.monotonic()
+        self._renewed_at = self._last_heartbeat
+        self._heartbeat_timer = self._loop.call_later(ttl_s / _BEATS, self._heartbeat)
         self._thread = threading.Thread(target=self._keep_alive, name="etcd-lease", daemon=True)
         self.lease = lease
         self.live = True
@@ -347,24 +347,24 @@ class EtcdSession:
     async def close(self) -> None:
         """End the lease, and with it its keys."""
         if self.live:
-            self._end()
+            self._stop()
             with suppress(StoreUnavailable):
                 request = rpc.LeaseRevokeRequest(ID=self.lease)
                 await self._members.ask(lambda member: member.leases.LeaseRevoke, request, repeatable=True)
         await asyncio.to_thread(self._thread.join, _JOIN_S_MAX)
 
-    def _beat(self) -> None:
-        self._last_beat = self._clock.monotonic()
-        self._beating = self._loop.call_later(self._ttl_s / _BEATS, self._beat)
+    def _heartbeat(self) -> None:
+        self._last_heartbeat = self._clock.monotonic()
+        self._heartbeat_timer = self._loop.call_later(self._ttl_s / _BEATS, self._heartbeat)
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         self.live = False
-        self._beating.cancel()
+        self._heartbeat_timer.cancel()
         self._ended.set()
 
-    def _lost(self) -> None:
+    def _on_lease_lost(self) -> None:
         if self.live:
-            self._end()
+            self._stop()
             self._on_lost()
 
     def _keep_alive(self) -> None:
@@ -374,7 +374,7 @@ class EtcdSession:
             with suppress(RuntimeError):
                 while not self._ended.wait(self._ttl_s / RENEWALS):
                     if not self._renew():
-                        self._loop.call_soon_threadsafe(self._lost)
+                        self._loop.call_soon_threadsafe(self._on_lease_lost)
                         return
         finally:
             for channel in self._channels.values():
@@ -382,17 +382,19 @@ class EtcdSession:
 
     def _renew(self) -> bool:
         """Renew the lease; return False if it is lost."""
-        if self._clock.monotonic() - self._last_beat >= self._ttl_s:
-            self._ask("LeaseRevoke", rpc.LeaseRevokeRequest(ID=self.lease), rpc.LeaseRevokeResponse)
+        if self._clock.monotonic() - self._last_heartbeat >= self._ttl_s:
+            self._send_to_any("LeaseRevoke", rpc.LeaseRevokeRequest(ID=self.lease), rpc.LeaseRevokeResponse)
             return False
         asked_at = self._clock.monotonic()
-        response = self._ask("LeaseKeepAlive", rpc.LeaseKeepAliveRequest(ID=self.lease), rpc.LeaseKeepAliveResponse)
+        response = self._send_to_any(
+            "LeaseKeepAlive", rpc.LeaseKeepAliveRequest(ID=self.lease), rpc.LeaseKeepAliveResponse
+        )
         if response is None:
             return True
         self._renewed_at = asked_at
         return bool(response.TTL > 0)
 
-    def _ask(self, method: str, request: Any, kind: Any) -> Any:
+    def _send_to_any(self, method: str, request: Any, kind: Any) -> Any:
         """Send a request about the lease to any member; return None if it was not carried out."""
         reason = ""
         for _ in self._members.address.endpoints:
@@ -540,7 +542,7 @@ class EtcdWatch:
             try:
                 async with aclosing(self._connection()) as responses:
                     async for response in responses:
-                        events = self._take(response)
+                        events = self._parse_events(response)
                         if events:
                             yield events
             except NotConnected as error:
@@ -552,7 +554,7 @@ class EtcdWatch:
                 self._members.move_on(endpoint)
             except _Interrupted as error:
                 _logger.info("a watch on etcd was interrupted and continues", extra={"reason": str(error) or "moved"})
-            await self._rest()
+            await self._pause()
 
     async def _connection(self) -> AsyncGenerator[Any, None]:
         """Yield the responses of one connection until it breaks."""
@@ -563,12 +565,12 @@ class EtcdWatch:
         try:
             await call.write(_watch_request(self._prefix, after=self._after))
             while True:
-                yield await _next_unless(moved, call)
+                yield await _read_next_unless(moved, call)
         finally:
             stop()
             call.cancel()
 
-    def _take(self, response: Any) -> list[Event]:
+    def _parse_events(self, response: Any) -> list[Event]:
         if response.compact_revision:
             raise WatchLost(f"etcd has compacted the changes before revision {response.compact_revision}")
         if response.canceled:
@@ -586,12 +588,12 @@ class EtcdWatch:
             self._after = max(self._after, response.header.revision)
         return events
 
-    async def _rest(self) -> None:
+    async def _pause(self) -> None:
         """Wait before the next connection, longer each time, with jitter."""
         await self._backoff.pause()
 
 
-async def _next_unless(moved: asyncio.Future[None], call: Any) -> Any:
+async def _read_next_unless(moved: asyncio.Future[None], call: Any) -> Any:
     """Return the next response, unless the member is given up."""
     reading = asyncio.create_task(call.read())
     waiting: set[asyncio.Future[Any]] = {reading, moved}

@@ -179,7 +179,7 @@ def spread(current: Mapping[PartitionKey, NodeId], nodes: Sequence[NodeId]) -> d
     by_topic: Counter[tuple[UUID, NodeId]] = Counter()
     placed: dict[PartitionKey, NodeId] = {}
 
-    def put(key: PartitionKey, node: NodeId) -> None:
+    def assign(key: PartitionKey, node: NodeId) -> None:
         placed[key] = node
         total[node] += 1
         by_topic[key[0], node] += 1
@@ -188,11 +188,11 @@ def spread(current: Mapping[PartitionKey, NodeId], nodes: Sequence[NodeId]) -> d
     for key in sorted(current):
         node, topic_max = current[key], -(-topic_sizes[key[0]] // len(nodes))
         if node in nodes and by_topic[key[0], node] < topic_max and total[node] < per_node_max:
-            put(key, node)
+            assign(key, node)
         else:
             homeless.append(key)
     for key in homeless:
-        put(key, min(nodes, key=lambda node: (by_topic[key[0], node], total[node], node)))
+        assign(key, min(nodes, key=lambda node: (by_topic[key[0], node], total[node], node)))
     return placed
 
 
@@ -295,7 +295,7 @@ class FolderSettlement:
         # that never ran, because a start with more processes was interrupted.
         named = (node for found in states.values() for node in found.state.replicas)
         self._mine = {*present.values(), *self._layout.nodes, *named}
-        kept = self._kept(present)
+        kept = self._remaining_nodes(present)
         hosts = {}
         for key, found in states.items():
             nodes = found.state.replicas
@@ -311,7 +311,7 @@ class FolderSettlement:
                 )
         return hosts
 
-    def _kept(self, present: Mapping[str, NodeId]) -> set[NodeId]:
+    def _remaining_nodes(self, present: Mapping[str, NodeId]) -> set[NodeId]:
         return {node for folder, node in present.items() if self._layout.folders.get(node) == folder}
 
     async def _change_states(self, present: Mapping[str, NodeId]) -> None:
@@ -322,7 +322,7 @@ class FolderSettlement:
             current, (state, revision) = hosts[key]
             if node != current:
                 name = partition_key(key)
-                batch.append((Put(name, _handed_over(state, current, node).to_json()), Expect(name, revision)))
+                batch.append((Put(name, _replace_node(state, current, node).to_json()), Expect(name, revision)))
         await self._write(batch)
         await self._change_records(present)
 
@@ -335,7 +335,7 @@ class FolderSettlement:
     async def _change_records(self, present: Mapping[str, NodeId]) -> None:
         """Drop nodes that this machine no longer has; its first node takes over their pending removals."""
         layout, first = self._layout, self._layout.nodes[0]
-        kept = self._kept(present)
+        kept = self._remaining_nodes(present)
         gone = self._mine - set(layout.nodes)
         changes: list[Change] = [Delete(keys.admitted_key(node)) for node in self._mine - kept]
         changes += [Delete(key(node)) for node in gone for key in (keys.drained_key, keys.location_key)]
@@ -397,7 +397,7 @@ class FolderSettlement:
         files.sync_directory(self._layout.data)
 
 
-def _handed_over(state: PartitionState, old: NodeId, new: NodeId) -> PartitionState:
+def _replace_node(state: PartitionState, old: NodeId, new: NodeId) -> PartitionState:
     """Return a state with another node of the same machine, which gets the same log."""
 
     def renamed(nodes: Sequence[NodeId]) -> Iterator[NodeId]:

@@ -184,7 +184,7 @@ class Plans:
 
     async def apply(self, plan_id: str, throttle_bytes: int | None = None) -> PlanHeader:
         """Let the controller carry out a proposed plan; one that is running may only change its speed."""
-        header = self._named(plan_id)
+        header = self._find_plan(plan_id)
         if header.state not in (PROPOSED, RUNNING):
             raise Conflict(
                 f"plan {header.plan_id} is {header.state}; compute another one with: millstream cluster plan"
@@ -201,7 +201,7 @@ class Plans:
 
     async def cancel(self, plan_id: str) -> PlanHeader:
         """Stop a plan: moves under way go back, and a node that it drains may get leaders and replicas again."""
-        header = self._named(plan_id)
+        header = self._find_plan(plan_id)
         if header.state in (DONE, CANCELLED):
             raise Conflict(f"plan {header.plan_id} is {header.state} already")
         cancelled = replace(header, state=CANCELLED if header.state == PROPOSED else CANCELLING)
@@ -220,7 +220,7 @@ class Plans:
             raise Conflict(f"plan {plan.plan_id} drains node {node} now; end it with: millstream cluster cancel")
         await self._change([Delete(keys.drained_key(node))], f"node {node}")
 
-    def _named(self, plan_id: str) -> PlanHeader:
+    def _find_plan(self, plan_id: str) -> PlanHeader:
         header = self._view.plan
         if header is None:
             raise NotFound("there is no plan; compute one with: millstream cluster plan drain|remove|balance")
@@ -304,7 +304,7 @@ class PlanExecution:
                 if plan is not None and plan.state == RUNNING:
                     await self._advance(plan)
                 elif plan is not None and plan.state == CANCELLING:
-                    await self._go_back(plan)
+                    await self._revert_moves(plan)
                 self._backoff.reset()
             except (StoreUnavailable, RequestTimedOut) as error:
                 _logger.warning("the plan waits for the store", extra={"error": str(error)})
@@ -321,12 +321,12 @@ class PlanExecution:
         receiving = Counter(
             node for move, state in zip(moves, states, strict=True) if state == MOVING for node in move.receivers
         )
-        for move in _startable(moves, states, receiving, self._view):
-            await self._begin(move)
+        for move in _startable_moves(moves, states, receiving, self._view):
+            await self._begin_move(move)
         if all(state in (MOVED, OVERTAKEN) for state in states):
             moved = (move for move, state in zip(moves, states, strict=True) if state == MOVED)
             if await self._lead_as_planned(moved):
-                await self._end(plan, DONE)
+                await self._finish(plan, DONE)
 
     async def _lead_as_planned(self, moved: Iterable[Move]) -> bool:
         """Let the first replica of each partition lead, without the time that a preferred leader otherwise waits.
@@ -343,7 +343,7 @@ class PlanExecution:
                 proposals.append(Proposal(key, preferred, versioned.revision))
         return not await self._term.propose(proposals)
 
-    async def _begin(self, move: Move) -> None:
+    async def _begin_move(self, move: Move) -> None:
         key = (move.topic_id, move.index)
         versioned = self._view.states.get(key)
         if versioned is None or state_of(move, self._view) != WAITING:
@@ -356,7 +356,7 @@ class PlanExecution:
             return
         _logger.info("a planned move begins", extra={"partition": f"{move.topic}-{move.index}", "to": str(move.target)})
 
-    async def _go_back(self, plan: PlanHeader) -> None:
+    async def _revert_moves(self, plan: PlanHeader) -> None:
         for move in planned_moves(self._view):
             key = (move.topic_id, move.index)
             versioned = self._view.states.get(key)
@@ -370,15 +370,15 @@ class PlanExecution:
                 end_changes(key, versioned.state, back), [Expect(keys.partition_key(key), versioned.revision)]
             )
         if not any(state_of(move, self._view) == MOVING for move in planned_moves(self._view)):
-            await self._end(plan, CANCELLED)
+            await self._finish(plan, CANCELLED)
 
-    async def _end(self, plan: PlanHeader, state: str) -> None:
+    async def _finish(self, plan: PlanHeader, state: str) -> None:
         ended = replace(plan, state=state, finished_ms=self._clock.now_ms())
         if await self._term.change([Put(keys.PLAN, ended.to_json())], [Expect(keys.PLAN, self._view.plan_revision)]):
             _logger.info("plan ended", extra={"plan": plan.plan_id, "state": state})
 
 
-def _startable(
+def _startable_moves(
     moves: Iterable[Move], states: Iterable[str], receiving: Counter[NodeId], view: ClusterView
 ) -> Iterable[Move]:
     """Yield the moves that may begin now; those whose receivers are away or busy wait."""

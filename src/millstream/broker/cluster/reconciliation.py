@@ -77,7 +77,7 @@ def place(partitions: int, replication: int, nodes: Iterable[Node], load: Load) 
         )
     placed = []
     for _ in range(partitions):
-        replicas = _choose(replication, candidates, load)
+        replicas = _choose_replicas(replication, candidates, load)
         load.add(replicas)
         placed.append(replicas)
     return placed
@@ -96,7 +96,7 @@ def first_state(replicas: tuple[NodeId, ...], alive: Iterable[NodeId]) -> Partit
     return PartitionState(replicas=replicas, leader=leader, leader_epoch=FIRST_EPOCH, in_sync=in_sync or replicas)
 
 
-def _choose(replication: int, nodes: Mapping[NodeId, Node], load: Load) -> tuple[NodeId, ...]:
+def _choose_replicas(replication: int, nodes: Mapping[NodeId, Node], load: Load) -> tuple[NodeId, ...]:
     leader = min(nodes, key=lambda node: (load.leaders[node], load.replicas[node], node))
     chosen = [leader]
     used = Counter([_rack(nodes[leader])])
@@ -170,8 +170,8 @@ class Reconciliation:
         self._declarations = declarations
         self._backoff = backoff
         self._on_placed = on_placed
-        self._wanted = asyncio.Event()
-        self._wanted.set()
+        self._wake = asyncio.Event()
+        self._wake.set()
         self._reads_catalog = True
         self.attempted = asyncio.Event()
         """Set once the catalog was applied for the first time, successfully or not."""
@@ -181,7 +181,7 @@ class Reconciliation:
     def wake(self) -> None:
         """Read the catalog again soon."""
         self._reads_catalog = True
-        self._wanted.set()
+        self._wake.set()
 
     def wake_for(self, declared: Declared) -> None:
         """Apply a declaration of this process soon."""
@@ -191,17 +191,17 @@ class Reconciliation:
             self._declared[declared.topic_id] = declared
         else:
             self._declared[declared] = None
-        self._wanted.set()
+        self._wake.set()
 
     def wake_for_deletions(self) -> None:
         """Forget deleted topics whose files are gone."""
-        self._wanted.set()
+        self._wake.set()
 
     async def run(self) -> None:
         """Reconcile at once, and again whenever it is requested; runs forever."""
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._wake.wait()
+            self._wake.clear()
             reads_catalog, self._reads_catalog = self._reads_catalog, False
             declared, self._declared = self._declared, {}
             try:
@@ -209,7 +209,7 @@ class Reconciliation:
                 if reads_catalog:
                     await self.reconcile()
                 else:
-                    await self._carry_out_declared(declared)
+                    await self._apply_declared(declared)
                 await self._forget_removed()
                 self._backoff.reset()
             except MillstreamError as error:
@@ -223,17 +223,17 @@ class Reconciliation:
 
     async def reconcile(self) -> None:
         """Bring the coordination store in line with the catalog, once."""
-        await self._carry_out_settings()
+        await self._apply_settings()
         declared = await self._declarations.call(Catalog.topics)
         # Read after the topics, so that a topic deleted meanwhile is not created again.
         deleted = await self._declarations.call(Catalog.deleted_topic_ids)
         known = self._view.deleted.keys() - self._view.topics.keys()
         await self._delete([topic_id for topic_id in deleted if topic_id not in known])
-        await self._carry_out(topic for topic in declared if topic.topic_id not in deleted)
+        await self._apply_topics(topic for topic in declared if topic.topic_id not in deleted)
         for topic in declared:
             await self._count_replicas(topic)
 
-    async def _carry_out_declared(self, declared: Mapping[UUID, Topic | None]) -> None:
+    async def _apply_declared(self, declared: Mapping[UUID, Topic | None]) -> None:
         await self._delete([topic_id for topic_id, topic in declared.items() if topic is None])
         topics = [topic for topic in declared.values() if topic is not None]
         if topics and not self._is_single:
@@ -242,14 +242,14 @@ class Reconciliation:
             if len(current) < len(topics):
                 self.wake()
             topics = current
-        await self._carry_out(topics)
+        await self._apply_topics(topics)
 
     async def _caught_up(self) -> None:
         """Wait until the view shows earlier writes of this node."""
         last = self._term.last_revision
         await self._view.until(lambda: self._view.revision >= last, 60.0, what="the changes of the controller")
 
-    async def _carry_out_settings(self) -> None:
+    async def _apply_settings(self) -> None:
         """Publish the settings of nodes before the topics that they affect; keys missing in the catalog stay."""
         for scope, overrides in (await self._declarations.call(Catalog.broker_settings)).items():
             if overrides != self._view.settings.get(scope):
@@ -258,7 +258,7 @@ class Reconciliation:
 
     # -- new and growing topics ----------------------------------------------------------------------------
 
-    async def _carry_out(self, declared: Iterable[Topic]) -> None:
+    async def _apply_topics(self, declared: Iterable[Topic]) -> None:
         """Publish declared topics that the cluster does not know yet, several with each change."""
         changed = [topic for topic in declared if topic != self._view.topics.get(topic.topic_id)]
         if not changed:
@@ -271,7 +271,7 @@ class Reconciliation:
             entry = chosen.get(placement_key(topic.topic_id))
             by_hand = {} if entry is None else placement_from_json(entry.value)
             try:
-                proposals = self._placed(topic, missing, by_hand, load)
+                proposals = self._place_partitions(topic, missing, by_hand, load)
             except InvalidReplication as error:
                 _logger.warning("a topic waits for nodes", extra={"topic": topic.name, "error": str(error)})
                 continue
@@ -305,7 +305,7 @@ class Reconciliation:
         elif proposals:
             self.wake()
 
-    def _placed(self, topic: Topic, missing: list[int], by_hand: Placement, load: Load) -> list[Proposal]:
+    def _place_partitions(self, topic: Topic, missing: list[int], by_hand: Placement, load: Load) -> list[Proposal]:
         live = self._view.live
         free = [index for index in missing if index not in by_hand]
         staying = [node for node_id, node in live.items() if node_id not in self._view.avoided]
@@ -335,7 +335,7 @@ class Reconciliation:
         changed = await self._declarations.change(
             Catalog.alter_topic, topic.topic_id, lambda current: replace(current, replication=max(counts))
         )
-        await self._carry_out([changed])
+        await self._apply_topics([changed])
 
     # -- deleted topics -------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class Reconciliation:
                 records += [Delete(topic_key(topic_id)), Delete(placement_key(topic_id))]
             if not await self._term.change(records):
                 return
-            await self._remove(entry.key for topic_id in batch for entry in stored[topic_id])
+            await self._delete_keys(entry.key for topic_id in batch for entry in stored[topic_id])
             for deletion in deletions.values():
                 _logger.info("topic deleted", extra={"topic": deletion.name})
 
@@ -376,12 +376,14 @@ class Reconciliation:
         if not gone:
             return
         await self._declarations.call(Catalog.forget_deleted, tuple(gone))
-        await self._remove(partition_key(key) for key in tuple(view.states) if key[0] in gone)
-        await self._remove(keys.reassignment_key(key) for key in tuple(view.reassignments) if key[0] in gone)
-        await self._remove(done_key(topic_id, node) for topic_id, record in gone.items() for node in record.replicas)
-        await self._remove(map(deleted_key, gone))
+        await self._delete_keys(partition_key(key) for key in tuple(view.states) if key[0] in gone)
+        await self._delete_keys(keys.reassignment_key(key) for key in tuple(view.reassignments) if key[0] in gone)
+        await self._delete_keys(
+            done_key(topic_id, node) for topic_id, record in gone.items() for node in record.replicas
+        )
+        await self._delete_keys(map(deleted_key, gone))
 
-    async def _remove(self, gone: Iterable[str]) -> None:
+    async def _delete_keys(self, gone: Iterable[str]) -> None:
         rest = iter(gone)
         while batch := [Delete(key) for key in islice(rest, CHANGES_MAX)]:
             await self._term.change(batch)

@@ -282,9 +282,9 @@ class StartupChecks:
     async def check(self) -> None:
         """Wait until the node may start; raise if its settings are wrong, or etcd does not respond."""
         self._check_folder()
-        known = await self._ask_store()
+        known = await self._await_entries()
         self._check_known(known)
-        await self._check_place(known.get(keys.node_key(self._claim.node_id)))
+        await self._check_id_free(known.get(keys.node_key(self._claim.node_id)))
         await self._check_catalog(known.get(keys.CLUSTER_ID))
 
     def _check_folder(self) -> None:
@@ -313,7 +313,7 @@ class StartupChecks:
         if owner.was_admitted and keys.admitted_key(claim.node_id) not in known:
             raise cluster_forgotten(claim.node_id)
 
-    async def _check_place(self, held: str | None) -> None:
+    async def _check_id_free(self, held: str | None) -> None:
         """Refuse at once if a node with this id responds; one that does not is waited for when registering."""
         if held is None:
             return
@@ -323,13 +323,13 @@ class StartupChecks:
 
     # -- the stores -----------------------------------------------------------------------------------------
 
-    async def _ask_store(self) -> dict[str, str]:
+    async def _await_entries(self) -> dict[str, str]:
         """Return the state of this node and its cluster in etcd; wait for a response as long as configured."""
         claim, backoff = self._claim, self._backoff()
         began, since_ms = self._clock.monotonic(), self._clock.now_ms()
         while True:
             try:
-                return await self._read_known()
+                return await self._read_entries()
             except StoreDenied as error:
                 raise StoreDenied(f"{error}; check the user and password in --etcd, at {claim.etcd}") from error
             except StoreUnavailable as error:
@@ -339,9 +339,9 @@ class StartupChecks:
                         f"no response from etcd at {claim.etcd} within {waited_s:.0f} s ({error}); "
                         "check --etcd and that etcd runs, or wait longer with --etcd-wait-ms"
                     ) from error
-                await self._wait(f"waits for etcd at {claim.etcd}", error, since_ms, backoff)
+                await self._pause(f"waits for etcd at {claim.etcd}", error, since_ms, backoff)
 
-    async def _read_known(self) -> dict[str, str]:
+    async def _read_entries(self) -> dict[str, str]:
         known: dict[str, str] = {}
         for key in (keys.CLUSTER_ID, keys.node_key(self._claim.node_id), keys.admitted_key(self._claim.node_id)):
             entry = (await self._store.read(key)).entries.get(key)
@@ -366,14 +366,14 @@ class StartupChecks:
                         "starting without the catalog, with the declarations in etcd", extra={"error": str(error)}
                     )
                     return
-                await self._wait("waits for the catalog, which it has not read yet", error, since_ms, backoff)
+                await self._pause("waits for the catalog, which it has not read yet", error, since_ms, backoff)
         if known not in (None, declared):
             raise ClusterMismatch(
                 f"the catalog belongs to another cluster ({declared}) than the one that etcd at {self._claim.etcd} "
                 f"knows as {self._claim.cluster!r} ({known}); check --catalog and --etcd"
             )
 
-    async def _wait(self, what: str, error: Exception, since_ms: int, backoff: Backoff) -> None:
+    async def _pause(self, what: str, error: Exception, since_ms: int, backoff: Backoff) -> None:
         since = datetime.fromtimestamp(since_ms / 1000, tz=UTC).isoformat(timespec="seconds")
         _logger.warning("the node %s", what, extra={"error": str(error), "since": since})
         await self._report(f"the node {what}, since {since}: {error}")

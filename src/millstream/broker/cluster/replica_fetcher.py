@@ -89,7 +89,7 @@ class WireLink:
         self._room: bytearray | None = None
         self._small_responses = 0
         """How many responses in a row did not need the memory."""
-        self._due = 0.0
+        self._deadline = 0.0
         """When the response to the current fetch is due; 0 for none."""
         self._watch: asyncio.TimerHandle | None = None
 
@@ -110,7 +110,7 @@ class WireLink:
             await self.close()
             raise
         finally:
-            self._due = 0.0
+            self._deadline = 0.0
 
     async def close(self) -> None:
         """Close the connection."""
@@ -124,17 +124,17 @@ class WireLink:
     def _expect_response(self, within_s: float) -> None:
         """Start the timeout. One timer serves many fetches, because each would be cancelled by its response."""
         loop = asyncio.get_running_loop()
-        self._due = loop.time() + within_s
+        self._deadline = loop.time() + within_s
         if self._watch is None:
-            self._watch = loop.call_at(self._due, self._look_at_clock)
+            self._watch = loop.call_at(self._deadline, self._check_timeout)
 
-    def _look_at_clock(self) -> None:
+    def _check_timeout(self) -> None:
         self._watch = None
-        if not self._due:
+        if not self._deadline:
             return
         loop = asyncio.get_running_loop()
-        if self._due > loop.time():
-            self._watch = loop.call_at(self._due, self._look_at_clock)
+        if self._deadline > loop.time():
+            self._watch = loop.call_at(self._deadline, self._check_timeout)
         elif self._channel is not None:
             self._channel.abort("a fetch got no response in time")
 
@@ -289,22 +289,22 @@ class ReplicaFetcher:
         """Stop fetching a partition."""
         followed = self._followed.pop(key, None)
         if followed is not None:
-            self._unhold(followed)
+            self._cancel_suspension(followed)
             self._changed.pop(key, None)
             self._forgotten[key] = None
 
     def _release(self, key: PartitionKey, followed: _Followed) -> None:
-        self._unhold(followed)
+        self._cancel_suspension(followed)
         self._changed[key] = None
         self._forgotten.pop(key, None)
         self._wake.set()
 
-    def _unhold(self, followed: _Followed) -> None:
+    def _cancel_suspension(self, followed: _Followed) -> None:
         if followed.held is not None:
             followed.held.cancel()
             followed.held = None
 
-    def _hold(self, key: PartitionKey, followed: _Followed, error: MillstreamError) -> None:
+    def _suspend_after_error(self, key: PartitionKey, followed: _Followed, error: MillstreamError) -> None:
         """Suspend a partition for a while."""
         if self._followed.get(key) is not followed or followed.held is not None:
             return
@@ -342,16 +342,16 @@ class ReplicaFetcher:
                 await self._fetch_once()
         finally:
             for followed in self._followed.values():
-                self._unhold(followed)
+                self._cancel_suspension(followed)
             await self._link.close()
 
     async def _fetch_once(self) -> None:
         try:
             self._note_registration()
             await self._truncate_damage()
-            await self._stored()
+            await self._await_stored()
             responses = await self._link.fetch(self._next_fetch())
-            await self._take(responses)
+            await self._apply_responses(responses)
             self._backoff.reset()
         except MillstreamError as error:
             self._begin_session()
@@ -391,22 +391,22 @@ class ReplicaFetcher:
             try:
                 cut = followed.partition.truncate_damage(followed.watermark)
             except MillstreamError as error:
-                self._hold(key, followed, error)
+                self._suspend_after_error(key, followed, error)
             else:
-                await self._until_done(key, followed, cut)
+                await self._await_done(key, followed, cut)
 
-    async def _stored(self) -> None:
+    async def _await_stored(self) -> None:
         """Wait until everything that will be reported as stored is durable: an earlier fetcher may not have waited."""
         while unstored := [(key, self._followed[key]) for key in self._changed if not self._followed[key].is_stored]:
             for key, followed in unstored:
-                await self._until_done(key, followed, followed.partition.stored())
+                await self._await_done(key, followed, followed.partition.stored())
 
-    async def _until_done(self, key: PartitionKey, followed: _Followed, done: asyncio.Future[None] | None) -> None:
+    async def _await_done(self, key: PartitionKey, followed: _Followed, done: asyncio.Future[None] | None) -> None:
         try:
             if done is not None:
                 await done
         except MillstreamError as error:
-            self._hold(key, followed, error)
+            self._suspend_after_error(key, followed, error)
 
     def _next_fetch(self) -> ReplicaFetch:
         changed, self._changed = self._changed, {}
@@ -442,7 +442,7 @@ class ReplicaFetcher:
 
     # -- responses ------------------------------------------------------------------------------------------
 
-    async def _take(self, responses: ReplicaResponses) -> None:
+    async def _apply_responses(self, responses: ReplicaResponses) -> None:
         """Apply a response, and wait until it is as durable as the next fetch will report."""
         if responses.code:
             raise error_from_code(responses.code, None, about=f"fetch from node {self.leader}")
@@ -454,7 +454,7 @@ class ReplicaFetcher:
             followed = self._followed.get(key)
             if followed is None or followed.held is not None or not followed.is_current:
                 continue
-            stored = self._take_one(key, followed, response)
+            stored = self._try_apply(key, followed, response)
             if stored is not None:
                 syncing.append((key, followed, stored))
             size += len(response.records)
@@ -462,26 +462,26 @@ class ReplicaFetcher:
                 size = 0
                 await asyncio.sleep(0)
         for key, followed, stored in syncing:
-            await self._until_done(key, followed, stored)
+            await self._await_done(key, followed, stored)
 
-    def _take_one(
+    def _try_apply(
         self, key: PartitionKey, followed: _Followed, response: ReplicaResponse
     ) -> asyncio.Future[None] | None:
         try:
-            stored = self._carry_out(key, followed, response)
+            stored = self._apply_response(key, followed, response)
         except MillstreamError as error:
-            self._hold(key, followed, error)
+            self._suspend_after_error(key, followed, error)
             return None
         except Exception as error:
             _logger.exception(
                 "a replica failed because of a bug", extra={"partition": str(followed.partition.log.partition)}
             )
-            self._hold(key, followed, LogUnavailable(f"a defect: {error!r}"))
+            self._suspend_after_error(key, followed, LogUnavailable(f"a defect: {error!r}"))
             return None
         followed.failures = 0
         return stored
 
-    def _carry_out(
+    def _apply_response(
         self, key: PartitionKey, followed: _Followed, response: ReplicaResponse
     ) -> asyncio.Future[None] | None:
         partition, epoch = followed.partition, followed.asked_epoch

@@ -113,9 +113,9 @@ class DamageRepair:
             del self._due[partition]
             await self._repair(partition)
             if partition.log.damage and partition not in self._due and not partition.log.closed:
-                self._try_later(partition)
+                self._schedule_retry(partition)
 
-    def _try_later(self, partition: Partition) -> None:
+    def _schedule_retry(self, partition: Partition) -> None:
         backoff = self._backoffs.get(partition)
         if backoff is None:
             backoff = self._backoffs[partition] = Backoff(
@@ -138,7 +138,7 @@ class DamageRepair:
     async def _repair_range(self, partition: Partition, lost: LostRange) -> None:
         undecided: MillstreamError | None = None
         cannot: MismatchedBatch | StorageFailure | None = None
-        for node in self._others(partition):
+        for node in self._other_replicas(partition):
             try:
                 batches = await self._fetch(partition, node, lost)
             except MillstreamError as error:
@@ -164,7 +164,7 @@ class DamageRepair:
             self._log(logging.ERROR, "no other replica has what the disk lost", partition, lost, None)
             partition.abandon_range(lost)
 
-    def _others(self, partition: Partition) -> list[NodeId]:
+    def _other_replicas(self, partition: Partition) -> list[NodeId]:
         """Return the other replicas; those most likely to have everything come first."""
         state = partition.state
         if state is None:
@@ -185,7 +185,7 @@ class DamageRepair:
         try:
             while offset < lost.next_offset and len(found) < REPAIR_PART_BYTES:
                 try:
-                    response = await self._ask(link, partition, offset, epoch)
+                    response = await self._send_fetch(link, partition, offset, epoch)
                 except (DamagedRange, CorruptBatch, OffsetOutOfRange):
                     break
                 if not response.records:
@@ -201,7 +201,7 @@ class DamageRepair:
             raise LogUnavailable(f"node {node} no longer leads")
         return bytes(found)
 
-    async def _ask(self, link: ReplicaLink, partition: Partition, offset: int, epoch: Epoch) -> ReplicaResponse:
+    async def _send_fetch(self, link: ReplicaLink, partition: Partition, offset: int, epoch: Epoch) -> ReplicaResponse:
         key: PartitionKey = (partition.topic.topic_id, partition.index)
         position = ReplicaPosition(Offset(offset), epoch, NO_EPOCH, partition.log_start, REPAIR_ASK_BYTES)
         fetch = ReplicaFetch(
@@ -269,7 +269,7 @@ class InSyncWriter:
         self, store: CoordinationStore, wanted: Callable[[Partition], InSyncChange | None], backoff: Backoff
     ) -> None:
         self._store = store
-        self._wanted = wanted
+        self._next_change = wanted
         self._backoff = backoff
         self._queue: dict[Partition, None] = {}
         self._wake = asyncio.Event()
@@ -289,15 +289,15 @@ class InSyncWriter:
             await self._wake.wait()
             self._wake.clear()
             while self._queue:
-                await self._write(self._take())
+                await self._write(self._begin_changes())
 
-    def _take(self) -> list[_PendingChange]:
+    def _begin_changes(self) -> list[_PendingChange]:
         """Begin as many changes as fit into one step."""
         pending: list[_PendingChange] = []
         expects: set[Expect] = set()
         for partition in list(islice(self._queue, CHANGES_MAX)):
             del self._queue[partition]
-            change = self._wanted(partition)
+            change = self._next_change(partition)
             if change is None:
                 continue
             one = _PendingChange(partition, change)
@@ -314,13 +314,13 @@ class InSyncWriter:
             if len(pending) > 1 and await self._change(pending):
                 return
         except StoreRefused as error:
-            await self._give_up(pending, error)
+            await self._handle_refusal(pending, error)
             return
         except StoreUnavailable as error:
             _logger.warning("the store did not confirm a change of in-sync sets", extra={"error": str(error)})
             await self._backoff.pause()
         for one in pending:
-            await self._write_alone(one)
+            await self._write_single(one)
 
     async def _change(self, pending: list[_PendingChange]) -> bool:
         expects = {expect for one in pending for expect in one.expects}
@@ -338,7 +338,7 @@ class InSyncWriter:
             self.check_soon(partition)
         return True
 
-    async def _write_alone(self, one: _PendingChange) -> None:
+    async def _write_single(self, one: _PendingChange) -> None:
         """Request one change until its outcome is certain, or the view has shown it."""
         while one.partition.is_pending(one.change):
             try:
@@ -346,7 +346,7 @@ class InSyncWriter:
                     await self._read_back(one)
                 return
             except StoreRefused as error:
-                await self._give_up([one], error)
+                await self._handle_refusal([one], error)
                 return
             except CorruptState as error:
                 # Both sets count until the view shows a state that can be read.
@@ -372,7 +372,7 @@ class InSyncWriter:
             await self._backoff.pause()
         self.check_soon(one.partition)
 
-    async def _give_up(self, pending: list[_PendingChange], error: StoreRefused) -> None:
+    async def _handle_refusal(self, pending: list[_PendingChange], error: StoreRefused) -> None:
         _logger.warning("the store refused a change of in-sync sets", extra={"error": str(error)})
         for partition, change in pending:
             partition.change_refused(change)
@@ -422,7 +422,7 @@ class Replicas:
         self._registration = registration
         self._may_join = may_join
         self._throttle = throttle
-        self._writer = InSyncWriter(store, self._wanted, Backoff(random))
+        self._writer = InSyncWriter(store, self._next_change, Backoff(random))
         self._repair = DamageRepair(me, links, random=random, registration=registration)
         self._fetchers: dict[NodeId, ReplicaFetcher] = {}
         self._tasks: dict[object, asyncio.Task[None]] = {}
@@ -471,7 +471,7 @@ class Replicas:
                 self.behind(partition)
                 self.wants_change(partition)
             self._note_incomplete(partition)
-            self._place(partition)
+            self._assign_fetcher(partition)
             self._watch_damage(partition)
 
     def _watch_damage(self, partition: Partition) -> None:
@@ -497,7 +497,7 @@ class Replicas:
     def forget(self, partitions: Iterable[Partition]) -> None:
         """Forget partitions that are no longer hosted here."""
         for partition in partitions:
-            self._leave((partition.topic.topic_id, partition.index), None)
+            self._stop_fetching((partition.topic.topic_id, partition.index), None)
             self._behind.pop(partition, None)
             self._incomplete.pop(partition, None)
             self._repair.forget(partition)
@@ -510,10 +510,10 @@ class Replicas:
         else:
             self._incomplete.pop(partition, None)
 
-    def _place(self, partition: Partition) -> None:
+    def _assign_fetcher(self, partition: Partition) -> None:
         key = (partition.topic.topic_id, partition.index)
         leader = partition.follows
-        self._leave(key, leader)
+        self._stop_fetching(key, leader)
         if leader is None:
             return
         fetcher = self._fetchers.get(leader)
@@ -524,7 +524,7 @@ class Replicas:
         self._leader_of[key] = leader
         fetcher.follow(partition)
 
-    def _leave(self, key: PartitionKey, leader: NodeId | None) -> None:
+    def _stop_fetching(self, key: PartitionKey, leader: NodeId | None) -> None:
         """Stop fetching a partition from its former leader, unless that still leads."""
         before = self._leader_of.get(key)
         if before is None or before == leader:
@@ -571,11 +571,11 @@ class Replicas:
         for partition in tuple(self._behind):
             if not partition.has_lagging:
                 del self._behind[partition]
-            elif self._wanted(partition) is not None:
+            elif self._next_change(partition) is not None:
                 self._writer.check_soon(partition)
         self._sweep_later()
 
-    def _wanted(self, partition: Partition) -> InSyncChange | None:
+    def _next_change(self, partition: Partition) -> InSyncChange | None:
         return partition.in_sync_change(lag_s=self._settings.lag_s, may_join=self._may_join)
 
     # -- numbers --------------------------------------------------------------------------------------------

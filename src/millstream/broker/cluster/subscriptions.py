@@ -135,7 +135,7 @@ class Subscriptions(NamedHolder[Subscription]):
         mirror has the id that it has on the source. One that is not limited is declared even if there are too many.
         """
         subscription_id = subscription_id or self._new_id()
-        settings = _completed(name, topics, overrides, self._dead_letter_topic(name, subscription_id, topics))
+        settings = _with_defaults(name, topics, overrides, self._dead_letter_topic(name, subscription_id, topics))
         # In a thread, since the filter language is loaded on first use.
         await asyncio.to_thread(self._check, name, topics, settings)
         async with self._changing:
@@ -182,7 +182,7 @@ class Subscriptions(NamedHolder[Subscription]):
             merged: dict[str, str | None] = {**now.overrides, **changes}
             wanted = now.topics if topics is None else tuple(topics)
             given = {key: text for key, text in merged.items() if text is not None}
-            overrides = _completed(name, wanted, given, dead_letter_topic)
+            overrides = _with_defaults(name, wanted, given, dead_letter_topic)
             self._check(name, wanted, overrides)
             begun = {**(starts or {}), **now.starts}
             kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in wanted}
@@ -264,11 +264,11 @@ class Subscriptions(NamedHolder[Subscription]):
             if name in self._by_name:
                 return
             if not lookup.is_read:
-                await self._read(lookup)
+                await self._read_names(lookup)
         if lookup.error is not None:
             raise lookup.error
 
-    async def _read(self, lookup: _Lookup) -> None:
+    async def _read_names(self, lookup: _Lookup) -> None:
         # Later lookups may be for subscriptions declared from now on.
         self._lookup = _Lookup()
         try:
@@ -289,6 +289,8 @@ class Subscriptions(NamedHolder[Subscription]):
             del self._deleted[subscription_id]
 
 
-def _completed(name: str, topics: Sequence[str], given: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
+def _with_defaults(
+    name: str, topics: Sequence[str], given: Mapping[str, str], dead_letter_topic: str
+) -> dict[str, str]:
     """Return the settings with the defaults of new subscriptions; share groups and internal ones have Kafka's."""
     return settings_of_new(given, dead_letter_topic) if topics and not name.startswith(OWN_PREFIX) else dict(given)

@@ -143,7 +143,7 @@ class Topics:
         # Loaded first, so that no topic is opened with the wrong retention.
         self.broker_settings.show(self._view.settings)
         for topic in tuple(self._view.topics.values()):
-            self._take_topic(topic)
+            self._try_apply_topic(topic)
             while self._unopened:
                 self._open_some()
                 await asyncio.sleep(0)
@@ -159,13 +159,13 @@ class Topics:
     def activate(self) -> None:
         """Assume the assigned roles: the cluster has admitted this node."""
         self._active = True
-        self._notify_roles([self._take_state(one.topic, one.index) for one in tuple(self.hosted())])
+        self._notify_roles([self._apply_state(one.topic, one.index) for one in tuple(self.hosted())])
 
     def on_declared(self, listener: Callable[[Declared], None]) -> None:
         """Call `listener` after this node has declared something."""
         self._declared_listeners.append(listener)
 
-    def _note_declared(self, declared: Declared) -> None:
+    def _notify_declared(self, declared: Declared) -> None:
         for listener in self._declared_listeners:
             listener(declared)
 
@@ -188,11 +188,11 @@ class Topics:
                 self._drop_topic(before)
         for topic_id in change.topics & self._view.topics.keys():
             shown.add(topic_id)
-            changed += self._take_topic(self._view.topics[topic_id])
+            changed += self._try_apply_topic(self._view.topics[topic_id])
         for topic_id, index in change.partitions:
             topic = self._by_id.get(topic_id)
             if topic is not None and topic_id not in shown and index < topic.partitions:
-                changed.append(self._take_state(topic, index))
+                changed.append(self._apply_state(topic, index))
         self._notify_roles(changed)
         self._open_some()
         for topic_id in change.deleted:
@@ -330,7 +330,7 @@ class Topics:
         """
 
         def elected(key: PartitionKey, state: PartitionState) -> list[Change]:
-            return [Put(keys.partition_key(key), self._elected(topic, state, unclean=unclean).to_json())]
+            return [Put(keys.partition_key(key), self._elect_leader(topic, state, unclean=unclean).to_json())]
 
         await self._change_state(topic, index, elected)
 
@@ -387,7 +387,7 @@ class Topics:
                 return
         raise RequestTimedOut("the partition changes too often; try again")
 
-    def _elected(self, topic: Topic, state: PartitionState, *, unclean: bool) -> PartitionState:
+    def _elect_leader(self, topic: Topic, state: PartitionState, *, unclean: bool) -> PartitionState:
         live = self._view.live
         if unclean:
             if state.leader in live:
@@ -462,7 +462,7 @@ class Topics:
             return
         async with self._changing:
             overrides = await self._declarations.change(Catalog.change_broker_settings, scope, changes, replace=replace)
-            self._note_declared(None)
+            self._notify_declared(None)
         await self._broker_agreed(scope, overrides, timeout_s)
         _logger.info("node settings changed", extra={"node": scope or "all", "settings": str(overrides)})
 
@@ -519,7 +519,7 @@ class Topics:
     ) -> list[Topic | MillstreamError]:
         """Declare topics durably and together, then open their partitions; return each topic, or why it failed."""
         if validate_only:
-            return self._terms.declare_all(wanted)
+            return self._creation_terms.declare_all(wanted)
         # A client that disconnects meanwhile must not leave a topic that only the catalog knows.
         outcomes = await finish(self._add_all(wanted))
         waiting = {outcome.topic_id: outcome for outcome in outcomes if isinstance(outcome, Topic)}
@@ -536,7 +536,7 @@ class Topics:
         has_ids = any(one.topic_id is not None for one in wanted)
         deleted = await self._declarations.call(Catalog.deleted_topic_ids) if has_ids else ()
         async with self._changing:
-            outcomes = self._terms.declare_all(wanted, deleted)
+            outcomes = self._creation_terms.declare_all(wanted, deleted)
             declared = [outcome for outcome in outcomes if isinstance(outcome, Topic)]
             placed = [
                 (outcome.topic_id, one.placement)
@@ -544,11 +544,11 @@ class Topics:
                 if isinstance(outcome, Topic) and one.placement
             ]
             for topic_id, placement in placed:
-                await self._place(topic_id, placement)
+                await self._store_placement(topic_id, placement)
             added = await self._declarations.change(Catalog.add_topics, declared) if declared else ()
             for topic in declared:
                 if topic.topic_id in added:
-                    self._note_declared(topic)
+                    self._notify_declared(topic)
         return [
             exists_error(outcome.name) if isinstance(outcome, Topic) and outcome.topic_id not in added else outcome
             for outcome in outcomes
@@ -626,7 +626,7 @@ class Topics:
             now_ms = self._clock.now_ms()
             deleted = await self._declarations.change(Catalog.delete_topics, doomed, now_ms=now_ms) if doomed else ()
             for topic_id in deleted:
-                self._note_declared(topic_id)
+                self._notify_declared(topic_id)
         return [
             UnknownTopic(f"topic {outcome.name!r} is not in the catalog")
             if isinstance(outcome, Topic) and outcome.topic_id not in deleted
@@ -730,9 +730,9 @@ class Topics:
             wanted = change(before)
             if validate_only:
                 return wanted
-            await self._place(before.topic_id, placement)
+            await self._store_placement(before.topic_id, placement)
             changed = await self._declarations.change(Catalog.alter_topic, before.topic_id, change)
-            self._note_declared(changed)
+            self._notify_declared(changed)
         await self._await_agreement(changed, before=before, timeout_s=timeout_s)
         return changed
 
@@ -756,7 +756,7 @@ class Topics:
     # -- waiting for the cluster to agree on a declaration --------------------------------------------------
 
     @property
-    def _terms(self) -> Terms:
+    def _creation_terms(self) -> Terms:
         return Terms(
             names=self._by_name,
             metric_names=self._by_metric_name,
@@ -770,7 +770,7 @@ class Topics:
     def _replication_max(self) -> int:
         return count_domains(self._view.live.values())
 
-    async def _place(self, topic_id: UUID, placement: Placement | None) -> None:
+    async def _store_placement(self, topic_id: UUID, placement: Placement | None) -> None:
         if placement:
             await self._coordination.change([Put(keys.placement_key(topic_id), placement_to_json(placement))])
 
@@ -842,16 +842,16 @@ class Topics:
         # A partition begins with the first state that names this node.
         partitions += [None] * (topic.partitions - len(partitions))
 
-    def _take_topic(self, topic: Topic) -> list[Partition | None]:
+    def _try_apply_topic(self, topic: Topic) -> list[Partition | None]:
         try:
             self._apply_topic(topic)
         except MillstreamError as error:
             # The disk fails, or a newer version wrote the settings: other topics continue.
             _logger.error("a topic cannot be hosted", extra={"topic": topic.name, "error": str(error)})
             return []
-        return [self._take_state(topic, PartitionIndex(number)) for number in range(topic.partitions)]
+        return [self._apply_state(topic, PartitionIndex(number)) for number in range(topic.partitions)]
 
-    def _take_state(self, topic: Topic, index: PartitionIndex) -> Partition | None:
+    def _apply_state(self, topic: Topic, index: PartitionIndex) -> Partition | None:
         """Apply the agreed state of a partition; return it if it is hosted here and has a role."""
         versioned = self._view.states.get((topic.topic_id, index))
         if versioned is None:
@@ -879,15 +879,15 @@ class Topics:
             try:
                 self._open(topic, index)
             except MillstreamError as error:
-                self._open_later(topic, index, error)
+                self._schedule_reopen(topic, index, error)
                 continue
             self._open_failures.pop((topic_id, index), None)
-            changed.append(self._take_state(topic, index))
+            changed.append(self._apply_state(topic, index))
         self._notify_roles(changed)
         if self._unopened:
             self._unopened_some.set()
 
-    def _open_later(self, topic: Topic, index: PartitionIndex, error: MillstreamError) -> None:
+    def _schedule_reopen(self, topic: Topic, index: PartitionIndex, error: MillstreamError) -> None:
         """Retry to open a log after a while, longer each time; the disk may be full, for example."""
         key = topic.topic_id, index
         failures = self._open_failures.get(key, 0)
@@ -924,10 +924,10 @@ class Topics:
     def _drop_topic(self, topic: Topic) -> None:
         """Drop a topic that is no longer agreed on. Its files are removed only by its deletion record."""
         if topic.topic_id in self._view.deleted:
-            self._forget(topic)
+            self._delete_hosted(topic)
         else:
             _logger.error("a topic disappeared without a deletion record; its files stay", extra={"topic": topic.name})
-            for partition in self._close(topic):
+            for partition in self._close_topic(topic):
                 self._store.close_log(partition.log)
         self._notify_deleted(topic)
 
@@ -968,12 +968,12 @@ class Topics:
         self._removed_replicas.add(key)
         self._removed_some.set()
 
-    def _forget(self, topic: Topic) -> None:
+    def _delete_hosted(self, topic: Topic) -> None:
         """Close and delete what this node hosts of a deleted topic."""
-        for partition in self._close(topic):
+        for partition in self._close_topic(topic):
             self._store.delete_log(partition.log)
 
-    def _close(self, topic: Topic) -> list[Partition]:
+    def _close_topic(self, topic: Topic) -> list[Partition]:
         """Close what this node hosts of a topic and forget it; return the partitions."""
         hosted = self.partitions_of(topic)
         del self._by_id[topic.topic_id]

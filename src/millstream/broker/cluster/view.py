@@ -70,7 +70,7 @@ class ClusterView:
         self._store = store
         self._node_listener = node_listener
         self._backoff = backoff
-        self._known: dict[str, int] = {}
+        self._revisions: dict[str, int] = {}
         self._listeners: list[Listener] = []
         self._ready = asyncio.Event()
         self._live: dict[NodeId, Node] | None = None
@@ -188,13 +188,13 @@ class ClusterView:
     def show(self, snapshot: Snapshot) -> None:
         """Apply a complete read, treating each difference as an event."""
         entries = snapshot.entries
-        gone = [Event(key, None, snapshot.revision) for key in self._known if key not in entries]
+        gone = [Event(key, None, snapshot.revision) for key in self._revisions if key not in entries]
         new = [
             Event(key, entry.value, entry.revision)
             for key, entry in entries.items()
-            if self._known.get(key) != entry.revision
+            if self._revisions.get(key) != entry.revision
         ]
-        if self._known:
+        if self._revisions:
             # A read shows only the last of several announcements.
             new = [event._replace(value="") if event.key == keys.CATALOG_VERSION else event for event in new]
         self.apply([*gone, *new])
@@ -205,7 +205,7 @@ class ClusterView:
         """Apply the events of a watch, then call the listeners."""
         change = ViewChange()
         for event in events:
-            self._take(event, change)
+            self._apply_event(event, change)
         if change.nodes:
             self._live = None
         for listener in tuple(self._listeners):
@@ -216,11 +216,11 @@ class ClusterView:
         get = self.states.get
         return [get((topic.topic_id, index)) for index in map(PartitionIndex, range(topic.partitions))]
 
-    def _take(self, event: Event, change: ViewChange) -> None:
+    def _apply_event(self, event: Event, change: ViewChange) -> None:
         if event.value is None:
-            self._known.pop(event.key, None)
+            self._revisions.pop(event.key, None)
         else:
-            self._known[event.key] = event.revision
+            self._revisions[event.key] = event.revision
         self.revision = max(self.revision, event.revision)
         for prefix, read in self._readers:
             if event.key.startswith(prefix):

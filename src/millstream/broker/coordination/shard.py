@@ -237,7 +237,7 @@ class Rewrite:
         self._records += records
         if self._records >= self._due_at and self.task is None:
             self.task = asyncio.get_running_loop().create_task(self._run(), name=f"rewrite {self._shard.name}")
-            self.task.add_done_callback(self._done)
+            self.task.add_done_callback(self._on_done)
 
     async def _run(self) -> None:
         shard = self._shard
@@ -278,7 +278,7 @@ class Rewrite:
             self._records += len(records)
             await self._shard.acknowledged_up_to(self._shard.append(records))
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         self.task = None
         error = None if task.cancelled() else task.exception()
         if error is None:
@@ -483,7 +483,7 @@ class Shard(Generic[S]):
         try:
             records, response = operation(state)
         except MillstreamError as error:
-            self._completed.append((release, _refused(error)))
+            self._completed.append((release, _refused_response(error)))
             confirmation = self._confirmation
             needs_confirmation = confirmation is not None and isinstance(error, confirmation.refusals)
             self._append_and_replay(
@@ -494,7 +494,7 @@ class Shard(Generic[S]):
             _logger.exception("an operation failed; the state is read back", extra={"shard": self.name})
             self._reload("an operation failed inside the broker")
             raise CoordinatorUnavailable(f"{self.name}: the operation failed inside the broker") from None
-        later = response if isinstance(response, Deferred) else _resolved(response)
+        later = response if isinstance(response, Deferred) else _resolved_response(response)
         later.listen(lambda completed: self._completed.append((release, completed)))
         self._append_and_replay(records, pure=pure)
 
@@ -504,7 +504,7 @@ class Shard(Generic[S]):
         for timer in self._timers.take_due(TIMERS_PER_TURN_MAX):
             if self._state is None:
                 return
-            self._fire(timer)
+            self._run_timer(timer)
         self._set_alarm()
 
     def append(self, records: Sequence[StateRecord]) -> Offset:
@@ -534,7 +534,7 @@ class Shard(Generic[S]):
         """Wait until the log has acknowledged everything below `offset`."""
         if offset > self._acknowledged:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((offset, partial(complete, future), _resolved(None)))
+            self._waiting.append((offset, partial(complete, future), _resolved_response(None)))
             await future
 
     def retained_from(self, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
@@ -556,7 +556,7 @@ class Shard(Generic[S]):
             raise CoordinatorLoading(f"{self.name} is being read back from the log")
         return self._state
 
-    def _fire(self, timer: Timer) -> None:
+    def _run_timer(self, timer: Timer) -> None:
         try:
             records = timer.action()
         except Exception:
@@ -606,7 +606,7 @@ class Shard(Generic[S]):
     def _refuse_responses(self, error: MillstreamError) -> None:
         completed, self._completed = self._completed, []
         for release, _ in completed:
-            release(_refused(error))
+            release(_refused_response(error))
 
     def _on_acknowledged(self, next_offset: Offset, incarnation: int, error: MillstreamError | None) -> None:
         if incarnation != self._incarnation:
@@ -639,15 +639,15 @@ class Shard(Generic[S]):
             state.unload()
         waiting, self._waiting = self._waiting, deque()
         for _, release, _ in waiting:
-            release(_refused(error))
+            release(_refused_response(error))
         self._refuse_responses(error)
 
     def _load_soon(self, delay_s: float) -> None:
         task = asyncio.get_running_loop().create_task(self._load(delay_s), name=f"load {self.name}")
         self._loading = task
-        task.add_done_callback(self._load_done)
+        task.add_done_callback(self._on_loaded)
 
-    def _load_done(self, task: asyncio.Task[None]) -> None:
+    def _on_loaded(self, task: asyncio.Task[None]) -> None:
         if self._loading is task:
             self._loading = None
         if task.cancelled() or self._closed:
@@ -699,13 +699,13 @@ class Shard(Generic[S]):
         self._alarm = asyncio.get_running_loop().call_later(delay_s, self.fire_timers)
 
 
-def _resolved(value: T) -> Deferred[T]:
+def _resolved_response(value: T) -> Deferred[T]:
     later: Deferred[T] = Deferred()
     later.resolve(value)
     return later
 
 
-def _refused(error: MillstreamError) -> Deferred[Any]:
+def _refused_response(error: MillstreamError) -> Deferred[Any]:
     later: Deferred[Any] = Deferred()
     later.refuse(error)
     return later

@@ -80,7 +80,7 @@ class Offsets:
         """Return the offsets of these partitions; -1 for those without one."""
         offsets = self.of_group(group_id)
         return {
-            topic: {partition: self._fetched(topic, offsets.get((topic, partition))) for partition in partitions}
+            topic: {partition: self._to_fetched(topic, offsets.get((topic, partition))) for partition in partitions}
             for topic, partitions in wanted.items()
         }
 
@@ -99,7 +99,7 @@ class Offsets:
             if not self._is_current(topic, committed) or _is_expired(group, topic, committed, now_ms, retention_ms)
         ]
 
-    def _fetched(self, topic: str, committed: CommittedOffset | None) -> FetchedOffset:
+    def _to_fetched(self, topic: str, committed: CommittedOffset | None) -> FetchedOffset:
         if committed is None or not self._is_current(topic, committed):
             return _NO_OFFSET
         return _as_fetched(committed)

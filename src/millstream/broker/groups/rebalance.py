@@ -106,12 +106,12 @@ class Rebalance:
 
     def keep_alive(self, group: Group, member: Member, timeout_ms: int | None = None) -> None:
         """Restart the member's session timeout."""
-        self._watch(group.group_id, member.member_id, timeout_ms or member.session_timeout_ms)
+        self._schedule_expiration(group.group_id, member.member_id, timeout_ms or member.session_timeout_ms)
 
     def keep_pending(self, group: Group, member_id: str, timeout_ms: int) -> None:
         """Hold an assigned id until a client joins with it."""
         group.pending_members.add(member_id)
-        self._watch(group.group_id, member_id, timeout_ms)
+        self._schedule_expiration(group.group_id, member_id, timeout_ms)
 
     def synced(self, group: Group, member_id: str) -> None:
         """Note that a member has sent SyncGroup."""
@@ -137,16 +137,16 @@ class Rebalance:
             self.keep_alive(group, member)
         if len(group.members) > self._limits.members_max:
             group_id = group.group_id
-            self._timers.schedule(("join", group_id), 0, lambda: self._shrink(group_id))
+            self._timers.schedule(("join", group_id), 0, lambda: self._rebalance_oversized(group_id))
 
-    def _shrink(self, group_id: str) -> Records:
+    def _rebalance_oversized(self, group_id: str) -> Records:
         """Rebalance a group that exceeds a lowered limit; only that many members fit into the next generation."""
         group = self._registry.get(group_id)
         if group is None or not group.is_in(GroupState.STABLE):
             return []
         return self.prepare(group, "the group has more members than it may have")
 
-    def _watch(self, group_id: str, member_id: str, timeout_ms: int) -> None:
+    def _schedule_expiration(self, group_id: str, member_id: str, timeout_ms: int) -> None:
         self._timers.schedule(
             ("session", group_id, member_id), timeout_ms, lambda: self._expire_session(group_id, member_id)
         )

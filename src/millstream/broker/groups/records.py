@@ -159,7 +159,7 @@ def read_key(key: bytes) -> OffsetKey | GroupKey | None:
 
 def read_offset(record: StateRecord) -> CommittedOffset:
     """Read the value of an offset's record."""
-    reader, version = _begin(record)
+    reader, version = _read_header(record)
     offset = reader.int64()
     leader_epoch = reader.int32() if version >= 3 else -1
     metadata = reader.string()
@@ -182,7 +182,7 @@ def read_offset(record: StateRecord) -> CommittedOffset:
 
 def read_group(record: StateRecord) -> StoredGroup:
     """Read the value of a group's record."""
-    reader, version = _begin(record)
+    reader, version = _read_header(record)
     protocol_type = reader.string()
     generation = reader.int32()
     protocol_name = reader.nullable_string()
@@ -223,7 +223,7 @@ def _read_member(reader: Reader, version: int) -> StoredMember:
     )
 
 
-def _begin(record: StateRecord) -> tuple[Reader, int]:
+def _read_header(record: StateRecord) -> tuple[Reader, int]:
     reader = Reader(record.value or b"", flexible=False)
     version = reader.int16()
     if not 0 <= version <= _VERSION_MAX:

@@ -111,7 +111,7 @@ class Join:
         if not request.member_id:
             return self._new_member(group, request)
         if request.member_id in group.pending_members and request.instance_id is None:
-            return self._add(group, request.member_id, request)
+            return self._add_member(group, request.member_id, request)
         member = group.check_member(request.member_id, request.instance_id)
         return self._rejoin(group, member, request)
 
@@ -155,7 +155,7 @@ class Join:
             old_id = group.static_members.get(request.instance_id)
             if old_id is not None:
                 return self._replace_static(group, old_id, new_id, request)
-            return self._add(group, new_id, request)
+            return self._add_member(group, new_id, request)
         new_id = f"{request.client_id}-{self._new_suffix()}"
         if request.knows_member_id_required:
             # The id is assigned before the member joins, so that a client that gives up leaves no member behind.
@@ -163,9 +163,9 @@ class Join:
             later: Deferred[Joined] = Deferred()
             later.refuse(MemberIdRequired("join again with the assigned member id", member_id=new_id))
             return [], later
-        return self._add(group, new_id, request)
+        return self._add_member(group, new_id, request)
 
-    def _add(self, group: Group, member_id: str, request: JoinRequest) -> JoinOutcome:
+    def _add_member(self, group: Group, member_id: str, request: JoinRequest) -> JoinOutcome:
         if group.is_in(GroupState.PREPARING) and group.previous_state is GroupState.EMPTY:
             group.member_added = True
         member = Member.joining(member_id, request)
@@ -187,10 +187,10 @@ class Join:
         if group.is_in(GroupState.EMPTY, GroupState.DEAD):
             raise UnknownMember(f"group {group.group_id!r} has no member {member.member_id!r}")
         # A leader that joins again requests a rebalance: partitions may have been added, unknown to its metadata.
-        later = self._update(group, member, request)
+        later = self._update_member(group, member, request)
         return self._rebalance.begin_or_complete(group, f"member {member.member_id} joins again"), later
 
-    def _update(self, group: Group, member: Member, request: JoinRequest) -> Deferred[Joined]:
+    def _update_member(self, group: Group, member: Member, request: JoinRequest) -> Deferred[Joined]:
         group.update(member, request.protocols)
         member.rebalance_timeout_ms = request.rebalance_timeout_ms
         member.session_timeout_ms = request.session_timeout_ms
@@ -202,7 +202,7 @@ class Join:
         old_leader_id = group.leader_id
         self._rebalance.forget_session(group, old_id)
         member = group.replace_static(old_id, new_id)
-        later = self._update(group, member, request)
+        later = self._update_member(group, member, request)
         self._rebalance.keep_alive(group, member)
         if group.is_in(GroupState.STABLE):
             if group.select_protocol() == group.protocol_name:
@@ -337,12 +337,12 @@ class GroupShard:
             raise RebalanceInProgress(f"group {group.group_id!r} is rebalancing")
         self._rebalance.synced(group, member.member_id)
         if group.is_in(GroupState.STABLE):
-            return [], _synced(group, member)
+            return [], _sync_response(group, member)
         deferred: Deferred[Synced] = Deferred()
         member.park_sync(deferred)
         if member.member_id != group.leader_id:
             return [], deferred
-        return self._complete(group, member, dict(request.assignments)), deferred
+        return self._store_assignment(group, member, dict(request.assignments)), deferred
 
     def heartbeat(self, who: MemberRef) -> Outcome[None]:
         """Renew a member's session."""
@@ -368,7 +368,7 @@ class GroupShard:
         if group is None:
             unknown = UnknownMember(f"there is no group {group_id!r}")
             return [], [Left(leaver, unknown) for leaver in leavers]
-        results = [self._leave_one(group, leaver) for leaver in leavers]
+        results = [self._remove_member(group, leaver) for leaver in leavers]
         gone = [left.leaver.member_id or left.leaver.instance_id or "" for left in results if left.error is None]
         records = self._rebalance.rebalance_after_leaving(group, f"{', '.join(gone)} left") if gone else []
         self._groups.drop_if_unused(group)
@@ -442,7 +442,7 @@ class GroupShard:
         self, group_id: str, unwanted: Mapping[str, Iterable[int]]
     ) -> Outcome[dict[str, dict[int, MillstreamError | None]]]:
         """Delete offsets, except those of topics that the group consumes."""
-        group = self._existing(group_id)
+        group = self._require(group_id)
         if isinstance(group, Group) and not group.is_empty and not group.uses_consumer_protocol:
             raise GroupNotEmpty(f"group {group_id!r} has members whose topics are unknown")
         records: Records = []
@@ -471,7 +471,7 @@ class GroupShard:
     def delete(self, group_id: str) -> Outcome[bool]:
         """Delete an empty group, a limited number of offsets at a time; return False if more are left."""
         share_group = self.shares.get(group_id)
-        group = share_group or self._existing(group_id)
+        group = share_group or self._require(group_id)
         if not group.is_empty:
             raise GroupNotEmpty(f"group {group_id!r} has members")
         if share_group is not None:
@@ -555,13 +555,13 @@ class GroupShard:
         """Return the classic or consumer group that uses an id."""
         return self._groups.get(group_id) or self.consumers.get(group_id)
 
-    def _existing(self, group_id: str) -> Group | ConsumerGroup:
+    def _require(self, group_id: str) -> Group | ConsumerGroup:
         group = self._group_using(group_id)
         if group is None:
             raise UnknownGroup(f"there is no group {group_id!r}")
         return group
 
-    def _complete(self, group: Group, leader: Member, assignments: dict[str, bytes]) -> Records:
+    def _store_assignment(self, group: Group, leader: Member, assignments: dict[str, bytes]) -> Records:
         """Store the leader's assignment; members get a response when the record is replayed."""
         record = group_record(group.group_id, group.stored(assignments))
         size_bytes = len(record.value or b"")
@@ -570,7 +570,7 @@ class GroupShard:
             return self._rebalance.prepare(group, "the assignment is too large to be kept")
         return [record]
 
-    def _leave_one(self, group: Group, leaver: Leaver) -> Left:
+    def _remove_member(self, group: Group, leaver: Leaver) -> Left:
         left = UnknownMember(f"the member left group {group.group_id!r}")
         member_id = leaver.member_id
         if not member_id and leaver.instance_id in group.static_members:
@@ -681,7 +681,7 @@ class GroupShard:
         for share_group in stored.members:
             member = group.members[share_group.member_id]
             member.assignment = share_group.assignment
-            if member.respond_to_sync(_synced(group, member)):
+            if member.respond_to_sync(_sync_response(group, member)):
                 self._rebalance.keep_alive(group, member)
 
     def _rebalance_downgraded(self, group_id: str) -> Records:
@@ -745,5 +745,5 @@ def _check_protocol(group: Group, request: SyncRequest) -> None:
         raise InconsistentProtocol(f"group {group.group_id!r} uses {group.protocol_type}/{group.protocol_name}")
 
 
-def _synced(group: Group, member: Member) -> Synced:
+def _sync_response(group: Group, member: Member) -> Synced:
     return Synced(group.protocol_type, group.protocol_name, member.assignment)

@@ -435,7 +435,7 @@ class _Wait(Promise):
 
     def _read_again(self) -> None:
         self._is_wake_scheduled = False
-        if self.is_kept:
+        if self.is_resolved:
             return
         found = self._followers.read_again(self._session, self._fetch)
         if found is None:
@@ -458,7 +458,7 @@ class _Wait(Promise):
 
     def finish(self) -> None:
         """Respond with what is available."""
-        if self.is_kept:
+        if self.is_resolved:
             return
         found = self._followers.read_again(self._session, self._fetch)
         if found is None:
@@ -471,7 +471,7 @@ class _Wait(Promise):
         self._timer.cancel()
         if self._session.waiting is self:
             self._session.waiting = None
-        self.keep(buffers)
+        self.resolve(buffers)
 
 
 def _has_changed(response: ReplicaResponse, followed: FollowedPartition) -> bool:

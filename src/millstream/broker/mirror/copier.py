@@ -200,7 +200,7 @@ class Copier:
         since, before = next(((at, size) for at, size in marks if at > now - RATE_S), (now, self.bytes_copied))
         return (self.bytes_copied - before) / max(now - since, RATE_STEP_S)
 
-    def _count(self, size: int) -> None:
+    def _count_bytes(self, size: int) -> None:
         now, marks = self._clock.monotonic(), self._copied_at
         if size and (not marks or now >= marks[-1][0] + RATE_STEP_S):
             marks.append((now, self.bytes_copied))
@@ -248,7 +248,7 @@ class Copier:
                 since = self._clock.monotonic()
                 await self._assign()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._held_s(since)):
+                    async with asyncio.timeout(self._suspended_s(since)):
                         await self._changed.wait()
         finally:
             for task in self._lines.values():
@@ -256,7 +256,7 @@ class Copier:
             await asyncio.gather(*self._lines.values(), return_exceptions=True)
             self._lines.clear()
 
-    def _held_s(self, since: float) -> float | None:
+    def _suspended_s(self, since: float) -> float | None:
         """Return how long until a partition that was suspended then is retried; None if none was.
 
         Assigning the others takes time, in which the suspension may have ended.
@@ -271,7 +271,7 @@ class Copier:
             if not task.cancelled() and (failed := task.exception()) is not None:
                 _logger.error("a line of a mirror failed with an internal error", exc_info=failed)
                 for copy in self._members.get(line, {}).values():
-                    self._hold(copy, MillstreamError(f"internal error: {failed!r}"))
+                    self._suspend(copy, MillstreamError(f"internal error: {failed!r}"))
         now = self._clock.monotonic()
         wanted = [copy for copy in self.copies.values() if copy.held_until <= now]
         turn = asyncio.Semaphore(CHECKED_AT_ONCE)
@@ -295,11 +295,11 @@ class Copier:
                 leader = await self._source.client.leader_of(copy.source.topic, copy.source.partition)
                 await self._check_history(copy)
             except MillstreamError as error:
-                self._hold(copy, error)
+                self._suspend(copy, error)
                 return None
         return leader
 
-    def _hold(self, copy: Copy, error: MillstreamError) -> None:
+    def _suspend(self, copy: Copy, error: MillstreamError) -> None:
         """Suspend a partition for a while."""
         level = logging.DEBUG if copy.error == str(error) else logging.WARNING
         _logger.log(
@@ -366,12 +366,12 @@ class Copier:
                     # A fetch that fails must not be awaited again.
                     arriving, ahead, taken = ahead, None, asked
                     responses = await arriving
-                    await self._pace(responses)
+                    await self._throttle(responses)
                     if any(isinstance(one, FetchedPartition) and len(one.records) for one in responses.values()):
                         nexts = self._next_positions(members, responses)
                         if nexts:
                             asked, ahead = nexts, self._fetch(line[0], members, nexts)
-                    await self._take(members, taken, responses)
+                    await self._apply_responses(members, taken, responses)
                     backoff.reset()
                 except (BrokerUnreachable, RequestTimedOut, NotLeader) as error:
                     for copy in members.values():
@@ -381,7 +381,7 @@ class Copier:
                     await backoff.pause()
                 except MillstreamError as error:
                     for copy in members.values():
-                        self._hold(copy, error)
+                        self._suspend(copy, error)
                     await backoff.pause()
         finally:
             if ahead is not None:
@@ -422,17 +422,17 @@ class Copier:
             found[key] = position
         return found
 
-    async def _pace(self, responses: dict[TopicPartition, FetchedPartition | MillstreamError]) -> None:
+    async def _throttle(self, responses: dict[TopicPartition, FetchedPartition | MillstreamError]) -> None:
         """Wait as the rate demands."""
         size = sum(len(one.records) for one in responses.values() if isinstance(one, FetchedPartition))
-        self._count(size)
+        self._count_bytes(size)
         if not self._rate or not size:
             return
         now = self._clock.monotonic()
         self._next_slot_s = max(self._next_slot_s, now) + size / self._rate
         await asyncio.sleep(self._next_slot_s - now)
 
-    async def _take(
+    async def _apply_responses(
         self,
         members: dict[CopyKey, Copy],
         asked: dict[CopyKey, Offset],
@@ -446,14 +446,14 @@ class Copier:
             if response is None or not self._may_fetch(copy) or asked.get(copy.key) != copy.end:
                 continue
             try:
-                stored = await self._take_one(copy, response)
+                stored = await self._apply_response(copy, response)
             except TRANSIENT as error:
                 self._source.client.forget_leaders()
                 self._changed.set()
-                self._hold(copy, error)
+                self._suspend(copy, error)
             except MillstreamError as error:
                 copy.checked_epoch = -2
-                self._hold(copy, error)
+                self._suspend(copy, error)
             else:
                 copy.failures, copy.error = 0, ""
                 if stored is not None:
@@ -463,10 +463,12 @@ class Copier:
             try:
                 await stored
             except MillstreamError as error:
-                self._hold(copy, error)
+                self._suspend(copy, error)
         await self._close_gaps(members, responses)
 
-    async def _take_one(self, copy: Copy, response: FetchedPartition | MillstreamError) -> asyncio.Future[None] | None:
+    async def _apply_response(
+        self, copy: Copy, response: FetchedPartition | MillstreamError
+    ) -> asyncio.Future[None] | None:
         partition, log = copy.partition, copy.partition.log
         if isinstance(response, OffsetOutOfRange):
             if response.start > log.end_offset:
@@ -536,7 +538,7 @@ class Copier:
             stored = await self._note_gaps(found)
         except MillstreamError as error:
             for copy in copies:
-                self._hold(copy, error)
+                self._suspend(copy, error)
             return
         for copy in copies:
             # An earlier leader may have recorded one that begins before.
@@ -562,7 +564,7 @@ class Copier:
             await self._note_gaps(dict.fromkeys((copy.partition.log.partition for copy in closed), None))
         except MillstreamError as error:
             for copy in closed:
-                self._hold(copy, error)
+                self._suspend(copy, error)
             return
         for copy in closed:
             copy.gap, copy.gap_end = None, -1
@@ -635,19 +637,19 @@ class Readable:
     """Waits until clients can read copies up to some offsets, or this node leads them no longer."""
 
     def __init__(self, wanted: Mapping[Partition, Offset]) -> None:
-        self._wanted = wanted
+        self._requested = wanted
         self._changed = asyncio.Event()
 
     def advanced(self, partition: Partition) -> None:
         self._changed.set()
 
     async def wait(self) -> None:
-        for partition in self._wanted:
+        for partition in self._requested:
             partition.listen(self)
         try:
-            while any(one.is_leader and one.high_watermark < offset for one, offset in self._wanted.items()):
+            while any(one.is_leader and one.high_watermark < offset for one, offset in self._requested.items()):
                 self._changed.clear()
                 await self._changed.wait()
         finally:
-            for partition in self._wanted:
+            for partition in self._requested:
                 partition.forget(self)

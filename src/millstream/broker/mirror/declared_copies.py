@@ -140,7 +140,7 @@ class DeclaredCopies:
         self._security = run.service.security
         self._last = _UNKNOWN
         """The latest change of the source's registry that was copied."""
-        self._seen: dict[str, Sightings] = {}
+        self._sightings_by_kind: dict[str, Sightings] = {}
         """What was seen, by kind; empty before this node has made a claim, and after another node did."""
         self._claiming = asyncio.Lock()
 
@@ -171,21 +171,21 @@ class DeclaredCopies:
             if not page.has_more:
                 break
         self._run.notes.pop("schemas behind", None)
-        versions = {_version_id(one.subject, one.version): one for one in map(_version, pages)}
+        versions = {_version_id(one.subject, one.version): one for one in map(_to_version, pages)}
         settings = [
             SubjectSettings(subject=QualifiedSubject.parse(one.subject), config=one.config, mode=one.mode)
             for one in page.settings
         ]
         found = versions.keys() | {_settings_id(one.subject) for one in settings}
-        async with self._storing(SCHEMAS, seen, found) as change:
+        async with self._sighting_change(SCHEMAS, seen, found) as change:
             here = self._versions_here()
             gone = [here[item_id] for item_id in change.forgotten if item_id in here]
             set_here = [one.subject for one in self._schemas.all_settings()]
             settings += [SubjectSettings(subject=one) for one in set_here if _settings_id(one) in change.forgotten]
-            schemas = [_schema(one) for one in pages]
+            schemas = [_to_schema(one) for one in pages]
             await self._schemas.follow(schemas, list(versions.values()), settings, gone=gone, sightings=change)
         own = [place for item_id, place in self._versions_here().items() if item_id not in seen]
-        self._note("schemas", "schemas", [f"{subject} version {version}" for subject, version in own])
+        self._update_note("schemas", "schemas", [f"{subject} version {version}" for subject, version in own])
         self._last = page.last
 
     async def sync_acls(self) -> None:
@@ -193,11 +193,11 @@ class DeclaredCopies:
         seen = await self._sightings(ACLS)
         wanted = {_acl_id(acl): acl for acl in await self._source.acls()}
         here = {_acl_id(acl): acl for acl in self._security.snapshot.acls}
-        async with self._storing(ACLS, seen, wanted.keys()) as change:
+        async with self._sighting_change(ACLS, seen, wanted.keys()) as change:
             gone = [here[item_id] for item_id in change.forgotten if item_id in here]
             await self._security.follow(wanted.values(), gone, change)
         own = [acl for item_id, acl in here.items() if item_id not in seen and item_id not in change.forgotten]
-        self._note("acls", "access rules", sorted(map(str, own)))
+        self._update_note("acls", "access rules", sorted(map(str, own)))
 
     def _versions_here(self) -> dict[str, tuple[QualifiedSubject, int]]:
         return {
@@ -209,17 +209,17 @@ class DeclaredCopies:
     async def _sightings(self, kind: str) -> Sightings:
         """Return what was seen at the source, and make sure that only this node changes it."""
         async with self._claiming:
-            if not self._seen:
+            if not self._sightings_by_kind:
                 owner = uuid.uuid4().hex
                 found = await self._run.service.mirrors.claim_sightings(
                     self._run.mirror, source=self._source.cluster_id, owner=owner
                 )
-                self._seen = {one: Sightings(found.get(one, ()), owner) for one in (SCHEMAS, ACLS)}
+                self._sightings_by_kind = {one: Sightings(found.get(one, ()), owner) for one in (SCHEMAS, ACLS)}
                 self._last = _UNKNOWN
-            return self._seen[kind]
+            return self._sightings_by_kind[kind]
 
     @asynccontextmanager
-    async def _storing(self, kind: str, seen: Sightings, found: Set[str]) -> AsyncIterator[SightingChange]:
+    async def _sighting_change(self, kind: str, seen: Sightings, found: Set[str]) -> AsyncIterator[SightingChange]:
         """Yield what a response of the source changes, which has to be stored together with the copies."""
         fresh, gone = seen.compare(found)
         change = SightingChange(
@@ -229,12 +229,12 @@ class DeclaredCopies:
             yield change
         except NotCoordinator:
             # Another node was the controller; if this one is again, it begins with what is stored now.
-            if self._seen.get(kind) is seen:
-                self._seen = {}
+            if self._sightings_by_kind.get(kind) is seen:
+                self._sightings_by_kind = {}
             raise
         seen.apply(change)
 
-    def _note(self, key: str, noun: str, unknown: Sequence[str]) -> None:
+    def _update_note(self, key: str, noun: str, unknown: Sequence[str]) -> None:
         if unknown:
             more = f" and {len(unknown) - SHOWN_MAX} more" if len(unknown) > SHOWN_MAX else ""
             self._run.notes[key] = (
@@ -245,12 +245,12 @@ class DeclaredCopies:
             self._run.notes.pop(key, None)
 
 
-def _version(one: SchemaMessage) -> SubjectVersion:
+def _to_version(one: SchemaMessage) -> SubjectVersion:
     subject = QualifiedSubject.parse(one.subject)
     return SubjectVersion(subject=subject, version=one.version, schema_id=one.id, is_deleted=one.deleted)
 
 
-def _schema(one: SchemaMessage) -> StoredSchema:
+def _to_schema(one: SchemaMessage) -> StoredSchema:
     content = SchemaContent(
         schema_type=one.schema_type,
         text=one.schema,

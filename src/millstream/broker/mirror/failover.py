@@ -535,7 +535,9 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
     await service.fence_everywhere(request.name, [topic.topic_id for topic in topics])
     if request.step == "fence":
         ends = (await service.barriers.take(BarrierRequest(topics=[topic.name for topic in topics]))).offsets
-        return AdoptResponse(ends=ends, removed=[one for one, _ in await _lost(service, request, request.cuts, ends)])
+        return AdoptResponse(
+            ends=ends, removed=[one for one, _ in await _find_lost_ranges(service, request, request.cuts, ends)]
+        )
     return await _follow(service, request, topics)
 
 
@@ -587,7 +589,7 @@ async def _forget_cuts(service: MirrorService, declared: Mirror, topics: Sequenc
     await service.mirrors.change(declared.name, forgotten)
 
 
-async def _lost(
+async def _find_lost_ranges(
     service: MirrorService, request: AdoptRequest, cuts: TopicOffsets, ends: TopicOffsets
 ) -> list[tuple[RemovedRange, _Scan]]:
     """Return the ranges of records that the other side lacks, each with the transactions that were committed.
@@ -637,13 +639,15 @@ async def _drop_beyond(
     service: MirrorService, request: AdoptRequest, cuts: TopicOffsets, topics: Sequence[Topic]
 ) -> Mirror:
     """Drop what some topics hold beyond their cuts; return the mirror with the ranges that were dropped."""
-    lost = await _lost(service, request, cuts, await service.high_watermarks([topic.name for topic in topics]))
+    lost = await _find_lost_ranges(
+        service, request, cuts, await service.high_watermarks([topic.name for topic in topics])
+    )
     if request.save_to and lost:
         if service.topics.get(request.save_to) is None:
             with suppress(TopicExists):
                 await service.topics.create(request.save_to, partitions=1)
         for one, found in lost:
-            await _save(service, one, found, request.save_to)
+            await _publish_removed(service, one, found, request.save_to)
     dropped: dict[str, dict[int, list[tuple[int, int]]]] = {}
     for one, _ in lost:
         dropped.setdefault(one.topic, {}).setdefault(one.partition, []).append((one.start, one.end))
@@ -733,7 +737,7 @@ async def _scan(service: MirrorService, scanned: RemovedRange, cut: int) -> _Sca
     return found
 
 
-async def _save(service: MirrorService, removed: RemovedRange, found: _Scan, target: str) -> None:
+async def _publish_removed(service: MirrorService, removed: RemovedRange, found: _Scan, target: str) -> None:
     """Publish the committed records of a range that is dropped to a topic of this cluster."""
     client = service.client()
     async for records, header in _batches(service, removed):

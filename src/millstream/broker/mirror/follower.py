@@ -207,7 +207,7 @@ class Follower:
             self._configs_at = now + CONFIGS_S
         letters = self._wanted_letters(offer.letters)
         for name, topic in sorted(metadata.topics.items()):
-            if not self._is_wanted(topic, letters):
+            if not self._is_mirrored(topic, letters):
                 continue
             key = f"topic {name}"
             if name in mirrored:
@@ -220,7 +220,7 @@ class Follower:
                 self._run.notes[key] = f"topic {name!r}: {error}"
         await self._sync_deletions(metadata.topics)
 
-    def _is_wanted(self, topic: TopicMetadata, letters: Set[str]) -> bool:
+    def _is_mirrored(self, topic: TopicMetadata, letters: Set[str]) -> bool:
         if topic.is_internal or topic.name in INTERNAL_TOPICS:
             return False
         return self._settings.takes(topic.name) or topic.name in letters
@@ -353,7 +353,7 @@ class Follower:
         before = self._applicable
         chosen = _offsets_in(self._committed, topics)
         applicable = {**before, **{group: {**before.get(group, {}), **found} for group, found in chosen.items()}}
-        await self._reached({})
+        await self._reached_offsets({})
         if applicable != before and not self._is_waiting_in(topics):
             applicable = self._without_torn(applicable, await self._reach_barrier(topics))
         if self._is_waiting_in(topics):
@@ -418,7 +418,7 @@ class Follower:
 
     async def _expose_transactions(self, *, gives_way: bool = False) -> None:
         committed = self._committed
-        await self._reached({})
+        await self._reached_offsets({})
         if not self._waiting_at and committed == self._applicable:
             self._run.notes.pop(TORN, None)
             return
@@ -442,7 +442,7 @@ class Follower:
             if index in offsets.get(topic, {}):
                 verified.setdefault(topic, {})[index] = offsets[topic][index]
         await self._service.mirrors.note_verified(mirror, verified)
-        await self._reached(offsets, is_verified=True)
+        await self._reached_offsets(offsets, is_verified=True)
         # Offsets from before the barrier: the transactions that committed them have arrived as a whole.
         self._applicable = self._without_torn(committed, barrier)
         await self._apply_groups(self._applicable)
@@ -461,8 +461,8 @@ class Follower:
         while True:
             revision = topics.states_revision
             wait_s = min(ARRIVAL_WAIT_S, max(0.0, deadline - clock.monotonic()))
-            reached = await self._reached(offsets, wait_s=wait_s, is_readable=is_readable)
-            missing = _missing(offsets, reached)
+            reached = await self._reached_offsets(offsets, wait_s=wait_s, is_readable=is_readable)
+            missing = _find_behind(offsets, reached)
             if missing is None or clock.monotonic() >= deadline or (gives_way and self._is_awaited):
                 return missing
             if missing.partition not in reached.get(missing.topic, {}):
@@ -471,7 +471,7 @@ class Follower:
                     left_s = min(ARRIVAL_WAIT_S, max(0.0, deadline - clock.monotonic()))
                     await topics.await_revision(revision + 1, left_s)
 
-    async def _reached(
+    async def _reached_offsets(
         self, offsets: Vector, *, is_verified: bool = False, wait_s: float = 0.0, is_readable: bool = False
     ) -> dict[str, dict[int, int]]:
         """Return how far the copies on all nodes are; with `is_verified`, expose them up to these offsets.
@@ -770,7 +770,7 @@ def _offsets_in(commits: Commits, topics: Collection[str]) -> Commits:
     return {group: offsets for group, offsets in found.items() if offsets}
 
 
-def _missing(wanted: Vector, reached: Vector) -> TopicPartition | None:
+def _find_behind(wanted: Vector, reached: Vector) -> TopicPartition | None:
     """Return a partition that does not reach its offset; those without a leader do not either."""
     for topic, offsets in wanted.items():
         for index, offset in offsets.items():

@@ -159,7 +159,7 @@ class MirrorRun:
         while True:
             self.refreshed.clear()
             mirror = self.service.mirrors.get(self.mirror.name) or self.mirror
-            copier.follow(self._led(mirror))
+            copier.follow(self._led_copies(mirror))
             await self.refreshed.wait()
 
     async def _notify_owner(self) -> None:
@@ -179,7 +179,7 @@ class MirrorRun:
             else:
                 await asyncio.sleep(NOTICE_S)
 
-    def _led(self, mirror: Mirror) -> Iterator[Copy]:
+    def _led_copies(self, mirror: Mirror) -> Iterator[Copy]:
         for partition in self.service.led(mirror.name):
             topic, key = partition.topic, (partition.topic.topic_id, partition.index)
             is_cut = partition.index in mirror.cut_epochs.get(topic.name, ())
@@ -276,9 +276,9 @@ class MirrorService:
 
     def start(self) -> None:
         """Restrict what clients may read, then run the declared mirrors."""
-        self._restrict(partition for partition in self.topics.hosted() if not awaits_gaps(partition))
+        self._restrict_reads(partition for partition in self.topics.hosted() if not awaits_gaps(partition))
         self.topics.on_roles_change(self._roles_changed)
-        self.topics.on_dropped(self._dropped)
+        self.topics.on_dropped(self._on_dropped)
         self.mirrors.on_change(self._changed.set)
         self._changed.set()
         self._task = self._supervise("mirrors", self._run())
@@ -344,7 +344,7 @@ class MirrorService:
 
     def _roles_changed(self, partitions: Sequence[Partition]) -> None:
         """Follow the partitions that this node leads now, and no others."""
-        self._restrict(partition for partition in partitions if not awaits_gaps(partition))
+        self._restrict_reads(partition for partition in partitions if not awaits_gaps(partition))
         if any(awaits_gaps(partition) for partition in partitions):
             self._changed.set()
         self._forget_cuts(partition for partition in partitions if not partition.topic.mirror)
@@ -353,7 +353,7 @@ class MirrorService:
             if run is not None:
                 run.refreshed.set()
 
-    def _dropped(self, partitions: Sequence[Partition]) -> None:
+    def _on_dropped(self, partitions: Sequence[Partition]) -> None:
         """Forget partitions that are not hosted here any more."""
         self._forget_cuts(partitions)
         self._roles_changed(partitions)
@@ -363,7 +363,7 @@ class MirrorService:
             for cut in self.cutting.values():
                 cut.pop((partition.topic.topic_id, partition.index), None)
 
-    def _restrict(self, partitions: Iterable[Partition]) -> None:
+    def _restrict_reads(self, partitions: Iterable[Partition]) -> None:
         """As a new leader of copies: let clients read up to where transactions are known to be whole.
 
         That includes what clients could read when this node last checked. The source is not needed.
@@ -386,7 +386,7 @@ class MirrorService:
             _logger.warning("compacted copies wait for the catalog to be read on", extra={"error": str(error)})
             asyncio.get_running_loop().call_later(LOAD_RETRY_S, self._changed.set)
         else:
-            self._restrict(one for one, epoch in awaiting if awaits_gaps(one) and one.leader_epoch == epoch)
+            self._restrict_reads(one for one, epoch in awaiting if awaits_gaps(one) and one.leader_epoch == epoch)
 
     async def _run(self) -> None:
         try:
@@ -401,7 +401,7 @@ class MirrorService:
     async def _apply(self) -> None:
         """Start, restart and stop what the declarations have changed."""
         await self._restrict_compacted()
-        self._restrict(partition for partition in self.topics.hosted() if not awaits_gaps(partition))
+        self._restrict_reads(partition for partition in self.topics.hosted() if not awaits_gaps(partition))
         self._forget_cancelled()
         declared = {mirror.name: mirror for mirror in self.mirrors.all() if mirror.is_due}
         for name, run in list(self._runs.items()):
@@ -472,8 +472,8 @@ class MirrorService:
             )
         if unselected := mirror.unselected(self.copied_topics(mirror.name), self.subscriptions.letter_topics()):
             yield (
-                f"{listed(unselected)} is still copied, although the mirror's topics and exclude no longer select it; "
-                "to end this, delete the copy here or fail it over"
+                f"{listed(unselected)} is still copied, although the mirror's topics and exclude no longer select "
+                "it; to end this, delete the copy here or fail it over"
             )
         for name, gaps in sorted(mirror.gaps.items()):
             for index, offset in sorted(gaps.items()):

@@ -169,7 +169,7 @@ class Connection(asyncio.BufferedProtocol):
         self._partial: PartialFrame | None = None
         self._expects_large = False
         self._length_bytes = bytearray()
-        self._whole: tuple[memoryview, bytearray] | None = None
+        self._complete_frame: tuple[memoryview, bytearray] | None = None
         """A frame in its own buffer that has not been served yet."""
         self._unserved: memoryview | None = None
         """Bytes read after the last served frame; nothing more is read meanwhile."""
@@ -248,12 +248,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._parked is not None:
             self._abandon(self._parked)
         for promise in self._promises:
-            if promise.is_kept:
+            if promise.is_resolved:
                 self._turns.keep(self._flow, promise.cost_bytes)
                 self._budget.give_back(promise.held_bytes)
             elif promise is not self._parked:
                 # Its records become durable in the same commit as those of others, so they count until then.
-                promise.on_kept = partial(self._turns.keep, self._flow, promise.cost_bytes)
+                promise.on_resolved = partial(self._turns.keep, self._flow, promise.cost_bytes)
         self._promises.clear()
         self._ready.clear()
         self._outgoing.clear()
@@ -269,9 +269,9 @@ class Connection(asyncio.BufferedProtocol):
             promise.abandon()
         except Exception:
             _logger.exception("a request could not be abandoned", extra={"peer": self.peer})
-            if not promise.is_kept:
-                promise.keep(None)
-                promise.on_kept = None
+            if not promise.is_resolved:
+                promise.resolve(None)
+                promise.on_resolved = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go: into the frame that is being received, or the scratch buffer."""
@@ -289,7 +289,7 @@ class Connection(asyncio.BufferedProtocol):
         self._traffic.bytes_in += nbytes
         self.last_activity = self._loop.time()
         if self.presence.has_undelivered:
-            self._note_delivered()
+            self._check_delivered()
         # The client waits for a small request with none before and none after it.
         is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and len(self._promises) < LIGHT_RESPONSES_MAX
         turns = self._turns
@@ -306,9 +306,9 @@ class Connection(asyncio.BufferedProtocol):
         self._gathering = True
         try:
             if self._partial is not None:
-                self._fill(self._partial, nbytes)
+                self._fill_frame(self._partial, nbytes)
             else:
-                self._split(_scratch_view[:nbytes])
+                self._serve_frames(_scratch_view[:nbytes])
         except ProtocolViolation as error:
             self._flush_responses()
             self.fail(error)
@@ -321,12 +321,12 @@ class Connection(asyncio.BufferedProtocol):
             self._gathering = False
         now = turns.clock()
         is_light = is_light and not self._has_unserved and self._traffic.frames_in - frames_before < LIGHT_RESPONSES_MAX
-        self._spend(now - self._began + nbytes * BYTE_S, now, is_light=is_light)
+        self._charge(now - self._began + nbytes * BYTE_S, now, is_light=is_light)
 
     def eof_received(self) -> bool:
         """Send pending responses before closing the connection, and wait for nothing else."""
         self._draining = True
-        self._note_delivered()
+        self._check_delivered()
         self.presence.leave()
         self._close_when_drained()
         # TLS cannot continue with one side only.
@@ -345,7 +345,7 @@ class Connection(asyncio.BufferedProtocol):
         self.last_activity = self._loop.time()
         self._count_unread(0)
         self._resume_sending()
-        self._note_delivered()
+        self._check_delivered()
 
     # -- for the listener and the service ------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class Connection(asyncio.BufferedProtocol):
         self._draining = True
         if self._muted is not None:
             self._muted.cancel()
-            self._unmute()
+            self._resume_serving()
         self._adjust_reading()
         self._close_when_drained()
 
@@ -406,10 +406,10 @@ class Connection(asyncio.BufferedProtocol):
             if self._muted.when() >= until:
                 return
             self._muted.cancel()
-        self._muted = self._loop.call_at(until, self._unmute)
+        self._muted = self._loop.call_at(until, self._resume_serving)
         self._adjust_reading()
 
-    def _unmute(self) -> None:
+    def _resume_serving(self) -> None:
         self._muted = None
         self.last_activity = self._loop.time()
         self._serve_next()
@@ -436,7 +436,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- frames ---------------------------------------------------------------------------------------------
 
-    def _split(self, data: memoryview) -> None:
+    def _serve_frames(self, data: memoryview) -> None:
         """Serve the whole frames in the scratch buffer; start a separate frame for the rest."""
         if self._length_bytes:
             # A length that came in pieces: join it and continue with a copy, which is rare and small.
@@ -467,13 +467,13 @@ class Connection(asyncio.BufferedProtocol):
         self._length_bytes += data[position:]
         self._expects_large = False
 
-    def _fill(self, partial_frame: PartialFrame, nbytes: int) -> None:
+    def _fill_frame(self, partial_frame: PartialFrame, nbytes: int) -> None:
         if partial_frame.fill(nbytes):
             self._partial = None
             self._traffic.frames_in += 1
             view = memoryview(partial_frame.buffer)[: partial_frame.size]
             if self._is_blocked or not self._serve_until:
-                self._whole = (view, partial_frame.buffer)
+                self._complete_frame = (view, partial_frame.buffer)
                 self._await_turn_if_free()
             else:
                 self._serve(view, partial_frame.buffer)
@@ -510,7 +510,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _has_unserved(self) -> bool:
-        return self._whole is not None or self._unserved is not None
+        return self._complete_frame is not None or self._unserved is not None
 
     def _keep_unserved(self, data: memoryview) -> None:
         """Keep a copy of requests that cannot be served yet; the scratch buffer is reused at once."""
@@ -544,19 +544,19 @@ class Connection(asyncio.BufferedProtocol):
             self._park(response, len(frame))
         elif isinstance(response, Promise):
             response.cost_bytes = self._turns.promise(self._flow, len(frame))
-            response.on_kept = self._promise_kept
+            response.on_resolved = self._promise_kept
             self._promises.append(response)
         elif isinstance(response, list):
             self._respond(response)
         elif isinstance(response, Stream):
             promise = Promise()
             self._promises.append(promise)
-            promise.keep(response)
+            promise.resolve(response)
             self._flush_responses()
-            self._hold_back(promise)
+            self._count_held_back(promise)
         elif response is not None:
             promise = promise_of(response, self.fail)
-            promise.on_kept = self._promise_kept
+            promise.on_resolved = self._promise_kept
             self._promises.append(promise)
 
     def _park(self, promise: Parked, size: int) -> None:
@@ -565,7 +565,7 @@ class Connection(asyncio.BufferedProtocol):
         self._promises.append(promise)
         self._parked = promise
         self._budget.take(size + FRAME_COST_BYTES)
-        promise.on_kept = partial(self._unpark, promise, size)
+        promise.on_resolved = partial(self._unpark, promise, size)
         self.presence.on_leave(promise.abandon)
 
     def _unpark(self, promise: Parked, size: int) -> None:
@@ -577,7 +577,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         began, charged = self._turns.clock(), self._began
         self._flush_responses()
-        self._hold_back(promise)
+        self._count_held_back(promise)
         # Large responses are charged as they are sent, which moves `_began`.
         self._charge_wait(self._turns.clock() - began - (self._began - charged))
         if self._has_unserved:
@@ -587,7 +587,7 @@ class Connection(asyncio.BufferedProtocol):
         """Charge the client for a request whose response was sent later."""
         cost_s = TASK_S + spent_s
         self._turns.end_task(self._flow, cost_s)
-        self._spend(cost_s, self._turns.clock(), is_light=not self._has_unserved)
+        self._charge(cost_s, self._turns.clock(), is_light=not self._has_unserved)
         if self._has_unserved and (self._turns.is_crowded or self._turns.spent_s > ROUND_SPENT_MAX_S):
             # The next request's cost arises after the round that starts it, so it waits for a round to account for it.
             self._await_turn_if_free()
@@ -609,7 +609,7 @@ class Connection(asyncio.BufferedProtocol):
             buffers = await response
         except asyncio.CancelledError:
             # The client no longer waits for it, but perhaps for later responses.
-            promise.keep(None)
+            promise.resolve(None)
             self._promise_kept()
             raise
         except ProtocolViolation as error:
@@ -620,9 +620,9 @@ class Connection(asyncio.BufferedProtocol):
         else:
             # This step sends nothing else, so there is no response to combine it with.
             began, charged = self._turns.clock(), self._began
-            promise.keep(buffers)
+            promise.resolve(buffers)
             self._flush_responses()
-            self._hold_back(promise)
+            self._count_held_back(promise)
             # Large responses are charged as they are sent, which moves `_began`.
             self._sending_s = self._turns.clock() - began - (self._began - charged)
 
@@ -652,12 +652,12 @@ class Connection(asyncio.BufferedProtocol):
         self._began = began = self._turns.clock()
         self._serve_until = began + (0.0 if self._is_in_doubt() else self._turns.quantum_s)
         try:
-            if self._whole is not None:
-                whole, self._whole = self._whole, None
+            if self._complete_frame is not None:
+                whole, self._complete_frame = self._complete_frame, None
                 self._serve(*whole)
             elif self._unserved is not None:
                 unserved, self._unserved = self._unserved, None
-                self._split(unserved)
+                self._serve_frames(unserved)
         except Exception as error:
             if not isinstance(error, ProtocolViolation):
                 _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
@@ -666,7 +666,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._unserved is None and self._unserved_bytes:
                 self._release_unserved()
         now = self._turns.clock()
-        self._spend(now - self._began, now)
+        self._charge(now - self._began, now)
 
     def _is_in_doubt(self) -> bool:
         """Whether the client may be gone, which the first response would show."""
@@ -677,8 +677,8 @@ class Connection(asyncio.BufferedProtocol):
         return self._has_ended or is_silent
 
     def _forget_unserved(self) -> None:
-        if self._whole is not None:
-            (_, buffer), self._whole = self._whole, None
+        if self._complete_frame is not None:
+            (_, buffer), self._complete_frame = self._complete_frame, None
             self._release(buffer)
         self._unserved = None
         if self._unserved_bytes:
@@ -686,7 +686,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- turns ----------------------------------------------------------------------------------------------
 
-    def _spend(self, cost_s: float, now: float, *, is_light: bool = False) -> None:
+    def _charge(self, cost_s: float, now: float, *, is_light: bool = False) -> None:
         """Charge the client for the work done; it may have to wait for its turn now."""
         if self._transport is not None and self._turns.spend(self._flow, cost_s, now, is_light=is_light):
             self._awaits_turn = True
@@ -730,8 +730,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._promises:
             promise = Promise()
             self._promises.append(promise)
-            promise.keep(buffers)
-            self._hold_back(promise)
+            promise.resolve(buffers)
+            self._count_held_back(promise)
         else:
             self._ready += buffers
         for buffer in buffers:
@@ -742,7 +742,7 @@ class Connection(asyncio.BufferedProtocol):
         elif not self._gathering:
             self._flush_soon()
 
-    def _hold_back(self, promise: Promise) -> None:
+    def _count_held_back(self, promise: Promise) -> None:
         """Count the last response towards the memory of clients if it waits behind one that is not ready."""
         if self._promises and self._promises[-1] is promise and promise.buffers is not None:
             parts = promise.buffers.parts if isinstance(promise.buffers, Stream) else promise.buffers
@@ -751,15 +751,15 @@ class Connection(asyncio.BufferedProtocol):
 
     def _promise_kept(self) -> None:
         # One commit keeps many promises; wait for the others of this turn of the loop.
-        if not self._flush_is_due and self._promises and self._promises[0].is_kept:
+        if not self._flush_is_due and self._promises and self._promises[0].is_resolved:
             self._flush_soon()
 
     def _flush_soon(self) -> None:
         if not self._flush_is_due:
             self._flush_is_due = True
-            self._loop.call_soon(self._flush_due)
+            self._loop.call_soon(self._flush_scheduled)
 
-    def _flush_due(self) -> None:
+    def _flush_scheduled(self) -> None:
         self._flush_is_due = False
         self._flush_responses()
 
@@ -771,7 +771,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._outgoing:
             self._unsent_bytes = 0
             # A request was often only promised a response, or parked.
-            if self._ready or (self._promises and self._promises[0].is_kept):
+            if self._ready or (self._promises and self._promises[0].is_resolved):
                 self._send_ready(transport)
         self._adjust_reading()
         if self._draining:
@@ -782,7 +782,7 @@ class Connection(asyncio.BufferedProtocol):
         promises = self._promises
         is_stored = False
         kept_bytes = held_bytes = 0
-        while promises and promises[0].is_kept:
+        while promises and promises[0].is_resolved:
             promise = promises.popleft()
             kept_bytes += promise.cost_bytes
             held_bytes += promise.held_bytes
@@ -832,7 +832,7 @@ class Connection(asyncio.BufferedProtocol):
         if cost_s:
             self._began += now - began
             is_light = sent_bytes <= LIGHT_RESPONSE_BYTES and not (self._outgoing or self._has_unserved)
-            self._spend(cost_s, now, is_light=is_light)
+            self._charge(cost_s, now, is_light=is_light)
             if self._outgoing and not self._write_paused:
                 self._await_turn()
 
@@ -856,12 +856,12 @@ class Connection(asyncio.BufferedProtocol):
             self._count_unread(transport.get_write_buffer_size())
         if self.presence.has_undelivered:
             # The transport writes at the end of this turn of the loop.
-            self._loop.call_soon(self._note_delivered)
+            self._loop.call_soon(self._check_delivered)
 
-    def _note_delivered(self) -> None:
+    def _check_delivered(self) -> None:
         """Check whether all responses have been sent."""
         transport = self._transport
-        if transport is None or self._ready or self._outgoing or any(promise.is_kept for promise in self._promises):
+        if transport is None or self._ready or self._outgoing or any(promise.is_resolved for promise in self._promises):
             return
         # A reset transport has discarded what it could not write.
         if not transport.is_closing() and not transport.get_write_buffer_size():
@@ -898,7 +898,7 @@ class Connection(asyncio.BufferedProtocol):
             or self._awaits_turn
             or (self._flow.under_way_bytes and not self._turns.may_promise(self._flow))
             or self._unserved is not None
-            or self._whole is not None
+            or self._complete_frame is not None
             or len(self._promises) >= RESPONSES_WAITING_MAX
         )
         if no_room:

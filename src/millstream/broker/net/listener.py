@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
 BACKLOG = 4096
-LOOK_FOR_GONE_MIN: Final = 256
+GONE_CHECK_MIN: Final = 256
 """The minimum number of new connections between two searches for waiting connections that their clients have reset.
 Without a search, such a connection would notice the reset only at its turn, and would be counted until then."""
 CROWD_MAX: Final = 1024
@@ -109,7 +109,7 @@ class Listener:
         self._trimmer = Trimmer()
         self._traffic_bytes = 0
         """The counts of `traffic` at the last sweep."""
-        self._look_for_gone_at = LOOK_FOR_GONE_MIN
+        self._check_gone_at = GONE_CHECK_MIN
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self.connections: set[Connection] = set()
@@ -117,7 +117,7 @@ class Listener:
         self._accepting: list[socket.socket] = []
         """Sockets whose connections begin with a handshake of TLS."""
         self._by_address: Counter[str] = Counter()
-        self._unknown: Counter[str] = Counter()
+        self._unidentified: Counter[str] = Counter()
         """Connections by address whose clients have to authenticate and have not yet."""
         self.traffic = Traffic()
 
@@ -130,7 +130,7 @@ class Listener:
             loop.add_reader(listening, self._accept, listening, door)
         handles = () if door.tls is not None else (listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1)))
         for handle in handles:
-            server = await loop.create_server(partial(self._connection, door), sock=handle, backlog=BACKLOG)
+            server = await loop.create_server(partial(self._create_protocol, door), sock=handle, backlog=BACKLOG)
             self._servers.append(server)
         if self._sweep is None:
             self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
@@ -189,22 +189,22 @@ class Listener:
         yield counter("millstream_received_bytes_total", "Bytes received from clients.", traffic.bytes_in)
         yield counter("millstream_sent_bytes_total", "Bytes sent to clients.", traffic.bytes_out)
 
-    def _connection(self, door: Door) -> asyncio.BaseProtocol:
+    def _create_protocol(self, door: Door) -> asyncio.BaseProtocol:
         if self._is_full:
             self.traffic.connections_refused += 1
             return _Refused()
-        connection = self._make(door)
+        connection = self._create_connection(door)
         connection.opened = partial(self._count, door)
-        self._opened(connection)
+        self._add_connection(connection)
         return connection
 
     @property
     def _is_full(self) -> bool:
         return len(self.connections) + len(self._handshakes) >= self.connections_max
 
-    def _make(self, door: Door) -> Connection:
+    def _create_connection(self, door: Door) -> Connection:
         connection = Connection(
-            door.service, door.limits, self._budget, self.traffic, self._closed, self._turns, self._hangups
+            door.service, door.limits, self._budget, self.traffic, self._on_closed, self._turns, self._hangups
         )
         connection.listener = door.name
         if door.deadline_s is not None:
@@ -214,7 +214,7 @@ class Listener:
     def _count(self, door: Door, connection: Connection) -> None:
         """Count a connection that has begun, and close it if its address has too many."""
         is_allowed = self._may_enter(connection.host, door)
-        self._enter(connection, connection.host, door)
+        self._count_address(connection, connection.host, door)
         if not is_allowed:
             self.traffic.connections_refused += 1
             connection.abort()
@@ -222,28 +222,28 @@ class Listener:
     def _may_enter(self, host: str, door: Door) -> bool:
         if not door.is_limited:
             return True
-        return self._by_address[host] < self.per_address_max and self._unknown[host] < UNKNOWN_PER_ADDRESS_MAX
+        return self._by_address[host] < self.per_address_max and self._unidentified[host] < UNKNOWN_PER_ADDRESS_MAX
 
-    def _enter(self, connection: Connection, host: str, door: Door) -> None:
+    def _count_address(self, connection: Connection, host: str, door: Door) -> None:
         """Count a connection for its address, as unauthenticated until it authenticates or its handshake is over."""
         if not door.is_limited:
             return
         connection.counted_as = host
         self._by_address[host] += 1
         if door.deadline_s is not None or door.tls is not None:
-            self._unknown[host] += 1
-            connection.known = self._known
+            self._unidentified[host] += 1
+            connection.known = self._count_identified
 
-    def _leave(self, connection: Connection) -> None:
+    def _uncount_address(self, connection: Connection) -> None:
         if connection.known is not None:
-            self._known(connection)
+            self._count_identified(connection)
         if connection.counted_as:
-            _take_one(self._by_address, connection.counted_as)
+            _decrease(self._by_address, connection.counted_as)
             connection.counted_as = ""
 
-    def _opened(self, connection: Connection) -> None:
+    def _add_connection(self, connection: Connection) -> None:
         self.connections.add(connection)
-        if len(self.connections) >= self._look_for_gone_at:
+        if len(self.connections) >= self._check_gone_at:
             self._close_gone()
         self._all_closed.clear()
 
@@ -254,15 +254,15 @@ class Listener:
         for descriptor in gone:
             waiting[descriptor].abort()
         left = len(self.connections) - len(gone)
-        self._look_for_gone_at = _next_look(left)
+        self._check_gone_at = _next_gone_check(left)
 
-    def _known(self, connection: Connection) -> None:
+    def _count_identified(self, connection: Connection) -> None:
         connection.known = None
-        _take_one(self._unknown, connection.counted_as)
+        _decrease(self._unidentified, connection.counted_as)
 
-    def _closed(self, connection: Connection) -> None:
+    def _on_closed(self, connection: Connection) -> None:
         self.connections.discard(connection)
-        self._leave(connection)
+        self._uncount_address(connection)
         if not self.connections:
             self._all_closed.set()
 
@@ -295,10 +295,10 @@ class Listener:
             asyncio.get_running_loop().add_reader(listening, self._accept, listening, door)
 
     async def _shake_hands(self, accepted: socket.socket, host: str, door: Door) -> None:
-        connection = self._make(door)
-        connection.opened = partial(self._shaken, door)
+        connection = self._create_connection(door)
+        connection.opened = partial(self._on_handshake_done, door)
         accepted.setblocking(False)
-        self._enter(connection, host, door)
+        self._count_address(connection, host, door)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection, accepted, ssl=door.tls, ssl_handshake_timeout=HANDSHAKE_S
@@ -312,12 +312,12 @@ class Listener:
             _logger.warning("TLS handshake failed", extra=extra)
         finally:
             if connection not in self.connections:
-                self._leave(connection)
+                self._uncount_address(connection)
 
-    def _shaken(self, door: Door, connection: Connection) -> None:
-        self._opened(connection)
+    def _on_handshake_done(self, door: Door, connection: Connection) -> None:
+        self._add_connection(connection)
         if door.deadline_s is None and connection.known is not None:
-            self._known(connection)
+            self._count_identified(connection)
 
     def _sweep_connections(self) -> None:
         loop = asyncio.get_running_loop()
@@ -331,19 +331,19 @@ class Listener:
             elif connection.is_idle and now - connection.last_activity > self._idle_s:
                 connection.abort()
         # Connections have closed since the last search, so the next one is due at a lower number.
-        self._look_for_gone_at = min(self._look_for_gone_at, _next_look(len(self.connections)))
+        self._check_gone_at = min(self._check_gone_at, _next_gone_check(len(self.connections)))
         traffic_bytes = self.traffic.bytes_in + self.traffic.bytes_out
         self._trimmer.trim_if_grown(traffic_bytes - self._traffic_bytes)
         self._traffic_bytes = traffic_bytes
         self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
 
 
-def _next_look(connections: int) -> int:
+def _next_gone_check(connections: int) -> int:
     """Return the number of connections at which to search again; rare enough to add little cost to each new one."""
-    return connections + max(LOOK_FOR_GONE_MIN, connections // 16)
+    return connections + max(GONE_CHECK_MIN, connections // 16)
 
 
-def _take_one(counter: Counter[str], key: str) -> None:
+def _decrease(counter: Counter[str], key: str) -> None:
     counter[key] -= 1
     if counter[key] <= 0:
         del counter[key]
@@ -361,7 +361,7 @@ def bind(host: str, port: int, *, flag: str, listening: bool = True) -> socket.s
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise _taken(host, port, flag, error) from error
+        raise _address_taken_error(host, port, flag, error) from error
     if listening:
         listen(bound, flag=flag)
     bound.setblocking(False)
@@ -391,10 +391,10 @@ def listen(bound: socket.socket, *, flag: str) -> None:
     except OSError as error:
         host, port = bound.getsockname()[:2]
         bound.close()
-        raise _taken(host, port, flag, error) from error
+        raise _address_taken_error(host, port, flag, error) from error
 
 
-def _taken(host: str, port: int, flag: str, error: OSError) -> AddressTaken:
+def _address_taken_error(host: str, port: int, flag: str, error: OSError) -> AddressTaken:
     return AddressTaken(
         f"cannot listen on {host}:{port} ({error.strerror}); give another address with --{flag} HOST:PORT"
     )

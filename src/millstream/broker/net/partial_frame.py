@@ -53,7 +53,7 @@ class PartialFrame:
         self._filled = len(start)
         self.size = size
         self.since = now
-        self.buffer = self._room(may_grow=budget.has_room_to_grow)
+        self.buffer = self._allocate(may_grow=budget.has_room_to_grow)
         self.buffer[: self._filled] = start
 
     @property
@@ -73,11 +73,11 @@ class PartialFrame:
 
     def grow(self) -> None:
         """Continue in a larger buffer; a new one, because the transport may still hold a view of this one."""
-        before, self.buffer = self.buffer, self._room(may_grow=True)
+        before, self.buffer = self.buffer, self._allocate(may_grow=True)
         self.buffer[: self._filled] = before
         release_buffer(self._budget, before)
 
-    def _room(self, *, may_grow: bool) -> bytearray:
+    def _allocate(self, *, may_grow: bool) -> bytearray:
         """Return a buffer for four times the received bytes, if there is memory for it."""
         filled = self._filled
         size = min(self.size, max(FRAME_BYTES_MIN, 4 * filled if may_grow else filled + 1))

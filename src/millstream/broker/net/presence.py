@@ -116,7 +116,7 @@ class Hangups:
             return
         if self._poll is None:
             self._poll = select.epoll()
-            asyncio.get_running_loop().add_reader(self._poll.fileno(), self._ended)
+            asyncio.get_running_loop().add_reader(self._poll.fileno(), self._on_ended)
         self._watched[descriptor] = hung_up
         self._poll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
 
@@ -136,7 +136,7 @@ class Hangups:
             self._poll.close()
             self._poll = None
 
-    def _ended(self) -> None:
+    def _on_ended(self) -> None:
         if self._poll is None:
             return
         for descriptor, _ in self._poll.poll(0):

@@ -47,57 +47,57 @@ EncodedResponse = Buffers | Stream
 
 
 class Promise:
-    """A place in the order of a connection's responses, which is filled by `keep`."""
+    """A place in the order of a connection's responses, which `resolve` fills."""
 
-    __slots__ = ("_latency", "_started", "buffers", "cost_bytes", "held_bytes", "is_kept", "on_kept")
+    __slots__ = ("_latency", "_started", "buffers", "cost_bytes", "held_bytes", "is_resolved", "on_resolved")
 
     def __init__(self) -> None:
         self.buffers: EncodedResponse | None = None
-        self.is_kept = False
+        self.is_resolved = False
         self.cost_bytes = 0
         """The size that the request counts as until its response is sent."""
         self.held_bytes = 0
         """The size that the response counts as while it waits behind others."""
-        self.on_kept: Callable[[], None] | None = None
-        """Called once, as soon as the promise is kept."""
+        self.on_resolved: Callable[[], None] | None = None
+        """Called once, as soon as the promise is resolved."""
         self._latency: Histogram | None = None
         self._started = 0.0
 
     def observe(self, latency: Histogram, started: float) -> None:
-        """Measure the time from `started` (of `time.perf_counter`) until the promise is kept."""
+        """Measure the time from `started` (of `time.perf_counter`) until the promise is resolved."""
         self._latency = latency
         self._started = started
 
-    def keep(self, buffers: EncodedResponse | None) -> None:
+    def resolve(self, buffers: EncodedResponse | None) -> None:
         """Set the response; None means that the client expects none."""
         self.buffers = buffers
-        self.is_kept = True
+        self.is_resolved = True
         if self._latency is not None:
             self._latency.observe(time.perf_counter() - self._started)
-        if self.on_kept is not None:
-            self.on_kept()
+        if self.on_resolved is not None:
+            self.on_resolved()
 
     def __await__(self) -> Generator[Any, None, EncodedResponse | None]:
         """Wait for the response in a task."""
-        if not self.is_kept:
+        if not self.is_resolved:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.on_kept = lambda: None if waiter.done() else waiter.set_result(None)
+            self.on_resolved = lambda: None if waiter.done() else waiter.set_result(None)
             yield from waiter
         return self.buffers
 
 
 class Parked(Promise):
-    """A promise that waits for others: the connection serves no further request until it is kept."""
+    """A promise that waits for others: the connection serves no further request until it is resolved."""
 
     __slots__ = ()
 
     def abandon(self) -> None:
-        """Keep the promise without a response, unless it is kept: the client has left."""
+        """Resolve the promise without a response, unless it is resolved already: the client has left."""
         raise NotImplementedError
 
 
 def promise_of(future: asyncio.Future[Buffers | None], fail: Callable[[BaseException], None]) -> Promise:
-    """Return a promise that a future keeps; call `fail` with its error otherwise."""
+    """Return a promise that a future resolves; call `fail` with its error otherwise."""
     promise = Promise()
 
     def settle(done: asyncio.Future[Buffers | None]) -> None:
@@ -107,7 +107,7 @@ def promise_of(future: asyncio.Future[Buffers | None], fail: Callable[[BaseExcep
         if error is not None:
             fail(error)
         else:
-            promise.keep(done.result())
+            promise.resolve(done.result())
 
     future.add_done_callback(settle)
     return promise

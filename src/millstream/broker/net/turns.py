@@ -128,7 +128,7 @@ class Turns:
         """Addresses with a waiting connection."""
         self._floor_s = 0.0
         self._order = count()
-        self._is_due = False
+        self._is_scheduled = False
         self._round_at = 0.0
         self.spent_s = 0.0
         """What was used since the last round."""
@@ -227,14 +227,14 @@ class Turns:
         self._run_soon()
 
     def _run_soon(self) -> None:
-        if not self._is_due:
-            self._is_due = True
+        if not self._is_scheduled:
+            self._is_scheduled = True
             self._round_at = self.clock()
-            asyncio.get_running_loop().call_soon(self._run)
+            asyncio.get_running_loop().call_soon(self._run_round)
 
-    def _run(self) -> None:
+    def _run_round(self) -> None:
         """Give the turns of one round."""
-        self._is_due = False
+        self._is_scheduled = False
         self.spent_s = self._begun_s = 0.0
         self._adapt(self.clock() - self._round_at)
         left = self.waiting
@@ -242,7 +242,7 @@ class Turns:
         try:
             # Limited by time, since a connection that has little to do, or has left, uses a fraction of a quantum.
             while left and self._queue:
-                flow = self._next()
+                flow = self._next_flow()
                 if flow is not None:
                     left -= 1
                     self.given += 1
@@ -253,9 +253,9 @@ class Turns:
             if self._queue:
                 self._run_soon()
 
-    def _next(self) -> Flow | None:
+    def _next_flow(self) -> Flow | None:
         _, _, address = heappop(self._queue)
-        flow = self._next_of(address)
+        flow = self._next_flow_of(address)
         if flow is not None:
             self._floor_s = max(self._floor_s, address.used_s)
         if address.has_waiting:
@@ -263,7 +263,7 @@ class Turns:
             heappush(self._queue, (max(address.used_s, self._floor_s) + QUANTUM_S, next(self._order), address))
         return flow
 
-    def _next_of(self, address: _Address) -> Flow | None:
+    def _next_flow_of(self, address: _Address) -> Flow | None:
         while address.has_waiting:
             flow = address.pop_waiting()
             if flow.is_waiting:

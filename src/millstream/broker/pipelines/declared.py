@@ -36,9 +36,9 @@ def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
         return
     for other in declared:
         theirs = _land_settings(other) if other.name != pipeline.name else None
-        if theirs is None or _place(theirs) != _place(settings):
+        if theirs is None or _lake_url(theirs) != _lake_url(settings):
             continue
-        for topic in _shared(settings, theirs):
+        for topic in _shared_topics(settings, theirs):
             raise InvalidPipeline(
                 f"{topic} is already landed by pipeline {other.name!r}, and a table has one pipeline: change that one "
                 f"(`millstream pipeline update {other.name} --set …`), or give this one its own place (`lake`)"
@@ -54,11 +54,11 @@ def _land_settings(pipeline: Pipeline) -> LandSettings | None:
     return settings if isinstance(settings, LandSettings) else None
 
 
-def _place(settings: LandSettings) -> str:
+def _lake_url(settings: LandSettings) -> str:
     return settings.lake.rstrip("/")
 
 
-def _shared(one: LandSettings, other: LandSettings) -> Iterable[str]:
+def _shared_topics(one: LandSettings, other: LandSettings) -> Iterable[str]:
     if one.pattern and one.pattern == other.pattern:
         return [f"What fits {one.pattern!r}"]
     named = one.topic_names or other.topic_names
@@ -84,7 +84,7 @@ class Pipelines(NamedHolder[Pipeline]):
 
     async def find(self, name: str) -> Pipeline:
         """Return the pipeline of this name, asking the catalog if another node may have just declared it."""
-        return self._by_name.get(name) or await self._declared(name)
+        return self._by_name.get(name) or await self._read(name)
 
     @finishing
     async def create(
@@ -161,12 +161,12 @@ class Pipelines(NamedHolder[Pipeline]):
 
     async def start(self, name: str, *, owner: Owner | None = None) -> Pipeline:
         """Start a pipeline; one that was parked is retried."""
-        return await self._want(name, True, owner, "started")
+        return await self._set_wanted(name, True, owner, "started")
 
     async def stop(self, name: str, *, owner: Owner | None = None) -> Pipeline:
-        return await self._want(name, False, owner, "stopped")
+        return await self._set_wanted(name, False, owner, "stopped")
 
-    async def _want(self, name: str, is_wanted: bool, owner: Owner | None, description: str) -> Pipeline:
+    async def _set_wanted(self, name: str, is_wanted: bool, owner: Owner | None, description: str) -> Pipeline:
         def changed(now: Pipeline) -> Pipeline:
             return dataclasses.replace(now, is_wanted=is_wanted, parked="", owner=owner or now.owner)
 
@@ -253,7 +253,7 @@ class Pipelines(NamedHolder[Pipeline]):
     async def delete(self, name: str) -> Pipeline:
         """Delete a pipeline durably."""
         async with self._changing:
-            found = await self._declared(name)
+            found = await self._read(name)
             await self._delete(Catalog.delete_pipeline, found)
         _logger.info("pipeline deleted", extra={"pipeline": name})
         self._notify()
@@ -262,7 +262,7 @@ class Pipelines(NamedHolder[Pipeline]):
     @finishing
     async def _alter(self, name: str, change: Callable[[Pipeline], Pipeline], description: str) -> Pipeline:
         async with self._changing:
-            found = await self._declared(name)
+            found = await self._read(name)
             stored = await self._declarations.change(Catalog.alter_pipeline, found.pipeline_id, change)
             is_new = self._by_name.get(name) != stored
             self._by_name[name] = stored
@@ -271,7 +271,7 @@ class Pipelines(NamedHolder[Pipeline]):
             self._notify()
         return stored
 
-    async def _declared(self, name: str) -> Pipeline:
+    async def _read(self, name: str) -> Pipeline:
         """Read a pipeline from the catalog."""
         found = await self._declarations.call(Catalog.pipeline_named, name)
         if found is None:

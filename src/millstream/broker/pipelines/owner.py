@@ -84,7 +84,7 @@ class ElectedOwner:
         backoff = Backoff(self._random)
         while True:
             try:
-                self._revision = await self._win()
+                self._revision = await self._acquire()
                 _logger.info("this node runs the pipelines")
                 backoff.reset()
                 self._notify()
@@ -109,7 +109,7 @@ class ElectedOwner:
             # The key expires with this node's session.
             _logger.debug("the ownership of pipelines could not be released", extra={"error": str(error)})
 
-    async def _win(self) -> int:
+    async def _acquire(self) -> int:
         """Wait until the key is free and create it; return its revision."""
         view, me = self._view, self._me
         while True:

@@ -37,10 +37,10 @@ class PipelineAdvice:
         """Return the hints, a sentence each."""
         with suppress(MillstreamError):
             # The declaration of an older node may not be readable here.
-            return [*self._missing(pipeline), *_unused(pipeline), *self._loops(pipeline)]
+            return [*self._missing_notes(pipeline), *_unused_notes(pipeline), *self._loop_notes(pipeline)]
         return []
 
-    def _missing(self, pipeline: Pipeline) -> Iterator[str]:
+    def _missing_notes(self, pipeline: Pipeline) -> Iterator[str]:
         if not pipeline.settings.names_every_topic:
             return
         missing = [name for name in pipeline.flows() if self._topics.get(name) is None]
@@ -50,11 +50,11 @@ class PipelineAdvice:
         if len(missing) > NAMED_MAX:
             yield f"{len(missing) - NAMED_MAX} more of its topics do not exist yet either."
 
-    def _loops(self, pipeline: Pipeline) -> Iterator[str]:
+    def _loop_notes(self, pipeline: Pipeline) -> Iterator[str]:
         routes = _routes([*(one for one in self._pipelines.all() if one.name != pipeline.name), pipeline])
         for topic, targets in pipeline.flows().items():
             for target in sorted(targets):
-                path = _path(routes, target, topic)
+                path = _find_path(routes, target, topic)
                 if path is not None:
                     round_trip = [topic, *path]
                     steps = zip(round_trip, path, strict=False)
@@ -66,7 +66,7 @@ class PipelineAdvice:
                     return
 
 
-def _unused(pipeline: Pipeline) -> Iterator[str]:
+def _unused_notes(pipeline: Pipeline) -> Iterator[str]:
     for setting, name, reads in pipeline.settings.unused_names():
         yield f"The statement does not read {name!r}, which `{setting}` names{suggestion(name, reads) or '.'}"
 
@@ -80,7 +80,7 @@ def _routes(pipelines: Iterable[Pipeline]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _path(routes: Routes, start: str, goal: str) -> list[str] | None:
+def _find_path(routes: Routes, start: str, goal: str) -> list[str] | None:
     """Return the topics from one to another, both included; None if messages do not get there."""
     before: dict[str, str | None] = {start: None}
     waiting = [start]
@@ -125,7 +125,7 @@ class LandedBoard:
         self._pipelines = pipelines
         self._topics = topics
         self._landings: dict[UUID, Landing] = {}
-        self._of_topic: dict[str, list[Landing]] = {}
+        self._by_topic: dict[str, list[Landing]] = {}
         """The pipelines that land a topic, by name; cached until pipelines or topics change."""
         self._topics_version = -1
 
@@ -159,23 +159,23 @@ class LandedBoard:
         if not partition.is_leader:
             # Only the leader knows; followers start where it does.
             return partition.log_start
-        landed = [one.landed.get(topic.topic_id, {}).get(place.partition, 0) for one in self._landing(place.topic)]
+        landed = [one.landed.get(topic.topic_id, {}).get(place.partition, 0) for one in self._landings_of(place.topic)]
         return min(landed, default=0)
 
-    def _landing(self, topic: str) -> list[Landing]:
+    def _landings_of(self, topic: str) -> list[Landing]:
         """Return the pipelines that land a topic; patterns are matched once per topic."""
         if self._topics_version != self._topics.version:
-            self._of_topic.clear()
+            self._by_topic.clear()
             self._topics_version = self._topics.version
-        found = self._of_topic.get(topic)
+        found = self._by_topic.get(topic)
         if found is None:
-            found = self._of_topic[topic] = [one for one in self._landings.values() if one.takes(topic)]
+            found = self._by_topic[topic] = [one for one in self._landings.values() if one.takes(topic)]
         return found
 
     def _read(self) -> None:
         """Follow the declared pipelines, keeping reports of those that still land in the same place."""
         before, self._landings = self._landings, {}
-        self._of_topic.clear()
+        self._by_topic.clear()
         for pipeline in self._pipelines.all():
             try:
                 settings = pipeline.settings
@@ -284,7 +284,7 @@ class PipelineBoard:
         """Replace the reports of jobs, which have their own drivers."""
         self._job_reports = {report.name: report for report in reports}
 
-    def _known(self) -> dict[str, PipelineReport]:
+    def _all_reports(self) -> dict[str, PipelineReport]:
         return {**self._reports, **self._job_reports}
 
     def take_lags(self, lags: Mapping[str, int]) -> None:
@@ -293,12 +293,12 @@ class PipelineBoard:
 
     def lag(self, pipeline: str) -> int | None:
         """Return the lag of a pipeline, if known here."""
-        found = self._known().get(pipeline)
+        found = self._all_reports().get(pipeline)
         return self._lags.get(pipeline, None if found is None else found.lag)
 
     def describe(self, pipeline: str) -> dict[str, Any] | None:
         """Return the report of a pipeline, if it runs here."""
-        found = self._known().get(pipeline)
+        found = self._all_reports().get(pipeline)
         return None if found is None else {**msgspec.structs.asdict(found), "lag": self.lag(pipeline)}
 
     def metrics(self) -> Iterable[Metric]:
@@ -318,7 +318,7 @@ class PipelineBoard:
                 "Messages that a pipeline has not read yet, whether or not it is running.",
                 [_sample(name, lag) for name, lag in lags if lag is not None],
             )
-        known = self._known()
+        known = self._all_reports()
         if known:
             yield from self._metrics_of_the_driver(list(known.values()))
 

@@ -115,11 +115,11 @@ class ChildPool:
         while self._idle:
             worker, timer = self._idle.pop()
             timer.cancel()
-            await _end(worker)
+            await _kill(worker)
         await asyncio.gather(*self._ending)
 
     async def _exchange(self, body: bytes, limit_s: float) -> bytes:
-        worker, is_new = await self._take()
+        worker, is_new = await self._acquire()
         is_done = False
         try:
             if is_new:
@@ -133,9 +133,9 @@ class ChildPool:
             raise ChildDied from None
         finally:
             if is_done and not self._is_closed:
-                self._keep(worker)
+                self._release(worker)
             else:
-                self._dismiss(worker)
+                self._discard(worker)
         return response
 
     async def _wait_until_started(self, process: Process) -> None:
@@ -152,14 +152,14 @@ class ChildPool:
             f"the process that examines {self._noun} {problem}; the machine may be overloaded: retry later"
         )
 
-    async def _take(self) -> tuple[_Worker, bool]:
+    async def _acquire(self) -> tuple[_Worker, bool]:
         """Return a worker, and whether it is still starting."""
         while self._idle:
             worker, timer = self._idle.pop()
             timer.cancel()
             if worker.process.returncode is None:
                 return worker, False
-            self._dismiss(worker)
+            self._discard(worker)
         folder = tempfile.mkdtemp(prefix="millstream-schemas-")
         kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         # In its own session, so that Ctrl-C in a terminal reaches only the broker; without the secrets that the
@@ -176,16 +176,16 @@ class ChildPool:
         )
         return _Worker(process, folder), True
 
-    def _keep(self, worker: _Worker) -> None:
+    def _release(self, worker: _Worker) -> None:
         timer = asyncio.get_running_loop().call_later(self._idle_s, self._expire, worker)
         self._idle.append((worker, timer))
 
     def _expire(self, worker: _Worker) -> None:
         self._idle = [kept for kept in self._idle if kept[0] is not worker]
-        self._dismiss(worker)
+        self._discard(worker)
 
-    def _dismiss(self, worker: _Worker) -> None:
-        ending = asyncio.ensure_future(_end(worker))
+    def _discard(self, worker: _Worker) -> None:
+        ending = asyncio.ensure_future(_kill(worker))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
@@ -206,7 +206,7 @@ async def _read_message(process: Process) -> bytes:
     return await process.stdout.readexactly(size)
 
 
-async def _end(worker: _Worker) -> None:
+async def _kill(worker: _Worker) -> None:
     with suppress(ProcessLookupError):
         worker.process.kill()
     await worker.process.wait()

@@ -77,35 +77,39 @@ class SchemaExaminer:
 
     async def parse(self, schema: SchemaText) -> ParsedTexts:
         """Return the canonical and the normalized text of a schema; raise `SchemaRegistryError` if it is invalid."""
-        canonical, normalized = await self._ask(ParseRequest(schema))
+        canonical, normalized = await self._send_request(ParseRequest(schema))
         return ParsedTexts(canonical, normalized)
 
     async def check(self, schema: SchemaText, earlier: Sequence[SchemaText], level: str) -> Sequence[str]:
         """Return why a schema is incompatible with earlier ones, given newest first."""
-        return await self._ask(CheckRequest(schema, earlier, level)) if earlier and level != "NONE" else ()
+        return await self._send_request(CheckRequest(schema, earlier, level)) if earlier and level != "NONE" else ()
 
     async def render(self, schema: SchemaText, wanted: str) -> str:
         """Return a schema in another format."""
-        (text,) = await self._ask(RenderRequest(schema, wanted))
+        (text,) = await self._send_request(RenderRequest(schema, wanted))
         return text
 
     async def close(self) -> None:
         """End the processes."""
         await self._children.close()
 
-    async def _ask(self, request: Request) -> Sequence[str]:
+    async def _send_request(self, request: Request) -> Sequence[str]:
         body = msgspec.msgpack.encode(request)
         if len(body) > MESSAGE_BYTES_MAX:
-            raise _invalid(f"a schema with its references and earlier versions takes over {MESSAGE_BYTES_MAX} bytes")
+            raise _invalid_schema_error(
+                f"a schema with its references and earlier versions takes over {MESSAGE_BYTES_MAX} bytes"
+            )
         try:
             response = msgspec.msgpack.decode(await self._children.ask(body), type=WorkerResponse)
         except ChildTimedOut:
             limit_s = self._children.response_s
-            raise _invalid(f"the schema could not be examined within {limit_s:.0f} s; simplify it") from None
+            raise _invalid_schema_error(
+                f"the schema could not be examined within {limit_s:.0f} s; simplify it"
+            ) from None
         except ChildDied:
-            raise _invalid("the schema takes too much memory to examine; simplify it") from None
+            raise _invalid_schema_error("the schema takes too much memory to examine; simplify it") from None
         if response.invalid is not None:
-            raise _invalid(response.invalid)
+            raise _invalid_schema_error(response.invalid)
         return response.texts
 
 
@@ -216,11 +220,11 @@ class SchemaRegistry:
 
     def versions(self, subject: QualifiedSubject) -> Registered:
         """Return the versions of a subject, or of the one that it is an alias of."""
-        return self.held(self._aliased(subject))
+        return self.held(self._resolve_alias(subject))
 
     async def find_versions(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
         """Return the versions of a subject; raise the error of an unknown subject."""
-        return await self._find_held(self._aliased(subject), deleted=deleted)
+        return await self._find_held(self._resolve_alias(subject), deleted=deleted)
 
     async def _find_held(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
         found = self.held(subject)
@@ -233,17 +237,17 @@ class SchemaRegistry:
 
     async def find_version(self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False) -> SubjectVersion:
         """Return one version of a subject: a number, or `latest`."""
-        return await self._find_held_version(self._aliased(subject), wanted, deleted=deleted)
+        return await self._find_held_version(self._resolve_alias(subject), wanted, deleted=deleted)
 
     async def _find_held_version(
         self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False
     ) -> SubjectVersion:
         number = parse_version(wanted)
         found = await self._find_held(subject, deleted=deleted)
-        chosen = _choose(found.select(deleted=deleted), number)
+        chosen = _select_version(found.select(deleted=deleted), number)
         if chosen is None:
             await self.load()
-            chosen = _choose(self.held(subject).select(deleted=deleted), number)
+            chosen = _select_version(self.held(subject).select(deleted=deleted), number)
         if chosen is None:
             raise SchemaRegistryError(f"Version {wanted} not found.", code=RegistryCode.VERSION_NOT_FOUND)
         return chosen
@@ -340,7 +344,7 @@ class SchemaRegistry:
 
     async def lookup(self, subject: QualifiedSubject, new: NewSchema, *, deleted: bool = False) -> SubjectVersion:
         """Find the version of a subject that has a schema; one without a context may be in any that has it."""
-        subject = self._aliased(subject)
+        subject = self._resolve_alias(subject)
         try:
             return await self._lookup_held(subject, new, deleted=deleted)
         except SchemaRegistryError as error:
@@ -363,16 +367,16 @@ class SchemaRegistry:
 
     async def register(self, subject: QualifiedSubject, new: NewSchema) -> SubjectVersion:
         """Register a schema as the next version of a subject, unless one of its versions has it already."""
-        subject = self._aliased(subject)
+        subject = self._resolve_alias(subject)
         check_subject(subject, is_named=True)
-        parsed = await self._parse(subject, await self._filled(subject, new))
+        parsed = await self._parse(subject, await self._with_latest_text(subject, new))
         for _attempt in range(ATTEMPTS_MAX):
             since = self._last
             versions = self.held(subject)
             is_import = self.mode(subject) in (IMPORT, FORWARD)
             next_version = versions[-1].version + 1 if versions else 1
-            content = parsed if is_import else self._completed(subject, parsed, versions.live)
-            found = await self._registered(subject, new, parsed, content)
+            content = parsed if is_import else self._complete(subject, parsed, versions.live)
+            found = await self._find_registered(subject, new, parsed, content)
             if found is not None:
                 return found
             self._check_mode(subject, new)
@@ -384,7 +388,7 @@ class SchemaRegistry:
                     content = dataclasses.replace(content, metadata=metadata)
                 await self._check_registration(subject, content, versions)
                 if new.version not in (None, -1, next_version):
-                    raise _invalid("Version is not one more than previous version")
+                    raise _invalid_schema_error("Version is not one more than previous version")
             version = next_version if new.version in (None, -1) else new.version
             deleted = [one for one in versions if one.is_deleted and not self._referrers.get((subject, one.version))]
             work = _registration(
@@ -404,7 +408,7 @@ class SchemaRegistry:
             f"subject {str(subject)!r} is being changed by too many clients; retry", code=RegistryCode.STORE_FAILED
         )
 
-    async def _filled(self, subject: QualifiedSubject, new: NewSchema) -> NewSchema:
+    async def _with_latest_text(self, subject: QualifiedSubject, new: NewSchema) -> NewSchema:
         """Take the text of the latest version for a schema without one, which changes only metadata or rules."""
         if new.content.text.strip():
             return new
@@ -415,7 +419,7 @@ class SchemaRegistry:
         content = dataclasses.replace(latest, metadata=new.content.metadata, rule_set=new.content.rule_set)
         return dataclasses.replace(new, content=content)
 
-    async def _registered(
+    async def _find_registered(
         self, subject: QualifiedSubject, new: NewSchema, own: SchemaContent, completed: SchemaContent
     ) -> SubjectVersion | None:
         """Return the version that has a schema, as it was sent or with the additions of the settings."""
@@ -452,7 +456,7 @@ class SchemaRegistry:
 
     async def check(self, subject: QualifiedSubject, new: NewSchema, wanted: str | None) -> Sequence[str]:
         """Return why a schema is incompatible with one version, or with those that the subject's level covers."""
-        subject = self._aliased(subject)
+        subject = self._resolve_alias(subject)
         content = await self._parse(subject, new)
         level = self.level(subject)
         if wanted is None:
@@ -469,21 +473,21 @@ class SchemaRegistry:
         if content.rule_set is not None:
             content = dataclasses.replace(content, rule_set=parse_rule_set(content.rule_set))
         if content.schema_type not in SCHEMA_TYPES:
-            raise _invalid(f"Invalid schema type {content.schema_type}")
+            raise _invalid_schema_error(f"Invalid schema type {content.schema_type}")
         if not content.text.strip():
-            raise _invalid("Empty schema")
+            raise _invalid_schema_error("Empty schema")
         _check_size("a schema with its metadata and rules", content.size_bytes)
-        references = tuple([await self._pinned(one, subject.context) for one in content.references])
+        references = tuple([await self._resolve_latest(one, subject.context) for one in content.references])
         content = dataclasses.replace(content, references=references)
         texts = await self._examiner.parse(await self._text_of(content, subject.context))
         is_normal = new.normalize or bool(self.config(subject).get("normalize"))
         return dataclasses.replace(content, text=texts.normalized if is_normal else texts.canonical)
 
-    async def _pinned(self, reference: SchemaReference, context: str) -> SchemaReference:
+    async def _resolve_latest(self, reference: SchemaReference, context: str) -> SchemaReference:
         """Replace the number that means the latest version."""
         if reference.version >= 0:
             return reference
-        latest = await self.find_version(_within(context, reference.subject), "latest")
+        latest = await self.find_version(_qualify(context, reference.subject), "latest")
         return reference._replace(version=latest.version)
 
     async def _text_of(self, content: SchemaContent, context: str, *, version: int = 0) -> SchemaText:
@@ -496,10 +500,10 @@ class SchemaRegistry:
             reference, here, is_ready = waiting.pop()
             visited += 1
             if visited > 2 * REFERENCES_MAX:
-                raise _invalid(f"a schema refers to at most {REFERENCES_MAX} others, directly or not")
+                raise _invalid_schema_error(f"a schema refers to at most {REFERENCES_MAX} others, directly or not")
             if reference.name in found:
                 continue
-            referred = await self._referred(reference, here)
+            referred = await self._find_referenced(reference, here)
             if is_ready:
                 found[reference.name] = referred.content.text
                 continue
@@ -509,12 +513,12 @@ class SchemaRegistry:
             schema_type=content.schema_type, text=content.text, references=list(found.items()), version=version
         )
 
-    async def _referred(self, reference: SchemaReference, context: str) -> StoredSchema:
+    async def _find_referenced(self, reference: SchemaReference, context: str) -> StoredSchema:
         try:
-            subject = _within(context, reference.subject)
+            subject = _qualify(context, reference.subject)
             return self.schema_of(await self.find_version(subject, str(reference.version), deleted=True))
         except SchemaRegistryError as error:
-            raise _invalid(
+            raise _invalid_schema_error(
                 f"the reference {reference.name!r} to version {reference.version} of subject {reference.subject!r} "
                 f"cannot be resolved: {error}"
             ) from error
@@ -562,7 +566,7 @@ class SchemaRegistry:
         if self.mode(subject) in (READONLY, READONLY_OVERRIDE):
             raise _not_permitted(f"Subject {subject} is in read-only mode")
 
-    def _completed(
+    def _complete(
         self, subject: QualifiedSubject, content: SchemaContent, live: Sequence[SubjectVersion]
     ) -> SchemaContent:
         """Add the metadata and rules of the version before, and those that the settings add or override."""
@@ -608,7 +612,7 @@ class SchemaRegistry:
 
     async def delete_subject(self, subject: QualifiedSubject, *, permanent: bool = False) -> list[int]:
         """Delete all versions of a subject; permanently only those that are deleted already."""
-        subject = self._aliased(subject)
+        subject = self._resolve_alias(subject)
         versions = await self._find_held(subject, deleted=True)
         self.check_writable(subject)
         if permanent and versions.live:
@@ -627,7 +631,7 @@ class SchemaRegistry:
 
     async def delete_version(self, subject: QualifiedSubject, wanted: str, *, permanent: bool = False) -> int:
         """Delete one version of a subject; permanently only if it is deleted already."""
-        subject = self._aliased(subject)
+        subject = self._resolve_alias(subject)
         parse_version(wanted)
         self.check_writable(subject)
         # The last version that is not deleted, for a deletion that is not permanent.
@@ -721,7 +725,7 @@ class SchemaRegistry:
             _check_size("a configuration", after.size_bytes)
             return after
 
-        return await self._set(subject, changed)
+        return await self._change_settings(subject, changed)
 
     async def set_mode(self, subject: QualifiedSubject, mode: str | None, *, force: bool = False) -> SubjectSettings:
         """Change the mode of a subject or context, or reset it; return what was set before."""
@@ -731,7 +735,7 @@ class SchemaRegistry:
             )
         check_subject(subject)
         if mode != IMPORT or force or self.mode(subject) == IMPORT:
-            return await self._set(subject, lambda before: dataclasses.replace(before, mode=mode))
+            return await self._change_settings(subject, lambda before: dataclasses.replace(before, mode=mode))
         await self.load()
         held = [
             version
@@ -744,9 +748,9 @@ class SchemaRegistry:
         # Deleted versions make room for those that are imported.
         self._check_unreferred(held)
         gone = [dataclasses.replace(version, is_gone=True) for version in held]
-        return await self._set(subject, lambda before: dataclasses.replace(before, mode=mode), gone=gone)
+        return await self._change_settings(subject, lambda before: dataclasses.replace(before, mode=mode), gone=gone)
 
-    async def _set(
+    async def _change_settings(
         self,
         subject: QualifiedSubject,
         change: Callable[[SubjectSettings], SubjectSettings],
@@ -841,7 +845,7 @@ class SchemaRegistry:
             self._by_guid.setdefault(schema.guid, {})[key] = schema
             self._held_bytes += schema.content.size_bytes
             for reference in schema.content.references:
-                place = (_within(schema.context, reference.subject), reference.version)
+                place = (_qualify(schema.context, reference.subject), reference.version)
                 self._referrers.setdefault(place, set()).add(key)
         # Deletions come last, so that a schema that moves to another version is not dropped in between.
         for version in sorted(changes.versions, key=lambda one: one.is_gone):
@@ -881,19 +885,19 @@ class SchemaRegistry:
         if not with_guid:
             del self._by_guid[schema.guid]
         for reference in schema.content.references:
-            self._referrers[_within(schema.context, reference.subject), reference.version].discard(key)
+            self._referrers[_qualify(schema.context, reference.subject), reference.version].discard(key)
 
     def names_of(self, subject: QualifiedSubject) -> list[QualifiedSubject]:
         """Return a subject, and every one that it is an alias of, directly or not."""
         names = [subject]
-        while (following := self._aliased(names[-1])) not in names:
+        while (following := self._resolve_alias(names[-1])) not in names:
             names.append(following)
         return names
 
-    def _aliased(self, subject: QualifiedSubject) -> QualifiedSubject:
+    def _resolve_alias(self, subject: QualifiedSubject) -> QualifiedSubject:
         """Return the subject of a name, with aliases resolved."""
         alias = self.settings(subject).config.get("alias")
-        return _within(subject.context, alias) if isinstance(alias, str) and alias else subject
+        return _qualify(subject.context, alias) if isinstance(alias, str) and alias else subject
 
 
 def _registration(
@@ -949,13 +953,13 @@ def check_subject(subject: QualifiedSubject, *, is_named: bool = False) -> None:
         )
 
 
-def _choose(versions: Sequence[SubjectVersion], number: int | None) -> SubjectVersion | None:
+def _select_version(versions: Sequence[SubjectVersion], number: int | None) -> SubjectVersion | None:
     if number is None:
         return versions[-1] if versions else None
     return next((one for one in versions if one.version == number), None)
 
 
-def _within(context: str, subject: str) -> QualifiedSubject:
+def _qualify(context: str, subject: str) -> QualifiedSubject:
     """Return a subject by a name that a schema of this context uses."""
     return QualifiedSubject(context, "").sibling(subject)
 
@@ -975,7 +979,7 @@ def _no_subject(subject: QualifiedSubject) -> SchemaRegistryError:
     return SchemaRegistryError(f"Subject '{subject}' not found.", code=RegistryCode.SUBJECT_NOT_FOUND)
 
 
-def _invalid(reason: str) -> SchemaRegistryError:
+def _invalid_schema_error(reason: str) -> SchemaRegistryError:
     return SchemaRegistryError(reason, code=RegistryCode.INVALID_SCHEMA)
 
 

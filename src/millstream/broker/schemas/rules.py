@@ -86,7 +86,7 @@ class SchemaRules:
 
     def conforms(self, records: Buffer, settings: TopicSettings) -> bool:
         """Whether a batch certainly conforms, decided at once; otherwise `check` has to decide."""
-        rule = self._rule(settings)
+        rule = self._find_rule(settings)
         if rule.checks_content:
             return False
         try:
@@ -111,7 +111,7 @@ class SchemaRules:
 
     async def check(self, records: Buffer, settings: TopicSettings) -> None:
         """Raise `InvalidBatch` with the records at fault unless a batch conforms to its topic's rule."""
-        if not self._is_compiled and not self._rule(settings).checks_content:
+        if not self._is_compiled and not self._find_rule(settings).checks_content:
             await self._compile()
         if self.conforms(records, settings):
             return
@@ -123,8 +123,8 @@ class SchemaRules:
             # More than one batch, or part of one: the log refuses it.
             return
         for _round in range(ROUNDS_MAX):
-            rule = self._rule(settings)
-            wrong = await self._ask(bytes(records), rule)
+            rule = self._find_rule(settings)
+            wrong = await self._check_in_child(bytes(records), rule)
             if wrong:
                 # Another node may have registered the schema.
                 await self._registry.load()
@@ -133,23 +133,23 @@ class SchemaRules:
         self.checked_in_child += 1
         if wrong:
             self.rejected += 1
-            raise _rejection(wrong, header)
+            raise _rejection_error(wrong, header)
 
-    async def _ask(self, batch: bytes, rule: SchemaRule) -> list[RecordError]:
+    async def _check_in_child(self, batch: bytes, rule: SchemaRule) -> list[RecordError]:
         schemas: list[CompiledSchema] = []
         for _round in range(ROUNDS_MAX):
             request = RecordsRequest(batch=batch, rules=rule.fields, content=rule.checks_content, schemas=schemas)
-            response = await self._ask_child(msgspec.msgpack.encode(request))
+            response = await self._send_request(msgspec.msgpack.encode(request))
             if response.unreadable is not None:
                 # A batch that was damaged on its way is sent again by clients.
                 check_crc(batch, read_header(batch))
                 raise InvalidBatch(f"the records cannot be checked against the topic's schema: {response.unreadable}")
             if not response.missing:
                 return [RecordError(index, reason) for index, reason in response.wrong]
-            schemas = [await self._compiled(rule, key) for key in response.missing]
+            schemas = [await self._find_compiled(rule, key) for key in response.missing]
         raise InvalidBatch(f"the records of one batch have more schemas than can be checked: {len(schemas)}")
 
-    async def _ask_child(self, body: bytes) -> RecordsResponse:
+    async def _send_request(self, body: bytes) -> RecordsResponse:
         try:
             return msgspec.msgpack.decode(await self._children.ask(body), type=RecordsResponse)
         except ChildTimedOut:
@@ -160,7 +160,7 @@ class SchemaRules:
         except ChildDied:
             raise InvalidBatch("the records take too much memory to be checked against the topic's schema") from None
 
-    async def _compiled(self, rule: SchemaRule, key: str) -> CompiledSchema:
+    async def _find_compiled(self, rule: SchemaRule, key: str) -> CompiledSchema:
         for field in rule.fields.values():
             for schema_id in field.guids:
                 if schema_key(field, schema_id) == key:
@@ -169,19 +169,19 @@ class SchemaRules:
                     return CompiledSchema(key=key, schema_type=schema.content.schema_type, compiled=text)
         raise CorruptBatch("the process that checks records requested an unknown schema")
 
-    def _rule(self, settings: TopicSettings) -> SchemaRule:
+    def _find_rule(self, settings: TopicSettings) -> SchemaRule:
         declared = (settings.schema_key, settings.schema_value, settings.schema_validate)
         found = self._rules.get(declared)
         if found is None or found.change != self._registry.last_change:
             named = {KEY: settings.schema_key, VALUE: settings.schema_value}
-            fields = {field: self._field(subject) for field, subject in named.items() if subject}
+            fields = {field: self._field_rule(subject) for field, subject in named.items() if subject}
             found = SchemaRule(fields, settings.schema_validate == VALIDATE_CONTENT, self._registry.last_change)
             while len(self._rules) >= RULES_MAX:
                 del self._rules[next(iter(self._rules))]
             self._rules[declared] = found
         return found
 
-    def _field(self, subject: str) -> FieldRule:
+    def _field_rule(self, subject: str) -> FieldRule:
         live = self._registry.versions(QualifiedSubject.parse(subject)).live
         guids = {one.schema_id: self._registry.schema_of(one).guid for one in live}
         context = live[0].subject.context if live else QualifiedSubject.parse(subject).context
@@ -212,7 +212,7 @@ def _warm_up() -> None:
     have_known_ids(batch[HEADER_BYTES:], header, {KEY: field, VALUE: field})
 
 
-def _rejection(wrong: list[RecordError], header: BatchHeader) -> InvalidBatch:
+def _rejection_error(wrong: list[RecordError], header: BatchHeader) -> InvalidBatch:
     first = "; ".join(f"record {one.batch_index}: {one.message}" for one in wrong[:_LISTED_MAX])
     more = "; …" if len(wrong) > _LISTED_MAX else ""
     verb = "does" if len(wrong) == 1 else "do"

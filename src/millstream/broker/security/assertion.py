@@ -116,18 +116,20 @@ class Assertions:
 
     async def verify(self, text: bytes) -> Verified:
         """Return the identity that an assertion proves, or raise `AuthenticationFailed`."""
-        found = self._read(_PURPOSE, text)
+        found = self._verify_signature(_PURPOSE, text)
         ends = [time.time() + SESSION_S_MAX]
         if found.credential_expires_at is not None:
             ends.append(found.credential_expires_at)
-        return await self._proved(found, Verified(principal=found.principal, expires_at=min(ends), host=found.host))
+        return await self._verify_proof(
+            found, Verified(principal=found.principal, expires_at=min(ends), host=found.host)
+        )
 
     async def verify_session(self, text: bytes) -> Verified:
         """Return the identity of a session, or raise `AuthenticationFailed`."""
-        found = self._read(_SESSION_PURPOSE, text)
-        return await self._proved(found, Verified(principal=found.principal, expires_at=found.expires_at))
+        found = self._verify_signature(_SESSION_PURPOSE, text)
+        return await self._verify_proof(found, Verified(principal=found.principal, expires_at=found.expires_at))
 
-    def _read(self, purpose: bytes, text: bytes) -> Assertion:
+    def _verify_signature(self, purpose: bytes, text: bytes) -> Assertion:
         if len(text) > ASSERTION_BYTES_MAX:
             raise AuthenticationFailed(f"an assertion has at most {ASSERTION_BYTES_MAX} bytes")
         try:
@@ -146,7 +148,7 @@ class Assertions:
             raise AuthenticationFailed("the assertion has expired")
         return found
 
-    async def _proved(self, found: Assertion, who: Verified) -> Verified:
+    async def _verify_proof(self, found: Assertion, who: Verified) -> Verified:
         """Look up the current credential."""
         proof = found.proof
         if proof is None:

@@ -156,7 +156,7 @@ class AuditTrail:
             user, key = OTHERS, (host, OTHERS, mechanism, reason)
         event = _authentication(user, host, listener, mechanism)
         event.update(status_id=_FAILURE, severity_id=_LOW, status_detail=reason)
-        self._repeat(host, key, event)
+        self._add_repeated(host, key, event)
 
     def deny(self, actor: Actor, operation: Operation, kind: ResourceType, name: str) -> None:
         """Record that a client was refused an operation."""
@@ -164,37 +164,37 @@ class AuditTrail:
         key = (principal, operation.name, kind.name, name)
         if self._is_crowded(principal, key):
             name, key = OTHERS, (principal, operation.name, kind.name, OTHERS)
-        resource = {"type": name_of(kind), "name": _cut(CLUSTER_NAME if kind is ResourceType.CLUSTER else name)}
-        event = _event(EventClass.API_ACTIVITY, _DENIED_ACTIVITY.get(operation, _OTHER), severity=_LOW)
+        resource = {"type": name_of(kind), "name": _shorten(CLUSTER_NAME if kind is ResourceType.CLUSTER else name)}
+        event = _new_event(EventClass.API_ACTIVITY, _DENIED_ACTIVITY.get(operation, _OTHER), severity=_LOW)
         event.update(
             status_id=_FAILURE,
             status_detail="not authorized",
-            actor=_described(actor),
+            actor=_describe_actor(actor),
             src_endpoint={"ip": actor.host},
             api={"operation": name_of(operation)},
             resources=[resource],
             message=f"{principal} may not {name_of(operation)} {resource['type']} {resource['name']}",
         )
-        self._repeat(principal, key, event)
+        self._add_repeated(principal, key, event)
 
     def change(self, actor: Actor, api: str, change: Change) -> None:
         """Record a change."""
         if change.kind == "user":
-            event = _event(EventClass.ACCOUNT_CHANGE, _ACCOUNT_ACTIVITY[change.activity])
+            event = _new_event(EventClass.ACCOUNT_CHANGE, _ACCOUNT_ACTIVITY[change.activity])
             event["user"] = _user(f"User:{change.name}")
         elif change.kind == "acl":
-            event = _event(EventClass.ACCOUNT_CHANGE, _POLICY_ACTIVITY[change.activity])
+            event = _new_event(EventClass.ACCOUNT_CHANGE, _POLICY_ACTIVITY[change.activity])
             event["user"] = _user(str(change.data["principal"]))
             event["policy"] = {"name": change.name}
         else:
-            event = _event(EventClass.ENTITY_MANAGEMENT, change.activity)
-            event["entity"] = {"type": change.kind, "name": _cut(change.name), "data": dict(change.data)}
+            event = _new_event(EventClass.ENTITY_MANAGEMENT, change.activity)
+            event["entity"] = {"type": change.kind, "name": _shorten(change.name), "data": dict(change.data)}
         event.update(
             status_id=_SUCCESS if change.is_certain else _UNKNOWN,
-            actor=_described(actor),
+            actor=_describe_actor(actor),
             src_endpoint={"ip": actor.host},
             api={"operation": api},
-            message=f"{actor.principal}: {change.activity.name.lower()} {change.kind} {_cut(change.name)}",
+            message=f"{actor.principal}: {change.activity.name.lower()} {change.kind} {_shorten(change.name)}",
         )
         if not change.is_certain:
             event["status_detail"] = "the request timed out; the change may have been made"
@@ -215,7 +215,7 @@ class AuditTrail:
         self._events.extendleft(reversed(events))
         while len(self._events) > EVENTS_MAX:
             self._events.pop()
-            self._drop()
+            self._count_dropped()
         self.changed.set()
 
     def flush(self) -> None:
@@ -231,25 +231,25 @@ class AuditTrail:
 
     def _add(self, event: Event) -> None:
         if len(self._events) >= EVENTS_MAX:
-            self._drop()
+            self._count_dropped()
             return
         event.setdefault("time", self._clock.now_ms())
         self._events.append(event)
         self.changed.set()
 
-    def _drop(self) -> None:
+    def _count_dropped(self) -> None:
         self._dropped += 1
         self.dropped += 1
 
     def _is_crowded(self, source: str, key: tuple[str, ...]) -> bool:
         return key not in self._repeated and self._by_source[source] >= REPEATED_PER_SOURCE_MAX
 
-    def _repeat(self, source: str, key: tuple[str, ...], event: Event) -> None:
+    def _add_repeated(self, source: str, key: tuple[str, ...], event: Event) -> None:
         now_ms = self._clock.now_ms()
         repeated = self._repeated.get(key)
         if repeated is None:
             if len(self._repeated) >= REPEATED_MAX:
-                self._drop()
+                self._count_dropped()
                 return
             repeated = _Repeated(source=source, event=event, start_ms=now_ms, due=self._clock.monotonic())
             self._repeated[key] = repeated
@@ -279,7 +279,7 @@ class AuditTrail:
 
     def _dropped_event(self) -> Event:
         dropped, self._dropped = self._dropped, 0
-        event = _event(EventClass.EVENT_LOG_ACTIVITY, _OTHER, severity=_HIGH)
+        event = _new_event(EventClass.EVENT_LOG_ACTIVITY, _OTHER, severity=_HIGH)
         event.update(
             activity_name="Drop",
             status_id=_FAILURE,
@@ -379,7 +379,7 @@ class AuditLog:
         return msgspec.json.encode(event)
 
 
-def _event(kind: EventClass, activity: int, *, severity: int = _INFORMATIONAL) -> Event:
+def _new_event(kind: EventClass, activity: int, *, severity: int = _INFORMATIONAL) -> Event:
     category = kind // 1000
     return {
         "category_uid": category,
@@ -393,7 +393,7 @@ def _event(kind: EventClass, activity: int, *, severity: int = _INFORMATIONAL) -
 
 
 def _authentication(principal: str, host: str, listener: str, mechanism: str) -> Event:
-    event = _event(EventClass.AUTHENTICATION, _LOGON)
+    event = _new_event(EventClass.AUTHENTICATION, _LOGON)
     event.update(
         user=_user(principal),
         src_endpoint={"ip": host},
@@ -405,7 +405,7 @@ def _authentication(principal: str, host: str, listener: str, mechanism: str) ->
     return event
 
 
-def _described(actor: Actor) -> Event:
+def _describe_actor(actor: Actor) -> Event:
     return {"user": _user(actor.principal), **_session(actor)}
 
 
@@ -414,8 +414,8 @@ def _session(actor: Actor) -> Event:
 
 
 def _user(principal: str) -> Event:
-    return {"name": _cut(principal.removeprefix("User:")), "uid": _cut(principal)}
+    return {"name": _shorten(principal.removeprefix("User:")), "uid": _shorten(principal)}
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text[:_NAME_CHARACTERS_MAX]

@@ -80,8 +80,8 @@ class AclSnapshot:
             return _SUPER_USER
         host = canonical_host(host)
         allowed: Decision = _NO_RULE
-        for acl in self._about(kind, name):
-            if not _concerns(acl, principal, host):
+        for acl in self._rules_for(kind, name):
+            if not _applies_to(acl, principal, host):
                 continue
             if acl.permission is Permission.DENY:
                 if acl.operation in (Operation.ALL, operation):
@@ -101,7 +101,7 @@ class AclSnapshot:
         allowed: list[Acl] = []
         denied: dict[PatternType, set[str]] = {PatternType.LITERAL: set(), PatternType.PREFIXED: set()}
         for acl in self._by_type.get(kind, ()):
-            if not _concerns(acl, principal, host) or acl.operation not in (operation, Operation.ALL):
+            if not _applies_to(acl, principal, host) or acl.operation not in (operation, Operation.ALL):
                 continue
             if acl.permission is Permission.ALLOW:
                 allowed.append(acl)
@@ -111,7 +111,7 @@ class AclSnapshot:
                 denied[acl.pattern].add(acl.resource_name)
         return any(_is_open(acl, denied) for acl in allowed)
 
-    def _about(self, kind: ResourceType, name: str) -> Iterator[Acl]:
+    def _rules_for(self, kind: ResourceType, name: str) -> Iterator[Acl]:
         """Yield every rule whose pattern covers a resource."""
         yield from self._exact.get((kind, name), ())
         # Names of groups may begin with an asterisk; in Kafka, the wildcard does not cover those.
@@ -123,7 +123,7 @@ class AclSnapshot:
             yield from self._by_prefix.get((kind, name[:length]), ())
 
 
-def _concerns(acl: Acl, principal: str, host: str) -> bool:
+def _applies_to(acl: Acl, principal: str, host: str) -> bool:
     return acl.principal in (principal, EVERYONE) and (acl.host == WILDCARD or canonical_host(acl.host) == host)
 
 

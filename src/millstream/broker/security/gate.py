@@ -101,7 +101,7 @@ class Gate:
 
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         """Respond to a request of a client that has authenticated, or one that authenticates it."""
-        session: Session = connection.session or self._open(connection)
+        session: Session = connection.session or self._open_session(connection)
         if session.is_known:
             return self.service.handle(frame, connection)
         session.requests += 1
@@ -114,7 +114,7 @@ class Gate:
             raise ProtocolViolation(f"API {header.api_key} was requested before authentication")
         return self.service.handle(frame, connection)
 
-    def _open(self, connection: Connection) -> Session:
+    def _open_session(self, connection: Connection) -> Session:
         session = connection.session = Session(self, connection)
         if not self.requires:
             session.admit(UNAUTHENTICATED)
@@ -389,7 +389,7 @@ class RevokedSessions:
     def __init__(self, state: SecurityState, attempts: FailedAttempts) -> None:
         self._listeners: list[Collection[Connection]] = []
         self._attempts = attempts
-        state.on_change(self._look)
+        state.on_change(self._close_revoked)
 
     def watch(self, connections: Collection[Connection]) -> None:
         """Check these connections after each change."""
@@ -401,7 +401,7 @@ class RevokedSessions:
             "millstream_authentication_failures_total", "Clients that failed to authenticate.", self._attempts.total
         )
 
-    def _look(self) -> None:
+    def _close_revoked(self) -> None:
         for connections in self._listeners:
             for connection in tuple(connections):
                 if connection.session is not None and connection.session.is_revoked():

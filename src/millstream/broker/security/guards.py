@@ -125,7 +125,7 @@ def _with_message(request: Any, message: Any) -> Any:
     return request._replace(message=message) if hasattr(request, "message") else message
 
 
-def _throttled(response: type, **fields: Any) -> Any:
+def _build_response(response: type, **fields: Any) -> Any:
     from millstream.broker.kafka.api import NO_THROTTLE
 
     return response(throttle_time=NO_THROTTLE, **fields)
@@ -264,17 +264,19 @@ _refuse_markers_of: Final = _refusing(
 
 def _refuse_log_dirs(request: Any) -> Any:
     refused = tuple(_refuse_log_dirs_of(topic) for folder in request.dirs for topic in folder.topics)
-    return _throttled(replica_log_dirs.AlterReplicaLogDirsResponse, results=refused)
+    return _build_response(replica_log_dirs.AlterReplicaLogDirsResponse, results=refused)
 
 
 def _refuse_election(request: Any) -> Any:
     refused = tuple(map(_refuse_election_of, request.topic_partitions or ()))
-    return _throttled(elect_leaders.ElectLeadersResponse, error_code=_CLUSTER_DENIED, replica_election_results=refused)
+    return _build_response(
+        elect_leaders.ElectLeadersResponse, error_code=_CLUSTER_DENIED, replica_election_results=refused
+    )
 
 
 def _refuse_reassignment(request: Any) -> Any:
     refused = tuple(map(_refuse_reassignment_of, request.topics))
-    return _throttled(
+    return _build_response(
         reassign.AlterPartitionReassignmentsResponse, error_code=_CLUSTER_DENIED, error_message=_TEXT, responses=refused
     )
 
@@ -290,7 +292,7 @@ def _refuse_markers(request: Any) -> Any:
 
 
 def _refuse_quotas(request: Any) -> Any:
-    return _throttled(
+    return _build_response(
         alter_quotas.AlterClientQuotasResponse,
         entries=tuple(
             alter_quotas.EntryData(
@@ -308,7 +310,7 @@ def _refuse_quotas(request: Any) -> Any:
 
 def _refuse_all(response: type, **fields: Any) -> Callable[[Any], Any]:
     """Return the response to a request that is refused as a whole."""
-    return lambda _request: _throttled(response, error_code=_CLUSTER_DENIED, **fields)
+    return lambda _request: _build_response(response, error_code=_CLUSTER_DENIED, **fields)
 
 
 _GUARDS[29] = _on_cluster(DESCRIBE)  # DescribeAcls
@@ -443,7 +445,7 @@ async def _describe_topic_partitions(api: Any, request: Any, client: Any, rights
         for topic in refused
     )
     if request.topics and not allowed:
-        return _throttled(topic_partitions.DescribeTopicPartitionsResponse, topics=denied, next_cursor=None)
+        return _build_response(topic_partitions.DescribeTopicPartitionsResponse, topics=denied, next_cursor=None)
     response = await api.handle(dataclasses.replace(request, topics=allowed), client)
     seen = [topic for topic in response.topics if topic.name is None or rights.topic(DESCRIBE, topic.name)]
     return dataclasses.replace(response, topics=(*_with_topic_operations(seen, rights), *denied))
@@ -490,7 +492,7 @@ async def _delete_topics(api: Any, request: Any, client: Any, rights: Rights) ->
 
     def may_delete(topic: Any) -> bool:
         is_missing = topic.topic_id is None and not rights.has_topic(topic.name)
-        return may_all or (is_missing and rights.topic(DESCRIBE, topic.name)) or _may(rights, DELETE, topic)
+        return may_all or (is_missing and rights.topic(DESCRIBE, topic.name)) or _is_allowed(rights, DELETE, topic)
 
     allowed, denied = _divide(request.topics, may_delete)
     response = await api.handle(dataclasses.replace(request, topics=allowed), client)
@@ -508,7 +510,7 @@ def _refuse_deletion(wanted: Any, rights: Rights) -> Any:
     )
 
 
-def _may(rights: Rights, operation: Operation, topic: Any) -> bool:
+def _is_allowed(rights: Rights, operation: Operation, topic: Any) -> bool:
     """Whether the client may do something with a topic that is named or has an id; an unknown id hides nothing."""
     name = topic.name if topic.topic_id is None else rights.topic_name(topic.topic_id)
     return name is None or rights.check(operation, TOPIC, name)
@@ -595,7 +597,7 @@ async def _find_coordinator(api: Any, request: Any, client: Any, rights: Rights)
         for key in refused
     )
     if not allowed and denied:
-        return _throttled(find_coordinator.FindCoordinatorResponse, coordinators=denied)
+        return _build_response(find_coordinator.FindCoordinatorResponse, coordinators=denied)
     response = await api.handle(dataclasses.replace(request, coordinator_keys=allowed), client)
     return _extend(response, "coordinators", denied)
 
@@ -704,7 +706,7 @@ async def _offset_fetch(api: Any, request: Any, client: Any, rights: Rights) -> 
             seen = tuple(topic for topic in response.topics if _is_visible(rights, topic))
             responses.append(dataclasses.replace(response, topics=seen))
             continue
-        allowed, denied = _divide(query.topics, lambda topic: _may(rights, DESCRIBE, topic))
+        allowed, denied = _divide(query.topics, lambda topic: _is_allowed(rights, DESCRIBE, topic))
         (response,) = await api.handle((dataclasses.replace(query, topics=allowed),), client)
         if response.code is ErrorCode.none:
             response = _extend(response, "topics", (api.refuse_topic(topic, _TOPIC_DENIED) for topic in denied))
@@ -766,7 +768,7 @@ async def _add_partitions(api: Any, request: Any, client: Any, rights: Rights) -
     """
     is_of_client = request.version < 4
     if not is_of_client and not rights.check(CLUSTER_ACTION, CLUSTER):
-        return _throttled(
+        return _build_response(
             add_partitions.AddPartitionsToTxnResponse, error_code=_CLUSTER_DENIED, results_by_transaction=()
         )
     allowed, refused = [], []
@@ -819,7 +821,7 @@ def _refuse_txn_offsets(topics: Sequence[Any], code: ErrorCode) -> Any:
     refuse = _refusing(
         txn_offset_commit.TxnOffsetCommitResponseTopic, txn_offset_commit.TxnOffsetCommitResponsePartition, code
     )
-    return _throttled(txn_offset_commit.TxnOffsetCommitResponse, topics=tuple(map(refuse, topics)))
+    return _build_response(txn_offset_commit.TxnOffsetCommitResponse, topics=tuple(map(refuse, topics)))
 
 
 @_guards(65)

@@ -132,7 +132,7 @@ class Listeners:
         for listener in config.all_listeners:
             if not (listener.requires_authentication or listener.is_loopback or config.insecure):
                 flag = "--kafka" if listener.name == DEFAULT_LISTENER else f"listener {listener.name!r}"
-                raise InvalidSetting(_exposed(flag, listener.address))
+                raise InvalidSetting(_exposure_warning(flag, listener.address))
             if listener.advertise and is_any_address(parse_address(listener.advertise, name="advertise")[0]):
                 raise InvalidSetting(
                     f"--advertise {listener.advertise} names no address that a client could connect to; give a name or "
@@ -151,7 +151,7 @@ class Listeners:
         if is_loopback(address) or config.insecure:
             return
         if not config.http_authenticates:
-            raise InvalidSetting(_exposed(flag, address))
+            raise InvalidSetting(_exposure_warning(flag, address))
         if config.http_tls is None:
             raise InvalidSetting(
                 f"{flag} {address} is reachable by other machines, and callers would send their passwords to it in "
@@ -289,12 +289,12 @@ class Listeners:
 
         self.knowledge = knowledge = self._knowledge(state, membership, supervise)
         for bound in self._bound:
-            await listener.start(bound.socket, self._door(bound, service, limits, knowledge))
+            await listener.start(bound.socket, self._open_door(bound, service, limits, knowledge))
         revoked = RevokedSessions(state, knowledge.attempts)
         revoked.watch(listener.connections)
         return revoked
 
-    def _door(self, bound: _Bound, service: Service, limits: ConnectionLimits, knowledge: Knowledge) -> Door:
+    def _open_door(self, bound: _Bound, service: Service, limits: ConnectionLimits, knowledge: Knowledge) -> Door:
         from millstream.broker.security.gate import DEADLINE_S, LIMITS, Gate
 
         requires = bound.config.requires_authentication
@@ -360,7 +360,7 @@ def address_of(bound: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _exposed(flag: str, address: str) -> str:
+def _exposure_warning(flag: str, address: str) -> str:
     return (
         f"{flag} {address} is reachable by other machines, and anyone who reaches it can read, write and delete "
         "everything; require authentication (--auth required, with --tls-cert and --tls-key), listen on a loopback "

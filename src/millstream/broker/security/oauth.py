@@ -143,9 +143,9 @@ class TokenChecker:
         except Exception as error:
             _logger.debug("a token could not be read", exc_info=error)
             raise AuthenticationFailed("the token cannot be read") from None
-        return self._claim(checked.claims)
+        return self._check_claims(checked.claims)
 
-    def _claim(self, claims: dict[str, Any]) -> Bearer:
+    def _check_claims(self, claims: dict[str, Any]) -> Bearer:
         now = time.time()
         audience = claims.get("aud")
         audiences = audience if isinstance(audience, list) else [audience]
@@ -180,7 +180,7 @@ class TokenChecker:
             if stamp == self._stamp:
                 return
             with open(self._settings.jwks, "rb") as file:
-                self._hold(file.read(KEYS_BYTES_MAX))
+                self._load_keys(file.read(KEYS_BYTES_MAX))
             self._stamp = stamp
         except (OSError, ValueError, JoseError) as error:
             _logger.warning(
@@ -194,7 +194,7 @@ class TokenChecker:
             self._fetched_at = time.monotonic()
             try:
                 async with asyncio.timeout(FETCH_S_MAX):
-                    self._hold(await self._download())
+                    self._load_keys(await self._download())
             except (httpx.HTTPError, TimeoutError, ValueError, JoseError) as error:
                 _logger.warning(
                     "the keys of tokens cannot be fetched; the last ones hold",
@@ -214,7 +214,7 @@ class TokenChecker:
                     raise ValueError(f"the set of keys has more than {KEYS_BYTES_MAX} bytes")
         return document
 
-    def _hold(self, document: bytes) -> None:
+    def _load_keys(self, document: bytes) -> None:
         published = json.loads(document)
         if not isinstance(published, dict):
             raise ValueError("a set of keys is a JSON object")

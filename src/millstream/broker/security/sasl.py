@@ -185,9 +185,9 @@ class _Scram:
             text = message.decode()
         except UnicodeDecodeError:
             raise AuthenticationFailed("a message of SCRAM cannot be read") from None
-        return self._challenged(text) if self._credential is None else self._judged(text, self._credential)
+        return self._challenge_response(text) if self._credential is None else self._check_proof(text, self._credential)
 
-    def _challenged(self, message: str) -> bytes:
+    def _challenge_response(self, message: str) -> bytes:
         flag, _, rest = message.partition(",")
         authorized, comma, first = rest.partition(",")
         if flag not in ("n", "y") or not comma:
@@ -207,7 +207,7 @@ class _Scram:
         self._challenge = f"r={self._nonce},s={salt},i={credential.iterations}"
         return self._challenge.encode()
 
-    def _judged(self, message: str, credential: ScramCredential) -> tuple[bytes, Verified]:
+    def _check_proof(self, message: str, credential: ScramCredential) -> tuple[bytes, Verified]:
         without_proof, comma, encoded = message.rpartition(",p=")
         fields = scram_fields(without_proof)
         channel = base64.b64encode(self._header.encode()).decode()

@@ -37,8 +37,8 @@ class StoredSecrets:
         self._problems: dict[str, str] = {}
         self._has_problems = asyncio.Event()
         for holder in holders:
-            holder.on_change(self._look)
-        self._look()
+            holder.on_change(self._check_sealed)
+        self._check_sealed()
 
     async def list(self) -> list[SealedSecret]:
         """Return every secret, without its value."""
@@ -75,7 +75,7 @@ class StoredSecrets:
             except MillstreamError as error:
                 _logger.warning("secrets could not be read again", extra={"error": str(error)})
 
-    def _look(self) -> None:
+    def _check_sealed(self) -> None:
         found = {
             f"{one.noun} {one.name!r}": seal_problem(one.sealed)
             for holder in self._holders

@@ -85,7 +85,7 @@ class SecurityState(Holder):
     async def load(self) -> None:
         """Read the catalog."""
         async with self._changing:
-            self._hold(await self._declarations.call(Catalog.security))
+            self._apply(await self._declarations.call(Catalog.security))
 
     @property
     def credentials(self) -> Mapping[tuple[str, str], ScramCredential]:
@@ -202,7 +202,7 @@ class SecurityState(Holder):
     async def _store(self, change: SecurityChange, sightings: SightingChange | None) -> None:
         async with self._changing:
             await self._declarations.change(Catalog.change_security, change, sightings)
-            self._hold(await self._declarations.call(Catalog.security))
+            self._apply(await self._declarations.call(Catalog.security))
         if change.delete_credentials:
             await self.load_owned()
         _logger.info(
@@ -217,7 +217,7 @@ class SecurityState(Holder):
             },
         )
 
-    def _hold(self, declared: DeclaredSecurity) -> None:
+    def _apply(self, declared: DeclaredSecurity) -> None:
         self._credentials = {(one.user, one.mechanism): one for one in declared.credentials}
         self._tokens = {one.token_id: one for one in declared.tokens}
         if declared.acls != self.snapshot.acls:

@@ -87,10 +87,10 @@ class FollowedTls:
 
     def _choose(self, connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
         """Called at the beginning of each handshake, whether the client names a server or not."""
-        self._follow()
+        self._reload_if_changed()
         connection.context = self._current
 
-    def _follow(self) -> None:
+    def _reload_if_changed(self) -> None:
         try:
             stamp = self._files.stamp()
             if stamp in (self._stamp, self._refused):

@@ -212,16 +212,16 @@ class ParkedLease(Parked):
             self._log_unexpected(error)
             if self._wait is not None:
                 self._wait.cancel()
-            if self._grants is None and self._response_task is None and not self.is_kept:
+            if self._grants is None and self._response_task is None and not self.is_resolved:
                 self._grants, self._error = [], error
         for write in writes:
             write.listen(self._on_stored)
         self._respond_if_done()
-        return cast("Buffers", self.buffers) if self.is_kept else self
+        return cast("Buffers", self.buffers) if self.is_resolved else self
 
     def abandon(self) -> None:
         """Stop waiting: the client has left."""
-        if self.is_kept or (self._response_task is not None and self._response_task.done()):
+        if self.is_resolved or (self._response_task is not None and self._response_task.done()):
             return
         grants, self._grants = self._grants, None
         try:
@@ -285,7 +285,7 @@ class ParkedLease(Parked):
 
     def _finish(self, buffers: Buffers | None) -> None:
         self._share.give_back_soon()
-        self.keep(buffers)
+        self.resolve(buffers)
 
 
 async def receive(

@@ -228,7 +228,7 @@ class MarkerSender:
         self._writer = writer
         self._random = random
         self._wakes = 0
-        self._soon: asyncio.Handle | None = None
+        self._scheduled: asyncio.Handle | None = None
         self._collecting: set[MarkedShard] = set()
         self._in_flight: set[tuple[MarkedShard, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -243,21 +243,21 @@ class MarkerSender:
     def wake(self) -> None:
         """Schedule a scan for decided transactions. Cheap, since operations call it."""
         self._wakes += 1
-        if self._soon is None and not self._closed:
-            self._soon = asyncio.get_running_loop().call_soon(self._scan_shards)
+        if self._scheduled is None and not self._closed:
+            self._scheduled = asyncio.get_running_loop().call_soon(self._scan_shards)
 
     async def close(self) -> None:
         """Stop; unfinished transactions are ended after the next start."""
         self._closed = True
-        if self._soon is not None:
-            self._soon.cancel()
+        if self._scheduled is not None:
+            self._scheduled.cancel()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     def _scan_shards(self) -> None:
-        self._soon = None
+        self._scheduled = None
         for shard in self._shards():
             if shard not in self._collecting and shard.state is not None and shard.state.has_endings:
                 self._collecting.add(shard)
@@ -322,7 +322,7 @@ class MarkerSender:
             if shard.state is None:
                 return False
             epoch = max(shard.epoch, claimed)
-            errors = await self._writer.write(_marker(ending, epoch), left)
+            errors = await self._writer.write(_to_marker(ending, epoch), left)
             if any(isinstance(error, TransactionCoordinatorFenced) for error in errors.values()):
                 claimed = self._latest_epoch()
                 if claimed <= epoch or not await shard.run(lambda state: state.confirmed(ending), pure=True):
@@ -336,15 +336,15 @@ class MarkerSender:
     def _start(self, work: Any, *, name: str) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _logger.error("a transaction could not be ended because of a bug", exc_info=task.exception())
 
 
-def _marker(ending: Ending, coordinator_epoch: int) -> Marker:
+def _to_marker(ending: Ending, coordinator_epoch: int) -> Marker:
     return Marker(
         producer_id=ending.producer_id,
         producer_epoch=ProducerEpoch(ending.epoch),

@@ -103,14 +103,14 @@ class Batches:
         if known is not None and attempt.run and attempt.run == known.ended_run:
             raise ProducerFenced(f"the run {attempt.run!r} of query {attempt.query!r} was aborted")
         if not self._has_room(attempt.query):
-            raise self._full()
+            raise self._full_error()
 
     def prepare(self, who: ProducerRef) -> Outcome[None]:
         """Prepare the transaction of a writer: from now on only the batch decides it."""
         attempt = attempt_of(who.transactional_id)
         if attempt is None:
             raise InvalidRequest(f"{who.transactional_id!r} does not belong to a batch")
-        transaction = self._checked(Member(*who))
+        transaction = self._require_member(Member(*who))
         if attempt.batch <= self.last_batch_of(attempt.query):
             raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is already committed")
         if transaction.state is TransactionState.PREPARED:
@@ -129,11 +129,11 @@ class Batches:
         if batch <= self.last_batch_of(query):
             return self._abort_superseded(query, self.last_batch_of(query)), False
         if not self._has_room(query):
-            raise self._full()
+            raise self._full_error()
         named = {member.transactional_id for member in members}
         records = [query_record(query, self._known(query)._replace(batch=batch))]
         for member in dict.fromkeys(members):
-            transaction = self._checked(member)
+            transaction = self._require_member(member)
             if transaction.state is not TransactionState.PREPARED:
                 raise InvalidTransactionState(f"{member.transactional_id!r} is {transaction.state.value}, not prepared")
             committed = transaction.ending(commit=True, version=EPOCH_PER_TRANSACTION, now_ms=self._clock.now_ms())
@@ -144,8 +144,8 @@ class Batches:
         """Abort every undecided attempt at one batch; return their number. A named run may begin no further attempt."""
         if batch <= self.last_batch_of(query):
             raise InvalidTransactionState(f"batch {batch} of query {query!r} is already committed")
-        undecided = [one for number, one in self._of(query) if number == batch and one.state not in ENDING]
-        records = [self._ended(one, f"batch {batch} is aborted") for one in undecided]
+        undecided = [one for number, one in self._attempts_of(query) if number == batch and one.state not in ENDING]
+        records = [self._ending_record(one, f"batch {batch} is aborted") for one in undecided]
         if run and self._has_room(query):
             records.append(query_record(query, self._known(query)._replace(ended_run=run)))
         return records, len(undecided)
@@ -186,10 +186,10 @@ class Batches:
     def _has_room(self, query: str) -> bool:
         return query in self.queries or len(self.queries) < self._queries_max
 
-    def _full(self) -> PolicyViolation:
+    def _full_error(self) -> PolicyViolation:
         return PolicyViolation(f"a coordinator keeps the last batches of at most {self._queries_max} queries")
 
-    def _of(self, query: str) -> Iterator[tuple[int, Transaction]]:
+    def _attempts_of(self, query: str) -> Iterator[tuple[int, Transaction]]:
         for transactional_id in self._attempts.get(query, ()):
             attempt = attempt_of(transactional_id)
             if attempt is not None:
@@ -198,17 +198,17 @@ class Batches:
     def _abort_superseded(self, query: str, batch: int, but: Collection[str] = ()) -> list[StateRecord]:
         """Build the records that abort every attempt up to a batch."""
         return [
-            self._ended(one, f"batch {batch} is committed without it")
-            for number, one in self._of(query)
+            self._ending_record(one, f"batch {batch} is committed without it")
+            for number, one in self._attempts_of(query)
             if number <= batch and one.transactional_id not in but and one.state not in ENDING
         ]
 
-    def _ended(self, transaction: Transaction, reason: str) -> StateRecord:
+    def _ending_record(self, transaction: Transaction, reason: str) -> StateRecord:
         if transaction.state in IDLE:
             return transaction_tombstone(transaction.transactional_id)
         return transaction_record(self._abort(transaction, reason))
 
-    def _checked(self, member: Member) -> Transaction:
+    def _require_member(self, member: Member) -> Transaction:
         transaction = self._transactions.get(member.transactional_id)
         if transaction is None or transaction.producer_id != member.producer_id:
             raise InvalidProducerMapping(f"{member.transactional_id!r} has no producer id {member.producer_id}")
@@ -284,11 +284,11 @@ class TransactionShard:
         if transaction.state is TransactionState.ONGOING:
             # The next attempt finds it ended, and gets an epoch that the aborted transaction never had.
             aborted = self.aborted(transaction, "a new producer uses its transactional id")
-            return [transaction_record(aborted)], _refused(_concurrent(transaction))
+            return [transaction_record(aborted)], _refused_response(_concurrent_error(transaction))
         if transaction.state not in IDLE:
             raise InvalidTransactionState(f"{request.transactional_id!r} is prepared; its batch decides about it")
         expected_epoch = None if request.expected is None else request.expected[1]
-        begun = self._started(transaction, expected_epoch, request.timeout_ms, now_ms)
+        begun = self._initialize(transaction, expected_epoch, request.timeout_ms, now_ms)
         if known is not None and request.expected is None:
             _log_fenced(known, begun, "a new producer uses its transactional id")
         return [transaction_record(begun)], Initialized(begun.producer_id, begun.epoch)
@@ -448,7 +448,7 @@ class TransactionShard:
 
     def aborted(self, transaction: Transaction, reason: str) -> Transaction:
         """Return the transaction aborted by the coordinator itself: the producer is fenced."""
-        ended = self._decided(transaction, commit=False)
+        ended = self._decide(transaction, commit=False)
         _log_fenced(transaction, ended, reason)
         return ended
 
@@ -461,7 +461,7 @@ class TransactionShard:
         if known is None and len(self._transactions) >= self._limits.ids_max:
             raise PolicyViolation(f"a coordinator keeps at most {self._limits.ids_max} transactional ids")
 
-    def _started(self, transaction: Transaction, expected: int | None, timeout_ms: int, now_ms: int) -> Transaction:
+    def _initialize(self, transaction: Transaction, expected: int | None, timeout_ms: int, now_ms: int) -> Transaction:
         if is_exhausted(transaction.epoch) and expected in (None, transaction.epoch):
             keeps = expected is not None
             fresh = self._take_producer_id()
@@ -475,27 +475,27 @@ class TransactionShard:
             return [transaction_record(ended)], _NO_PRODUCER
         if state is _COMPLETE_FOR[commit]:
             return [], _NO_PRODUCER
-        raise _wrong_state(transaction, commit=commit)
+        raise _wrong_state_error(transaction, commit=commit)
 
     def _end_second_version(self, transaction: Transaction, who: ProducerRef, *, commit: bool) -> Outcome[Initialized]:
         state = transaction.state
         is_retry = _is_retried_end(transaction, who)
         if transaction.producer_id != who.producer_id and not is_retry:
-            raise _mapping(transaction, who)
+            raise _mapping_error(transaction, who)
         is_current = transaction.epoch == who.epoch
         if not is_current and not (is_retry and state in _COMPLETE_FOR.values()):
-            raise _fenced(transaction, who)
+            raise _fenced_error(transaction, who)
         if not is_current:
             if state is _COMPLETE_FOR[commit]:
                 return [], Initialized(transaction.producer_id, transaction.epoch)
-            raise _wrong_state(transaction, commit=commit)
+            raise _wrong_state_error(transaction, commit=commit)
         if commit and state is not TransactionState.ONGOING:
-            raise _wrong_state(transaction, commit=commit)
-        ended = self._decided(transaction, commit=commit)
+            raise _wrong_state_error(transaction, commit=commit)
+        ended = self._decide(transaction, commit=commit)
         after = ended.complete(now_ms=ended.updated_ms)
         return [transaction_record(ended)], Initialized(after.producer_id, after.epoch)
 
-    def _decided(self, transaction: Transaction, *, commit: bool) -> Transaction:
+    def _decide(self, transaction: Transaction, *, commit: bool) -> Transaction:
         successor = self._take_producer_id() if is_exhausted(transaction.epoch) else NO_PRODUCER_ID
         return transaction.ending(
             commit=commit, version=EPOCH_PER_TRANSACTION, now_ms=self._clock.now_ms(), next_producer_id=successor
@@ -583,7 +583,7 @@ def _check_not_ending(transaction: Transaction) -> None:
     apply only once the markers are written, so neither distinguishes a zombie from the producer itself.
     """
     if transaction.state in ENDING:
-        raise _concurrent(transaction)
+        raise _concurrent_error(transaction)
 
 
 def _check_expected(transaction: Transaction, expected: tuple[ProducerId, int] | None) -> None:
@@ -603,9 +603,9 @@ def _check_expected(transaction: Transaction, expected: tuple[ProducerId, int] |
 
 def _check_producer(transaction: Transaction, who: ProducerRef) -> None:
     if transaction.producer_id != who.producer_id:
-        raise _mapping(transaction, who)
+        raise _mapping_error(transaction, who)
     if transaction.epoch != who.epoch:
-        raise _fenced(transaction, who)
+        raise _fenced_error(transaction, who)
 
 
 def _is_retried_end(transaction: Transaction, who: ProducerRef) -> bool:
@@ -628,30 +628,30 @@ def _log_fenced(before: Transaction, after: Transaction, reason: str) -> None:
     _logger.info("a producer is fenced", extra=named)
 
 
-def _mapping(transaction: Transaction, who: ProducerRef) -> InvalidProducerMapping:
+def _mapping_error(transaction: Transaction, who: ProducerRef) -> InvalidProducerMapping:
     return InvalidProducerMapping(
         f"{who.transactional_id!r} has the producer id {transaction.producer_id}, not {who.producer_id}"
     )
 
 
-def _fenced(transaction: Transaction, who: ProducerRef) -> ProducerFenced:
+def _fenced_error(transaction: Transaction, who: ProducerRef) -> ProducerFenced:
     return ProducerFenced(
         f"producer {who.producer_id} of {who.transactional_id!r} is at epoch {transaction.epoch}, not {who.epoch}"
     )
 
 
-def _concurrent(transaction: Transaction) -> ConcurrentTransactions:
+def _concurrent_error(transaction: Transaction) -> ConcurrentTransactions:
     return ConcurrentTransactions(f"the last transaction of {transaction.transactional_id!r} is still being ended")
 
 
-def _wrong_state(transaction: Transaction, *, commit: bool) -> InvalidTransactionState:
+def _wrong_state_error(transaction: Transaction, *, commit: bool) -> InvalidTransactionState:
     wanted = "committed" if commit else "aborted"
     return InvalidTransactionState(
         f"{transaction.transactional_id!r} is {transaction.state.value} and cannot be {wanted}"
     )
 
 
-def _refused(error: MillstreamError) -> Deferred[Initialized]:
+def _refused_response(error: MillstreamError) -> Deferred[Initialized]:
     later: Deferred[Initialized] = Deferred()
     later.refuse(error)
     return later

@@ -232,14 +232,16 @@ class Transaction:
             epoch, last_epoch = self.epoch, self.last_epoch
         elif expected is not None:
             last_epoch = self.epoch
-        return self._begun(producer_id=self.producer_id, epoch=epoch, last=last_epoch, timeout_ms=timeout_ms, at=now_ms)
+        return self._restarted(
+            producer_id=self.producer_id, epoch=epoch, last=last_epoch, timeout_ms=timeout_ms, at=now_ms
+        )
 
     def with_new_producer(
         self, producer_id: ProducerId, *, keeps_last_epoch: bool, timeout_ms: int, now_ms: int
     ) -> Transaction:
         """Continue with another producer id: the epochs of this one are exhausted."""
         last_epoch = self.epoch if keeps_last_epoch else NO_EPOCH
-        return self._begun(producer_id=producer_id, epoch=0, last=last_epoch, timeout_ms=timeout_ms, at=now_ms)
+        return self._restarted(producer_id=producer_id, epoch=0, last=last_epoch, timeout_ms=timeout_ms, at=now_ms)
 
     def with_partitions(self, added: Iterable[TopicPartition], *, version: int, now_ms: int) -> Transaction:
         """Add partitions; the first ones start the transaction."""
@@ -294,7 +296,7 @@ class Transaction:
             updated_ms=now_ms,
         )
 
-    def _begun(self, *, producer_id: ProducerId, epoch: int, last: int, timeout_ms: int, at: int) -> Transaction:
+    def _restarted(self, *, producer_id: ProducerId, epoch: int, last: int, timeout_ms: int, at: int) -> Transaction:
         return replace(
             self,
             state=TransactionState.EMPTY,

@@ -87,7 +87,7 @@ class ProtocolSubscription:
 def parse_subscription(metadata: bytes) -> ProtocolSubscription:
     """Parse a subscription, or raise `ProtocolViolation`."""
     reader = Reader(metadata, flexible=False)
-    version = _version(reader)
+    version = _read_version(reader)
     topics = frozenset([reader.string() for _ in range(max(0, reader.array_length(item_bytes_min=2)))])
     reader.blob()
     owned = _read_partitions(reader) if version >= 1 else ()
@@ -102,7 +102,7 @@ def parse_assignment(assignment: bytes) -> tuple[TopicPartitions, bool]:
     if not assignment:
         return (), False
     reader = Reader(assignment, flexible=False)
-    _version(reader)
+    _read_version(reader)
     return _read_partitions(reader), bool(reader.blob())
 
 
@@ -119,7 +119,7 @@ def encode_assignment(partitions: Iterable[tuple[str, Iterable[int]]], *, versio
     return bytes(writer.buffer)
 
 
-def _version(reader: Reader) -> int:
+def _read_version(reader: Reader) -> int:
     version = reader.int16()
     if version < 0:
         raise ProtocolViolation(f"version {version} of a consumer's message is invalid")
@@ -297,7 +297,7 @@ class ClassicMembers:
         parsed = _parse_metadata(request)
         records: list[StateRecord] = []
         before = _find_joining(group, member_id, request, records)
-        after = before.saying(_subscription_of(request, parsed))
+        after = before.saying(_to_subscription(request, parsed))
         check_room(group, after, self._context)
         reconciliation = Reconciliation(group, before=before, after=after, context=self._context, records=records)
         member = reconciliation.run(partitions_by_id(parsed.owned, self._context.topics))
@@ -317,7 +317,7 @@ class ClassicMembers:
         member, classic = self._find_member(group, request.member)
         _check_protocol(group, classic, request)
         if group.epoch > member.epoch and member.position.state is not MemberState.UNREVOKED:
-            return [], self._ask_to_rejoin(group, member)
+            return [], self._refuse_until_rejoined(group, member)
         self._context.sessions.synced(group.group_id, member.member_id)
         self._context.sessions.keep_alive(group.group_id, member)
         partitions = named_partitions(member.position.assigned, self._context.topics)
@@ -331,7 +331,7 @@ class ClassicMembers:
         state = member.position.state
         others_are_done = state is MemberState.UNRELEASED and not group.awaits_release(member)
         if member.epoch < group.epoch or state is MemberState.UNREVOKED or others_are_done:
-            return [], self._ask_to_rejoin(group, member)
+            return [], self._refuse_until_rejoined(group, member)
         return [], None
 
     def leave(self, group: ConsumerGroup, leavers: list[Leaver]) -> Outcome[list[Left]]:
@@ -360,7 +360,7 @@ class ClassicMembers:
             )
         return member, classic
 
-    def _ask_to_rejoin(self, group: ConsumerGroup, member: ConsumerMember) -> Deferred[Any]:
+    def _refuse_until_rejoined(self, group: ConsumerGroup, member: ConsumerMember) -> Deferred[Any]:
         self._context.sessions.await_join(group.group_id, member)
         later: Deferred[Any] = Deferred()
         later.refuse(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
@@ -390,7 +390,7 @@ def _find_joining(
     )
 
 
-def _subscription_of(request: JoinRequest, parsed: ProtocolSubscription) -> Subscription:
+def _to_subscription(request: JoinRequest, parsed: ProtocolSubscription) -> Subscription:
     return Subscription(
         instance_id=request.instance_id,
         rack_id=parsed.rack_id,

@@ -76,8 +76,8 @@ class ConsumerGroup:
             self._uncount(old)
         self._count(member)
         if old is None or old.position is not member.position:
-            self._disown(old)
-            self._own(member)
+            self._remove_ownership(old)
+            self._add_ownership(member)
 
     def remove(self, member_id: str) -> None:
         """Remove a member and its assignments."""
@@ -85,7 +85,7 @@ class ConsumerGroup:
         self.targets.pop(member_id, None)
         if member is not None:
             self._uncount(member)
-            self._disown(member)
+            self._remove_ownership(member)
 
     def resolve(self, expression: str, resolved: Resolved | None) -> None:
         """Record the topics of an expression, or that it is unused."""
@@ -226,11 +226,11 @@ class ConsumerGroup:
             for name in {name for name, _ in subscription.classic.protocols}:
                 _decrease(self._classic_support, name)
 
-    def _own(self, member: ConsumerMember) -> None:
+    def _add_ownership(self, member: ConsumerMember) -> None:
         for place in _owned_partitions(member.position):
             self._owners[place] = member.member_id
 
-    def _disown(self, member: ConsumerMember | None) -> None:
+    def _remove_ownership(self, member: ConsumerMember | None) -> None:
         if member is None:
             return
         for place in _owned_partitions(member.position):

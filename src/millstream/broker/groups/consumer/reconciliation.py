@@ -63,7 +63,7 @@ EXPRESSIONS_KEPT_MAX: Final = 256
 """The number of expressions whose matches are cached."""
 
 
-class _Known:
+class _ExpressionMatches:
     """One expression, and the names that it was matched against."""
 
     __slots__ = ("compiled", "matched", "position")
@@ -85,31 +85,31 @@ class Expressions:
         self._version: int | None = None
         # Every name ever seen, in order; the position of an expression says how many it was matched against.
         self._names: list[str] = []
-        self._seen: set[str] = set()
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._matched_topics: set[str] = set()
+        self._cached: OrderedDict[str, _ExpressionMatches] = OrderedDict()
 
     def check(self, expression: str) -> None:
         """Raise `InvalidRegex` for an invalid expression."""
-        self._find(expression)
+        self._find_matches(expression)
 
     def matches(self, expression: str) -> frozenset[str]:
         """Return the topics that an expression matches now."""
         self._catch_up()
-        known = self._find(expression)
+        known = self._find_matches(expression)
         for name in self._names[known.position :]:
             if known.compiled.fullmatch(name) is not None:
                 known.matched.add(name)
         known.position = len(self._names)
         return frozenset(name for name in known.matched if self._topics.get(name) is not None)
 
-    def _find(self, expression: str) -> _Known:
-        known = self._known.get(expression)
+    def _find_matches(self, expression: str) -> _ExpressionMatches:
+        known = self._cached.get(expression)
         if known is None:
-            known = self._known[expression] = _Known(compile_regex(expression))
-            if len(self._known) > EXPRESSIONS_KEPT_MAX:
-                self._known.popitem(last=False)
+            known = self._cached[expression] = _ExpressionMatches(compile_regex(expression))
+            if len(self._cached) > EXPRESSIONS_KEPT_MAX:
+                self._cached.popitem(last=False)
         else:
-            self._known.move_to_end(expression)
+            self._cached.move_to_end(expression)
         return known
 
     def _catch_up(self) -> None:
@@ -120,13 +120,13 @@ class Expressions:
         present = [topic.name for topic in self._topics.all() if not topic.is_internal]
         if len(self._names) > 2 * len(present) + EXPRESSIONS_KEPT_MAX:
             self._names.clear()
-            self._seen.clear()
-            for known in self._known.values():
+            self._matched_topics.clear()
+            for known in self._cached.values():
                 known.matched.clear()
                 known.position = 0
-        new = [name for name in present if name not in self._seen]
+        new = [name for name in present if name not in self._matched_topics]
         self._names += new
-        self._seen.update(new)
+        self._matched_topics.update(new)
 
 
 Late = Callable[[ConsumerMember], bool]
@@ -296,12 +296,12 @@ def _advance(position: Position, goal: Goal, owned: Assignment | None) -> Positi
     for topic_id in {*goal.target, *position.assigned}:
         target = goal.target.get(topic_id, NO_PARTITIONS) if topic_id in goal.topics else NO_PARTITIONS
         has = position.assigned.get(topic_id, NO_PARTITIONS)
-        _put_if_any(kept, topic_id, has & target)
-        _put_if_any(revoked, topic_id, has - target)
-        _put_if_any(wanted, topic_id, target - has)
+        _set_if_any(kept, topic_id, has & target)
+        _set_if_any(revoked, topic_id, has - target)
+        _set_if_any(wanted, topic_id, target - has)
     if _may_hold(owned, revoked):
         return dataclasses.replace(position, state=MemberState.UNREVOKED, assigned=kept, pending=revoked)
-    free = {topic_id: _unowned(topic_id, numbers, goal) for topic_id, numbers in wanted.items()}
+    free = {topic_id: _free_partitions(topic_id, numbers, goal) for topic_id, numbers in wanted.items()}
     waits = any(len(free[topic_id]) < len(numbers) for topic_id, numbers in wanted.items())
     return dataclasses.replace(
         position.at(goal.epoch),
@@ -311,11 +311,11 @@ def _advance(position: Position, goal: Goal, owned: Assignment | None) -> Positi
     )
 
 
-def _unowned(topic_id: UUID, numbers: frozenset[int], goal: Goal) -> frozenset[int]:
+def _free_partitions(topic_id: UUID, numbers: frozenset[int], goal: Goal) -> frozenset[int]:
     return frozenset(number for number in numbers if not goal.is_taken(topic_id, number))
 
 
-def _put_if_any(into: dict[UUID, frozenset[int]], topic_id: UUID, numbers: frozenset[int]) -> None:
+def _set_if_any(into: dict[UUID, frozenset[int]], topic_id: UUID, numbers: frozenset[int]) -> None:
     if numbers:
         into[topic_id] = numbers
 
@@ -467,7 +467,7 @@ class Reconciliation:
         had = {**group.targets, self.member.member_id: self._target}
         if self._replaced is not None:
             del members[self._replaced.member_id]
-        targets = compute_target(members.values(), had, self._resolved, self._context.topics, self._assignor())
+        targets = compute_target(members.values(), had, self._resolved, self._context.topics, self._select_assignor())
         for member_id, target in targets.items():
             if member_id not in group.targets or group.targets[member_id] != target:
                 self.records.append(target_record(group.group_id, member_id, target))
@@ -475,7 +475,7 @@ class Reconciliation:
         self._target_epoch = self._epoch
         self._target = targets.get(self.member.member_id, NOTHING)
 
-    def _assignor(self) -> str:
+    def _select_assignor(self) -> str:
         votes = Counter(self.group.assignors)
         counted = self._replaced or self.group.members.get(self.member.member_id)
         if counted is not None and counted.subscription.assignor is not None:
@@ -490,7 +490,7 @@ class Reconciliation:
         group, member = self.group, self.member
         position = member.position
         if self._topics_changed or not position.is_reconciled_to(self._target_epoch):
-            position = next_position(position, self._goal(), owned, topics_changed=self._topics_changed)
+            position = next_position(position, self._build_goal(), owned, topics_changed=self._topics_changed)
         known = group.members.get(member.member_id)
         if known is not None and known.position == position:
             return
@@ -500,7 +500,7 @@ class Reconciliation:
         if position.state is MemberState.UNREVOKED and not member.speaks_classic:
             self._context.sessions.await_revocation(group.group_id, self.member)
 
-    def _goal(self) -> Goal:
+    def _build_goal(self) -> Goal:
         subscription = self.member.subscription
         # A member that replaces a static member owns its partitions.
         owner = self.member.member_id if self._replaced is None else self._replaced.member_id
@@ -571,7 +571,7 @@ class Heartbeats:
         joins = request.epoch == 0
         group, records = self._find_group(request.group_id, joins)
         member_id = request.member_id or self._context.new_suffix()
-        before = self._member(group, member_id, request, records)
+        before = self._find_or_create_member(group, member_id, request, records)
         after = before.saying(_updated_subscription(before.subscription, request))
         check_room(group, after, self._context)
         reconciliation = Reconciliation(group, before=before, after=after, context=self._context, records=records)
@@ -587,7 +587,7 @@ class Heartbeats:
         )
         return records, response
 
-    def _member(
+    def _find_or_create_member(
         self, group: ConsumerGroup, member_id: str, request: ConsumerHeartbeat, records: list[StateRecord]
     ) -> ConsumerMember:
         """Return the member that sent the heartbeat; a new one if it joins."""

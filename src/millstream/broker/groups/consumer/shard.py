@@ -110,7 +110,7 @@ def _apply_subscription(group: ConsumerGroup, member_id: str, record: StateRecor
     if record.value is None:
         group.remove(member_id)
     else:
-        group.put(_member(group, member_id).saying(read_subscription(record)))
+        group.put(_find_or_create_member(group, member_id).saying(read_subscription(record)))
 
 
 def _apply_target(group: ConsumerGroup, member_id: str, record: StateRecord) -> None:
@@ -122,7 +122,7 @@ def _apply_target(group: ConsumerGroup, member_id: str, record: StateRecord) -> 
 
 def _apply_position(group: ConsumerGroup, member_id: str, record: StateRecord) -> None:
     if record.value is not None:
-        group.put(_member(group, member_id).at(read_position(record)))
+        group.put(_find_or_create_member(group, member_id).at(read_position(record)))
     elif member_id in group.members:
         group.put(group.members[member_id].at(_GONE))
 
@@ -131,7 +131,7 @@ def _apply_expression(group: ConsumerGroup, expression: str, record: StateRecord
     group.resolve(expression, None if record.value is None else read_expression(record))
 
 
-def _member(group: ConsumerGroup, member_id: str) -> ConsumerMember:
+def _find_or_create_member(group: ConsumerGroup, member_id: str) -> ConsumerMember:
     return group.members.get(member_id) or ConsumerMember(member_id=member_id)
 
 
@@ -216,7 +216,7 @@ class ConsumerShard:
             clock=clock,
             new_suffix=new_suffix,
         )
-        self._heartbeats = Heartbeats(context, self._find_or_make)
+        self._heartbeats = Heartbeats(context, self._find_or_create)
         self._departure = Departure(context, self._downgrade)
         self._classic = ClassicMembers(context, self._departure)
 
@@ -236,19 +236,19 @@ class ConsumerShard:
     def heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatResult]:
         """Handle a heartbeat: join, stay or leave."""
         if request.epoch < 0:
-            return self._departure.leave(self._existing(request.group_id), request)
+            return self._departure.leave(self._require(request.group_id), request)
         return self._heartbeats.run(request)
 
     def describe(self, group_id: str) -> Outcome[ConsumerGroupDescription]:
         """Describe one group with its members."""
-        group = self._existing(group_id)
+        group = self._require(group_id)
         return [], ConsumerGroupDescription(
             group_id=group_id,
             state=group.state.value,
             epoch=group.epoch,
             target_epoch=group.target_epoch,
             assignor=preferred_assignor(group.assignors),
-            members=tuple(self._described(group, member) for member in group.members.values()),
+            members=tuple(self._describe_member(group, member) for member in group.members.values()),
         )
 
     def listings(self) -> Iterator[GroupListing]:
@@ -309,7 +309,7 @@ class ConsumerShard:
             for topic, commits in request.topics.items()
             for commit in commits
         ):
-            raise _stale(member, who.generation)
+            raise _stale_epoch_error(member, who.generation)
 
     def check_fetch(self, group_id: str, member_id: str | None, epoch: int) -> None:
         """Raise if this member may not fetch offsets now; requests without a member may."""
@@ -363,13 +363,13 @@ class ConsumerShard:
         since = None if known is None else member.position.has_since(known.topic_id, partition)
         return since is not None and since <= epoch
 
-    def _existing(self, group_id: str) -> ConsumerGroup:
+    def _require(self, group_id: str) -> ConsumerGroup:
         group = self.get(group_id)
         if group is None:
             raise UnknownGroup(f"there is no consumer group {group_id!r}")
         return group
 
-    def _find_or_make(self, group_id: str, may_make: bool) -> tuple[ConsumerGroup, Records]:
+    def _find_or_create(self, group_id: str, may_make: bool) -> tuple[ConsumerGroup, Records]:
         group = self.get(group_id)
         if group is not None:
             return group, []
@@ -420,7 +420,7 @@ class ConsumerShard:
         group = self.get(group_id)
         return [] if group is None else self._downgrade(group, ())
 
-    def _described(self, group: ConsumerGroup, member: ConsumerMember) -> ConsumerMemberDescription:
+    def _describe_member(self, group: ConsumerGroup, member: ConsumerMember) -> ConsumerMemberDescription:
         subscription = member.subscription
         return ConsumerMemberDescription(
             member_id=member.member_id,
@@ -432,12 +432,12 @@ class ConsumerShard:
             topics=subscription.topics,
             expression=subscription.expression,
             # A member owns revoked partitions until it confirms the revocation.
-            assigned=self._named(union(member.position.assigned, member.position.pending)),
-            target=self._named(group.targets.get(member.member_id, NOTHING)),
+            assigned=self._with_names(union(member.position.assigned, member.position.pending)),
+            target=self._with_names(group.targets.get(member.member_id, NOTHING)),
             speaks_classic=member.speaks_classic,
         )
 
-    def _named(self, assignment: Assignment) -> NamedPartitions:
+    def _with_names(self, assignment: Assignment) -> NamedPartitions:
         found = [(self._topics.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
         return sorted(
             (topic.topic_id, topic.name, tuple(sorted(partitions))) for topic, partitions in found if topic is not None
@@ -446,9 +446,9 @@ class ConsumerShard:
 
 def _check_epoch(member: ConsumerMember, epoch: int) -> None:
     if member.epoch != epoch:
-        raise _stale(member, epoch)
+        raise _stale_epoch_error(member, epoch)
 
 
-def _stale(member: ConsumerMember, epoch: int) -> MillstreamError:
+def _stale_epoch_error(member: ConsumerMember, epoch: int) -> MillstreamError:
     message = f"member {member.member_id!r} is in epoch {member.epoch}, not {epoch}"
     return IllegalGeneration(message) if member.speaks_classic else StaleMemberEpoch(message)

@@ -30,13 +30,13 @@ def assign_partitions(wanted: Mapping[str, frozenset[UUID]], partitions: Mapping
         members = sorted(member for member, topics in wanted.items() if topic in topics)
         if not members:
             continue
-        for member, share in _deal(members, partitions[topic], turn).items():
+        for member, share in _distribute(members, partitions[topic], turn).items():
             shares[member][topic] = share
         turn += partitions[topic]
     return dict(shares.items())
 
 
-def _deal(members: list[str], partitions: int, turn: int) -> dict[str, frozenset[int]]:
+def _distribute(members: list[str], partitions: int, turn: int) -> dict[str, frozenset[int]]:
     number = len(members)
     dealt: dict[str, set[int]] = {}
     for step in range(max(number, partitions)):

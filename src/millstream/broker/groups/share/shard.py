@@ -79,7 +79,7 @@ class ShareShard:
 
     def heartbeat(self, request: ShareHeartbeat) -> Outcome[ShareHeartbeatResult]:
         """Handle a heartbeat: join, stay or leave."""
-        group = self._find(request)
+        group = self._find_or_create(request)
         known = group.members.get(request.member_id)
         if request.epoch == LEFT_EPOCH:
             return self._leave(group, request)
@@ -88,24 +88,24 @@ class ShareShard:
         reported = self._reported.get((request.group_id, request.member_id)) or ReportedState()
         if request.epoch != JOIN_EPOCH:
             _check_epoch(group, request, reported)
-        member = self._member(group, known, request)
+        member = self._updated_member(group, known, request)
         members = {**group.members, member.member_id: member}
-        records, epoch = self._changes(group, known, member, members)
+        records, epoch = self._update_records(group, known, member, members)
         target = group.target(self._topics) if not records else target_of(members, self._topics)
         assignment = target.get(member.member_id, {})
-        self._keep_alive(request.group_id, member.member_id, request.session_ms)
+        self._restart_session(request.group_id, member.member_id, request.session_ms)
         response = ShareHeartbeatResult(
             member_id=member.member_id,
             epoch=epoch,
             heartbeat_ms=request.heartbeat_ms,
             assignment=assignment if request.epoch == JOIN_EPOCH or assignment != reported.assignment else None,
         )
-        self._note_reported(request.group_id, member.member_id, epoch, assignment)
+        self._record_reported(request.group_id, member.member_id, epoch, assignment)
         return records, response
 
     def describe(self, group_id: str) -> Outcome[ShareGroupDescription]:
         """Describe one group with its members."""
-        group = self._existing(group_id)
+        group = self._require(group_id)
         target = group.target(self._topics)
         members = tuple(
             ShareMemberDescription(
@@ -115,7 +115,7 @@ class ShareShard:
                 client_id=member.client_id,
                 client_host=member.client_host,
                 topics=member.topics,
-                assigned=self._named(target.get(member.member_id, {})),
+                assigned=self._with_names(target.get(member.member_id, {})),
             )
             for member in group.members.values()
         )
@@ -163,7 +163,7 @@ class ShareShard:
         """Restart the sessions of all members."""
         for group in self:
             for member_id in group.members:
-                self._keep_alive(group.group_id, member_id, self._limits.consumer_session_ms)
+                self._restart_session(group.group_id, member_id, self._limits.consumer_session_ms)
 
     def durable_keys(self) -> Iterator[ShareKey]:
         """Return the key of every record that the log must hold."""
@@ -183,7 +183,7 @@ class ShareShard:
 
     # Internals
 
-    def _find(self, request: ShareHeartbeat) -> ShareGroup:
+    def _find_or_create(self, request: ShareHeartbeat) -> ShareGroup:
         group = self._groups.get(request.group_id)
         if group is not None:
             return group
@@ -197,13 +197,13 @@ class ShareShard:
             raise UnknownGroup(f"{group_id!r} is a group of another type")
         self._check_room()
 
-    def _existing(self, group_id: str) -> ShareGroup:
+    def _require(self, group_id: str) -> ShareGroup:
         group = self._groups.get(group_id)
         if group is None:
             raise UnknownGroup(f"there is no share group {group_id!r}")
         return group
 
-    def _member(self, group: ShareGroup, known: ShareMember | None, request: ShareHeartbeat) -> ShareMember:
+    def _updated_member(self, group: ShareGroup, known: ShareMember | None, request: ShareHeartbeat) -> ShareMember:
         if known is None:
             if len(group.members) >= self._limits.members_max:
                 raise GroupFull(f"share group {group.group_id!r} has {len(group.members)} members already")
@@ -224,7 +224,7 @@ class ShareShard:
             client_host=request.client_host,
         )
 
-    def _changes(
+    def _update_records(
         self,
         group: ShareGroup,
         known: ShareMember | None,
@@ -248,9 +248,9 @@ class ShareShard:
         response = ShareHeartbeatResult(
             member_id=request.member_id, epoch=LEFT_EPOCH, heartbeat_ms=request.heartbeat_ms, assignment=None
         )
-        return self._removed(group, request.member_id), response
+        return self._removal_records(group, request.member_id), response
 
-    def _removed(self, group: ShareGroup, member_id: str) -> Records:
+    def _removal_records(self, group: ShareGroup, member_id: str) -> Records:
         remaining = {known: member for known, member in group.members.items() if known != member_id}
         return [
             tombstone(ShareKey(ShareKind.MEMBER, group.group_id, member_id)),
@@ -270,7 +270,7 @@ class ShareShard:
         self._reported.pop((group_id, member_id), None)
         self._timers.cancel((_SESSION, group_id, member_id))
 
-    def _keep_alive(self, group_id: str, member_id: str, session_ms: int) -> None:
+    def _restart_session(self, group_id: str, member_id: str, session_ms: int) -> None:
         self._timers.schedule(
             (_SESSION, group_id, member_id), session_ms, lambda: self._expire(group_id, member_id), pure=True
         )
@@ -282,16 +282,16 @@ class ShareShard:
             self._reported.pop((group_id, member_id), None)
             return []
         # Set again, in case the log refuses the record.
-        self._keep_alive(group_id, member_id, _RETRY_MS)
-        return self._removed(group, member_id)
+        self._restart_session(group_id, member_id, _RETRY_MS)
+        return self._removal_records(group, member_id)
 
-    def _note_reported(self, group_id: str, member_id: str, epoch: int, assignment: Assignment) -> None:
+    def _record_reported(self, group_id: str, member_id: str, epoch: int, assignment: Assignment) -> None:
         reported = self._reported.setdefault((group_id, member_id), ReportedState())
         if reported.epoch != epoch:
             reported.previous_epoch, reported.epoch = reported.epoch, epoch
         reported.assignment = assignment
 
-    def _named(self, assignment: Assignment) -> tuple[tuple[UUID, str, tuple[int, ...]], ...]:
+    def _with_names(self, assignment: Assignment) -> tuple[tuple[UUID, str, tuple[int, ...]], ...]:
         found = [(self._topics.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
         return tuple(
             sorted(

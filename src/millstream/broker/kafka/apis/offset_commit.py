@@ -88,7 +88,7 @@ class _Pending(Promise):
 
     def release(self, response: Deferred[CommitResult]) -> None:
         """Pass the coordinator's response on to the client."""
-        self.keep(self.refuse(response.error) if response.error is not None else self.accept(response.result()))
+        self.resolve(self.refuse(response.error) if response.error is not None else self.accept(response.result()))
 
     def accept(self, response: CommitResult) -> Buffers:
         """Return the response for offsets that are kept, except for those with an error."""
@@ -166,7 +166,7 @@ class OffsetCommit:
                 return self._commit_when_loaded(request, pending)
         except MillstreamError as error:
             return pending.refuse(error)
-        return pending.buffers if pending.is_kept else pending
+        return pending.buffers if pending.is_resolved else pending
 
     async def _commit_when_loaded(self, request: CommitRequest, pending: _Pending) -> Buffers:
         try:

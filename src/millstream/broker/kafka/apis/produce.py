@@ -588,7 +588,7 @@ class Produce:
         del self._pending[pending]
         # Breaks the reference cycle with the request, so that both are freed without the garbage collector.
         pending.waiting.clear()
-        pending.keep(write(pending.header, pending.portions, pending.throttle_ms))
+        pending.resolve(write(pending.header, pending.portions, pending.throttle_ms))
 
     def _time_out(self) -> None:
         """Respond to requests that exceed their timeout; their records may still become durable."""

@@ -94,7 +94,7 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
             return _encode_results(header, results)
         promise = Promise()
         written.listen(
-            lambda error: promise.keep(
+            lambda error: promise.resolve(
                 _encode_results(header, results if error is None else _error_results(error, asked))
             )
         )
