@@ -99,8 +99,11 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
 def test_a_locked_cluster_has_only_its_administrator_as_user(
     up: Callable[..., Up],
     postgres: PostgresServer,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The settings of another node in the working directory; its nodes would not start with them.
+    (tmp_path / "millstream.toml").write_text('super-users = "eve"\nlisteners = "open"\n')
     cluster = up("--nodes", "2", "--cluster", "locks-itself", "--catalog", postgres.new_database(), "--locked")
     assert cluster.command("topic", "create", "orders").code == 4
     monkeypatch.setenv("MILLSTREAM_PROFILES", cluster.ready["profiles"])

@@ -578,7 +578,8 @@ class LocalCluster:
 
     def _node(self, number: int) -> LocalProcess:
         flags = self._flags(number)
-        serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json"]
+        # An empty file: a millstream.toml in the working directory is for another node, and could unlock this one.
+        serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", f"--config={os.devnull}"]
         command = [*serve, *(f"--{name}={value}" for name, value in flags.items())]
         log = self._plan.data / f"node-{number}.log"
         # Not as flags, which every user of the machine can see: there may be passwords.

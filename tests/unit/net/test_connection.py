@@ -19,7 +19,7 @@ from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import BUFFER_BYTES
 from millstream.broker.net.response import Promise
 from millstream.broker.net.turns import Flow, Turns
-from millstream.core.errors import AddressTaken, ProtocolViolation
+from millstream.core.errors import ProtocolViolation
 from millstream.core.metric import Histogram
 
 LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024, stall_s=60)
@@ -308,15 +308,6 @@ async def test_draining_responds_to_what_is_under_way() -> None:
         assert await read_frame(reader) == b"last words"
         assert await reader.read() == b""
         await drained
-
-
-def test_a_taken_port_names_the_flag() -> None:
-    taken = bind("127.0.0.1", 0, flag="kafka")
-    try:
-        with pytest.raises(AddressTaken, match="--kafka"):
-            bind("127.0.0.1", taken.getsockname()[1], flag="kafka")
-    finally:
-        taken.close()
 
 
 async def test_a_frame_that_waits_for_a_coroutine_keeps_its_bytes() -> None:

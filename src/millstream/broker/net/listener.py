@@ -349,9 +349,10 @@ def _decrease(counter: Counter[str], key: str) -> None:
         del counter[key]
 
 
-def bind(host: str, port: int, *, flag: str, listening: bool = True) -> socket.socket:
-    """Bind a socket, so that the address is known before anything is served; name the flag if the address is taken.
+def bind(host: str, port: int, *, flag: str, listener: str = "", listening: bool = True) -> socket.socket:
+    """Bind a socket, so that the address is known before anything is served.
 
+    If the address is taken, the error names the flag that sets it, or the listener if it is an additional one.
     Unless it listens, clients are refused and retry, instead of waiting for a node that is not ready.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -361,9 +362,9 @@ def bind(host: str, port: int, *, flag: str, listening: bool = True) -> socket.s
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise _address_taken_error(host, port, flag, error) from error
+        raise _address_taken_error(host, port, flag, listener, error) from error
     if listening:
-        listen(bound, flag=flag)
+        listen(bound, flag=flag, listener=listener)
     bound.setblocking(False)
     return bound
 
@@ -384,17 +385,18 @@ async def bind_patiently(host: str, port: int, *, flag: str, wait_s: float) -> s
         await asyncio.sleep(_TAKEN_LOOK_S)
 
 
-def listen(bound: socket.socket, *, flag: str) -> None:
-    """Let clients connect to a bound socket; name the flag if another process has begun to listen there meanwhile."""
+def listen(bound: socket.socket, *, flag: str, listener: str = "") -> None:
+    """Let clients connect to a bound socket; fail as `bind` does if another process has begun to listen there."""
     try:
         bound.listen(BACKLOG)
     except OSError as error:
         host, port = bound.getsockname()[:2]
         bound.close()
-        raise _address_taken_error(host, port, flag, error) from error
+        raise _address_taken_error(host, port, flag, listener, error) from error
 
 
-def _address_taken_error(host: str, port: int, flag: str, error: OSError) -> AddressTaken:
-    return AddressTaken(
-        f"cannot listen on {host}:{port} ({error.strerror}); give another address with --{flag} HOST:PORT"
-    )
+def _address_taken_error(host: str, port: int, flag: str, listener: str, error: OSError) -> AddressTaken:
+    remedy = f"give another address with --{flag} HOST:PORT"
+    if listener:
+        remedy = f"change the address of listener {listener!r}"
+    return AddressTaken(f"cannot listen on {host}:{port} ({error.strerror}); {remedy}")

@@ -199,13 +199,14 @@ class Listeners:
 
                 files = TlsFiles(certificate=config.tls_cert, key=config.tls_key, client_ca=config.tls_client_ca)
                 tls = FollowedTls(files)
-            bound = bind(*parse_address(config.address, name="kafka"), flag="kafka", listening=False)
+            address = parse_address(config.address, name="kafka")
+            bound = bind(*address, flag="kafka", listener=_additional_name(config), listening=False)
             self._bound.append(_Bound(config=config, socket=bound, tls=tls))
 
     def listen(self) -> None:
         """Let clients connect."""
         for bound in self._bound:
-            listen(bound.socket, flag="kafka")
+            listen(bound.socket, flag="kafka", listener=_additional_name(bound.config))
 
     def close(self) -> None:
         """Release every address."""
@@ -358,6 +359,11 @@ def address_of(bound: socket.socket) -> str:
     """Return the address that a socket is bound to, as HOST:PORT."""
     host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _additional_name(listener: ListenerConfig) -> str:
+    """Return the name of a listener, or nothing for that of `--kafka`."""
+    return "" if listener.name == DEFAULT_LISTENER else listener.name
 
 
 def _exposure_warning(flag: str, address: str) -> str:
