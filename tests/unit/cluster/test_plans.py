@@ -12,6 +12,7 @@ from millstream.core.cluster_plan import Move
 from millstream.core.errors import Conflict, InvalidRequest, NotFound
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.topic import Topic
+from millstream_testing.clock import ManualClock
 from millstream_testing.node_group import GroupNode, NodeGroup
 
 
@@ -117,7 +118,7 @@ async def test_a_plan_that_only_adds_replicas_waits_for_them(tmp_path: Path) -> 
         # Nothing replicates here, so the first moves stay in progress and the others wait for them.
         await group.until(lambda: [state for _, state in plans.moves()] == ["moving"] * 4 + ["waiting"] * 2)
         assert state_of(plans) == "running"
-        throttle = MoveThrottle(NodeId(2), group[1].view)
+        throttle = MoveThrottle(NodeId(2), group[1].view, group.clock)
         assert throttle.pause_after((topic.topic_id, PartitionIndex(0)), 1 << 20) > 0
         await plans.cancel("")
         await group.until(lambda: state_of(plans) == "cancelled")
@@ -182,15 +183,42 @@ async def test_only_moves_to_this_node_are_throttled(tmp_path: Path) -> None:
         key = (topic.topic_id, PartitionIndex(0))
         plans = group[1].cluster.plans
         await plans.propose("balance", "", [wanted], 1 << 20)
-        receiver = MoveThrottle(wanted.receivers[0], group[1].view)
-        assert receiver.pause_after(key, 1 << 20) == 0.0
+        clock = ManualClock()
+        receiver = MoveThrottle(wanted.receivers[0], group[1].view, clock)
+        assert (receiver.bytes_max(key, 4 << 20), receiver.pause_after(key, 1 << 20)) == (4 << 20, 0.0)
         await plans.apply("")
         await group.until(lambda: key in group[1].view.reassignments)
-        assert 0.9 < receiver.pause_after(key, 1 << 20) <= 1.0
-        # The partitions of a node share the limit; the end of a log is not delayed.
-        assert 1.9 < receiver.pause_after(key, 1 << 20) <= 2.0
-        assert receiver.pause_after(key, 1000) == 0.0
-        assert MoveThrottle(wanted.before[0], group[1].view).pause_after(key, 1 << 20) == 0.0
+        # Four moves at once ask for one second of the throttle.
+        assert receiver.bytes_max(key, 4 << 20) == 1 << 18
+        assert receiver.pause_after(key, 1 << 20) == 1.0
+        # The partitions of a node share the limit.
+        clock.advance_ms(500)
+        assert receiver.pause_after(key, 1 << 20) == 1.5
+        other = MoveThrottle(wanted.before[0], group[1].view, clock)
+        assert (other.bytes_max(key, 4 << 20), other.pause_after(key, 1 << 20)) == (4 << 20, 0.0)
+
+
+async def test_a_pause_ends_with_the_throttle_or_the_plan_that_caused_it(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=1, replication=2)
+        await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
+        wanted = away_from(group[1], topic, 0)
+        key = (topic.topic_id, PartitionIndex(0))
+        plans = group[1].cluster.plans
+        await plans.propose("balance", "", [wanted], 1024)
+        await plans.apply("")
+        await group.until(lambda: key in group[1].view.reassignments)
+        receiver = MoveThrottle(wanted.receivers[0], group[1].view, ManualClock())
+        assert receiver.pause_after(key, 8 << 20) == 8192.0
+        await plans.apply("", 32 << 20)
+        assert receiver.pause_after(key, 0) == 0.25
+        await plans.cancel("")
+        assert receiver.pause_after(key, 0) == 0.0
+        await group.until(lambda: state_of(plans) == "cancelled" and key not in group[1].view.reassignments)
+        await plans.propose("balance", "", [wanted], 1024)
+        await plans.apply("")
+        await group.until(lambda: key in group[1].view.reassignments)
+        assert receiver.pause_after(key, 0) == 0.0
 
 
 def _fields(one: Move) -> dict[str, Any]:

@@ -14,15 +14,16 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.cluster import replica_fetcher
-from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher
+from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher, Throttle
 from millstream.broker.log.store import LogStore
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import StorageFailure
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.records.batch import iterate_headers, place_batch
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream.protocol.wire.replica_fetch import ReplicaFetch, ReplicaResponse, ReplicaResponses
+from millstream.protocol.wire.replica_fetch import PartitionKey, ReplicaFetch, ReplicaResponse, ReplicaResponses
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
@@ -65,9 +66,15 @@ def follower(store: LogStore, flush: str) -> Partition:
     return partition
 
 
-def fetcher(link: Link, registrations: list[int]) -> ReplicaFetcher:
+def fetcher(link: Link, registrations: list[int], throttle: Throttle | None = None) -> ReplicaFetcher:
     return ReplicaFetcher(
-        LEADER, ME, link, limits=FetchLimits(), random=Random(1), registration=lambda: registrations[-1]
+        LEADER,
+        ME,
+        link,
+        limits=FetchLimits(),
+        random=Random(1),
+        registration=lambda: registrations[-1],
+        throttle=throttle,
     )
 
 
@@ -253,4 +260,55 @@ async def test_a_topic_that_a_leader_does_not_know_yet_is_a_warning_only_if_it_p
         await link.fetches.get()
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warned == ["a replica could not be followed; retrying"]
+    await end(task)
+
+
+class Hours:
+    """A throttle that lets everything wait for hours, until the test lifts it."""
+
+    def __init__(self) -> None:
+        self.charged: list[int] = []
+        self.asked_again = asyncio.Event()
+        self.is_lifted = False
+
+    def bytes_max(self, _key: PartitionKey, _size: int) -> int:
+        return 70
+
+    def pause_after(self, _key: PartitionKey, size: int) -> float:
+        if size:
+            self.charged.append(size)
+        else:
+            self.asked_again.set()
+        return 0.0 if self.is_lifted else 36_000.0
+
+
+async def test_a_throttled_partition_asks_for_little_and_goes_on_when_the_throttle_is_lifted(
+    store: LogStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_fetcher, "THROTTLE_CHECK_S", 0.001)
+    link, throttle = Link(), Hours()
+    fetching = fetcher(link, [7], throttle)
+    fetching.follow(follower(store, "os"))
+    task = asyncio.create_task(fetching.run())
+    key = (TOPIC.topic_id, PartitionIndex(0))
+
+    def records(base: int, watermark: int) -> ReplicaResponses:
+        batch = encode_batch([NewRecord(None, b"y", (), 1000)])
+        place_batch(batch, next(iter(iterate_headers(batch))), base, leader_epoch=1)
+        return ReplicaResponses(0, 5, {key: ReplicaResponse(0, Offset(watermark), Offset(0), None, memoryview(batch))})
+
+    fetch = await link.fetches.get()
+    assert fetch.wanted[key].max_bytes == 70
+    link.responses.put_nowait(records(1, 9))
+    await throttle.asked_again.wait()
+    assert link.fetches.empty()
+    throttle.is_lifted = True
+    fetch = await link.fetches.get()
+    assert fetch.wanted[key].offset == 2
+    # The end of a log is neither charged nor delayed, so that a move can end.
+    throttle.is_lifted = False
+    link.responses.put_nowait(records(2, 3))
+    fetch = await link.fetches.get()
+    assert fetch.wanted[key].offset == 3
+    assert len(throttle.charged) == 1
     await end(task)

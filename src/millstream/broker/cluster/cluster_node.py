@@ -112,7 +112,7 @@ class ClusterNode:
             settings=ReplicaSettings.of(dependencies.config),
             registration=self._registration_revision,
             may_join=self._may_join,
-            throttle=MoveThrottle(self._id, self.view).pause_after,
+            throttle=MoveThrottle(self._id, self.view, dependencies.clock),
         )
         self.plans = Plans(dependencies.coordination, self.view, dependencies.clock, new_text=self._new_text)
         self._controller: Controller | None = None

@@ -56,8 +56,6 @@ _AT_ONCE_PER_RECEIVER: Final = 4
 """Partitions that one node fetches for a plan at the same time."""
 
 _AGREEMENT_S: Final = 30.0
-_TAIL_BYTES: Final = 256 * 1024
-"""A fetch that brings less is near the end of the log, and is not delayed: the move must be able to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,18 +391,37 @@ def _startable_moves(
 
 
 class MoveThrottle:
-    """Limits how fast this node fetches what a plan moves here."""
+    """Limits how fast this node fetches what a plan moves here.
 
-    def __init__(self, me: NodeId, view: ClusterView) -> None:
+    What was fetched beyond the limit is a debt in bytes, paid off at the current rate, so that another rate takes
+    effect at once. All moves together owe at most one second of the rate, or one batch each if that is more. The debt
+    ends with the plan.
+    """
+
+    def __init__(self, me: NodeId, view: ClusterView, clock: Clock) -> None:
         self._me = me
         self._view = view
-        self._free_at = 0.0
+        self._clock = clock
+        self._plan_id = ""
+        self._debt_bytes = 0.0
+        self._paid_until = 0.0
+
+    def bytes_max(self, key: PartitionKey, size: int) -> int:
+        """Return how many of this many bytes one fetch of a partition may ask for."""
+        plan = self._plan_of(key)
+        return size if plan is None else min(size, plan.throttle_bytes // _AT_ONCE_PER_RECEIVER)
 
     def pause_after(self, key: PartitionKey, size: int) -> float:
         """Return for how many seconds a partition is not fetched, after a fetch that brought this many bytes."""
-        plan, move = self._view.plan, self._view.reassignments.get(key)
-        if plan is None or plan.state != RUNNING or move is None or self._me in move.before or size < _TAIL_BYTES:
+        plan = self._plan_of(key)
+        if plan is None:
             return 0.0
-        now = asyncio.get_running_loop().time()
-        self._free_at = max(now, self._free_at) + size / plan.throttle_bytes
-        return self._free_at - now
+        now, rate = self._clock.monotonic(), plan.throttle_bytes
+        owed = max(0.0, self._debt_bytes - (now - self._paid_until) * rate) if plan.plan_id == self._plan_id else 0.0
+        self._plan_id, self._debt_bytes, self._paid_until = plan.plan_id, owed + size, now
+        return self._debt_bytes / rate
+
+    def _plan_of(self, key: PartitionKey) -> PlanHeader | None:
+        """Return the running plan that moves a partition here, if one does."""
+        plan, move = self._view.plan, self._view.reassignments.get(key)
+        return None if plan is None or plan.state != RUNNING or move is None or self._me in move.before else plan

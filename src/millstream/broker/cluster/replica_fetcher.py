@@ -187,13 +187,30 @@ class FetchLimits:
     partition_bytes_max: int = 4096 * 1024
 
 
-Throttle = Callable[[PartitionKey, int], float]
-"""Returns for how many seconds a partition is not fetched, after a fetch that brought this many bytes."""
+THROTTLE_CHECK_S = 0.5
+"""How long a throttled partition waits at most before its throttle is asked again: it may have changed."""
 
 
-def no_pause(_key: PartitionKey, _size: int) -> float:
-    """Fetch as fast as possible."""
-    return 0.0
+class Throttle(Protocol):
+    """Limits how fast partitions are fetched."""
+
+    def bytes_max(self, key: PartitionKey, size: int) -> int:
+        """Return how many of this many bytes one fetch of a partition may ask for."""
+
+    def pause_after(self, key: PartitionKey, size: int) -> float:
+        """Return for how many seconds a partition is not fetched, after a fetch that brought this many bytes."""
+
+
+class Unthrottled:
+    """Lets partitions be fetched as fast as possible."""
+
+    def bytes_max(self, _key: PartitionKey, size: int) -> int:
+        """Allow everything."""
+        return size
+
+    def pause_after(self, _key: PartitionKey, _size: int) -> float:
+        """Never pause."""
+        return 0.0
 
 
 class _Followed:
@@ -223,7 +240,7 @@ class _Followed:
         self.is_reported = False
         """Whether the failure was logged."""
         self.held: asyncio.TimerHandle | None = None
-        """Set while it is suspended after a failure."""
+        """Set while it is suspended, after a failure or by the throttle."""
 
     @property
     def is_current(self) -> bool:
@@ -248,7 +265,7 @@ class ReplicaFetcher:
         limits: FetchLimits,
         random: Random,
         registration: Callable[[], int],
-        throttle: Throttle = no_pause,
+        throttle: Throttle | None = None,
     ) -> None:
         self.leader = leader
         self._me = me
@@ -256,7 +273,7 @@ class ReplicaFetcher:
         self._limits = limits
         self._random = random
         self._registration = registration
-        self._throttle = throttle
+        self._throttle = throttle or Unthrottled()
         self._backoff = Backoff(random)
         self._followed: dict[PartitionKey, _Followed] = {}
         self._changed: dict[PartitionKey, None] = {}
@@ -311,12 +328,23 @@ class ReplicaFetcher:
         self._report(followed, error)
         pause_s = delay_after(followed.failures, first_s=HOLD_FIRST_S, max_s=HOLD_MAX_S, random=self._random)
         followed.failures += 1
-        self._suspend(key, followed, pause_s)
+        self._suspend(key, followed, pause_s, lambda: self._release(key, followed))
 
-    def _suspend(self, key: PartitionKey, followed: _Followed, pause_s: float) -> None:
-        followed.held = asyncio.get_running_loop().call_later(pause_s, self._release, key, followed)
+    def _suspend(self, key: PartitionKey, followed: _Followed, pause_s: float, then: Callable[[], None]) -> None:
+        followed.held = asyncio.get_running_loop().call_later(pause_s, then)
         self._changed.pop(key, None)
         self._forgotten[key] = None
+
+    def _apply_throttle(self, key: PartitionKey, followed: _Followed, size: int = 0) -> bool:
+        """Suspend a partition if its throttle requires it after a fetch of this size; return whether it did."""
+        pause_s = self._throttle.pause_after(key, size)
+        if pause_s > 0:
+            self._suspend(key, followed, min(pause_s, THROTTLE_CHECK_S), lambda: self._check_throttle(key, followed))
+        return pause_s > 0
+
+    def _check_throttle(self, key: PartitionKey, followed: _Followed) -> None:
+        if not self._apply_throttle(key, followed):
+            self._release(key, followed)
 
     def _report(self, followed: _Followed, error: MillstreamError) -> None:
         """Log a failure once; a transient one, until every node knows of a change, only if it lasts."""
@@ -414,7 +442,7 @@ class ReplicaFetcher:
         wanted: dict[PartitionKey, ReplicaPosition] = {}
         for key in changed:
             followed = self._followed[key]
-            wanted[key] = position = self._position(followed.partition)
+            wanted[key] = position = self._position(key, followed.partition)
             followed.asked_epoch = position.leader_epoch
             followed.is_damaged = position.offset < followed.partition.log.end_offset
         return ReplicaFetch(
@@ -428,7 +456,7 @@ class ReplicaFetcher:
             session_epoch=self._session_epoch,
         )
 
-    def _position(self, partition: Partition) -> ReplicaPosition:
+    def _position(self, key: PartitionKey, partition: Partition) -> ReplicaPosition:
         """Return the position of a replica. A damaged one reports that and requests no records."""
         log, offset = partition.log, partition.intact_until
         is_whole = offset == log.end_offset
@@ -437,7 +465,7 @@ class ReplicaFetcher:
             last_epoch=log.latest_epoch if is_whole else log.epochs.epoch_at(offset - 1),
             leader_epoch=partition.leader_epoch,
             log_start=log.start_offset,
-            max_bytes=self._limits.partition_bytes_max if is_whole else 0,
+            max_bytes=self._throttle.bytes_max(key, self._limits.partition_bytes_max) if is_whole else 0,
         )
 
     # -- responses ------------------------------------------------------------------------------------------
@@ -503,10 +531,8 @@ class ReplicaFetcher:
         stored = partition.append_fetched(
             response.records, leader_epoch=epoch, high_watermark=response.high_watermark, log_start=response.log_start
         )
-        if response.records:
-            pause_s = self._throttle(key, len(response.records))
-            if pause_s > 0:
-                self._suspend(key, followed, pause_s)
-            else:
-                self._changed[key] = None
+        # The end of a log is not delayed: a move must be able to end.
+        is_near_end = partition.log.end_offset >= response.high_watermark
+        if response.records and (is_near_end or not self._apply_throttle(key, followed, len(response.records))):
+            self._changed[key] = None
         return stored

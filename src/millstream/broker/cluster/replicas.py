@@ -21,7 +21,6 @@ from millstream.broker.cluster.replica_fetcher import (
     ReplicaLink,
     ReplicaLinks,
     Throttle,
-    no_pause,
 )
 from millstream.broker.cluster.store import CHANGES_MAX, EXPECTS_MAX, CoordinationStore, Expect, Put
 from millstream.broker.log.damage import LostRange
@@ -413,7 +412,7 @@ class Replicas:
         settings: ReplicaSettings | None = None,
         registration: Callable[[], int] = not_registered,
         may_join: MayJoin = any_replica,
-        throttle: Throttle = no_pause,
+        throttle: Throttle | None = None,
     ) -> None:
         self._me = me
         self._links = links
