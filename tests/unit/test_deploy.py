@@ -1,4 +1,4 @@
-"""The deployment examples name settings that there are, with values that hold."""
+"""The deployment examples use existing settings with valid values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASSIGNED = re.compile(r"^ *(MILLSTREAM_\w+)(?:: *|=)(\S+)$", re.MULTILINE)
 
 
 def settings_in(text: str) -> list[dict[str, str]]:
-    """What each node is given: what is said before the first node holds for all of them."""
+    """The settings of each node; those before the first node apply to all."""
     services = text.partition("\nvolumes:\n")[0]
     shared, *nodes = re.split(r"^  node-\d:$", services, flags=re.MULTILINE)
     return [dict(ASSIGNED.findall(shared)) | dict(ASSIGNED.findall(node)) for node in nodes or [""]]
@@ -28,20 +28,20 @@ def test_the_service_starts_a_node_of_a_cluster() -> None:
     Listeners(config).check()
     assert config.etcd.startswith("https://")
     assert "sslmode=verify-full" in config.catalog
-    # Passwords are in files of their own.
+    # Passwords are in separate files.
     assert all(without_password(url) == url for url in (config.etcd, config.catalog))
     assert all((config.etcd_password_file, config.catalog_password_file, config.secrets_key_file))
     unit = (DEPLOY / "systemd" / "millstream.service").read_text()
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     assert int(stop_s) * 1000 > config.leave_ms + config.shutdown_ms
-    # Nothing else is writable: the data, and what is compiled.
+    # Only the data and the compiled code are writable.
     folders = {f"{one}Directory": "millstream" for one in ("State", "Cache")}
     assert folders.items() <= dict(re.findall(r"^(\w+)=(\S+)$", unit, re.MULTILINE)).items()
     assert config.data.startswith("/var/lib/millstream/")
     assert "NUMBA_CACHE_DIR=/var/cache/millstream\n" in unit
 
 
-def test_the_composed_nodes_differ_in_what_must_differ() -> None:
+def test_the_composed_nodes_differ_where_they_must() -> None:
     given = settings_in((DEPLOY / "compose" / "compose.yaml").read_text())
     nodes = [Config.load(environment=one, file=None) for one in given]
     assert len(nodes) == 3
@@ -54,7 +54,7 @@ def test_the_composed_nodes_differ_in_what_must_differ() -> None:
     assert all(node.advertise.rpartition(":")[2] == node.kafka.rpartition(":")[2] for node in nodes)
 
 
-def test_alerts_are_about_metrics_that_the_pages_explain() -> None:
+def test_alerts_use_documented_metrics() -> None:
     rules = (DEPLOY / "prometheus" / "millstream.rules.yml").read_text()
     dashboard = (DEPLOY / "grafana" / "millstream.json").read_text()
     pages = "".join(page.read_text() for page in (DEPLOY.parent / "docs").glob("*.md"))
@@ -69,5 +69,5 @@ def test_alerts_are_about_metrics_that_the_pages_explain() -> None:
     sorted(path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".json"),
     ids=lambda path: path.name,
 )
-def test_every_example_says_what_it_is(path: Path) -> None:
+def test_every_example_describes_itself(path: Path) -> None:
     assert path.read_text().startswith("# ")

@@ -1,4 +1,4 @@
-"""The page of defaults names every setting of nodes, topics and subscriptions with the value that it has."""
+"""The defaults page names every setting of nodes, topics and subscriptions with its current value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def section(title: str) -> str:
 
 
 def reported(title: str) -> dict[str, str]:
-    """What the first column of a table says: `name=value`, or that `name` is empty."""
+    """The first column of a table: `name=value`, or that `name` is empty."""
     cells = [line.split(" | ")[0] for line in section(title).splitlines() if line.startswith("| `")]
     found = {}
     for name, value in re.findall(r"`([\w.-]+)(?:=([^`]*))?`", " ".join(cells)):
@@ -46,16 +46,16 @@ def text(value: object) -> str:
         ),
     ],
 )
-def test_every_default_is_argued_with_its_value(title: str, declared: dict[str, str]) -> None:
+def test_every_default_is_documented_with_its_value(title: str, declared: dict[str, str]) -> None:
     found = reported(title)
     found.pop("NAME-dlq", None)
     assert found == declared
 
 
-def test_the_dead_letter_topic_is_one_of_its_own() -> None:
+def test_the_dead_letter_topic_defaults_to_a_separate_one() -> None:
     assert f"`{DEAD_LETTER_TOPIC}` = its own topic" in section("Subscriptions")
 
 
-def test_each_row_says_what_happens_in_three_outages() -> None:
+def test_each_row_describes_three_outages() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith("|")]
     assert {line.replace("\\|", "").count("|") for line in rows} == {6}

@@ -1,4 +1,4 @@
-"""docs/limits.md names the limits that the code has."""
+"""docs/limits.md states the limits of the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KIB, MIB = 1024, 1024 * 1024
         f"redirects | {sender.REDIRECTS_MAX} |",
     ],
 )
-def test_the_page_has_the_limits_of_the_code(row: str) -> None:
+def test_the_page_states_the_limits_of_the_code(row: str) -> None:
     assert row in PAGE
 
 

@@ -1,4 +1,4 @@
-"""One object store for all tests of tables."""
+"""One object store for all lake tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def a_store() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def s3(a_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the lake is, reached by the environment as any program would."""
+    """The location of the lake, accessed with credentials from the environment, as by any program."""
     for name, value in a_store.environment.items():
         monkeypatch.setenv(name, value)
     return "s3://lake"

@@ -1,4 +1,4 @@
-"""Delta tables: every commit is there once, with concurrent writers and wherever a run ends."""
+"""Delta tables: every commit is stored exactly once, with concurrent writers and wherever a run dies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_table_begins_with_the_first_commit(storage: Storage) -> None:
     assert schema.names == RAW.names
 
 
-def test_rows_come_back_as_they_were(storage: Storage) -> None:
+def test_rows_round_trip(storage: Storage) -> None:
     table = DeltaTable(storage)
     batch = rows(3, range(100))
     files = write(table, [batch.slice(0, 40), batch.slice(40)])
@@ -57,14 +57,14 @@ def test_rows_come_back_as_they_were(storage: Storage) -> None:
     assert found.cast(batch.schema).equals(pa.Table.from_batches([batch]))
 
 
-def test_the_same_step_again_changes_nothing(storage: Storage) -> None:
+def test_repeating_a_step_changes_nothing(storage: Storage) -> None:
     assert land(DeltaTable(storage), 0, 0, 10)
     assert not land(DeltaTable(storage), 0, 0, 10)
     assert not land(DeltaTable(storage), 0, 0, 5)
     assert delta_rows(storage) == once(0, range(10))
 
 
-def test_a_plan_that_begins_elsewhere_is_refused(storage: Storage) -> None:
+def test_a_plan_with_a_stale_start_is_refused(storage: Storage) -> None:
     table = DeltaTable(storage)
     assert land(table, 0, 0, 10)
     for start, end in ((5, 20), (11, 20), (0, 20)):
@@ -73,7 +73,7 @@ def test_a_plan_that_begins_elsewhere_is_refused(storage: Storage) -> None:
     assert delta_rows(storage) == once(0, range(10))
 
 
-def test_of_several_partitions_all_move_or_none(storage: Storage) -> None:
+def test_offsets_of_several_partitions_advance_all_or_none(storage: Storage) -> None:
     assert land(DeltaTable(storage), 0, 0, 10)
     table = DeltaTable(storage)
     files = write(table, [rows(0, range(10, 20)), rows(1, range(10))])
@@ -84,14 +84,14 @@ def test_of_several_partitions_all_move_or_none(storage: Storage) -> None:
     assert delta_rows(storage) == once(0, range(20)) + once(1, range(10))
 
 
-def test_offsets_move_on_without_rows(storage: Storage) -> None:
+def test_offsets_advance_without_rows(storage: Storage) -> None:
     table = DeltaTable(storage)
     assert land(table, 0, 0, 10)
     assert table.commit([], {(TOPIC, 0): (10, 17)}, schema=RAW)
     assert next_offset(table) == 17
 
 
-def test_of_two_that_land_the_same_range_one_wins(storage: Storage) -> None:
+def test_of_two_runs_that_land_the_same_range_one_wins(storage: Storage) -> None:
     assert land(DeltaTable(storage), 0, 0, 10)
     for start in range(10, 50, 10):
         done: list[bool] = []
@@ -112,7 +112,7 @@ def test_of_two_that_land_the_same_range_one_wins(storage: Storage) -> None:
     assert delta_rows(storage) == once(0, range(50))
 
 
-def test_writers_and_what_they_wrote_travel(storage: Storage) -> None:
+def test_writers_and_their_results_are_picklable(storage: Storage) -> None:
     table = DeltaTable(storage)
     writer = pickle.loads(pickle.dumps(table.writer(RAW, TOPIC)))
     writer.write(rows(0, range(3)))
@@ -122,7 +122,7 @@ def test_writers_and_what_they_wrote_travel(storage: Storage) -> None:
     assert table.commit(files, {(TOPIC, 0): (0, 3)}, schema=RAW)
 
 
-def test_groups_of_rows_have_one_partition_and_stats_are_right(storage: Storage) -> None:
+def test_row_groups_have_one_partition_and_correct_stats(storage: Storage) -> None:
     table = DeltaTable(storage)
     mixed = pa.Table.from_batches([rows(0, range(5)), rows(1, range(7, 9))]).combine_chunks().to_batches()[0]
     (file,) = write(table, [mixed, rows(1, range(9, 12))])
@@ -163,7 +163,7 @@ def test_a_column_of_another_type_is_refused(storage: Storage) -> None:
         table.commit([], {(TOPIC, 0): (1, 2)}, schema=other)
 
 
-def test_two_that_create_the_table_or_add_a_column_at_once(storage: Storage) -> None:
+def test_concurrent_runs_create_the_table_or_add_a_column(storage: Storage) -> None:
     schemas = [extended(RAW, pa.schema([("a", pa.int64())])), extended(RAW, pa.schema([("b", pa.string())]))]
     barrier = threading.Barrier(2)
     failures: list[BaseException] = []
@@ -189,7 +189,7 @@ def test_two_that_create_the_table_or_add_a_column_at_once(storage: Storage) -> 
     assert {"a", "b"} < set(schema.names)
 
 
-def test_quarantined_rows_are_there_with_the_commit(storage: Storage) -> None:
+def test_quarantined_rows_are_visible_with_the_commit(storage: Storage) -> None:
     table = DeltaTable(storage)
     for start in (0, 10):
         files = write(table, [rows(0, range(start, start + 8))])
@@ -200,7 +200,7 @@ def test_quarantined_rows_are_there_with_the_commit(storage: Storage) -> None:
     assert delta_rows(storage.suffixed("__quarantine")) == once(0, [8, 9, 18, 19])
 
 
-def test_a_crash_before_the_quarantine_has_its_rows(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_before_the_quarantine_keeps_its_rows(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
 

@@ -1,4 +1,4 @@
-"""Tables partitioned by event time: each row once, in the folder of its day, for readers, scans and rewrites alike."""
+"""Tables partitioned by event time: each row exactly once, in the folder of its day, also after scans and rewrites."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def opened(place: Path, event_time: EventTime = BY_DAY, format: str = "delta") -
 
 
 def spread(start: int, end: int, days: int = 3) -> dict[int, datetime]:
-    """Times that go over some days again and again."""
+    """Times that cycle through some days."""
     return {offset: FIRST + timedelta(days=offset % days, minutes=offset % 1440) for offset in range(start, end)}
 
 
@@ -79,7 +79,7 @@ def test_each_row_is_in_the_folder_of_its_day(tmp_path: Path) -> None:
     assert delta_rows(Storage.at(str(tmp_path / "orders"))) == once(0, range(31))
 
 
-def test_readers_see_the_partitions_and_skip_the_others(tmp_path: Path) -> None:
+def test_readers_see_the_partitions_and_prune_the_others(tmp_path: Path) -> None:
     delta, plain = tmp_path / "orders", tmp_path / "events"
     for place, format in ((delta, "delta"), (plain, "parquet")):
         table = opened(place, BY_HOUR, format)
@@ -109,7 +109,7 @@ Times = st.lists(st.integers(-40 * 24, 40 * 24), min_size=1, max_size=60)
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(Times, min_size=1, max_size=5), compacts=st.booleans(), by=st.sampled_from([BY_DAY, BY_HOUR]))
-def test_ranges_are_read_in_order_whatever_the_event_times_are(
+def test_ranges_are_read_in_order_with_any_event_times(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]], compacts: bool, by: EventTime
 ) -> None:
     place = tmp_path_factory.mktemp("lake") / "orders"
@@ -140,7 +140,7 @@ def test_merged_row_groups_hold_many_rows(tmp_path: Path, monkeypatch: pytest.Mo
     assert offsets(table.scan(TOPIC, 0, 0, 5000)) == list(range(5000))
 
 
-def test_few_row_groups_are_merged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_number_of_row_groups_is_merged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_writer, "MERGED_ROWS", 64)
     monkeypatch.setattr(task_writer, "MERGED_MAX", 3)
     opened_now, most = 0, 0
@@ -162,7 +162,7 @@ def test_few_row_groups_are_merged_at_once(tmp_path: Path, monkeypatch: pytest.M
     assert most == 3
 
 
-def test_a_row_group_is_read_a_little_at_a_time(tmp_path: Path) -> None:
+def test_a_row_group_is_read_incrementally(tmp_path: Path) -> None:
     count = 8000
     texts = [random.Random(number).randbytes(1000) for number in range(count)]
     table = pa.table({"partition": [0] * count, "offset": range(count), "value": texts})
@@ -203,7 +203,7 @@ def test_rewritten_files_stay_in_their_folders(tmp_path: Path) -> None:
     assert sorted(found.column("offset").to_pylist()) == list(range(30))
 
 
-def test_what_was_landed_since_a_time_is_known_by_row(tmp_path: Path) -> None:
+def test_rows_landed_since_a_time_are_identified(tmp_path: Path) -> None:
     table = opened(tmp_path / "orders")
     for number in range(3):
         landed = LANDED + timedelta(hours=number)
@@ -221,7 +221,7 @@ def test_what_was_landed_since_a_time_is_known_by_row(tmp_path: Path) -> None:
     }
 
 
-def test_a_writer_holds_and_opens_a_bounded_amount(tmp_path: Path) -> None:
+def test_the_buffers_and_open_files_of_a_writer_are_bounded(tmp_path: Path) -> None:
     storage = Storage.at(str(tmp_path / "orders"))
     schema = schema_of(BY_HOUR)
     writer = EventTimeWriter(storage, schema, TOPIC, landed=LANDED, held_bytes=20_000, open_files=3)
@@ -240,7 +240,7 @@ def test_a_writer_holds_and_opens_a_bounded_amount(tmp_path: Path) -> None:
     assert offsets(table.scan(TOPIC, 0, 0, 4000)) == list(range(4000))
 
 
-def test_an_aborted_writer_leaves_nothing(tmp_path: Path) -> None:
+def test_an_aborted_writer_leaves_no_files(tmp_path: Path) -> None:
     storage = Storage.at(str(tmp_path / "orders"))
     writer = EventTimeWriter(storage, schema_of(BY_DAY), TOPIC, landed=LANDED, held_bytes=1000, open_files=2)
     writer.write(events(0, spread(0, 500)))

@@ -1,4 +1,4 @@
-"""A table with one row per key: steps that are interrupted, repeated and raced, row by row against a model."""
+"""A table with one row per key, with interrupted, repeated and concurrent steps, compared with a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Change = tuple[int, int, bool]
 
 
 class Step:
-    """One step of a run, in pieces, so that it can end after any of them."""
+    """One step of a run, split so that it can stop after any part."""
 
     def __init__(self, folder: Path, log: Sequence[Change], end: int) -> None:
         self.table = KeyedTable(Storage.at(str(folder)))
@@ -97,7 +97,7 @@ def check(folder: Path, log: Sequence[Change]) -> None:
     assert found == {key: (at, offset, f"{key}-{offset}") for key, (at, offset, _) in alive.items()}
 
 
-def test_the_table_is_the_model_whatever_becomes_of_steps(tmp_path: Path) -> None:
+def test_the_table_equals_the_model_with_interrupted_and_concurrent_steps(tmp_path: Path) -> None:
     folder = tmp_path / "customers"
     source = random.Random(11)
     log = [(source.randrange(300), source.randrange(500), source.random() < 0.2) for _ in range(1500)]
@@ -135,7 +135,7 @@ def test_the_table_is_the_model_whatever_becomes_of_steps(tmp_path: Path) -> Non
     check(folder, more)
 
 
-def test_tables_of_others_are_refused(tmp_path: Path) -> None:
+def test_tables_of_other_programs_are_refused(tmp_path: Path) -> None:
     assert land(open_table(str(tmp_path / "orders")), 0, 0, 5)
     every = KeyedTable(Storage.at(str(tmp_path / "orders")))
     every.next_offsets([(TOPIC, 0)])

@@ -1,4 +1,4 @@
-"""Compaction and vacuum: readers see no difference, whatever happens at the same time."""
+"""Compaction and vacuum do not change what readers see, whatever runs concurrently."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def storage(tmp_path: Path) -> Storage:
 
 @pytest.fixture
 def table(storage: Storage) -> DeltaTable:
-    """Five small files of two partitions, across each other."""
+    """Five small files of two interleaved partitions."""
     table = DeltaTable(storage)
     for start in range(0, 50, 10):
         files = write(table, [rows(0, range(start, start + 10)), rows(1, range(start, start + 5))])
@@ -62,7 +62,7 @@ def _active(storage: Storage) -> list[str]:
     return log.paths()
 
 
-def test_compacted_rows_are_in_order_and_groups_have_one_partition(table: DeltaTable, storage: Storage) -> None:
+def test_compacted_rows_are_ordered_and_row_groups_have_one_partition(table: DeltaTable, storage: Storage) -> None:
     table.compact(before=HOUR_OVER)
     (path,) = _active(storage)
     file = pq.ParquetFile(Path(storage.url) / path)
@@ -72,7 +72,7 @@ def test_compacted_rows_are_in_order_and_groups_have_one_partition(table: DeltaT
     assert pairs == sorted(pairs)
 
 
-def test_two_compactions_at_once_and_an_append(table: DeltaTable, storage: Storage) -> None:
+def test_two_concurrent_compactions_and_an_append(table: DeltaTable, storage: Storage) -> None:
     barrier = threading.Barrier(3)
     done: list[Compacted] = []
     landed: list[bool] = []
@@ -98,7 +98,7 @@ def test_two_compactions_at_once_and_an_append(table: DeltaTable, storage: Stora
     assert delta_rows(storage) == once(0, range(80)) + once(1, [at for at in range(50) if at % 10 < 5])
 
 
-def test_a_compaction_that_comes_late_replaces_nothing(
+def test_a_stale_compaction_replaces_nothing(
     table: DeltaTable, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewritten = rewriting._rewritten
@@ -117,7 +117,7 @@ def test_a_compaction_that_comes_late_replaces_nothing(
     assert delta_rows(storage) == everything()
 
 
-def test_files_from_before_a_column_was_added_are_compacted_with_it(storage: Storage) -> None:
+def test_files_older_than_a_column_are_compacted_with_it(storage: Storage) -> None:
     table = DeltaTable(storage)
     assert land(table, 0, 0, 2)
     wider = extended(RAW, pa.schema([("who", pa.struct([("name", pa.string())]))]))
@@ -133,7 +133,7 @@ def test_files_from_before_a_column_was_added_are_compacted_with_it(storage: Sto
     assert [row["who"] for row in after] == [None, None, {"name": "x", "age": None}, {"name": "y", "age": 3}]
 
 
-def test_topics_of_the_same_name_stay_apart(table: DeltaTable, storage: Storage) -> None:
+def test_recreated_topics_of_the_same_name_are_not_mixed(table: DeltaTable, storage: Storage) -> None:
     for start in (0, 10):
         writer = table.writer(RAW, "made-anew", landed=LANDED)
         writer.write(rows(0, range(start, start + 10)))
@@ -144,7 +144,7 @@ def test_topics_of_the_same_name_stay_apart(table: DeltaTable, storage: Storage)
 
 
 @pytest.mark.parametrize("is_compacted", [False, True])
-def test_a_scan_gives_a_range_in_order(table: DeltaTable, is_compacted: bool) -> None:
+def test_a_scan_returns_a_range_in_order(table: DeltaTable, is_compacted: bool) -> None:
     if is_compacted:
         table.compact(before=HOUR_OVER)
     for partition, start, end in ((0, 0, 50), (0, 7, 33), (1, 3, 41), (0, 49, 60), (1, 5, 10), (2, 0, 50)):
@@ -156,7 +156,7 @@ def test_a_scan_gives_a_range_in_order(table: DeltaTable, is_compacted: bool) ->
         assert all(batch.schema.names == ["offset", "value"] for batch in batches)
 
 
-def test_a_scan_sorts_what_another_program_wrote(table: DeltaTable, storage: Storage) -> None:
+def test_a_scan_sorts_files_written_by_other_programs(table: DeltaTable, storage: Storage) -> None:
     deltalake.DeltaTable(storage.url).optimize.compact()
     found = [offset for batch in table.scan(TOPIC, 0, 5, 45) for offset in batch.column("offset").to_pylist()]
     assert found == list(range(5, 45))
@@ -164,7 +164,7 @@ def test_a_scan_sorts_what_another_program_wrote(table: DeltaTable, storage: Sto
     assert delta_rows(storage) == everything()
 
 
-def test_vacuum_deletes_what_no_commit_knows_once_it_is_old(table: DeltaTable, storage: Storage) -> None:
+def test_vacuum_deletes_old_unreferenced_files(table: DeltaTable, storage: Storage) -> None:
     old, young = write(table, [rows(0, range(50, 60))]), write(table, [rows(0, range(50, 60))])
     bad = write_quarantine(table, 0, [50])
     long_ago = time.time() - timedelta(days=8).total_seconds()
@@ -179,7 +179,7 @@ def test_vacuum_deletes_what_no_commit_knows_once_it_is_old(table: DeltaTable, s
     assert delta_rows(storage) == once(0, range(60)) + once(1, [at for at in range(50) if at % 10 < 5])
 
 
-def test_a_reader_that_began_before_a_compaction_has_its_files(table: DeltaTable, storage: Storage) -> None:
+def test_a_reader_that_started_before_a_compaction_keeps_its_files(table: DeltaTable, storage: Storage) -> None:
     reader = deltalake.DeltaTable(storage.url)
     long_ago = time.time() - timedelta(days=30).total_seconds()
     for path in Path(storage.url).rglob("*.parquet"):

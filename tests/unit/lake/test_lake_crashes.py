@@ -1,4 +1,4 @@
-"""Runs that end anywhere, run twice and come late: every offset is in the table or its quarantine, and once."""
+"""Runs that die anywhere, run twice or commit late: every offset is in the table or its quarantine exactly once."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ NARROW = RAW.append(pa.field("total", pa.int64()))
 
 
 class Killed(BaseException):
-    """The process ended here."""
+    """The process died here."""
 
 
 class Fuse:
-    """Ends a run at its n-th dangerous place, just before or just after it."""
+    """Kills a run at its n-th critical step, just before or just after it."""
 
     def __init__(self, steps: int, *, is_after: bool) -> None:
         self._left = steps
@@ -65,7 +65,7 @@ class Fuse:
 
 @contextmanager
 def killed_at(fuse: Fuse | None) -> Iterator[None]:
-    """Let a fuse burn in every commit to a log, every change of a table and every move of a file."""
+    """Arm a fuse in every commit to a log, every change of a table and every move of a file."""
     if fuse is None:
         yield
         return
@@ -79,7 +79,7 @@ def killed_at(fuse: Fuse | None) -> Iterator[None]:
 
 @dataclass
 class Run:
-    """A step that was planned and written, and not committed yet."""
+    """A step that was planned and written, but not committed yet."""
 
     table: LakeTable
     schema: pa.Schema
@@ -93,7 +93,7 @@ FUSES = st.one_of(st.none(), st.builds(Fuse, st.integers(1, 5), is_after=st.bool
 
 
 class Landing(RuleBasedStateMachine):
-    """Runs of one table in any order, each with what it thinks is bad."""
+    """Runs of one table in any order, each with its own opinion of which rows are bad."""
 
     FORMAT = "delta"
 
@@ -183,7 +183,7 @@ class Landing(RuleBasedStateMachine):
 
 
 class LandingAsParquet(Landing):
-    """The same as plain files."""
+    """The same with plain Parquet files."""
 
     FORMAT = "parquet"
 
@@ -204,6 +204,6 @@ TestLandingAsParquet.settings = _SHORT
 @pytest.mark.trial
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("machine", [Landing, LandingAsParquet])
-def test_many_runs_that_end_anywhere(machine: type[Landing]) -> None:
+def test_many_runs_that_die_anywhere(machine: type[Landing]) -> None:
     case = type("Long", (machine.TestCase,), {"settings": settings(_SHORT, max_examples=60, stateful_step_count=25)})
     case("runTest").runTest()

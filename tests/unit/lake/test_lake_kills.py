@@ -28,7 +28,7 @@ def _started(url: str, format: str, end: int, environment: Mapping[str, str]) ->
 
 
 def _landed_through_kills(url: str, format: str, end: int, environment: Mapping[str, str], kills: int) -> int:
-    """Land everything, and kill processes on the way; how many were killed."""
+    """Land everything while killing processes; return the number of kills."""
     landers = [_started(url, format, end, environment) for _ in range(LANDERS)]
     killed = 0
     try:

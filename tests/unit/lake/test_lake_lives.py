@@ -1,4 +1,4 @@
-"""Topics recreated under their old names: one table, in which the topic of each row is certain."""
+"""Topics recreated under their old names share a table in which the topic of each row is unambiguous."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = "3f2b8c1e-0000-4000-8000-000000000002"
 
 
 def land_both(table: LakeTable) -> None:
-    """The same offsets twice: those of a topic, and those of another one that has its name."""
+    """Land the same offsets of a topic and of a recreated topic of the same name."""
     for topic_id, word in ((TOPIC, b"old"), (OTHER, b"new")):
         writer, odd = table.writer(RAW, topic_id, landed=LANDED), table.quarantine_writer(topic_id, landed=LANDED)
         writer.write(rows(0, range(4), value=[word] * 4))
@@ -33,7 +33,7 @@ def values(table: LakeTable, topic_id: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("format", ["delta", "parquet"])
-def test_each_message_says_of_which_topic_it_is(tmp_path: Path, format: str) -> None:
+def test_each_row_identifies_its_topic(tmp_path: Path, format: str) -> None:
     table = open_table(str(tmp_path / "orders"), format=format)
     land_both(table)
     assert table.reached([(TOPIC, 0), (OTHER, 0), (OTHER, 1)]) == {(TOPIC, 0): 5, (OTHER, 0): 5}
@@ -44,7 +44,7 @@ def test_each_message_says_of_which_topic_it_is(tmp_path: Path, format: str) -> 
     assert [batch.column(TOPIC_ID).to_pylist() for batch in table.scan(OTHER, 0, 0, 9)] == [[OTHER] * 4]
 
 
-def test_files_that_another_program_put_together_are_distinguished(tmp_path: Path) -> None:
+def test_rows_merged_by_another_program_are_distinguished(tmp_path: Path) -> None:
     table = open_table(str(tmp_path / "orders"))
     land_both(table)
     for name in ("orders", "orders__quarantine"):
@@ -55,7 +55,7 @@ def test_files_that_another_program_put_together_are_distinguished(tmp_path: Pat
     assert values(table, OTHER) == [b"new"] * 5
 
 
-def test_rows_from_before_there_was_the_column_get_it_by_compaction(tmp_path: Path) -> None:
+def test_compaction_adds_the_column_to_older_rows(tmp_path: Path) -> None:
     storage = Storage.at(str(tmp_path / "orders"))
     table = DeltaTable(storage)
     old = pa.schema([field for field in RAW if field.name != TOPIC_ID])

@@ -1,4 +1,4 @@
-"""A run that is overtaken between its commit and its quarantine: it looks at its own commit, not at the last one."""
+"""A run overtaken between its commit and its quarantine refers to its own commit, not to the latest."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from millstream.pipelines.lake.storage import Storage
 from millstream_testing.lake_rows import TOPIC, delta_rows, once, rows, write, write_quarantine
 
 
-def test_a_commit_that_came_in_between_hides_no_quarantined_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_intermediate_commit_hides_no_quarantined_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage.at(str(tmp_path / "orders"))
     mine, other = DeltaTable(storage), DeltaTable(storage)
     commit = DeltaLog.commit
@@ -25,7 +23,7 @@ def test_a_commit_that_came_in_between_hides_no_quarantined_files(
     def overtaken(log: DeltaLog, *arguments: Any, **named: Any) -> bool:
         done = commit(log, *arguments, **named)
         if log is mine.log:
-            # As compactions do it: nothing of it says anything about the quarantine.
+            # As compactions commit: without any reference to the quarantine.
             other.log.refresh()
             assert commit(other.log, [], {})
         return done

@@ -1,4 +1,4 @@
-"""The page for readers of the lake names every column."""
+"""The documentation of the lake names every column."""
 
 from __future__ import annotations
 

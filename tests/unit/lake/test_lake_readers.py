@@ -1,4 +1,4 @@
-"""DuckDB, Polars and pandas read lake tables as they are, without anything from the network."""
+"""DuckDB, Polars and pandas read lake tables unmodified and offline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Reader = Callable[[str], list[tuple[int, int | None, str | None]]]
 
 
 def _landed(place: Path, format: str) -> str:
-    """A table that gets columns by its second commit, and more of them and fields in one by its third."""
+    """A table that gains columns with its second commit, and more columns and a nested field with its third."""
     table = open_table(str(place), format=format)
     assert land(table, 0, 0, 4)
     more = rows(0, range(4, 8), WIDER, amount=[40, 50, 60, 70], customer=[{"name": "x"}] * 4)
@@ -98,7 +98,7 @@ def _from_pandas(frame: pandas.DataFrame) -> Any:
         ("parquet", _pandas_parquet),
     ],
 )
-def test_it_reads_the_table_as_it_is(tmp_path: Path, format: str, reader: Reader) -> None:
+def test_readers_see_the_current_table(tmp_path: Path, format: str, reader: Reader) -> None:
     place = _landed(tmp_path / "orders", format)
     found = sorted(reader(place))
     assert found == [

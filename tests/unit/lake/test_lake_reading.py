@@ -1,4 +1,4 @@
-"""Whoever reads a table writes nothing, and misses nothing that a crash left half done."""
+"""Reading a table writes nothing, and sees everything that a crash left half done."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from millstream_testing.lake_rows import TOPIC, land, next_offset, rows, write, 
 
 
 class Killed(BaseException):
-    """The process ended here."""
+    """The process died here."""
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """What there is, to the last file, and when it was changed."""
+    """All files and their modification times."""
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
 
 
 def read(folder: Path, format: str) -> tuple[int, list[int], list[int]]:
-    """Where a table stands, and the offsets of its rows and of its quarantined ones."""
+    """The position of a table, and the offsets of its rows and of its quarantined rows."""
     table = open_table(str(folder / "orders"), format=format)
     found = table.scan(TOPIC, 0, 0, 99, ["offset"]), table.scan_quarantined(TOPIC, 0, 0, 99, ["offset"])
     there, odd = ([offset for batch in batches for offset in batch.column("offset").to_pylist()] for batches in found)
@@ -32,7 +32,7 @@ def read(folder: Path, format: str) -> tuple[int, list[int], list[int]]:
 
 
 def crash(folder: Path, format: str, monkeypatch: pytest.MonkeyPatch, before: tuple[type, str]) -> None:
-    """Land twenty messages, of which two do not fit, and end before some of it is in its place."""
+    """Land twenty messages, two of which are invalid, and die before all files are in place."""
     table = open_table(str(folder / "orders"), format=format)
     assert land(table, 0, 0, 10)
     files, bad = write(table, [rows(0, range(10, 18))]), write_quarantine(table, 0, [18, 19])
@@ -63,13 +63,13 @@ def test_reading_changes_nothing(
     as_it_was = tree(tmp_path)
     assert read(tmp_path, format) == (20, list(range(18)), [18, 19])
     assert tree(tmp_path) == as_it_was
-    # Whoever writes makes good what is half done, and readers see no difference.
+    # The next writer completes the interrupted commit, and readers see no difference.
     assert next_offset(open_table(str(tmp_path / "orders"), format=format)) == 20
     assert tree(tmp_path) != as_it_was
     assert read(tmp_path, format) == (20, list(range(18)), [18, 19])
 
 
-def test_a_quarantine_that_someone_deleted_wedges_nothing(tmp_path: Path) -> None:
+def test_a_deleted_quarantine_blocks_nothing(tmp_path: Path) -> None:
     table = open_table(str(tmp_path / "orders"))
     assert table.commit([], {(TOPIC, 0): (0, 2)}, schema=RAW, quarantined=write_quarantine(table, 0, [0, 1]))
     shutil.rmtree(tmp_path / "orders__quarantine")

@@ -1,4 +1,4 @@
-"""Tables in an object store: the same guarantees, by files that are put only where none is."""
+"""Tables in an object store: the same guarantees, by conditional puts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def place(s3: str) -> Storage:
     return Storage.at(f"{s3}/{uuid.uuid4().hex}/orders")
 
 
-def test_of_several_that_land_the_same_range_one_wins(place: Storage) -> None:
+def test_of_several_runs_that_land_the_same_range_one_wins(place: Storage) -> None:
     done: list[bool] = []
     barrier = threading.Barrier(3)
 
@@ -64,14 +64,14 @@ def test_parquet_files_are_copied_into_place(place: Storage) -> None:
     assert table.commit(files, {(TOPIC, 0): (0, 11)}, schema=RAW, quarantined=bad)
     assert files_rows(place) == once(0, range(10))
     assert files_rows(place.suffixed("__quarantine")) == once(0, [10])
-    # One that another run has moved meanwhile is no failure.
+    # A file that another run has moved meanwhile is not an error.
     place.publish(files[0].path, files[0].path)
     assert next_offset(ParquetTable(place)) == 11
     assert files_rows(place) == once(0, range(10))
 
 
 @pytest.mark.parametrize("format", ["delta", "parquet"])
-def test_columns_are_widened_and_what_failed_is_deleted(place: Storage, format: str) -> None:
+def test_columns_are_widened_and_files_of_failed_attempts_deleted(place: Storage, format: str) -> None:
     narrow, wide = (RAW.append(pa.field("total", kind)) for kind in (pa.int64(), pa.float64()))
     table = open_table(place.url, format=format)
     files = write(table, [rows(0, range(3), narrow, total=[1, 2, 3])], narrow)
@@ -93,7 +93,7 @@ def test_columns_are_widened_and_what_failed_is_deleted(place: Storage, format: 
     assert count(place) == once(0, range(4))
 
 
-def test_options_say_where_the_store_is(place: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_name_the_store(place: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"AWS_ENDPOINT_URL": "", "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_REGION": ""}
     with monkeypatch.context() as patched:
         for name in options:
@@ -106,7 +106,7 @@ def test_options_say_where_the_store_is(place: Storage, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("url", ["hdfs://somewhere/lake", "s3://", "http://somewhere/lake"])
-def test_urls_that_mean_nothing_are_refused(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidSetting):
         open_table(url)
 

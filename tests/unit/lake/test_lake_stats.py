@@ -1,4 +1,4 @@
-"""Bounds of columns: no reader that skips files by them misses a row, whatever values there are."""
+"""Column bounds: no reader that prunes files by them misses a row, for any values."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ FILTERS = {
 
 @pytest.fixture(scope="module", params=[False, True], ids=["commits", "checkpoint"])
 def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A table that got columns by its second commit, of which some values have no bounds."""
+    """A table that gained columns with its second commit; some values have no bounds."""
     more = extended(RAW, pa.schema([("text", pa.string()), ("n", pa.int64()), ("flag", pa.bool_())]))
     table = DeltaTable(Storage.at(str(tmp_path_factory.mktemp("lake") / "orders")))
     assert land(table, 0, 0, 2)

@@ -1,4 +1,4 @@
-"""Integer columns become double: every row stays, once, and a late or killed writer changes nothing."""
+"""Integer columns become double: every row is kept exactly once, and a late or killed writer changes nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MARKS: Place = ("buyer", "marks", ELEMENT)
 
 
 class Killed(BaseException):
-    """The process ended here."""
+    """The process died here."""
 
 
 @pytest.fixture(params=["delta", "parquet"])
@@ -65,7 +65,7 @@ def storage(tmp_path: Path) -> Storage:
 
 
 def land(table: LakeTable, start: int, totals: Sequence[Any], schema: pa.Schema = NARROW, **how: Any) -> bool:
-    """Messages with numbers in a column."""
+    """Land messages with numbers in a column."""
     span = range(start, start + len(totals))
     files = write(table, [rows(0, span, schema, **{schema.names[-1]: list(totals)})], schema, **how)
     return table.commit(files, {(TOPIC, 0): (start, span.stop)}, schema=schema)
@@ -76,7 +76,7 @@ def widen(table: LakeTable, *places: Place, run: Any = in_this_process, bytes_ma
 
 
 def totals(storage: Storage, format: str) -> dict[int, Any]:
-    """The numbers of a table by offset, as any reader has them."""
+    """The numbers of a table by offset, as read by any reader."""
     if format == "delta":
         found = pa.table(deltalake.DeltaTable(storage.url).to_pyarrow_table())
     else:
@@ -94,7 +94,7 @@ def files_in(storage: Storage) -> set[str]:
     return {path.name for path in Path(storage.url).rglob("*.parquet")}
 
 
-def test_whole_numbers_become_double(storage: Storage, format: str) -> None:
+def test_integers_become_doubles(storage: Storage, format: str) -> None:
     table = open_table(storage.url, format=format)
     assert land(table, 0, [1, None, -(2**53)])
     assert land(table, 3, [2**53], landed=LANDED - timedelta(hours=3))
@@ -115,7 +115,7 @@ def test_whole_numbers_become_double(storage: Storage, format: str) -> None:
     assert widen(again) == {}
 
 
-def test_common_readers_read_what_was_widened(storage: Storage) -> None:
+def test_common_readers_read_a_widened_table(storage: Storage) -> None:
     table = DeltaTable(storage)
     assert land(table, 0, [1, 2])
     assert widen(table) == {}
@@ -131,7 +131,7 @@ def test_common_readers_read_what_was_widened(storage: Storage) -> None:
         assert database.execute("select sum(total), count(*) from orders where total < 2").fetchone() == (1.5, 2)
 
 
-def test_fields_of_structs_and_elements_of_arrays_are_widened(storage: Storage, format: str) -> None:
+def test_struct_fields_and_array_elements_are_widened(storage: Storage, format: str) -> None:
     schema = RAW.append(pa.field("buyer", DEEP))
     table = open_table(storage.url, format=format)
     assert land(
@@ -146,21 +146,23 @@ def test_fields_of_structs_and_elements_of_arrays_are_widened(storage: Storage, 
 
 
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**63 - 1])
-def test_a_column_with_numbers_that_doubles_do_not_hold_stays(storage: Storage, format: str, number: int) -> None:
+def test_a_column_with_integers_that_doubles_cannot_represent_is_not_widened(
+    storage: Storage, format: str, number: int
+) -> None:
     table = open_table(storage.url, format=format)
     assert land(table, 0, [1, number])
     assert str(number) in widen(table)[TOTAL]
     assert table.schema() == NARROW
 
 
-def test_what_files_do_not_say_is_looked_at(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_bounds_are_read(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.pipelines.lake.task_writer.has_group_bounds", lambda _kind: False)
     table = DeltaTable(storage)
     assert land(table, 0, [1, None, 2**53 + 1])
     assert str(2**53 + 1) in widen(table)[TOTAL]
 
 
-def test_a_large_table_stays(storage: Storage) -> None:
+def test_a_large_table_is_not_widened(storage: Storage) -> None:
     table = DeltaTable(storage)
     assert land(table, 0, [1])
     before = files_in(storage)
@@ -170,7 +172,7 @@ def test_a_large_table_stays(storage: Storage) -> None:
 
 
 def meanwhile(act: Callable[[], object], when: type = Rewrite) -> Any:
-    """Work with files while something else happens, once."""
+    """Run something else once, while files are processed."""
     left = [act]
 
     def run(work: FileWork[ActiveFile], files: Sequence[ActiveFile]) -> Mapping[str, str]:
@@ -182,19 +184,19 @@ def meanwhile(act: Callable[[], object], when: type = Rewrite) -> Any:
     return run
 
 
-def test_what_is_landed_meanwhile_is_widened_too(storage: Storage, format: str) -> None:
+def test_rows_landed_meanwhile_are_widened_too(storage: Storage, format: str) -> None:
     table, other = (open_table(storage.url, format=format) for _ in range(2))
     assert land(table, 0, [1, 2])
     assert widen(table, run=meanwhile(lambda: land(other, 2, [3]))) == {}
     assert totals(storage, format) == {0: 1.0, 1: 2.0, 2: 3.0}
-    # What was planned by the old columns is refused, and has to be planned again.
+    # A step planned with the old columns is refused, and must be planned again.
     with pytest.raises(StalePlan):
         land(other, 3, [4])
     assert land(other, 3, [4.5], WIDE)
     assert totals(storage, format) == {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.5}
 
 
-def test_what_is_compacted_meanwhile_is_not_doubled(storage: Storage) -> None:
+def test_rows_compacted_meanwhile_are_not_duplicated(storage: Storage) -> None:
     table, other = DeltaTable(storage), DeltaTable(storage)
     for start in range(3):
         assert land(table, start, [start])
@@ -204,7 +206,7 @@ def test_what_is_compacted_meanwhile_is_not_doubled(storage: Storage) -> None:
     assert len(DeltaLog(storage).refresh().file_uris()) == 1  # type: ignore[union-attr]
 
 
-def test_a_compaction_that_comes_late_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_compaction_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     table, other = DeltaTable(storage), DeltaTable(storage)
     for start in range(3):
         assert land(table, start, [start])
@@ -220,7 +222,7 @@ def test_a_compaction_that_comes_late_is_refused(storage: Storage, monkeypatch: 
     assert totals(storage, "delta") == {0: 0.0, 1: 1.0, 2: 2.0}
 
 
-def test_of_two_at_once_one_deletes_what_it_wrote(storage: Storage, format: str) -> None:
+def test_of_two_concurrent_widenings_one_deletes_its_files(storage: Storage, format: str) -> None:
     table, other = (open_table(storage.url, format=format) for _ in range(2))
     assert land(table, 0, [1, 2])
     assert widen(table, run=meanwhile(lambda: widen(other))) == {}
@@ -231,7 +233,7 @@ def test_of_two_at_once_one_deletes_what_it_wrote(storage: Storage, format: str)
     assert len(files_in(storage)) == 1
 
 
-def test_a_number_that_comes_meanwhile_and_is_too_large_ends_it(storage: Storage) -> None:
+def test_a_number_landed_meanwhile_that_is_too_large_aborts_it(storage: Storage) -> None:
     table, other = DeltaTable(storage), DeltaTable(storage)
     assert land(table, 0, [1])
     with pytest.raises(pa.ArrowInvalid):
@@ -240,7 +242,7 @@ def test_a_number_that_comes_meanwhile_and_is_too_large_ends_it(storage: Storage
     assert delta_rows(storage) == once(0, range(2))
 
 
-def test_others_that_commit_all_the_time_end_it(storage: Storage) -> None:
+def test_continuous_concurrent_commits_abort_it(storage: Storage) -> None:
     table, other = DeltaTable(storage), DeltaTable(storage)
     assert land(table, 0, [1])
 
@@ -255,7 +257,7 @@ def test_others_that_commit_all_the_time_end_it(storage: Storage) -> None:
     assert files_in(storage) == {Path(file).name for file in deltalake.DeltaTable(storage.url).file_uris()}
 
 
-def test_what_was_written_for_nothing_is_deleted_when_it_fails_later(storage: Storage) -> None:
+def test_unused_files_are_deleted_when_a_later_step_fails(storage: Storage) -> None:
     table, other = DeltaTable(storage), DeltaTable(storage)
     assert land(table, 0, [1])
     overtaken = meanwhile(lambda: land(other, 1, [2]))
@@ -273,7 +275,7 @@ def test_what_was_written_for_nothing_is_deleted_when_it_fails_later(storage: St
 
 
 @pytest.mark.parametrize("is_after", [False, True])
-def test_a_kill_around_the_commit_leaves_one_or_the_other(
+def test_a_kill_around_the_commit_leaves_either_version(
     storage: Storage, format: str, is_after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = open_table(storage.url, format=format)
@@ -302,7 +304,7 @@ def test_a_kill_around_the_commit_leaves_one_or_the_other(
     assert len(files_in(storage)) == 2
 
 
-def test_a_kill_before_plain_files_are_moved_is_made_good(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_before_plain_files_are_moved_is_repaired(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     table = open_table(storage.url, format="parquet")
     for start in range(3):
         assert land(table, start, [start])
@@ -327,7 +329,7 @@ def test_a_kill_before_plain_files_are_moved_is_made_good(storage: Storage, monk
     assert totals(storage, "parquet") == {0: 0.0, 1: 1.0, 2: 2.0}
 
 
-def test_plain_files_that_were_deleted_stay_deleted(storage: Storage) -> None:
+def test_deleted_plain_files_stay_deleted(storage: Storage) -> None:
     table = open_table(storage.url, format="parquet")
     assert land(table, 0, [0])
     (gone,) = Path(storage.url).rglob("*.parquet")
@@ -337,7 +339,7 @@ def test_plain_files_that_were_deleted_stay_deleted(storage: Storage) -> None:
     assert totals(storage, "parquet") == {1: 1.0}
 
 
-def test_files_of_other_programs_keep_names_of_their_own() -> None:
+def test_files_of_other_programs_keep_their_names() -> None:
     own = "append_day=2026-11-16/append_hour=3/a_b.parquet"
     again = renamed(own, "0123456789abcdef")
     assert (first_name(again), first_name(renamed(again, "f" * 16))) == (own, own)

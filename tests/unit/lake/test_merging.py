@@ -72,7 +72,7 @@ def rule(*, is_ordered: bool = True, now_ms: int = 0, remembered_ms: int = 10**9
 
 
 def keyed(rows: pa.Table, orders: dict[int, int]) -> pa.Table:
-    """Stored rows as they are read again: key and order come from their columns."""
+    """Stored rows as read back: key and order come from their columns."""
     names = rows.column("name").to_pylist()
     keys = canonical_keys([rows.column("name").combine_chunks()]) if len(rows) else pa.array([], pa.binary())
     order = pa.array([orders[offset] for offset in rows.column("offset").to_pylist()], pa.int64())
@@ -96,12 +96,12 @@ change_lists = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(changes=change_lists, cuts=st.lists(st.integers(0, 40), max_size=5), is_ordered=st.booleans(), data=st.data())
-def test_the_rows_are_those_of_the_model_however_changes_are_divided(
+def test_the_rows_equal_the_model_for_any_division_of_the_changes(
     changes: list[Change], cuts: list[int], is_ordered: bool, data: st.DataObject
 ) -> None:
     numbered = list(enumerate(changes))
     orders = {offset: change.order for offset, change in numbered}
-    # Some changes are merged twice, as in a backfill beside the running pipeline.
+    # Some changes are merged twice, as by a backfill beside the running pipeline.
     again = data.draw(st.lists(st.sampled_from(numbered), max_size=10)) if numbered else []
     bounds = sorted({0, len(numbered), *(cut for cut in cuts if cut < len(numbered))})
     steps = [numbered[start:end] for start, end in itertools.pairwise(bounds)] + [again]
@@ -115,7 +115,7 @@ def test_the_rows_are_those_of_the_model_however_changes_are_divided(
     assert found == model(numbered, is_ordered=is_ordered)
 
 
-def test_counts_tell_what_happened() -> None:
+def test_the_result_counts_changes() -> None:
     first = table_of([(0, Change(1, 5, False, "a")), (1, Change(2, 5, False, "b")), (2, Change(1, 4, False, "late"))])
     merged = merge_all(first)
     assert (merged.upserted, merged.deleted, merged.late) == (2, 0, 1)
@@ -131,7 +131,7 @@ def merge_all(changes: pa.Table, merging: MergeRule | None = None) -> Merged:
     return (merging or rule()).merge(SCHEMA, empty, tombstone_schema(pa.int64()).empty_table(), changes)
 
 
-def test_a_delete_is_forgotten_after_its_time() -> None:
+def test_a_delete_is_forgotten_after_its_retention() -> None:
     deleted = merge_all(table_of([(0, Change(1, 9, True, ""))]), rule(now_ms=1000, remembered_ms=500))
     assert len(deleted.tombstones) == 1
     stored = keyed(deleted.rows, {})
@@ -151,7 +151,7 @@ def test_messages_of_a_recreated_topic_are_newer() -> None:
     assert [row["text"] for row in merged.rows.to_pylist()] == ["new"]
 
 
-def test_a_key_in_two_partitions_needs_an_order() -> None:
+def test_a_key_in_two_partitions_requires_an_order() -> None:
     changes = table_of([(0, Change(1, 1, False, "a")), (5, Change(1, 2, False, "b"))])
     odd = changes.set_column(0, "partition", pa.array([0, 1], pa.int32()))
     with pytest.raises(InvalidSetting, match=r"name '1' has changes in partitions 0 and 1.*order\.by"):
@@ -160,7 +160,7 @@ def test_a_key_in_two_partitions_needs_an_order() -> None:
 
 
 @given(columns=st.lists(st.tuples(st.text(max_size=4), st.integers(-3, 3)), max_size=30))
-def test_composite_keys_are_equal_only_if_every_part_is(columns: list[tuple[str, int]]) -> None:
+def test_composite_keys_are_equal_only_if_all_parts_are(columns: list[tuple[str, int]]) -> None:
     texts = pa.array([text for text, _ in columns], pa.string())
     numbers = pa.array([number for _, number in columns], pa.int64())
     keys = canonical_keys([texts, numbers, texts]).to_pylist()

@@ -1,4 +1,4 @@
-"""Tables of plain Parquet files: readers who list the folder see what is committed, once."""
+"""Tables of plain Parquet files: readers that list the folder see every committed row exactly once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def storage(tmp_path: Path) -> Storage:
     return Storage.at(str(tmp_path / "orders"))
 
 
-def test_files_are_seen_when_they_are_committed(storage: Storage) -> None:
+def test_files_are_visible_once_committed(storage: Storage) -> None:
     table = ParquetTable(storage)
     assert table.schema() is None
     assert next_offset(table) == 0
@@ -44,7 +44,7 @@ def test_files_are_seen_when_they_are_committed(storage: Storage) -> None:
     assert [path.name for path in Path(storage.url).iterdir()] == ["append_day=2026-11-15"]
 
 
-def test_a_crash_before_files_are_moved_is_made_good(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_before_files_are_moved_is_repaired(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
 
@@ -70,7 +70,7 @@ def test_a_crash_before_files_are_moved_is_made_good(storage: Storage, monkeypat
     assert files_rows(storage.suffixed("__quarantine")) == once(0, [20])
 
 
-def test_what_was_never_committed_is_deleted_and_files_that_are_gone_stay_gone(storage: Storage) -> None:
+def test_uncommitted_files_are_deleted_and_deleted_files_stay_deleted(storage: Storage) -> None:
     table = ParquetTable(storage)
     assert land(table, 0, 0, 10)
     write(table, [rows(0, range(10, 20))])
@@ -83,7 +83,7 @@ def test_what_was_never_committed_is_deleted_and_files_that_are_gone_stay_gone(s
     assert files_rows(storage) == once(0, range(10, 20))
 
 
-def test_a_scan_reads_what_is_in_place(storage: Storage) -> None:
+def test_a_scan_reads_the_visible_files(storage: Storage) -> None:
     table = ParquetTable(storage)
     assert land(table, 0, 0, 10)
     assert land(table, 0, 10, 20)

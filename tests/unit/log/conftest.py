@@ -1,4 +1,4 @@
-"""A store on a disk in memory, opened as often as a test likes."""
+"""A store on an in-memory disk, which a test can open repeatedly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of aborted transactions: what readers get, and what storing and looking it up costs."""
+"""The list of aborted transactions: what readers get, and the cost of storing it and looking it up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BYTES_MAX = 40
 
 
 class Counted(AbortedTransactions):
-    """Counts what is looked at."""
+    """Counts the entries that are visited."""
 
     looks = 0
 
@@ -36,7 +36,7 @@ def one_after_the_other(count: int) -> Counted:
     return aborted
 
 
-def test_a_million_take_as_much_memory_as_their_numbers_and_are_found_at_once() -> None:
+def test_a_million_transactions_need_little_memory_and_are_found_quickly() -> None:
     aborted = one_after_the_other(MANY)
     assert sum(map(sys.getsizeof, (*aborted._columns(), aborted._lowest))) < MANY * BYTES_MAX
     for first in (0, 2 * 777_777, 2 * MANY - 10):
@@ -48,7 +48,7 @@ def test_a_million_take_as_much_memory_as_their_numbers_and_are_found_at_once() 
     assert aborted.overlapping(0, 2 * MANY)[0].first_offset == 2 * MANY - 20
 
 
-def test_a_reader_is_not_held_up_by_what_was_aborted_while_another_transaction_was_open() -> None:
+def test_a_reader_is_not_slowed_by_transactions_aborted_while_another_was_open() -> None:
     aborted = Counted()
     count = 100_000
     for number in range(count):
@@ -60,7 +60,7 @@ def test_a_reader_is_not_held_up_by_what_was_aborted_while_another_transaction_w
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[AbortedTransaction]:
-    """Transactions of a few producers as a log would have them; all of them are aborted."""
+    """Transactions of a few producers as in a log; all of them are aborted."""
     open_since: dict[int, int] = {}
     listed: list[AbortedTransaction] = []
     for offset in range(draw(st.integers(1, 60))):
@@ -75,7 +75,7 @@ def histories(draw: st.DrawFn) -> list[AbortedTransaction]:
 
 
 @given(histories(), st.integers(0, 60), st.integers(0, 60), st.integers(0, 60), st.data())
-def test_it_says_what_a_plain_list_says(
+def test_it_agrees_with_a_plain_list(
     history: list[AbortedTransaction], first: int, length: int, cut: int, data: st.DataObject
 ) -> None:
     aborted = AbortedTransactions()
@@ -93,7 +93,7 @@ def test_it_says_what_a_plain_list_says(
         assert each.overlapping(first, first + length) == wanted
 
 
-def test_a_marker_that_was_lost_does_not_hide_what_comes_before_it() -> None:
+def test_a_lost_marker_does_not_hide_earlier_transactions() -> None:
     aborted = AbortedTransactions()
     aborted.add(AbortedTransaction(1, 10, 11, 12))
     # It was open all the time, which was unknown when the first one was recorded.

@@ -1,4 +1,4 @@
-"""What is read again is verified again: after a write of somebody else, and after a while also without one."""
+"""Data that is read again is verified again: after a write by another process, and periodically without one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def log(store: LogStore) -> Log:
 
 
 def read_all(log: Log) -> tuple[list[int], list[tuple[int, int]]]:
-    """The values that are served, by one batch each, and the ranges that are refused."""
+    """The served values, one batch each, and the refused ranges."""
     served: list[int] = []
     lost: list[tuple[int, int]] = []
     offset = 0
@@ -69,7 +69,7 @@ def without(*offsets: int) -> tuple[list[int], list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("at", [BASE_OFFSET_AT, LENGTH_AT, EPOCH_AT, PAYLOAD_AT])
 @pytest.mark.parametrize("offset", [0, 5, 11, 25])
-def test_a_write_of_another_process_is_found_at_once(log: Log, files: MemoryFiles, offset: int, at: int) -> None:
+def test_a_write_by_another_process_is_detected_at_once(log: Log, files: MemoryFiles, offset: int, at: int) -> None:
     assert read_all(log) == without()
     path, position = place_of(log, offset)
     old = files.content(path)[position + at]
@@ -77,9 +77,7 @@ def test_a_write_of_another_process_is_found_at_once(log: Log, files: MemoryFile
     assert read_all(log) == without(offset)
 
 
-def test_a_bit_that_flips_without_a_write_is_found_after_a_while(
-    log: Log, files: MemoryFiles, clock: ManualClock
-) -> None:
+def test_a_flipped_bit_is_detected_after_a_while(log: Log, files: MemoryFiles, clock: ManualClock) -> None:
     assert read_all(log) == without()
     path, position = place_of(log, 5)
     files.flip_bit(path, position + PAYLOAD_AT, 0)
@@ -87,7 +85,7 @@ def test_a_bit_that_flips_without_a_write_is_found_after_a_while(
     assert read_all(log) == without(5)
 
 
-def test_the_end_of_the_active_segment_is_verified_when_it_is_not_just_written(
+def test_the_end_of_the_active_segment_is_verified_unless_just_written(
     log: Log, files: MemoryFiles, clock: ManualClock
 ) -> None:
     assert read_all(log) == without()
@@ -98,7 +96,7 @@ def test_the_end_of_the_active_segment_is_verified_when_it_is_not_just_written(
     assert read_all(log) == without(COUNT - 1)
 
 
-def test_what_is_just_written_is_read_without_verifying_it(log: Log, files: MemoryFiles, clock: ManualClock) -> None:
+def test_just_written_batches_are_read_without_verification(log: Log, files: MemoryFiles, clock: ManualClock) -> None:
     read_all(log)
     for number in range(5):
         clock.advance_ms(int(FRESH_S * 600))
@@ -108,7 +106,7 @@ def test_what_is_just_written_is_read_without_verifying_it(log: Log, files: Memo
         assert files.reads == reads + 1
 
 
-def test_a_write_between_the_announcement_and_the_sending_is_found(log: Log, files: MemoryFiles) -> None:
+def test_a_write_between_the_response_header_and_its_data_is_detected(log: Log, files: MemoryFiles) -> None:
     chunk = log.read_slice(0, max_bytes=1500, up_to=log.end_offset, eager_bytes=0)
     assert chunk is not None
     path, position = place_of(log, 5)
@@ -118,7 +116,7 @@ def test_a_write_between_the_announcement_and_the_sending_is_found(log: Log, fil
     assert read_all(log) == without(5)
 
 
-def test_a_write_that_changes_nothing_does_not_disturb_a_response(log: Log, files: MemoryFiles) -> None:
+def test_a_write_of_identical_bytes_does_not_affect_a_response(log: Log, files: MemoryFiles) -> None:
     chunk = log.read_slice(0, max_bytes=1500, up_to=log.end_offset, eager_bytes=0)
     assert chunk is not None
     segment = log.segments[0]
@@ -126,7 +124,7 @@ def test_a_write_that_changes_nothing_does_not_disturb_a_response(log: Log, file
     assert len(chunk.read(0, chunk.size)) == chunk.size
 
 
-def test_a_file_that_is_removed_is_lost_and_what_is_behind_it_is_served(log: Log, files: MemoryFiles) -> None:
+def test_a_removed_file_is_lost_and_later_batches_are_served(log: Log, files: MemoryFiles) -> None:
     read_all(log)
     gone = log.segments[1]
     log.open_files._close(gone)
@@ -136,12 +134,12 @@ def test_a_file_that_is_removed_is_lost_and_what_is_behind_it_is_served(log: Log
     assert served == [number for number in range(COUNT) if not gone.base_offset <= number < gone.next_offset]
 
 
-# -- what the disk cannot read ------------------------------------------------------------------------------------
+# -- unreadable sectors -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def harm(files: MemoryFiles, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, range], None]:
-    """Have the disk fail to read some bytes of a file."""
+    """Make some bytes of a file unreadable."""
     monkeypatch.setattr(scan_module, "_SECTOR_BYTES", 50)
     read_at = files.read_at
 
@@ -158,9 +156,7 @@ def harm(files: MemoryFiles, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
     return harm
 
 
-def test_a_sector_that_cannot_be_read_is_damage(
-    log: Log, clock: ManualClock, harm: Callable[[str, range], None]
-) -> None:
+def test_an_unreadable_sector_is_damage(log: Log, clock: ManualClock, harm: Callable[[str, range], None]) -> None:
     clock.advance_ms(int(VERIFIED_S * 1000) + 1)
     path, position = place_of(log, 17)
     harm(path, range(position + PAYLOAD_AT, position + PAYLOAD_AT + 1))
@@ -168,7 +164,7 @@ def test_a_sector_that_cannot_be_read_is_damage(
     assert log.damaged_ranges == ((17, 18),)
 
 
-def test_a_file_that_cannot_be_read_at_all_is_not_passed_over(
+def test_an_unreadable_file_is_not_skipped(
     log: Log, clock: ManualClock, harm: Callable[[str, range], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock.advance_ms(int(VERIFIED_S * 1000) + 1)
@@ -186,7 +182,7 @@ def overwrite(path: str, position: int) -> None:
         file.write(b"?")
 
 
-async def test_what_is_lost_is_found_out_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damage_is_located_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = DiskFiles()
     store = LogStore.open(tmp_path, files=files, clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9)
     running = asyncio.create_task(store.run())
@@ -209,7 +205,7 @@ async def test_what_is_lost_is_found_out_in_a_thread(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(scan_module.Scan, "__iter__", counted)
     for _ in range(3):
-        # Until it is known, nothing is skipped, and nothing is read twice.
+        # Until it is located, nothing is skipped, and nothing is read twice.
         with pytest.raises(InspectionPending, match="determining which offsets are lost"):
             log.read(17, max_bytes=500, up_to=log.end_offset)
     await looked_again.wait()
@@ -219,7 +215,7 @@ async def test_what_is_lost_is_found_out_in_a_thread(tmp_path: Path, monkeypatch
     await running
 
 
-async def test_what_was_cut_off_while_it_was_looked_at_is_not_lost(tmp_path: Path) -> None:
+async def test_batches_truncated_during_the_check_are_not_reported_as_lost(tmp_path: Path) -> None:
     store = LogStore.open(
         tmp_path, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9
     )

@@ -1,4 +1,4 @@
-"""The group commit: one sync for many, the journal for many logs, and what happens when a sync fails."""
+"""Group commit: one sync for many appends, the journal for many logs, and failed syncs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_many_appends_share_one_sync(store: LogStore, files: MemoryFiles) -> Non
     assert not store.commit_once()
 
 
-def test_a_commit_covers_what_was_there_when_it_began(store: LogStore) -> None:
+def test_a_commit_covers_the_appends_before_its_start(store: LogStore) -> None:
     (log,) = open_logs(store, 1)
     put(store, log, b"a")
     job = store._begin_commit()
@@ -133,7 +133,7 @@ def test_a_full_journal_does_not_stop_commits(store: LogStore, files: MemoryFile
 
 
 @pytest.mark.parametrize("writing", [True, False])
-def test_a_journal_that_fails_is_done_without(
+def test_commits_continue_without_a_failed_journal(
     store: LogStore, files: MemoryFiles, open_store: OpenStore, writing: bool
 ) -> None:
     logs = open_logs(store, MANY)
@@ -151,7 +151,7 @@ def test_a_journal_that_fails_is_done_without(
     assert all(values(log) == [b"0", b"1", b"2", b"3"] for log in open_logs(open_store(), MANY))
 
 
-def test_what_is_large_is_not_written_twice(store: LogStore, files: MemoryFiles) -> None:
+def test_large_appends_bypass_the_journal(store: LogStore, files: MemoryFiles) -> None:
     logs = open_logs(store, MANY)
     for log in logs:
         put(store, log, b"x" * JOURNAL_BYTES_MAX)
@@ -164,7 +164,7 @@ def test_what_is_large_is_not_written_twice(store: LogStore, files: MemoryFiles)
 # -- failed syncs -------------------------------------------------------------------------------------------
 
 
-def test_after_a_failed_sync_the_log_goes_on_in_another_file(
+def test_after_a_failed_sync_the_log_continues_in_another_file(
     store: LogStore, files: MemoryFiles, open_store: OpenStore
 ) -> None:
     (log,) = open_logs(store, 1)
@@ -187,9 +187,7 @@ def test_after_a_failed_sync_the_log_goes_on_in_another_file(
     assert values(open_logs(open_store(), 1)[0]) == [b"a", b"b", b"c", b"d"]
 
 
-def test_a_file_of_which_nothing_was_synced_is_replaced(
-    store: LogStore, files: MemoryFiles, open_store: OpenStore
-) -> None:
+def test_a_file_without_synced_data_is_replaced(store: LogStore, files: MemoryFiles, open_store: OpenStore) -> None:
     (log,) = open_logs(store, 1)
     put(store, log, b"a")
     files.fail_next_syncs(".log")
@@ -201,7 +199,7 @@ def test_a_file_of_which_nothing_was_synced_is_replaced(
     assert values(open_logs(open_store(), 1)[0]) == [b"a"]
 
 
-def test_while_the_disk_fails_writes_are_refused_and_reads_go_on(store: LogStore, files: MemoryFiles) -> None:
+def test_while_the_disk_fails_writes_are_refused_and_reads_continue(store: LogStore, files: MemoryFiles) -> None:
     (log,) = open_logs(store, 1)
     put(store, log, b"a")
     commit(store)
@@ -219,7 +217,7 @@ def test_while_the_disk_fails_writes_are_refused_and_reads_go_on(store: LogStore
     assert values(log) == [b"a", b"b"]
     assert list(store.failures) == [log.partition]
 
-    # The disk is well again: what was pending is stored after all, and a retry of it is known.
+    # The disk works again: pending records are stored after all, and a retry is recognised.
     store.sync_soon(log)
     commit(store)
     assert log.synced_offset == 2
@@ -228,7 +226,7 @@ def test_while_the_disk_fails_writes_are_refused_and_reads_go_on(store: LogStore
     assert log.end_offset == 2
 
 
-def test_what_the_kernel_threw_away_is_lost_but_not_acknowledged(store: LogStore, files: MemoryFiles) -> None:
+def test_pages_dropped_by_the_kernel_are_lost_but_were_not_acknowledged(store: LogStore, files: MemoryFiles) -> None:
     files.keep_cache_after_failed_sync = False
     (log,) = open_logs(store, 1)
     put(store, log, b"a")
@@ -243,14 +241,14 @@ def test_what_the_kernel_threw_away_is_lost_but_not_acknowledged(store: LogStore
     assert log.damaged_ranges == ((1, 2),)
     with pytest.raises(DamagedRange):
         log.read(1, max_bytes=10, up_to=2)
-    # The producer tries again, and this time it is stored.
+    # The producer retries, and this time the batch is stored.
     put(store, log, b"b", sequence=0)
     commit(store)
     assert [record.value for record in decode_records(log.read(2, max_bytes=1000, up_to=3))] == [b"b"]
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
-def test_what_is_lost_with_its_file_before_it_is_synced_is_not_acknowledged(
+def test_records_lost_with_their_file_before_the_sync_are_not_acknowledged(
     store: LogStore, files: MemoryFiles, is_under_way: bool
 ) -> None:
     (log,) = open_logs(store, 1)
@@ -267,7 +265,7 @@ def test_what_is_lost_with_its_file_before_it_is_synced_is_not_acknowledged(
     assert [type(one) for one in reported] == [StorageFailure]
     if under_way is not None:
         store._run_job(under_way)
-    # The retry is stored, and not taken for a duplicate of what is gone.
+    # The retry is stored, and not taken for a duplicate.
     put(store, log, b"second", sequence=1)
     commit(store)
     assert (log.end_offset, reported[-1]) == (3, 3)
@@ -278,7 +276,7 @@ def test_what_is_lost_with_its_file_before_it_is_synced_is_not_acknowledged(
     assert sum(isinstance(one, StorageFailure) for one in reported) == 1
 
 
-def test_what_the_journal_holds_survives_a_failed_sync_of_the_segment(store: LogStore, files: MemoryFiles) -> None:
+def test_records_in_the_journal_survive_a_failed_sync_of_the_segment(store: LogStore, files: MemoryFiles) -> None:
     files.keep_cache_after_failed_sync = False
     logs = open_logs(store, MANY)
     for log in logs:
@@ -294,7 +292,7 @@ def test_what_the_journal_holds_survives_a_failed_sync_of_the_segment(store: Log
     assert values(logs[0]) == [b"a"]
 
 
-def test_a_sync_of_the_directory_that_fails_is_reported_and_tried_again(store: LogStore, files: MemoryFiles) -> None:
+def test_a_failed_directory_sync_is_reported_and_retried(store: LogStore, files: MemoryFiles) -> None:
     (log,) = open_logs(store, 1)
     failures: list[StorageFailure] = []
     log.listen(on_sync_failed=failures.append)
@@ -309,7 +307,7 @@ def test_a_sync_of_the_directory_that_fails_is_reported_and_tried_again(store: L
     assert log.synced_offset == 1
 
 
-def test_a_commit_during_which_old_segments_went_is_done_again(store: LogStore) -> None:
+def test_a_commit_is_repeated_when_old_segments_are_deleted_meanwhile(store: LogStore) -> None:
     (log,) = open_logs(store, 1)
     put(store, log, b"old")
     commit(store)

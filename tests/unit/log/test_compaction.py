@@ -1,4 +1,4 @@
-"""Compaction by key: what stays, what goes, when, and that a crash, a fault or a restart in between changes nothing."""
+"""Compaction by key: which records stay and when, also across crashes, faults and restarts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def pairs_of(log: Log) -> list[tuple[int, bytes | None, bytes | None]]:
     return [(record.offset, record.key, record.value) for record in records(log)]
 
 
-def test_the_last_record_of_each_key_stays_where_it_is(store: LogStore, clock: ManualClock) -> None:
+def test_the_last_record_of_each_key_keeps_its_offset(store: LogStore, clock: ManualClock) -> None:
     log = opened(store)
     for number in range(40):
         put(log, clock, (b"k%d" % (number % 3), b"v%d" % number), (b"once%d" % number, b"x"))
@@ -118,7 +118,7 @@ def test_the_last_record_of_each_key_stays_where_it_is(store: LogStore, clock: M
     assert len(list(batches(log))) <= 40
 
 
-def test_segments_that_became_small_are_merged_and_their_files_are_gone(
+def test_small_segments_are_merged_and_their_files_removed(
     store: LogStore, clock: ManualClock, files: MemoryFiles
 ) -> None:
     log = opened(store)
@@ -137,7 +137,7 @@ def test_segments_that_became_small_are_merged_and_their_files_are_gone(
     assert log.damaged_ranges == ()
 
 
-def test_reading_may_begin_at_any_offset(store: LogStore, clock: ManualClock) -> None:
+def test_reading_may_start_at_any_offset(store: LogStore, clock: ManualClock) -> None:
     log = opened(store)
     for number in range(50):
         put(log, clock, (b"k%d" % (number % 7), b"v%d" % number))
@@ -150,7 +150,7 @@ def test_reading_may_begin_at_any_offset(store: LogStore, clock: ManualClock) ->
 @pytest.mark.parametrize(
     "codec", [COMPRESSION_NONE, COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRESSION_ZSTD]
 )
-def test_what_stays_keeps_its_codec_headers_and_time(store: LogStore, clock: ManualClock, codec: int) -> None:
+def test_kept_records_keep_their_codec_headers_and_timestamp(store: LogStore, clock: ManualClock, codec: int) -> None:
     log = opened(store)
     headers = (("trace", b"\xff\x00"), ("none", None))
     put(log, clock, (b"a", b"1"), (b"b", b"2"), (b"c", b"3"), compression=codec, headers=headers, epoch=3)
@@ -164,7 +164,7 @@ def test_what_stays_keeps_its_codec_headers_and_time(store: LogStore, clock: Man
     assert log.end_of_epoch(3) == (3, 3)
 
 
-def test_a_deletion_is_kept_as_long_as_was_promised_and_then_goes(store: LogStore, clock: ManualClock) -> None:
+def test_a_tombstone_is_kept_for_its_retention_and_then_removed(store: LogStore, clock: ManualClock) -> None:
     log = opened(store)
     put(log, clock, (b"gone", b"1"), (b"here", b"2"))
     put(log, clock, (b"gone", None), (b"too", b"3"))
@@ -184,7 +184,7 @@ def test_a_deletion_is_kept_as_long_as_was_promised_and_then_goes(store: LogStor
     assert pairs_of(log) == [(1, b"here", b"2"), (3, b"too", b"3"), (5, b"other", b"5")]
 
 
-def test_what_is_not_landed_stays_for_a_while(store: LogStore, clock: ManualClock) -> None:
+def test_records_that_are_not_landed_are_kept_for_a_while(store: LogStore, clock: ManualClock) -> None:
     log = opened(store, dataclasses.replace(SETTINGS, retention_until_landed=True, retention_until_max_ms=5000))
     for value in (b"1", b"2", b"3"):
         put(log, clock, (b"k", value))
@@ -198,7 +198,7 @@ def test_what_is_not_landed_stays_for_a_while(store: LogStore, clock: ManualCloc
     assert pairs_of(log) == [(2, b"k", b"3")]
 
 
-def test_nothing_newer_than_the_lag_is_touched(store: LogStore, clock: ManualClock) -> None:
+def test_records_newer_than_the_lag_are_not_compacted(store: LogStore, clock: ManualClock) -> None:
     log = opened(store, dataclasses.replace(SETTINGS, min_compaction_lag_ms=1000))
     put(log, clock, (b"k", b"1"))
     put(log, clock, (b"k", b"2"))
@@ -213,7 +213,7 @@ def test_nothing_newer_than_the_lag_is_touched(store: LogStore, clock: ManualClo
     assert log.cleaned_offset == 2
 
 
-def test_the_active_segment_is_left_alone_until_it_is_old(store: LogStore, clock: ManualClock) -> None:
+def test_the_active_segment_is_not_compacted_until_it_is_old(store: LogStore, clock: ManualClock) -> None:
     log = opened(store)
     put(log, clock, (b"k", b"1"))
     put(log, clock, (b"k", b"2"))
@@ -227,7 +227,7 @@ def test_the_active_segment_is_left_alone_until_it_is_old(store: LogStore, clock
     assert pairs_of(log) == [(1, b"k", b"2")]
 
 
-def test_little_that_is_new_waits_unless_it_has_waited_too_long(store: LogStore, clock: ManualClock) -> None:
+def test_few_new_records_wait_unless_the_maximum_lag_is_exceeded(store: LogStore, clock: ManualClock) -> None:
     settings = dataclasses.replace(SETTINGS, min_cleanable_dirty_ratio=0.5, max_compaction_lag_ms=50_000)
     log = opened(store, settings)
     for number in range(20):
@@ -256,7 +256,7 @@ def test_more_keys_than_fit_take_several_passes(store: LogStore, clock: ManualCl
     assert log.cleaned_offset == 60
 
 
-def test_a_long_key_is_not_mistaken_for_another(store: LogStore, clock: ManualClock) -> None:
+def test_long_keys_are_not_confused(store: LogStore, clock: ManualClock) -> None:
     log = opened(store, dataclasses.replace(SETTINGS, segment_bytes=100_000))
     for number in range(50):
         put(log, clock, (b"x" * 100 + b"%d" % number, b"v"), (b"", b"empty%d" % number))
@@ -264,7 +264,7 @@ def test_a_long_key_is_not_mistaken_for_another(store: LogStore, clock: ManualCl
     assert len(pairs_of(log)) == 51
 
 
-def test_records_without_a_key_go(store: LogStore, clock: ManualClock) -> None:
+def test_records_without_a_key_are_removed(store: LogStore, clock: ManualClock) -> None:
     log = opened(store, dataclasses.replace(SETTINGS, cleanup_policy="delete"))
     put(log, clock, (None, b"1"), (b"k", b"2"))
     log.change_settings(SETTINGS)
@@ -283,7 +283,7 @@ def test_a_batch_without_keys_is_refused(store: LogStore, clock: ManualClock) ->
     assert log.end_offset == 0
 
 
-def test_times_too_far_from_the_brokers_are_refused(store: LogStore, clock: ManualClock) -> None:
+def test_timestamps_too_far_from_the_brokers_clock_are_refused(store: LogStore, clock: ManualClock) -> None:
     settings = TopicSettings(message_timestamp_before_max_ms=1000, message_timestamp_after_max_ms=2000)
     log = opened(store, settings)
 
@@ -323,7 +323,7 @@ def test_retries_are_recognised_after_compaction_even_without_a_checkpoint(
     assert not put(log, clock, (b"k", b"8"), producer=(7, 8), epoch=2).duplicate
 
 
-def test_damage_is_found_noted_and_gone_round(store: LogStore, clock: ManualClock, files: MemoryFiles) -> None:
+def test_damage_is_recorded_and_skipped(store: LogStore, clock: ManualClock, files: MemoryFiles) -> None:
     log = opened(store)
     for number in range(30):
         put(log, clock, (b"k%d" % (number % 4), None if number == 29 else b"v%d" % number))
@@ -340,7 +340,7 @@ def test_damage_is_found_noted_and_gone_round(store: LogStore, clock: ManualCloc
     clock.advance_ms(10**9)
     put(log, clock, (b"k9", b"x"))
     compact(store, log)
-    # What is damaged may hold an older value, which the deletion must go on to hide.
+    # The damaged range may hold an older value, which the tombstone must continue to hide.
     assert (29, b"k1", None) in [(record.offset, record.key, record.value) for record in _readable(log)]
 
 
@@ -378,7 +378,7 @@ def test_retention_meanwhile_ends_the_pass_and_leaves_no_file(
 
 
 @pytest.mark.parametrize("ending", [".cleaned", "/0", "checkpoints"])
-def test_a_failing_disk_leaves_the_log_whole(
+def test_a_failing_disk_leaves_the_log_intact(
     store: LogStore, clock: ManualClock, files: MemoryFiles, ending: str
 ) -> None:
     log = opened(store)
@@ -398,7 +398,7 @@ def test_a_failing_disk_leaves_the_log_whole(
     assert pairs_of(reopened)[-2:] == [(38, b"k0", b"v38"), (39, b"k1", b"v39")]
 
 
-def test_a_clean_stop_keeps_how_far_compaction_was(open_store: OpenStore, clock: ManualClock) -> None:
+def test_a_clean_stop_keeps_the_compaction_progress(open_store: OpenStore, clock: ManualClock) -> None:
     store = open_store()
     log = opened(store)
     for number in range(40):
@@ -413,7 +413,7 @@ def test_a_clean_stop_keeps_how_far_compaction_was(open_store: OpenStore, clock:
     assert pairs_of(log) == [(39, b"k", b"v39")]
 
 
-def test_a_log_knows_beyond_which_offset_compaction_has_looked(
+def test_a_log_knows_the_offset_up_to_which_it_is_compacted(
     open_store: OpenStore, clock: ManualClock, files: MemoryFiles
 ) -> None:
     store = open_store()
@@ -425,7 +425,7 @@ def test_a_log_knows_beyond_which_offset_compaction_has_looked(
     assert log.superseded_by == 0
     for number in range(3, 20):
         put(log, clock, (b"k", b"%d" % number))
-    # The pass is interrupted when some segments are replaced.
+    # The pass is interrupted after some segments are replaced.
     settle(store, log)
     swap_in, swaps = log.swap_in, []
 
@@ -446,7 +446,7 @@ def test_a_log_knows_beyond_which_offset_compaction_has_looked(
     assert log.superseded_by == 5
 
 
-def test_a_log_without_its_checkpoint_shows_whether_it_was_compacted(
+def test_a_log_without_a_checkpoint_knows_whether_it_was_compacted(
     open_store: OpenStore, clock: ManualClock, files: MemoryFiles
 ) -> None:
     store = open_store()
@@ -470,7 +470,7 @@ def test_a_log_without_its_checkpoint_shows_whether_it_was_compacted(
     assert log.superseded_by == log.end_offset == 41
 
 
-def test_a_log_that_was_fetched_with_gaps_knows_as_much_as_the_one_that_was_compacted(
+def test_a_replica_fetched_with_gaps_knows_that_it_is_compacted(
     open_store: OpenStore, clock: ManualClock, files: MemoryFiles
 ) -> None:
     store = open_store()
@@ -494,7 +494,7 @@ def test_a_log_that_was_fetched_with_gaps_knows_as_much_as_the_one_that_was_comp
     assert follower.superseded_by == follower.end_offset
 
 
-def test_the_journal_does_not_bring_back_what_was_compacted(
+def test_the_journal_does_not_restore_compacted_records(
     open_store: OpenStore, clock: ManualClock, files: MemoryFiles
 ) -> None:
     store = open_store()

@@ -1,6 +1,6 @@
-"""Random histories of compacted logs with power failures at any operation of the disk, against a plain list of records.
+"""Random histories of compacted logs with power failures at any disk operation, against a plain list of records.
 
-`LOG_EXAMPLES=5000 pytest tests/unit/log/test_compaction_properties.py` looks further than the everyday run.
+`LOG_EXAMPLES=5000 pytest tests/unit/log/test_compaction_properties.py` searches further than the everyday run.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LAG_MS = 400
 
 
 class PowerFailure(BaseException):
-    """The machine is off; nothing in the process gets to see this."""
+    """The machine is off; no code of the process can catch this."""
 
 
 class FailingPower(MemoryFiles):
-    """Files of a machine whose power fails before a given change of the disk."""
+    """Files of a machine whose power fails before a given disk operation."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, open_files_max=28)
@@ -82,7 +82,7 @@ class Sent:
 
 @dataclass
 class Model:
-    """Everything that was sent to one log, and what is known about it."""
+    """Everything that was sent to one log, and its known state."""
 
     sent: list[Sent] = field(default_factory=list)
     batches: list[tuple[int, int, int, list[Sent]]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Model:
 
 
 class CompactionMachine(RuleBasedStateMachine):
-    """Drives six logs, so that commits go through the journal, and lets the power fail in the middle of anything."""
+    """Drives six logs, so that commits use the journal, with power failures at any operation."""
 
     @initialize(seed=st.integers(0, 2**32), keys_max=st.sampled_from([3, 1000]))
     def begin(self, seed: int, keys_max: int) -> None:
@@ -128,7 +128,7 @@ class CompactionMachine(RuleBasedStateMachine):
             message_timestamp_after_max_ms=10**9,
         )
 
-    # -- what happens ---------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------
 
     @rule(
         at=st.integers(0, LOGS - 1),
@@ -193,7 +193,7 @@ class CompactionMachine(RuleBasedStateMachine):
 
     @rule(after=st.integers(1, 40), cut=st.booleans(), together=st.booleans())
     def compact_and_fail(self, after: int, cut: bool, together: bool) -> None:
-        """The power fails, or the process is killed, in the middle of compaction and what surrounds it."""
+        """Fail the power, or kill the process, during compaction and the operations around it."""
         self.note_touchable()
         self.files.changes, self.files.fails_at = 0, after
         try:
@@ -240,7 +240,7 @@ class CompactionMachine(RuleBasedStateMachine):
             model.durable = log.end_offset
         self.check()
 
-    # -- what holds -----------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------
 
     def note_touchable(self) -> None:
         for model, log in zip(self.models, self.logs, strict=True):
@@ -263,7 +263,7 @@ class CompactionMachine(RuleBasedStateMachine):
         for key, last in model.latest().items():
             if last.offset in offsets:
                 continue
-            # Only a deletion may be gone, only once its time has come, and not without what it deleted.
+            # Only a tombstone may be gone, only after its retention, and not without the record that it deleted.
             assert last.value is None
             assert self.clock.now_ms() >= last.sent_ms + DELETE_RETENTION_MS
             assert key not in values
@@ -272,7 +272,7 @@ class CompactionMachine(RuleBasedStateMachine):
         self.check_retries(model, log)
 
     def check_retries(self, model: Model, log: Log) -> None:
-        """The last batch of each producer is known for what it is."""
+        """The last batch of each producer is recognised as a duplicate."""
         for producer_id in (1, 2):
             mine = [batch for batch in model.batches if batch[0] == producer_id]
             if not mine or log.damaged_ranges:
@@ -309,7 +309,7 @@ CompactionMachine.TestCase.settings = settings(
 TestCompaction = pytest.mark.filterwarnings("ignore")(CompactionMachine.TestCase)
 
 
-# -- every single moment ----------------------------------------------------------------------------------------
+# -- every single disk operation --------------------------------------------------------------------------------
 
 
 def _filled(seed: int) -> CompactionMachine:
@@ -324,7 +324,7 @@ def _filled(seed: int) -> CompactionMachine:
 
 
 def _seal(machine: CompactionMachine) -> None:
-    """Let everything be of an age to be compacted."""
+    """Make everything old enough to be compacted."""
     for at in range(LOGS):
         machine.roll(at)
     while machine.store.checkpoint_once():
@@ -333,8 +333,8 @@ def _seal(machine: CompactionMachine) -> None:
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_the_power_may_fail_at_every_change_of_the_disk(cut: bool) -> None:
-    # Each moment with one of the two, or, in the trials, with both.
+def test_a_power_failure_at_every_disk_operation_is_survived(cut: bool) -> None:
+    # Each operation with one of the two, or, in the trials, with both.
     after, step = (1, 1) if "LOG_EXAMPLES" in os.environ else (1 if cut else 2, 2)
     failed = True
     while failed:

@@ -1,4 +1,4 @@
-"""Compaction as the running store does it: by a child process on a real disk, beside everything else."""
+"""Compaction in the running store: by a child process on a real disk, concurrently with everything else."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ async def test_a_running_store_compacts_by_itself(tmp_path: Path) -> None:
     store.close_now()
 
 
-def test_a_segment_that_became_old_enough_during_a_pass_is_not_forgotten(tmp_path: Path) -> None:
-    """The round has begun before, and no append or timer would begin the next one."""
+def test_a_segment_that_becomes_old_enough_during_a_pass_is_compacted(tmp_path: Path) -> None:
+    """The pass has started before, and no append or timer would start the next one."""
     clock = ManualClock()
     store = opened(tmp_path / "data", clock)
     log = open_log(store)
@@ -100,7 +100,7 @@ def test_a_segment_that_became_old_enough_during_a_pass_is_not_forgotten(tmp_pat
 
 
 async def test_closing_does_not_wait_for_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child is asked and never responds, as if it had a lot to do."""
+    """The child never responds, as if it were busy."""
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     popen = subprocess.Popen
@@ -151,7 +151,7 @@ def pass_over(folder: Path) -> CompactionPass:
     )
 
 
-def test_the_child_does_what_the_thread_does(tmp_path: Path) -> None:
+def test_the_child_does_the_same_as_the_thread(tmp_path: Path) -> None:
     asked = pass_over(tmp_path)
     child, inline = ChildWorker(asked), InlineWorker(DiskFiles(), with_token(asked, "other"))
     try:
@@ -167,7 +167,7 @@ def with_token(asked: CompactionPass, token: str) -> CompactionPass:
     return msgspec.structs.replace(asked, token=token)
 
 
-def test_the_child_reports_what_is_wrong(tmp_path: Path) -> None:
+def test_the_child_reports_errors(tmp_path: Path) -> None:
     asked = pass_over(tmp_path)
     path = Path(asked.groups[0][0].path)
     content = bytearray(path.read_bytes())
@@ -185,7 +185,7 @@ def test_the_child_reports_what_is_wrong(tmp_path: Path) -> None:
     missing.close()
 
 
-def test_work_that_is_cancelled_ends(tmp_path: Path) -> None:
+def test_cancelled_work_ends(tmp_path: Path) -> None:
     asked = pass_over(tmp_path)
     for worker in (ChildWorker(asked), InlineWorker(DiskFiles(), asked)):
         worker.cancel()

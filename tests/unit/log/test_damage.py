@@ -1,4 +1,4 @@
-"""Bits that flip on disk: the batches they hit are reported with their exact range and never served; all others are."""
+"""Flipped bits on disk: damaged batches are reported with their exact range and never served; all others are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_log(files: MemoryFiles) -> tuple[LogStore, Log]:
 
 
 def fill(files: MemoryFiles, sizes: list[int], *, checkpoint_after: int, clean: bool) -> tuple[Batches, int]:
-    """Write batches of given sizes; returns them and the offset of the checkpoint."""
+    """Write batches of given sizes; return them and the offset of the checkpoint."""
     store, log = open_log(files)
     batches: Batches = {}
     checkpoint = 0
@@ -62,7 +62,7 @@ def fill(files: MemoryFiles, sizes: list[int], *, checkpoint_after: int, clean: 
 
 
 def find(files: MemoryFiles, batches: Batches) -> dict[int, tuple[str, int]]:
-    """In which file and where each batch lies."""
+    """The file and position of each batch."""
     places = {}
     for path in files.walk():
         if path.endswith(".log"):
@@ -74,7 +74,7 @@ def find(files: MemoryFiles, batches: Batches) -> dict[int, tuple[str, int]]:
 
 
 def read_all(log: Log) -> tuple[dict[int, bytes], set[int]]:
-    """What the log serves, by base offset, and the offsets that it says are damaged."""
+    """The batches that the log serves, by base offset, and the offsets that it reports as damaged."""
     served: dict[int, bytes] = {}
     lost: set[int] = set()
     offset = int(log.start_offset)
@@ -105,7 +105,7 @@ def read_all(log: Log) -> tuple[dict[int, bytes], set[int]]:
     index_too=st.booleans(),
 )
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_flipped_bits_are_reported_and_cost_no_neighbour(
+def test_flipped_bits_are_reported_without_affecting_neighbours(
     seed: int,
     sizes: list[int],
     flips: list[tuple[float, int, int]],
@@ -123,13 +123,13 @@ def test_flipped_bits_are_reported_and_cost_no_neighbour(
         base = sorted(batches)[int(share * len(batches))]
         at = byte % len(batches[base][1])
         if base in hit:
-            # One bit for each batch, so that no two of them cancel each other out.
+            # One bit per batch, so that no two flips cancel out.
             continue
         if at in EPOCH_BYTES and base >= checkpoint:
             # Only a later batch can show that the epoch of a batch beyond the checkpoint is wrong.
             continue
         if at in OFFSET_BYTES and moved:
-            # Two batches that lie about their offset may agree with each other.
+            # Two batches with wrong offsets may agree with each other.
             continue
         if at in OFFSET_BYTES:
             moved.add(base)
@@ -157,7 +157,7 @@ def test_flipped_bits_are_reported_and_cost_no_neighbour(
     else:
         assert log.end_offset == end
 
-    # The damage is remembered, and the log goes on behind it.
+    # The damage is remembered, and the log continues behind it.
     appended = log.append(encode_batch([NewRecord(None, b"next", (), 5)]), leader_epoch=log.latest_epoch)
     assert appended.base_offset == log.end_offset - 1
     store.close_now()
@@ -168,8 +168,8 @@ def test_flipped_bits_are_reported_and_cost_no_neighbour(
 
 
 @pytest.mark.parametrize(("byte", "bit"), [(4, 6), (7, 3), (6, 0)])
-def test_an_offset_that_nothing_confirms_is_not_believed(byte: int, bit: int) -> None:
-    """The last batch says that it is somewhere else, and the one before it cannot say otherwise."""
+def test_an_unconfirmed_offset_is_not_trusted(byte: int, bit: int) -> None:
+    """The last batch claims another offset, and the one before it cannot contradict it."""
     files = MemoryFiles()
     batches, _ = fill(files, [10] * 6, checkpoint_after=1, clean=False)
     *_, before, last = sorted(batches)
@@ -185,7 +185,7 @@ def test_an_offset_that_nothing_confirms_is_not_believed(byte: int, bit: int) ->
 
 @given(st.integers(0, 10**6), st.integers(0, 7), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_a_damaged_ledger_costs_a_scan_and_no_records(position: int, bit: int, clean: bool) -> None:
+def test_a_damaged_ledger_costs_a_scan_but_no_records(position: int, bit: int, clean: bool) -> None:
     files = MemoryFiles()
     batches, _ = fill(files, [50] * 20, checkpoint_after=10, clean=clean)
     size = len(files.content("/data/checkpoints").rstrip(b"\0"))
@@ -199,8 +199,8 @@ def test_a_damaged_ledger_costs_a_scan_and_no_records(position: int, bit: int, c
 
 
 @pytest.mark.parametrize("clean", [True, False])
-def test_a_log_that_is_cut_where_damage_begins_goes_on_there(clean: bool) -> None:
-    """As a follower that fetches again what its disk lost."""
+def test_a_log_truncated_at_damage_continues_there(clean: bool) -> None:
+    """As in a follower that refetches what its disk lost."""
     files = MemoryFiles()
     batches, _ = fill(files, [50, 50, 50, 50], checkpoint_after=-1, clean=clean)
     path = next(path for path in files.walk() if path.endswith(".log"))
@@ -218,8 +218,8 @@ def test_a_log_that_is_cut_where_damage_begins_goes_on_there(clean: bool) -> Non
     store.close_now()
 
 
-def test_damage_is_not_taken_for_compaction() -> None:
-    """Otherwise a follower would drop its whole log to be truncated, and with it what only it may have left."""
+def test_damage_is_not_mistaken_for_compaction() -> None:
+    """Otherwise a follower would drop its whole log, and with it possibly the last copy."""
     files = MemoryFiles()
     batches, _ = fill(files, [50, 50, 50, 50], checkpoint_after=-1, clean=False)
     path = next(path for path in files.walk() if path.endswith(".log"))
@@ -229,7 +229,7 @@ def test_damage_is_not_taken_for_compaction() -> None:
 
 
 def test_a_batch_whose_offset_was_never_written_is_not_taken_for_the_first() -> None:
-    """A machine crashed, and a page was never written, with the first bytes of the batch that begins at its end."""
+    """After a machine crash, a page with the first bytes of the batch that starts at its end was never written."""
     files = MemoryFiles()
     batches, _ = fill(files, [50, 50, 50], checkpoint_after=-1, clean=False)
     path = next(path for path in files.walk() if path.endswith(".log"))
@@ -245,10 +245,10 @@ def test_a_batch_whose_offset_was_never_written_is_not_taken_for_the_first() -> 
 
 
 @pytest.mark.parametrize("epoch_too", [False, True])
-def test_two_harmed_neighbours_at_the_end_do_not_vouch_for_each_other(epoch_too: bool) -> None:
+def test_two_damaged_neighbours_at_the_end_do_not_confirm_each_other(epoch_too: bool) -> None:
     """The last batch claims the offset of the damaged one before it, and no later batch contradicts it."""
     files = MemoryFiles()
-    # Of batches with 1, 2, 3, 1 and 2 records, those at 6 and 7 are harmed; a flipped bit makes 7 of 6.
+    # Of batches with 1, 2, 3, 1 and 2 records, those at 6 and 7 are damaged; a flipped bit turns 6 into 7.
     batches, _ = fill(files, [20, 20, 20, 20, 20], checkpoint_after=-1, clean=False)
     assert sorted(batches) == [0, 1, 3, 6, 7]
     places = find(files, batches)

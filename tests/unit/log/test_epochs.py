@@ -3,7 +3,7 @@ from __future__ import annotations
 from millstream.broker.log.epochs import EpochHistory
 
 
-def test_where_an_epoch_ended() -> None:
+def test_the_end_offset_of_an_epoch() -> None:
     history = EpochHistory([(2, 10), (5, 30), (6, 70)])
 
     assert history.latest == 6
@@ -17,7 +17,7 @@ def test_where_an_epoch_ended() -> None:
     assert EpochHistory().end_of(0, 0) == (-1, -1)
 
 
-def test_who_wrote_an_offset() -> None:
+def test_the_epoch_of_an_offset() -> None:
     history = EpochHistory([(2, 10), (5, 30)])
 
     assert [history.epoch_at(offset) for offset in (9, 10, 29, 30, 99)] == [-1, 2, 2, 5, 5]
@@ -31,14 +31,14 @@ def test_a_known_or_older_epoch_changes_nothing() -> None:
     assert history.entries() == [(2, 10)]
 
 
-def test_an_epoch_that_wrote_nothing_is_replaced() -> None:
+def test_an_epoch_without_records_is_replaced() -> None:
     history = EpochHistory([(2, 10)])
     history.begin(3, 10)
 
     assert history.entries() == [(3, 10)]
 
 
-def test_both_ends_can_be_cut() -> None:
+def test_both_ends_can_be_truncated() -> None:
     history = EpochHistory([(1, 0), (2, 10), (3, 20), (4, 30)])
     history.cut_after(30)
     assert history.entries() == [(1, 0), (2, 10), (3, 20)]
@@ -50,7 +50,7 @@ def test_both_ends_can_be_cut() -> None:
     assert history.latest == -1
 
 
-def test_jumps_are_found_wherever_they_are() -> None:
+def test_gaps_between_epochs_are_handled() -> None:
     history = EpochHistory([(1000, 0), (1001, 4), (2001, 9), (2005, 12), (3004, 20), (4010, 30)])
     assert history.jumps(1000) == [0, 9, 30]
     assert EpochHistory().jumps(1000) == []

@@ -1,4 +1,4 @@
-"""The short way into the log against the long one: the same responses, the same errors, the same bytes and indexes."""
+"""The fast append path against the general one: the same results, errors, bytes and indexes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BYTE_OFFSETS = st.integers(0, 60)
 
 @st.composite
 def batches(draw: st.DrawFn, now_ms: int) -> bytearray:
-    """A batch as clients send it, or one that is wrong somewhere in its header."""
+    """A batch as sent by clients, or one with an invalid header."""
     times = draw(st.lists(st.integers(now_ms - 150, now_ms + 150), min_size=1, max_size=4))
     key = draw(st.sampled_from([None, b"k"]))
     producer_id = draw(st.sampled_from([-1, -1, 5]))
@@ -66,7 +66,7 @@ def contents(files: MemoryFiles) -> dict[str, bytes]:
 
 
 def outcome(append: Callable[[], Any]) -> Any:
-    """What an append gives, or how it is refused."""
+    """The result of an append, or its error."""
     try:
         return append()
     except MillstreamError as error:
@@ -89,7 +89,7 @@ def described(log: Log) -> Any:
 
 @given(data=st.data(), topic=st.sampled_from(SETTINGS))
 @settings(deadline=None, max_examples=50)
-def test_both_ways_give_the_same_log(data: st.DataObject, topic: TopicSettings) -> None:
+def test_both_paths_produce_the_same_log(data: st.DataObject, topic: TopicSettings) -> None:
     clock = ManualClock()
     disks = (MemoryFiles(), MemoryFiles())
     (short_store, short), (long_store, long) = (open_log(files, clock, topic) for files in disks)
@@ -115,7 +115,7 @@ def test_both_ways_give_the_same_log(data: st.DataObject, topic: TopicSettings) 
 
 
 @pytest.mark.parametrize("producer_id", [-1, 7])
-def test_ordinary_batches_take_the_short_way(producer_id: int) -> None:
+def test_ordinary_batches_take_the_fast_path(producer_id: int) -> None:
     clock = ManualClock()
     store, log = open_log(MemoryFiles(), clock, TopicSettings())
     for sequence in range(3):
@@ -126,7 +126,7 @@ def test_ordinary_batches_take_the_short_way(producer_id: int) -> None:
             base_sequence=-1 if producer_id < 0 else sequence,
         )
         if sequence == 0:
-            # The first one begins the segment and the epoch, which is not ordinary.
+            # The first batch starts the segment and the epoch, which takes the general path.
             assert append_fast(log, batch, 0) is None
             log.append(batch, leader_epoch=Epoch(0))
         else:

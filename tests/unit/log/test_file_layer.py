@@ -1,4 +1,4 @@
-"""The file layer: the disk and its stand-in in memory agree, and the stand-in fails as it says."""
+"""The file layer: the disk and its in-memory stand-in agree, and the stand-in fails as documented."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layer(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Files, str]:
 # -- both ---------------------------------------------------------------------------------------------------
 
 
-def test_files_are_written_read_and_cut(layer: tuple[Files, str]) -> None:
+def test_files_are_written_read_and_truncated(layer: tuple[Files, str]) -> None:
     files, root = layer
     descriptor = files.open(f"{root}/a", create=True)
     assert files.write_at(descriptor, memoryview(b"hello"), 0) == 5
@@ -48,7 +48,7 @@ def test_files_are_written_read_and_cut(layer: tuple[Files, str]) -> None:
         files.read_at(descriptor, 1, 0)
 
 
-def test_names_are_made_changed_and_removed(layer: tuple[Files, str]) -> None:
+def test_files_are_created_renamed_and_removed(layer: tuple[Files, str]) -> None:
     files, root = layer
     files.make_directory(f"{root}/x/y")
     files.make_directory(f"{root}/x/y")
@@ -79,7 +79,7 @@ def test_missing_files_are_reported(layer: tuple[Files, str]) -> None:
         files.sync_directory(f"{root}/no")
 
 
-def test_a_removed_file_can_be_read_on(layer: tuple[Files, str]) -> None:
+def test_a_removed_file_can_still_be_read(layer: tuple[Files, str]) -> None:
     files, root = layer
     descriptor = files.open(f"{root}/a", create=True)
     files.write_at(descriptor, b"hello", 0)
@@ -106,7 +106,7 @@ def test_a_lock_is_awaited_while_only_children_of_its_owner_are_left(tmp_path: P
     os.close(DiskFiles().lock(str(tmp_path / "lock")))
 
 
-def test_there_is_room(layer: tuple[Files, str]) -> None:
+def test_free_space_is_reported(layer: tuple[Files, str]) -> None:
     files, root = layer
     assert files.free_bytes(root) > 0
     assert files.open_files_max() >= 16
@@ -162,7 +162,7 @@ def test_unsynced_bytes_may_be_lost_or_torn_by_sector() -> None:
     assert any(len(found) == len(data) and found != data for found in outcomes)
 
 
-def test_a_failed_sync_forgets_what_was_dirty() -> None:
+def test_a_failed_sync_drops_dirty_data() -> None:
     files = MemoryFiles()
     descriptor = written(files, "/a", b"hello", sync=False)
     files.sync_directory("/")
@@ -175,7 +175,7 @@ def test_a_failed_sync_forgets_what_was_dirty() -> None:
     assert files.content("/a") == b""
 
 
-def test_a_full_disk_takes_what_fits() -> None:
+def test_a_full_disk_writes_what_fits() -> None:
     files = MemoryFiles()
     files.capacity_bytes = 8
     descriptor = files.open("/a", create=True)
@@ -188,7 +188,7 @@ def test_a_full_disk_takes_what_fits() -> None:
         files.allocate(descriptor, 9)
 
 
-def test_a_kill_keeps_everything_but_the_descriptors() -> None:
+def test_a_kill_loses_only_the_descriptors() -> None:
     files = MemoryFiles()
     descriptor = written(files, "/a", b"hello", sync=False)
     files.lock("/lock")
@@ -201,7 +201,7 @@ def test_a_kill_keeps_everything_but_the_descriptors() -> None:
 
 
 @given(st.binary(max_size=500), st.integers(0, 100))
-def test_short_writes_are_written_on(data: bytes, seed: int) -> None:
+def test_short_writes_are_continued(data: bytes, seed: int) -> None:
     files = MemoryFiles(seed)
     files.short_write_chance = 0.9
     descriptor = files.open("/a", create=True)
@@ -226,7 +226,7 @@ class Opened:
         self.closings += 1
 
 
-def test_the_file_that_was_not_used_for_a_while_makes_room() -> None:
+def test_the_least_recently_used_file_is_closed() -> None:
     files = MemoryFiles()
     pool = OpenFiles(files, 2)
     first, second, third = (Opened(f"/{name}") for name in "abc")

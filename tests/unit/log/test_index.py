@@ -28,7 +28,7 @@ def build(given_entries: Entries) -> Index:
 
 
 @given(entries(), st.integers(0, 1100))
-def test_looking_up_equals_a_linear_scan(known: Entries, wanted: int) -> None:
+def test_a_look_up_equals_a_linear_scan(known: Entries, wanted: int) -> None:
     index = build(known)
 
     before = [(offset, position) for offset, position, _ in known if offset <= wanted]
@@ -42,7 +42,7 @@ def test_looking_up_equals_a_linear_scan(known: Entries, wanted: int) -> None:
 
 
 @given(entries(), st.integers(0, 1100))
-def test_cutting_leaves_what_lies_before(known: Entries, position: int) -> None:
+def test_truncation_keeps_earlier_entries(known: Entries, position: int) -> None:
     index = build(known)
     index.cut(position)
 
@@ -53,7 +53,7 @@ def test_cutting_leaves_what_lies_before(known: Entries, position: int) -> None:
 
 
 @given(entries(), st.integers(0, 20))
-def test_it_survives_being_stored_and_its_checksum_grows_with_it(known: Entries, pause: int) -> None:
+def test_it_survives_storing_and_its_checksum_is_incremental(known: Entries, pause: int) -> None:
     index = Index()
     for number, entry in enumerate(known):
         if number == pause:

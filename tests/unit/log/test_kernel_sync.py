@@ -1,4 +1,4 @@
-"""Syncs in the background of the loop: the kernel's, and how a store commits with them."""
+"""Background syncs of the loop: the kernel's, and commits of a store that uses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOPIC_ID = UUID(int=7)
 
 
 class Listener:
-    """Notes what it hears, in order."""
+    """Records its notifications in order."""
 
     def __init__(self, heard: list[object]) -> None:
         self._heard = heard
@@ -51,7 +51,7 @@ async def kernel() -> KernelSync:
 async def test_a_file_is_synced_in_the_background(kernel: KernelSync, tmp_path: Path) -> None:
     heard: list[object] = []
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    # More often than there is room for at a time, so that places are used again.
+    # More syncs than slots, so that slots are reused.
     for _ in range(SLOTS + 1):
         os.write(descriptor, b"x")
         listener = Listener(heard)
@@ -62,7 +62,7 @@ async def test_a_file_is_synced_in_the_background(kernel: KernelSync, tmp_path: 
     kernel.close()
 
 
-async def test_what_cannot_be_synced_is_refused_or_fails(kernel: KernelSync, tmp_path: Path) -> None:
+async def test_files_that_cannot_be_synced_are_refused_or_fail(kernel: KernelSync, tmp_path: Path) -> None:
     read, write = os.pipe()
     heard: list[object] = []
     assert not kernel.begin(write, Listener(heard))
@@ -73,7 +73,7 @@ async def test_what_cannot_be_synced_is_refused_or_fails(kernel: KernelSync, tmp
     for one in (read, write, descriptor):
         os.close(one)
     kernel.close()
-    # Those who wait act on it when the loop is free again.
+    # Waiters act on it when the loop is free again.
     assert heard == [None] * SLOTS
     await asyncio.sleep(0)
     assert heard == [None] * SLOTS + ["proceed"] * SLOTS
@@ -106,7 +106,7 @@ async def until_synced(log: Log) -> None:
 
 
 class HeldFiles(MemoryFiles):
-    """Ends syncs in the background only when the test says so."""
+    """Completes background syncs only when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(open_files_max=64)
@@ -149,7 +149,7 @@ class HeldSync:
 
 
 async def warm(store: LogStore, files: HeldFiles, logs: list[Log]) -> None:
-    """Commit once by the thread, which makes the names of the files durable."""
+    """Commit once in the thread, which makes the file names durable."""
     for log in logs:
         put(store, log)
         await until_synced(log)
@@ -166,7 +166,7 @@ async def test_one_log_does_not_wait_for_the_sync_of_another() -> None:
     put(store, first)
     await files.held.wait_for(1)
     put(store, second)
-    # What comes while a log is being synced waits for its next commit.
+    # Appends during a sync of a log wait for its next commit.
     put(store, first)
     await files.held.wait_for(2)
     files.held.end(1)
@@ -204,7 +204,7 @@ async def test_many_logs_are_committed_together(monkeypatch: pytest.MonkeyPatch)
     await running
 
 
-async def test_a_failed_sync_in_the_background_moves_the_tail_to_another_file(
+async def test_a_failed_background_sync_moves_the_tail_to_another_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store_module, "RETRY_S", 0.01)
@@ -218,7 +218,7 @@ async def test_a_failed_sync_in_the_background_moves_the_tail_to_another_file(
     await files.held.wait_for(1)
     broken = log.segments.active
     files.held.end(0, OSError(errno.EIO, "planted"))
-    # The file is not trusted again: what it held is copied, and only then acknowledged.
+    # The file is not trusted again: its unsynced tail is copied, and only then acknowledged.
     assert log.synced_offset == 1
     with pytest.raises(StorageFailure):
         put(store, log)
@@ -229,8 +229,8 @@ async def test_a_failed_sync_in_the_background_moves_the_tail_to_another_file(
     await running
 
 
-async def test_a_checkpoint_on_the_loop_ends_the_syncs_in_the_background_first() -> None:
-    """Both sync the same file under a lock, which only the loop would give back."""
+async def test_a_checkpoint_on_the_loop_finishes_background_syncs_first() -> None:
+    """Both sync the same file under a lock, which only the loop would release."""
     files = HeldFiles()
     store = open_store(files)
     running = asyncio.create_task(store.run())

@@ -42,7 +42,7 @@ def test_the_last_state_of_each_log_survives_a_crash(disk: MemoryFiles) -> None:
     assert not again.damaged
 
 
-def test_a_torn_end_is_left_out(disk: MemoryFiles) -> None:
+def test_a_torn_end_is_ignored(disk: MemoryFiles) -> None:
     ledger = Ledger(disk, "/data")
     write(ledger, k1=b"one")
     size = ledger.size_bytes
@@ -55,7 +55,7 @@ def test_a_torn_end_is_left_out(disk: MemoryFiles) -> None:
     assert not disk.content(PATH)[size:]
 
 
-def test_damage_in_the_middle_voids_what_came_before(disk: MemoryFiles) -> None:
+def test_damage_in_the_middle_voids_earlier_states(disk: MemoryFiles) -> None:
     ledger = Ledger(disk, "/data")
     write(ledger, k1=b"one")
     size = ledger.size_bytes
@@ -68,7 +68,7 @@ def test_damage_in_the_middle_voids_what_came_before(disk: MemoryFiles) -> None:
     assert [again.state_of(key(n)) for n in (1, 2, 3)] == [None, None, b"three"]
 
 
-def test_it_is_rewritten_when_most_of_it_is_old(disk: MemoryFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_rewritten_when_most_of_it_is_stale(disk: MemoryFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_module, "REWRITE_BYTES_MIN", 1000)
     monkeypatch.setattr(ledger_module, "RESERVE_BYTES", 0)
     ledger = Ledger(disk, "/data")
@@ -86,7 +86,7 @@ def test_it_is_rewritten_when_most_of_it_is_old(disk: MemoryFiles, monkeypatch: 
 
 
 @pytest.mark.parametrize("keep_cache", [True, False])
-def test_after_a_failed_sync_it_goes_on_in_another_file(disk: MemoryFiles, keep_cache: bool) -> None:
+def test_after_a_failed_sync_it_continues_in_another_file(disk: MemoryFiles, keep_cache: bool) -> None:
     disk.keep_cache_after_failed_sync = keep_cache
     ledger = Ledger(disk, "/data")
     write(ledger, k1=b"one")
@@ -101,7 +101,7 @@ def test_after_a_failed_sync_it_goes_on_in_another_file(disk: MemoryFiles, keep_
     assert [again.state_of(key(n)) for n in (1, 2, 3)] == [b"one", None, b"three"]
 
 
-def test_space_is_taken_ahead_so_that_a_full_disk_takes_checkpoints(disk: MemoryFiles) -> None:
+def test_preallocated_space_lets_a_full_disk_take_checkpoints(disk: MemoryFiles) -> None:
     ledger = Ledger(disk, "/data")
     write(ledger, k1=b"one")
     disk.capacity_bytes = len(disk.content(PATH))
@@ -114,7 +114,7 @@ def test_space_is_taken_ahead_so_that_a_full_disk_takes_checkpoints(disk: Memory
     write(again, k3=b"three")
 
 
-def test_of_two_states_the_later_one_wins_whichever_is_written_first(disk: MemoryFiles) -> None:
+def test_the_later_of_two_states_wins_in_any_write_order(disk: MemoryFiles) -> None:
     ledger = Ledger(disk, "/data")
     early, late = ledger.next_version(), ledger.next_version()
     ledger.write([(key(1), late, b"late")])

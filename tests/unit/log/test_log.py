@@ -1,4 +1,4 @@
-"""One log: what it takes, what it refuses, how it rolls, what it gives back."""
+"""One log: which batches it accepts and refuses, how it rolls, and what it returns."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def log(store: LogStore) -> Log:
 # -- appending ----------------------------------------------------------------------------------------------
 
 
-def test_batches_get_offsets_and_the_epoch_in_place(log: Log) -> None:
+def test_batches_get_their_offsets_and_epoch_in_place(log: Log) -> None:
     first = log.append(encode_values(b"a", b"b"), leader_epoch=Epoch(4))
     batch = encode_values(b"c")
     second = log.append(batch, leader_epoch=Epoch(4))
@@ -62,13 +62,13 @@ def test_batches_get_offsets_and_the_epoch_in_place(log: Log) -> None:
     assert [record.value for record in decode_records(log.read(0, max_bytes=1000, up_to=3))] == [b"a", b"b", b"c"]
 
 
-def test_a_writable_view_is_taken_too(log: Log) -> None:
+def test_a_writable_view_is_accepted(log: Log) -> None:
     log.append(memoryview(encode_values(b"a")), leader_epoch=EPOCH)
 
     assert log.end_offset == 1
 
 
-def test_the_broker_itself_may_append_several_batches_and_markers(log: Log) -> None:
+def test_the_broker_may_append_several_batches_and_markers(log: Log) -> None:
     appended = log.append(
         encode_values(b"a") + encode_values(b"b", b"c") + encode_values(b"d", control=True),
         leader_epoch=EPOCH,
@@ -120,7 +120,9 @@ def with_offset() -> bytearray:
     ],
     ids=["empty", "short", "crc", "cut", "two", "control", "count", "offset", "sequence", "large"],
 )
-def test_what_a_client_may_not_send_changes_nothing(store: LogStore, batch: bytearray, error: type[Exception]) -> None:
+def test_a_batch_that_clients_may_not_send_changes_nothing(
+    store: LogStore, batch: bytearray, error: type[Exception]
+) -> None:
     log = open_log(store, TopicSettings(max_message_bytes=1000))
     with pytest.raises(error):
         log.append(batch, leader_epoch=EPOCH)
@@ -129,7 +131,7 @@ def test_what_a_client_may_not_send_changes_nothing(store: LogStore, batch: byte
     assert log.append(encode_values(b"a"), leader_epoch=EPOCH).base_offset == 0
 
 
-def test_a_retried_batch_gets_its_first_offsets(log: Log) -> None:
+def test_a_retried_batch_gets_its_original_offsets(log: Log) -> None:
     log.append(encode_values(b"a"), leader_epoch=EPOCH)
     first = log.append(encode_values(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)
     again = log.append(encode_values(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)
@@ -141,7 +143,7 @@ def test_a_retried_batch_gets_its_first_offsets(log: Log) -> None:
         log.append(encode_values(b"e", producer_id=5, sequence=3), leader_epoch=EPOCH)
 
 
-def test_the_broker_stamps_its_time_where_the_topic_says_so(store: LogStore, clock: ManualClock) -> None:
+def test_append_time_is_stamped_if_the_topic_says_so(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(message_timestamp_type="LogAppendTime"))
     appended = log.append(encode_values(b"a", b"b", timestamp_ms=5, producer_id=1, sequence=0), leader_epoch=EPOCH)
     clock.advance_ms(1000)
@@ -153,7 +155,7 @@ def test_the_broker_stamps_its_time_where_the_topic_says_so(store: LogStore, clo
     assert log.offset_for_time(1, up_to=2) == (0, appended.append_time_ms, 0)
 
 
-def test_an_older_leader_is_refused(log: Log) -> None:
+def test_an_append_with_an_older_leader_epoch_is_refused(log: Log) -> None:
     log.append(encode_values(b"a"), leader_epoch=Epoch(3))
     with pytest.raises(FencedLeaderEpoch):
         log.append(encode_values(b"b"), leader_epoch=Epoch(2))
@@ -202,7 +204,7 @@ def test_a_segment_rolls_after_an_hour_of_appends(store: LogStore, clock: Manual
     assert [segment.base_offset for segment in log.segments] == [0, 2]
 
 
-def test_a_batch_larger_than_a_segment_has_one_of_its_own(store: LogStore) -> None:
+def test_a_batch_larger_than_a_segment_gets_its_own(store: LogStore) -> None:
     log = open_log(store, TopicSettings(segment_bytes=500))
     for size in (10, 2000, 10):
         log.append(encode_values(b"x" * size), leader_epoch=EPOCH)
@@ -211,7 +213,7 @@ def test_a_batch_larger_than_a_segment_has_one_of_its_own(store: LogStore) -> No
     assert len(bytes(log.read(1, max_bytes=1, up_to=3))) > 2000
 
 
-def test_changed_settings_are_followed(store: LogStore) -> None:
+def test_changed_settings_are_applied(store: LogStore) -> None:
     log = open_log(store)
     log.append(encode_values(b"x" * 100), leader_epoch=EPOCH)
     log.change_settings(TopicSettings(segment_bytes=150))
@@ -223,7 +225,7 @@ def test_changed_settings_are_followed(store: LogStore) -> None:
 # -- reading ------------------------------------------------------------------------------------------------
 
 
-def test_reads_stop_at_the_limits(log: Log) -> None:
+def test_reads_respect_the_limits(log: Log) -> None:
     for value in (b"a", b"b", b"c", b"d"):
         log.append(encode_values(value, value), leader_epoch=EPOCH)
     size = len(encode_values(b"a", b"a"))
@@ -246,7 +248,7 @@ def test_reads_stop_at_the_limits(log: Log) -> None:
         assert (out.value.start, out.value.end) == (0, 8)
 
 
-def test_one_after_the_other_costs_one_read_each(store: LogStore, files: MemoryFiles) -> None:
+def test_sequential_reads_cost_one_file_read_each(store: LogStore, files: MemoryFiles) -> None:
     log = open_log(store)
     for number in range(100):
         log.append(encode_values(b"x" * 100, timestamp_ms=number), leader_epoch=EPOCH)
@@ -255,7 +257,7 @@ def test_one_after_the_other_costs_one_read_each(store: LogStore, files: MemoryF
     while offset < 100:
         for header in iterate_headers(bytes(log.read(offset, max_bytes=1700, up_to=100))):
             offset = header.next_offset
-    # The first of these jumps to an offset that was not expected and has to look for it.
+    # The first of these reads at an unexpected offset, which has to be searched.
     assert files.reads - before <= 10 + 1
 
 
@@ -267,7 +269,7 @@ def test_the_tail_is_found_after_a_roll(store: LogStore) -> None:
         assert len(log.read(number, max_bytes=100, up_to=number + 1)) > 100
 
 
-async def test_times_are_looked_up_in_the_order_of_the_log(log: Log) -> None:
+async def test_timestamps_are_looked_up_in_log_order(log: Log) -> None:
     assert log.offset_for_time(0, up_to=9) is None
     assert await log.find_max_timestamp(up_to=9) is None
     for times in ([10, 30, 20], [5], [30, 40]):
@@ -284,7 +286,7 @@ async def test_times_are_looked_up_in_the_order_of_the_log(log: Log) -> None:
 
 
 @pytest.mark.parametrize("codec", [COMPRESSION_NONE, COMPRESSION_ZSTD])
-async def test_a_heavy_batch_is_looked_into_beside_the_loop(log: Log, codec: int) -> None:
+async def test_a_large_batch_is_searched_beside_the_loop(log: Log, codec: int) -> None:
     count = LIGHT_RECORDS_MAX + 100
     for first in (0, count):
         times = [first + number for number in range(count)]
@@ -296,7 +298,7 @@ async def test_a_heavy_batch_is_looked_into_beside_the_loop(log: Log, codec: int
     assert log.offset_for_time(count + 70, up_to=end) == (count, 2 * count - 1, EPOCH)
     assert await log.find_time(count + 70, up_to=end) == (count + 70, count + 70, EPOCH)
     assert await log.find_time(70, up_to=70) is None
-    # Of one that decompresses to more than is allowed, nothing finer than the batch is known.
+    # Within a batch that decompresses to more than is allowed, nothing finer than the batch is known.
     assert await log.find_time(5000, up_to=end) == (2 * count, 9999, EPOCH)
     assert await log.find_max_timestamp(up_to=end) == (2 * count, 9999, EPOCH)
     assert await log.find_max_timestamp(up_to=end - 1) == (2 * count - 1, 2 * count - 1, EPOCH)
@@ -305,7 +307,7 @@ async def test_a_heavy_batch_is_looked_into_beside_the_loop(log: Log, codec: int
 # -- a disk that fails --------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_refuses_writes_serves_reads_and_heals(log: Log, files: MemoryFiles, store: LogStore) -> None:
+def test_a_full_disk_refuses_writes_serves_reads_and_recovers(log: Log, files: MemoryFiles, store: LogStore) -> None:
     log.append(encode_values(b"a", producer_id=1, sequence=0), leader_epoch=EPOCH)
     files.capacity_bytes = files.capacity_bytes or sum(len(files.content(path)) for path in files.walk()) + 30
     with pytest.raises(StorageFailure, match=r"orders-0: writing \d+ bytes failed: No space left.*free space"):
@@ -320,7 +322,7 @@ def test_a_full_disk_refuses_writes_serves_reads_and_heals(log: Log, files: Memo
     assert not store.failures
 
 
-def test_on_a_full_disk_retention_makes_room(store: LogStore, files: MemoryFiles, clock: ManualClock) -> None:
+def test_retention_frees_space_on_a_full_disk(store: LogStore, files: MemoryFiles, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(segment_bytes=5000, retention_ms=7_200_000, index_interval_bytes=100))
     for _ in range(30):
         log.append(encode_values(b"x" * 900, timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
@@ -353,7 +355,9 @@ def test_a_failed_write_leaves_nothing_behind(log: Log, files: MemoryFiles) -> N
 # -- deleting -----------------------------------------------------------------------------------------------
 
 
-def test_old_segments_go_and_so_does_an_old_active_one(store: LogStore, clock: ManualClock, files: MemoryFiles) -> None:
+def test_old_segments_are_deleted_including_an_old_active_one(
+    store: LogStore, clock: ManualClock, files: MemoryFiles
+) -> None:
     log = open_log(store, TopicSettings(retention_ms=7_200_000))
     for _ in range(3):
         log.append(encode_values(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
@@ -372,7 +376,7 @@ def test_old_segments_go_and_so_does_an_old_active_one(store: LogStore, clock: M
     assert log.append(encode_values(b"y"), leader_epoch=EPOCH).base_offset == 3
 
 
-def test_old_records_wait_for_subscriptions_but_not_for_ever(store: LogStore, clock: ManualClock) -> None:
+def test_old_records_wait_for_subscriptions_for_a_limited_time(store: LogStore, clock: ManualClock) -> None:
     floor: list[int | None] = [1]
     settings = TopicSettings(retention_ms=1000, retention_until_delivered=True, retention_until_max_ms=100_000)
     log = open_log(store, settings)
@@ -425,7 +429,7 @@ def test_without_subscriptions_only_the_age_counts(store: LogStore, clock: Manua
     assert log.start_offset == 1
 
 
-def test_what_is_not_synced_is_not_deleted(store: LogStore, clock: ManualClock) -> None:
+def test_unsynced_segments_are_not_deleted(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(retention_ms=1000))
     log.append(encode_values(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
     clock.advance_ms(10_000)
@@ -436,7 +440,7 @@ def test_what_is_not_synced_is_not_deleted(store: LogStore, clock: ManualClock) 
     assert store.delete_expired() > 0
 
 
-def test_segments_beyond_the_size_limit_go(store: LogStore) -> None:
+def test_segments_beyond_the_size_limit_are_deleted(store: LogStore) -> None:
     log = open_log(store, TopicSettings(segment_bytes=500, retention_bytes=1000, retention_ms=-1))
     for _ in range(12):
         log.append(encode_values(b"x" * 100), leader_epoch=EPOCH)
@@ -449,7 +453,7 @@ def test_segments_beyond_the_size_limit_go(store: LogStore) -> None:
     assert 1000 <= log.size_bytes < 1000 + 500
 
 
-def test_a_compacted_topic_is_not_cut_by_age(store: LogStore, clock: ManualClock) -> None:
+def test_a_compacted_topic_is_not_deleted_by_age(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(retention_ms=1000, cleanup_policy="compact"))
     log.append(encode_batch([NewRecord(b"key", b"x", (), clock.now_ms())]), leader_epoch=EPOCH)
     clock.advance_ms(10_000)
@@ -457,7 +461,7 @@ def test_a_compacted_topic_is_not_cut_by_age(store: LogStore, clock: ManualClock
     assert store.delete_expired() == 0
 
 
-def test_the_start_can_be_moved_into_a_batch(store: LogStore) -> None:
+def test_the_log_start_can_be_moved_into_a_batch(store: LogStore) -> None:
     log = open_log(store, TopicSettings(segment_bytes=300))
     for _ in range(4):
         log.append(encode_values(b"x" * 50, b"y" * 50), leader_epoch=EPOCH)
@@ -472,7 +476,7 @@ def test_the_start_can_be_moved_into_a_batch(store: LogStore) -> None:
         log.delete_before(9)
 
 
-def test_the_end_can_be_cut_off(store: LogStore) -> None:
+def test_the_end_can_be_truncated(store: LogStore) -> None:
     log = open_log(store, TopicSettings(segment_bytes=300))
     for sequence in range(4):
         log.append(encode_values(b"x" * 150, producer_id=1, sequence=sequence), leader_epoch=Epoch(sequence))

@@ -1,6 +1,6 @@
-"""Random operations, faults and crashes of a whole store against the simplest log that could be right.
+"""Random operations, faults and crashes of a whole store against the simplest correct log.
 
-`LOG_EXAMPLES=5000 pytest tests/unit/log/test_log_properties.py` looks further than the everyday run.
+`LOG_EXAMPLES=5000 pytest tests/unit/log/test_log_properties.py` searches further than the everyday run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ModelBatch:
 
 @dataclass
 class ModelLog:
-    """What a log should hold: batches, and the ranges that a crash was allowed to take out of the middle."""
+    """The expected content of a log: batches, and the ranges that a crash was allowed to lose."""
 
     batches: list[ModelBatch] = field(default_factory=list)
     lost: list[tuple[int, int]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class ModelLog:
 
 
 def read_everything(log: Log, *, up_to: int) -> list[bytes]:
-    """All batches below an offset, one read after the other, stepping over damage."""
+    """Read all batches below an offset, skipping damage."""
     found: list[bytes] = []
     offset = int(log.start_offset)
     while offset < min(up_to, log.end_offset):
@@ -85,7 +85,7 @@ def read_everything(log: Log, *, up_to: int) -> list[bytes]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Drives six logs of one store; more than four of them in a commit go through the journal."""
+    """Drives six logs of one store; a commit of more than four uses the journal."""
 
     @initialize(seed=st.integers(0, 2**32), short=st.booleans())
     def begin(self, seed: int, short: bool) -> None:
@@ -186,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.files.capacity_bytes = None
         assert log.end_offset == end
 
-    # -- becoming durable -----------------------------------------------------------------------------------
+    # -- durability -----------------------------------------------------------------------------------------
 
     def note_durable(self) -> None:
         for model, log in zip(self.models, self.logs, strict=True):
@@ -219,7 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, LOGS - 1), keep_cache=st.booleans())
     def fail_a_sync(self, at: int, keep_cache: bool) -> None:
-        """A failed sync loses nothing that was acknowledged, and the log goes on."""
+        """A failed sync loses no acknowledged record, and the log continues."""
         model, log = self.models[at], self.logs[at]
         unsynced = log.segments.unsynced()
         if not unsynced:
@@ -241,7 +241,7 @@ class StoreMachine(RuleBasedStateMachine):
         chosen=st.sets(st.integers(0, LOGS - 1), min_size=1),
     )
     def fail_something_else(self, ending: str, writing: bool, chosen: set[int]) -> None:
-        """A failure of the journal, the ledger, an index or a directory costs another try, not a record."""
+        """A failure of the journal, the ledger, an index or a directory costs a retry, not a record."""
         if writing:
             self.files.fail_next_writes(ending)
         else:
@@ -313,7 +313,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def kill(self) -> None:
-        """The process dies, the machine lives on: nothing is lost at all."""
+        """The process dies and the machine keeps running: nothing is lost."""
         self.files.kill()
         self.open()
         for model, log in zip(self.models, self.logs, strict=True):
@@ -322,7 +322,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """The machine loses power: what was not durable may be gone."""
+        """The machine loses power: records that were not durable may be lost."""
         self.files.crash()
         self.open()
         for model, log in zip(self.models, self.logs, strict=True):
@@ -330,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
             model.durable = int(log.end_offset)
 
     def settle(self, model: ModelLog, log: Log, *, allowed_from: int) -> None:
-        """Check what is there after a fault: below `allowed_from` everything, beyond it whatever is whole."""
+        """Check the state after a fault: everything below `allowed_from`, beyond it any intact batches."""
         assert log.end_offset >= allowed_from
         assert log.start_offset <= model.start or log.start_offset <= log.end_offset
         assert log.start_offset <= max(model.start, log.start_offset)

@@ -1,4 +1,4 @@
-"""Segment files that somebody took away while the broker was stopped: damage with its range, not a log that hangs."""
+"""Segment files removed while the broker was stopped: damage with its range, not a log that hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def put(log: Log, number: int) -> None:
 
 
 def filled(open_store: OpenStore) -> list[int]:
-    """Write twelve records and stop cleanly; returns the base offsets of the segments."""
+    """Write twelve records and stop cleanly; return the base offsets of the segments."""
     store = open_store()
     log = open_log(store)
     for number in range(12):
@@ -50,7 +50,7 @@ def take_away(files: MemoryFiles, *bases: int) -> None:
 
 
 def read_all(log: Log) -> tuple[list[int], list[tuple[int, int]]]:
-    """The offsets that are served, and the ranges that are said to be lost."""
+    """The offsets that are served, and the ranges that are reported as lost."""
     served: list[int] = []
     lost: list[tuple[int, int]] = []
     offset = int(log.start_offset)
@@ -102,7 +102,7 @@ def test_all_segments_missing(open_store: OpenStore, files: MemoryFiles) -> None
     assert read_all(log) == ([12], [(0, 12)])
 
 
-def test_what_was_deleted_before_is_not_lost(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_deleted_segments_are_not_lost(open_store: OpenStore, files: MemoryFiles) -> None:
     bases = filled(open_store)
     store = open_store()
     open_log(store).delete_before(1)
@@ -120,7 +120,7 @@ def test_a_missing_segment_after_a_crash(open_store: OpenStore, files: MemoryFil
     assert open_log(store).damaged_ranges == ((bases[-1], 12),)
 
 
-def test_damage_goes_with_retention(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_damage_is_removed_by_retention(open_store: OpenStore, files: MemoryFiles) -> None:
     bases = filled(open_store)
     take_away(files, bases[0])
     log = open_log(open_store())

@@ -1,4 +1,4 @@
-"""What a partition knows of transactions, against a model that reads everything again each time."""
+"""The transaction state of a partition, against a model that rereads the whole log each time."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def aborted(producers: Producers) -> list[tuple[int, int, int]]:
     return [tuple(one)[:3] for one in producers.transactions.aborted]  # type: ignore[misc]
 
 
-# -- what is let in ---------------------------------------------------------------------------------------------
+# -- admission --------------------------------------------------------------------------------------------------
 
 
-def test_a_transaction_begins_only_under_the_guard_that_was_asked_with() -> None:
+def test_a_transaction_starts_only_under_the_guard_of_its_verification() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     header, batch = batch_of(SEVEN)
     with pytest.raises(InvalidTransactionState):
@@ -83,7 +83,7 @@ def test_a_transaction_begins_only_under_the_guard_that_was_asked_with() -> None
     assert producers.check_client_batch_order(batch_of(SEVEN, 0, 1)[0], 0, None) is None
 
 
-def test_a_marker_voids_the_guard() -> None:
+def test_a_marker_invalidates_the_guard() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     guard = producers.start_guard(SEVEN, 0, 0, 0, bumps_epoch=False)
     end(producers, 0, marker_of(SEVEN, commit=False))
@@ -96,7 +96,7 @@ def test_a_marker_voids_the_guard() -> None:
         producers.check_client_batch_order(batch_of(SEVEN)[0], 0, guard)
 
 
-def test_a_later_batch_waits_for_the_one_that_was_asked_about_first() -> None:
+def test_a_later_batch_waits_for_the_one_verified_first() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     write(producers, 0, SEVEN)
     end(producers, 1, marker_of(SEVEN))
@@ -107,14 +107,14 @@ def test_a_later_batch_waits_for_the_one_that_was_asked_about_first() -> None:
     assert producers.check_client_batch_order(batch_of(SEVEN, 0, 1)[0], 0, guard) is None
 
 
-def test_under_version_two_an_unknown_producer_begins_at_zero() -> None:
+def test_under_version_2_an_unknown_producer_starts_at_zero() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     guard = producers.start_guard(SEVEN, 0, 5, 0, bumps_epoch=True)
     with pytest.raises(OutOfOrderSequence):
         producers.check_client_batch_order(batch_of(SEVEN, 0, 5)[0], 0, guard)
 
 
-def test_a_batch_without_a_transaction_is_refused_while_one_is_open() -> None:
+def test_a_non_transactional_batch_is_refused_while_a_transaction_is_open() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     write(producers, 0, SEVEN)
     with pytest.raises(InvalidTransactionState):
@@ -123,7 +123,7 @@ def test_a_batch_without_a_transaction_is_refused_while_one_is_open() -> None:
     assert producers.check_client_batch_order(batch_of(SEVEN, 0, 1, transactional=False)[0], 0, None) is None
 
 
-def test_a_retry_after_the_end_is_known_as_a_duplicate() -> None:
+def test_a_retry_after_the_end_is_a_duplicate() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     write(producers, 0, SEVEN)
     end(producers, 1, marker_of(SEVEN))
@@ -132,7 +132,7 @@ def test_a_retry_after_the_end_is_known_as_a_duplicate() -> None:
     assert first.base_offset == 0
 
 
-def test_a_marker_with_a_higher_epoch_fences_the_one_before() -> None:
+def test_a_marker_with_a_higher_epoch_fences_the_previous_one() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     write(producers, 0, SEVEN)
     end(producers, 1, marker_of(SEVEN, 1, bumps=True))
@@ -146,7 +146,7 @@ def test_a_marker_with_a_higher_epoch_fences_the_one_before() -> None:
 # -- markers ----------------------------------------------------------------------------------------------------
 
 
-def test_markers_of_the_past_are_refused_and_repeated_ones_change_nothing() -> None:
+def test_old_markers_are_refused_and_repeated_ones_change_nothing() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     write(producers, 0, SEVEN, 3)
     end(producers, 1, marker_of(SEVEN, 4, coordinator=5, bumps=True))
@@ -159,7 +159,7 @@ def test_markers_of_the_past_are_refused_and_repeated_ones_change_nothing() -> N
     assert producers.check_marker(marker_of(SEVEN, 4, coordinator=6))
 
 
-def test_a_coordinator_that_there_never_was_is_passed_over() -> None:
+def test_a_coordinator_epoch_that_never_existed_is_ignored() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     made_up = 2**31 - 1
     with pytest.raises(UnknownLeaderEpoch):
@@ -185,7 +185,7 @@ def test_a_late_marker_does_not_end_the_next_transaction() -> None:
         producers.check_marker(marker_of(SEVEN, 1, bumps=True))
 
 
-def test_a_producer_with_an_open_transaction_is_never_forgotten() -> None:
+def test_a_producer_with_an_open_transaction_never_expires() -> None:
     producers = Producers(expiry_ms=10, producers_max=2)
     write(producers, 0, 1)
     for producer_id in (2, 3, 4):
@@ -198,7 +198,7 @@ def test_a_producer_with_an_open_transaction_is_never_forgotten() -> None:
         producers.check(batch_of(1, 0, 5)[0], 1000)
 
 
-def test_all_of_too_many_open_transactions_are_known_again() -> None:
+def test_open_transactions_beyond_the_checkpoint_limit_are_restored() -> None:
     producers = Producers(expiry_ms=HOUR_MS, producers_max=2)
     for at in range(4):
         write(producers, at, at + 1)
@@ -209,7 +209,7 @@ def test_all_of_too_many_open_transactions_are_known_again() -> None:
     assert [one.producer_id for one in producers.open_transactions()] == [1, 2, 3, 4]
 
 
-def test_a_marker_that_the_disk_lost_has_to_be_written_again() -> None:
+def test_a_marker_lost_by_the_disk_must_be_written_again() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     write(producers, 0, SEVEN)
     end(producers, 1, marker_of(SEVEN, 1, commit=False))
@@ -228,7 +228,7 @@ def test_a_marker_that_the_disk_lost_has_to_be_written_again() -> None:
     assert known.epoch == 2
 
 
-def test_the_list_of_an_offset_range_ends_where_nothing_can_follow() -> None:
+def test_the_list_for_an_offset_range_stops_where_nothing_can_follow() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     for at in range(100):
         write(producers, 2 * at, at)
@@ -255,7 +255,7 @@ class End(NamedTuple):
 
 
 class Known(NamedTuple):
-    """All that the model finds by reading a log from its start."""
+    """The state that the model derives by reading a log from its start."""
 
     epochs: dict[int, int]
     coordinators: dict[int, int]
@@ -281,7 +281,7 @@ def read_all(log: list[Data | End]) -> Known:
 
 
 class Pair:
-    """The log as a list, and what `Producers` makes of it."""
+    """The log as a list, and the state of `Producers`."""
 
     def __init__(self) -> None:
         self.log: list[Data | End] = []
@@ -363,7 +363,7 @@ STEPS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(STEPS)
-def test_open_and_aborted_transactions_are_those_of_the_model(steps: list[tuple[object, ...]]) -> None:
+def test_open_and_aborted_transactions_equal_those_of_the_model(steps: list[tuple[object, ...]]) -> None:
     pair = Pair()
     for name, *arguments in steps:
         getattr(pair, str(name))(*arguments)

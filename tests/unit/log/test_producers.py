@@ -25,7 +25,7 @@ def put(producers: Producers, one: BatchHeader, offset: int, now_ms: int = 0) ->
     producers.record(one, offset, now_ms)
 
 
-def test_a_duplicate_is_known_by_its_first_offsets() -> None:
+def test_a_duplicate_gets_its_original_offsets() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     put(producers, header(0, records=3), 100)
     put(producers, header(3), 103)
@@ -46,7 +46,7 @@ def test_the_last_five_batches_are_remembered() -> None:
 
 
 @pytest.mark.parametrize("sequence", [5, 1, 3])
-def test_a_gap_or_a_half_duplicate_is_out_of_order(sequence: int) -> None:
+def test_a_gap_or_a_partial_duplicate_is_out_of_order(sequence: int) -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     put(producers, header(0, records=4), 0)
 
@@ -54,7 +54,7 @@ def test_a_gap_or_a_half_duplicate_is_out_of_order(sequence: int) -> None:
         producers.check(header(sequence), 0)
 
 
-def test_any_first_sequence_of_an_unknown_producer_is_taken() -> None:
+def test_any_first_sequence_of_an_unknown_producer_is_accepted() -> None:
     put(Producers(expiry_ms=HOUR_MS), header(1234), 0)
 
 
@@ -67,13 +67,13 @@ def test_sequences_wrap() -> None:
     put(producers, header(3), 5)
 
 
-def test_sequence_zero_follows_the_last() -> None:
+def test_sequence_zero_follows_the_maximum() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     put(producers, header(LAST_SEQUENCE), 0)
     put(producers, header(0), 1)
 
 
-def test_a_new_epoch_begins_at_zero_and_fences_the_old_one() -> None:
+def test_a_new_epoch_starts_at_zero_and_fences_the_old_one() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     put(producers, header(0), 0)
     put(producers, header(1), 1)
@@ -86,7 +86,7 @@ def test_a_new_epoch_begins_at_zero_and_fences_the_old_one() -> None:
     put(producers, header(1, epoch=1), 3)
 
 
-def test_a_silent_producer_is_forgotten() -> None:
+def test_an_idle_producer_expires() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     put(producers, header(0), 0, now_ms=0)
     put(producers, header(0, producer_id=8), 1, now_ms=HOUR_MS)
@@ -96,7 +96,7 @@ def test_a_silent_producer_is_forgotten() -> None:
     assert [producer.producer_id for producer in producers] == [8]
 
 
-def test_the_producer_that_was_silent_for_longest_makes_room() -> None:
+def test_the_longest_idle_producer_is_evicted() -> None:
     producers = Producers(expiry_ms=HOUR_MS, producers_max=2)
     put(producers, header(0, producer_id=1), 0)
     put(producers, header(0, producer_id=2), 1)
@@ -117,7 +117,7 @@ def test_a_marker_raises_the_epoch_without_a_sequence() -> None:
     assert (known.epoch, known.batches) == (3, [])
 
 
-def test_what_is_cut_off_is_forgotten() -> None:
+def test_truncated_batches_are_forgotten() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     put(producers, header(0), 0)
     put(producers, header(1), 1)
@@ -129,7 +129,7 @@ def test_what_is_cut_off_is_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=30))
-def test_what_is_packed_comes_back(steps: list[tuple[int, int]]) -> None:
+def test_the_packed_state_round_trips(steps: list[tuple[int, int]]) -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     following: dict[int, int] = {}
     for offset, (producer_id, records) in enumerate(steps):

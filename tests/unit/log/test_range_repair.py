@@ -1,4 +1,4 @@
-"""Batches of another replica take the place of what was lost; a crash leaves the range lost or whole."""
+"""Batches of another replica replace a lost range; a crash leaves the range lost or restored."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def opened(files: MemoryFiles) -> tuple[LogStore, Log]:
 
 
 def lose(files: MemoryFiles, store: LogStore, log: Log, *offsets: int) -> dict[int, bytes]:
-    """Damage batches on the disk; returns what they were."""
+    """Damage batches on the disk; return their original bytes."""
     given = {offset: bytes(log.read(offset, max_bytes=1, up_to=COUNT)) for offset in offsets}
     for path, position in [(log.segments.containing(offset).path, place_of(log, offset)) for offset in offsets]:
         files.flip_bit(path, position + PAYLOAD_AT, 2)
@@ -84,7 +84,7 @@ def mend(store: LogStore, log: Log, batches: bytes, *, lost: int = 0) -> None:
 
 
 def values(log: Log, expected: Callable[[int], bytes] = lambda number: b"%0100d" % number) -> list[int]:
-    """The offsets that are served, each with the value it should have."""
+    """The served offsets, checked for their values."""
     found: list[int] = []
     offset = int(log.start_offset)
     while offset < log.end_offset:
@@ -101,7 +101,7 @@ def values(log: Log, expected: Callable[[int], bytes] = lambda number: b"%0100d"
 
 
 @pytest.mark.parametrize("offset", [0, 17, COUNT - 1])
-def test_the_same_bytes_go_where_they_were(opened: tuple[LogStore, Log], files: MemoryFiles, offset: int) -> None:
+def test_identical_bytes_are_written_in_place(opened: tuple[LogStore, Log], files: MemoryFiles, offset: int) -> None:
     store, log = opened
     given = lose(files, store, log, offset)
     sizes = [(segment.path, segment.size) for segment in log.segments]
@@ -113,10 +113,10 @@ def test_the_same_bytes_go_where_they_were(opened: tuple[LogStore, Log], files: 
 
 
 @pytest.mark.parametrize("offset", [0, 13, 17, COUNT - 1])
-def test_other_bytes_are_swapped_in_and_other_damage_of_the_segment_stays(
+def test_different_bytes_replace_the_segment_and_its_other_damage_stays(
     opened: tuple[LogStore, Log], files: MemoryFiles, offset: int
 ) -> None:
-    """As a compacted replica has them: a batch without records in the place of several."""
+    """As a compacted replica has them: an empty batch instead of several."""
     store, log = opened
     lose(files, store, log, offset, 15)
     at = [first for first, _ in log.damaged_ranges].index(offset)
@@ -134,7 +134,7 @@ def test_other_bytes_are_swapped_in_and_other_damage_of_the_segment_stays(
     assert values(again) == [*whole, COUNT]
 
 
-def test_a_range_may_be_put_back_in_parts(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
+def test_a_range_may_be_restored_in_parts(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
     store, log = opened
     segment = log.segments[1]
     given = bytes(log.read(segment.base_offset, max_bytes=10_000, up_to=segment.next_offset))
@@ -151,7 +151,7 @@ def test_a_range_may_be_put_back_in_parts(opened: tuple[LogStore, Log], files: M
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("is_same", [True, False])
-def test_a_loss_of_power_leaves_the_range_lost_or_whole(seed: int, is_same: bool) -> None:
+def test_a_power_failure_leaves_the_range_lost_or_restored(seed: int, is_same: bool) -> None:
     files = MemoryFiles(seed, open_files_max=64)
     store, log = open_log(files)
     fill(store, log)
@@ -191,7 +191,7 @@ def test_batches_that_cannot_have_been_there_are_refused(opened: tuple[LogStore,
     assert fit_batches(log, lost, right) == (right, 18)
 
 
-def test_a_disk_that_refuses_leaves_the_range_lost(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
+def test_a_failing_disk_leaves_the_range_lost(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
     store, log = opened
     given = lose(files, store, log, 17)
     (lost,) = log.damage
@@ -206,10 +206,10 @@ def test_a_disk_that_refuses_leaves_the_range_lost(opened: tuple[LogStore, Log],
 
 
 @pytest.mark.parametrize("offset", [17, COUNT - 1])
-def test_what_was_written_after_a_cut_is_not_written_over(
+def test_records_written_after_a_truncation_are_not_overwritten(
     opened: tuple[LogStore, Log], files: MemoryFiles, offset: int
 ) -> None:
-    """The repair waits for its thread while a follower truncates the same file and takes over other records."""
+    """The repair waits for its thread while a follower truncates the same file and appends other records."""
     store, log = opened
     given = lose(files, store, log, offset)
     (lost,) = log.damage
@@ -230,7 +230,7 @@ def test_what_was_written_after_a_cut_is_not_written_over(
     assert values(again, lambda number: b"%0100d" % (number if number < offset else number + 100)) == list(range(COUNT))
 
 
-async def test_a_write_in_place_and_a_cut_have_one_thread() -> None:
+async def test_in_place_writes_and_truncations_share_a_thread() -> None:
     files = ThreadFiles(3, open_files_max=64)
     store, log = open_log(files)
     fill(store, log)
@@ -250,7 +250,7 @@ async def test_a_write_in_place_and_a_cut_have_one_thread() -> None:
 
 
 class ThreadFiles(MemoryFiles):
-    """Files that note which threads change segments."""
+    """Files that record which threads change segments."""
 
     def __init__(self, seed: int, *, open_files_max: int) -> None:
         super().__init__(seed, open_files_max=open_files_max)
@@ -267,7 +267,7 @@ def numbered(number: int) -> bytearray:
 
 
 def lose_unread(files: MemoryFiles) -> tuple[LogStore, Log, bytes]:
-    """A log of which recovery could not read a batch of a producer, and what that was."""
+    """A log with a producer's batch that recovery could not read, and the original batch."""
     store, log = open_log(files)
     given = []
     for number in range(4):
@@ -290,14 +290,14 @@ def written(log: Log) -> list[int]:
     return [batch.base_offset for batch in producer.batches]
 
 
-def test_what_recovery_could_not_read_of_producers_is_learned_when_it_is_back(files: MemoryFiles) -> None:
-    """Lost before it was ever read: the marker of a transaction would be missed, and so would a sequence."""
+def test_producer_state_that_recovery_could_not_read_is_restored_by_a_repair(files: MemoryFiles) -> None:
+    """Otherwise the marker of a transaction would be missed, and so would a sequence."""
     store, log, given = lose_unread(files)
     mend(store, log, given)
     assert written(log) == [0, 1, 2, 3]
 
 
-async def test_producers_are_learned_in_a_thread_while_more_is_written(
+async def test_producer_state_is_restored_in_a_thread_during_appends(
     files: MemoryFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, log, given = lose_unread(files)
@@ -322,6 +322,6 @@ async def test_producers_are_learned_in_a_thread_while_more_is_written(
     await store.repair_range(RangeRepair(log, lost, given, 3))
     assert not log.damage
     assert written(log) == [0, 1, 2, 3, 4]
-    # Only what was appended meanwhile.
+    # Only the batches appended meanwhile.
     assert read_on_loop == [len(numbered(4))]
     await store.close()

@@ -1,4 +1,4 @@
-"""Recovering many logs at once: one sync for all, one line for all, and nothing less durable for it."""
+"""Recovering many logs at once: one sync and one log line for all, without weaker durability."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_logs(store: LogStore) -> list[Log]:
 
 
 def filled(open_store: OpenStore, *, synced: int = 1, unsynced: int = 1, checkpoint: bool = False) -> None:
-    """Write to every log, some of it only into memory."""
+    """Write to every log, partly without a sync."""
     store = open_store()
     logs = open_logs(store)
     for number in range(synced + unsynced):
@@ -56,7 +56,7 @@ def values(log: Log) -> list[bytes | None]:
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_all_logs_are_synced_together_and_for_good(open_store: OpenStore, files: MemoryFiles, checkpoint: bool) -> None:
+def test_all_logs_are_synced_together_and_durably(open_store: OpenStore, files: MemoryFiles, checkpoint: bool) -> None:
     filled(open_store, checkpoint=checkpoint)
     files.kill()
     before = files.syncs
@@ -66,12 +66,12 @@ def test_all_logs_are_synced_together_and_for_good(open_store: OpenStore, files:
     assert [values(log) for log in logs] == [[b"0", b"1"]] * LOGS
     assert all(log.synced_offset == 2 for log in logs)
 
-    # What was shown is there even if the power fails now.
+    # The recovered state survives even if the power fails now.
     files.crash()
     assert [values(log) for log in open_logs(open_store())] == [[b"0", b"1"]] * LOGS
 
 
-def test_where_that_is_not_possible_each_log_is_synced_for_itself(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_without_a_whole_sync_each_log_is_synced_separately(open_store: OpenStore, files: MemoryFiles) -> None:
     filled(open_store)
     files.kill()
     files.fail_next_syncs("/partitions")
@@ -82,7 +82,7 @@ def test_where_that_is_not_possible_each_log_is_synced_for_itself(open_store: Op
     assert [values(log) for log in open_logs(open_store())] == [[b"0", b"1"]] * len(logs)
 
 
-def test_a_torn_tail_is_still_cut_for_good(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_a_torn_tail_is_still_truncated_durably(open_store: OpenStore, files: MemoryFiles) -> None:
     filled(open_store, unsynced=0)
     files.kill()
     path = f"/data/partitions/{TOPIC_ID}/3/{0:020d}.log"
@@ -97,7 +97,7 @@ def test_a_torn_tail_is_still_cut_for_good(open_store: OpenStore, files: MemoryF
     assert len(files.content(path)) == whole
 
 
-def test_a_new_log_among_them_is_made_durable_like_any_other(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_a_new_log_among_them_is_made_durable_too(open_store: OpenStore, files: MemoryFiles) -> None:
     filled(open_store)
     files.kill()
     store = open_store()
@@ -110,7 +110,7 @@ def test_a_new_log_among_them_is_made_durable_like_any_other(open_store: OpenSto
     assert values(again) == [b"x"]
 
 
-def test_logs_that_are_new_are_not_reported_as_recovered(
+def test_new_logs_are_not_reported_as_recovered(
     open_store: OpenStore, files: MemoryFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "millstream.broker.log.recovery")
@@ -122,11 +122,13 @@ def test_logs_that_are_new_are_not_reported_as_recovered(
     assert caplog.messages == []
 
 
-def test_the_real_disk_syncs_as_a_whole(tmp_path: object) -> None:
+def test_the_real_disk_supports_a_whole_sync(tmp_path: object) -> None:
     DiskFiles().sync_all(str(tmp_path))
 
 
-def test_one_line_sums_up(open_store: OpenStore, files: MemoryFiles, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_summarises_the_recovery(
+    open_store: OpenStore, files: MemoryFiles, caplog: pytest.LogCaptureFixture
+) -> None:
     filled(open_store)
     files.kill()
     store = open_store()
@@ -147,7 +149,7 @@ def report(partition: int, *, cut: int = 0, lost: tuple[int, int] | None = None)
     return made
 
 
-def test_a_listener_is_notified_how_far_it_is() -> None:
+def test_a_listener_is_notified_of_the_progress() -> None:
     heard: list[tuple[int, int]] = []
     reported = RecoveryProgress(lambda done, left: heard.append((done, left)))
     for number in range(30):
@@ -155,7 +157,7 @@ def test_a_listener_is_notified_how_far_it_is() -> None:
     assert heard == [(1, 29), (11, 19), (21, 9)]
 
 
-def test_the_first_few_are_named_and_a_long_recovery_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_few_logs_are_named_and_a_long_recovery_logs_its_progress(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "millstream.broker.log.recovery")
     reported = RecoveryProgress()
     for number in range(30):

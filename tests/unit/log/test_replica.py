@@ -1,4 +1,4 @@
-"""A follower's log: the same bytes as its leader's, through crashes, cuts and fresh starts."""
+"""A follower's log has the same bytes as its leader's, across crashes, truncations and restarts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_log(store: LogStore, *, segment_bytes: int = 700) -> Log:
 
 
 def content(log: Log, *, start: int | None = None, up_to: int | None = None) -> bytes:
-    """Everything that a log holds, as one piece."""
+    """The whole content of a log as one byte string."""
     found, offset = bytearray(), int(log.start_offset) if start is None else start
     end = int(log.end_offset) if up_to is None else up_to
     while offset < end:
@@ -63,7 +63,7 @@ def copy(leader: Log, follower: Log, *, max_bytes: int = 10_000) -> None:
 
 
 class TestTakingOver:
-    def test_offsets_epochs_and_producers_come_along(self, pair: tuple[Log, Log]) -> None:
+    def test_offsets_epochs_and_producers_are_copied(self, pair: tuple[Log, Log]) -> None:
         leader, follower = pair
         leader.append(encode_values(b"a", b"b", producer_id=5, sequence=0), leader_epoch=Epoch(1))
         leader.append(encode_values(b"c", producer_id=5, sequence=2), leader_epoch=Epoch(4))
@@ -74,7 +74,7 @@ class TestTakingOver:
         assert again.duplicate
         assert again.base_offset == 2
 
-    def test_the_leaders_append_time_stays(self, clock: ManualClock) -> None:
+    def test_the_append_time_of_the_leader_is_kept(self, clock: ManualClock) -> None:
         stamped = TopicSettings(message_timestamp_type="LogAppendTime")
         leader = open_store(MemoryFiles(), clock).open_log(TOPIC_ID, WHERE, stamped)
         follower = open_store(MemoryFiles(), clock).open_log(TOPIC_ID, WHERE, stamped)
@@ -85,7 +85,7 @@ class TestTakingOver:
         again = follower.append(encode_values(b"a", producer_id=5, sequence=0), leader_epoch=Epoch(2))
         assert again.append_time_ms == first.append_time_ms
 
-    def test_a_flipped_bit_on_the_way_is_found_and_nothing_is_taken(self, pair: tuple[Log, Log]) -> None:
+    def test_a_bit_flipped_in_transit_is_detected_and_nothing_is_appended(self, pair: tuple[Log, Log]) -> None:
         leader, follower = pair
         leader.append(encode_values(b"a" * 100), leader_epoch=Epoch(1))
         leader.append(encode_values(b"b" * 100), leader_epoch=Epoch(1))
@@ -95,7 +95,7 @@ class TestTakingOver:
             follower.append_replica(data, leader_epoch=Epoch(1))
         assert follower.end_offset == 0
 
-    def test_epochs_neither_go_back_nor_beyond_the_leaders(self, pair: tuple[Log, Log]) -> None:
+    def test_epochs_neither_decrease_nor_exceed_the_leaders(self, pair: tuple[Log, Log]) -> None:
         leader, follower = pair
         leader.append(encode_values(b"a"), leader_epoch=Epoch(3))
         data = bytes(leader.read(0, max_bytes=10_000, up_to=1))
@@ -106,7 +106,7 @@ class TestTakingOver:
         with pytest.raises(CorruptBatch):
             follower.append_replica(older, leader_epoch=Epoch(3))
 
-    def test_a_batch_across_the_end_is_refused_unless_it_is_empty(self, pair: tuple[Log, Log]) -> None:
+    def test_a_batch_across_the_log_end_is_refused_unless_it_is_empty(self, pair: tuple[Log, Log]) -> None:
         leader, follower = pair
         leader.append(encode_values(b"a", b"b", b"c"), leader_epoch=Epoch(1))
         follower.append_replica(empty_batch(0, 2, 1), leader_epoch=Epoch(1))
@@ -116,7 +116,7 @@ class TestTakingOver:
         assert follower.end_offset == 8
         assert [(h.base_offset, h.next_offset) for h in iterate_headers(content(follower))] == [(0, 2), (2, 8)]
 
-    def test_offsets_that_are_missing_are_filled(self, pair: tuple[Log, Log], clock: ManualClock) -> None:
+    def test_missing_offsets_are_filled(self, pair: tuple[Log, Log], clock: ManualClock) -> None:
         _, follower = pair
         follower.append_replica(empty_batch(0, 2, 1), leader_epoch=Epoch(3))
         follower.append_replica(empty_batch(10, 12, 3), leader_epoch=Epoch(3))
@@ -124,14 +124,14 @@ class TestTakingOver:
         assert follower.epochs.entries() == [(1, 0), (3, 2)]
         assert [h.base_offset for h in iterate_headers(content(follower))] == [0, 2, 10]
 
-    def test_a_closed_log_takes_nothing(self, pair: tuple[Log, Log]) -> None:
+    def test_a_closed_log_refuses_appends(self, pair: tuple[Log, Log]) -> None:
         _, follower = pair
         follower.close()
         with pytest.raises(PartitionClosed):
             follower.append_replica(empty_batch(0, 2, 1), leader_epoch=Epoch(3))
 
 
-def test_a_log_that_restarts_holds_nothing_of_before_also_after_a_crash(clock: ManualClock) -> None:
+def test_a_restarted_log_holds_no_older_records_even_after_a_crash(clock: ManualClock) -> None:
     files = MemoryFiles()
     store = open_store(files, clock)
     log = open_log(store)
@@ -153,7 +153,7 @@ def test_a_log_that_restarts_holds_nothing_of_before_also_after_a_crash(clock: M
 
 
 class ReplicaMachine(RuleBasedStateMachine):
-    """A leader that is written to and a follower that copies, is truncated, killed, crashed and restarted."""
+    """A leader that is written to, and a follower that fetches, is truncated, killed, crashed and restarted."""
 
     @initialize(seed=st.integers(0, 2**32))
     def begin(self, seed: int) -> None:
@@ -166,7 +166,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = open_store(self.files, self.clock)
-        # Other segments than the leader's: the bytes are the same, not the files.
+        # Other segment sizes than the leader's: the bytes are the same, not the files.
         self.follower = open_log(self.store, segment_bytes=1000)
 
     @rule(sizes=st.lists(st.integers(0, 150), min_size=1, max_size=3), producer_id=st.sampled_from([-1, 1, 2]))
@@ -231,11 +231,11 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.open()
         assert self.follower.end_offset >= synced
         if self.follower.damaged_ranges:
-            # Sectors of a tail that was not synced came through in any order: the rest is fetched again.
+            # Sectors of an unsynced tail survive in any combination: the rest is fetched again.
             self.follower.truncate_to(max(self.follower.start_offset, self.follower.damaged_ranges[0][0]))
 
     @invariant()
-    def the_follower_holds_a_beginning_of_the_leaders_bytes(self) -> None:
+    def the_follower_holds_a_prefix_of_the_leaders_bytes(self) -> None:
         if not hasattr(self, "follower"):
             return
         leader, follower = self.leader, self.follower
@@ -243,7 +243,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         start = max(leader.start_offset, follower.start_offset)
         if start >= follower.end_offset:
             return
-        # Both begin with the batch that holds the offset, which may lie before it.
+        # Both start with the batch that holds the offset, which may lie before it.
         assert content(follower, start=start) == content(leader, start=start, up_to=follower.end_offset)
         for epoch, first in follower.epochs.entries():
             assert leader.epochs.epoch_at(first) == epoch or first < leader.start_offset
@@ -265,8 +265,8 @@ TestReplicaHistories = ReplicaMachine.TestCase
 
 
 @pytest.mark.parametrize("ending", ["checkpoints", ".log"])
-def test_nothing_is_written_over_what_a_cut_could_not_cut_off(clock: ManualClock, ending: str) -> None:
-    """After a crash it would be found behind the new records: as damage, or in the place of some of them."""
+def test_nothing_is_written_over_an_incomplete_truncation(clock: ManualClock, ending: str) -> None:
+    """After a crash the leftover would be found behind the new records: as damage, or instead of some of them."""
     files = MemoryFiles()
     store = open_store(files, clock)
     log = open_log(store, segment_bytes=10_000)
@@ -289,8 +289,8 @@ def test_nothing_is_written_over_what_a_cut_could_not_cut_off(clock: ManualClock
     assert content(again) == expected
 
 
-def test_a_late_checkpoint_of_a_failed_cut_removes_no_file_that_the_log_has_recreated(clock: ManualClock) -> None:
-    """The thread knows only the names of what was cut off, and the log may have taken these by then."""
+def test_a_late_checkpoint_of_a_failed_truncation_removes_no_recreated_file(clock: ManualClock) -> None:
+    """The thread knows only the names of the truncated files, which the log may have reused by then."""
     files = MemoryFiles()
     store = open_store(files, clock)
     log = open_log(store)
@@ -314,7 +314,7 @@ def test_a_late_checkpoint_of_a_failed_cut_removes_no_file_that_the_log_has_recr
     assert content(open_log(open_store(files, clock))) == expected
 
 
-def test_what_is_not_acknowledged_is_neither_deleted_nor_compacted(clock: ManualClock) -> None:
+def test_unacknowledged_records_are_neither_deleted_nor_compacted(clock: ManualClock) -> None:
     store = open_store(MemoryFiles(), clock)
     compacted = TopicSettings(
         segment_bytes=300, retention_ms=1000, cleanup_policy="compact,delete", min_cleanable_dirty_ratio=0

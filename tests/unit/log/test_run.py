@@ -1,4 +1,4 @@
-"""The running store: commits, interval syncs, checkpoints and retention as they happen beside the loop."""
+"""The running store: commits, interval syncs, checkpoints and retention beside the loop."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_rolled_segment_is_synced_in_the_background(store: LogStore) -> 
         assert log.stored_offset == 2
 
 
-async def test_what_was_written_before_the_store_ran_is_synced(store: LogStore) -> None:
+async def test_appends_from_before_the_store_ran_are_synced(store: LogStore) -> None:
     log = open_log(store, settings=TopicSettings(flush=FLUSH_INTERVAL, flush_ms=5))
     put(log)
     async with running(store):
@@ -118,9 +118,7 @@ async def test_logs_are_checkpointed_after_a_while(
         assert files.content("/data/checkpoints")
 
 
-async def test_a_failing_disk_is_tried_again(
-    store: LogStore, files: MemoryFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failing_disk_is_retried(store: LogStore, files: MemoryFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RETRY_S", 0.01)
     async with running(store):
         log = open_log(store)
@@ -153,7 +151,7 @@ async def test_old_segments_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None
         assert log.start_offset == 1
 
 
-async def test_a_deleted_log_goes_while_the_store_runs(store: LogStore, files: MemoryFiles) -> None:
+async def test_a_log_is_deleted_while_the_store_runs(store: LogStore, files: MemoryFiles) -> None:
     async with running(store):
         log = open_log(store)
         put(log)
@@ -163,7 +161,7 @@ async def test_a_deleted_log_goes_while_the_store_runs(store: LogStore, files: M
     assert not any("partitions" in path for path in files.walk())
 
 
-async def test_closing_syncs_what_no_one_asked_for(store: LogStore, open_store: OpenStore, files: MemoryFiles) -> None:
+async def test_closing_syncs_pending_appends(store: LogStore, open_store: OpenStore, files: MemoryFiles) -> None:
     async with running(store):
         for partition, flush in enumerate((FLUSH_OS, FLUSH_INTERVAL)):
             put(open_log(store, partition, TopicSettings(flush=flush)))
@@ -205,7 +203,7 @@ async def test_a_cancelled_store_can_be_closed(store: LogStore, open_store: Open
     assert open_store().clean_start
 
 
-async def test_the_numbers_are_reported(store: LogStore) -> None:
+async def test_metrics_are_reported(store: LogStore) -> None:
     async with running(store):
         log = open_log(store)
         put(log)

@@ -41,7 +41,7 @@ def logs(store: LogStore) -> list[Log]:
 
 
 def scrub(store: LogStore) -> int:
-    """One pass; returns how many steps it took."""
+    """Run one pass; return the number of steps."""
     steps = 0
     while store.scrub_once():
         steps += 1
@@ -53,21 +53,21 @@ def place_of(log: Log, offset: int) -> tuple[str, int]:
     return segment.path, log.reader.locate(segment, offset)
 
 
-def test_a_pass_over_whole_logs_finds_nothing(store: LogStore, logs: list[Log]) -> None:
+def test_a_pass_over_intact_logs_finds_nothing(store: LogStore, logs: list[Log]) -> None:
     assert scrub(store) == sum(len(log.segments) for log in logs)
     assert scrub(store) == sum(len(log.segments) for log in logs)
     assert list(store.damage()) == []
 
 
 @pytest.mark.parametrize("at", [BASE_OFFSET_AT, LENGTH_AT, EPOCH_AT, PAYLOAD_AT])
-def test_damage_is_found_that_no_one_reads(store: LogStore, logs: list[Log], files: MemoryFiles, at: int) -> None:
+def test_damage_in_unread_batches_is_found(store: LogStore, logs: list[Log], files: MemoryFiles, at: int) -> None:
     for path, position in [place_of(log, offset) for log in logs for offset in (0, 17, 39)]:
         files.flip_bit(path, position + at, 0)
     scrub(store)
     assert [log.damaged_ranges for log in logs] == [((0, 1), (17, 18), (39, 40))] * 3
 
 
-def test_a_file_that_is_cut_or_removed_is_found(store: LogStore, logs: list[Log], files: MemoryFiles) -> None:
+def test_truncated_and_removed_files_are_found(store: LogStore, logs: list[Log], files: MemoryFiles) -> None:
     cut, removed = logs[0].segments[0], logs[1].segments[1]
     descriptor = files.open(cut.path)
     files.truncate(descriptor, cut.size - 1)
@@ -79,7 +79,7 @@ def test_a_file_that_is_cut_or_removed_is_found(store: LogStore, logs: list[Log]
     assert len(logs[1].damage) == 1
 
 
-def test_what_was_put_right_is_served_again(store: LogStore, logs: list[Log], files: MemoryFiles) -> None:
+def test_repaired_batches_are_served_again(store: LogStore, logs: list[Log], files: MemoryFiles) -> None:
     path, position = place_of(logs[0], 5)
     files.flip_bit(path, position + PAYLOAD_AT, 3)
     scrub(store)
@@ -92,7 +92,7 @@ def test_what_was_put_right_is_served_again(store: LogStore, logs: list[Log], fi
     assert b"%0100d" % 5 in bytes(logs[0].read(5, max_bytes=1, up_to=40))
 
 
-def test_a_restored_file_is_served_again_however_large_it_is(
+def test_a_restored_file_of_any_size_is_served_again(
     store: LogStore, files: MemoryFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrub_module, "STEP_BYTES", 500)
@@ -111,7 +111,7 @@ def test_a_restored_file_is_served_again_however_large_it_is(
 
 @pytest.mark.parametrize("has_replicas", [True, False])
 @pytest.mark.parametrize("is_disk_dead", [True, False])
-def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
+def test_an_unreadable_sector_is_reported_and_the_rest_is_verified(
     store: LogStore,
     logs: list[Log],
     files: MemoryFiles,
@@ -120,7 +120,7 @@ def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
     has_replicas: bool,
     is_disk_dead: bool,
 ) -> None:
-    """It is lost, unless all of the file is: then another replica may have it, or it may be readable later."""
+    """It is lost, unless the whole file is unreadable: another replica may have it, or it may be readable later."""
     monkeypatch.setattr(scan_module, "_SECTOR_BYTES", 50)
     log = logs[0]
     log.damage.has_replicas = has_replicas
@@ -150,7 +150,7 @@ def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
     assert [sample.value for sample in counted.samples] == [1]
 
 
-def test_a_restart_goes_on_where_the_pass_was(
+def test_a_pass_continues_after_a_restart(
     store: LogStore, logs: list[Log], open_store: OpenStore, clock: ManualClock
 ) -> None:
     steps = scrub(store)
@@ -163,7 +163,7 @@ def test_a_restart_goes_on_where_the_pass_was(
     for number in range(3):
         open_log(again, number)
     assert again._scrubber.wait_s == 0
-    # The segment that it had come to is begun once more.
+    # The segment in progress is scanned once more.
     assert scrub(again) == steps - 4
     again._scrubber.save_progress()
     assert again._scrubber.wait_s > 0

@@ -1,4 +1,4 @@
-"""Stretches stay what they are while they are sent, or say that they cannot be read."""
+"""Slices of segments do not change while they are sent, or report that they cannot be read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = TopicSettings(segment_bytes=2000, retention_bytes=1)
 
 @pytest.fixture
 def log(store: LogStore) -> Log:
-    """Ten segments of ten batches each, or about that."""
+    """About ten segments of ten batches each."""
     log = store.open_log(TOPIC_ID, TopicPartition("orders", PartitionIndex(0)), SETTINGS)
     for number in range(100):
         log.append(encode_values(b"%0100d" % number), leader_epoch=EPOCH)
@@ -47,7 +47,7 @@ def numbers(data: bytes) -> list[int]:
 
 @pytest.mark.parametrize("max_bytes", [0, 1, 169, 500, 1000, 5000])
 @pytest.mark.parametrize("offset", [0, 3, 9, 50])
-def test_the_same_is_found_whether_it_is_read_at_once_or_later(log: Log, offset: int, max_bytes: int) -> None:
+def test_an_immediate_and_a_deferred_read_find_the_same(log: Log, offset: int, max_bytes: int) -> None:
     for up_to in (log.end_offset, offset + 1, offset + 5):
         eager = log.read_slice(offset, max_bytes=max_bytes, up_to=up_to)
         later = log.read_slice(offset, max_bytes=max_bytes, up_to=up_to, eager_bytes=0)
@@ -62,20 +62,20 @@ def test_the_same_is_found_whether_it_is_read_at_once_or_later(log: Log, offset:
         assert numbers(bytes(eager.data))[0] == offset
 
 
-def test_it_can_be_read_in_pieces(log: Log) -> None:
+def test_a_slice_can_be_read_in_pieces(log: Log) -> None:
     chunk = unread(log, 0)
     assert b"".join(chunk.read(at, 1) for at in range(chunk.size)) == log.read(
         0, max_bytes=1 << 20, up_to=log.end_offset
     )
 
 
-def test_retention_cannot_take_the_file_while_it_is_held(log: Log, files: MemoryFiles) -> None:
+def test_retention_cannot_remove_a_file_in_use(log: Log, files: MemoryFiles) -> None:
     held, loose = unread(log, 0), unread(log, 0)
     expected = held.read(0, held.size)
     held.hold()
     opened = files.open_descriptors
     assert log.delete_expired(1000) > 0
-    # The files of deleted segments go in the background; this one now, in the worst moment.
+    # The files of deleted segments are removed in the background; this one now, in the worst moment.
     files.remove(held._segment.path)
 
     assert held.read(0, held.size) == expected
@@ -87,7 +87,7 @@ def test_retention_cannot_take_the_file_while_it_is_held(log: Log, files: Memory
         loose.read(0, loose.size)
 
 
-def test_the_file_is_kept_until_the_last_one_lets_go(log: Log, files: MemoryFiles) -> None:
+def test_the_file_is_kept_until_the_last_slice_is_released(log: Log, files: MemoryFiles) -> None:
     first, second = unread(log, 0), unread(log, 0)
     first.hold()
     second.hold()
@@ -100,7 +100,7 @@ def test_the_file_is_kept_until_the_last_one_lets_go(log: Log, files: MemoryFile
     assert files.open_descriptors == before - 1
 
 
-def test_what_was_cut_off_is_not_read_even_if_other_records_have_its_place(log: Log) -> None:
+def test_truncated_records_are_not_read_even_if_others_replace_them(log: Log) -> None:
     log.append(encode_values(b"%0100d" % 100), leader_epoch=EPOCH)
     kept, cut = unread(log, 0), unread(log, log.end_offset - 1)
     expected = kept.read(0, kept.size)
@@ -114,7 +114,7 @@ def test_what_was_cut_off_is_not_read_even_if_other_records_have_its_place(log: 
         cut.read(0, cut.size)
 
 
-def test_a_log_that_restarts_gives_nothing_of_before(log: Log) -> None:
+def test_a_restarted_log_returns_no_older_records(log: Log) -> None:
     chunk = unread(log, 0)
     chunk.hold()
     log.restart_at(0)
@@ -123,14 +123,14 @@ def test_a_log_that_restarts_gives_nothing_of_before(log: Log) -> None:
         chunk.read(0, chunk.size)
 
 
-def test_after_a_read_failed_in_mid_response_the_log_itself_says_why(log: Log, files: MemoryFiles) -> None:
+def test_after_a_read_failed_in_mid_response_the_log_reports_the_reason(log: Log, files: MemoryFiles) -> None:
     chunk = unread(log, 0)
     segment = chunk._segment
     files.truncate(segment.descriptor, segment.size // 2)
     with pytest.raises(BrokenSegment):
         chunk.read(0, chunk.size)
 
-    # Now nothing is promised unread: what is whole is given, and the rest is known to be lost.
+    # Now no read is deferred: intact batches are returned, and the rest is reported as lost.
     again = log.read_slice(0, max_bytes=1 << 20, up_to=log.end_offset, eager_bytes=0)
     assert again is not None
     assert numbers(bytes(again.data)) == list(range(again.next_offset))
@@ -138,7 +138,7 @@ def test_after_a_read_failed_in_mid_response_the_log_itself_says_why(log: Log, f
         log.read_slice(again.next_offset, max_bytes=1 << 20, up_to=log.end_offset, eager_bytes=0)
 
 
-def test_so_many_files_are_held_that_others_can_still_be_opened() -> None:
+def test_the_number_of_files_held_leaves_room_for_others() -> None:
     files = MemoryFiles()
     pool = OpenFiles(files, 4)
     segments = [Segment("/d", number) for number in range(4)]
@@ -156,7 +156,7 @@ def test_so_many_files_are_held_that_others_can_still_be_opened() -> None:
     assert files.open_descriptors == 0
 
 
-def test_a_range_that_is_dropped_after_everything_was_closed_does_no_harm(log: Log) -> None:
+def test_a_slice_released_after_closing_does_no_harm(log: Log) -> None:
     chunk = unread(log, 0)
     chunk.hold()
     log.delete_expired(1000)

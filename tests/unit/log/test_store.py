@@ -1,4 +1,4 @@
-"""The data folder: its lock and format, clean and unclean stops, logs that come and go."""
+"""The data folder: its lock and format, clean and unclean stops, logs that are created and deleted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_folder_in_another_format_is_refused(store: LogStore, open_store: Open
         open_store()
 
 
-def test_a_file_is_no_data_folder(tmp_path: Path) -> None:
+def test_a_file_is_refused_as_a_data_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(DataFolderInvalid):
@@ -81,7 +81,7 @@ def test_a_clean_stop_is_marked_and_nothing_is_scanned(open_store: OpenStore, fi
     assert not again.recovery_reports
 
 
-def test_the_mark_is_good_for_one_start(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_the_clean_stop_mark_is_valid_for_one_start(open_store: OpenStore, files: MemoryFiles) -> None:
     open_store().close_now()
     open_store()
     files.kill()
@@ -89,7 +89,7 @@ def test_the_mark_is_good_for_one_start(open_store: OpenStore, files: MemoryFile
     assert not open_store().clean_start
 
 
-def test_a_log_that_no_one_opened_is_still_recovered_later(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_a_log_that_was_not_opened_is_still_recovered_later(open_store: OpenStore, files: MemoryFiles) -> None:
     store = open_store()
     put(open_log(store), b"a")
     files.kill()
@@ -100,7 +100,7 @@ def test_a_log_that_no_one_opened_is_still_recovered_later(open_store: OpenStore
     assert values(open_log(again)) == [b"a"]
 
 
-def test_after_a_kill_everything_written_is_there_and_durable(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_after_a_kill_everything_written_is_present_and_durable(open_store: OpenStore, files: MemoryFiles) -> None:
     store = open_store()
     put(open_log(store), b"a", b"b")
     files.kill()
@@ -109,7 +109,7 @@ def test_after_a_kill_everything_written_is_there_and_durable(open_store: OpenSt
     assert values(open_log(open_store())) == [b"a", b"b"]
 
 
-def test_what_is_cut_is_reported(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_truncation_is_reported(open_store: OpenStore, files: MemoryFiles) -> None:
     store = open_store()
     log = open_log(store)
     put(log, b"a", b"b")
@@ -125,7 +125,7 @@ def test_what_is_cut_is_reported(open_store: OpenStore, files: MemoryFiles) -> N
 
 
 @pytest.mark.parametrize("clean", [True, False])
-def test_a_duplicate_is_known_after_a_restart(open_store: OpenStore, files: MemoryFiles, clean: bool) -> None:
+def test_a_duplicate_is_recognised_after_a_restart(open_store: OpenStore, files: MemoryFiles, clean: bool) -> None:
     settings = TopicSettings(message_timestamp_type="LogAppendTime")
     partition = TopicPartition("t", PartitionIndex(0))
 
@@ -147,7 +147,7 @@ def test_a_duplicate_is_known_after_a_restart(open_store: OpenStore, files: Memo
         again.append(batch(8), leader_epoch=Epoch(0))
 
 
-def test_a_deleted_log_does_not_come_back(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_a_deleted_log_is_not_restored(open_store: OpenStore, files: MemoryFiles) -> None:
     store = open_store()
     logs = [open_log(store, partition) for partition in range(6)]
     for log in logs:
@@ -168,7 +168,7 @@ def test_a_deleted_log_does_not_come_back(open_store: OpenStore, files: MemoryFi
 
 
 @pytest.mark.parametrize("is_checkpoint", [True, False], ids=["checkpoint", "commit"])
-def test_a_log_that_is_deleted_while_it_is_synced_harms_no_other_and_is_no_failure(
+def test_deleting_a_log_during_its_sync_affects_no_other_and_is_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_checkpoint: bool
 ) -> None:
     files = DiskFiles()
@@ -191,7 +191,7 @@ def test_a_log_that_is_deleted_while_it_is_synced_harms_no_other_and_is_no_failu
     store.close_now()
 
 
-def test_a_log_can_be_closed_and_opened_again(store: LogStore) -> None:
+def test_a_log_can_be_closed_and_reopened(store: LogStore) -> None:
     log = open_log(store)
     put(log, b"a")
     store.close_log(log)
@@ -202,9 +202,7 @@ def test_a_log_can_be_closed_and_opened_again(store: LogStore) -> None:
     assert values(open_log(store)) == [b"a", b"b"]
 
 
-def test_a_file_that_was_removed_is_lost_and_writes_go_on(
-    store: LogStore, files: MemoryFiles, open_store: OpenStore
-) -> None:
+def test_a_removed_file_is_lost_and_writes_continue(store: LogStore, files: MemoryFiles, open_store: OpenStore) -> None:
     put(open_log(store), b"a")
     store.close_now()
     harmed = open_store()
@@ -219,7 +217,7 @@ def test_a_file_that_was_removed_is_lost_and_writes_go_on(
     assert b"b" in bytes(again.read(1, max_bytes=1, up_to=2))
 
 
-def test_a_folder_that_cannot_be_reached_is_no_damage(store: LogStore, files: MemoryFiles) -> None:
+def test_an_unreachable_folder_is_not_reported_as_damage(store: LogStore, files: MemoryFiles) -> None:
     log = open_log(store)
     put(log, b"a")
     log.segments[0].sealed = True
@@ -230,7 +228,7 @@ def test_a_folder_that_cannot_be_reached_is_no_damage(store: LogStore, files: Me
     assert not log.damage
 
 
-def test_descriptors_stay_bounded(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_the_number_of_descriptors_is_bounded(open_store: OpenStore, files: MemoryFiles) -> None:
     store = open_store()
     logs = [open_log(store, partition) for partition in range(100)]
     for log in logs:
@@ -243,8 +241,8 @@ def test_descriptors_stay_bounded(open_store: OpenStore, files: MemoryFiles) -> 
 
 
 @pytest.mark.parametrize("partitions", [1, 6])
-def test_a_process_that_is_killed_keeps_what_it_acknowledged(tmp_path: Path, partitions: int) -> None:
-    """The real file system and a real SIGKILL, on the direct way and through the journal."""
+def test_a_killed_process_keeps_acknowledged_records(tmp_path: Path, partitions: int) -> None:
+    """On the real file system with a real SIGKILL, both directly and through the journal."""
     topic_id = uuid4()
     script = f"""
 import json, os, signal

@@ -1,4 +1,4 @@
-"""Compaction of a log with transactions: aborted records go, and markers stay for as long as somebody needs them."""
+"""Compaction of a log with transactions: aborted records are removed, markers are kept while they are needed."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ class Machine:
             pass
 
     def later(self) -> None:
-        """So long that deletions may go and producers are forgotten."""
+        """Advance the clock until tombstones may be removed and producers have expired."""
         self.clock.advance_ms(20_000)
         self.log.producers.expire(self.clock.now_ms())
 
-    # -- what a consumer sees -------------------------------------------------------------------------------
+    # -- the view of a consumer -----------------------------------------------------------------------------
 
     @property
     def stable(self) -> int:
@@ -120,7 +120,7 @@ class Machine:
         return [int(header.base_offset) for header in self.headers() if header.is_control]
 
     def committed(self) -> list[RecordOf]:
-        """Reads as Kafka's consumers do: by the list of aborted transactions and the markers that end them."""
+        """Read as Kafka's consumers do: by the list of aborted transactions and their markers."""
         found: list[RecordOf] = []
         at, stable = int(self.log.start_offset), self.stable
         while at < stable:
@@ -142,7 +142,7 @@ class Machine:
         return found
 
     def table(self) -> dict[bytes, bytes]:
-        """The last value of each key, of what is committed."""
+        """The last committed value of each key."""
         last: dict[bytes, bytes] = {}
         for _, key, value in self.committed():
             if value is None:
@@ -152,7 +152,7 @@ class Machine:
         return last
 
 
-def test_aborted_records_go_and_their_markers_follow_in_three_steps() -> None:
+def test_aborted_records_are_removed_and_their_markers_three_steps_later() -> None:
     machine = Machine()
     machine.put(1, b"a", b"committed")
     machine.end(1, commit=True)
@@ -179,7 +179,7 @@ def test_aborted_records_go_and_their_markers_follow_in_three_steps() -> None:
     assert machine.committed() == [(0, b"a", b"committed"), (4, b"b", b"plain"), (6, b"c", b"again")]
 
 
-def test_a_marker_goes_once_every_record_of_its_transaction_is_overtaken() -> None:
+def test_a_marker_is_removed_once_every_record_of_its_transaction_is_superseded() -> None:
     machine = Machine()
     machine.put(1, b"a", b"1")
     machine.end(1, commit=True)
@@ -195,7 +195,7 @@ def test_a_marker_goes_once_every_record_of_its_transaction_is_overtaken() -> No
     assert machine.table() == {b"a": b"4"}
 
 
-def test_nothing_behind_the_last_stable_offset_is_compacted() -> None:
+def test_nothing_beyond_the_last_stable_offset_is_compacted() -> None:
     machine = Machine()
     machine.put(0, b"a", b"kept")
     machine.put(1, b"a", b"open")
@@ -207,7 +207,7 @@ def test_nothing_behind_the_last_stable_offset_is_compacted() -> None:
     assert machine.table() == {b"a": b"behind"}
 
 
-def test_markers_stay_when_a_damaged_segment_may_hold_their_records() -> None:
+def test_markers_are_kept_when_a_damaged_segment_may_hold_their_records() -> None:
     machine = Machine()
     for number in range(8):
         machine.put(1, b"k%d" % number, b"v")
@@ -226,7 +226,7 @@ def test_markers_stay_when_a_damaged_segment_may_hold_their_records() -> None:
     assert len(machine.log.producers.transactions.aborted) == 1
 
 
-def test_the_last_marker_of_a_producer_stays_while_it_is_remembered() -> None:
+def test_the_last_marker_of_a_producer_is_kept_until_the_producer_expires() -> None:
     machine = Machine()
     machine.put(1, b"a", b"1")
     machine.end(1, commit=False)
@@ -257,7 +257,7 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
-def test_compaction_changes_nothing_of_what_is_committed(steps: list[tuple[object, ...]]) -> None:
+def test_compaction_does_not_change_the_committed_records(steps: list[tuple[object, ...]]) -> None:
     machine = Machine()
     for name, *arguments in steps:
         before = machine.table(), machine.stable

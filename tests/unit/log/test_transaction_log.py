@@ -1,4 +1,4 @@
-"""A log with transactions, through syncs, kills, power failures, cuts and deletions, against a list of its entries."""
+"""A log with transactions, through kills, power failures, truncations and deletions, against a list of entries."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Machine:
         self.log: Log = self.store.open_log(TOPIC_ID, WHERE, SETTINGS)
         del self.entries[self.log.end_offset :]
         for first, after in self.log.damaged_ranges:
-            # A crash may take something out of the middle of what was not synced; nothing is known of that.
+            # A crash may lose unsynced batches in the middle; the model does not track that.
             self.entries[first:after] = [LOST] * (after - first)
         self.acknowledged = max(self.log.start_offset, min(self.acknowledged, len(self.entries)))
         self.log.listen(acknowledged_offset=lambda: self.acknowledged)
@@ -136,10 +136,10 @@ class Machine:
         self.log.delete_before(min(self.acknowledged, int(self.log.start_offset) + count))
         self.checkpoint()
 
-    # -- what has to hold -----------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------
 
     def expected(self, start: int) -> tuple[dict[int, int], list[tuple[int, int, int]]]:
-        """The open transactions and the aborted ones, read from the entries."""
+        """The open and aborted transactions, derived from the entries."""
         opened: dict[int, int] = {}
         aborted = []
         for offset, one in enumerate(self.entries):
@@ -163,12 +163,12 @@ class Machine:
             assert found == opened
             assert listed == aborted
         else:
-            # What was deleted is known from the state, or not at all when that was lost.
+            # Deleted transactions are known from the state, or not at all if that was lost.
             assert set(self.expected(int(log.start_offset))[0]) <= set(found) <= set(opened)
             assert [one[2] for one in listed] == [one[2] for one in aborted if one[2] >= log.start_offset]
 
     def check_copy(self) -> None:
-        """Whoever copies the log knows the same."""
+        """A copy of the log knows the same transactions."""
         log = self.log
         if log.start_offset > 0 or log.damage:
             return
@@ -201,7 +201,7 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
-def test_a_log_knows_its_transactions_whatever_happens_to_it(steps: list[tuple[object, ...]]) -> None:
+def test_a_log_knows_its_transactions_through_random_events(steps: list[tuple[object, ...]]) -> None:
     machine = Machine()
     for name, *arguments in steps:
         getattr(machine, str(name))(*arguments)
@@ -209,8 +209,8 @@ def test_a_log_knows_its_transactions_whatever_happens_to_it(steps: list[tuple[o
     machine.check_copy()
 
 
-async def test_transactions_before_a_cut_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut below a marker that was settled: how its transaction stood before is only in the log."""
+async def test_transactions_below_a_truncation_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Truncated below a completed marker: the previous state of its transaction is only in the log."""
     trial = Machine()
     trial.data(1)
     trial.plain(10)
@@ -231,7 +231,7 @@ async def test_transactions_before_a_cut_are_read_in_a_thread(monkeypatch: pytes
     assert cut is not None
     assert trial.log.end_offset == 2
     cutting = trial.store.truncate_soon(cut)
-    # Nobody reads while it is not known what was aborted, and no checkpoint says that nothing was.
+    # Nothing is readable while the aborted transactions are unknown, and no checkpoint claims that there are none.
     with pytest.raises(InspectionPending):
         trial.log.read(0, max_bytes=1000, up_to=2)
     trial.store.checkpoint_soon(trial.log)

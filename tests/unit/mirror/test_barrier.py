@@ -1,7 +1,4 @@
-"""A barrier of a source counts only if every coordinator of transactions was held back all the time.
-
-If groups are asked for, every coordinator of groups must have responded, too.
-"""
+"""A barrier of a source is valid only if every transaction coordinator was held the whole time."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class Coordinator:
 def barrier(
     *responses: HoldResponse, moves: bool = False, groups: dict[int, list[str]] | None = None
 ) -> BarrierResponse:
-    """Ask for a barrier on a node, when the only other one responds like this: when it begins, and when it ends."""
+    """Request a barrier on a node whose only peer gives these responses when it begins and when it ends."""
     coordinator, left = Coordinator(), list(responses)
     membership = SimpleNamespace(
         me=SimpleNamespace(node_id=NodeId(1)),
@@ -72,7 +69,7 @@ def held(*shards: tuple[int, int], is_held: bool = True, groups: dict[int, list[
     return HoldResponse(held=is_held, shards=list(shards), transactional_groups=groups or {})
 
 
-def test_a_barrier_counts_when_every_coordinator_was_held() -> None:
+def test_a_barrier_is_valid_if_every_coordinator_was_held() -> None:
     assert barrier(held((1, 2), (2, 2)), held((1, 2), (2, 2))) == BarrierResponse(offsets=OFFSETS)
 
 

@@ -1,4 +1,4 @@
-"""The state of a queue is cut where the records of its copy are cut, and producer ids of clusters never meet."""
+"""The state of a queue is cut where the records of its copy are cut, and producer ids of clusters do not collide."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def happened(kind: DeltaKind, first: int, last: int, *, attempt: int = 0, worker
 
 
 def scanned(done: set[int], leased: set[int]) -> Fold:
-    """A queue that has seen 40 messages, of which some are accepted and some are leased."""
+    """A queue that has scanned 40 messages, some of them accepted and some leased."""
     fold = Fold(KEY)
     fold.apply(happened(DeltaKind.START, 0, 0))
     fold.apply(happened(DeltaKind.SCANNED, 0, SCANNED - 1))
@@ -42,7 +42,9 @@ def scanned(done: set[int], leased: set[int]) -> Fold:
     leased=st.sets(st.integers(0, SCANNED - 1)),
     end=st.integers(0, SCANNED + 5),
 )
-def test_a_cut_queue_knows_everything_below_and_nothing_above(done: set[int], leased: set[int], end: int) -> None:
+def test_a_cut_queue_keeps_everything_below_the_cut_and_nothing_above(
+    done: set[int], leased: set[int], end: int
+) -> None:
     leased -= done
     cut, is_cut = cut_snapshot(write_snapshot(scanned(done, leased)), end)
     fold = read_snapshot(cut)
@@ -78,6 +80,6 @@ def test_clusters_have_ranges_of_producer_ids_above_those_of_kafka(one: str, oth
         ("paris", {"from": "a:1", "rename": "a b"}),
     ],
 )
-def test_a_mirror_that_cannot_work_is_refused(name: str, settings: dict[str, str]) -> None:
+def test_an_invalid_mirror_is_refused(name: str, settings: dict[str, str]) -> None:
     with pytest.raises((InvalidMirror, InvalidSetting)):
         check_mirror(name, settings)

@@ -1,4 +1,4 @@
-"""Schemas and access rules of a source, copied through a real catalog: what is deleted here, and what stays."""
+"""Schemas and access rules of a source, copied through a real catalog: which are deleted here, and which stay."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ async def node(target: Target) -> Node:
 NONE = [set[Acl]()] * ABSENT_TIMES
 
 
-async def test_a_rule_is_deleted_when_it_is_missing_several_times_in_a_row(node: Node) -> None:
+async def test_a_rule_is_deleted_after_missing_several_times_in_a_row(node: Node) -> None:
     assert await node.see_acls({OLD, NEW}, {OLD}) == {OLD, NEW}
     assert await node.see_acls({OLD, NEW}, *[{OLD}] * (ABSENT_TIMES - 1)) == {OLD, NEW}
     assert await node.see_acls({OLD}) == {OLD}
     assert not node.run.notes
 
 
-async def test_a_rule_that_is_declared_here_stays(node: Node) -> None:
+async def test_a_rule_declared_here_is_kept(node: Node) -> None:
     await node.see_acls({OLD})
     await node.security.add_acls([OURS])
     assert await node.see_acls(*NONE) == {OURS}
@@ -144,7 +144,7 @@ async def test_a_rule_that_is_declared_here_stays(node: Node) -> None:
     assert "topic:old" not in node.run.notes["acls"]
 
 
-async def test_a_rule_that_is_revoked_while_the_controller_restarts_is_deleted(target: Target, node: Node) -> None:
+async def test_a_rule_revoked_while_the_controller_restarts_is_deleted(target: Target, node: Node) -> None:
     await node.see_acls({OLD, NEW})
     restarted = await target.controller()
     assert await restarted.see_acls(*[{NEW}] * (ABSENT_TIMES - 1)) == {OLD, NEW}
@@ -152,7 +152,7 @@ async def test_a_rule_that_is_revoked_while_the_controller_restarts_is_deleted(t
     assert await restarted.see_acls({NEW}) == {NEW}
 
 
-async def test_a_former_controller_deletes_no_rule_that_was_declared_since(target: Target, node: Node) -> None:
+async def test_a_former_controller_deletes_no_rule_declared_since(target: Target, node: Node) -> None:
     await node.see_acls({OLD}, *[set[Acl]()] * (ABSENT_TIMES - 1))
     other = await target.controller()
     assert await other.see_acls(*NONE) == set()
@@ -168,7 +168,7 @@ async def test_a_former_controller_deletes_no_rule_that_was_declared_since(targe
         await other.see_acls({NEW})
 
 
-async def test_what_is_deleted_and_declared_here_again_stays_after_a_restart(target: Target, node: Node) -> None:
+async def test_a_rule_deleted_and_redeclared_here_is_kept_after_a_restart(target: Target, node: Node) -> None:
     assert await node.see_acls({OLD}, *NONE) == set()
     await node.security.add_acls([OLD])
     restarted = await target.controller()
@@ -217,7 +217,7 @@ async def test_an_older_registry_is_not_followed(node: Node) -> None:
     assert not node.run.notes
 
 
-async def test_a_version_is_deleted_when_it_is_missing_several_times_in_a_row(node: Node) -> None:
+async def test_a_version_is_deleted_after_missing_several_times_in_a_row(node: Node) -> None:
     assert await node.see_schemas(page(18, 1, 2), *[page(19, 1)] * (ABSENT_TIMES - 1)) == {1, 2}
     assert not node.run.notes
     assert await node.see_schemas(page(19, 1)) == {1}
@@ -225,16 +225,14 @@ async def test_a_version_is_deleted_when_it_is_missing_several_times_in_a_row(no
     assert node.asked[-1] == (19, 0)
 
 
-async def test_a_version_that_is_deleted_while_the_controller_restarts_is_deleted_here(
-    target: Target, node: Node
-) -> None:
+async def test_a_version_deleted_while_the_controller_restarts_is_deleted_here(target: Target, node: Node) -> None:
     await node.see_schemas(page(18, 1, 2))
     restarted = await target.controller()
     assert await restarted.see_schemas(*[page(19, 1)] * ABSENT_TIMES) == {1}
     assert not restarted.run.notes
 
 
-async def test_settings_that_are_reset_at_the_source_are_reset_here_and_own_ones_stay(node: Node) -> None:
+async def test_settings_reset_at_the_source_are_reset_here_and_local_ones_stay(node: Node) -> None:
     def registry_response(last: int, *subjects: str) -> RegistryResponse:
         return RegistryResponse(
             last=last, settings=[SettingsMessage(subject=one, config={}, mode="READONLY") for one in subjects]
@@ -260,7 +258,7 @@ async def test_pages_of_two_states_of_the_registry_are_not_combined(node: Node) 
     assert await node.see_schemas(*[page(20, 2, 3, 4)] * (ABSENT_TIMES - 1)) == {2, 3, 4}
 
 
-async def test_rules_that_are_deleted_here_by_hand_come_back(node: Node) -> None:
+async def test_copied_rules_deleted_here_by_hand_are_restored(node: Node) -> None:
     await node.see_acls({OLD})
     await node.security.delete_acls(AclFilter())
     assert await node.see_acls({OLD}) == {OLD}

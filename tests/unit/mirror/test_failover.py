@@ -1,4 +1,4 @@
-"""A failover that is repeated, and an old source that is truncated at the cuts before it follows."""
+"""Repeated failovers, and an old source that is truncated at the cuts before it follows."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Tar
     )
 
 
-async def test_topics_that_a_switch_has_fenced_are_named_with_the_way_out(target: Target) -> None:
+async def test_topics_fenced_by_a_switch_are_named_with_the_remedy(target: Target) -> None:
     await target.topics.set_mirror(US, NAME, is_draining=True)
     (note,) = await target.notes()
     assert note.startswith(f"clients cannot write to {US}, because a switch")
@@ -269,7 +269,7 @@ async def test_a_copy_that_cannot_be_read_to_its_end_is_named(target: Target) ->
 # -- the old source -----------------------------------------------------------------------------------------------
 
 
-async def test_a_reverse_that_is_repeated_names_what_the_first_attempt_has_dropped(
+async def test_a_repeated_reverse_names_the_records_dropped_by_the_first_attempt(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = RemovedRange(topic=EU, partition=0, start=5, end=9)
@@ -301,7 +301,7 @@ async def test_a_reverse_that_is_repeated_names_what_the_first_attempt_has_dropp
 @pytest.mark.parametrize(
     ("patterns", "scanned"), [((), {EU, EUX, US}), ((PATTERN,), {EU})], ids=["all topics", "one topic"]
 )
-async def test_a_side_that_was_failed_over_since_it_followed_is_scanned_again(
+async def test_a_side_failed_over_since_it_followed_is_scanned_again(
     target: Target, monkeypatch: pytest.MonkeyPatch, patterns: tuple[str, ...], scanned: set[str]
 ) -> None:
     lost = RemovedRange(topic=EU, partition=0, start=41, end=44)
@@ -548,7 +548,7 @@ async def test_a_cutover_that_is_repeated_does_not_need_the_source_again(
     assert target.copies == []
 
 
-async def test_a_cutover_carries_over_what_concerns_its_topics(target: Target, other_side: OtherSide) -> None:
+async def test_a_cutover_transfers_the_state_of_its_topics(target: Target, other_side: OtherSide) -> None:
     await failover.fail_over(target.service, FailoverRequest(name=NAME, topics=[PATTERN], is_planned=True))
     assert other_side.synced == {EU}
 
@@ -565,7 +565,7 @@ async def test_a_cutover_of_a_mirror_that_does_not_run_is_refused_at_once(
 async def test_a_switch_that_cannot_be_undone_leaves_the_source_fenced(
     target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Released, the source would take writes beside copies that the advised failover makes writable."""
+    """If released, the source would accept writes beside copies that the advised failover makes writable."""
 
     async def fail(*_: Any) -> None:
         raise StoreUnavailable("the catalog is away")
@@ -577,7 +577,7 @@ async def test_a_switch_that_cannot_be_undone_leaves_the_source_fenced(
     assert other_side.asked == ["fence"]
 
 
-async def test_a_source_that_cannot_be_told_that_a_switch_was_given_up_is_named(
+async def test_a_source_that_cannot_be_notified_of_an_abandoned_switch_is_named(
     target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failover, "RELEASE_S", 0.0)
@@ -635,7 +635,7 @@ async def test_a_release_finds_topics_that_another_node_has_fenced(target: Targe
     for name in (EU, EUX):
         await target.topics.set_mirror(name, NAME, is_draining=True)
     await target.topics.set_mirror(US, "", is_draining=False)
-    # This node has not heard of the fence yet.
+    # This node has not been notified of the fence yet.
     known = [dataclasses.replace(one, mirror="", is_draining=False) for one in target.topics.all()]
     target.topics.all = lambda: known  # type: ignore[method-assign]
     await failover.adopt(target.service, release())
@@ -677,10 +677,10 @@ async def test_a_release_of_topics_that_are_fenced_again_and_again_ends_with_adv
 
 
 @pytest.mark.parametrize("is_late", [True, False], ids=["after the release", "during the release"])
-async def test_an_owner_of_before_that_is_still_fencing_leaves_no_topic_without_a_mirror(
+async def test_a_former_owner_that_is_still_fencing_leaves_no_topic_without_a_mirror(
     target: Target, is_late: bool
 ) -> None:
-    """Nothing could make such a topic writable again."""
+    """Otherwise nothing could make the topic writable again."""
     topics, set_mirror, delete = target.topics, target.topics.set_mirror, target.mirrors.delete
     for name in (EU, EUX):
         await set_mirror(name, NAME, is_draining=True)
@@ -701,7 +701,7 @@ async def test_an_owner_of_before_that_is_still_fencing_leaves_no_topic_without_
     assert {one.mirror for one in topics.catalog.topics()} == {""}
 
 
-async def test_a_step_that_had_to_wait_is_not_carried_out_by_a_node_that_is_not_the_owner_any_more(
+async def test_a_delayed_step_is_not_carried_out_by_a_former_owner(
     target: Target,
 ) -> None:
     service = target.service
@@ -809,7 +809,7 @@ async def test_an_old_source_is_truncated_at_the_cut(old_source: OldSource) -> N
     assert diverging.end_offset == 2
 
 
-async def test_a_log_that_was_compacted_beyond_the_cut_is_fetched_again_as_a_whole(old_source: OldSource) -> None:
+async def test_a_log_compacted_beyond_the_cut_is_fetched_again_as_a_whole(old_source: OldSource) -> None:
     partition, log = old_source.partition_0, old_source.partition_0.log
     log.note_superseding(3)
     await old_source.truncate(3)
@@ -857,7 +857,7 @@ async def test_a_failover_never_drops_more_than_it_cuts(old_source: OldSource) -
     assert (log.start_offset, log.end_offset) == (0, 3)
 
 
-async def test_a_partition_that_another_node_leads_is_not_passed_over(old_source: OldSource) -> None:
+async def test_a_partition_led_by_another_node_is_not_skipped(old_source: OldSource) -> None:
     old_source.lead(OTHER, epoch=4)
     with pytest.raises(NotLeader):
         await old_source.truncate(2)
@@ -905,7 +905,7 @@ def filled_batch(base: int, epoch: int) -> bytes:
         pytest.param((3, 1003, 1003), {3: 2}, 1, 3, True, id="the new source has lost everything since the cut"),
     ],
 )
-async def test_only_what_no_side_has_acknowledged_is_truncated(
+async def test_only_records_acknowledged_by_no_side_are_truncated(
     old_source: OldSource, epochs: tuple[int, ...], source: dict[int, int], cut: int | None, kept: int, diverged: bool
 ) -> None:
     """The copy has a batch of each of these epochs, and the source's epochs have these ends."""
@@ -942,7 +942,7 @@ async def test_only_what_no_side_has_acknowledged_is_truncated(
 
 
 class NewLeader(OldSource):
-    """A node that becomes the leader of a compacted copy, and has not heard of a gap that the last one recorded."""
+    """A node that becomes the leader of a compacted copy, and does not know of a gap that the last leader recorded."""
 
     def __init__(self, catalog: Catalog) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ def test_dead_letters_are_mirrored_with_the_subscriptions_that_write_them(exclud
 
 
 @pytest.mark.parametrize("name", [BILLING, LETTERS_PREFIX + DEAD])
-async def test_only_a_queue_of_letters_gives_way_to_that_of_the_source(name: str) -> None:
+async def test_only_a_dead_letter_queue_is_replaced_by_that_of_the_source(name: str) -> None:
     here = Here(subscription(name, 1))
     await here.follower._sync_subscription(offered(name, 2))
     if name == BILLING:
@@ -170,7 +170,7 @@ async def test_letters_are_closed_after_the_queue_has_their_revived_messages() -
     assert [number for number, _ in offers.applied] == [3, 1, 2, 3, 1, 2]
 
 
-async def test_the_end_of_a_copy_on_other_nodes_is_asked_for() -> None:
+async def test_the_end_of_a_copy_is_requested_from_other_nodes() -> None:
     here, there, nowhere = (TopicPartition("orders", PartitionIndex(index)) for index in range(3))
     asked: list[Any] = []
 

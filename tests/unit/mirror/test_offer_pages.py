@@ -1,4 +1,4 @@
-"""The states of queues come in pages, of which none is left out."""
+"""The states of queues are sent in pages, none of which is omitted."""
 
 from __future__ import annotations
 

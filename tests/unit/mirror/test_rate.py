@@ -1,4 +1,4 @@
-"""How a mirror keeps to the rate that it is given."""
+"""A mirror respects its rate limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.wire.fetch import FetchedPartition
 
 
-def test_fetches_of_all_lines_together_keep_to_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetches_of_all_lines_together_respect_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What a mirror waits for: copies that arrive, and nodes that lead them; nothing is asked for again and again."""
+"""How a mirror waits for copies to arrive and for nodes that lead them, without polling."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_copy_without_a_leader_is_waited_for_until_the_cluster_changes()
     assert all(request.wait_ms > 0 for request in cluster.asked)
 
 
-async def test_a_copy_that_is_behind_is_asked_for_at_once() -> None:
+async def test_a_copy_that_is_behind_is_requested_at_once() -> None:
     cluster = Cluster({"orders": {0: 3}}, {"orders": {0: 4}}, {"orders": {0: 5}})
     await cluster.drain()
     assert len(cluster.asked) == 3
@@ -136,7 +136,7 @@ class CopiedPartition:
 
 
 @pytest.mark.parametrize(("asked", "is_taken"), [(3, True), (9, False), (0, False)])
-async def test_what_was_asked_for_before_a_copy_was_truncated_is_not_appended(asked: int, is_taken: bool) -> None:
+async def test_records_requested_before_a_truncation_are_not_appended(asked: int, is_taken: bool) -> None:
     partition: Any = CopiedPartition()
     make: Any = Copier
     copier = make(None, None, SystemClock(), rate=0, gates=False, cut_of=None, note_gaps=None, on_commit=None)
@@ -148,18 +148,18 @@ async def test_what_was_asked_for_before_a_copy_was_truncated_is_not_appended(as
     assert partition.appended == ([records] if is_taken else [])
 
 
-# -- values that the source has compacted away ------------------------------------------------------------------
+# -- records that the source has compacted away -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recorded", [2, 9])
-async def test_clients_read_up_to_a_gap_until_all_records_are_here_that_may_have_caused_it(recorded: int) -> None:
+async def test_clients_read_up_to_a_gap_until_all_records_that_may_explain_it_are_copied(recorded: int) -> None:
     partition: Any = CopiedPartition()
     partition.log.settings.compacts = True
     noted: list[dict[TopicPartition, int | None]] = []
 
     async def note(gaps: dict[TopicPartition, int | None]) -> dict[str, dict[int, int]]:
         noted.append(dict(gaps))
-        # An earlier leader has recorded a gap of which this node has not heard.
+        # An earlier leader has recorded a gap that this node does not know of.
         return {"orders": {0: min(recorded, gaps[WHERE] or 0)}}
 
     make: Any = Copier
@@ -183,7 +183,7 @@ async def test_clients_read_up_to_a_gap_until_all_records_are_here_that_may_have
     await take(whole(5), 20)
     assert (noted, partition.exposed[-1]) == ([{WHERE: 4}], min(recorded, 4))
     waiting = asyncio.create_task(copier.without_gaps())
-    # Meanwhile the source gets more, which is not the reason; another gap extends the range.
+    # Meanwhile the source gets more records, which are not the reason; another gap extends the range.
     await take(whole(6) + whole(10), 30)
     await take(whole(11), 40)
     assert (noted, partition.exposed[-1], waiting.done()) == ([{WHERE: 4}], min(recorded, 4), False)
@@ -202,11 +202,11 @@ async def test_a_copy_takes_a_gap_from_the_declaration() -> None:
     assert (copy.gap, partition.exposed) == (2, [2])
 
 
-# -- lags that are not known ------------------------------------------------------------------------------------
+# -- unknown lags -----------------------------------------------------------------------------------------------
 
 
 def described_by(node: int, copies: int, *lags: int | None) -> dict[str, Any]:
-    """Return what one node says about a mirror with so many copies."""
+    """Return one node's description of a mirror with so many copies."""
     partitions = [
         {"topic": "orders", "partition": node * 10 + at, "source_end": -1, "lag": lag, "lag_ms": lag, "error": ""}
         for at, lag in enumerate(lags)
@@ -249,7 +249,7 @@ class Nodes:
 
 @pytest.mark.parametrize(("is_behind", "lag"), [(False, None), (True, 5)])
 @pytest.mark.parametrize("failure", ["an error", "silence"])
-def test_a_copy_that_had_everything_has_no_known_lag_while_its_source_fails(
+def test_a_complete_copy_has_no_known_lag_while_its_source_fails(
     is_behind: bool, lag: int | None, failure: str
 ) -> None:
     partition: Any = SimpleNamespace(high_watermark=10)
@@ -273,7 +273,7 @@ async def test_a_failing_mirror_is_a_finding_of_doctor() -> None:
     assert found[1].detail == "mirror paris is retrying: refused"
 
 
-async def test_lags_that_are_not_known_are_counted() -> None:
+async def test_unknown_lags_are_counted() -> None:
     clients: list[Any] = [
         Nodes(described_by(0, 4, 5, 0), described_by(1, 4, 7, 0)),
         Nodes(described_by(0, 4, 5, None), described_by(1, 4, 7, 0)),
@@ -284,7 +284,7 @@ async def test_lags_that_are_not_known_are_counted() -> None:
     assert [(one["lag"], one["lag_unknown"]) for one in found] == [(12, 1), (12, 2), (0, 3), (None, 2)]
 
 
-async def test_a_cutover_waits_for_nodes_that_do_not_respond() -> None:
+async def test_a_cutover_waits_for_silent_nodes() -> None:
     client: Any = Nodes(described_by(0, 4, 0, 0), None)
     with pytest.raises(RequestTimedOut, match="unknown for 3 partitions"):
         await MirrorClient(client).settle("paris", wait_s=0.0, still_s=0.0)
@@ -298,7 +298,7 @@ async def test_a_cutover_waits_for_nodes_that_do_not_respond() -> None:
 
 @pytest.mark.parametrize("topics", [None, ["orders|other"]])
 @pytest.mark.parametrize("is_writable", [True, False])
-async def test_a_cutover_that_has_begun_waits_for_nothing(topics: list[str] | None, is_writable: bool) -> None:
+async def test_a_started_cutover_waits_for_nothing(topics: list[str] | None, is_writable: bool) -> None:
     described = described_by(0, 4)
     described["report"] = None
     if is_writable:
@@ -313,7 +313,7 @@ async def test_a_cutover_that_has_begun_waits_for_nothing(topics: list[str] | No
     ("source_ends", "complete"),
     [([5, 5], True), ([5, None], None), ([None, None], None), ([None, 7], False)],
 )
-def test_a_cutover_is_complete_only_if_the_source_has_said_so(
+def test_a_cutover_is_complete_only_once_the_source_confirms_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     source_ends: list[int | None],
@@ -376,16 +376,16 @@ class Groups:
         self.metadata |= dict.fromkeys(offsets, metadata)
 
 
-async def test_a_group_that_has_read_further_here_is_not_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_that_has_read_further_here_is_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = Groups(monkeypatch)
-    # It has moved here, and another node was the owner then.
+    # It was moved here while another node was the owner.
     groups.here[WHERE] = 50
     await groups.follower.sync_all({"orders"})
     assert (groups.here[WHERE], list(groups.run.notes)) == (50, ["group g"])
     groups.there[WHERE] = 60
     await groups.follower.sync_all({"orders"})
     assert (groups.here[WHERE], groups.run.notes) == (60, {})
-    # What the mirror has applied itself follows the source, also if another node was the owner then.
+    # An offset that the mirror itself applied follows the source, even if another node was the owner then.
     groups.run.groups.clear()
     groups.there[WHERE] = 10
     await groups.follower.sync_all({"orders"})
@@ -393,7 +393,7 @@ async def test_a_group_that_has_read_further_here_is_not_set_back(monkeypatch: p
 
 
 @pytest.mark.parametrize("stale", ["dropped by a reverse", "beyond the end"])
-async def test_offsets_of_records_that_are_not_here_are_replaced(monkeypatch: pytest.MonkeyPatch, stale: str) -> None:
+async def test_offsets_of_records_that_are_not_copied_are_replaced(monkeypatch: pytest.MonkeyPatch, stale: str) -> None:
     groups = Groups(monkeypatch)
     groups.here[WHERE] = 50 if stale == "dropped by a reverse" else 101
     if stale == "dropped by a reverse":
@@ -402,7 +402,7 @@ async def test_offsets_of_records_that_are_not_here_are_replaced(monkeypatch: py
     assert groups.here[WHERE] == 30
 
 
-async def test_offsets_that_were_deleted_here_are_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_offsets_deleted_here_are_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = Groups(monkeypatch)
     await groups.follower.sync_all({"orders"})
     groups.here.clear()
@@ -411,7 +411,7 @@ async def test_offsets_that_were_deleted_here_are_applied_again(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("is_failed_over", [True, False])
-async def test_nothing_is_advised_about_a_topic_that_was_failed_over(
+async def test_no_advice_is_given_about_a_failed_over_topic(
     monkeypatch: pytest.MonkeyPatch, is_failed_over: bool
 ) -> None:
     groups = Groups(monkeypatch)
@@ -582,7 +582,7 @@ async def test_a_cutover_of_some_topics_waits_for_transactions_as_a_whole(
     assert groups.here == {}
 
 
-async def test_a_cutover_does_not_wait_until_the_time_for_another_copy_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cutover_does_not_wait_for_the_timeout_of_another_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = StuckGroups(monkeypatch)
     monkeypatch.setattr(follower, "ARRIVAL_S", 3600.0)
     waits = asyncio.Event()
@@ -614,7 +614,7 @@ async def test_a_cutover_applies_offsets_only_when_the_transactions_that_committ
 
 
 class Sourced:
-    """A source that has one node; it fails as the test says, and then never responds."""
+    """A source with one node that fails as the test says, and then never responds."""
 
     def __init__(self) -> None:
         self.now = 0.0

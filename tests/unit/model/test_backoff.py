@@ -1,4 +1,4 @@
-"""Delays double up to a maximum, start again after a success, and are cut short by an event."""
+"""Delays double up to a maximum, restart after a success, and are cut short by an event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from millstream.core.backoff import Backoff, delay_after
 
 
-def test_delays_double_up_to_the_maximum_and_start_again() -> None:
+def test_delays_double_up_to_the_maximum_and_restart() -> None:
     backoff = Backoff(first_s=1.0, max_s=5.0)
     assert [backoff.take_s() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert (backoff.failures, backoff.next_s) == (5, 5.0)

@@ -1,4 +1,4 @@
-"""Python functions of statements: how they are named, and what is refused before anything runs."""
+"""Python functions in statements: how they are named, and which are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_functions_have_modules() -> None:
         ("prices:vat", {"prices": CODE, "more": CODE}, "none of its functions is listed"),
     ],
 )
-def test_what_cannot_be_called_is_refused(text: str, code: dict[str, str], reason: str) -> None:
+def test_an_object_that_is_not_callable_is_refused(text: str, code: dict[str, str], reason: str) -> None:
     with pytest.raises(InvalidSetting, match=reason):
         parse_functions(text, code)
 
 
-def test_a_statement_with_functions_has_a_driver_of_its_own() -> None:
+def test_a_statement_with_functions_has_its_own_driver() -> None:
     overrides = {**SQL, "functions": "prices:vat", "functions.code": json.dumps({"prices": CODE}), "memory": "512m"}
     check_pipeline("taxes", PipelineKind.TRANSFORM, overrides)
     pipeline = Pipeline(pipeline_id=uuid4(), name="taxes", kind=PipelineKind.TRANSFORM, overrides=overrides)

@@ -1,4 +1,4 @@
-"""Memory is given back where the C library can, and nothing happens where it cannot."""
+"""Memory is returned to the system where the C library supports it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from millstream.core import heap
 MIB = 1024 * 1024
 
 
-def test_memory_is_given_back_as_often_as_asked() -> None:
+def test_memory_is_returned_on_every_request() -> None:
     heap.give_back()
     heap.give_back()
 
 
-def test_a_c_library_that_cannot_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_c_library_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     heap._trim.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
     try:
@@ -29,7 +29,7 @@ def test_a_c_library_that_cannot_is_no_failure(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Process:
-    """A process whose size the test sets, and which notes the threads in which its memory is returned."""
+    """A process whose size the test sets, and which records the threads in which its memory is returned."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.resident_bytes = 100 * MIB
@@ -42,7 +42,7 @@ class Process:
         self._trimmer = heap.Trimmer()
 
     async def look(self, resident_bytes: int, *, moved_bytes: int = 0) -> int:
-        """Return how often its memory has been returned, after it was found with this size."""
+        """Set the size and check; return how often memory has been returned so far."""
         self.resident_bytes = resident_bytes
         loop = asyncio.get_running_loop()
         loop.set_default_executor(executor := ThreadPoolExecutor(1))
@@ -56,13 +56,13 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     return Process(monkeypatch)
 
 
-async def test_memory_is_returned_in_a_thread_once_a_process_has_grown(process: Process) -> None:
+async def test_memory_is_returned_in_a_thread_after_growth(process: Process) -> None:
     assert await process.look(150 * MIB) == 0
     assert await process.look(170 * MIB) == 1
     assert threading.get_ident() not in process.trims
 
 
-async def test_memory_that_is_in_use_is_tried_again_after_pauses_that_double(process: Process) -> None:
+async def test_returning_memory_in_use_is_retried_with_doubling_pauses(process: Process) -> None:
     trims = [await process.look(500 * MIB) for _ in range(16)]
     assert trims == [1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5]
 
@@ -73,7 +73,7 @@ async def test_a_pause_ends_when_the_process_grows_again(process: Process) -> No
     assert await process.look(570 * MIB) == tried + 1
 
 
-async def test_a_process_that_grows_again_returns_it_again(process: Process) -> None:
+async def test_memory_is_returned_again_after_further_growth(process: Process) -> None:
     assert await process.look(500 * MIB) == 1
     assert await process.look(110 * MIB) == 1
     assert await process.look(500 * MIB) == 2

@@ -1,4 +1,4 @@
-"""What is wrong with a document is said in the words of JSON, not in msgspec's."""
+"""Problems of a document are described in JSON's terms, not in msgspec's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
         ('{"max": 1, "counts": {"a": "b"}}', "`counts[...]` must be an integer, not a string"),
     ],
 )
-def test_a_document_is_told_what_is_wrong_where(document: str, problem: str) -> None:
+def test_a_problem_names_the_place_and_the_error(document: str, problem: str) -> None:
     with pytest.raises(msgspec.ValidationError) as raised:
         msgspec.json.decode(document, type=_Document)
     assert plain_problem(raised.value) == problem

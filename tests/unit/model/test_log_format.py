@@ -19,7 +19,7 @@ def stream() -> Iterator[io.StringIO]:
     root.handlers[:], root.level, own.level = before[0], before[1], before[2]
 
 
-def test_text_lines_are_for_people(stream: io.StringIO) -> None:
+def test_text_lines_are_human_readable(stream: io.StringIO) -> None:
     set_up_logging("info", "text", stream=stream)
     logging.getLogger("millstream.x").info(
         "topic created", extra={"topic": "orders", "note": 'two "words"', "empty": ""}
@@ -31,7 +31,7 @@ def test_text_lines_are_for_people(stream: io.StringIO) -> None:
     )
 
 
-def test_a_fact_with_a_line_break_stays_on_its_line(stream: io.StringIO) -> None:
+def test_a_field_with_a_line_break_stays_on_its_line(stream: io.StringIO) -> None:
     set_up_logging("info", "text", stream=stream)
     logging.getLogger("millstream.x").info("said", extra={"what": "one\ntwo"})
     assert stream.getvalue().count("\n") == 1
@@ -69,7 +69,7 @@ def test_tracebacks_are_kept(stream: io.StringIO, line_format: str) -> None:
     assert (stream.getvalue().count("\n") == 1) == (line_format == "json")
 
 
-def test_the_level_is_about_our_own_lines(stream: io.StringIO) -> None:
+def test_the_level_applies_to_our_own_loggers(stream: io.StringIO) -> None:
     set_up_logging("debug", "text", stream=stream)
     logging.getLogger("millstream.x").debug("ours")
     logging.getLogger("library").info("theirs")
@@ -78,7 +78,7 @@ def test_the_level_is_about_our_own_lines(stream: io.StringIO) -> None:
     assert [line.split(" ", 3)[-1].strip() for line in lines] == ["ours", "their warning"]
 
 
-def test_setting_up_again_replaces_the_first(stream: io.StringIO) -> None:
+def test_a_second_setup_replaces_the_first(stream: io.StringIO) -> None:
     set_up_logging("info", "text", stream=stream)
     set_up_logging("info", "text", stream=stream)
     logging.getLogger("millstream.x").info("once")

@@ -25,7 +25,7 @@ def of(coordinator: int, *, latest: int) -> Marker:
 
 
 @pytest.mark.parametrize(("coordinator", "held"), [(5, NOTHING), (5, 5), (5, 4), (9, 5), (0, NOTHING)])
-def test_a_coordinator_that_is_not_replaced_is_let_in(coordinator: int, held: int) -> None:
+def test_the_current_coordinator_is_admitted(coordinator: int, held: int) -> None:
     marker = of(coordinator, latest=9)
     assert marker.admitted(held) is marker
 
@@ -36,17 +36,17 @@ def test_a_replaced_coordinator_is_fenced() -> None:
 
 
 @pytest.mark.parametrize("held", [NOTHING, 5, 9])
-def test_an_epoch_that_no_coordinator_has_is_refused_until_it_is_known(held: int) -> None:
+def test_an_unknown_coordinator_epoch_is_refused(held: int) -> None:
     with pytest.raises(UnknownLeaderEpoch):
         of(10, latest=9).admitted(held)
     assert of(10, latest=10).admitted(held)
 
 
-def test_what_a_partition_holds_of_a_coordinator_that_there_never_was_counts_for_nothing() -> None:
+def test_a_stored_epoch_that_no_coordinator_ever_had_is_ignored() -> None:
     marker = of(3, latest=9)
     assert marker.admitted(HUGE) is marker
 
 
-def test_a_tool_that_repeats_the_epoch_which_is_held_is_let_in_and_heals_it() -> None:
+def test_a_tool_that_repeats_the_stored_epoch_is_admitted_and_repairs_it() -> None:
     marker = of(HUGE, latest=9)
     assert marker.admitted(HUGE) == replace(marker, coordinator_epoch=9)

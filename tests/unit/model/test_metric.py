@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from millstream.core.metric import Histogram, Sample, counter, gauge
 
 
-def test_a_histogram_counts_what_is_at_most_each_bound() -> None:
+def test_a_histogram_counts_values_up_to_each_bound() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 3.0):
         histogram.observe(value)
     assert histogram.distribution() == ((1.0, 2.0), (2, 3), 4, 6.0)
 
 
-def test_bounds_must_grow() -> None:
+def test_bounds_must_increase() -> None:
     with pytest.raises(ValueError, match="must grow"):
         Histogram((2.0, 1.0))
 

@@ -1,4 +1,4 @@
-"""The config object of a node: where its values come from, and what it refuses."""
+"""The configuration of a node: the sources of its values, and which it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.core.config import Config, memory_bytes
 from millstream.core.errors import InvalidSetting
 
 
-def test_the_environment_sets_and_what_it_misspells_is_refused() -> None:
+def test_environment_variables_are_applied_and_misspelled_ones_refused() -> None:
     assert Config.load(environment={"MILLSTREAM_NODE_ID": "4", "PATH": "/bin"}).node_id == 4
     with pytest.raises(InvalidSetting, match=r"MILLSTREAM_DEFAULT_FLUHS, .*; did you mean 'default-flush'"):
         Config.load(environment={"MILLSTREAM_DEFAULT_FLUHS": "os"})
@@ -34,11 +34,11 @@ def test_the_environment_sets_and_what_it_misspells_is_refused() -> None:
         "MILLSTREAM_KAFKA_PORT_9092_TCP",
     ],
 )
-def test_variables_of_the_commands_and_of_kubernetes_are_left_alone(variable: str) -> None:
+def test_variables_of_commands_and_of_kubernetes_are_ignored(variable: str) -> None:
     assert Config.load(environment={variable: "tcp://10.0.0.1:9092"}) == Config()
 
 
-def test_a_misspelled_name_in_the_file_is_refused_with_what_was_meant(tmp_path: Path) -> None:
+def test_a_misspelled_name_in_the_file_is_refused_with_a_suggestion(tmp_path: Path) -> None:
     (tmp_path / "node.toml").write_text("node-di = 5\n")
     with pytest.raises(InvalidSetting, match="unknown setting 'node-di'; did you mean 'node-id'"):
         Config.load(environment={}, file=tmp_path / "node.toml")

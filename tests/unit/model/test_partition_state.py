@@ -1,4 +1,4 @@
-"""Tests of what the cluster agrees on for one partition."""
+"""The agreed state of one partition."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ NODES = st.lists(st.integers(0, 2**31 - 1).map(NodeId), min_size=1, max_size=5, 
 
 
 @given(NODES, st.data())
-def test_a_state_is_read_back_as_it_was(replicas: list[NodeId], data: st.DataObject) -> None:
+def test_a_state_round_trips(replicas: list[NodeId], data: st.DataObject) -> None:
     state = PartitionState(
         replicas=tuple(replicas),
         leader=data.draw(st.sampled_from([*replicas, NO_LEADER])),
@@ -30,6 +30,6 @@ def test_an_election_raises_the_epoch_even_if_the_leader_stays() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"replicas": 1}', '{"replicas": ["x"], "leader": 1}'])
-def test_what_is_no_state_is_refused_with_what_it_says(text: str) -> None:
+def test_an_invalid_state_is_refused_with_its_content(text: str) -> None:
     with pytest.raises(CorruptState, match="cannot be read"):
         PartitionState.from_json(text)

@@ -1,4 +1,4 @@
-"""The columns of payloads in Spark's notation: what is read, what is refused, and where."""
+"""Payload columns in Spark's notation: what is accepted, what is refused, and where."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_types_have_parts() -> None:
         ("a " + "array<" * 100, "more than 50 deep"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(text: str, said: str) -> None:
+def test_an_error_has_its_position(text: str, said: str) -> None:
     with pytest.raises(InvalidSetting) as refused:
         parse_columns(text)
     assert said in str(refused.value)
@@ -82,14 +82,14 @@ def test_what_is_wrong_is_said_with_its_place(text: str, said: str) -> None:
         ("a binary", "as string it keeps its JSON"),
     ],
 )
-def test_tables_cannot_have_all_columns(text: str, said: str) -> None:
+def test_columns_that_tables_cannot_have_are_refused(text: str, said: str) -> None:
     with pytest.raises(InvalidSetting, match=said):
         check_landed(parse_columns(text))
 
 
 @settings(max_examples=100)
 @given(st.text(alphabet="ab <>(),:`'\"/*-\\1\n", max_size=20) | st.text(max_size=10))
-def test_nothing_else_is_raised(text: str) -> None:
+def test_arbitrary_text_raises_nothing_else(text: str) -> None:
     try:
         check_landed(parse_columns(text))
     except InvalidSetting:

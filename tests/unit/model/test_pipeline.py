@@ -44,7 +44,7 @@ def test_kinds_have_names() -> None:
         ("route", {"on.lost": "skip"}),
     ],
 )
-def test_what_can_be_declared(kind: str, settings: dict[str, str]) -> None:
+def test_valid_pipelines(kind: str, settings: dict[str, str]) -> None:
     shown = check_pipeline("mine", kind_of(kind), settings).as_strings()
     assert settings.items() <= shown.items()
 
@@ -61,7 +61,7 @@ def test_what_can_be_declared(kind: str, settings: dict[str, str]) -> None:
         ("route", {"decode": "xml"}),
     ],
 )
-def test_what_cannot_be_declared(kind: str, settings: dict[str, str]) -> None:
+def test_invalid_pipelines_are_refused(kind: str, settings: dict[str, str]) -> None:
     with pytest.raises(InvalidRequest):
         check_pipeline("mine", kind_of(kind), settings)
 
@@ -84,11 +84,11 @@ def test_what_cannot_be_declared(kind: str, settings: dict[str, str]) -> None:
         ({"lake": "tables/here"}, "give the whole path"),
     ],
 )
-def test_what_cannot_be_landed_is_refused_when_it_is_declared(settings: dict[str, str], message: str) -> None:
+def test_an_invalid_landing_is_refused_on_declaration(settings: dict[str, str], message: str) -> None:
     given = {"topics": "orders", **settings}
     with pytest.raises(InvalidSetting, match=message):
         check_pipeline("mine", PipelineKind.LAND, given)
-    # One that is stored can be shown, whatever it says.
+    # A stored one can still be shown.
     stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.LAND, overrides=given)
     assert stored.settings.as_strings()["topics"] == given["topics"]
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_landed_is_refused_when_it_is_declared(settings: dict[str
         ({"watermarks": '{"orders": "at soon"}'}, "not 'at soon'"),
     ],
 )
-def test_what_cannot_be_transformed_is_refused_when_it_is_declared(settings: dict[str, str], message: str) -> None:
+def test_an_invalid_transform_is_refused_on_declaration(settings: dict[str, str], message: str) -> None:
     given = {"sql": "SELECT * FROM orders", "into": "copies", **settings}
     with pytest.raises(InvalidSetting, match=message):
         check_pipeline("mine", PipelineKind.TRANSFORM, given)
@@ -117,12 +117,12 @@ def test_what_cannot_be_transformed_is_refused_when_it_is_declared(settings: dic
     assert stored.settings.as_strings()["into"] == "copies"
 
 
-def test_a_kind_is_no_name() -> None:
+def test_a_kind_is_refused_as_a_name() -> None:
     with pytest.raises(InvalidPipeline, match="takes that for a kind"):
         check_pipeline("land", PipelineKind.LAND, {"topics": "orders"})
 
 
-def test_what_is_wrong_is_called_by_its_name() -> None:
+def test_an_error_names_the_setting() -> None:
     with pytest.raises(InvalidPipeline, match=r"^pipeline name 'bad/name'"):
         check_pipeline("bad/name", PipelineKind.LAND, {"topics": "orders"})
     with pytest.raises(InvalidSetting, match="both given"):
@@ -142,13 +142,13 @@ def test_what_is_wrong_is_called_by_its_name() -> None:
         ({"condition": "x" * (CONDITION_LENGTH_MAX + 1)}, "more than"),
     ],
 )
-def test_rules_that_cannot_be(changes: dict[str, object], message: str) -> None:
+def test_invalid_rules_are_refused(changes: dict[str, object], message: str) -> None:
     check_rules(PipelineKind.ROUTE, [RULE])
     with pytest.raises(InvalidPipeline, match=message):
         check_rules(PipelineKind.ROUTE, [dataclasses.replace(RULE, **changes)])  # type: ignore[arg-type]
 
 
-def test_rules_that_cannot_be_together() -> None:
+def test_conflicting_rules_are_refused() -> None:
     check_rules(PipelineKind.LAND, [])
     with pytest.raises(InvalidTopicName):
         check_rules(PipelineKind.ROUTE, [dataclasses.replace(RULE, targets=("a b",))])
@@ -160,7 +160,7 @@ def test_rules_that_cannot_be_together() -> None:
         check_rules(PipelineKind.ROUTE, many)
 
 
-def test_what_is_routed_may_be_routed_on_but_not_back() -> None:
+def test_routes_may_be_chained_but_not_cyclic() -> None:
     on = Rule(name="on", topic="large-orders", targets=("audit", "eu"))
     check_rules(PipelineKind.ROUTE, [RULE, on])
     back = Rule(name="back", topic="eu", targets=("orders",))
@@ -178,7 +178,7 @@ def test_what_is_routed_may_be_routed_on_but_not_back() -> None:
         ("SELECT id FROM customers INTERSECT SELECT id FROM orders", "INTERSECT"),
     ],
 )
-def test_what_needs_all_messages_at_once_is_refused_when_it_is_declared(statement: str, what: str) -> None:
+def test_an_operation_over_all_messages_is_refused_on_declaration(statement: str, what: str) -> None:
     tables = {"tables": '{"customers": "/lake/customers"}', "into": "out"}
     with pytest.raises(InvalidSetting, match=f"{what} needs all messages of 'orders' at once"):
         check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": statement})
@@ -197,7 +197,7 @@ def test_what_needs_all_messages_at_once_is_refused_when_it_is_declared(statemen
         (PipelineKind.TRANSFORM, {"sql": "SELECT * FROM a", "into": "b", "functions": "x:f"}),
     ],
 )
-def test_requirements_that_are_places_are_refused_when_declared(
+def test_requirements_that_are_paths_or_urls_are_refused(
     kind: PipelineKind, settings: dict[str, str], line: str
 ) -> None:
     check_pipeline("mine", kind, settings | {"requirements": "numpy>=2"})

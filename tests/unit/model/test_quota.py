@@ -1,4 +1,4 @@
-"""Whom a quota is for, and which of several holds."""
+"""The entities of quotas, and which of several quotas applies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from millstream.core.quota import (
         ([(USER, "x" * 1025)], "1 to 1024 characters"),
     ],
 )
-def test_what_cannot_have_a_quota_is_reported(parts: list[tuple[str, str | None]], says: str) -> None:
+def test_an_invalid_entity_is_reported(parts: list[tuple[str, str | None]], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         QuotaEntity.of(parts)
 
@@ -47,13 +47,13 @@ def test_the_order_of_the_parts_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(MISSING))
-def test_limits_that_only_kafka_has_are_refused_by_name(key: str) -> None:
+def test_quotas_that_only_kafka_has_are_refused_by_name(key: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{key} is a quota of Kafka that Millstream does not have: \\w+"):
         check_limit(key, 5.0)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e30, 1.5])
-def test_values_that_cannot_be_are_refused(value: float) -> None:
+def test_invalid_values_are_refused(value: float) -> None:
     with pytest.raises(InvalidRequest, match="producer_byte_rate must be"):
         check_limit(PRODUCER_BYTE_RATE, value)
 
@@ -64,7 +64,7 @@ def test_unknown_limits_are_refused() -> None:
     check_limit(CONSUMER_BYTE_RATE, 1.0)
 
 
-def test_the_most_specific_comes_first_and_says_who_shares_it() -> None:
+def test_the_most_specific_quota_comes_first_and_names_who_shares_it() -> None:
     assert [(str(entity), scope) for entity, scope in candidates("alice", "x")] == [
         ("user alice, client-id x", ("alice", "x")),
         ("user alice, client-id (default)", ("alice", "x")),
@@ -84,13 +84,13 @@ entities = st.dictionaries(st.sampled_from([USER, CLIENT_ID]), names, min_size=1
 
 
 @given(entities, st.dictionaries(st.sampled_from([USER, CLIENT_ID]), names), st.booleans())
-def test_a_filter_by_name_takes_what_has_these_names(entity: QuotaEntity, named: dict[str, str], strict: bool) -> None:
+def test_a_filter_by_name_matches_those_names(entity: QuotaEntity, named: dict[str, str], strict: bool) -> None:
     parts = dict(entity.parts)
     expected = named.items() <= parts.items() and (not strict or named.keys() == parts.keys())
     assert QuotaFilter(named=named, any_name=frozenset(), strict=strict).matches(entity) == expected
 
 
-def test_a_filter_by_type_takes_any_name() -> None:
+def test_a_filter_by_type_matches_any_name() -> None:
     any_client = QuotaFilter(named={}, any_name=frozenset({CLIENT_ID}), strict=False)
     assert any_client.matches(QuotaEntity(((CLIENT_ID, DEFAULT),)))
     assert any_client.matches(QuotaEntity(((USER, DEFAULT), (CLIENT_ID, "a"))))

@@ -1,4 +1,4 @@
-"""When jobs run: durations, cron expressions, and times that were missed."""
+"""Job schedules: intervals, cron expressions, and missed times."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_durations(text: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1w", "-1s", "1h30m", "soon"])
-def test_other_durations_are_refused_with_the_flag(text: str) -> None:
+def test_invalid_durations_are_refused_with_the_flag(text: str) -> None:
     with pytest.raises(InvalidSetting, match="--every is a duration"):
         parse_duration_ms(text, name="--every")
 
@@ -49,14 +49,14 @@ def test_times_of_cron_expressions() -> None:
         "2026-11-16 02:40",
     ]
     assert times("0 0 29 feb *", "2026-11-16T00:00Z", 1) == ["2028-02-29 00:00"]
-    # As in cron, a day fits if either field that is restricted does; 7 is Sunday too.
+    # As in cron, a day matches if either restricted field does; 7 is Sunday too.
     assert times("0 0 20 * 7", "2026-11-16T00:00Z", 2) == ["2026-11-20 00:00", "2026-11-22 00:00"]
     assert times("@weekly", "2026-11-16T00:00Z", 1) == ["2026-11-22 00:00"]
 
 
-def test_cron_keeps_to_the_clock_of_its_time_zone() -> None:
+def test_cron_follows_the_clock_of_its_time_zone() -> None:
     assert times("0 3 * * *", "2026-10-24T00:00Z", 2, "Europe/Berlin") == ["2026-10-24 01:00", "2026-10-25 02:00"]
-    # The change to summer time leaves out 02:30: it runs when the clock has gone on.
+    # Daylight saving time skips 02:30: the job runs when the clock has advanced.
     assert times("30 2 * * *", "2026-03-28T12:00Z", 2, "Europe/Berlin") == ["2026-03-29 01:30", "2026-03-30 00:30"]
 
 
@@ -71,7 +71,7 @@ def test_cron_keeps_to_the_clock_of_its_time_zone() -> None:
         ("*/0 * * * *", "the minute"),
     ],
 )
-def test_a_wrong_expression_is_refused_with_the_field(text: str, reason: str) -> None:
+def test_an_invalid_expression_is_refused_with_the_field(text: str, reason: str) -> None:
     with pytest.raises(InvalidSetting, match=reason):
         Cron.parse(text)
 
@@ -85,7 +85,7 @@ FIELDS = st.sampled_from(["*", "*/7", "3", "1,5", "2-4", "10-20/5"])
 
 
 @given(minute=FIELDS, hour=FIELDS, offset=st.integers(0, 400 * 24 * 60))
-def test_the_next_time_is_the_first_that_fits(minute: str, hour: str, offset: int) -> None:
+def test_the_next_time_is_the_first_match(minute: str, hour: str, offset: int) -> None:
     cron = Cron.parse(f"{minute} {hour} * * *")
     after = START + timedelta(minutes=offset)
     at = after
@@ -96,7 +96,7 @@ def test_the_next_time_is_the_first_that_fits(minute: str, hour: str, offset: in
     assert cron.next_ms(round(after.timestamp() * 1000)) == round(at.timestamp() * 1000)
 
 
-def test_a_pace_begins_at_once_and_counts_from_the_time_that_was_due() -> None:
+def test_an_interval_starts_at_once_and_counts_from_the_due_time() -> None:
     hourly = Schedule(every_ms=60 * MINUTE_MS)
     assert hourly.due_ms(None, created_ms=100, now_ms=200) == 100
     assert hourly.due_ms(100, created_ms=100, now_ms=200) == 100 + 60 * MINUTE_MS
@@ -113,13 +113,13 @@ def test_missed_times(missed: str, expected: int, is_cron: bool) -> None:
     assert due == start + expected * MINUTE_MS
 
 
-def test_a_time_that_has_just_come_is_not_missed() -> None:
+def test_a_time_that_is_just_due_is_not_missed() -> None:
     start = ms("2026-11-16T00:00Z")
     schedule = Schedule(every_ms=10 * MINUTE_MS, missed="skip")
     assert schedule.due_ms(start, created_ms=0, now_ms=start + 10 * MINUTE_MS + 1) == start + 10 * MINUTE_MS
 
 
-def test_years_of_missed_times_are_passed_over_at_once() -> None:
+def test_years_of_missed_times_are_skipped_quickly() -> None:
     schedule = Schedule(cron=Cron.parse("* * * * *"))
     start = ms("2006-01-01T00:00Z")
     assert schedule.due_ms(start, created_ms=0, now_ms=ms("2026-11-16T00:00:30Z")) == ms("2026-11-16T00:00Z")

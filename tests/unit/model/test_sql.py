@@ -1,4 +1,4 @@
-"""SELECT statements, read without Spark: what they read, and what is refused."""
+"""SELECT statements parsed without Spark: which topics they read, and which are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READS = {
 
 
 @pytest.mark.parametrize("text", READS)
-def test_what_is_read(text: str) -> None:
+def test_the_topics_of_a_statement_are_found(text: str) -> None:
     found = read_select(text)
     assert (" ".join(found.reads), found.is_clear) == (READS[text], True)
 
@@ -40,11 +40,11 @@ def test_what_is_read(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["SELECT * FROM STREAM a", "SELECT * FROM IDENTIFIER('a')", "SELECT v:a.b[0]::int FROM t"]
 )
-def test_what_is_not_clear_is_left_to_spark(text: str) -> None:
+def test_ambiguous_statements_are_left_to_spark(text: str) -> None:
     assert not read_select(text).is_clear
 
 
-def test_a_semicolon_may_end_it() -> None:
+def test_a_trailing_semicolon_is_accepted() -> None:
     assert read_select("SELECT 1 FROM a ; -- done\n").text == "SELECT 1 FROM a"
 
 
@@ -67,7 +67,7 @@ def test_a_semicolon_may_end_it() -> None:
         ("SELECT * FROM größen", "write `größen` in backquotes"),
     ],
 )
-def test_what_is_refused(text: str, said: str) -> None:
+def test_invalid_statements_are_refused(text: str, said: str) -> None:
     with pytest.raises(InvalidSetting) as refused:
         read_select(text)
     assert said in str(refused.value)
@@ -96,7 +96,7 @@ WORDS = [
 
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(WORDS), max_size=12))
-def test_nothing_else_is_raised_by_statements(words: list[str]) -> None:
+def test_arbitrary_statements_raise_nothing_else(words: list[str]) -> None:
     try:
         read_select(" ".join(words))
     except InvalidSetting:

@@ -1,4 +1,4 @@
-"""Subscriptions: what can be declared, and what is said about the rest."""
+"""Subscriptions: what can be declared, and the errors for everything else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from millstream.core.topic import check_topic_name
 HOUR_MS = 3600 * 1000
 
 
-def test_settings_come_from_texts_and_go_back_to_them() -> None:
+def test_settings_round_trip_as_text() -> None:
     given = {LEASE: "60000", ATTEMPTS: "3", ORDERED: "true", START: "earliest", FILTER: "payload.total > 1000"}
     settings = check_subscription("billing", ["orders"], given)
     assert (settings.lease_ms, settings.attempts, settings.ordered) == (60_000, 3, True)
@@ -38,7 +38,7 @@ def test_settings_come_from_texts_and_go_back_to_them() -> None:
     assert set(settings.as_strings()) == set(SubscriptionSettings.declared())
 
 
-def test_a_backoff_doubles_up_to_its_end_and_is_shortened_by_a_fifth_at_most() -> None:
+def test_a_backoff_doubles_up_to_its_maximum_with_at_most_a_fifth_of_jitter() -> None:
     settings = SubscriptionSettings.from_strings({BACKOFF_MIN: "100", BACKOFF_MAX: "1000"})
     for attempt, longest in ((1, 100), (2, 200), (3, 400), (4, 800), (5, 1000), (200, 1000)):
         waits = {settings.backoff_ms(attempt, now_ms) for now_ms in range(1000)}
@@ -47,7 +47,7 @@ def test_a_backoff_doubles_up_to_its_end_and_is_shortened_by_a_fifth_at_most() -
     assert SubscriptionSettings().backoff_ms(7, 1) == 0
 
 
-def test_a_new_subscription_outlives_an_hour_and_keeps_what_fails() -> None:
+def test_by_default_a_subscription_never_expires_and_keeps_failed_messages() -> None:
     settings = SubscriptionSettings.from_strings(settings_of_new({}, "x-dlq"))
     shortest_ms = sum(
         min(settings.backoff_ms(attempt, now_ms) for now_ms in range(1000)) for attempt in range(1, settings.attempts)
@@ -56,7 +56,7 @@ def test_a_new_subscription_outlives_an_hour_and_keeps_what_fails() -> None:
     assert (settings.dead_letter_topic, settings.has_dead_letters) == ("x-dlq", True)
 
 
-def test_what_the_owner_gives_is_kept_and_the_other_bound_of_the_backoff_gives_way() -> None:
+def test_a_given_backoff_bound_is_kept_and_the_other_is_adjusted() -> None:
     given = {ATTEMPTS: "3", DEAD_LETTER_TOPIC: "none"}
     settings = SubscriptionSettings.from_strings(settings_of_new(given, "x-dlq"))
     assert (settings.attempts, settings.has_dead_letters) == (3, False)
@@ -72,7 +72,7 @@ def test_what_the_owner_gives_is_kept_and_the_other_bound_of_the_backoff_gives_w
 
 
 @pytest.mark.parametrize("name", ["billing", "two words", "größe/1", "x" * 249, "a.b_c-d"])
-def test_a_dead_letter_topic_has_a_legal_name_that_no_other_has(name: str) -> None:
+def test_a_dead_letter_topic_has_a_valid_unique_name(name: str) -> None:
     one, other = (dead_letter_topic_for(name, UUID(int=number << 96), lambda _: False) for number in (1, 2))
     check_topic_name(one)
     assert one == other if name in ("billing", "a.b_c-d") else one != other
@@ -81,7 +81,7 @@ def test_a_dead_letter_topic_has_a_legal_name_that_no_other_has(name: str) -> No
     assert taken not in (one, other)
 
 
-def test_a_start_names_a_place_or_a_time() -> None:
+def test_a_start_is_a_position_or_a_time() -> None:
     def time_of(start: str) -> int | None:
         return SubscriptionSettings.from_strings({START: start}).start_time_ms(10 * HOUR_MS)
 
@@ -115,7 +115,7 @@ def test_a_start_names_a_place_or_a_time() -> None:
         ("x", ["a"], {FILTER: "x" * 8193}, InvalidSetting, "8192"),
     ],
 )
-def test_what_cannot_be_declared_is_reported(
+def test_invalid_declarations_are_reported(
     name: str, topics: list[str], overrides: dict[str, str], error: type[InvalidRequest], said: str
 ) -> None:
     with pytest.raises(error, match=said):

@@ -1,4 +1,4 @@
-"""Concurrent work: its results, which failure is raised; a cancellation is never lost."""
+"""Concurrent work: results, which failure is raised, and that no cancellation is lost."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ async def _fails(error: Exception) -> int:
     raise error
 
 
-async def test_results_come_in_order_and_nothing_to_do_is_nothing() -> None:
+async def test_results_are_in_order_and_no_work_gives_none() -> None:
     assert await gather_or_cancel(_given(number) for number in range(5)) == [0, 1, 2, 3, 4]
     assert await gather_or_cancel([]) == []
 
 
-async def test_a_failure_ends_the_others_and_is_reported_as_it_is() -> None:
+async def test_a_failure_cancels_the_others_and_is_raised_unchanged() -> None:
     never = asyncio.Event()
     cleaned = []
 
@@ -43,14 +43,14 @@ async def test_a_failure_ends_the_others_and_is_reported_as_it_is() -> None:
     assert cleaned == ["waits", "waits"]
 
 
-async def test_the_first_that_is_done_ends_the_others() -> None:
+async def test_the_first_result_cancels_the_others() -> None:
     never = asyncio.Event()
     await run_until_first([never.wait(), _given(1)])
     with pytest.raises(OSError, match="away"):
         await run_until_first([never.wait(), _fails(OSError("away"))])
 
 
-async def test_a_cancellation_while_a_failure_ends_the_others_is_not_forgotten() -> None:
+async def test_a_cancellation_during_the_clean_up_after_a_failure_is_not_lost() -> None:
     leaves = asyncio.Event()
     may_leave = asyncio.Event()
 
@@ -78,7 +78,7 @@ async def test_a_cancellation_while_a_failure_ends_the_others_is_not_forgotten()
         await asyncio.wait_for(task, 60)
 
 
-async def test_the_first_task_that_dies_is_reported() -> None:
+async def test_the_first_task_that_fails_is_reported() -> None:
     supervisor = TaskSupervisor()
 
     async def end() -> None:
@@ -94,7 +94,7 @@ async def test_the_first_task_that_dies_is_reported() -> None:
         await supervisor.failed
 
 
-async def test_a_supervisor_ends_its_tasks() -> None:
+async def test_a_supervisor_cancels_its_tasks() -> None:
     supervisor = TaskSupervisor()
     task = supervisor.start("waiting", asyncio.Event().wait())  # type: ignore[arg-type]
     await supervisor.close()
@@ -123,10 +123,10 @@ async def test_work_that_ends_or_fails_is_restarted() -> None:
     assert runs == 3
 
 
-# -- limits in time ----------------------------------------------------------------------------------------------
+# -- timeouts ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_cancellation_that_comes_with_the_result_is_not_forgotten() -> None:
+async def test_a_cancellation_together_with_the_result_is_not_lost() -> None:
     event, rounds = asyncio.Event(), 0
 
     async def wait_again_and_again() -> None:

@@ -1,4 +1,4 @@
-"""A topic's settings: what is taken, what is refused, and with which words."""
+"""Topic settings: which are accepted, which are refused, and with which messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ KAFKA_HAS = frozenset(
 """Every setting of a topic of Kafka 4."""
 
 
-def test_every_setting_of_kafka_is_either_here_or_refused_by_name() -> None:
+def test_every_kafka_setting_is_supported_or_refused_by_name() -> None:
     assert KAFKA_HAS - TopicSettings.declared().keys() - MISSING.keys() == set()
     assert not TopicSettings.declared().keys() & MISSING.keys()
 
@@ -61,19 +61,19 @@ def test_a_setting_that_only_kafka_has_is_distinguished_from_an_unknown_one(name
 
 
 @pytest.mark.parametrize("name", ["preallocate", "remote.storage.enable"])
-def test_what_cannot_be_switched_on_takes_the_value_it_has(name: str) -> None:
+def test_an_unsupported_switch_accepts_its_only_value(name: str) -> None:
     assert TopicSettings.from_strings({name: "false"}) == TopicSettings()
     with pytest.raises(InvalidSetting, match=f"{name} is always false, not True; Accepted for Kafka tools"):
         TopicSettings.from_strings({name: "true"})
 
 
 @pytest.mark.parametrize("name", ["segment.index.bytes", "segment.jitter.ms", "file.delete.delay.ms"])
-def test_what_has_no_effect_is_kept_and_says_so(name: str) -> None:
+def test_a_setting_without_effect_is_stored_and_reported_as_such(name: str) -> None:
     assert TopicSettings.from_strings({name: "5000"}).as_strings()[name] == "5000"
     assert TopicSettings.declared()[name].description.startswith("No effect")
 
 
-def test_a_topic_that_syncs_by_messages_is_synced_always() -> None:
+def test_flush_messages_maps_to_always() -> None:
     lazy = TopicSettings(flush="os")
     assert TopicSettings.from_strings({"flush.messages": "1"}, base=lazy).flush == "always"
     assert TopicSettings.from_strings({"flush.messages": str(2**63 - 1)}, base=lazy).flush == "os"
@@ -83,7 +83,7 @@ def test_a_topic_that_syncs_by_messages_is_synced_always() -> None:
 
 
 @pytest.mark.parametrize("codec", ["producer", "uncompressed", "gzip", "snappy", "lz4", "zstd"])
-def test_every_compression_that_tools_ask_for_is_taken(codec: str) -> None:
+def test_every_compression_that_tools_use_is_accepted(codec: str) -> None:
     assert TopicSettings.from_strings({"compression.type": codec}).compression_type == codec
 
 
@@ -102,12 +102,12 @@ def test_every_compression_that_tools_ask_for_is_taken(codec: str) -> None:
         ({CONTRACT: "x" * 2001}, "at most 2000 characters"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, str], says: str) -> None:
+def test_invalid_settings_are_refused(given: dict[str, str], says: str) -> None:
     with pytest.raises(InvalidSetting, match=says):
         TopicSettings.from_strings(given)
 
 
-def test_a_topic_says_whose_it_is() -> None:
+def test_a_topic_states_its_owner() -> None:
     given = {OWNER: "billing, Anna Björk", DESCRIPTION: "ü" * DESCRIPTION_LENGTH_MAX, CONTRACT: "https://contracts/o"}
     settings = TopicSettings.from_strings(given)
     assert (settings.owner, settings.contract) == ("billing, Anna Björk", "https://contracts/o")
@@ -115,6 +115,6 @@ def test_a_topic_says_whose_it_is() -> None:
     assert TopicSettings().owner == TopicSettings().description == TopicSettings().contract == ""
 
 
-def test_every_setting_is_taken_back_as_it_is_shown() -> None:
+def test_every_setting_is_accepted_as_it_is_shown() -> None:
     settings = TopicSettings(min_cleanable_dirty_ratio=0.25, owner="me")
     assert TopicSettings.from_strings(settings.as_strings()) == settings

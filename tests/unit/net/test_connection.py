@@ -37,7 +37,7 @@ class Echo:
 
 
 class Scripted:
-    """Responds through a function that the test gives."""
+    """Responds through a function of the test."""
 
     def __init__(self, respond: Callable[[bytes], EventualResponse]) -> None:
         self._respond = respond
@@ -82,7 +82,7 @@ async def client(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio
 
 @given(bodies=st.lists(st.binary(min_size=1, max_size=5000), min_size=1, max_size=20), data=st.data())
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_frames_survive_any_cutting(bodies: list[bytes], data: st.DataObject) -> None:
+def test_frames_survive_any_fragmentation(bodies: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(map(framed, bodies))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(stream)), max_size=12)))
 
@@ -110,7 +110,7 @@ async def test_a_large_frame_grows_its_buffer_and_arrives_whole() -> None:
 
 
 @pytest.mark.parametrize("length", [0, -1, -(2**31), 2**31 - 1, LIMITS.frame_bytes_max + 1])
-async def test_an_impossible_length_closes_only_its_own_connection(length: int) -> None:
+async def test_an_invalid_length_closes_only_its_own_connection(length: int) -> None:
     async with listening(Echo()) as (listener, port), client(port) as (good_reader, good_writer):
         async with client(port) as (reader, writer):
             writer.write(struct.pack(">i", length) + b"garbage")
@@ -130,7 +130,7 @@ async def test_an_announced_length_alone_costs_little_memory() -> None:
     assert budget.used_bytes == 0
 
 
-async def test_promised_responses_leave_in_the_order_of_their_requests() -> None:
+async def test_promised_responses_are_sent_in_request_order() -> None:
     promises: list[Promise] = []
 
     def promise(frame: bytes) -> EventualResponse:
@@ -148,7 +148,7 @@ async def test_promised_responses_leave_in_the_order_of_their_requests() -> None
         assert [await read_frame(reader) for _ in range(4)] == [b"response 0", b"response 1", b"response 2", b"now"]
 
 
-async def test_a_promise_can_be_waited_for_before_and_after_it_is_resolved() -> None:
+async def test_a_promise_can_be_awaited_before_and_after_it_is_resolved() -> None:
     latency = Histogram()
     promise = Promise()
     promise.observe(latency, 0.0)
@@ -160,7 +160,7 @@ async def test_a_promise_can_be_waited_for_before_and_after_it_is_resolved() -> 
     assert latency.observations == 1
 
 
-async def test_a_coroutine_holds_up_later_requests_of_its_connection_only() -> None:
+async def test_a_coroutine_delays_only_later_requests_of_its_connection() -> None:
     gate = asyncio.Event()
     seen: list[bytes] = []
 
@@ -191,7 +191,7 @@ async def test_a_violation_closes_the_connection() -> None:
         assert await reader.read() == b""
 
 
-async def test_a_client_that_never_reads_is_held_back() -> None:
+async def test_a_client_that_never_reads_is_throttled() -> None:
     served = 0
 
     def respond(frame: bytes) -> EventualResponse:
@@ -214,7 +214,7 @@ async def test_a_client_that_never_reads_is_held_back() -> None:
     assert budget.used_bytes == 0
 
 
-async def test_reading_waits_when_the_budget_is_used_up() -> None:
+async def test_reading_pauses_when_the_budget_is_exhausted() -> None:
     gate = asyncio.Event()
 
     def respond(frame: bytes) -> EventualResponse:
@@ -230,7 +230,7 @@ async def test_reading_waits_when_the_budget_is_used_up() -> None:
         while budget.has_room:
             await asyncio.sleep(0.001)
         second[1].write(framed(b"a"))
-        # The first read of a connection is taken; after it the connection waits for room.
+        # The first read of a connection is accepted; after it the connection waits for memory.
         assert await read_frame(second[0]) == b"a"
         second[1].write(framed(b"b"))
         with pytest.raises(TimeoutError):
@@ -241,7 +241,7 @@ async def test_reading_waits_when_the_budget_is_used_up() -> None:
     assert budget.used_bytes == 0
 
 
-async def test_one_connection_too_many_is_turned_away() -> None:
+async def test_connections_beyond_the_limit_are_refused() -> None:
     async with listening(Echo(), connections_max=1) as (listener, port), client(port) as (reader, writer):
         writer.write(framed(b"in"))
         assert await read_frame(reader) == b"in"
@@ -263,7 +263,7 @@ class NoTurns(Turns):
 
 
 @pytest.mark.parametrize("is_reset", [True, False])
-async def test_clients_that_left_while_they_waited_for_their_turn_make_room(
+async def test_clients_that_disconnect_while_waiting_for_their_turn_are_removed(
     is_reset: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener_module, "GONE_CHECK_MIN", 2)
@@ -280,7 +280,7 @@ async def test_clients_that_left_while_they_waited_for_their_turn_make_room(
         assert len(listener.connections) <= 5
 
 
-async def test_a_half_sent_frame_that_stalls_is_ended() -> None:
+async def test_a_stalled_partial_frame_is_disconnected() -> None:
     limits = ConnectionLimits(frame_bytes_max=1000, stall_s=10)
     async with listening(Echo(), limits=limits) as (listener, port), client(port) as (_, writer):
         writer.write(struct.pack(">i", 100) + b"half")
@@ -291,7 +291,7 @@ async def test_a_half_sent_frame_that_stalls_is_ended() -> None:
         assert connection.stalled(connection.last_activity + 11)
 
 
-async def test_draining_responds_to_what_is_under_way() -> None:
+async def test_draining_completes_requests_in_flight() -> None:
     promise: asyncio.Future[list[bytes | bytearray | memoryview] | None] = asyncio.get_running_loop().create_future()
     started = asyncio.Event()
 
@@ -311,7 +311,7 @@ async def test_draining_responds_to_what_is_under_way() -> None:
 
 
 async def test_a_frame_that_waits_for_a_coroutine_keeps_its_bytes() -> None:
-    """Small frames are served where they lie in a buffer that all connections share; those that wait have a copy."""
+    """Small frames are served from a buffer that all connections share; waiting frames have a copy."""
     gate = asyncio.Event()
 
     def respond(frame: bytes) -> EventualResponse:
@@ -330,7 +330,7 @@ async def test_a_frame_that_waits_for_a_coroutine_keeps_its_bytes() -> None:
         assert [await read_frame(reader) for _ in range(3)] == [b"slow", b"first", b"second"]
 
 
-async def test_responses_to_good_requests_leave_before_a_bad_one_ends_the_connection() -> None:
+async def test_earlier_responses_are_sent_before_a_bad_request_closes_the_connection() -> None:
     def respond(frame: bytes) -> EventualResponse:
         if frame == b"bad":
             raise ProtocolViolation("bad")

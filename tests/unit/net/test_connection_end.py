@@ -1,4 +1,4 @@
-"""What becomes of requests whose client has ended its side, or is gone."""
+"""Requests of a client that has shut down its side of the connection, or is gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def framed(body: bytes) -> bytes:
 
 
 class Waiting(Parked):
-    """A request that waits for others, until the test responds to it."""
+    """A request that waits until the test responds to it."""
 
     def __init__(self, polls: Polls) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Waiting(Parked):
 
 
 class Polls:
-    """Long polls that end when the client leaves ("poll"), or are given up ("join", "park"); promises; and echoes."""
+    """Long polls that end when the client leaves ("poll"), or are abandoned ("join", "park"); promises; and echoes."""
 
     def __init__(self) -> None:
         self.polls = 0
@@ -127,7 +127,7 @@ async def until_polling(service: Polls, count: int = 1) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_long_poll_ends_with_what_there_is_when_the_client_ends_its_side() -> None:
+async def test_a_long_poll_returns_what_it_has_when_the_client_shuts_down_its_side() -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -141,7 +141,7 @@ async def test_a_long_poll_ends_with_what_there_is_when_the_client_ends_its_side
         writer.close()
 
 
-async def test_requests_behind_one_that_waits_for_others_are_served_after_it() -> None:
+async def test_requests_behind_a_waiting_one_are_served_after_it() -> None:
     service = Polls()
     async with listening(service) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -156,7 +156,7 @@ async def test_requests_behind_one_that_waits_for_others_are_served_after_it() -
 
 
 @pytest.mark.parametrize("behind", [b"", framed(b"last")])
-async def test_what_waits_for_others_is_given_up_when_the_client_ends_its_side(behind: bytes) -> None:
+async def test_waiting_requests_are_abandoned_when_the_client_shuts_down_its_side(behind: bytes) -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -170,7 +170,7 @@ async def test_what_waits_for_others_is_given_up_when_the_client_ends_its_side(b
 
 
 @pytest.mark.parametrize("kind", [b"poll", b"join", b"park"])
-async def test_a_client_that_closes_leaves_nothing_that_waits(kind: bytes) -> None:
+async def test_a_client_that_closes_leaves_no_waiting_request(kind: bytes) -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -182,11 +182,11 @@ async def test_a_client_that_closes_leaves_nothing_that_waits(kind: bytes) -> No
 
 
 @pytest.mark.parametrize("ends_its_side", [True, False])
-async def test_a_response_that_was_read_is_not_undone(ends_its_side: bool) -> None:
+async def test_a_response_that_was_sent_is_not_undone(ends_its_side: bool) -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        # Large enough to be sent in pieces; behind it, one more waits for its turn.
+        # Large enough to be sent in pieces; behind it, another response waits.
         writer.write(framed(b"lease1000000") + framed(b"lease5"))
         if ends_its_side:
             writer.write_eof()
@@ -196,7 +196,7 @@ async def test_a_response_that_was_read_is_not_undone(ends_its_side: bool) -> No
         assert service.undone == 0
 
 
-async def test_a_response_that_did_not_leave_is_undone() -> None:
+async def test_a_response_that_was_not_sent_is_undone() -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
@@ -207,7 +207,7 @@ async def test_a_response_that_did_not_leave_is_undone() -> None:
         assert service.undone == 1
 
 
-async def test_what_is_given_up_has_no_response_and_what_comes_behind_it_has() -> None:
+async def test_an_abandoned_request_has_no_response_and_later_ones_do() -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -220,11 +220,11 @@ async def test_what_is_given_up_has_no_response_and_what_comes_behind_it_has() -
 
 
 @pytest.mark.parametrize("kind", [b"poll", b"join"])
-async def test_the_end_is_noticed_while_nothing_is_read(kind: bytes) -> None:
+async def test_a_shutdown_is_noticed_while_reading_is_paused(kind: bytes) -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        # So many wait behind the poll that no more is read, and the end is behind even more.
+        # So many requests wait behind the poll that reading pauses, and the shutdown is behind even more.
         count = 200
         writer.write(framed(kind))
         await until_polling(service)
@@ -239,7 +239,7 @@ async def test_the_end_is_noticed_while_nothing_is_read(kind: bytes) -> None:
         writer.close()
 
 
-async def test_the_end_is_noticed_while_there_is_no_memory_to_read() -> None:
+async def test_a_shutdown_is_noticed_without_memory_to_read() -> None:
     service = Polls()
     budget = Budget(10_000)
     async with listening(service, budget) as (listener, port):
@@ -258,7 +258,7 @@ async def until_polling_ends(listener: Listener) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_what_is_promised_is_kept_after_the_client_ended_its_side() -> None:
+async def test_promises_are_kept_after_the_client_shut_down_its_side() -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -273,7 +273,7 @@ async def test_what_is_promised_is_kept_after_the_client_ended_its_side() -> Non
         writer.close()
 
 
-async def test_a_connection_that_is_read_from_again_is_not_watched() -> None:
+async def test_a_connection_that_is_read_again_is_not_watched() -> None:
     service = Polls()
     async with listening(service) as (listener, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -291,7 +291,7 @@ async def test_a_connection_that_is_read_from_again_is_not_watched() -> None:
         writer.close()
 
 
-async def test_a_descriptor_that_is_used_again_is_another_connections() -> None:
+async def test_a_reused_descriptor_belongs_to_another_connection() -> None:
     hangups = Hangups()
     reported: list[str] = []
     ours, theirs = socket.socketpair()

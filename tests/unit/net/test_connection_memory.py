@@ -1,4 +1,4 @@
-"""The cost of half-sent frames and unread responses, and that no client waits forever for memory that others hold."""
+"""The cost of partial frames and unread responses; no client waits for ever for memory that others hold."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Size:
-    """Responds to every frame with its size, but for those that begin with an S."""
+    """Responds to every frame with its size, except those that begin with S."""
 
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         return None if frame[0] == ord("S") else [struct.pack(">ii", 4, len(frame))]
 
 
 class Flood:
-    """Responds to every frame with a megabyte, but for those that begin with an S."""
+    """Responds to every frame with a megabyte, except those that begin with S."""
 
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         return None if frame[0] == ord("S") else [struct.pack(">i", 1 << 20), bytes(1 << 20)]
@@ -79,7 +79,7 @@ async def until_holding(budget: Budget, at_least: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_an_announced_frame_costs_what_has_come_of_it() -> None:
+async def test_a_partial_frame_costs_what_has_arrived_of_it() -> None:
     budget = Budget(1 << 30)
     async with listening(budget) as (_, port), clients(port, 50) as half:
         for _, writer in half:
@@ -88,7 +88,7 @@ async def test_an_announced_frame_costs_what_has_come_of_it() -> None:
         assert budget.used_bytes < 50 * 8192
 
 
-async def test_half_frames_beyond_the_budget_do_not_wait_for_each_other() -> None:
+async def test_partial_frames_beyond_the_budget_do_not_deadlock() -> None:
     budget = Budget(1024 * 1024)
     sizes = [3_000_000, 5_000_000, 200_000, 9_000_000]
     async with listening(budget) as (_, port), clients(port, len(sizes)) as senders:
@@ -100,8 +100,8 @@ async def test_half_frames_beyond_the_budget_do_not_wait_for_each_other() -> Non
         assert await asyncio.gather(*map(reported_size, senders)) == sizes
 
 
-async def test_small_requests_pass_by_frames_that_are_stuck() -> None:
-    # A budget in proportion to the buffers of large frames, as a broker has it.
+async def test_small_requests_overtake_stuck_frames() -> None:
+    # A budget in proportion to the buffers of large frames, as in a broker.
     budget = Budget(64 * 1024 * 1024)
     async with listening(budget) as (_, port), clients(port, 40) as senders, clients(port, 1) as (other,):
         for _, writer in senders:
@@ -112,7 +112,7 @@ async def test_small_requests_pass_by_frames_that_are_stuck() -> None:
             assert await reported_size(other) == size
 
 
-async def test_who_stops_in_the_middle_of_a_frame_is_ended_sooner_when_others_wait() -> None:
+async def test_a_stalled_frame_is_disconnected_sooner_when_others_wait() -> None:
     budget = Budget(1 << 20)
     async with listening(budget) as (listener, port), clients(port, 1) as (stuck,):
         stuck[1].write(struct.pack(">i", 1000) + b"half")
@@ -121,16 +121,16 @@ async def test_who_stops_in_the_middle_of_a_frame_is_ended_sooner_when_others_wa
         soon = connection.last_activity + LIMITS.pressed_stall_s + 1
         assert not connection.stalled(soon)
         assert connection.stalled(soon, pressed=True)
-        # One that drips in is given longer, but not for ever.
+        # A slow one gets more time, but not for ever.
         connection.last_activity = late = soon + LIMITS.pressed_frame_s
         assert not connection.stalled(late)
         assert connection.stalled(late, pressed=True)
 
 
-async def test_a_connection_that_ended_its_side_closes_once_its_responses_are_read() -> None:
+async def test_a_connection_shut_down_by_its_client_closes_once_its_responses_are_read() -> None:
     async with listening(Budget(1 << 30), Flood()) as (listener, port), clients(port, 1) as ((reader, writer),):
-        # The first response fills the buffers, so the others wait; the last one needs no response that could notice the
-        # end.
+        # The first response fills the buffers, so the others wait; the last request has no response that could notice
+        # the shutdown.
         writer.write(framed(b"a") * 20 + framed(b"S"))
         writer.write_eof()
         received = await asyncio.wait_for(reader.read(), 60)
@@ -143,7 +143,7 @@ async def test_unread_responses_count_against_the_budget() -> None:
     budget = Budget(1 << 30)
     async with listening(budget, Flood()) as (_, port), clients(port, 1) as ((_, writer),):
         writer.write(framed(b"a") * 30)
-        # The kernel decides how much of the last piece it takes; what stops the sending is more than this.
+        # The kernel decides how much of the last piece it takes; sending stops beyond this.
         await until_holding(budget, WRITE_BUFFER_HIGH_BYTES)
         await asyncio.sleep(0.05)
         # Nothing more is served while nothing is read.
@@ -151,7 +151,7 @@ async def test_unread_responses_count_against_the_budget() -> None:
 
 
 class Behind:
-    """Promises a response to P, parks Q, waits in a task for T, and responds to all else with a megabyte."""
+    """Promises a response to P, parks Q, waits in a task for T, and responds to all others with a megabyte."""
 
     def __init__(self) -> None:
         self.first = Promise()
@@ -177,7 +177,7 @@ class Behind:
 
 @pytest.mark.parametrize("kind", [b"Q", b"T", b"S", b"a"])
 @pytest.mark.parametrize("is_closed", [False, True])
-async def test_responses_behind_one_that_is_not_ready_count_against_the_budget(kind: bytes, is_closed: bool) -> None:
+async def test_responses_behind_an_unfinished_one_count_against_the_budget(kind: bytes, is_closed: bool) -> None:
     service, budget = Behind(), Budget(1 << 30)
     async with listening(budget, service) as (listener, port), clients(port, 1) as ((reader, writer),):
         writer.write(framed(b"P") + framed(kind))
@@ -199,13 +199,13 @@ async def test_responses_behind_one_that_is_not_ready_count_against_the_budget(k
 
 
 class Late(Parked):
-    """A response that is about to be kept, so that it is not given up."""
+    """A response that is about to be kept, so that it is not abandoned."""
 
     def abandon(self) -> None:
         pass
 
 
-async def test_a_promise_resolved_after_the_connection_is_lost_gives_its_memory_back() -> None:
+async def test_a_promise_resolved_after_the_connection_is_lost_releases_its_memory() -> None:
     service, budget = Behind(), Budget(1 << 30)
     service.parked = Late()
     async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):
@@ -219,7 +219,7 @@ async def test_a_promise_resolved_after_the_connection_is_lost_gives_its_memory_
         assert budget.used_bytes == 0
 
 
-async def test_a_request_that_cannot_be_abandoned_does_not_keep_the_rest_from_being_released() -> None:
+async def test_a_request_that_cannot_be_abandoned_does_not_block_the_release_of_others() -> None:
     service, budget = Behind(), Budget(1 << 30)
     async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):
         # A part of a large frame has arrived, too.
@@ -233,7 +233,7 @@ async def test_a_request_that_cannot_be_abandoned_does_not_keep_the_rest_from_be
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_the_pass_goes_to_one_at_a_time(count: int) -> None:
+def test_one_connection_at_a_time_may_exceed_the_budget(count: int) -> None:
     budget = Budget(100)
     budget.take(1000)
     grown: list[int] = []

@@ -1,4 +1,4 @@
-"""A muted connection: nothing of it is served for a while, and nothing of it is lost."""
+"""A muted connection is not served for a while, and loses nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A_MOMENT_S = 0.01
 
 
 class MutesOnDemand:
-    """Echoes frames; one that begins with `mute` mutes its connection."""
+    """Echoes frames; a frame that begins with `mute` mutes its connection."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -60,7 +60,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 async def echo(port: int, body: bytes) -> bytes:
-    """A round trip of another client, during which the loop has served everything that it is going to serve."""
+    """Do a round trip of another client, during which the loop serves everything that it is going to serve."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(framed(body))
     response = await read_frame(reader)
@@ -68,7 +68,7 @@ async def echo(port: int, body: bytes) -> bytes:
     return response
 
 
-async def test_the_response_leaves_and_what_comes_behind_waits_until_the_end_of_the_mute() -> None:
+async def test_the_response_is_sent_and_later_requests_wait_until_the_mute_ends() -> None:
     service = MutesOnDemand(FOR_EVER_S)
     budget = Budget(1 << 30)
     async with listening(service, budget) as (listener, port):
@@ -77,7 +77,7 @@ async def test_the_response_leaves_and_what_comes_behind_waits_until_the_end_of_
         assert await read_frame(reader) == b"mute"
         assert await echo(port, b"other") == b"other"
         assert service.handled == [b"mute", b"other"]
-        # A broker that stops keeps no client waiting: requests that were read get a response.
+        # A stopping broker ends the mute: requests that were read get a response.
         drained = asyncio.create_task(listener.drain(5))
         assert await read_frame(reader) == b"behind it"
         assert await read_frame(reader) == b"and this"
@@ -97,14 +97,14 @@ async def test_a_mute_ends_by_itself() -> None:
         writer.close()
 
 
-async def test_the_longer_of_two_mutes_holds() -> None:
+async def test_the_longer_of_two_mutes_applies() -> None:
     service = MutesOnDemand(FOR_EVER_S)
     async with listening(service, Budget(1 << 30)) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"mute") + framed(b"behind it"))
         assert await read_frame(reader) == b"mute"
         (connection,) = service.connections
-        # A throttled client is not idle, and is not closed.
+        # A throttled client is not idle, and is not disconnected.
         assert not connection.is_idle
         connection.mute(0)
         assert await echo(port, b"other") == b"other"
@@ -112,7 +112,7 @@ async def test_the_longer_of_two_mutes_holds() -> None:
         writer.close()
 
 
-async def test_a_muted_connection_that_is_cut_gives_everything_back() -> None:
+async def test_a_lost_muted_connection_releases_everything() -> None:
     service = MutesOnDemand(FOR_EVER_S)
     budget = Budget(1 << 30)
     async with listening(service, budget) as (listener, port):

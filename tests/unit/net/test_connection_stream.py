@@ -23,7 +23,7 @@ LIMITS = ConnectionLimits(frame_bytes_max=1000)
 
 
 class Part:
-    """A part that counts how much was read of it, and how many there are."""
+    """A part that counts the bytes read from it, and its instances."""
 
     alive = 0
 
@@ -48,7 +48,7 @@ class Part:
 
 
 class Streams:
-    """Responds to a frame of one letter with what was prepared for it, and any other with itself."""
+    """Responds to a frame of one letter with the prepared response, and echoes any other."""
 
     def __init__(self, **prepared: Callable[[], list[Part]]) -> None:
         self.prepared = prepared
@@ -60,7 +60,7 @@ class Streams:
             return [struct.pack(">i", len(frame)), bytes(frame)]
         self.given = parts = self.prepared[name]()
         head = struct.pack(">i", sum(map(len, parts)))
-        # Some bytes that are in memory stand between those that are not, as in the response to a fetch.
+        # In-memory bytes are interleaved with file parts, as in a fetch response.
         laid: list[Piece | Stored] = [head]
         for part in parts:
             laid += [part, b""]
@@ -94,7 +94,7 @@ def parts_of(count: int, size: int = MEGABYTE) -> list[Part]:
     sizes=st.lists(st.tuples(st.booleans(), st.integers(0, 50)), max_size=20),
     wanted=st.integers(1, 40),
 )
-def test_every_byte_is_taken_once_and_in_order(sizes: list[tuple[bool, int]], wanted: int) -> None:
+def test_every_byte_is_read_once_and_in_order(sizes: list[tuple[bool, int]], wanted: int) -> None:
     parts: list[Piece | Stored] = []
     expected = b""
     for number, (stored, size) in enumerate(sizes):
@@ -112,7 +112,7 @@ def test_every_byte_is_taken_once_and_in_order(sizes: list[tuple[bool, int]], wa
     assert taken == expected
 
 
-async def test_a_slow_reader_costs_the_memory_of_a_piece_and_gets_every_byte() -> None:
+async def test_a_slow_reader_costs_one_piece_of_memory_and_gets_every_byte() -> None:
     service = Streams(a=lambda: parts_of(40))
     budget = Budget(1 << 30)
     async with listening(service, budget) as (_, port):
@@ -121,7 +121,7 @@ async def test_a_slow_reader_costs_the_memory_of_a_piece_and_gets_every_byte() -
         while budget.used_bytes == 0:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
-        # What the kernel has taken is gone; of the rest, no more is in memory than a piece or two.
+        # Bytes taken by the kernel are freed; of the rest, at most a piece or two is in memory.
         read = sum(part.read_bytes for part in service.given)
         assert read < 30 * MEGABYTE
         assert budget.used_bytes < 2 * PIECE_BYTES
@@ -132,7 +132,7 @@ async def test_a_slow_reader_costs_the_memory_of_a_piece_and_gets_every_byte() -
         writer.close()
 
 
-async def test_little_memory_makes_small_pieces() -> None:
+async def test_scarce_memory_makes_small_pieces() -> None:
     service = Streams(a=lambda: parts_of(20))
     budget = Budget(400_000)
     async with listening(service, budget) as (_, port):
@@ -146,7 +146,7 @@ async def test_little_memory_makes_small_pieces() -> None:
         writer.close()
 
 
-async def test_a_client_that_goes_in_the_middle_leaves_nothing_behind() -> None:
+async def test_a_client_that_disconnects_midway_leaves_nothing_behind() -> None:
     service = Streams(a=lambda: parts_of(40))
     before = Part.alive
     async with listening(service) as (listener, port):
@@ -162,7 +162,7 @@ async def test_a_client_that_goes_in_the_middle_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 7, 39])
-async def test_what_cannot_be_read_ends_the_connection(failing: int) -> None:
+async def test_an_unreadable_part_closes_the_connection(failing: int) -> None:
     def parts() -> list[Part]:
         made = parts_of(40)
         made[failing] = Part(bytes(MEGABYTE), fails_at=0)
@@ -175,14 +175,14 @@ async def test_what_cannot_be_read_ends_the_connection(failing: int) -> None:
             await reader.readexactly(4 + 40 * MEGABYTE)
         assert listener.traffic.connections_failed == 1
         writer.close()
-        # Others are served as before.
+        # Other connections are still served.
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"well"))
         assert await reader.readexactly(8) == framed(b"well")
         writer.close()
 
 
-async def test_who_has_ended_its_side_still_gets_all_of_the_response() -> None:
+async def test_a_client_that_shut_down_its_side_still_gets_the_whole_response() -> None:
     async with listening(Streams(a=lambda: parts_of(20))) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"a") + framed(b"a") + framed(b"end"))
@@ -195,7 +195,7 @@ async def test_who_has_ended_its_side_still_gets_all_of_the_response() -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_others_have_their_turn_while_a_large_response_is_sent() -> None:
+async def test_others_are_served_while_a_large_response_is_sent() -> None:
     async with listening(Streams(a=lambda: parts_of(60))) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         other_reader, other = await asyncio.open_connection("127.0.0.1", port)
@@ -208,7 +208,7 @@ async def test_others_have_their_turn_while_a_large_response_is_sent() -> None:
         other.close()
 
 
-async def test_a_small_response_may_lie_in_a_file_too() -> None:
+async def test_a_small_response_may_come_from_a_file_too() -> None:
     service = Streams(a=lambda: parts_of(2, size=100))
     async with listening(service) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -219,7 +219,7 @@ async def test_a_small_response_may_lie_in_a_file_too() -> None:
         writer.close()
 
 
-async def test_a_request_that_fails_after_it_had_to_wait_ends_its_connection_and_nothing_behind_it_is_served() -> None:
+async def test_a_queued_request_that_fails_closes_its_connection_and_later_ones_are_not_served() -> None:
     def fails() -> list[Part]:
         raise RuntimeError("a defect")
 

@@ -1,4 +1,4 @@
-"""TLS handshakes at a listener: those that fail leave nothing behind, and what comes with their end is served."""
+"""TLS handshakes at a listener: failed ones leave nothing behind, and data sent with the last message is served."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def frame(payload: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", frame(b"x" * 20), b"\x16\x03\x01\x00\x05hello"], ids=["left", "plain", "broken"])
-async def test_a_handshake_that_fails_gives_its_place_back(
+async def test_a_failed_handshake_frees_its_slot(
     running: Running, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -78,7 +78,7 @@ async def test_a_handshake_that_fails_gives_its_place_back(
     writer.close()
 
 
-async def test_a_handshake_that_is_not_finished_is_ended(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unfinished_handshake_times_out(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "HANDSHAKE_S", 0.1)
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     writer.write(b"\x16\x03\x01")
@@ -88,7 +88,7 @@ async def test_a_handshake_that_is_not_finished_is_ended(running: Running, monke
     writer.close()
 
 
-async def test_what_comes_with_the_end_of_the_handshake_is_served(running: Running) -> None:
+async def test_requests_sent_with_the_end_of_the_handshake_are_served(running: Running) -> None:
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = running.tls.wrap_bio(incoming, outgoing, server_hostname="localhost")
 
@@ -117,7 +117,7 @@ async def test_what_comes_with_the_end_of_the_handshake_is_served(running: Runni
     assert may_respond == b"".join(frame(bytes([number]) * 10_000) for number in range(3))
 
 
-async def test_the_listener_drains_while_a_handshake_is_under_way(running: Running) -> None:
+async def test_the_listener_drains_during_a_handshake(running: Running) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", running.port)
     writer.write(b"\x16\x03\x01")
     await until(lambda: bool(running.listener._handshakes))

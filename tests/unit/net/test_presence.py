@@ -1,4 +1,4 @@
-"""State that lasts as long as a connection is released when it ends."""
+"""State bound to a connection is released when the connection ends."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from millstream.broker.net.presence import Presence
 
 
-def test_callbacks_are_called_once_and_not_for_what_has_ended_before() -> None:
+def test_callbacks_are_called_once_and_not_if_removed_before() -> None:
     presence, said = Presence(), list[str]()
     for name in ("one", "two", "three"):
         presence.on_close(name, partial(said.append, name))
     presence.forget("two")
     presence.forget("unknown")
-    # Its client has ended its side; what is under way may still get a response.
+    # The client has shut down its side; requests in flight may still get a response.
     presence.leave()
     assert said == []
     presence.end()
@@ -23,7 +23,7 @@ def test_callbacks_are_called_once_and_not_for_what_has_ended_before() -> None:
     assert said == ["one", "three"]
 
 
-def test_a_request_that_no_longer_waits_leaves_the_callback_of_the_next_one() -> None:
+def test_a_completed_request_does_not_remove_the_callback_of_the_next() -> None:
     presence, called = Presence(), list[str]()
     first, second = partial(called.append, "first"), partial(called.append, "second")
     presence.on_leave(first)
@@ -38,7 +38,7 @@ def test_a_request_that_no_longer_waits_leaves_the_callback_of_the_next_one() ->
     assert called == ["second"]
 
 
-def test_a_callback_may_forget_others() -> None:
+def test_a_callback_may_remove_others() -> None:
     presence, said = Presence(), list[str]()
 
     def callback() -> None:
@@ -50,7 +50,7 @@ def test_a_callback_may_forget_others() -> None:
     assert said == ["one"]
 
 
-def test_a_callback_that_fails_does_not_keep_others_from_being_called(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_callback_does_not_prevent_others(caplog: pytest.LogCaptureFixture) -> None:
     presence, called = Presence(), list[str]()
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""Responses that begin with the request: what is ready gets a response at once, what waits goes on in a task."""
+"""Responses that start with the request: complete ones are sent at once, waiting ones continue in a task."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ async def continued(started: Buffers | Started | None) -> EncodedResponse | None
     return await started
 
 
-async def test_what_waits_for_nothing_gets_a_response_without_a_turn_of_the_loop() -> None:
+async def test_a_response_that_waits_for_nothing_is_sent_without_a_loop_turn() -> None:
     async def respond() -> Buffers:
         return [b"ready"]
 
     assert start(respond()) == [b"ready"]
 
 
-async def test_what_waits_goes_on_in_a_task_where_it_stopped() -> None:
+async def test_a_waiting_response_continues_in_a_task_where_it_stopped() -> None:
     steps: list[str] = []
     futures: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future() for _ in range(2)]
 
@@ -38,7 +38,7 @@ async def test_what_waits_goes_on_in_a_task_where_it_stopped() -> None:
 
     started = start(respond())
     assert steps == ["waits"]
-    # It may be there before the task has taken its first step.
+    # It may be complete before the task has taken its first step.
     futures[0].set_result("first")
     task = asyncio.create_task(continued(started))
     await asyncio.sleep(0)
@@ -47,7 +47,7 @@ async def test_what_waits_goes_on_in_a_task_where_it_stopped() -> None:
     assert steps == ["waits", "first", "waits", "second"]
 
 
-async def test_a_response_that_is_given_up_or_refused_hears_of_it() -> None:
+async def test_an_abandoned_or_refused_response_is_notified() -> None:
     heard: list[BaseException] = []
 
     async def respond(future: asyncio.Future[None]) -> Buffers:
@@ -72,8 +72,8 @@ async def test_a_response_that_is_given_up_or_refused_hears_of_it() -> None:
     assert [type(error) for error in heard] == [asyncio.CancelledError, ValueError]
 
 
-async def test_a_response_that_no_task_continues_gives_back_what_it_holds() -> None:
-    """Its connection may be lost in the turn of the loop in which the request came."""
+async def test_a_response_that_no_task_continues_releases_its_resources() -> None:
+    """Its connection may be lost in the loop turn in which the request arrived."""
     given_back: list[str] = []
 
     async def respond() -> Buffers:
@@ -91,7 +91,7 @@ async def test_a_response_that_no_task_continues_gives_back_what_it_holds() -> N
     assert given_back == ["a lease"]
 
 
-async def test_what_only_needs_a_task_goes_on_with_its_first_step() -> None:
+async def test_a_response_that_only_needs_a_task_continues_with_its_first_step() -> None:
     steps: list[str] = []
 
     async def respond() -> Buffers:
@@ -107,7 +107,7 @@ async def test_what_only_needs_a_task_goes_on_with_its_first_step() -> None:
     assert await task == []
 
 
-async def test_steps_of_a_task_are_measured_without_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_steps_of_a_task_are_measured_without_their_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(response, "time", SimpleNamespace(perf_counter=lambda: now))
     waits_for = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Who gets the next turn, on a clock that only moves when something is served."""
+"""Scheduling of turns, on a clock that only advances when something is served."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIMITS = ConnectionLimits(frame_bytes_max=1 << 20)
 
 
 class Clock:
-    """Time that passes while a connection is served."""
+    """A clock that advances while a connection is served."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Glutton:
-    """A connection that always has more to do than a turn allows."""
+    """A connection that always has more work than a turn allows."""
 
     def __init__(self, turns: Turns, clock: Clock, host: str, name: str, given: Counter[str]) -> None:
         self._turns = turns
@@ -72,7 +72,7 @@ async def rounds(count: int) -> None:
 
 
 @pytest.mark.parametrize("connections", [50, 400])
-async def test_an_address_gets_no_more_by_opening_more_connections(connections: int) -> None:
+async def test_an_address_gets_no_larger_share_by_opening_more_connections(connections: int) -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     for number in range(connections):
@@ -84,7 +84,7 @@ async def test_an_address_gets_no_more_by_opening_more_connections(connections: 
     assert given["one"] == pytest.approx(given["many"], rel=0.1)
 
 
-async def test_connections_of_one_address_share_it_evenly_and_a_new_one_is_not_last() -> None:
+async def test_connections_of_one_address_share_evenly_and_a_new_one_is_not_last() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     for number in range(50):
@@ -94,21 +94,21 @@ async def test_connections_of_one_address_share_it_evenly_and_a_new_one_is_not_l
     assert max(given.values()) - min(given.values()) <= 1
     before = given.total()
     new = Glutton(turns, clock, "10.0.0.1", "new", given)
-    # What it uses first is charged from where the others are, so it comes within one round of them.
+    # Its first use is charged from the position of the others, so it is served within one round of them.
     turns.spend(new.flow, 2 * QUANTUM_S, clock.now)
     while not given["new"]:
         await asyncio.sleep(0)
     assert given.total() - before <= 55
 
 
-async def test_light_requests_pass_until_they_take_half_of_the_loop() -> None:
+async def test_light_requests_take_precedence_up_to_half_of_the_loop() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     for number in range(10):
         turns.wait(Glutton(turns, clock, "10.0.0.1", str(number), given).flow)
     light = turns.join("10.0.0.1", lambda: None)
     assert not any(turns.spend(light, LIGHT_BURST_S / 10, clock.now, is_light=True) for _ in range(9))
-    # One that took long is not to blame for it, but it uses up the share.
+    # A slow one is not penalised, but uses up the share.
     assert not turns.spend(light, LIGHT_BURST_S, clock.now, is_light=True)
     assert turns.spend(light, 2 * QUANTUM_S, clock.now, is_light=True)
     other = turns.join("10.0.0.2", lambda: None)
@@ -123,14 +123,14 @@ def crowd(turns: Turns, clock: Clock, given: Counter[str], connections: int = 40
         turns.wait(Glutton(turns, clock, "10.0.0.1", str(number), given).flow)
 
 
-async def test_a_light_request_beyond_their_share_waits_for_none_of_the_bulk_of_its_address() -> None:
+async def test_light_requests_beyond_their_share_do_not_wait_for_bulk_of_their_address() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     crowd(turns, clock, given)
     served: list[int] = []
     bystander = turns.join("10.0.0.1", lambda: served.append(given.total()))
     for number in range(5):
-        # The machine is busy, so each takes long, and there is soon nothing left of the share.
+        # The machine is busy, so each takes long, and the share is soon used up.
         while not turns.spend(bystander, LIGHT_BURST_S, clock.now, is_light=True):
             pass
         before = given.total()
@@ -139,7 +139,7 @@ async def test_a_light_request_beyond_their_share_waits_for_none_of_the_bulk_of_
         assert served[-1] - before <= 2
 
 
-async def test_what_was_used_while_none_waited_is_not_paid_back_to_each_of_a_crowd() -> None:
+async def test_time_used_while_none_waited_is_not_credited_to_each_of_a_crowd() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     first = Glutton(turns, clock, "10.0.0.1", "first", given)
@@ -151,7 +151,7 @@ async def test_what_was_used_while_none_waited_is_not_paid_back_to_each_of_a_cro
     assert given.total() <= 3 * 400
 
 
-async def test_followers_have_a_share_of_their_own_on_a_machine_that_floods() -> None:
+async def test_followers_have_their_own_share_on_a_machine_that_floods() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     crowd(turns, clock, given)
@@ -162,7 +162,7 @@ async def test_followers_have_a_share_of_their_own_on_a_machine_that_floods() ->
     assert given["follower"] == pytest.approx(given.total() / 2, rel=0.1)
 
 
-async def test_a_connection_that_closes_while_it_waits_gets_no_turn() -> None:
+async def test_a_connection_closed_while_waiting_gets_no_turn() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     gone = Glutton(turns, clock, "10.0.0.1", "gone", given)
@@ -176,7 +176,7 @@ async def test_a_connection_that_closes_while_it_waits_gets_no_turn() -> None:
     assert turns.waiting == 1
 
 
-def test_what_is_promised_at_once_is_divided_among_those_who_have_something_promised() -> None:
+def test_the_promise_budget_is_divided_among_connections_with_promises() -> None:
     turns = Turns(Clock())
     flows = [turns.join("10.0.0.1", lambda: None) for _ in range(4)]
     size = UNDER_WAY_BYTES_MAX // 4 - PROMISE_COST_BYTES
@@ -190,7 +190,7 @@ def test_what_is_promised_at_once_is_divided_among_those_who_have_something_prom
 
 
 class Costly:
-    """Echoes each frame and lets time pass; notes who was served."""
+    """Echoes each frame and advances the clock; records who was served."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -202,7 +202,7 @@ class Costly:
         return [struct.pack(">i", 1), bytes(frame[:1])]
 
 
-async def test_who_waits_for_each_response_comes_before_a_flood_that_stays_in_the_sockets() -> None:
+async def test_a_client_that_waits_for_each_response_precedes_a_flood() -> None:
     clock, budget, floods = Clock(), Budget(1 << 30), 20
     service = Costly(clock)
     listener = Listener(service, limits=LIMITS, budget=budget, connections_max=100, idle_s=600, turns=Turns(clock))
@@ -236,7 +236,7 @@ async def test_who_waits_for_each_response_comes_before_a_flood_that_stays_in_th
 
 
 class CostlyInTasks(Costly):
-    """Responds in tasks, which use the loop after the turn that began them."""
+    """Responds in tasks, which use the loop after the turn that started them."""
 
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         return self._respond(memoryview(bytes(frame)), connection)
@@ -248,7 +248,7 @@ class CostlyInTasks(Costly):
 
 
 @pytest.mark.parametrize("kind", [Costly, CostlyInTasks])
-async def test_a_round_of_the_loop_ends_however_many_have_more_than_a_turn_allows(
+async def test_a_loop_round_ends_however_many_connections_exceed_a_turn(
     kind: type[Costly], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, floods = Clock(), 200
@@ -261,10 +261,10 @@ async def test_a_round_of_the_loop_ends_however_many_have_more_than_a_turn_allow
     await listener.start(bound)
     flooding = [await asyncio.open_connection("127.0.0.1", port) for _ in range(floods)]
     try:
-        # All of it is there before the broker reads anything.
+        # Everything arrives before the broker reads anything.
         for number, (_, flood) in enumerate(flooding):
             flood.write((struct.pack(">i", 20) + bytes([number]) + bytes(19)) * 1000)
-        # What the requests of a connection cost is known once one was served.
+        # The cost of a connection's requests is known once one was served.
         while len(set(service.served)) < floods:
             await asyncio.sleep(0)
         longest = 0.0
@@ -273,7 +273,7 @@ async def test_a_round_of_the_loop_ends_however_many_have_more_than_a_turn_allow
             began = clock.now
             await asyncio.sleep(0)
             longest = max(longest, clock.now - began)
-        # Turns are given, and what has arrived is read; one that began in time may use up its quantum.
+        # Turns are given, and arrived data is read; a turn that started in time may use up its quantum.
         assert longest <= 3 * ROUND_SPENT_MAX_S
     finally:
         for _, each in flooding:
@@ -281,7 +281,7 @@ async def test_a_round_of_the_loop_ends_however_many_have_more_than_a_turn_allow
         await listener.drain(0)
 
 
-def test_many_who_connect_at_once_are_accepted_in_few_rounds() -> None:
+def test_many_concurrent_connections_are_accepted_in_few_rounds() -> None:
     async def count_rounds(clients: int) -> int:
         service = Costly(Clock())
         listener = Listener(service, limits=LIMITS, budget=Budget(1 << 30), connections_max=clients, idle_s=600)
@@ -297,12 +297,14 @@ def test_many_who_connect_at_once_are_accepted_in_few_rounds() -> None:
         await listener.drain(0)
         return rounds
 
-    # Only uvloop takes one at a time.
+    # Only uvloop accepts one at a time.
     assert uvloop.run(count_rounds(128)) <= 64
 
 
 @pytest.mark.parametrize("leaving", ["ends its side", "resets", "has more to send than the sockets hold"])
-async def test_requests_of_clients_who_hang_up_are_hardly_served(leaving: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_clients_that_disconnect_are_hardly_served(
+    leaving: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "DOUBT_S", -1.0)
     clock, budget, floods = Clock(), Budget(1 << 30), 50
     service, turns = Costly(clock), Turns(clock)
@@ -324,7 +326,7 @@ async def test_requests_of_clients_who_hang_up_are_hardly_served(leaving: str, m
                 while client.send((struct.pack(">i", 20) + bytes(20)) * 1000):
                     pass
             with suppress(BlockingIOError):
-                # Closing with responses unread would reset the connection.
+                # Closing with unread responses would reset the connection.
                 while client.recv(1 << 16):
                     pass
         client.close()
@@ -334,13 +336,13 @@ async def test_requests_of_clients_who_hang_up_are_hardly_served(leaving: str, m
                 await asyncio.sleep(0)
     finally:
         await listener.drain(0)
-    # The first response to one that only ended its side shows that it is gone.
+    # The first response to one that only shut down its side shows that it is gone.
     assert len(service.served) - before <= 2 * floods
     assert budget.used_bytes == 0
 
 
 class Tasks:
-    """Responds by a task."""
+    """Responds in a task."""
 
     def handle(self, frame: memoryview, _connection: Connection) -> EventualResponse:
         async def respond(body: bytes) -> Buffers:
@@ -351,7 +353,7 @@ class Tasks:
 
 
 class ChargedTurns(Turns):
-    """Notes what is charged."""
+    """Records what is charged."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
@@ -362,7 +364,7 @@ class ChargedTurns(Turns):
         return super().spend(flow, cost_s, now, is_light=is_light)
 
 
-async def test_what_sending_the_response_of_a_task_takes_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sending_the_response_of_a_task_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, sending_s = Clock(), 7 * QUANTUM_S
     monkeypatch.setattr(response, "time", SimpleNamespace(perf_counter=clock))
     turns, flush = ChargedTurns(clock), Connection._flush_responses

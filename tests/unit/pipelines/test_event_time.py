@@ -1,4 +1,4 @@
-"""Event times: what counts as one, which partition it is in, and what a message without one is told."""
+"""Event times: which values are valid, their partition, and the quarantine reason of messages without one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MILLISECONDS = 1_794_778_201_250
         ([1], pa.list_(pa.int64()), None),
     ],
 )
-def test_a_value_is_a_time_or_none(value: Any, kind: pa.DataType, expected: datetime | None) -> None:
+def test_a_value_is_a_time_or_refused(value: Any, kind: pa.DataType, expected: datetime | None) -> None:
     assert event_times(pa.array([value], kind)).to_pylist() == [expected]
 
 
@@ -74,7 +74,7 @@ Texts = st.one_of(
 
 
 @given(st.lists(Texts, max_size=30))
-def test_a_text_is_read_alike_whatever_is_beside_it(given_texts: list[tuple[str | None, datetime | None]]) -> None:
+def test_a_text_is_parsed_independently_of_its_batch(given_texts: list[tuple[str | None, datetime | None]]) -> None:
     found = event_times(pa.array([text for text, _moment in given_texts], pa.string())).to_pylist()
     assert found == [None if moment is None else moment.replace(tzinfo=UTC) for _text, moment in given_texts]
 
@@ -128,13 +128,13 @@ def test_one_task_writes_to_a_limited_number_of_folders(monkeypatch: pytest.Monk
         return [kind is None for kind in kinds]
 
     far = 100_000
-    # Folders around the present do not count.
+    # Folders around the present are not counted.
     assert landed([0, None, -1, 2, 24, far, far + 1]) == [True, False, True, True, True, True, True]
     assert landed([far + 2, far + 3, far + 3, far, 5]) == [False, True, True, True, True]
     assert landed([far + 4, -far, far + 3, far + 1, -100]) == [False, False, True, True, True]
 
 
-def test_a_field_of_an_object_or_none_at_all() -> None:
+def test_a_nested_field_or_none_at_all() -> None:
     order = pa.array([{"at": MOMENT}, None, {"at": None}], pa.struct([("at", pa.timestamp("us", tz="UTC"))]))
     rows = pa.RecordBatch.from_pydict({"order": order})
     found, reasons = EventTimeRule(EventTime("day", "order.at")).apply(rows, pa.nulls(3, pa.string()))
@@ -152,7 +152,7 @@ def test_a_field_of_an_object_or_none_at_all() -> None:
         (" HOUR ( order.at ) ", "hour(order.at)"),
     ],
 )
-def test_the_setting_is_read(text: str, expected: str) -> None:
+def test_the_setting_is_parsed(text: str, expected: str) -> None:
     assert str(EventTime.parse(text)) == expected
 
 
@@ -168,7 +168,7 @@ def test_the_setting_is_read(text: str, expected: str) -> None:
         ({"partition.by": "id", "decode": "json", "schema": "id boolean"}, "declares as boolean"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(given_settings: dict[str, str], reason: str) -> None:
+def test_an_invalid_setting_is_refused(given_settings: dict[str, str], reason: str) -> None:
     with pytest.raises(InvalidSetting, match=reason):
         LandSettings.from_strings({"topics": "orders", **given_settings}).check_texts()
 

@@ -1,4 +1,4 @@
-"""The one line of an error in the list of pipelines."""
+"""The one-line summary of an error in the list of pipelines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from millstream.pipelines.jobs.error_reason import HEADLINE_LENGTH_MAX, headline
         ("ParseException:\n\n[SYNTAX]:\n  near 'SELCT'\nmore", "ParseException: [SYNTAX]: near 'SELCT'"),
     ],
 )
-def test_it_is_the_most_specific_reason(reason: str, reported: str) -> None:
+def test_the_most_specific_reason_is_shown(reason: str, reported: str) -> None:
     assert headline(reason) == reported
 
 
-def test_what_is_too_long_is_cut_between_sentences_with_the_advice_as_far_as_it_fits() -> None:
+def test_a_long_error_is_cut_between_sentences_and_keeps_the_advice_if_it_fits() -> None:
     advice = "set on.lost=skip for the pipeline: millstream pipeline update NAME --set on.lost=skip"
     reason = f"orders-0: offsets 5 to 16 are lost; {advice}"
     assert headline(reason) == reason

@@ -1,4 +1,4 @@
-"""The requirements of a job become a lock, without work on the event loop for the folder that pip needs."""
+"""The requirements of a job become a lock file; pip's folder is managed off the event loop."""
 
 from __future__ import annotations
 

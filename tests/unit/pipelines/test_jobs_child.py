@@ -1,4 +1,4 @@
-"""The broker's side of jobs: when they run, what becomes of runs that fail, are cancelled, or lose their node."""
+"""The broker's side of jobs: schedules, and runs that fail, are cancelled, or lose their node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_S = 180.0
 
 
 class SoleOwner:
-    """A node that runs the pipelines, without another one."""
+    """A node that runs the pipelines, without any other node."""
 
     is_mine = True
     is_elsewhere = False
@@ -43,8 +43,8 @@ class SoleOwner:
         """There is no other node."""
 
 
-class World:
-    """Nodes that share a catalog; each has jobs."""
+class JobNodes:
+    """Nodes that share a catalog and run jobs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -86,16 +86,16 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> World:
-    made = World(tmp_path)
+async def nodes(tmp_path: Path) -> JobNodes:
+    made = JobNodes(tmp_path)
     await made.pipelines.load()
     return made
 
 
-async def test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_log(world: World) -> None:
-    async with world.node() as node:
-        await world.create("hello", "print('hello', m.order.run)\nm.report(rows=7)")
-        (run,) = await world.ended("hello")
+async def test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_log(nodes: JobNodes) -> None:
+    async with nodes.node() as node:
+        await nodes.create("hello", "print('hello', m.order.run)\nm.report(rows=7)")
+        (run,) = await nodes.ended("hello")
         assert (run.state, run.attempt, run.progress, run.error) == (RunState.SUCCEEDED, 1, {"rows": 7}, "")
         log = await node.read_log(run.pipeline_id, 1, 10_000)
         assert log is not None
@@ -104,149 +104,151 @@ async def test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_lo
         end = await node.read_log(run.pipeline_id, 1, 5)
         assert end is not None
         assert (log.text.endswith(end.text), len(end.text), end.is_cut) == (True, 5, True)
-        await world.pipelines.request_run("hello")
-        assert [one.number for one in await world.ended("hello", 2)] == [1, 2]
-        assert [one.number for one in await world.pipelines.runs(await world.pipelines.find("hello"), limit=1)] == [2]
+        await nodes.pipelines.request_run("hello")
+        assert [one.number for one in await nodes.ended("hello", 2)] == [1, 2]
+        assert [one.number for one in await nodes.pipelines.runs(await nodes.pipelines.find("hello"), limit=1)] == [2]
         assert await node.read_log(run.pipeline_id, 3, 10_000) is None
 
 
-async def test_a_pace_runs_at_once_and_then_again(world: World) -> None:
-    async with world.node():
-        await world.create("steady", "pass", every_ms="1000")
-        first, second = (await world.ended("steady", 2))[:2]
-        # On a slow machine times pass while the first one runs; they are made up for by one run.
+async def test_an_interval_job_runs_at_once_and_then_repeatedly(nodes: JobNodes) -> None:
+    async with nodes.node():
+        await nodes.create("steady", "pass", every_ms="1000")
+        first, second = (await nodes.ended("steady", 2))[:2]
+        # On a slow machine, times pass while the first run lasts; one run makes up for all of them.
         later_ms = second.scheduled_ms - first.scheduled_ms
         assert later_ms > 0
         assert later_ms % 1000 == 0
 
 
-async def test_a_failed_run_is_tried_again_and_takes_the_same(world: World) -> None:
-    async with world.node():
+async def test_a_failed_run_is_retried_with_the_same_input(nodes: JobNodes) -> None:
+    async with nodes.node():
         taken = "taken = m.take(orders={'0': [0, m.order.attempt]})['topics']['orders']['0']"
-        await world.create("twice", f"{taken}\nassert m.order.attempt == 2\nassert taken == [0, 1]")
-        (run,) = await world.ended("twice")
+        await nodes.create("twice", f"{taken}\nassert m.order.attempt == 2\nassert taken == [0, 1]")
+        (run,) = await nodes.ended("twice")
         assert (run.state, run.attempt) == (RunState.SUCCEEDED, 2)
-        # A run that has succeeded needs no longer know what it has taken.
+        # A successful run no longer stores its input.
         assert "pin" not in run.progress
 
 
-async def test_the_run_after_one_that_failed_for_good_takes_what_that_has_taken(world: World) -> None:
-    async with world.node():
+async def test_the_run_after_a_permanent_failure_takes_its_input(nodes: JobNodes) -> None:
+    async with nodes.node():
         taken = "taken = m.take(orders={'0': [0, m.order.run]})"
         same = "assert taken == {'batch': 1, 'topics': {'orders': {'0': [0, 1]}}}"
         code = f"{taken}\nassert m.order.run == 2, 'not yet'\n{same}"
-        await world.create("later", code, retries="0")
-        (run,) = await world.ended("later")
+        await nodes.create("later", code, retries="0")
+        (run,) = await nodes.ended("later")
         assert (run.state, run.attempt, run.error) == (RunState.FAILED, 1, "AssertionError: not yet")
-        await world.pipelines.request_run("later")
-        _, second = await world.ended("later", 2)
+        await nodes.pipelines.request_run("later")
+        _, second = await nodes.ended("later", 2)
         assert second.state is RunState.SUCCEEDED
         async with asyncio.timeout(WAIT_S):
-            while (report := world.board.describe("later")) is None or report["state"] != "idle":
+            while (report := nodes.board.describe("later")) is None or report["state"] != "idle":
                 await asyncio.sleep(0.05)
         assert (report["last_error"], report["run"]) == ("", 2)
 
 
-async def test_an_error_of_the_code_itself_is_not_tried_again(world: World) -> None:
-    async with world.node():
-        await world.create("wrong", "undefined_name")
-        (run,) = await world.ended("wrong")
+async def test_an_error_in_the_code_itself_is_not_retried(nodes: JobNodes) -> None:
+    async with nodes.node():
+        await nodes.create("wrong", "undefined_name")
+        (run,) = await nodes.ended("wrong")
         assert (run.state, run.attempt) == (RunState.FAILED, 1)
         assert "undefined_name" in run.error
 
 
-async def test_a_run_can_be_cancelled_and_takes_too_long_at_most_once(world: World) -> None:
-    async with world.node() as node:
-        await world.create("slow", "m.report(rows=1)\nm.wait()")
-        await world.until("slow", lambda runs: bool(runs) and bool(runs[0].progress))
+async def test_a_run_can_be_cancelled_and_times_out_at_most_once(nodes: JobNodes) -> None:
+    async with nodes.node() as node:
+        await nodes.create("slow", "m.report(rows=1)\nm.wait()")
+        await nodes.until("slow", lambda runs: bool(runs) and bool(runs[0].progress))
         assert node.cancel("slow") == 1
-        (run,) = await world.ended("slow")
+        (run,) = await nodes.ended("slow")
         assert (run.state, run.error) == (RunState.CANCELLED, "it was cancelled")
         assert node.cancel("slow") is None
-        await world.create("late", "m.wait()", timeout_ms="300", retries="0")
-        (run,) = await world.ended("late")
+        await nodes.create("late", "m.wait()", timeout_ms="300", retries="0")
+        (run,) = await nodes.ended("late")
         assert (run.state, run.error) == (RunState.FAILED, "it took longer than timeout.ms, 0.3 s")
 
 
-async def test_the_error_shown_is_that_of_the_last_run(world: World) -> None:
+async def test_the_error_shown_is_that_of_the_last_run(nodes: JobNodes) -> None:
     async def shown() -> str:
         async with asyncio.timeout(WAIT_S):
-            while (report := world.board.describe("fickle")) is None or report["state"] != "idle":
+            while (report := nodes.board.describe("fickle")) is None or report["state"] != "idle":
                 await asyncio.sleep(0.05)
         return str(report["last_error"])
 
-    async with world.node() as node:
-        await world.create("fickle", "if m.order.run == 1:\n    no_such_name\nm.report(rows=1)\nm.wait()")
-        await world.ended("fickle")
+    async with nodes.node() as node:
+        await nodes.create("fickle", "if m.order.run == 1:\n    no_such_name\nm.report(rows=1)\nm.wait()")
+        await nodes.ended("fickle")
         assert "no_such_name" in await shown()
-        await world.pipelines.request_run("fickle")
-        await world.until("fickle", lambda runs: len(runs) > 1 and bool(runs[1].progress))
+        await nodes.pipelines.request_run("fickle")
+        await nodes.until("fickle", lambda runs: len(runs) > 1 and bool(runs[1].progress))
         assert node.cancel("fickle") == 2
-        await world.ended("fickle", 2)
+        await nodes.ended("fickle", 2)
         assert await shown() == "it was cancelled"
     # A node that takes over knows of the run only from the catalog.
-    world.board.clear()
-    async with world.node(2):
+    nodes.board.clear()
+    async with nodes.node(2):
         assert await shown() == "it was cancelled"
 
 
-async def test_a_memory_bomb_and_a_crash_end_only_their_own_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_out_of_memory_kill_and_a_crash_end_only_their_own_run(
+    nodes: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jobs_child, "OVERHEAD_BYTES", 100 * 2**20)
-    async with world.node():
-        await world.create("good", "m.wait()")
+    async with nodes.node():
+        await nodes.create("good", "m.wait()")
         small = {"memory": "50m", "python_memory": "50m", "retries": "0"}
-        await world.create("bomb", "kept = [bytes(b'x' * 2**20) for _ in range(400)]\nm.wait()", **small)
-        await world.create("crash", "os.kill(os.getpid(), 11)", retries="0")
-        (run,) = await world.ended("bomb")
+        await nodes.create("bomb", "kept = [bytes(b'x' * 2**20) for _ in range(400)]\nm.wait()", **small)
+        await nodes.create("crash", "os.kill(os.getpid(), 11)", retries="0")
+        (run,) = await nodes.ended("bomb")
         assert "more than the 250 MiB that memory and python.memory give it" in run.error
-        (run,) = await world.ended("crash")
+        (run,) = await nodes.ended("crash")
         assert "its process ended with signal 11" in run.error
-        (run,) = await world.runs("good")
+        (run,) = await nodes.runs("good")
         assert run.state is RunState.RUNNING
 
 
-async def test_a_run_whose_node_ends_is_repeated_by_the_next_and_a_time_is_taken_once(world: World) -> None:
+async def test_a_run_of_a_stopped_node_is_repeated_by_the_next_and_a_time_is_taken_once(nodes: JobNodes) -> None:
     code = "m.take(orders={'0': [0, m.order.attempt]})\nm.report(node=m.order.node)\nm.order.node == 2 or m.wait()"
-    async with world.node(1):
-        await world.create("moving", code, cron="0 0 1 1 *", every_ms="0")
-        await world.pipelines.request_run("moving")
-        await world.until("moving", lambda runs: bool(runs) and "pin" in runs[0].progress)
-    (run,) = await world.runs("moving")
+    async with nodes.node(1):
+        await nodes.create("moving", code, cron="0 0 1 1 *", every_ms="0")
+        await nodes.pipelines.request_run("moving")
+        await nodes.until("moving", lambda runs: bool(runs) and "pin" in runs[0].progress)
+    (run,) = await nodes.runs("moving")
     assert run.state is RunState.RUNNING
-    async with world.node(2):
-        (run,) = await world.ended("moving")
+    async with nodes.node(2):
+        (run,) = await nodes.ended("moving")
         assert (run.state, run.attempt, run.node, run.progress) == (RunState.SUCCEEDED, 2, 2, {"node": 2})
-        # What was asked for is done, and the next time is far away.
-        assert len(await world.runs("moving")) == 1
+        # The request is done, and the next time is far away.
+        assert len(await nodes.runs("moving")) == 1
 
 
-async def test_of_two_nodes_that_both_think_they_run_the_jobs_one_begins_a_run(world: World) -> None:
-    await world.create("once", "pass")
-    job = await world.pipelines.find("once")
+async def test_of_two_nodes_that_claim_the_jobs_one_starts_a_run(nodes: JobNodes) -> None:
+    await nodes.create("once", "pass")
+    job = await nodes.pipelines.find("once")
     run = JobRun(pipeline_id=job.pipeline_id, number=1, state=RunState.RUNNING, scheduled_ms=1, started_ms=1, node=1)
-    assert await world.pipelines.begin_run(run)
-    assert not await world.pipelines.begin_run(replace(run, node=2))
+    assert await nodes.pipelines.begin_run(run)
+    assert not await nodes.pipelines.begin_run(replace(run, node=2))
     taken = replace(run, node=2, attempt=2)
-    assert await world.pipelines.update_run(run, taken)
-    # The one that was replaced can neither go on nor end it.
-    assert not await world.pipelines.update_run(run, replace(run, state=RunState.SUCCEEDED))
-    assert await world.runs("once") == [taken]
-    await world.pipelines.delete("once")
-    assert not await world.pipelines.begin_run(replace(run, number=2))
+    assert await nodes.pipelines.update_run(run, taken)
+    # The replaced node can neither continue nor finish it.
+    assert not await nodes.pipelines.update_run(run, replace(run, state=RunState.SUCCEEDED))
+    assert await nodes.runs("once") == [taken]
+    await nodes.pipelines.delete("once")
+    assert not await nodes.pipelines.begin_run(replace(run, number=2))
 
 
-async def test_stopping_a_job_ends_its_run_with_all_its_processes(world: World, tmp_path: Path) -> None:
+async def test_stopping_a_job_ends_its_run_with_all_its_processes(nodes: JobNodes, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     child = (
         f"pid = os.fork()\nif not pid:\n    os.setpgid(0, 0)\nopen('{pids}', 'a').write(f'{{os.getpid()}} ')\nm.wait()"
     )
-    async with world.node():
-        await world.create("forks", child)
+    async with nodes.node():
+        await nodes.create("forks", child)
         async with asyncio.timeout(WAIT_S):
             while not pids.exists() or len(pids.read_text().split()) < 2:
                 await asyncio.sleep(0.05)
-        await world.pipelines.stop("forks")
-        (run,) = await world.ended("forks")
+        await nodes.pipelines.stop("forks")
+        (run,) = await nodes.ended("forks")
         assert (run.state, run.error) == (RunState.CANCELLED, "it was stopped")
     assert not [pid for pid in pids.read_text().split() if is_alive(pid)]
 
@@ -258,15 +260,15 @@ def is_alive(pid: str) -> bool:
         return False
 
 
-async def test_a_continuous_job_is_restarted_and_parked_when_it_cannot_work(world: World) -> None:
-    async with world.node():
-        await world.create("stream", "m.order.attempt > 1 and m.wait()\nraise ValueError('again')", continuous="true")
-        await world.until("stream", lambda runs: bool(runs) and runs[0].attempt == 2)
-        await world.create("hopeless", "undefined_name", continuous="true")
-        (run,) = await world.ended("hopeless")
+async def test_a_continuous_job_is_restarted_and_parked_on_permanent_failure(nodes: JobNodes) -> None:
+    async with nodes.node():
+        await nodes.create("stream", "m.order.attempt > 1 and m.wait()\nraise ValueError('again')", continuous="true")
+        await nodes.until("stream", lambda runs: bool(runs) and runs[0].attempt == 2)
+        await nodes.create("hopeless", "undefined_name", continuous="true")
+        (run,) = await nodes.ended("hopeless")
         assert run.state is RunState.FAILED
         async with asyncio.timeout(WAIT_S):
-            while not (await world.pipelines.find("hopeless")).parked:
+            while not (await nodes.pipelines.find("hopeless")).parked:
                 await asyncio.sleep(0.05)
 
 
@@ -286,27 +288,27 @@ async def test_a_continuous_job_is_restarted_and_parked_when_it_cannot_work(worl
         ({"spark": '{"x": "1"}'}, "begin with spark."),
     ],
 )
-async def test_a_job_that_cannot_work_is_refused(world: World, settings: dict[str, str], reason: str) -> None:
+async def test_an_invalid_job_is_refused(nodes: JobNodes, settings: dict[str, str], reason: str) -> None:
     given = {"code": "def run(spark, millstream): pass", **settings}
     with pytest.raises(InvalidSetting, match=reason):
-        await world.pipelines.create("wrong", PipelineKind.JOB, given)
+        await nodes.pipelines.create("wrong", PipelineKind.JOB, given)
 
 
-async def test_a_transform_with_functions_has_a_process_that_reports_and_may_park_it(world: World) -> None:
+async def test_a_transform_with_functions_has_a_process_that_reports_and_may_park_it(nodes: JobNodes) -> None:
     code = json.dumps({"prices": "def vat(total: float) -> float:\n    return total\n"})
     settings = {"sql": "SELECT vat(total) AS vat FROM orders", "into": "taxed"}
-    async with world.node():
-        await world.pipelines.create(
+    async with nodes.node():
+        await nodes.pipelines.create(
             "taxes", PipelineKind.TRANSFORM, {**settings, "functions": "prices:vat", "functions.code": code}
         )
-        (run,) = await world.ended("taxes")
+        (run,) = await nodes.ended("taxes")
         assert (run.state, run.attempt, run.error) == (RunState.FAILED, 1, "a function failed")
         async with asyncio.timeout(WAIT_S):
-            while not (await world.pipelines.find("taxes")).parked:
+            while not (await nodes.pipelines.find("taxes")).parked:
                 await asyncio.sleep(0.05)
-        # One without functions is none of its business.
-        await world.pipelines.create("plain", PipelineKind.TRANSFORM, settings)
-        assert await world.runs("plain") == []
+        # A transform without functions has no such process.
+        await nodes.pipelines.create("plain", PipelineKind.TRANSFORM, settings)
+        assert await nodes.runs("plain") == []
 
 
 LEADER = """
@@ -326,7 +328,7 @@ os._exit(0)
 """
 
 
-def test_processes_that_are_killed_together_report_nothing() -> None:
+def test_processes_killed_together_report_nothing() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", LEADER], start_new_session=True, capture_output=True, text=True, check=True
     )

@@ -15,5 +15,5 @@ def test_every_kind_has_settings_and_a_job(kind: PipelineKind) -> None:
     assert callable(import_module(LazyJobKind(kind).module).JOB)
 
 
-def test_users_own_jobs_are_the_only_kind_that_the_shared_driver_does_not_run() -> None:
+def test_only_user_jobs_are_not_run_by_the_shared_driver() -> None:
     assert set(PipelineKind) == set(SETTINGS) == {*JOBS, PipelineKind.JOB}

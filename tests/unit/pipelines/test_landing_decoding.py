@@ -1,4 +1,4 @@
-"""Payloads as columns: both ways of decoding agree, nothing is bent, and everything has a row or a reason."""
+"""Payloads as columns: both decoders agree, no value is distorted, and each payload has a row or a reason."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ODD = st.sampled_from(
         *(b"", b" ", b"[]", b"{", b"null", b'{"id":1}{"id":2}', b'{"id":', b'{"id":1}}', b"\xff\xfe", b'{"id":01}'),
         *(b'{\n"id" : 1 }\n', b'{"id":1,"id":2}', b'{"amount":NaN}', b'{"amount":1e999}', b'{"text":"a\nb"}'),
         b'{"text":"\\ud800"}',
-        # Parsers that call themselves for every level would take the whole process with them.
+        # Recursive parsers would crash the whole process.
         *(b'{"a":' * 250 + b"1" + b"}" * 250, b'{"text":"]]","a":' + b"[" * 199 + b"]" * 199 + b"}"),
         b'{"text":"' + b"]" * 300 + b'","a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"a":' + b"[" * 100_000,
@@ -86,7 +86,7 @@ def same(one: Any, other: Any) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(DOCUMENTS | ODD | st.none(), max_size=4), st.booleans())
-def test_a_payload_is_decoded_the_same_whatever_stands_beside_it(documents: list[Any], evolves: bool) -> None:
+def test_a_payload_is_decoded_independently_of_its_batch(documents: list[Any], evolves: bool) -> None:
     decoder = Decoder(FIELDS, evolves=evolves)
     values = payloads(*documents)
     together = decoder.decode(values)
@@ -102,12 +102,12 @@ def test_a_payload_is_decoded_the_same_whatever_stands_beside_it(documents: list
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(DOCUMENTS | ODD | st.none(), min_size=1, max_size=6))
-def test_what_was_found_decodes_everything_that_it_was_found_in(documents: list[Any]) -> None:
+def test_inferred_columns_decode_every_payload_they_were_inferred_from(documents: list[Any]) -> None:
     values = payloads(*documents)
     nothing = pa.schema([])
     first = Decoder(nothing, evolves=True).decode(values)
     second = Decoder(first.found, evolves=True).decode(values)
-    # A payload that is refused because of one field may hide the type of another, so columns may be found in turns.
+    # A payload refused because of one field may hide the type of another, so columns may be found in turns.
     for _ in documents:
         if second.found == first.found:
             break
@@ -115,11 +115,11 @@ def test_what_was_found_decodes_everything_that_it_was_found_in(documents: list[
         first, second = second, Decoder(second.found, evolves=True).decode(values)
     assert second.found == first.found
     for before, after in zip(first.reasons.to_pylist(), second.reasons.to_pylist(), strict=True):
-        # The first value decides; a number too large for a double makes a column of doubles, and does not fit into it.
+        # The first value decides; a number too large for a double makes a double column that it does not fit.
         assert after == before or "is not of type" in str(after)
 
 
-def test_every_type_takes_what_fits() -> None:
+def test_every_type_accepts_valid_values() -> None:
     whole = {
         "id": 7,
         "small": -128,
@@ -143,7 +143,7 @@ def test_every_type_takes_what_fits() -> None:
     assert row["lines"] == [{"sku": "a"}, None]
 
 
-def test_nanoseconds_of_times_are_left_out() -> None:
+def test_nanoseconds_of_times_are_dropped() -> None:
     rows, reasons = decode(
         {"at": "2026-01-02T03:04:05.123456789Z"}, {"at": "2026-01-02T03:04:05.1234567+01:00"}, {"at": "2026-01-02"}
     )
@@ -183,19 +183,19 @@ def test_nanoseconds_of_times_are_left_out() -> None:
         (b'{"text":"\\ud800"}', "the payload contains an unpaired surrogate"),
     ],
 )
-def test_what_does_not_fit_has_a_reason(document: Any, reason: str) -> None:
+def test_an_invalid_value_has_a_reason(document: Any, reason: str) -> None:
     rows, reasons = decode({"id": 1}, document, {"id": 3})
     assert reasons == [None, reason, None]
     assert [row["id"] for row in (rows[0], rows[2])] == [1, 3]
 
 
-def test_a_text_column_takes_everything_as_its_json() -> None:
+def test_a_text_column_accepts_anything_as_json() -> None:
     rows, reasons = decode(b'{"text":1.50}', {"text": {"a": [1, "ä"]}}, {"text": False}, None)
     assert [row["text"] for row in rows] == ["1.50", '{"a":[1,"ä"]}', "false", None]
     assert reasons == [None] * 4
 
 
-def test_one_odd_payload_among_thousands_is_found() -> None:
+def test_one_invalid_payload_among_thousands_is_found() -> None:
     documents: list[Any] = [{"id": number} for number in range(5000)]
     documents[4321] = {"id": "x"}
     rows, reasons = decode(*documents)
@@ -210,7 +210,7 @@ def found_in(*documents: Any, known: pa.Schema | None = None) -> dict[str, str]:
     return {field.name: str(field.type) for field in found}
 
 
-def test_types_are_found() -> None:
+def test_types_are_inferred() -> None:
     found = found_in(
         {"n": 1, "x": 1.5, "s": "a", "b": True, "o": {"k": 1, "e": {}}, "l": [1, 2.5], "none": None, "empty": []},
         {"n": 2.5, "t": "2026-01-02T00:00:00Z", "o": {"j": "a"}},
@@ -226,7 +226,7 @@ def test_types_are_found() -> None:
     }
 
 
-def test_the_first_of_types_that_do_not_go_together_stays() -> None:
+def test_of_incompatible_types_the_first_stays() -> None:
     assert found_in({"a": 1}, {"a": "x"}) == {"a": "int64"}
     assert found_in({"a": "x"}, {"a": 1}) == {"a": "string"}
     assert found_in({"a": [1, "x"]}) == {"a": "list<element: string>"}
@@ -234,7 +234,7 @@ def test_the_first_of_types_that_do_not_go_together_stays() -> None:
     assert found_in({"a": 1}, {"a": 0.5}) == {"a": "double"}
 
 
-def test_a_column_keeps_its_type_and_gets_more_fields() -> None:
+def test_a_column_keeps_its_type_and_gains_fields() -> None:
     known = pa.schema([pa.field("a", pa.int64()), pa.field("o", pa.struct([pa.field("x", pa.int64())]))])
     assert found_in({"a": 1, "o": {"x": 1, "y": "b"}, "c": True}, known=known) == {
         "a": "int64",
@@ -244,13 +244,13 @@ def test_a_column_keeps_its_type_and_gets_more_fields() -> None:
     assert found_in({"a": 1.5, "d": 1}, known=known) == {"a": "int64", "o": "struct<x: int64>"}
 
 
-def test_names_that_no_table_can_have_stay_in_the_payload() -> None:
+def test_names_invalid_in_tables_stay_in_the_payload() -> None:
     assert found_in({"a b": 1, "": 2, "Id": 3, "id": 4, "a;": 5, "fine": 6}) == {"Id": "int64", "fine": "int64"}
 
 
 @pytest.mark.parametrize("evolves", [False, True])
 @pytest.mark.parametrize("count", [1, 5000])
-def test_a_value_is_in_the_column_of_its_name_however_that_is_spelled(evolves: bool, count: int) -> None:
+def test_names_match_columns_case_insensitively(evolves: bool, count: int) -> None:
     document = {"ID": 3001, "Amount": 5, "BUYER": {"Name": "Ann", "AGE": 7}, "Lines": [{"SKU": "a"}, None, {}]}
     rows, reasons = decode(*[document] * count, {"id": 1}, {"iD": "x"}, evolves=evolves)
     assert reasons == [None] * (count + 1) + ['id: "x" is not of type long']
@@ -261,7 +261,7 @@ def test_a_value_is_in_the_column_of_its_name_however_that_is_spelled(evolves: b
 
 
 @pytest.mark.parametrize("evolves", [False, True])
-def test_the_field_that_is_spelled_as_the_column_goes_first(evolves: bool) -> None:
+def test_an_exact_match_precedes_other_spellings(evolves: bool) -> None:
     documents = [{"ID": 1, "id": 2, "Id": 3}, {"ID": 1, "Id": 3}, {"ID": 1, "id": None}, {"ID": "x", "id": 2}]
     buyers = [{"buyer": {"name": "a", "NAME": "b"}}, {"BUYER": {"name": "a"}, "buyer": {"age": 1}}]
     rows, reasons = decode(*documents, *buyers, b'{"\\u0049D": 4}', evolves=evolves)
@@ -270,7 +270,7 @@ def test_the_field_that_is_spelled_as_the_column_goes_first(evolves: bool) -> No
     assert [row["buyer"] for row in rows[4:6]] == [{"name": "a", "age": None}, {"name": None, "age": 1}]
 
 
-def test_names_with_other_letters_than_those_of_english_have_cases_too() -> None:
+def test_non_ascii_names_match_case_insensitively() -> None:
     fields = pa.schema([pa.field("größe", pa.int64())])
     for escaped in (True, False):
         documents = [json.dumps({name: 1}, ensure_ascii=escaped).encode() for name in ("größe", "Größe", "grÖße", "x")]
@@ -279,13 +279,13 @@ def test_names_with_other_letters_than_those_of_english_have_cases_too() -> None
             assert [row["größe"] for row in rows] == [1, 1, 1, None]
 
 
-def test_other_spellings_of_many_long_names_are_found() -> None:
+def test_other_spellings_of_many_long_names_are_matched() -> None:
     fields = pa.schema([pa.field(f"a_rather_long_name_of_a_column_{number}", pa.int64()) for number in range(200)])
     rows, _reasons = decode({fields.names[199].title(): 5}, *[{fields.names[0]: 1}] * 10_000, fields=fields)
     assert rows[0][fields.names[199]] == 5
 
 
-def test_new_fields_are_found_under_other_spellings_of_what_they_are_in() -> None:
+def test_new_fields_are_found_in_other_spellings_of_their_parent() -> None:
     known = pa.schema([pa.field("o", pa.struct([pa.field("x", pa.int64())]))])
     assert found_in({"O": {"X": 1, "y": 2}}, known=known) == {"o": "struct<x: int64, y: int64>"}
     assert found_in({"a": 1}, {"A": "x"}) == {"a": "int64"}
@@ -318,16 +318,16 @@ WHOLE = pa.schema(
     ],
 )
 @pytest.mark.parametrize("beside", [0, 100])
-def test_whole_numbers_are_widened_where_a_payload_fits_then(document: Any, places: list[Any], beside: int) -> None:
+def test_integers_are_widened_if_a_payload_then_fits(document: Any, places: list[Any], beside: int) -> None:
     documents = payloads(*[{"n": 1}] * beside, document)
     decoder = Decoder(WHOLE, evolves=True, widens=True)
     assert sorted(narrower(WHOLE, decoder.decode(documents).found)) == places
-    # Nobody else asks for it.
+    # No other payload requires it.
     assert Decoder(WHOLE, evolves=True).decode(documents).found == WHOLE
     assert Decoder(WHOLE, evolves=False, widens=True).decode(documents).found == WHOLE
 
 
-def test_what_is_found_beside_a_fraction_is_kept() -> None:
+def test_fields_found_beside_a_fraction_are_kept() -> None:
     found = Decoder(WHOLE, evolves=True, widens=True).decode(payloads({"n": 0.5, "new": 1, "o": {"y": True}})).found
     assert found == pa.schema(
         [
@@ -339,7 +339,7 @@ def test_what_is_found_beside_a_fraction_is_kept() -> None:
 
 
 @pytest.mark.parametrize("evolves", [False, True])
-def test_why_a_column_stays_is_reported(evolves: bool) -> None:
+def test_the_reason_not_to_widen_a_column_is_reported(evolves: bool) -> None:
     fixed = {("n",): "it is too large", ("o", "l", "[]"): "so it is"}
     decoder = Decoder(WHOLE, evolves=evolves, widens=True, fixed=fixed)
     decoded = decoder.decode(payloads({"n": 0.5}, {"o": {"l": [0.5]}}, {"n": "x"}, {"n": 1}))
@@ -352,7 +352,7 @@ def test_why_a_column_stays_is_reported(evolves: bool) -> None:
     ]
 
 
-def test_a_given_schema_is_laid_over_that_of_a_table() -> None:
+def test_a_given_schema_overrides_that_of_a_table() -> None:
     known = pa.schema([pa.field("N", pa.int64()), *WHOLE.remove(0), pa.field("text", pa.string())])
     given_again = given_fields("n double, o struct<y string, x double>, text long, more date")
     assert merge_schema(known, given_again) == pa.schema(
@@ -366,14 +366,14 @@ def test_a_given_schema_is_laid_over_that_of_a_table() -> None:
     assert merge_schema(known, given_fields("text string")) == pa.schema([pa.field("text", pa.string())])
 
 
-def test_columns_are_bounded() -> None:
+def test_the_number_of_columns_is_bounded() -> None:
     wide = {f"f{number}": number for number in range(1500)}
     found = Decoder(pa.schema([]), evolves=True).decode(payloads(wide)).found
     assert len(found) == 1000
     assert Decoder(found, evolves=True).decode(payloads(wide)).found == found
 
 
-def test_fields_named_as_columns_of_every_record_get_a_prefix() -> None:
+def test_fields_named_like_metadata_columns_get_a_prefix() -> None:
     fields = pa.schema([pa.field(name, pa.int64()) for name in ("value", "payload_value", "Offset", "payload_x", "x")])
     names = [column_of(name) for name in fields.names]
     assert names == ["payload_value", "payload_payload_value", "payload_Offset", "payload_x", "x"]

@@ -1,4 +1,4 @@
-"""Topics that were done leave no files when their batch fails before any commit was tried."""
+"""Finished topics leave no files when their batch fails before any commit was attempted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report_of(batch: TopicBatch) -> Report:
     return Report(topic=batch.topic, rows=5, files=files, quarantined=tuple(write_quarantine(batch.table, 0, [4])))
 
 
-def test_topics_of_an_earlier_round_leave_nothing_when_a_later_one_fails(
+def test_topics_of_an_earlier_round_leave_no_files_when_a_later_one_fails(
     job: LandJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, growing = batch_of("done", tmp_path), batch_of("growing", tmp_path)
@@ -61,7 +61,7 @@ def test_topics_of_an_earlier_round_leave_nothing_when_a_later_one_fails(
     assert not list(tmp_path.rglob("*.parquet"))
 
 
-def test_a_failure_is_reported_also_when_files_cannot_be_deleted(
+def test_a_failure_is_reported_even_if_files_cannot_be_deleted(
     job: LandJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = batch_of("done", tmp_path)
@@ -79,7 +79,7 @@ def test_a_failure_is_reported_also_when_files_cannot_be_deleted(
         job._prepare([done])
 
 
-def test_a_topic_that_was_recreated_leaves_nothing_and_the_others_are_committed(
+def test_a_recreated_topic_leaves_no_files_and_the_others_are_committed(
     job: LandJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same, remade = batch_of("same", tmp_path), batch_of("remade", tmp_path)
@@ -92,7 +92,7 @@ def test_a_topic_that_was_recreated_leaves_nothing_and_the_others_are_committed(
     assert not list((tmp_path / "remade__quarantine").rglob("*.parquet"))
 
 
-def test_nothing_stays_when_it_cannot_be_asked_which_topics_there_are(
+def test_no_files_stay_when_the_topics_cannot_be_listed(
     job: LandJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = batch_of("orders", tmp_path)

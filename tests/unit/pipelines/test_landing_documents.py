@@ -1,4 +1,4 @@
-"""Documents of every kind, in any order and any batches: each is in the table or its quarantine, and none wedges it."""
+"""Random documents in any order and batches: each is in the table or its quarantine, and none blocks the table."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ PAYLOADS = st.dictionaries(NAMES, VALUES, max_size=5).map(lambda one: json.dumps
 
 
 def land(table: LakeTable, payloads: list[bytes | None], start: int) -> None:
-    """One batch, as the job does it, in this process."""
+    """Land one batch as the job does, in this process."""
     end = start + len(payloads)
     source = Source(topic="t", topic_id=TOPIC_ID, first={0: 0}, end={0: end})
     landed = {number: offset for (_, number), offset in table.next_offsets([(TOPIC_ID, 0)]).items()}
@@ -150,7 +150,7 @@ def land(table: LakeTable, payloads: list[bytes | None], start: int) -> None:
     for number in range(ROUNDS_MAX + 1):
         batch.evolves = batch.evolves and number < ROUNDS_MAX
         task = Landing("t", batch.work(NOW, ""))
-        # Tasks get what was fetched in pieces.
+        # Tasks get the fetched records in pieces.
         for at in range(0, len(payloads), 3):
             task.take(records(payloads[at : at + 3], start + at))
         if batch.take([task.report()]):
@@ -175,7 +175,7 @@ def records(payloads: list[bytes | None], start: int) -> pa.RecordBatch:
 
 
 def check(folder: Path, published: list[bytes | None]) -> None:
-    """Every message is there once, as it was published and as its columns take it; the others say why not."""
+    """Check that every message is stored once, as published and as decoded, and that the others have a reason."""
     whole = deltalake.DeltaTable(str(folder / "t"))
     table = pa.table(whole.to_pyarrow_table()).sort_by("offset")
     odd = folder / f"t{QUARANTINE_SUFFIX}"
@@ -194,12 +194,12 @@ def check(folder: Path, published: list[bytes | None]) -> None:
             assert same(row[column_of(field.name)], value_for(document.get(field.name), field.type, field.name))
     assert sorted(there) == list(range(len(published)))
     assert len({name.lower() for name in table.schema.names}) == len(table.schema.names)
-    # Other programs read it, too.
+    # Other programs can read it, too.
     assert polars.read_delta(str(folder / "t")).height == len(table)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether a cell has a value; fields that came after it are null."""
+    """Whether a cell has a value; fields added later are null."""
     if isinstance(other, float) and isinstance(one, float) and math.isnan(other):
         return math.isnan(one)
     if isinstance(other, dict) and isinstance(one, dict):
@@ -213,7 +213,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.timeout(7200)
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.lists(PAYLOADS, min_size=1, max_size=7), min_size=1, max_size=4))
-def test_no_document_wedges_the_table(batches: list[list[bytes | None]]) -> None:
+def test_no_document_blocks_the_table(batches: list[list[bytes | None]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         table = open_table(f"{folder}/t")
         published: list[bytes | None] = []
@@ -228,7 +228,7 @@ def test_no_document_wedges_the_table(batches: list[list[bytes | None]]) -> None
         check(Path(folder), published)
 
 
-def test_documents_that_are_odd_in_every_way(tmp_path: Path) -> None:
+def test_unusual_documents_of_every_kind(tmp_path: Path) -> None:
     odd: list[bytes | None] = [
         *(b'{"id":1,"id":"x","ID":{}}', b'{"a.b":1,"a b":2,"":3,"key":4,"topic_id":5}', b"\xff", b'{"a":NaN}', None),
         *(b'{"l":[1,"x",{"y":1},null]}', b'{"l":[[1]]}', b'{"id":1e999}', b'{"deep":' * 5000, b'{"n":{"A":1,"a":2}}'),

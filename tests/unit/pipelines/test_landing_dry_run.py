@@ -1,4 +1,4 @@
-"""Dry runs of landing: what is shown of rows is bounded."""
+"""Dry runs of landing: the output per row is bounded."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from millstream.pipelines.jobs.land.dry_run import CHARACTERS_MAX, ROW_BYTES_MAX
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER
 
 
-def test_a_row_is_shown_as_it_is() -> None:
+def test_a_row_is_shown_unchanged() -> None:
     row = {"offset": 7, "value": b'{"a": 1}', "order": {"id": [1, None]}, "is_new": True, "price": 1.5}
     assert shown_row(row) == {**row, "value": '{"a": 1}'}
 
 
-def test_fields_without_a_value_and_entries_of_maps_are_shown_as_in_the_payload() -> None:
+def test_null_fields_and_map_entries_are_shown_as_in_the_payload() -> None:
     columns = {"labels": pa.array([[("a", "1")]], pa.map_(pa.string(), pa.string())), "tags": pa.array([{"x": None}])}
     kept = KeptRows()
     kept.write(pa.RecordBatch.from_pydict(columns))
     assert kept.shown == [{"labels": {"a": "1"}, "tags": {}}]
 
 
-def test_of_changes_by_key_the_rows_are_shown_and_deletes_are_counted() -> None:
+def test_upserts_are_shown_as_rows_and_deletes_are_counted() -> None:
     kept = KeptRows()
     columns = {"id": [1, 2], KEY: [b"1", b"2"], ORDER: [7, 8], DELETED: [False, True]}
     kept.write(pa.RecordBatch.from_pydict(columns))
     assert (kept.count, kept.deletes, kept.shown) == (2, 1, [{"id": 1}])
 
 
-def test_long_values_are_cut() -> None:
+def test_long_values_are_truncated() -> None:
     shown = shown_row({"value": b"\xc3\xa4" * 500_000, "name": "x" * 2000, "tags": ["y" * 2000]})
     assert shown["value"] == "ä" * CHARACTERS_MAX + "…"
     assert shown["name"] == "x" * CHARACTERS_MAX + "…"
@@ -47,7 +47,7 @@ def test_the_size_of_a_row_is_bounded() -> None:
         assert len(json.dumps(shown)) < 2 * ROW_BYTES_MAX
 
 
-def test_only_the_rows_that_are_shown_are_kept() -> None:
+def test_only_the_shown_rows_are_kept() -> None:
     kept = KeptRows()
     for _batch in range(3):
         kept.write(pa.RecordBatch.from_pydict({"value": [b"x" * 10_000] * 15, "reason": ["late"] * 15}))

@@ -1,4 +1,4 @@
-"""Which messages repeat others, by their ids."""
+"""Duplicate messages are found by their ids."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_first_header_of_the_name_is_the_id() -> None:
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([b"a", b"b", b"c", b"d"])), max_size=12),
     st.sets(st.sampled_from([b"a", b"b", b"x"])),
 )
-def test_of_every_id_one_message_stays(messages: list[tuple[int, int, bytes]], known: set[bytes]) -> None:
+def test_one_message_of_every_id_is_kept(messages: list[tuple[int, int, bytes]], known: set[bytes]) -> None:
     rows = [(partition, offset, time, name) for offset, (partition, time, name) in enumerate(messages)]
     chunks = pa.chunked_array([pa.array([one], pa.binary()) for one in known], pa.binary())
     left_out, kept = repeated(found(*rows), chunks)
@@ -58,7 +58,7 @@ def test_of_every_id_one_message_stays(messages: list[tuple[int, int, bytes]], k
 
 
 class Table:
-    """What a table says of the last hours."""
+    """The recent ids of a table."""
 
     def __init__(self, *hours: tuple[datetime, list[bytes]]) -> None:
         self.hours = hours
@@ -71,7 +71,7 @@ class Table:
             yield hour, pa.RecordBatch.from_arrays([rows], names=["headers"])
 
 
-def test_what_is_known_takes_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_for_known_ids_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicates, "IDS_BYTES_MAX", 230)
     hours = [(NOW - timedelta(hours=number), [b"%d" % number * 10] * 5) for number in range(20)]
     one = RecentIds(cast("LakeTable", Table(*hours)), "id", timedelta(days=1))
@@ -86,7 +86,7 @@ def test_what_is_known_takes_no_more_memory_than_it_may(monkeypatch: pytest.Monk
     assert one.bytes + other.bytes <= 230
 
 
-def test_ids_are_found_in_the_table_once_and_again_after_another_run() -> None:
+def test_ids_are_read_from_the_table_once_and_again_after_another_run() -> None:
     table = Table((NOW - timedelta(minutes=90), [b"old"]), (NOW - timedelta(minutes=30), [b"new"]))
     recent = RecentIds(cast("LakeTable", table), "id", timedelta(minutes=20))
     assert recent.known(NOW, {0: 5}).to_pylist() == [b"new"]
@@ -98,7 +98,7 @@ def test_ids_are_found_in_the_table_once_and_again_after_another_run() -> None:
     assert table.asked == 2
 
 
-def test_reports_come_back_as_they_were() -> None:
+def test_reports_round_trip() -> None:
     reports = [
         Report(topic="a", rows=3, files=(Written("p", 2, 10, "{}", {"append_hour": "1"}),)),
         Report(topic="b", fields=pa.schema([pa.field("x", pa.struct([pa.field("y", pa.int64())]))])),

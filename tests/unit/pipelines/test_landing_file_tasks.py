@@ -1,4 +1,4 @@
-"""Work on the files of a table in tasks: each file once, no task too large, and a failed task leaves nothing."""
+"""Work on the files of a table in tasks: each file once, tasks of bounded size, and failed tasks leave nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_many_small_files_share_tasks() -> None:
 
 
 class Counted:
-    """Work that fails with one file, and knows what was taken back."""
+    """Work that fails for one file, and records what was discarded."""
 
     attempt = ""
 
@@ -58,7 +58,7 @@ class Counted:
         self.discarded.extend(results)
 
 
-def test_a_task_that_fails_takes_back_what_it_did() -> None:
+def test_a_failed_task_discards_its_output() -> None:
     numbers = [pa.RecordBatch.from_pydict({"id": [0]})]
     work = Counted()
     (reported,) = FileTasks(work, [[file("a"), file("b")]])(numbers)

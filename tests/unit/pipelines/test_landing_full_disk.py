@@ -1,4 +1,4 @@
-"""A task that cannot write leaves no file behind: on a full disk it would keep the disk full."""
+"""A task that cannot write leaves no file behind, which would keep the disk full."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE = 1_000_000
 
 
 class FullFile:
-    """A file on a disk that has room for so many bytes."""
+    """A file on a disk with a limited number of free bytes."""
 
     closed = False
 
@@ -50,7 +50,7 @@ class FullFile:
 
 
 class FullFiles:
-    """The files of a folder on such a disk."""
+    """The files of a folder on a full disk."""
 
     def __init__(self, files: Any, room: int) -> None:
         self._files = files
@@ -65,7 +65,7 @@ class FullFiles:
 
 @dataclass(frozen=True)
 class FullStorage(Storage):
-    """A folder on such a disk."""
+    """A folder on a full disk."""
 
     room: int = WHOLE
 
@@ -83,7 +83,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("room", [0, 10, 500, 2000])
-def test_what_a_failed_writer_wrote_is_deleted(tmp_path: Path, room: int) -> None:
+def test_the_files_of_a_failed_writer_are_deleted(tmp_path: Path, room: int) -> None:
     writer = TaskWriter(FullStorage(str(tmp_path), room=room), RAW, "topic")
     writer.write(rows(1000, b"value"))
     with pytest.raises(OSError, match="No space"):
@@ -93,7 +93,7 @@ def test_what_a_failed_writer_wrote_is_deleted(tmp_path: Path, room: int) -> Non
 
 
 @pytest.mark.parametrize(("room", "quarantine_room"), [(100, WHOLE), (WHOLE, 100), (WHOLE, 0), (WHOLE, WHOLE)])
-def test_a_task_that_fails_takes_the_files_of_all_its_topics_with_it(
+def test_a_failed_task_deletes_the_files_of_all_its_topics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, quarantine_room: int
 ) -> None:
     def records(one: Range, _options: object, _skip: object) -> Iterator[pa.RecordBatch]:

@@ -1,4 +1,4 @@
-"""What a failed attempt wrote is deleted, also what comes late; nothing else is, and nothing that a table has."""
+"""Files of failed attempts are deleted, also late ones; files of a table never are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name.partition("_")[2][:16] for path in folder.rglob("*.parquet"))
 
 
-def test_files_of_a_failed_attempt_are_deleted_also_those_that_come_late(tmp_path: Path) -> None:
+def test_files_of_a_failed_attempt_are_deleted_including_late_ones(tmp_path: Path) -> None:
     storage, clock = Storage.at(str(tmp_path / "orders")), Clock()
     leftovers = AbandonedFiles(clock)
     other = "fedcba9876543210"
@@ -63,7 +63,7 @@ def test_files_of_a_failed_attempt_are_deleted_also_those_that_come_late(tmp_pat
     assert names(tmp_path) == [FAILED, other]
 
 
-def test_what_goes_well_is_kept(tmp_path: Path) -> None:
+def test_files_of_a_successful_attempt_are_kept(tmp_path: Path) -> None:
     storage = Storage.at(str(tmp_path / "orders"))
     leftovers = AbandonedFiles()
     with leftovers.watch(FAILED, [(storage, "")]):
@@ -72,7 +72,7 @@ def test_what_goes_well_is_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == [FAILED]
 
 
-def test_what_a_table_has_is_never_deleted(tmp_path: Path) -> None:
+def test_files_of_a_table_are_never_deleted(tmp_path: Path) -> None:
     storage = Storage.at(str(tmp_path / "orders"))
     table = DeltaTable(storage)
     writer = table.writer(RAW, TOPIC, landed=LANDED, attempt=FAILED)
@@ -83,7 +83,7 @@ def test_what_a_table_has_is_never_deleted(tmp_path: Path) -> None:
     assert names(tmp_path) == [FAILED]
 
 
-def test_a_place_that_is_away_hides_no_failure_and_keeps_no_other_from_its_turn(
+def test_an_unavailable_location_hides_no_failure_and_blocks_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_files = Storage.data_files
@@ -111,7 +111,7 @@ def test_a_place_that_is_away_hides_no_failure_and_keeps_no_other_from_its_turn(
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each table was looked into, by its name."""
+    """The number of listings of each table, by name."""
     counted: Counter[str] = Counter()
     data_files = Storage.data_files
 
@@ -123,7 +123,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def test_folders_are_looked_into_once_a_minute_until_nothing_comes_for_a_while(
+def test_folders_are_listed_once_a_minute_until_nothing_appears_for_a_while(
     tmp_path: Path, looks: Counter[str]
 ) -> None:
     storage, clock, signs = Storage.at(str(tmp_path / "orders")), Clock(), Counter[str]()
@@ -132,12 +132,12 @@ def test_folders_are_looked_into_once_a_minute_until_nothing_comes_for_a_while(
     assert looks["orders"] == 1
     for clock.now in range(int(KEPT_S)):
         leftovers.sweep(lambda: signs.update(["sign"]))
-    # The first look found something, those into the quarantine nothing.
+    # The first listing found something, those of the quarantine nothing.
     assert looks == {"orders": 1 + LOOKS, "orders__quarantine": LOOKS}
     assert signs["sign"] == looks.total() - 2
 
 
-def test_a_sweep_that_takes_long_leaves_the_rest_to_the_next_one(
+def test_a_slow_sweep_leaves_the_rest_to_the_next_one(
     tmp_path: Path, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -158,7 +158,7 @@ def test_a_sweep_that_takes_long_leaves_the_rest_to_the_next_one(
     assert len(looks) == len(places)
 
 
-def test_a_sweep_that_cannot_be_made_hides_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sweep_hides_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_given: object, **_named: object) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -1,4 +1,4 @@
-"""The columns that a task finds depend on the order of messages alone, not on how they are divided into batches."""
+"""Inferred columns depend only on the order of messages, not on their division into batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a landing batch is divided into tasks: nothing twice, nothing left out, no task too large."""
+"""Dividing a landing batch into tasks: nothing twice, nothing omitted, no task too large."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def source(first: dict[int, int], end: dict[int, int]) -> Source:
     return Source(topic="orders", topic_id="one", first=first, end=end)
 
 
-def test_a_table_goes_on_where_it_is() -> None:
+def test_a_table_continues_at_its_position() -> None:
     found = plans(source({0: 0, 1: 40}, {0: 100, 1: 50}), {0: 30, 1: 20}, from_latest=False)
     assert found == {0: PartitionPlan(30, 30, 100), 1: PartitionPlan(20, 40, 50)}
     assert found[0].lost == 0
@@ -78,7 +78,7 @@ def test_a_new_table_starts_at_the_given_position() -> None:
     }
 
 
-def test_everything_may_be_gone_by_retention() -> None:
+def test_everything_may_be_deleted_by_retention() -> None:
     found = plans(source({0: 100}, {0: 100}), {0: 30}, from_latest=False)
     assert found == {0: PartitionPlan(30, 100, 100)}
     assert found[0].lost == 70

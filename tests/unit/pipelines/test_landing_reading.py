@@ -13,7 +13,7 @@ from millstream.pipelines.source.ranges import Range
 
 
 class Log:
-    """A partition whose start moves when some offsets are reached, and which may have offsets without messages."""
+    """A partition whose start moves when given offsets are reached, and which may have offsets without messages."""
 
     def __init__(self, end: int, moves: dict[int, int], without: frozenset[int] = frozenset()) -> None:
         self.start = 0
@@ -48,7 +48,7 @@ def offsets(reading: Reading, one: Range) -> list[int]:
         ({0: 100}, [], 10),
     ],
 )
-def test_offsets_that_are_deleted_before_they_are_read_are_skipped_and_counted(
+def test_offsets_deleted_before_they_are_read_are_skipped_and_counted(
     moves: dict[int, int], read: list[int], lost: int
 ) -> None:
     log = Log(200, moves)
@@ -57,14 +57,14 @@ def test_offsets_that_are_deleted_before_they_are_read_are_skipped_and_counted(
     assert reading.lost == lost
 
 
-def test_offsets_that_no_message_has_are_not_lost() -> None:
+def test_offsets_without_messages_are_not_lost() -> None:
     log = Log(10, {5: 6}, frozenset({2, 3, 8, 9}))
     reading = Reading(log.records, log.log_start)
     assert offsets(reading, Range("orders", 0, 0, 10)) == [0, 1, 4, 6, 7]
     assert reading.lost == 1
 
 
-def test_a_log_that_ends_too_early_is_reported() -> None:
+def test_a_log_that_ends_early_is_reported() -> None:
     log = Log(5, {})
     reading = Reading(log.records, log.log_start)
     with pytest.raises(LostData):

@@ -1,4 +1,4 @@
-"""The columns that a sample decides."""
+"""Columns inferred from a sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def columns(*documents: Any, detects: bool = False) -> dict[str, str]:
     return {field.name: str(field.type) for field in fields}
 
 
-def test_the_kind_of_most_values_decides() -> None:
+def test_the_majority_of_values_decides() -> None:
     assert columns({"a": "x"}, {"a": 1}, {"a": 2}) == {"a": "int64"}
     assert columns({"a": "x"}, {"a": 1}) == {"a": "string"}
     assert columns({"a": 1}, {"a": 2.5}, {"a": None}) == {"a": "double"}
@@ -24,14 +24,14 @@ def test_the_kind_of_most_values_decides() -> None:
     assert columns({"a": None}, {"b c": 1}) == {}
 
 
-def test_times_and_large_numbers_are_found_on_request() -> None:
+def test_times_and_large_numbers_are_inferred_on_request() -> None:
     documents = [{"at": "2026-11-16T10:00:00Z", "n": 2**70, "t": "2026-11-16"}, {"at": "2026-11-16T10:00:00.5+01:00"}]
     assert columns(*documents) == {"at": "string", "n": "double", "t": "string"}
     assert columns(*documents, detects=True) == {"at": "timestamp[us, tz=UTC]", "n": "decimal128(38, 0)", "t": "string"}
     assert columns(*documents, {"at": "soon"}, detects=True)["at"] == "string"
 
 
-def test_a_sample_is_the_same_however_much_is_waiting() -> None:
+def test_a_sample_does_not_depend_on_the_backlog() -> None:
     few = [Range("t", number, 5, 900) for number in range(2)]
     many = [Range("t", number, 5, 10**6) for number in range(2)]
     assert sample_ranges(few) == few

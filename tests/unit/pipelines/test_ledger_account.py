@@ -22,7 +22,7 @@ from millstream_testing.queue_store import MemoryStateStore
 
 
 class Recording(MemoryStateStore):
-    """A store that also keeps every write, as the log does."""
+    """A store that also records every write, as the log does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Recording(MemoryStateStore):
         return super().write(write)
 
     def events(self, without: Sequence[int] = (), twice: Sequence[int] = ()) -> pa.Table:
-        """The events of the writes; some may be left out, or be there again at the end."""
+        """The events of the writes; some may be omitted, or repeated at the end."""
         kept = [one for at, one in enumerate(self.log) if at not in without] + [self.log[at] for at in twice]
         records = [write_record(QueueRecord(DELTAS, one.key, Epoch(0), one.sequence, one.deltas)) for one in kept]
         batch = pa.RecordBatch.from_pydict(
@@ -60,7 +60,7 @@ def settle(delivery: Delivery, first: int, last: int, verb: Verb, worker: str = 
 
 
 def account(events: pa.Table, bench: Workbench, *, pieces: int = 1) -> Account:
-    """Fold events, in one piece or several, and compare them with the log."""
+    """Fold events in one or several parts, and compare them with the log."""
     found = Account(base=0, size=int(bench.partition.high_watermark))
     step = -(-events.num_rows // pieces)
     for start in range(0, events.num_rows, step):
@@ -127,7 +127,7 @@ async def test_seeks_retention_redrives_and_restarts_add_up(bench: Workbench) ->
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(), bench)
     totals = found.totals()
-    # Of 0 to 4, two were accepted and the others passed by; 5 to 8 were to be delivered again, and are gone.
+    # Of 0 to 4, two were accepted and the others skipped; 5 to 8 were to be redelivered, and were deleted.
     assert [one for one in found.findings if one.kind != "expired"] == []
     assert (totals["accepted"], totals["skipped"], totals["expired"], totals["waiting"]) == (1, 4, 4, 1)
     assert totals["published"] == 10
@@ -152,7 +152,7 @@ async def test_a_lost_delta_is_found_and_named(bench: Workbench) -> None:
         assert (found.totals()["lost"], found.totals()["waiting"], found.totals()["accepted"]) == (2, 1, 1)
 
 
-async def test_a_lease_that_is_missing_is_named_though_nothing_is_lost(bench: Workbench) -> None:
+async def test_a_missing_lease_is_named_though_nothing_is_lost(bench: Workbench) -> None:
     delivery = await bench.open(ledger=True)
     bench.publish("a")
     delivery.try_receive(wanted(1))
@@ -170,9 +170,7 @@ async def test_a_lease_that_is_missing_is_named_though_nothing_is_lost(bench: Wo
 
 
 @pytest.mark.parametrize("delivery_mode", [AT_LEAST_ONCE, EXACTLY_ONCE])
-async def test_a_doubled_accept_is_found_where_it_is_promised_not_to_happen(
-    bench: Workbench, delivery_mode: str
-) -> None:
+async def test_a_duplicate_accept_is_found_where_it_is_excluded(bench: Workbench, delivery_mode: str) -> None:
     delivery = await bench.open(ledger=True, delivery=delivery_mode)
     bench.publish(*"ab")
     delivery.try_receive(wanted(2))
@@ -187,7 +185,7 @@ async def test_a_doubled_accept_is_found_where_it_is_promised_not_to_happen(
     assert found.totals()["doubled"] == len(doubled)
 
 
-async def test_a_cut_before_delivery_is_its_own_class(bench: Workbench) -> None:
+async def test_deletion_before_delivery_is_its_own_class(bench: Workbench) -> None:
     delivery = await bench.open(ledger=True)
     bench.publish(*"abcdef")
     delivery.try_receive(wanted(2))
@@ -202,7 +200,7 @@ async def test_a_cut_before_delivery_is_its_own_class(bench: Workbench) -> None:
     assert (found.totals()["expired"], found.totals()["lost"], found.totals()["published"]) == (3, 0, 6)
 
 
-async def test_a_ledger_that_was_off_for_a_while_claims_nothing_about_that(bench: Workbench) -> None:
+async def test_a_ledger_that_was_off_for_a_while_claims_nothing_about_that_time(bench: Workbench) -> None:
     delivery = await bench.open(ledger=False)
     bench.publish(*"abcdef")
     delivery.try_receive(wanted(3))
@@ -220,7 +218,7 @@ async def test_a_ledger_that_was_off_for_a_while_claims_nothing_about_that(bench
     assert (totals["published"], totals["accepted"], totals["waiting"]) == (4, 1, 3)
 
 
-async def test_what_the_ledger_calls_no_message_must_not_be_one(bench: Workbench) -> None:
+async def test_an_offset_without_a_message_by_the_ledger_must_not_hold_one(bench: Workbench) -> None:
     delivery = await bench.open(ledger=True)
     bench.publish(*"abc")
     delivery.queue.add_scanned(0, 3, now_ms=0, absent=[(1, 1)])

@@ -1,4 +1,4 @@
-"""The life of a message, completed from the ledger's table."""
+"""The history of a message, completed from the ledger's table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LETTER = ("dead_lettered", {"letter_topic": "dead", "letter_partition": 0, "let
         ([_REJECTED, _LETTER, ("revived", {}), _FORWARD], "skipped", ""),
     ],
 )
-def test_a_move_past_a_message_does_not_change_how_it_ended(
+def test_a_seek_past_a_message_does_not_change_its_outcome(
     events: list[tuple[str, dict[str, Any]]], state: str, worker: str
 ) -> None:
     life = _life(*events)
@@ -46,7 +46,7 @@ def test_a_move_past_a_message_does_not_change_how_it_ended(
     assert (found["dead_letter"] is not None) == (state == "dead-lettered")
 
 
-def test_a_broker_that_has_forgotten_the_end_is_corrected() -> None:
+def test_an_outcome_forgotten_by_the_broker_is_corrected() -> None:
     life = _life(_ACCEPTED, _FORWARD)
     live = {**_gone("1", life), "state": "skipped", "ended_ms": 5, "reason": "the subscription was moved to offset 4"}
     found = _completed(live, life, 0)

@@ -15,7 +15,7 @@ COMMITS = 4
     ("version", "is_cut", "kind"),
     [(0, False, "missing"), (2, False, "missing"), (2, True, "broken"), (COMMITS, True, "broken")],
 )
-def test_a_commit_that_is_gone_or_cut_is_named(tmp_path: Path, version: int, is_cut: bool, kind: str) -> None:
+def test_a_missing_or_truncated_commit_is_named(tmp_path: Path, version: int, is_cut: bool, kind: str) -> None:
     storage = ledger_storage(str(tmp_path))
     table = LedgerTable(storage)
     for number in range(COMMITS):

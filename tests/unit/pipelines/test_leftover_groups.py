@@ -40,19 +40,19 @@ async def exists(server: Server, name: str) -> bool:
 
 
 def take(server: Server, name: str, client_id: str) -> Claim:
-    """Become the member of a pipeline's group."""
+    """Join the group of a pipeline."""
     claim = Claim(Link(server.kafka, client_id, 30.0), f"{GROUP_PREFIX}{name}")
     claim.take()
     return claim
 
 
 def close(claim: Claim) -> None:
-    """Be a member no more, and do nothing else about it: as it is when a session ends."""
+    """Leave without further clean-up, as when a session expires."""
     claim.leave()
     claim._link.close()
 
 
-async def test_the_group_of_a_dead_driver_goes_when_its_session_has_ended(server: Server, topic: str) -> None:
+async def test_the_group_of_a_dead_driver_is_deleted_when_its_session_has_expired(server: Server, topic: str) -> None:
     gone, kept = f"{topic[-40:]}-gone", f"{topic[-40:]}-kept"
     claims = [await asyncio.to_thread(take, server, one, f"{DRIVER_CLIENT}1") for one in (gone, kept)]
     declared = {gone, kept}
@@ -60,7 +60,7 @@ async def test_the_group_of_a_dead_driver_goes_when_its_session_has_ended(server
         groups.take(declared)
         declared.clear()
         groups.take(declared)
-        # Declared again at once.
+        # Redeclared at once.
         declared.add(kept)
         groups.take(declared)
         async with Client.connect(server.kafka) as client:
@@ -74,7 +74,7 @@ async def test_the_group_of_a_dead_driver_goes_when_its_session_has_ended(server
     assert await exists(server, kept)
 
 
-async def test_a_group_of_a_manual_run_is_left_alone(server: Server, topic: str) -> None:
+async def test_the_group_of_a_manual_run_is_kept(server: Server, topic: str) -> None:
     name = topic[-40:]
     claim = await asyncio.to_thread(take, server, name, "pipeline-run-1")
     groups = LeftoverGroups(server.kafka, lambda _name: False)

@@ -1,4 +1,4 @@
-"""A pipeline that is run by hand: when it ends, and what it is called."""
+"""Manual runs of a pipeline: when they end, and how they are named."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def by_hand(script: Script, claim: FreeClaim, stopping: threading.Event | None =
     [
         ([Step(rows=5, lag=3), Step(rows=3, wait_s=60.0)], 8),
         ([Step()], 0),
-        # Somebody else was faster once.
+        # Another runner was faster once.
         ([Step(lag=4), Step(rows=4)], 4),
-        # More comes all the time: what was there at the beginning is enough.
+        # More arrives all the time: the messages present at the start are enough.
         ([Step(rows=5, lag=5), Step(rows=6, lag=5)], 11),
     ],
 )
-def test_once_ends_when_everything_that_was_there_is_taken(lines: list[Step], rows: int) -> None:
+def test_once_ends_when_everything_present_at_the_start_is_processed(lines: list[Step], rows: int) -> None:
     script = Script(*lines)
     running = by_hand(script, FreeClaim())
     running.run(once=True)
@@ -47,7 +47,7 @@ def test_once_ends_when_everything_that_was_there_is_taken(lines: list[Step], ro
     assert script.contexts[0].member().member_id == "me"
 
 
-def test_it_goes_on_until_it_is_stopped_or_someone_else_takes_over() -> None:
+def test_it_continues_until_it_is_stopped_or_taken_over() -> None:
     stopping = threading.Event()
     script = Script(Step(rows=1), Step(rows=1))
     claim = FreeClaim()
@@ -65,7 +65,7 @@ def test_it_goes_on_until_it_is_stopped_or_someone_else_takes_over() -> None:
         lost.run(once=False)
 
 
-def test_what_fails_is_reported_with_what_was_done_before() -> None:
+def test_a_failure_is_reported_with_the_progress_before_it() -> None:
     script = Script(Step(rows=1, lag=1), ValueError("no"))
     running = by_hand(script, FreeClaim())
     with pytest.raises(ValueError, match="no"):
@@ -74,7 +74,7 @@ def test_what_fails_is_reported_with_what_was_done_before() -> None:
 
 
 class Java:
-    """In the place of Spark: its Java can be asked and killed."""
+    """A Spark stand-in whose Java process can be queried and killed."""
 
     def __init__(self) -> None:
         self.is_killed = threading.Event()
@@ -84,7 +84,7 @@ class Java:
 
 
 def run_watched(script: Script, java: Java, monkeypatch: pytest.MonkeyPatch, *, reacts: bool) -> list[str]:
-    """Run what may be still for a moment only; the response is why its process had to end, if it had."""
+    """Run with a short stall limit; return why the process had to end, if it had."""
     monkeypatch.setattr(by_hand_module, "activity_of", lambda _spark: Activity())
     monkeypatch.setattr(by_hand_module, "kill_java", Java.kill)
     monkeypatch.setattr(by_hand_module, "END_S", 0.05)
@@ -112,7 +112,7 @@ def run_watched(script: Script, java: Java, monkeypatch: pytest.MonkeyPatch, *, 
     return [str(stalled.value), *left]
 
 
-def test_a_step_that_gets_nowhere_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_step_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     script, java = Script(Step(rows=2, lag=1)), Java()
     script.fails_when_stopped = True
     (reason,) = run_watched(script, java, monkeypatch, reacts=True)
@@ -120,7 +120,7 @@ def test_a_step_that_gets_nowhere_is_cancelled(monkeypatch: pytest.MonkeyPatch) 
     assert not java.is_killed.is_set()
 
 
-def test_what_cannot_be_cancelled_loses_its_java_and_then_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_cancelled_loses_its_java_and_then_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     script, java = Script(Step(rows=1)), Java()
     script.fails_when_stopped = True
     reason, left = run_watched(script, java, monkeypatch, reacts=False)
@@ -129,7 +129,7 @@ def test_what_cannot_be_cancelled_loses_its_java_and_then_its_process(monkeypatc
     assert java.is_killed.is_set()
 
 
-def test_one_that_is_not_declared_has_a_name_under_which_it_goes_on() -> None:
+def test_an_undeclared_pipeline_has_a_stable_name() -> None:
     rule = Rule(name="r", topic="orders", targets=("queue",))
     names = [
         _undeclared(PipelineKind.LAND, {"topics": "orders,bills"}, (), None),

@@ -1,4 +1,4 @@
-"""The broker's side of pipelines: when a driver runs, what is known of it, and what becomes of those that kill it."""
+"""The broker's side of pipelines: when a driver runs, what it reports, and pipelines that crash it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRIVER = "millstream_testing.scripted_driver"
 
 
 class Owner:
-    """Who runs the pipelines, as a test wants it."""
+    """The owner of the pipelines, set by a test."""
 
     def __init__(self) -> None:
         self.is_mine = True
@@ -85,7 +85,7 @@ class Board(PipelineBoard):
 
 
 class Scene:
-    """A child with everything around it."""
+    """A child process with its surroundings."""
 
     def __init__(self, declared: Pipelines, *, spare_s: float | None = None) -> None:
         self.declared = declared
@@ -129,7 +129,7 @@ async def scene_in(folder: Path, *, spare_s: float | None = None) -> AsyncIterat
         catalog.close()
 
 
-async def test_a_driver_runs_while_a_pipeline_is_due_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+async def test_a_driver_runs_while_a_pipeline_is_due_and_continues_after_a_kill(tmp_path: Path) -> None:
     async with scene_in(tmp_path) as scene:
         await scene.declare("a", "orders")
         await scene.board.until(lambda: scene.board.report("a").rows > 2)
@@ -155,19 +155,19 @@ async def test_a_driver_runs_while_a_pipeline_is_due_and_goes_on_after_a_kill(tm
     assert scene.owner.has_resigned
 
 
-async def test_one_that_fails_again_and_again_is_parked_and_harms_no_other(tmp_path: Path) -> None:
+async def test_a_pipeline_that_keeps_failing_is_parked_without_affecting_others(tmp_path: Path) -> None:
     async with scene_in(tmp_path) as scene:
         await scene.declare("good", "orders")
         await scene.declare("bad", "failing")
         assert await scene.until_parked("bad") == "it fails as scripted"
         await scene.board.until(lambda: scene.board.report("good").rows > 2)
         assert scene.board.restarts == 0
-        # Whoever starts it again has it tried again.
+        # A restart by the user retries it.
         await scene.declared.start("bad")
         assert await scene.until_parked("bad") == "it fails as scripted"
 
 
-async def test_one_that_kills_the_driver_is_parked_and_harms_no_other(tmp_path: Path) -> None:
+async def test_a_pipeline_that_crashes_the_driver_is_parked_without_affecting_others(tmp_path: Path) -> None:
     async with scene_in(tmp_path) as scene:
         await scene.declare("good", "idle")
         await scene.declare("deadly", "deadly")
@@ -177,7 +177,7 @@ async def test_one_that_kills_the_driver_is_parked_and_harms_no_other(tmp_path: 
         assert not scene.declared.all()[1].parked
 
 
-async def test_one_that_hangs_has_the_driver_replaced_and_harms_no_other(tmp_path: Path) -> None:
+async def test_a_hanging_pipeline_replaces_the_driver_without_affecting_others(tmp_path: Path) -> None:
     async with scene_in(tmp_path) as scene:
         await scene.declare("good", "orders")
         await scene.board.until(lambda: scene.board.report("good").rows > 0)
@@ -191,7 +191,7 @@ async def test_one_that_hangs_has_the_driver_replaced_and_harms_no_other(tmp_pat
         assert scene.board.report("good").stalls == 0
 
 
-async def test_a_driver_that_is_silent_is_killed(tmp_path: Path) -> None:
+async def test_a_silent_driver_is_killed(tmp_path: Path) -> None:
     async with scene_in(tmp_path) as scene:
         await scene.declare("a", "orders")
         await scene.board.until(lambda: scene.board.report("a").rows > 0)
@@ -221,7 +221,9 @@ async def test_a_node_that_is_not_the_owner_runs_nothing(tmp_path: Path) -> None
         assert scene.child.restarts == 0
 
 
-async def test_what_is_missing_is_reported_until_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_prerequisite_is_reported_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("millstream.pipelines.runtime.child.LOOK_S", 0.01)
     async with scene_in(tmp_path) as scene:
         scene.missing = "pipelines run on Spark; install it"
@@ -233,7 +235,7 @@ async def test_what_is_missing_is_reported_until_it_is_there(tmp_path: Path, mon
         await scene.board.until(lambda: scene.board.report("a").state == "running")
 
 
-async def test_a_catalog_that_is_away_keeps_no_one_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unavailable_catalog_stops_all_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.pipelines.runtime.child.PARK_PAUSE_S", 0.01)
     async with scene_in(tmp_path) as scene:
         park, calls = scene.declared.park, 0
@@ -251,7 +253,7 @@ async def test_a_catalog_that_is_away_keeps_no_one_running(tmp_path: Path, monke
         assert calls == 3
 
 
-def test_deaths_are_counted_only_in_a_row() -> None:
+def test_only_consecutive_crashes_are_counted() -> None:
     roll = DriverReports(1)
     for _ in range(2):
         roll.apply(DriverEvent(begun="a"))
@@ -271,7 +273,7 @@ def test_deaths_are_counted_only_in_a_row() -> None:
     assert not roll.is_suspect("b")
 
 
-def test_only_the_one_because_of_which_a_driver_was_replaced_is_suspected() -> None:
+def test_only_the_pipeline_that_caused_a_replacement_is_suspected() -> None:
     roll = DriverReports(1)
     reports = [PipelineReport(name=name, state="running", still_s=9.0) for name in ("a", "b")]
     for _ in range(3):
@@ -284,13 +286,13 @@ def test_only_the_one_because_of_which_a_driver_was_replaced_is_suspected() -> N
     reported = {one.name: one for one in roll.reports([landing("a"), landing("b")], is_running=False, idle_reason="")}
     assert [(one.restarts, one.still_s) for one in reported.values()] == [(3, 0.0), (3, 0.0)]
     assert roll.blamed() == [("b", "replaced")]
-    # Whoever was under way when a driver dies otherwise is suspected as before.
+    # A pipeline that was in progress at any other crash is suspected as before.
     roll.apply(DriverEvent(begun="a"))
     roll.driver_ended(-9, is_death=True)
     assert roll.is_suspect("a")
 
 
-def test_why_a_driver_ended_is_reported_until_the_next_one_reports() -> None:
+def test_the_exit_reason_of_a_driver_is_reported_until_the_next_one_reports() -> None:
     roll = DriverReports(1)
     due = [landing("a")]
     assert roll.reports(due, is_running=True, idle_reason="")[0].state == "starting"
@@ -313,7 +315,7 @@ def test_why_a_driver_ended_is_reported_until_the_next_one_reports() -> None:
     assert roll.reports(due, is_running=True, idle_reason="")[0].rows == 2
 
 
-def test_what_a_run_did_counts_on_after_it_was_parked_and_when_it_is_tried_again() -> None:
+def test_counters_continue_after_a_pipeline_was_parked_and_retried() -> None:
     roll = DriverReports(1)
     roll.forget(["a"])
     one = landing("a")
@@ -334,7 +336,7 @@ def test_what_a_run_did_counts_on_after_it_was_parked_and_when_it_is_tried_again
     assert roll.reports_of_rest([parked]) == []
 
 
-def test_since_when_no_driver_could_be_started_is_reported() -> None:
+def test_the_time_since_no_driver_could_be_started_is_reported() -> None:
     roll = DriverReports(1)
     roll.driver_ended(1, is_death=True)
     (first,) = roll.reports([landing("a")], is_running=False, idle_reason="")
@@ -343,7 +345,7 @@ def test_since_when_no_driver_could_be_started_is_reported() -> None:
     assert then.failing_ms == first.failing_ms > 0
 
 
-def test_a_node_says_where_its_driver_works() -> None:
+def test_a_node_reports_where_its_driver_runs() -> None:
     config = Config(data="/d", advertise="broker:9092", pipelines_spark="spark.a=1; spark.b=x=y")
     options = driver_options(config, "127.0.0.1:9092")
     assert (options.lake, options.folder, options.master) == ("/d/lake", "/d/pipelines", "")
@@ -359,7 +361,7 @@ def test_a_node_says_where_its_driver_works() -> None:
     assert idle_reason_of(Config()) == ""
 
 
-def test_credentials_of_spark_are_no_arguments_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_of_spark_are_not_process_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     word = "a-secret-of-spark"
     config = Config(pipelines_spark=f"spark.hadoop.fs.s3a.secret.key={word};spark.sql.shuffle.partitions=2")
     options = driver_options(config, "127.0.0.1:9092")
@@ -394,7 +396,7 @@ async def test_a_spare_driver_takes_over_and_ends_with_the_last_pipeline(tmp_pat
         assert spare is not None
         os.kill(first, signal.SIGKILL)
         await scene.board.until(lambda: child.pid == spare and scene.board.report("a").state == "running")
-        # Another one is started in its place, and one that dies is replaced.
+        # Another spare is started, and a dead one is replaced.
         await scene.board.until(lambda: child.spare_pid not in (None, spare))
         second = child.spare_pid
         assert second is not None
@@ -417,11 +419,11 @@ async def test_a_spare_driver_is_started_as_soon_as_all_pipelines_run(tmp_path: 
         first, spare = child.pid, child.spare_pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        # So is the one that takes the place of the spare.
+        # So is the one that replaces the spare.
         await scene.board.until(lambda: child.pid == spare and child.spare_pid not in (None, spare))
 
 
-async def test_a_spare_driver_ends_with_a_node_that_fails(tmp_path: Path) -> None:
+async def test_a_spare_driver_ends_with_a_crashing_node(tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
     scene = Scene(Pipelines(CatalogDeclarations(catalog), SystemClock()), spare_s=0.05)
     running = asyncio.create_task(scene.child.run())
@@ -438,7 +440,7 @@ async def test_a_spare_driver_ends_with_a_node_that_fails(tmp_path: Path) -> Non
     catalog.close()
 
 
-async def test_a_node_that_stops_removes_what_a_killed_driver_has_left(
+async def test_a_stopping_node_removes_the_leftovers_of_a_killed_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Who runs a pipeline: one at a time, whatever comes and goes."""
+"""The claim of a pipeline: one runner at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def other_link(server: Server) -> Iterator[Link]:
     made.close()
 
 
-def test_the_group_shows_who_runs_it_and_no_one_else_gets_in(link: Link, other_link: Link, topic: str) -> None:
+def test_the_group_shows_the_runner_and_refuses_others(link: Link, other_link: Link, topic: str) -> None:
     claim = Claim(link, topic)
     claim.take()
     assert claim.is_held
@@ -55,7 +55,7 @@ def test_the_group_shows_who_runs_it_and_no_one_else_gets_in(link: Link, other_l
     second.leave()
 
 
-def test_a_driver_that_is_started_again_takes_the_place_of_the_one_before(
+def test_a_restarted_driver_replaces_the_previous_one(
     link: Link, other_link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_module, "BEAT_S", 0.1)
@@ -72,7 +72,7 @@ def test_a_driver_that_is_started_again_takes_the_place_of_the_one_before(
     after.leave()
 
 
-def test_of_two_that_come_at_once_one_runs_it(
+def test_of_two_concurrent_claims_one_succeeds(
     link: Link, other_link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_module, "BEAT_S", 0.1)
@@ -113,14 +113,14 @@ def test_the_runner_stays_when_another_joins_the_group_directly(
     claim.leave()
 
 
-def test_the_group_of_a_pipeline_goes_with_its_declaration_while_it_is_run(link: Link, topic: str) -> None:
+def test_the_group_of_a_running_pipeline_is_deleted_with_its_declaration(link: Link, topic: str) -> None:
     pipelines = PipelineClient(link.client)
     group = f"pipeline-{topic}"
     link.call(pipelines.create(topic, "land", {"topics": topic}, is_wanted=False))
     claim = Claim(link, group, instance_id=DRIVER_INSTANCE)
     claim.take()
     claim.leave()
-    # One that is only stopped keeps how far it came.
+    # A stopped pipeline keeps its position.
     assert link.call(describe_group(link.client, group)).members == ()
     claim.take()
     link.call(pipelines.delete(topic))
@@ -129,14 +129,14 @@ def test_the_group_of_a_pipeline_goes_with_its_declaration_while_it_is_run(link:
     claim.leave()
     with pytest.raises(UnknownGroup):
         link.call(describe_group(link.client, group))
-    # One that was never declared goes on where it ended.
+    # An undeclared pipeline continues where it ended.
     by_hand = Claim(link, group)
     by_hand.take()
     by_hand.leave()
     assert link.call(describe_group(link.client, group)).protocol_type == "pipeline"
 
 
-def test_consumers_and_pipelines_leave_each_others_groups_alone(
+def test_consumers_and_pipelines_do_not_affect_each_others_groups(
     link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipelines = PipelineClient(link.client)

@@ -1,4 +1,4 @@
-"""The driver: what it runs, what it reports, and which pipelines run together after a crash."""
+"""The driver: what it runs and reports, and which pipelines run together after a crash."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_it_runs_its_pipelines_and_reports(scene: Scene) -> None:
     assert _rows(scene, "b") == 4
 
 
-def test_a_change_is_a_new_job_and_an_equal_line_is_none(scene: Scene) -> None:
+def test_a_change_makes_a_new_job_and_an_equal_command_does_not(scene: Scene) -> None:
     script = scene.script("a")
     scene.driver.declare([Wanted(landing("a"))])
     assert script.at_end.wait(HANG_S)
@@ -107,7 +107,7 @@ def test_a_change_is_a_new_job_and_an_equal_line_is_none(scene: Scene) -> None:
     assert [one.overrides.get("decode") for one in script.pipelines] == [None, "json"]
 
 
-def test_one_that_was_parked_is_tried_again_by_another_number(scene: Scene) -> None:
+def test_a_parked_pipeline_is_retried_with_a_new_attempt_number(scene: Scene) -> None:
     script = scene.script("a", *[InvalidRequest("no")] * 2, Step(rows=1))
     scene.driver.declare([Wanted(landing("a"))])
     scene.until(lambda _said: _state(scene, "a") == "parked")
@@ -117,7 +117,7 @@ def test_one_that_was_parked_is_tried_again_by_another_number(scene: Scene) -> N
     assert script.at_end.wait(HANG_S)
 
 
-def test_one_that_was_deleted_and_recreated_begins_after_the_end_of_the_other(scene: Scene) -> None:
+def test_a_recreated_pipeline_starts_after_the_end_of_the_old_one(scene: Scene) -> None:
     script = scene.script("a")
     before = landing("a")
     scene.driver.declare([Wanted(before)])
@@ -130,7 +130,7 @@ def test_one_that_was_deleted_and_recreated_begins_after_the_end_of_the_other(sc
     assert script.closed == 1
 
 
-def test_a_suspect_that_is_stopped_while_it_waits_for_its_turn_does_nothing(scene: Scene) -> None:
+def test_a_suspect_stopped_while_waiting_for_its_turn_does_nothing(scene: Scene) -> None:
     first, second = scene.script("a"), scene.script("b", Step(rows=1))
     scene.driver.declare([Wanted(landing("a"), is_suspect=True)])
     assert first.at_end.wait(HANG_S)
@@ -142,7 +142,7 @@ def test_a_suspect_that_is_stopped_while_it_waits_for_its_turn_does_nothing(scen
     assert second.next_line() == Step(rows=1)
 
 
-def test_suspects_take_turns_until_a_step_went_well() -> None:
+def test_suspects_take_turns_until_a_step_succeeds() -> None:
     turns = Turns()
     turns.suspect("a")
     turns.suspect("b")
@@ -163,7 +163,7 @@ def test_suspects_take_turns_until_a_step_went_well() -> None:
     turns.give_back("b", is_well=True)
 
 
-def test_commands_and_reports_survive_the_pipe() -> None:
+def test_commands_and_reports_round_trip() -> None:
     rules = (Rule(name="all", topic="orders", targets=("queue",)),)
     wanted = Wanted(dataclasses.replace(landing("a"), kind=PipelineKind.ROUTE, rules=rules), 2, True)
     assert msgspec.json.decode(msgspec.json.encode(DriverCommand([wanted])), type=DriverCommand) == DriverCommand(
@@ -190,7 +190,7 @@ def _state(scene: Scene, name: str) -> str | None:
     return None if report is None else report.state
 
 
-def test_a_broker_that_is_gone_while_spark_starts_ends_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_dies_while_spark_starts_ends_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     is_gone, is_starting = threading.Event(), threading.Event()
 
     def start(*_: object, **__: object) -> None:
@@ -217,7 +217,7 @@ def _drive(commands: IO[bytes], leave: Callable[[], None]) -> None:
         run(OPTIONS, commands, EventWriter(io.BytesIO()), leave=leave)
 
 
-def test_what_the_broker_says_early_is_heard_when_there_is_work() -> None:
+def test_early_commands_of_the_broker_are_applied_when_there_is_work() -> None:
     reader, writer = os.pipe()
     left: list[bool] = []
     with os.fdopen(reader, "rb") as commands, os.fdopen(writer, "wb") as broker:

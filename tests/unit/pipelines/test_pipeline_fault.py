@@ -1,4 +1,4 @@
-"""Where failures of pipelines come from."""
+"""Classifying the failures of pipelines."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from millstream.pipelines.runtime.fault import Fault, Marked, fault_of, kind_in
 
 
 class AnalysisException(Exception):
-    """As Spark names it."""
+    """Named as in Spark."""
 
 
 class Py4JNetworkError(Exception):
-    """As py4j names it."""
+    """Named as in py4j."""
 
 
 def in_task(error: str) -> RuntimeError:
-    """What Spark says of an error in one of its tasks."""
+    """Spark's report of an error in one of its tasks."""
     return RuntimeError(
         "Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times: org.apache.spark.api.python."
         f'PythonException: Traceback (most recent call last):\n  File "task.py", line 3, in f\n    g()\n{error}\n'
@@ -59,7 +59,7 @@ def in_task(error: str) -> RuntimeError:
         RuntimeError("java.io.IOException: No space left on device"),
     ],
 )
-def test_what_is_away_comes_back(error: Exception) -> None:
+def test_unavailable_services_are_transient(error: Exception) -> None:
     assert fault_of(error) is Fault.OUTSIDE
 
 
@@ -73,19 +73,19 @@ def test_what_is_away_comes_back(error: Exception) -> None:
         in_task("millstream.core.errors.InvalidSetting: no such column"),
     ],
 )
-def test_what_is_declared_stays_as_it_is(error: Exception) -> None:
+def test_declaration_errors_are_permanent(error: Exception) -> None:
     assert fault_of(error) is Fault.DECLARED
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("wrong"), NotADirectoryError("a file is there"), in_task("ValueError: wrong"), RuntimeError()]
 )
-def test_of_others_it_is_not_known(error: Exception) -> None:
+def test_other_errors_are_unclassified(error: Exception) -> None:
     assert fault_of(error) is Fault.UNKNOWN
 
 
 def raised_in_task(error: Exception) -> RuntimeError:
-    """The outcome of an error that one of Millstream's tasks raises, as Spark reports it."""
+    """The classification of an error raised in one of Millstream's tasks, as reported by Spark."""
 
     def task(batches: Iterable[Any]) -> Iterator[Any]:
         yield from batches
@@ -99,7 +99,7 @@ def raised_in_task(error: Exception) -> RuntimeError:
 
 
 class LibraryError(Exception):
-    """Of a library that only tasks have."""
+    """An error of a library that only tasks have."""
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,7 @@ class LibraryError(Exception):
         (ValueError("[millstream fault: outside, OSError]\nsaid a payload"), Fault.UNKNOWN, ValueError),
     ],
 )
-def test_tasks_say_themselves_where_their_errors_come_from(
-    error: Exception, fault: Fault, kind: type[Exception]
-) -> None:
+def test_tasks_classify_their_errors_themselves(error: Exception, fault: Fault, kind: type[Exception]) -> None:
     reported = raised_in_task(error)
     assert (fault_of(reported), kind_in(reported)) == (fault, kind)
     assert "millstream fault" not in reason_of(raised_in_task(BrokerUnreachable("away")))

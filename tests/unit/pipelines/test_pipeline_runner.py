@@ -1,4 +1,4 @@
-"""One pipeline that is run: its steps, its failures, changes and its end."""
+"""One running pipeline: its steps, failures, changes and end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_SPARK = cast("Any", None)
 
 
 class Watched:
-    """A runner in its thread, with everything that it reported."""
+    """A runner in its thread, with all of its reports."""
 
     def __init__(self, script: JobKind, claim: FreeClaim) -> None:
         self.claim = claim
@@ -70,9 +70,9 @@ def running(script: Script, claim: FreeClaim | None = None) -> Iterator[Watched]
         assert not watched.thread.is_alive()
 
 
-def test_a_step_in_which_java_is_lost_stays_under_way() -> None:
+def test_a_step_that_loses_java_stays_in_progress() -> None:
     class Py4JNetworkError(Exception):
-        """As it is called there."""
+        """Named as in py4j."""
 
     script = Script(ValueError("odd"), Py4JNetworkError("Response from Java side is empty"), Step(rows=3))
     with running(script) as watched:
@@ -80,11 +80,11 @@ def test_a_step_in_which_java_is_lost_stays_under_way() -> None:
     assert watched.steps[:6] == ["begun", False, "begun", "lost", "begun", True]
 
 
-def test_a_step_that_only_waits_is_not_under_way() -> None:
+def test_a_step_that_only_waits_is_not_in_progress() -> None:
     seen: list[list[object]] = []
 
     class Waiting:
-        """Finds nothing to do, then something."""
+        """Finds no work, then some."""
 
         def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
             self.context = context
@@ -103,12 +103,12 @@ def test_a_step_that_only_waits_is_not_under_way() -> None:
     watched = Watched(Waiting, FreeClaim())
     watched.thread.start()
     watched.thread.join(HANG_S)
-    # Whatever ends the driver while the first step waits, it is not this pipeline.
+    # Whatever ends the driver while the first step waits, this pipeline is not to blame.
     assert seen[:3] == [["begun", True], ["begun", True, "begun"], ["begun", True, "begun", True, "begun"]]
     assert watched.steps == ["begun", True, "begun", True, "begun", False]
 
 
-def test_a_topic_that_is_missing_is_waited_for() -> None:
+def test_a_missing_topic_is_waited_for() -> None:
     missing = [UnknownTopic("topic 'orders' does not exist")] * (FAILURES_MAX + 1)
     script = Script(*missing, Step(rows=3))
     with running(script) as watched:
@@ -148,7 +148,7 @@ def test_a_failure_is_reported_and_the_job_is_recreated() -> None:
     assert watched.claim.taken == 1
 
 
-def test_one_that_fails_again_and_again_is_parked() -> None:
+def test_a_pipeline_that_keeps_failing_is_parked() -> None:
     failures = [RuntimeError("it cannot be")] * FAILURES_MAX
     script = Script(*failures[1:], Step(rows=1), *failures)
     with running(script) as watched:
@@ -160,7 +160,7 @@ def test_one_that_fails_again_and_again_is_parked() -> None:
     assert watched.runner.report().state == "parked"
 
 
-def test_what_is_declared_wrongly_is_tried_once_more() -> None:
+def test_a_declaration_error_is_retried_once() -> None:
     script = Script(InvalidRequest("no such column"), Step(rows=1), *[InvalidRequest("no such column")] * 2)
     with running(script) as watched:
         watched.thread.join(HANG_S)
@@ -168,7 +168,7 @@ def test_what_is_declared_wrongly_is_tried_once_more() -> None:
         assert (report.state, report.rows, report.restarts) == ("parked", 1, 3)
 
 
-def test_what_is_away_parks_nothing_however_long() -> None:
+def test_an_unavailable_service_parks_nothing_for_any_time() -> None:
     away = [BrokerUnreachable("nobody responds"), OSError("Generic S3 error"), OSError(ENOSPC, "no space left")]
     script = Script(*away * FAILURES_MAX, Step(rows=1))
     with running(script) as watched:
@@ -179,7 +179,7 @@ def test_what_is_away_parks_nothing_however_long() -> None:
         assert (report.state, report.restarts, report.failing_ms) == ("running", 3 * FAILURES_MAX, 0)
 
 
-def test_failures_while_the_group_is_not_heard_of_do_not_count() -> None:
+def test_failures_while_the_group_is_unreachable_do_not_count() -> None:
     script = Script(Step(rows=1), *[RuntimeError("the task failed")] * (3 * FAILURES_MAX))
     claim = FreeClaim()
     claim.confirms = False
@@ -188,7 +188,7 @@ def test_failures_while_the_group_is_not_heard_of_do_not_count() -> None:
         assert watched.runner.report().restarts == 3 * FAILURES_MAX
 
 
-def test_it_waits_while_someone_else_runs_it() -> None:
+def test_it_waits_while_another_runner_has_the_claim() -> None:
     busy = [GroupNotEmpty("it is being run by 'cli'")] * 3
     script = Script(Step(rows=1))
     with running(script, FreeClaim(busy)) as watched:
@@ -199,7 +199,7 @@ def test_it_waits_while_someone_else_runs_it() -> None:
         assert report.last_error == "it is being run by 'cli'"
 
 
-def test_a_lost_claim_is_taken_again_before_another_step() -> None:
+def test_a_lost_claim_is_retaken_before_another_step() -> None:
     script = Script(Step(rows=1))
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
@@ -221,7 +221,7 @@ def test_new_settings_make_a_new_job_under_the_same_claim() -> None:
     assert [one.overrides.get("decode") for one in script.pipelines] == [None, "json"]
 
 
-def test_what_is_cancelled_by_a_stop_is_no_failure() -> None:
+def test_cancellation_by_a_stop_is_not_a_failure() -> None:
     script = Script()
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
@@ -230,7 +230,7 @@ def test_what_is_cancelled_by_a_stop_is_no_failure() -> None:
     assert (report.state, report.last_error, report.restarts) == ("stopped", "", 0)
 
 
-def test_a_step_that_is_given_up_is_a_failure_with_a_reason() -> None:
+def test_an_abandoned_step_is_a_failure_with_a_reason() -> None:
     script = Script(Step(rows=1))
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
@@ -249,7 +249,7 @@ def test_a_step_that_is_given_up_is_a_failure_with_a_reason() -> None:
         )
 
 
-def test_a_batch_that_goes_on_beyond_its_steps_gives_no_sign_and_can_be_given_up() -> None:
+def test_a_batch_that_continues_beyond_its_steps_shows_no_progress_and_can_be_abandoned() -> None:
     script = Script(Step(rows=1), *[Step(lag=5, is_open=True)] * 3)
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
@@ -265,7 +265,7 @@ def test_a_batch_that_goes_on_beyond_its_steps_gives_no_sign_and_can_be_given_up
         assert stuck.at_end.wait(HANG_S)
 
 
-def test_while_it_waits_it_is_not_at_work() -> None:
+def test_a_waiting_pipeline_is_not_busy() -> None:
     script = Script(Step(rows=1, wait_s=HANG_S))
     with running(script) as watched:
         watched.until("running")

@@ -1,4 +1,4 @@
-"""The watch over pipelines: who gets nowhere is cancelled, and what cannot be cancelled has the driver replaced."""
+"""The watchdog of pipelines: a stalled one is cancelled, and if it cannot be, the driver is replaced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOK_S = 5.0
 
 
 class Pipeline:
-    """One that is watched."""
+    """A watched pipeline."""
 
     def __init__(self, name: str = "a", *, stall_s: float = 60.0) -> None:
         self.name = name
@@ -28,7 +28,7 @@ class Pipeline:
 
 
 class Scene:
-    """A watch whose clock and whose Spark are a test's."""
+    """A watchdog whose clock and Spark belong to the test."""
 
     def __init__(self, *pipelines: Pipeline) -> None:
         self.now_s = 0.0
@@ -49,7 +49,7 @@ class Scene:
         )
 
     def pass_by(self, seconds: float) -> None:
-        """Look as often as a driver would."""
+        """Check as often as a driver would."""
         for _ in range(round(seconds / LOOK_S)):
             self.now_s += LOOK_S
             self.watch.look()
@@ -72,7 +72,7 @@ def watched(*pipelines: Pipeline) -> Iterator[Scene]:
         scene.watch.run(over)
 
 
-def test_who_gives_signs_is_left_alone_and_spark_is_not_asked() -> None:
+def test_a_pipeline_with_progress_is_left_alone_and_spark_is_not_queried() -> None:
     one = Pipeline()
     with watched(one) as scene:
         for _ in range(100):
@@ -91,7 +91,7 @@ def test_a_long_batch_that_makes_progress_is_not_cancelled() -> None:
         assert scene.asked > 100
 
 
-def test_who_gets_nowhere_is_given_up_once_and_then_the_driver_is_replaced() -> None:
+def test_a_stalled_pipeline_is_abandoned_once_and_then_the_driver_is_replaced() -> None:
     one, other = Pipeline(), Pipeline("b")
     with watched(one, other) as scene:
         for _ in range(12):
@@ -108,7 +108,7 @@ def test_who_gets_nowhere_is_given_up_once_and_then_the_driver_is_replaced() -> 
         assert scene.replaced == [("a", "it made no progress for 80 s and could not be cancelled")]
 
 
-def test_one_that_was_given_up_and_goes_on_has_all_of_its_time_again() -> None:
+def test_a_pipeline_that_resumes_after_it_was_abandoned_gets_its_full_time_again() -> None:
     one = Pipeline()
     with watched(one) as scene:
         scene.pass_by(65)
@@ -121,7 +121,7 @@ def test_one_that_was_given_up_and_goes_on_has_all_of_its_time_again() -> None:
         assert scene.replaced == []
 
 
-def test_who_waits_or_may_take_for_ever_is_left_alone() -> None:
+def test_a_waiting_or_unlimited_pipeline_is_left_alone() -> None:
     waiting, patient = Pipeline("a"), Pipeline("b", stall_s=0.0)
     waiting.progress.rest()
     with watched(waiting, patient) as scene:
@@ -134,7 +134,7 @@ def test_who_waits_or_may_take_for_ever_is_left_alone() -> None:
         assert [name for name, _ in scene.replaced] == ["b"]
 
 
-def test_one_whose_tasks_wait_for_those_of_others_is_not_blamed() -> None:
+def test_a_pipeline_whose_tasks_are_queued_behind_others_is_not_blamed() -> None:
     hanging, waiting = Pipeline("a"), Pipeline("b", stall_s=30.0)
     with watched(hanging, waiting) as scene:
         scene.activity = Activity({"a": 1, "b": 1}, {"a": 1, "b": 0})
@@ -160,7 +160,7 @@ def test_tasks_that_run_on_after_they_were_cancelled_have_the_driver_replaced_wh
         assert other.given_up == []
 
 
-def test_a_java_that_does_not_respond_has_the_driver_replaced() -> None:
+def test_an_unresponsive_java_replaces_the_driver() -> None:
     one = Pipeline(stall_s=3600.0)
     with watched(one) as scene:
         scene.watch._look_s = scene.watch._java_s = 0.01
@@ -171,7 +171,7 @@ def test_a_java_that_does_not_respond_has_the_driver_replaced() -> None:
         assert scene.replaced[0] == ("", "the Java process has not responded for 0 s")
 
 
-def test_no_one_is_blamed_while_java_does_not_respond() -> None:
+def test_no_pipeline_is_blamed_while_java_is_unresponsive() -> None:
     one = Pipeline(stall_s=10.0)
     with watched(one) as scene:
         scene.watch._java_s = 500.0
@@ -187,7 +187,7 @@ def test_no_one_is_blamed_while_java_does_not_respond() -> None:
         assert one.given_up == ["it made no progress for 10 s and was cancelled"]
 
 
-def test_a_process_that_was_stopped_itself_blames_no_one() -> None:
+def test_a_suspended_process_blames_no_pipeline() -> None:
     one = Pipeline()
     with watched(one) as scene:
         scene.pass_by(20)
@@ -196,7 +196,7 @@ def test_a_process_that_was_stopped_itself_blames_no_one() -> None:
         assert (one.given_up, scene.replaced) == ([], [])
 
 
-def test_a_spark_that_fails_to_respond_is_no_sign() -> None:
+def test_a_failing_spark_query_is_not_progress() -> None:
     one = Pipeline()
     with watched(one) as scene:
 

@@ -1,4 +1,4 @@
-"""What is wrong with the place of a table, in one line."""
+"""Errors about the location of a table, in one line."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _IN_A_TASK = (
         ),
     ],
 )
-def test_it_is_said_in_one_line(said: str, reported: str) -> None:
+def test_the_error_is_one_line(said: str, reported: str) -> None:
     assert place_error(said) == reported
     assert reason_of(RuntimeError(said)) == reported
     assert reason_of(RuntimeError(f"Traceback (most recent call last):\n  File x\nOSError: {said}")) == reported
 
 
-def test_other_errors_are_left_as_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     assert place_error("a column is unknown") is None
     assert place_error("Generic S3 error: of an unknown kind") is None
     assert reason_of(PermissionError(13, "Permission denied", "/lake")).startswith("folder '/lake' cannot be")

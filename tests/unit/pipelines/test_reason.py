@@ -1,4 +1,4 @@
-"""What errors of pipelines say to people."""
+"""Error messages of pipelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_error_about_lost_messages_names_the_setting_of_the_pipeline() -> No
     assert "failOnDataLoss" not in reported
 
 
-def test_the_error_about_an_expectation_names_it_and_the_message_and_the_way_on() -> None:
+def test_the_error_about_an_expectation_names_it_the_message_and_the_remedy() -> None:
     failed = ExpectationFailed("orders", 2, 17, "total >= 0")
     reported = reason_of(
         RuntimeError(

@@ -1,4 +1,4 @@
-"""All rules of a topic in one pass give the same as each of them alone."""
+"""All rules of a topic evaluated in one pass match the same messages as each rule alone."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def batch_of(made: Sequence[tuple[Any, Any, str | None, bytes | None]]) -> Recor
 
 
 def without_traceback(routing_rules: list[RoutingRule], batch: RecordBatch) -> dict[str, list[int]]:
-    """Every rule asked about every message."""
+    """Evaluate every rule for every message."""
     found: dict[str, set[int]] = {}
     for way in routing_rules:
         matches = compile_filter(way.condition).matches(batch).tolist() if way.condition else [True] * len(batch)
@@ -113,7 +113,7 @@ def without_traceback(routing_rules: list[RoutingRule], batch: RecordBatch) -> d
 
 @settings(max_examples=60, deadline=None)
 @given(rows, routing_rules)
-def test_grouped_rules_match_what_each_of_them_matches(
+def test_grouped_rules_match_the_same_as_each_alone(
     made: list[tuple[Any, Any, str | None, bytes | None]], routing_rules: list[RoutingRule]
 ) -> None:
     batch = batch_of(made)
@@ -122,7 +122,7 @@ def test_grouped_rules_match_what_each_of_them_matches(
 
 
 def counted(rules: RuleSet) -> list[int]:
-    """Note of how many messages each condition is asked."""
+    """Count the messages for which each condition is evaluated."""
     asked: list[int] = []
     for condition in rules._conditions:
         program = condition.filter._program
@@ -136,7 +136,7 @@ def counted(rules: RuleSet) -> list[int]:
     return asked
 
 
-def test_a_thousand_rules_that_name_values_ask_about_few_messages() -> None:
+def test_a_thousand_equality_rules_evaluate_few_messages() -> None:
     rules = RuleSet(
         [RoutingRule(f"payload.region = 'r{number}' AND payload.total > 1", ("t",)) for number in range(1000)]
     )
@@ -146,7 +146,7 @@ def test_a_thousand_rules_that_name_values_ask_about_few_messages() -> None:
     assert asked == [1] * 20
 
 
-def test_a_thousand_rules_that_set_bounds_ask_about_what_lies_within_them() -> None:
+def test_a_thousand_range_rules_evaluate_messages_within_their_ranges() -> None:
     rules = RuleSet(
         [RoutingRule(f"payload.total > {number} AND payload.region LIKE 'e%'", ("t",)) for number in range(1000)]
     )
@@ -156,11 +156,11 @@ def test_a_thousand_rules_that_set_bounds_ask_about_what_lies_within_them() -> N
     assert asked == [21, 1, 1]
 
 
-def test_rules_are_compiled_once_in_a_process() -> None:
+def test_rules_are_compiled_once_per_process() -> None:
     routing_rules = (RoutingRule("payload.a = 1", ("t",)),)
     assert rule_set(routing_rules) is rule_set((RoutingRule("payload.a = 1", ("t",)),))
 
 
-def test_a_broken_condition_points_at_the_place() -> None:
+def test_an_error_in_a_condition_has_its_position() -> None:
     with pytest.raises(FilterError, match="column 1"):
         RuleSet([RoutingRule("kye = 'a'", ("t",))])

@@ -1,4 +1,4 @@
-"""What Spark writes on the side goes when the process that has the session does, or with the next."""
+"""Spark's temporary files are removed with the process that has the session, or by the next one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from millstream.core.scratch import PREFIX, remove_left_behind, temporary_folder
 from millstream.pipelines.runtime import spark_session
 
 
-def test_sockets_on_this_machine_are_in_a_folder_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_sockets_are_in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Mapping[str, str]] = []
 
     def made(_name: str, *, master: str | None, settings: Mapping[str, str]) -> Any:
@@ -48,13 +48,13 @@ def test_a_folder_with_a_long_name_has_no_sockets() -> None:
     assert settings["spark.local.dir"] == folder
 
 
-def test_what_a_killed_process_left_behind_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_killed_process_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / f"{PREFIX}left"
     left.joinpath("blockmgr").mkdir(parents=True)
     mine = Path(spark_session.make_scratch())
     assert not left.exists()
-    # A folder whose process lives stays.
+    # The folder of a live process is kept.
     other = Path(spark_session.make_scratch())
     assert mine.is_dir()
     assert other.is_dir()
@@ -62,7 +62,7 @@ def test_what_a_killed_process_left_behind_goes_with_the_next(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_java_wrote_to_while_it_was_removed_is_removed_again(
+def test_a_folder_that_java_writes_to_during_its_removal_is_removed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remove, late = shutil.rmtree, ["first", "second"]
@@ -79,7 +79,7 @@ def test_a_folder_that_java_wrote_to_while_it_was_removed_is_removed_again(
     assert (late, list(tmp_path.iterdir())) == ([], [])
 
 
-def test_a_leftover_that_stays_is_tried_once_and_does_not_count(
+def test_an_irremovable_leftover_is_tried_once_and_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remove, tried = shutil.rmtree, []
@@ -131,7 +131,7 @@ async def test_on_an_event_loop_folders_are_created_and_removed_in_threads(
 
 
 @pytest.mark.parametrize("cancellations", [1, 2])
-async def test_a_task_that_is_cancelled_while_its_folder_is_created_leaves_none(
+async def test_a_task_cancelled_while_its_folder_is_created_leaves_none(
     cancellations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, remove = tempfile.mkdtemp, shutil.rmtree
@@ -166,7 +166,7 @@ async def test_a_task_that_is_cancelled_while_its_folder_is_created_leaves_none(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_command_that_is_killed_leaves_nothing_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_command_leaves_nothing_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["import os", "from millstream.core.scratch import temporary_folder", "with temporary_folder() as made:"]
     lines += ["    open(f'{made}/token', 'x').close()", "    os.kill(os.getpid(), 9)"]
     killed = subprocess.run([sys.executable, "-c", "\n".join(lines)], env={"TMPDIR": str(tmp_path)}, check=False)
@@ -185,7 +185,7 @@ def test_a_command_that_is_killed_leaves_nothing_for_long(tmp_path: Path, monkey
     assert sorted(tmp_path.iterdir()) == [unrelated, theirs]
 
 
-def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object, **__: object) -> Any:
         raise OSError("no Java")
 

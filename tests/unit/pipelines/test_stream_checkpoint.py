@@ -1,4 +1,4 @@
-"""What is read in the checkpoint of a stream, and when it counts no more."""
+"""Reading the checkpoint of a stream, and when it is discarded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millstream.pipelines.jobs.transform.job import Ends, StreamCheckpoint, read
 
 
 def begin(folder: Path, number: int, *sources: Ends | None) -> None:
-    """What Spark writes before a batch."""
+    """Write what Spark writes before a batch."""
     lines = ["v1", json.dumps({"batchWatermarkMs": 0})]
     lines += ["-" if source is None else json.dumps(source) for source in sources]
     folder.joinpath("offsets").mkdir(parents=True, exist_ok=True)
@@ -20,7 +20,7 @@ def begin(folder: Path, number: int, *sources: Ends | None) -> None:
     folder.joinpath("offsets", f".{number}.crc").touch()
 
 
-def test_a_batch_ends_somewhere_in_every_topic(tmp_path: Path) -> None:
+def test_a_batch_has_an_end_in_every_topic(tmp_path: Path) -> None:
     begin(tmp_path, 7, {"a": {0: 5, 1: 8}}, None, {"b": {0: 1}})
     # A topic that is read twice.
     begin(tmp_path, 8, {"a": {0: 9, 1: 8}}, {"a": {0: 7, 1: 9}})
@@ -33,14 +33,14 @@ def test_a_batch_ends_somewhere_in_every_topic(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "v1\n", "v9\n{}\n{}", 'v1\n{}\n{"a": 5}', "v1\n{}\nnothing", 'v1\n{}\n{"a": {"x": 1}}']
 )
-def test_what_cannot_be_read_is_reported(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_checkpoint_is_reported(tmp_path: Path, text: str) -> None:
     begin(tmp_path, 0)
     tmp_path.joinpath("offsets", "0").write_text(text)
     with pytest.raises(CorruptState):
         StreamCheckpoint(tmp_path).ends(0)
 
 
-def test_offsets_are_texts_or_documents() -> None:
+def test_offsets_are_strings_or_objects() -> None:
     assert read_offsets('{"a": {"0": 5}}') == read_offsets({"a": {"0": 5}}) == {"a": {0: 5}}
 
 
@@ -48,22 +48,22 @@ def test_offsets_are_texts_or_documents() -> None:
     ("committed", "is_kept"),
     [
         ({"a": {0: 20}, "other": {0: 1}}, True),
-        # The last batch was not committed, and is done again.
+        # The last batch was not committed, and is repeated.
         ({"a": {0: 10}}, True),
-        # Another statement has gone on, or somebody has moved the group.
+        # Another statement has continued, or the group was moved.
         ({"a": {0: 30}}, False),
         ({"a": {0: 15}}, False),
         ({"other": {0: 20}}, False),
         ({}, False),
     ],
 )
-def test_a_stream_goes_on_only_where_the_pipeline_is(
+def test_a_stream_continues_only_at_the_position_of_the_pipeline(
     tmp_path: Path, committed: dict[str, dict[int, int]], is_kept: bool
 ) -> None:
     folder = tmp_path / "checkpoint"
     for number, offset in enumerate((5, 10, 20)):
         begin(folder, number, {"a": {0: offset}})
-    # What was set aside earlier makes room.
+    # An older archived checkpoint is deleted.
     begin(tmp_path / "checkpoint.before", 0, {"a": {0: 1}})
     checkpoint = StreamCheckpoint(folder)
     assert checkpoint.archive_unless_at(committed) is not is_kept
@@ -72,7 +72,7 @@ def test_a_stream_goes_on_only_where_the_pipeline_is(
     assert not checkpoint.archive_unless_at(committed)
 
 
-def test_a_stream_that_knows_less_batches_than_were_committed_restarts(tmp_path: Path) -> None:
+def test_a_stream_with_fewer_batches_than_were_committed_restarts(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     for number, offset in enumerate((5, 10)):
         begin(folder, number, {"a": {0: offset}})
@@ -85,7 +85,7 @@ def test_a_stream_that_knows_less_batches_than_were_committed_restarts(tmp_path:
     assert checkpoint.archive_unless_at({"a": {0: 10}}, last_batch=2)
 
 
-def test_a_stream_of_which_half_a_file_was_left_restarts(tmp_path: Path) -> None:
+def test_a_stream_with_a_truncated_file_restarts(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     for number, offset in enumerate((5, 10)):
         begin(folder, number, {"a": {0: offset}})

@@ -1,4 +1,4 @@
-"""How a batch of a stream is committed: with the place where it ends, once, and not when the stream is over."""
+"""Committing a batch of a stream: with its end offsets, once, and not after the stream has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = TransactionalProducer("rows", ProducerId(2), 0)
 
 
 class Stage:
-    """A scripted coordinator, instead of a loop and Spark."""
+    """A scripted coordinator instead of a loop and Spark."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.last = -1
@@ -47,7 +47,7 @@ class Stage:
     def write(self, number: int) -> None:
         self.writing(cast("Any", None), number)
 
-    # -- what it is asked ---------------------------------------------------------------------------------------
+    # -- the interface of the coordinator -----------------------------------------------------------------------
 
     def is_taken(self, batch: Batch) -> bool:
         return self.last >= batch.number
@@ -103,24 +103,24 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(monkeypatch)
 
 
-def test_rows_are_committed_with_the_place_where_they_end(stage: Stage) -> None:
+def test_rows_are_committed_with_their_end_offsets(stage: Stage) -> None:
     stage.writing.lost = lambda number, ends: 5 if (number, ends) == (1, ENDS) else 0
     stage.write(0)
     stage.task = lambda _batch: []
     stage.write(1)
-    # Without any row the place is committed all the same.
+    # The offsets are committed even without any row.
     assert stage.completed == [("query", 0, ("rows", "offsets")), ("query", 1, ("offsets",))]
     assert stage.writing.counts() == {"written": 3, "lost": 5}
 
 
-def test_a_batch_that_was_committed_before_is_only_remembered(stage: Stage) -> None:
+def test_a_batch_committed_before_is_only_recorded(stage: Stage) -> None:
     stage.last = 4
     stage.write(4)
     assert (stage.completed, stage.ran, stage.gave_up, stage.writing.counts()) == ([], 1, 0, {})
 
 
 @pytest.mark.parametrize("where", ["in a task", "beside the tasks", "at the end"])
-def test_a_batch_that_someone_else_commits_meanwhile_is_there(stage: Stage, where: str) -> None:
+def test_a_batch_committed_by_another_run_meanwhile_is_accepted(stage: Stage, where: str) -> None:
     def fenced_in_task(batch: Batch) -> list[Part]:
         if stage.last < 0:
             stage.last = 0
@@ -132,7 +132,7 @@ def test_a_batch_that_someone_else_commits_meanwhile_is_there(stage: Stage, wher
     stage.offsets = ProducerFenced("batch 0 is already committed") if where == "beside the tasks" else None
     stage.write(0)
     assert (stage.completed, stage.writing.counts(), stage.writing.failure) == ([], {}, None)
-    # What the tasks of it remember is written whether or not the rows were.
+    # The state of its tasks is written whether or not the rows were.
     assert stage.ran == (1 if where == "at the end" else 2)
 
 
@@ -144,7 +144,7 @@ def test_a_batch_that_cannot_be_committed_fails(stage: Stage, error: MillstreamE
     assert (stage.writing.failure, stage.gave_up, stage.completed) == (error, 1, [])
 
 
-def test_nothing_is_committed_after_the_end_or_without_a_place(stage: Stage) -> None:
+def test_nothing_is_committed_after_the_end_or_without_offsets(stage: Stage) -> None:
     with pytest.raises(Exception, match="batch 9 was not written"):
         stage.write(9)
     assert "no record of the end offsets of batch 9" in str(stage.writing.failure)

@@ -1,4 +1,4 @@
-"""What aborted transactions wrote is left out by every decoder, and nothing else is."""
+"""Every decoder skips the records of aborted transactions, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([None, None, True,
 
 
 def log_of(steps: list[Step]) -> tuple[bytes, list[tuple[int, int]], list[int]]:
-    """A log, its aborted transactions, and the offsets of what is committed or needs no commit."""
+    """A log, its aborted transactions, and the offsets of committed and non-transactional records."""
     data = bytearray()
     opened: dict[int, list[int]] = {}
     aborted: list[tuple[int, int]] = []
@@ -58,7 +58,7 @@ def log_of(steps: list[Step]) -> tuple[bytes, list[tuple[int, int]], list[int]]:
 
 @settings(deadline=None)
 @given(STEPS)
-def test_every_decoder_leaves_out_what_was_aborted(steps: list[Step]) -> None:
+def test_every_decoder_skips_aborted_records(steps: list[Step]) -> None:
     data, aborted, committed = log_of(steps)
 
     assert [record.offset for record in decode_records(data, aborted=aborted)] == committed

@@ -1,4 +1,4 @@
-"""Both codecs of ours, the plain one and the compiled one, against three that others wrote, in both directions."""
+"""Our plain and compiled codecs against three independent ones, in both directions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from millstream.protocol.records.encoder import encode_columns
 from millstream.protocol.records.record import LOG_APPEND_TIME, NewRecord, Record, decode_records, encode_batch
 
 with warnings.catch_warnings():
-    # kafka-python reads its schemas in a way that Python 3.11 wants to be rid of.
+    # kafka-python reads its schemas in a way that is deprecated in Python 3.11.
     warnings.simplefilter("ignore", DeprecationWarning)
     import kafka.record.memory_records as kafka_python_records
 
@@ -116,7 +116,7 @@ def by_kio(records: list[NewRecord], codec: int) -> Batch:
 
 
 def _exact_time(timestamp_ms: int) -> Any:
-    """Kio counts through floats: only whole seconds of a sane year arrive as they were sent."""
+    """Whether kio, which counts in floats, keeps the time exactly: only for whole seconds of a sane year."""
     return datetime.datetime.fromtimestamp(timestamp_ms // 1000, datetime.UTC)
 
 
@@ -196,7 +196,7 @@ def at_whole_seconds(records: list[NewRecord]) -> list[NewRecord]:
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder, by_aiokafka, by_plain_aiokafka])
 @settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
-def test_what_anyone_writes_both_of_ours_read(build: Build, records: list[NewRecord], codec: int) -> None:
+def test_both_codecs_decode_what_any_codec_encodes(build: Build, records: list[NewRecord], codec: int) -> None:
     found = read_by_both(build(records, codec))
     assert without_offsets(found) == records
     assert [record.offset for record in found] == list(range(len(records)))
@@ -204,34 +204,34 @@ def test_what_anyone_writes_both_of_ours_read(build: Build, records: list[NewRec
 
 @settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(KAFKA_PYTHON_CODECS))
-def test_what_kafka_python_writes_both_of_ours_read(records: list[NewRecord], codec: int) -> None:
+def test_both_codecs_decode_what_kafka_python_encodes(records: list[NewRecord], codec: int) -> None:
     assert without_offsets(read_by_both(by_kafka_python(records, codec))) == records
 
 
 @settings(deadline=None, max_examples=100)
 @given(records=new_records.map(at_whole_seconds))
-def test_what_kio_writes_both_of_ours_read(records: list[NewRecord]) -> None:
+def test_both_codecs_decode_what_kio_encodes(records: list[NewRecord]) -> None:
     assert without_offsets(read_by_both(by_kio(records, COMPRESSION_NONE))) == records
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder])
 @settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
-def test_what_both_of_ours_write_aiokafka_reads(build: Build, records: list[NewRecord], codec: int) -> None:
+def test_aiokafka_decodes_what_both_codecs_encode(build: Build, records: list[NewRecord], codec: int) -> None:
     assert read_by_aiokafka(build(records, codec)) == records
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder])
 @settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(KAFKA_PYTHON_CODECS))
-def test_what_both_of_ours_write_kafka_python_reads(build: Build, records: list[NewRecord], codec: int) -> None:
+def test_kafka_python_decodes_what_both_codecs_encode(build: Build, records: list[NewRecord], codec: int) -> None:
     assert read_by_kafka_python(build(records, codec)) == records
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder])
 @settings(deadline=None, max_examples=100)
 @given(records=new_records.map(at_whole_seconds))
-def test_what_both_of_ours_write_kio_reads(build: Build, records: list[NewRecord]) -> None:
+def test_kio_decodes_what_both_codecs_encode(build: Build, records: list[NewRecord]) -> None:
     batch = bytes(build(records, COMPRESSION_NONE))
     found, size = read_batch(batch, 0)
     assert size == len(batch)
@@ -249,7 +249,7 @@ def test_what_both_of_ours_write_kio_reads(build: Build, records: list[NewRecord
 
 @settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
-def test_without_compression_all_write_the_same_bytes(records: list[NewRecord], codec: int) -> None:
+def test_without_compression_all_codecs_encode_the_same_bytes(records: list[NewRecord], codec: int) -> None:
     assert by_compiled_encoder(records, codec) == by_plain_encoder(records, codec)
     theirs = bytearray(by_aiokafka(records, COMPRESSION_NONE))
     place_batch(theirs, read_header(theirs), 0, -1)
@@ -266,7 +266,7 @@ def test_big_batches(codec: int) -> None:
 
 
 @pytest.mark.parametrize("codec", ALL_CODECS)
-def test_append_time_is_what_every_reader_sees(codec: int) -> None:
+def test_append_time_is_seen_by_every_reader(codec: int) -> None:
     records = [NewRecord(b"k", b"v", (), 1000 + n) for n in range(3)]
     batch = bytearray(by_plain_encoder(records, codec))
     stamp_append_time(batch, read_header(batch), 5_000)

@@ -1,4 +1,4 @@
-"""Kernels work where the machine code cannot be kept, as for a service without a home on a read-only installation."""
+"""Kernels work where machine code cannot be cached, as for a service without a home on a read-only installation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from millstream.protocol.records.kernels.compiled import compiled
 
 
-def test_a_kernel_is_compiled_where_nothing_can_be_kept() -> None:
-    # No folder is found for the machine code of a function that is in no file.
+def test_a_kernel_is_compiled_where_nothing_can_be_cached() -> None:
+    # No cache folder is found for a function that is in no file.
     names: dict[str, Any] = {}
     exec(compile("def increased(number):\n    return number + 1\n", "<nowhere>", "exec"), names)
     kernel: Any = compiled(names["increased"])

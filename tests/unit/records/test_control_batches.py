@@ -18,7 +18,7 @@ from millstream.protocol.records.record import NewRecord, decode_records, encode
     coordinator_epoch=st.integers(-1, 2**31 - 1),
     commit=st.booleans(),
 )
-def test_a_marker_is_read_as_it_was_written(producer_id: int, epoch: int, coordinator_epoch: int, commit: bool) -> None:
+def test_a_marker_round_trips(producer_id: int, epoch: int, coordinator_epoch: int, commit: bool) -> None:
     marker = Marker(
         producer_id=ProducerId(producer_id),
         producer_epoch=ProducerEpoch(epoch),
@@ -34,7 +34,7 @@ def test_a_marker_is_read_as_it_was_written(producer_id: int, epoch: int, coordi
     assert (header.base_sequence, header.record_count) == (-1, 1)
 
 
-def test_the_bytes_are_those_of_kafka() -> None:
+def test_the_encoding_is_that_of_kafka() -> None:
     marker = Marker(producer_id=ProducerId(1), producer_epoch=ProducerEpoch(2), commit=True, coordinator_epoch=3)
     (record,) = decode_records(encode_marker(marker, 1000), control=True)
 
@@ -42,7 +42,7 @@ def test_the_bytes_are_those_of_kafka() -> None:
     assert record.value == b"\0\0\0\0\0\3"
 
 
-def test_other_kinds_are_passed_over_and_broken_ones_refused() -> None:
+def test_other_kinds_are_skipped_and_malformed_ones_refused() -> None:
     leader_change = encode_batch([NewRecord(b"\0\0\0\2", b"\0\0")], control=True)
     assert read_marker(leader_change, read_header(leader_change)) is None
     for key, value in ((b"\0", b""), (b"\0\0\0\1", b"\0"), (None, None)):

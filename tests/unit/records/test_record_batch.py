@@ -24,7 +24,7 @@ def a_batch(base_offset: int = 0) -> bytearray:
     return encode_batch([NewRecord(b"k", b"v", (), 7), NewRecord(None, b"w", (), 3)], base_offset=base_offset)
 
 
-def test_a_header_describes_what_was_written() -> None:
+def test_a_header_describes_its_batch() -> None:
     batch = encode_batch(
         [NewRecord(b"k", b"v", (), 7), NewRecord(None, b"w", (), 9)],
         base_offset=40,
@@ -52,7 +52,7 @@ def test_a_batch_without_a_producer_has_no_sequence() -> None:
     assert read_header(a_batch()).last_sequence == -1
 
 
-def test_placing_a_batch_leaves_its_crc_right() -> None:
+def test_setting_the_offset_keeps_the_crc_valid() -> None:
     batch = a_batch()
     place_batch(batch, read_header(batch), 1234, 9)
     header = read_header(batch)
@@ -60,7 +60,7 @@ def test_placing_a_batch_leaves_its_crc_right() -> None:
     assert (header.base_offset, header.leader_epoch) == (1234, 9)
 
 
-def test_stamping_a_batch_renews_its_crc() -> None:
+def test_stamping_a_batch_updates_its_crc() -> None:
     batch = a_batch()
     stamp_append_time(batch, read_header(batch), 99)
     header = read_header(batch)
@@ -68,7 +68,7 @@ def test_stamping_a_batch_renews_its_crc() -> None:
     assert header.max_timestamp_ms == 99
 
 
-def test_a_changed_byte_is_seen() -> None:
+def test_a_changed_byte_is_detected() -> None:
     batch = a_batch()
     batch[-1] ^= 1
     with pytest.raises(CorruptBatch, match="CRC-32C"):
@@ -87,38 +87,38 @@ def test_a_changed_byte_is_seen() -> None:
         (21, ">h", 5, UnsupportedCompression, "codec 5"),
     ],
 )
-def test_a_header_that_cannot_be(at: int, layout: str, value: int, error: type[Exception], message: str) -> None:
+def test_an_invalid_header_is_refused(at: int, layout: str, value: int, error: type[Exception], message: str) -> None:
     batch = a_batch()
     struct.pack_into(layout, batch, at, value)
     with pytest.raises(error, match=message):
         read_header(batch)
 
 
-def test_too_few_bytes_for_a_header() -> None:
+def test_a_truncated_header_is_refused() -> None:
     with pytest.raises(CorruptBatch, match="at least 61"):
         read_header(a_batch()[: HEADER_BYTES - 1])
 
 
-def test_a_response_may_be_cut_off_anywhere() -> None:
+def test_a_response_may_end_within_a_batch() -> None:
     response = a_batch() + a_batch(2) + a_batch(4)
     size = len(a_batch())
     for end in range(len(response) + 1):
         assert [header.base_offset for header in iterate_whole_headers(response[:end])] == [0, 2, 4][: end // size]
 
 
-def test_a_log_may_not_be_cut_off() -> None:
+def test_a_log_may_not_end_within_a_batch() -> None:
     assert len(list(iterate_headers(a_batch() + a_batch()))) == 2
     with pytest.raises(CorruptBatch):
         list(iterate_headers(a_batch() + a_batch()[:-1]))
 
 
 @pytest.mark.parametrize("base_offset", [-1, 2**63 - 2])
-def test_offsets_that_no_log_gives(base_offset: int) -> None:
+def test_invalid_offsets_are_refused(base_offset: int) -> None:
     with pytest.raises(CorruptBatch, match="offsets"):
         list(iterate_whole_headers(a_batch(base_offset)))
 
 
-def test_numbers_that_do_not_fit_into_a_header() -> None:
+def test_numbers_that_overflow_a_header_are_refused() -> None:
     with pytest.raises(InvalidBatch, match="does not fit"):
         encode_batch([NewRecord(b"", b"", (), 2**63)])
     with pytest.raises(InvalidBatch, match="does not fit"):

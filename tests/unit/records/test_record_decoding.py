@@ -1,4 +1,4 @@
-"""Records that lie about themselves: both codecs must refuse each of them, and neither may believe a number."""
+"""Malformed records: both codecs must refuse each of them without trusting any length or count."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ START = b"\x00" + number(0) + number(0)
 
 @pytest.mark.parametrize("codec", range(5))
 @pytest.mark.parametrize("read", BOTH)
-def test_the_record_these_tests_break_is_good(read: Read, codec: int) -> None:
+def test_the_unmodified_record_is_valid(read: Read, codec: int) -> None:
     assert read(batch_of(record(GOOD), codec=codec))
 
 
@@ -91,14 +91,14 @@ def test_the_record_these_tests_break_is_good(read: Read, codec: int) -> None:
         pytest.param(record(b"\x00" + b"\xff" * 10 + b"\x01" + GOOD[2:]), id="timestamp delta in eleven bytes"),
     ],
 )
-def test_records_that_lie(read: Read, section: bytes) -> None:
+def test_malformed_records_are_refused(read: Read, section: bytes) -> None:
     for codec in (0, 3):
         with pytest.raises(CorruptBatch):
             read(batch_of(section, codec=codec))
 
 
 @pytest.mark.parametrize("read", BOTH)
-def test_numbers_that_are_longer_than_they_need_to_be_are_read(read: Read) -> None:
+def test_overlong_varints_are_accepted(read: Read) -> None:
     assert record(GOOD) == b"\x12" + GOOD
     assert read(batch_of(b"\x92\x80\x80\x80\x00" + GOOD))
 
@@ -128,7 +128,7 @@ def test_a_record_has_a_limited_number_of_headers(read: Read) -> None:
 
 @pytest.mark.parametrize("codec", [0, 4])
 @pytest.mark.parametrize("read", BOTH)
-def test_a_count_is_not_believed_before_memory_is_asked_for(read: Read, codec: int) -> None:
+def test_a_count_is_not_trusted_for_allocation(read: Read, codec: int) -> None:
     batch = batch_of(record(GOOD), count=2**31 - 1, codec=codec)
     tracemalloc.start()
     try:
@@ -140,7 +140,7 @@ def test_a_count_is_not_believed_before_memory_is_asked_for(read: Read, codec: i
 
 
 @pytest.mark.parametrize("read", BOTH)
-def test_a_wrong_crc(read: Read) -> None:
+def test_a_wrong_crc_is_refused(read: Read) -> None:
     batch = bytearray(batch_of(record(GOOD)))
     batch[-1] ^= 1
     with pytest.raises(CorruptBatch, match="CRC-32C"):
@@ -158,7 +158,9 @@ def test_a_wrong_crc(read: Read) -> None:
         (21, ">h", 7, UnsupportedCompression),
     ],
 )
-def test_headers_that_lie(read: Read, at: int, layout: str, value: int, error: type[BatchRejected]) -> None:
+def test_malformed_headers_are_refused(
+    read: Read, at: int, layout: str, value: int, error: type[BatchRejected]
+) -> None:
     batch = bytearray(batch_of(record(GOOD)))
     struct.pack_into(layout, batch, at, value)
     with pytest.raises(error):
@@ -177,7 +179,7 @@ def test_a_batch_that_compaction_left_empty_has_no_records(read: Read, codec: in
     assert find_batches(bytes(empty)).next_offset == 5
 
 
-def test_header_keys_that_are_no_text_are_read_with_a_mark() -> None:
+def test_header_keys_that_are_not_utf8_are_decoded_with_replacements() -> None:
     keys = (b"caf\xe9", "ключ".encode(), b"\xe2\x82", b"\xed\xa0\x80", b"")
     section = b"".join(number(len(key)) + key + number(-1) for key in keys)
     batch = batch_of(record(START + number(-1) * 2 + number(len(keys)) + section))
@@ -199,7 +201,7 @@ def batches(count: int, size: int, *, compression: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("codec", range(5))
-def test_only_the_offsets_asked_for(codec: int) -> None:
+def test_only_requested_offsets_are_decoded(codec: int) -> None:
     response = batches(10, 7, compression=codec)
     for start, end in ((0, 70), (3, 5), (13, 50), (69, 1000), (70, 80), (0, 0)):
         found = [
@@ -210,7 +212,7 @@ def test_only_the_offsets_asked_for(codec: int) -> None:
         assert found == list(range(start, min(end, 70)))
 
 
-def test_only_the_fields_asked_for() -> None:
+def test_only_requested_fields_are_decoded() -> None:
     (columns,) = decode_columns(batches(2, 3), fields=())
     assert (columns.keys, columns.values, columns.headers) == (None, None, None)
     assert columns.offsets.tolist() == list(range(6))
@@ -233,7 +235,7 @@ def test_many_headers_end_a_part_early() -> None:
     assert all(part.headers is not None and len(part.headers.keys) <= 67_000 for part in parts)
 
 
-def test_batches_that_are_not_needed_are_not_looked_into() -> None:
+def test_unneeded_batches_are_not_decoded() -> None:
     response = bytearray(batches(3, 2))
     response[HEADER_BYTES + 3] ^= 1
     assert sum(map(len, decode_columns(response, start_offset=2))) == 4
@@ -241,7 +243,7 @@ def test_batches_that_are_not_needed_are_not_looked_into() -> None:
         list(decode_columns(response, start_offset=1))
 
 
-def test_the_next_offset_counts_batches_without_records_to_show() -> None:
+def test_the_next_offset_includes_batches_without_visible_records() -> None:
     marker = encode_batch([NewRecord(b"\0\0\0\1", b"", (), 0)], base_offset=6, control=True)
     found = find_batches(batches(3, 2) + marker)
     assert found.next_offset == 7
@@ -250,13 +252,13 @@ def test_the_next_offset_counts_batches_without_records_to_show() -> None:
     assert isinstance(found, Batches)
 
 
-def test_nothing_to_read() -> None:
+def test_empty_input_has_no_records() -> None:
     assert list(decode_columns(b"")) == []
     assert list(decode_records(b"")) == []
     assert list(decode_columns(batches(1, 1)[:-1])) == []
 
 
-def test_records_that_cannot_be_written() -> None:
+def test_records_that_cannot_be_encoded_are_refused() -> None:
     with pytest.raises(InvalidBatch, match="at least one"):
         encode_batch([])
     with pytest.raises(InvalidBatch, match="UTF-8"):
@@ -272,8 +274,8 @@ def test_the_plain_codec_stays_light() -> None:
 
 
 def test_kernels_stand_alone() -> None:
-    """Numba's cache sees a change only in the file of the kernel itself: no kernel may use code of another file."""
-    # What marks a kernel is not compiled into it, and neither are types.
+    """Numba's cache notices a change only in the kernel's own file: no kernel may use code of another file."""
+    # The kernel decorator is not compiled into it, and neither are types.
     types = {"Bytes", "Int16s", "Int32s", "Int64s", "Row", "Table"}
     records = "millstream.protocol.records"
     allowed = {f"{records}.layout": types, f"{records}.kernels.compiled": {"compiled"}}
@@ -284,12 +286,12 @@ def test_kernels_stand_alone() -> None:
 
 
 def at_offset(batch: bytes | bytearray, offset: int) -> bytes:
-    """The base offset is not part of what the checksum is of."""
+    """Set the base offset, which the checksum does not cover."""
     return struct.pack(">q", offset) + bytes(batch[8:])
 
 
 @pytest.mark.parametrize("codec", [COMPRESSION_GZIP, COMPRESSION_LZ4, COMPRESSION_ZSTD])
-def test_batches_that_cannot_be_read_are_reported_and_passed_over(codec: int) -> None:
+def test_undecodable_batches_are_reported_and_skipped(codec: int) -> None:
     good = encode_batch([NewRecord(b"k", b"v", (), 7) for _ in range(3)], compression=codec)
     bomb = encode_batch([NewRecord(None, bytes(2**21), (), 9)], compression=codec)
     broken = bytearray(good)

@@ -1,4 +1,4 @@
-"""Arrow record batches in the shape of Spark's Kafka source, there and back; cutting columns into batches."""
+"""Arrow record batches in the schema of Spark's Kafka source, both ways; splitting columns into batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def headers_of(batches: Iterator[bytearray]) -> list[BatchHeader]:
     return list(iterate_headers(b"".join(batches)))
 
 
-def test_rows_are_shaped_like_those_of_the_kafka_source() -> None:
+def test_rows_have_the_schema_of_the_kafka_source() -> None:
     assert str(SCHEMA.field("key").type) == str(SCHEMA.field("value").type) == "binary"
     assert str(SCHEMA.field("timestamp").type) == "timestamp[us, tz=UTC]"
     table = as_arrow(encode_batch(RECORDS, base_offset=7))
@@ -59,7 +59,7 @@ def test_rows_are_shaped_like_those_of_the_kafka_source() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_the_columns_asked_for_are_built(name: str) -> None:
+def test_only_requested_columns_are_built(name: str) -> None:
     response = encode_batch(RECORDS, base_offset=7)
     (batch,) = decode_arrow(response, topic="orders", partition=3, names=(name,))
     batch.validate(full=True)
@@ -67,7 +67,7 @@ def test_only_the_columns_asked_for_are_built(name: str) -> None:
     assert batch.column(0).to_pylist() == as_arrow(response)[name].to_pylist()
 
 
-def test_columns_that_were_not_decoded_cannot_be_shown() -> None:
+def test_columns_that_were_not_decoded_cannot_be_requested() -> None:
     (columns,) = decode_columns(encode_batch(RECORDS), fields=())
     for name in ("key", "value", "headers"):
         with pytest.raises(ValueError, match="not decoded"):
@@ -94,7 +94,7 @@ rows = st.lists(st.tuples(byte_strings, byte_strings, headers, st.integers(0, 2*
 
 @settings(deadline=None, max_examples=100)
 @given(rows=rows, first=st.integers(0, 10), codec=st.integers(0, 4))
-def test_arrow_is_written_and_read_back(
+def test_arrow_batches_round_trip(
     rows: list[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]] | None, int]], first: int, codec: int
 ) -> None:
     batch = pa.record_batch(
@@ -119,7 +119,7 @@ def test_arrow_is_written_and_read_back(
     assert found["headers"].to_pylist() == [value or None for value in batch["headers"].to_pylist()]
 
 
-def test_text_and_large_kinds_are_written_too() -> None:
+def test_strings_and_large_types_are_encoded_too() -> None:
     for kind in (pa.string(), pa.large_string(), pa.large_binary(), pa.binary_view(), pa.binary(2)):
         batch = pa.record_batch({"value": pa.array(["ab", None, "cd"], pa.string()).cast(pa.binary()).cast(kind)})
         response = b"".join(encode_columns(from_arrow(batch, default_timestamp_ms=5)))
@@ -154,12 +154,12 @@ def test_offsets_and_missing_timestamps() -> None:
         ),
     ],
 )
-def test_rows_that_cannot_be_written(columns: dict[str, pa.Array], message: str) -> None:
+def test_rows_that_cannot_be_encoded_are_refused(columns: dict[str, pa.Array], message: str) -> None:
     with pytest.raises(InvalidBatch, match=message):
         from_arrow(pa.record_batch(columns))
 
 
-def test_a_header_without_a_key_cannot_be_written() -> None:
+def test_a_header_without_a_key_is_refused() -> None:
     rows = pa.array([[{"key": None, "value": b""}]], SCHEMA.field("headers").type)
     batch = pa.record_batch({"value": pa.array([b""], pa.binary()), "headers": rows})
     with pytest.raises(InvalidBatch, match="key of a header"):
@@ -176,7 +176,7 @@ def some_columns(count: int, size: int = 100, step_ms: int = 1) -> Columns:
 
 
 @pytest.mark.parametrize("codec", range(5))
-def test_batches_are_cut_by_size_and_follow_on_one_another(codec: int) -> None:
+def test_batches_are_split_by_size_and_are_consecutive(codec: int) -> None:
     found = headers_of(
         encode_columns(
             some_columns(100),
@@ -195,7 +195,7 @@ def test_batches_are_cut_by_size_and_follow_on_one_another(codec: int) -> None:
     assert [(header.base_timestamp_ms, header.max_timestamp_ms) for header in found[:2]] == [(0, 9), (10, 19)]
 
 
-def test_a_record_beyond_the_limit_gets_a_batch_of_its_own() -> None:
+def test_a_record_beyond_the_limit_gets_its_own_batch() -> None:
     assert [header.record_count for header in headers_of(encode_columns(some_columns(3), batch_bytes_max=50))] == [
         1,
         1,
@@ -203,7 +203,7 @@ def test_a_record_beyond_the_limit_gets_a_batch_of_its_own() -> None:
     ]
 
 
-def test_offsets_are_kept_with_their_gaps_when_asked() -> None:
+def test_offsets_keep_their_gaps_on_request() -> None:
     (header,) = headers_of(encode_columns(some_columns(5), keep_offsets=True))
     assert (header.base_offset, header.last_offset, header.record_count) == (0, 12, 5)
     far = some_columns(2)
@@ -214,14 +214,14 @@ def test_offsets_are_kept_with_their_gaps_when_asked() -> None:
         list(encode_columns(far, keep_offsets=True))
 
 
-def test_timestamps_too_far_apart_for_one_batch() -> None:
+def test_timestamps_too_far_apart_are_split_into_batches() -> None:
     columns = some_columns(2)
     columns.timestamps_ms[:] = (-(2**63), 2**63 - 1)
     response = b"".join(encode_columns(columns))
     assert [record.timestamp_ms for record in decode_records(response)] == [-(2**63), 2**63 - 1]
 
 
-def test_only_some_rows_are_written_in_the_order_given() -> None:
+def test_selected_rows_are_encoded_in_the_given_order() -> None:
     columns = some_columns(10)
     response = b"".join(encode_columns(columns, rows=np.array([7, 2, 2], np.int64)))
     assert [record.timestamp_ms for record in decode_records(response)] == [7, 2, 2]
@@ -232,7 +232,7 @@ def test_only_some_rows_are_written_in_the_order_given() -> None:
 
 
 @pytest.mark.parametrize("offsets", [[0, 5, 3], [0, 5, 11], [-1, 5, 6]])
-def test_columns_that_lie_are_refused(offsets: list[int]) -> None:
+def test_inconsistent_columns_are_refused(offsets: list[int]) -> None:
     column = BinaryColumn(offsets=np.array(offsets, np.int32), data=np.zeros(10, np.uint8))
     with pytest.raises(InvalidBatch, match="do not match"):
         choose_partitions(column, 2)

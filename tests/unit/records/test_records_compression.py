@@ -1,4 +1,4 @@
-"""The four compressions: what others write, what lies about its size, what is cut off."""
+"""The four codecs: data of other libraries, wrong sizes, truncated input."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ MIXED = random.Random(1).randbytes(100_000) + b"abc" * 100_000
 
 @settings(deadline=None, max_examples=100)
 @given(data=st.one_of(st.binary(max_size=500), st.binary(max_size=20).map(lambda part: part * 9000)))
-def test_what_is_compressed_comes_back(data: bytes) -> None:
+def test_compression_round_trips(data: bytes) -> None:
     for codec in range(5):
         assert bytes(decompress(codec, compress(codec, data))) == data
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_an_independent_library_reads_and_writes_the_same(codec: int) -> None:
+def test_an_independent_library_is_compatible(codec: int) -> None:
     theirs = pa.compress(MIXED, codec=ARROW_NAMES[codec], asbytes=True)
     assert bytes(decompress(codec, theirs)) == MIXED
-    if codec != COMPRESSION_SNAPPY:  # Ours has the framing of the Java library around it.
+    if codec != COMPRESSION_SNAPPY:  # Ours adds the framing of the Java library.
         assert pa.decompress(compress(codec, MIXED), len(MIXED), codec=ARROW_NAMES[codec], asbytes=True) == MIXED
 
 
@@ -55,14 +55,14 @@ def test_snappy_blocks_are_framed_as_java_does() -> None:
     assert plain == MIXED
 
 
-def test_snappy_framing_with_numbers_the_wrong_way_round_is_read() -> None:
+def test_snappy_framing_with_swapped_byte_order_is_read() -> None:
     framed = bytearray(compress(COMPRESSION_SNAPPY, MIXED))
     framed[8:16] = struct.pack("<ii", 1, 1)
     assert bytes(decompress(COMPRESSION_SNAPPY, framed)) == MIXED
 
 
 def test_lz4_blocks_are_independent() -> None:
-    """Java clients read no others; the frame also carries neither content size nor dictionary."""
+    """Java clients read no others; the frame has neither content size nor dictionary."""
     flags = compress(COMPRESSION_LZ4, MIXED)[4]
     assert flags & 0b0010_1001 == 0b0010_0000
 
@@ -72,7 +72,7 @@ def test_several_frames_are_read_as_one(codec: int) -> None:
     assert bytes(decompress(codec, compress(codec, b"one ") + compress(codec, MIXED))) == b"one " + MIXED
 
 
-def test_many_members_of_gzip_take_no_square_of_time() -> None:
+def test_many_gzip_members_take_linear_time() -> None:
     assert bytes(decompress(COMPRESSION_GZIP, gzip.compress(b"a") * 20_000)) == b"a" * 20_000
 
 
@@ -101,7 +101,7 @@ def test_the_limit_is_exact(codec: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_bomb_costs_no_more_than_the_limit(codec: int) -> None:
+def test_a_decompression_bomb_costs_no_more_than_the_limit(codec: int) -> None:
     bomb = compress(codec, bytes(64 * 1024 * 1024))
     tracemalloc.start()
     try:
@@ -112,7 +112,7 @@ def test_a_bomb_costs_no_more_than_the_limit(codec: int) -> None:
         tracemalloc.stop()
 
 
-def test_declared_sizes_are_not_believed() -> None:
+def test_declared_sizes_are_not_trusted() -> None:
     with pytest.raises(CorruptBatch, match="declares"):
         decompress(COMPRESSION_SNAPPY, b"\xff\xff\xff\xff\x07" + b"\x00" * 20)
     with pytest.raises(CorruptBatch, match="declares"):
@@ -124,9 +124,9 @@ def test_declared_sizes_are_not_believed() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_cut_off_or_changed_data_is_refused_or_read(codec: int) -> None:
+def test_truncated_or_changed_data_is_refused_or_read(codec: int) -> None:
     data = compress(codec, b"hello " * 50)
-    # Framed snappy is complete wherever a block ends.
+    # Framed snappy is complete at the end of any block.
     whole = {16} if codec == COMPRESSION_SNAPPY else set()
     for end in set(range(len(data))) - whole:
         with pytest.raises(CorruptBatch):
@@ -146,7 +146,7 @@ def test_noise_is_refused(codec: int) -> None:
             decompress(codec, noise)
 
 
-def test_an_unknown_codec() -> None:
+def test_an_unknown_codec_is_refused() -> None:
     with pytest.raises(UnsupportedCompression):
         compress(5, b"")
     with pytest.raises(UnsupportedCompression):
@@ -154,7 +154,7 @@ def test_an_unknown_codec() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_one_limit_of_size_and_ratio_holds_for_everyone(codec: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_size_and_ratio_limits_apply_everywhere(codec: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "RATIO_FREE_BYTES", 100_000)
     monkeypatch.setattr(compression, "_limits", (1_000_000, 10))
     assert len(decompress(codec, compress(codec, bytes(100_000)))) == 100_000
@@ -166,7 +166,7 @@ def test_one_limit_of_size_and_ratio_holds_for_everyone(codec: int, monkeypatch:
         decompress(codec, compress(codec, noise + bytes(200_000)))
 
 
-def test_sizes_that_batches_declare_are_checked_when_they_come() -> None:
+def test_declared_sizes_of_batches_are_checked_on_arrival() -> None:
     over = bytes(65 * 1024 * 1024)
     declaring = {
         COMPRESSION_GZIP: compress(COMPRESSION_GZIP, over),

@@ -1,4 +1,4 @@
-"""Records as bytes: found like the decoder finds them, kept unchanged, and refused where they are none."""
+"""Records as bytes: found as by the decoder, kept unchanged, and refused where malformed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECORDS = st.lists(
 
 
 @given(records=RECORDS, codec=st.sampled_from([0, 1, 2, 3, 4]), data=st.data())
-def test_what_is_kept_reads_as_before(records: list[NewRecord], codec: int, data: st.DataObject) -> None:
+def test_kept_records_are_unchanged(records: list[NewRecord], codec: int, data: st.DataObject) -> None:
     batch = encode_batch(records, base_offset=100, compression=codec, producer_id=5, producer_epoch=1, base_sequence=9)
     header = read_header(batch)
     section = records_section(batch, header)
@@ -55,13 +55,13 @@ def test_what_is_kept_reads_as_before(records: list[NewRecord], codec: int, data
 
 
 @given(section=st.binary(max_size=60), count=st.integers(0, 9))
-def test_anything_else_is_refused_or_read(section: bytes, count: int) -> None:
+def test_malformed_bytes_are_refused_or_read(section: bytes, count: int) -> None:
     header = read_header(empty_batch(0, 10, 0))._replace(record_count=count)
     with suppress(CorruptBatch):
         list(raw_records(section, header))
 
 
-def test_an_empty_batch_stands_for_its_offsets() -> None:
+def test_an_empty_batch_covers_its_offsets() -> None:
     batch = empty_batch(7, 2**31, 3, producer_id=4, producer_epoch=1, base_sequence=2)
     header = read_header(batch)
     check_crc(batch, header)
@@ -77,7 +77,7 @@ def test_times_indistinguishable_from_the_horizon_are_left_alone() -> None:
     assert not can_shift(header, kept, 1)
 
 
-def test_a_section_that_is_cut_off_is_refused() -> None:
+def test_a_truncated_section_is_refused() -> None:
     batch = encode_batch([NewRecord(b"key", b"value"), NewRecord(b"key", b"value")])
     header = read_header(batch)
     section = records_section(batch, header)

@@ -32,7 +32,7 @@ class Listener:
         self.reported.append(error)
 
 
-def test_everyone_is_notified_once_in_the_order_of_the_log() -> None:
+def test_every_listener_is_notified_once_in_log_order() -> None:
     waiting, listeners = AcknowledgementQueue(), [Listener() for _ in range(4)]
     for number, listener in enumerate(listeners):
         waiting.add(Offset(number + 1), listener)
@@ -46,7 +46,7 @@ def test_everyone_is_notified_once_in_the_order_of_the_log() -> None:
     assert not waiting
 
 
-def test_those_who_wait_no_more_are_dropped_as_others_come() -> None:
+def test_cancelled_listeners_are_dropped_when_others_are_added() -> None:
     waiting = AcknowledgementQueue()
     still = [Listener() for _ in range(10)]
     for number in range(20_000):
@@ -58,7 +58,7 @@ def test_those_who_wait_no_more_are_dropped_as_others_come() -> None:
     assert all(listener.reported == [None] for listener in still)
 
 
-async def test_a_notified_waiter_may_wait_again() -> None:
+async def test_a_notified_listener_may_wait_again() -> None:
     class Again(Listener):
         def acknowledged(self, error: MillstreamError | None) -> None:
             super().acknowledged(error)
@@ -73,7 +73,7 @@ async def test_a_notified_waiter_may_wait_again() -> None:
     assert last.reported == [None]
 
 
-async def test_a_watermark_that_stands_still_keeps_no_one_who_has_given_up() -> None:
+async def test_cancelled_listeners_are_dropped_while_the_high_watermark_stands_still() -> None:
     store = LogStore.open(
         Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
     )

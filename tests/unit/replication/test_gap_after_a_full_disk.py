@@ -19,7 +19,7 @@ from millstream_testing.files import MemoryFiles
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=1, overrides={}, created_ms=0)
 
 
-async def test_a_batch_behind_one_that_the_disk_refused_is_refused_for_the_same_reason() -> None:
+async def test_a_batch_behind_one_refused_by_the_disk_gets_the_same_error() -> None:
     files, clock = MemoryFiles(open_files_max=64), ManualClock()
     store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=3_600_000)
     log = store.open_log(TOPIC.topic_id, TopicPartition("orders", PartitionIndex(0)), TopicSettings(flush="os"))

@@ -1,4 +1,4 @@
-"""The in-sync set: what it lets be acknowledged, and which changes it asks for."""
+"""The in-sync set: what may be acknowledged, and which changes the leader requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wanted(in_sync: InSync, *, end: int = 100, high_watermark: int = 0, now: flo
 
 
 class TestHighWatermark:
-    def test_it_is_the_least_that_everybody_in_sync_has(self) -> None:
+    def test_it_is_the_minimum_of_all_in_sync_replicas(self) -> None:
         in_sync = leading(state(A, B))
         assert in_sync.acknowledged(Offset(50)) == UNKNOWN_POSITION
         fetched(in_sync, B, 30)
@@ -45,7 +45,7 @@ class TestHighWatermark:
         fetched(in_sync, C, 10)
         assert in_sync.acknowledged(Offset(20)) == 20
 
-    def test_a_change_under_way_needs_both_sets(self) -> None:
+    def test_a_pending_change_requires_both_sets(self) -> None:
         in_sync = leading(state(A, B))
         fetched(in_sync, B, 100)
         fetched(in_sync, C, 100)
@@ -59,7 +59,7 @@ class TestHighWatermark:
         in_sync.refused(change)
         assert in_sync.acknowledged(Offset(130)) == 120
 
-    def test_only_a_later_revision_or_a_certain_no_ends_a_change(self) -> None:
+    def test_only_a_later_revision_or_a_definite_refusal_ends_a_change(self) -> None:
         in_sync = leading(state(A, B, C))
         fetched(in_sync, B, 100, now=20.0)
         change = wanted(in_sync, now=20.0)
@@ -73,7 +73,7 @@ class TestHighWatermark:
         assert in_sync.pending is None
         assert in_sync.acknowledged(Offset(100)) == 100
 
-    def test_it_stands_still_with_too_few_in_sync_and_while_others_are_eligible(self) -> None:
+    def test_it_stands_still_below_the_minimum_and_while_others_are_eligible(self) -> None:
         in_sync = leading(state(A))
         assert in_sync.acknowledged(Offset(50)) == UNKNOWN_POSITION
         in_sync.change_min(1)
@@ -84,13 +84,13 @@ class TestHighWatermark:
         assert change is not None
         assert change.state == state(A)
 
-    def test_never_more_are_asked_for_than_there_are_replicas(self) -> None:
+    def test_the_required_number_never_exceeds_the_number_of_replicas(self) -> None:
         in_sync = leading(state(A, B, replicas=(A, B)), min_in_sync=3)
         assert in_sync.is_enough
 
 
 class TestChanges:
-    def test_who_was_behind_for_too_long_leaves(self) -> None:
+    def test_a_follower_that_is_behind_for_too_long_leaves(self) -> None:
         in_sync = leading(state(A, B, C))
         fetched(in_sync, B, 100, now=9.0)
         fetched(in_sync, C, 50, now=9.0)
@@ -102,18 +102,18 @@ class TestChanges:
     def test_a_follower_that_keeps_up_with_a_busy_log_stays(self) -> None:
         in_sync = leading(state(A, B))
         for second in range(60):
-            # Never at the end, but always at what was the end one second ago.
+            # Never at the end, but always at the end of one second ago.
             fetched(in_sync, B, 100 * second, end=100 * (second + 1), now=float(second))
             assert wanted(in_sync, end=100 * (second + 1), now=float(second)) is None
 
-    def test_a_log_that_was_idle_gives_everybody_time(self) -> None:
+    def test_followers_of_an_idle_log_get_time_after_an_append(self) -> None:
         in_sync = leading(state(A, B))
         fetched(in_sync, B, 100, now=1.0)
         in_sync.note_log_growth(end_before=Offset(100), now=5000.0)
         assert wanted(in_sync, end=101, now=5009.0) is None
         assert wanted(in_sync, end=101, now=5011.0) is not None
 
-    def test_who_leaves_too_few_behind_stays_eligible_until_there_are_enough_again(self) -> None:
+    def test_a_follower_that_leaves_too_few_behind_stays_eligible_until_enough_are_in_sync(self) -> None:
         in_sync = leading(state(A, B, C))
         change = wanted(in_sync, now=11.0)
         assert change is not None
@@ -126,7 +126,7 @@ class TestChanges:
         assert back.state == state(A, C)
         assert back.registrations == {C: 7}
 
-    def test_who_joins_has_everything_below_the_high_watermark_and_this_epoch(self) -> None:
+    def test_a_joining_follower_has_reached_the_high_watermark_in_this_epoch(self) -> None:
         in_sync = leading(state(A, B), epoch_start=80)
         fetched(in_sync, B, 100)
         fetched(in_sync, C, 79)
@@ -139,7 +139,7 @@ class TestChanges:
         )
         assert refused is None
 
-    def test_who_lacks_what_was_acknowledged_has_lost_it_and_leaves_at_once(self) -> None:
+    def test_a_follower_that_lacks_acknowledged_records_leaves_at_once(self) -> None:
         in_sync = leading(state(A, B, C))
         fetched(in_sync, B, 100)
         fetched(in_sync, C, 100)
@@ -154,7 +154,7 @@ class TestChanges:
         assert change is not None
         assert change.state == state(A)
 
-    def test_who_is_still_far_behind_does_not_join_only_to_leave_again(self) -> None:
+    def test_a_follower_that_is_far_behind_does_not_join_only_to_leave_again(self) -> None:
         in_sync = leading(state(A, eligible=(B,)))
         fetched(in_sync, B, 60, end=100, now=50.0)
         assert wanted(in_sync, high_watermark=60, now=50.0) is None
@@ -163,7 +163,7 @@ class TestChanges:
         assert change is not None
         assert change.state.in_sync == (A, B)
 
-    def test_strangers_are_not_counted(self) -> None:
+    def test_nodes_without_a_replica_are_not_counted(self) -> None:
         in_sync = leading(state(A, B))
         assert not in_sync.fetched(NodeId(9), Offset(5), end=Offset(5), now=0.0, registration=1)
 
@@ -223,7 +223,7 @@ class InSyncMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), responded=st.booleans())
     def arrive(self, data: st.DataObject, responded: bool) -> None:
-        """A request reaches the store, in any order; its response may be lost."""
+        """Deliver a request to the store, in any order; its response may be lost."""
         at = data.draw(st.integers(0, len(self.requests) - 1))
         change = self.requests.pop(at)
         if change.revision == self.stored.revision:
@@ -239,7 +239,7 @@ class InSyncMachine(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from([B, C]))
     def controller_removes(self, node: NodeId) -> None:
-        """The controller takes a dead node out, as an election does."""
+        """Remove a dead node from the set, as an election does."""
         before = self.stored.state
         in_sync = tuple(one for one in before.in_sync if one != node)
         if in_sync == before.in_sync:

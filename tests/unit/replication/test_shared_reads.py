@@ -1,4 +1,4 @@
-"""What was read for one follower and is given to the other."""
+"""A read for one follower is shared with the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logs() -> Iterator[list[Log]]:
     store.close_now()
 
 
-def test_it_is_given_once_for_the_same_log_epoch_and_offset(logs: list[Log]) -> None:
+def test_a_read_is_shared_once_for_the_same_log_epoch_and_offset(logs: list[Log]) -> None:
     reads = SharedReads()
     reads.keep(logs[0], 1, 5, b"abc")
     assert reads.take(logs[1], 1, 5, 100) is None
@@ -40,14 +40,14 @@ def test_it_is_given_once_for_the_same_log_epoch_and_offset(logs: list[Log]) -> 
     assert not len(reads)
 
 
-def test_what_is_too_much_is_not_given(logs: list[Log]) -> None:
+def test_a_read_beyond_the_limit_is_not_shared(logs: list[Log]) -> None:
     reads = SharedReads()
     reads.keep(logs[0], 1, 5, b"abc")
     assert reads.take(logs[0], 1, 5, 2) is None
     assert not len(reads)
 
 
-def test_the_oldest_go_when_it_is_too_much_together(logs: list[Log]) -> None:
+def test_the_oldest_reads_are_evicted_beyond_the_total_limit(logs: list[Log]) -> None:
     reads = SharedReads(10)
     for offset in range(5):
         reads.keep(logs[0], 1, offset, b"abc")

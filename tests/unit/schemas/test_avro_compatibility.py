@@ -1,4 +1,4 @@
-"""Avro's schema resolution: by table, and beside Avro's own checker for generated pairs."""
+"""Avro schema resolution: by table, and against Avro's own checker for generated pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millstream.protocol.schemas.formats import InvalidSchema
 
 
 def kinds(reader: Any, writer: Any) -> list[str]:
-    """What keeps a reader from reading."""
+    """The kinds of incompatibilities."""
     parsed = [AvroSchema.parse(json.dumps(one)) for one in (reader, writer)]
     return [difference.kind for difference in compare(*parsed)]
 
@@ -70,8 +70,8 @@ def test_resolution(reader: Any, writer: Any, expected: list[str]) -> None:
     assert kinds(reader, writer) == expected
 
 
-def test_many_symbols_are_compared_in_no_time() -> None:
-    """With a step for each pair of symbols, this would take longer than a test may."""
+def test_many_symbols_are_compared_in_linear_time() -> None:
+    """With a step for each pair of symbols, this test would time out."""
     before, after = ([f"{letter}{number}" for number in range(60_000)] for letter in "AB")
     assert kinds(enum(*after), enum(*before)) == ["MISSING_ENUM_SYMBOLS"]
     assert kinds(enum(*after, *before), enum(*before)) == []
@@ -105,7 +105,7 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=400, deadline=None)
 @given(reader=st.one_of(TYPES, ENUMS, FIXED, records()), writer=st.one_of(TYPES, ENUMS, FIXED, records()))
-def test_decisions_are_those_of_avros_own_library(reader: Any, writer: Any) -> None:
+def test_decisions_agree_with_avros_own_library(reader: Any, writer: Any) -> None:
     theirs = avro.compatibility.ReaderWriterCompatibilityChecker().get_compatibility(  # type: ignore[no-untyped-call]
         avro.schema.make_avsc_object(reader), avro.schema.make_avsc_object(writer)
     )

@@ -1,4 +1,4 @@
-"""JSON Schema: which changes a reader takes, by table."""
+"""JSON Schema: which changes are compatible, by table."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ DOCUMENTS = st.one_of(VALUES, st.dictionaries(st.sampled_from("abc"), VALUES, ma
 
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(SIMPLE, OBJECTS), st.one_of(SIMPLE, OBJECTS), st.lists(DOCUMENTS, max_size=8))
-def test_a_compatible_reader_takes_what_the_writer_takes(reader: Any, writer: Any, documents: list[Any]) -> None:
+def test_a_compatible_reader_accepts_what_the_writer_accepts(reader: Any, writer: Any, documents: list[Any]) -> None:
     """Confluent's rules allow a required property if it has a default, which no document here relies on."""
     if not kinds(reader, writer):
         for document in documents:

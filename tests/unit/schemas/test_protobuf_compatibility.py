@@ -1,4 +1,4 @@
-"""Protobuf: the text that is printed, and which changes a reader takes."""
+"""Protobuf: the printed text, and which changes are compatible."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ extend Order {
 """
 
 
-def test_text_survives_the_descriptor() -> None:
+def test_text_round_trips_through_the_descriptor() -> None:
     schema = ProtobufSchema.parse(SHOP, [ADDRESS])
     printed = schema.canonical()
     assert printed == SHOP
@@ -68,7 +68,7 @@ def test_text_survives_the_descriptor() -> None:
     assert ProtobufSchema.parse(schema.serialized(), [ADDRESS]).canonical() == printed
 
 
-def test_proto2_survives_the_descriptor() -> None:
+def test_proto2_round_trips_through_the_descriptor() -> None:
     schema = ProtobufSchema.parse(OLD)
     assert schema.canonical() == OLD
     assert ProtobufSchema.parse(schema.serialized()).file == schema.file
@@ -77,7 +77,7 @@ def test_proto2_survives_the_descriptor() -> None:
 @pytest.mark.parametrize(
     "text", ["message", "syntax = 'proto3'; message A { Missing a = 1; }", 'import "none.proto";', "Zm9v"]
 )
-def test_what_protoc_rejects_is_rejected(text: str) -> None:
+def test_schemas_that_protoc_rejects_are_rejected(text: str) -> None:
     with pytest.raises(InvalidSchema):
         ProtobufSchema.parse(text)
 

@@ -1,4 +1,4 @@
-"""Which records conform to a schema rule: the compiled check and the plain one agree, whatever is in a batch."""
+"""Which records conform to a schema rule: the compiled and the plain check agree for any batch."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def is_fine(record: NewRecord) -> bool:
 
 @given(records, some.booleans())
 @settings(max_examples=150, deadline=None)
-def test_exactly_the_records_at_fault_are_named(given_records: list[NewRecord], with_keys: bool) -> None:
+def test_exactly_the_invalid_records_are_named(given_records: list[NewRecord], with_keys: bool) -> None:
     batch = bytes(encode_batch(given_records))
     header, section = read_header(batch), batch[HEADER_BYTES:]
     rules = {"key": RULE, "value": RULE} if with_keys else {"value": RULE}
     plain = given_records if with_keys else [one._replace(key=None) for one in given_records]
     wrong = [index for index, record in enumerate(plain) if not is_fine(record)]
     assert [one.batch_index for one in check_ids(section, header, rules)] == wrong
-    # The compiled check may be in doubt, and then says no; it never accepts what is wrong.
+    # The compiled check may be in doubt, and then refuses; it never accepts an invalid record.
     if have_known_ids(section, header, rules):
         assert not wrong
     elif not any(VALUE_HEADER in dict(one.headers) for one in given_records):
@@ -71,13 +71,13 @@ def test_exactly_the_records_at_fault_are_named(given_records: list[NewRecord], 
 
 
 @given(some.lists(some.integers(0, 2**20), min_size=1, max_size=6))
-def test_message_indexes_are_read_as_they_are_written(indexes: list[int]) -> None:
+def test_message_indexes_round_trip(indexes: list[int]) -> None:
     written = write_indexes(indexes)
     assert read_indexes(written + b"rest") == (tuple(indexes), len(written))
 
 
 @pytest.mark.parametrize("broken", [b"", b"\x02", b"\xff" * 9, b"\x01", b"\xfe\xff\xff\xff\x0f"])
-def test_broken_message_indexes_are_refused(broken: bytes) -> None:
+def test_malformed_message_indexes_are_refused(broken: bytes) -> None:
     with pytest.raises(SchemaMismatch):
         read_indexes(broken)
 
@@ -130,7 +130,7 @@ def test_any_bytes_are_accepted_or_refused_with_a_reason(kind: str, content: byt
 
 
 @pytest.mark.parametrize("kind", CODECS)
-def test_what_is_encoded_is_accepted_and_changes_are_not(kind: str) -> None:
+def test_encoded_values_are_accepted_and_changed_bytes_are_not(kind: str) -> None:
     body = CODECS[kind].encode(VALUES[kind])
     rule = FieldRule(subject="s", context=".", guids={7: GUID})
     batch = bytes(
@@ -160,13 +160,13 @@ def test_a_schema_that_refers_to_the_network_is_refused_when_it_is_used() -> Non
         remote.check(Framed(1, None, b'{"a": 1}', None))
 
 
-def test_an_exploding_pattern_ends() -> None:
+def test_a_catastrophic_pattern_terminates() -> None:
     exploding = codec_of("JSON", json.dumps([{"type": "string", "pattern": "^(a|a?)+(?!b)$"}, {}]))
     with pytest.raises(SchemaMismatch):
         exploding.check(Framed(1, None, json.dumps("a" * 5000 + "!").encode(), None))
 
 
-def test_json_follows_protobufs_mapping_and_loses_no_number() -> None:
+def test_json_follows_protobufs_mapping_without_losing_precision() -> None:
     text = """syntax = "proto3";
     message Bill { int64 bill_id = 1; double rate = 2; Bill of = 3; google.protobuf.Any any = 4; int32 n = 5; }"""
     text = text.replace(";", ';\nimport "google/protobuf/any.proto";', 1)

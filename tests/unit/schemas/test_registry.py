@@ -24,7 +24,7 @@ ORDERS = QualifiedSubject.parse("orders-value")
 
 
 class Declarations(CatalogDeclarations):
-    """A catalog that can be taken away."""
+    """A catalog that can be made unavailable."""
 
     is_away = False
 
@@ -52,7 +52,7 @@ def record(*fields: str, name: str = "R") -> NewSchema:
     return new(f'{{"type":"record","name":"{name}","fields":[{described}]}}')
 
 
-# Whether SLOW accepts what BEFORE_SLOW accepts takes a time that is exponential in the length of the name.
+# Whether SLOW accepts what BEFORE_SLOW accepts takes time exponential in the length of the name.
 SLOW = new(
     '{"type":"object","patternProperties":{"^(?=(a+)+$)":{"type":"string"}},"additionalProperties":false}', JSON_SCHEMA
 )
@@ -77,8 +77,8 @@ async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             node.catalog.close()
 
 
-async def test_concurrent_registrants_share_ids_and_lose_none(nodes: list[Node]) -> None:
-    """Fifty registrants through three nodes, one of which is cut off in the middle."""
+async def test_concurrent_registrations_share_ids_and_lose_none(nodes: list[Node]) -> None:
+    """Fifty clients register through three nodes, one of which is cut off in the middle."""
 
     async def register(number: int) -> SubjectVersion:
         node = nodes[number % NODES]
@@ -104,17 +104,17 @@ async def test_concurrent_registrants_share_ids_and_lose_none(nodes: list[Node])
     )
 
 
-async def test_what_one_node_registers_another_finds_at_once(nodes: list[Node]) -> None:
+async def test_a_schema_registered_on_one_node_is_found_by_another_at_once(nodes: list[Node]) -> None:
     made = await nodes[0].registry.register(ORDERS, record("a"))
     assert (await nodes[1].registry.find_schema(made.schema_id, ORDERS)).schema_id == made.schema_id
     assert await nodes[2].registry.lookup(ORDERS, record("a")) == made
     await nodes[2].registry.register(ORDERS, record("a", "b"))
-    # A node that has not heard of it checks against it all the same.
+    # A node without it in its cache still checks against it.
     third = await nodes[1].registry.register(ORDERS, record("a", "b", "c"))
     assert third.version == 3
 
 
-async def test_reads_go_on_while_the_catalog_is_away(nodes: list[Node]) -> None:
+async def test_reads_continue_while_the_catalog_is_unavailable(nodes: list[Node]) -> None:
     node = nodes[0]
     made = await node.registry.register(ORDERS, record("a"))
     node.declarations.is_away = True
@@ -142,7 +142,7 @@ async def test_permanent_deletion_reaches_every_node_and_frees_no_id(nodes: list
 
 
 async def test_an_alias_of_an_alias_overwrites_no_version(nodes: list[Node]) -> None:
-    """Each name stands for the next: what is registered for the first is a version of the second, by its own count."""
+    """Each name refers to the next: a schema registered for the first is a version of the second."""
     registry = nodes[0].registry
     first, second, third = (QualifiedSubject.parse(name) for name in ("first", "second", "third"))
     for fields in ((), ("a",), ("a", "b")):
@@ -157,7 +157,7 @@ async def test_an_alias_of_an_alias_overwrites_no_version(nodes: list[Node]) -> 
     assert [one.version for one in registry.held(third)] == [1]
 
 
-async def test_a_version_that_takes_the_place_of_a_deleted_one_reaches_every_node(nodes: list[Node]) -> None:
+async def test_a_version_that_replaces_a_deleted_one_reaches_every_node(nodes: list[Node]) -> None:
     registry, other = nodes[0].registry, nodes[1].registry
     made = await registry.register(ORDERS, record("a"))
     await registry.register(ORDERS, record("a", "b"))
@@ -177,7 +177,7 @@ async def examiner() -> AsyncIterator[SchemaExaminer]:
     await made.close()
 
 
-async def test_a_schema_that_takes_too_long_costs_its_process_only(examiner: SchemaExaminer, tmp_path: Path) -> None:
+async def test_a_schema_that_takes_too_long_costs_only_its_process(examiner: SchemaExaminer, tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
     impatient = SchemaExaminer(examine_s=0.5)
     patient, hasty = (SchemaRegistry(CatalogDeclarations(catalog), examiner=one) for one in (examiner, impatient))
@@ -193,7 +193,7 @@ async def test_a_schema_that_takes_too_long_costs_its_process_only(examiner: Sch
         catalog.close()
 
 
-async def test_schemas_that_take_long_hold_up_only_their_like(examiner: SchemaExaminer, tmp_path: Path) -> None:
+async def test_slow_schemas_delay_only_each_other(examiner: SchemaExaminer, tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
     registry = SchemaRegistry(CatalogDeclarations(catalog), examiner=examiner)
     slow: list[asyncio.Task[SubjectVersion]] = []
@@ -205,7 +205,7 @@ async def test_schemas_that_take_long_hold_up_only_their_like(examiner: SchemaEx
         await asyncio.sleep(0)
         for number in range(5):
             await registry.register(QualifiedSubject.parse(f"other-{number}"), record("a"))
-        # Each of them takes ten seconds, one after the other: the last ones have not had their turn yet.
+        # Each of them takes ten seconds, one after the other: the last ones are still queued.
         assert not all(task.done() for task in slow)
     finally:
         for task in slow:
@@ -217,7 +217,7 @@ async def test_schemas_that_take_long_hold_up_only_their_like(examiner: SchemaEx
 @pytest.mark.parametrize(
     ("program", "problem"), [("slow", "did not start within"), ("broken", "ended while it started")]
 )
-async def test_a_child_process_that_does_not_start_is_not_the_schemas_fault(
+async def test_a_failed_start_of_the_child_process_is_not_blamed_on_the_schema(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, problem: str
 ) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
@@ -274,7 +274,7 @@ async def test_subjects_without_a_version_count_with_their_settings(
     for _ in range(2):
         with pytest.raises(SchemaRegistryError, match="its maximum"):
             await declare("s" * 200)
-    # A subject without settings takes no room: what is reset makes room for another one, on every node.
+    # A subject without settings is not counted: a reset makes room for another, on every node.
     assert (await registry.set_mode(QualifiedSubject.parse("t" * 200), None)).mode is None
     await nodes[1].registry.load()
     for number in range(4):

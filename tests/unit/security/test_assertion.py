@@ -1,4 +1,4 @@
-"""Assertions: which nodes accept them, and what becomes of them when something has changed."""
+"""Assertions: which nodes accept them, and when they become invalid."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def alice(state: SecurityState) -> Verified:
     return Verified(principal="User:alice", credential=state.credentials["alice", SHA_256], user="alice")
 
 
-async def test_every_node_of_the_cluster_accepts_what_one_has_signed(state: SecurityState) -> None:
+async def test_every_node_accepts_an_assertion_signed_by_another(state: SecurityState) -> None:
     signer, public_key = node(state)
     other, _ = node(state, node_id=2)
     other.public_key_of = lambda node_id: public_key if node_id == 1 else ""
@@ -82,7 +82,7 @@ async def test_an_assertion_without_a_proof_of_its_own_principal_is_refused(stat
             await signer.verify_session(signer.open_session(forged, 30)[0].encode())
 
 
-async def test_assertions_of_others_are_refused(state: SecurityState) -> None:
+async def test_assertions_of_other_clusters_are_refused(state: SecurityState) -> None:
     verifier, public_key = node(state)
     foreign, foreign_key = node(state, cluster_id="b", node_id=2)
     unknown, _ = node(state, node_id=3)
@@ -129,7 +129,7 @@ async def test_altered_assertions_are_refused(state: SecurityState, alter: Calla
         await signer.verify(base64.b64encode(alter(signed)))
 
 
-async def test_what_cannot_be_read_is_refused(state: SecurityState) -> None:
+async def test_unreadable_assertions_are_refused(state: SecurityState) -> None:
     signer, _ = node(state)
     for text in (b"", b"?", b"\xff" * 100, b"A" * 100):
         with pytest.raises(AuthenticationFailed):
@@ -145,7 +145,7 @@ async def test_an_expired_assertion_is_refused(state: SecurityState, monkeypatch
         await signer.verify(text)
 
 
-async def test_another_password_or_none_ends_what_was_signed_before(state: SecurityState) -> None:
+async def test_a_changed_or_deleted_password_invalidates_earlier_assertions(state: SecurityState) -> None:
     signer, _ = node(state)
     text = signer.sign(alice(state), HOST).encode()
     await state.change_users(new_credentials("alice", "another-password"))
@@ -157,7 +157,7 @@ async def test_another_password_or_none_ends_what_was_signed_before(state: Secur
         await signer.verify(text)
 
 
-async def test_the_scope_of_a_token_is_that_of_the_catalog_and_ends_with_it(state: SecurityState) -> None:
+async def test_the_scope_of_a_token_comes_from_the_catalog_and_ends_with_it(state: SecurityState) -> None:
     signer, _ = node(state)
     now_ms = int(time.time() * 1000)
     token, _ = new_token("User:alice", created_ms=now_ms, expires_ms=now_ms + 600_000)

@@ -1,4 +1,4 @@
-"""The audit trail: what is recorded, counted together and dropped."""
+"""The audit trail: which events are recorded, aggregated and dropped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def names_of(events: list[dict[str, Any]]) -> list[str]:
     return [event["resources"][0]["name"] for event in events]
 
 
-def test_a_denial_is_reported_at_once_and_then_counted(trail: AuditTrail, clock: ManualClock) -> None:
+def test_a_denial_is_reported_at_once_and_then_aggregated(trail: AuditTrail, clock: ManualClock) -> None:
     deny(trail)
     (first,) = trail.take()
     assert (first["class_uid"], first["activity_id"], first["type_uid"]) == (6003, 2, 600302)
@@ -80,7 +80,7 @@ def test_a_denial_is_reported_at_once_and_then_counted(trail: AuditTrail, clock:
     assert trail.next_due_s() is None
 
 
-def test_one_principal_cannot_crowd_out_the_others(trail: AuditTrail) -> None:
+def test_one_principal_cannot_displace_the_others(trail: AuditTrail) -> None:
     for number in range(1000):
         deny(trail, f"guess-{number}")
     deny(trail, "payroll", "User:bob")
@@ -91,7 +91,7 @@ def test_one_principal_cannot_crowd_out_the_others(trail: AuditTrail) -> None:
     assert "payroll" in names_of(events)
 
 
-def test_failed_sign_ins_are_counted_together(trail: AuditTrail, clock: ManualClock) -> None:
+def test_failed_logins_are_aggregated(trail: AuditTrail, clock: ManualClock) -> None:
     for _ in range(7):
         trail.fail_sign_in("alice", "10.0.0.9", "default", "PLAIN", "wrong")
     trail.sign_in(Actor("User:alice", "10.0.0.1", "token-7"), "default", "SCRAM-SHA-512")
@@ -102,7 +102,7 @@ def test_failed_sign_ins_are_counted_together(trail: AuditTrail, clock: ManualCl
     assert (failed["count"], failed["status_detail"]) == (7, "wrong")
 
 
-def test_dropped_events_are_counted_in_an_event(trail: AuditTrail, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_events_are_reported_by_an_event(trail: AuditTrail, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "EVENTS_MAX", 10)
     for number in range(25):
         trail.change(ADMIN, "CreateTopics", Change(activity=Activity.CREATE, kind="topic", name=f"t{number}"))
@@ -128,7 +128,7 @@ def test_changes_of_users_and_rules_are_account_changes(trail: AuditTrail) -> No
     assert attached["policy"] == {"name": "allow …"}
 
 
-async def test_a_client_that_leaves_cannot_hide_what_it_changed(catalog: Catalog) -> None:
+async def test_a_client_that_disconnects_cannot_hide_its_changes(catalog: Catalog) -> None:
     state = SecurityState(CatalogDeclarations(catalog), ())
     rights = Rights(state, "User:mallory", "10.0.0.9")
     may_respond = asyncio.Event()
@@ -151,7 +151,7 @@ async def test_a_client_that_leaves_cannot_hide_what_it_changed(catalog: Catalog
     assert (event["entity"]["name"], event["activity_id"]) == ("billing", Activity.DELETE)
 
 
-async def test_nothing_is_recorded_of_a_request_that_only_validates(catalog: Catalog) -> None:
+async def test_a_validate_only_request_is_not_recorded(catalog: Catalog) -> None:
     state = SecurityState(CatalogDeclarations(catalog), ())
 
     async def respond() -> Response:

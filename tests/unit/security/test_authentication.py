@@ -1,4 +1,4 @@
-"""Mechanisms, tokens, certificates' names and user names, without a network."""
+"""Mechanisms, tokens, certificate names and user names, without a network."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def passwords(tmp_path: Path) -> Any:
 
 
 async def authenticate(passwords: Passwords, credentials: Credentials, *, tamper: Any = None) -> Verified:
-    """Have the client's side and the broker's talk to each other."""
+    """Run the client's and the broker's side against each other."""
     begun = credentials.begin()
     assert begun is not None
     mechanism, client = begun
@@ -81,7 +81,7 @@ async def authenticate(passwords: Passwords, credentials: Credentials, *, tamper
 
 
 @pytest.mark.parametrize("mechanism", [*SCRAM_MECHANISMS, PLAIN])
-async def test_both_sides_agree_on_who_it_is(passwords: Passwords, mechanism: str) -> None:
+async def test_both_sides_agree_on_the_principal(passwords: Passwords, mechanism: str) -> None:
     right = Credentials(user=USER, password=PASSWORD, mechanism=mechanism)
     assert (await authenticate(passwords, right)).principal == "User:alice"
     for user, password in ((USER, "another-password"), ("nobody", PASSWORD), (USER, PASSWORD + " ")):
@@ -90,7 +90,7 @@ async def test_both_sides_agree_on_who_it_is(passwords: Passwords, mechanism: st
             await authenticate(passwords, wrong)
 
 
-async def test_a_proof_is_of_no_use_in_another_dialogue(passwords: Passwords) -> None:
+async def test_a_proof_cannot_be_replayed(passwords: Passwords) -> None:
     sent: list[bytes] = []
 
     def note(message: bytes) -> bytes:
@@ -106,7 +106,7 @@ async def test_a_proof_is_of_no_use_in_another_dialogue(passwords: Passwords) ->
 
 
 @pytest.mark.parametrize("cut", [1, 4, 20, 43])
-async def test_a_truncated_proof_is_none(passwords: Passwords, cut: int) -> None:
+async def test_a_truncated_proof_is_refused(passwords: Passwords, cut: int) -> None:
     def truncate(message: bytes) -> bytes:
         head, separator, proof = message.rpartition(b",p=")
         return head + separator + proof[:-cut] if separator else message
@@ -133,7 +133,7 @@ async def test_a_truncated_proof_is_none(passwords: Passwords, cut: int) -> None
     ],
     ids=["no nonce", "longer", "client's only", "header", "no header", "iterations", "two", "proofs", "none", "", "0"],
 )
-async def test_a_final_message_that_was_tampered_with_is_refused(passwords: Passwords, tamper: Any) -> None:
+async def test_a_tampered_final_message_is_refused(passwords: Passwords, tamper: Any) -> None:
     credentials = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256)
     with pytest.raises(AuthenticationFailed):
         await authenticate(passwords, credentials, tamper=lambda said: tamper(said) if b",p=" in said else said)
@@ -144,7 +144,7 @@ async def test_a_final_message_that_was_tampered_with_is_refused(passwords: Pass
     ["r={nonce}x,s=c2E=,i=1", "r={nonce}x,s=c2E=,i=1000000000", "r=other,s=c2E=,i=8192", "r={nonce}x,i=8192"],
     ids=["cheap", "dear", "nonce", "salt"],
 )
-def test_a_client_gives_no_proof_to_a_broker_that_plays_tricks(challenge: str) -> None:
+def test_a_client_gives_no_proof_to_a_malicious_broker(challenge: str) -> None:
     """A broker that could choose the cost could guess passwords, or keep its clients busy."""
     begun = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256).begin()
     assert begun is not None
@@ -161,7 +161,7 @@ async def test_a_final_message_without_a_first_one_is_refused(passwords: Passwor
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
-def test_garbage_authenticates_nobody(first: bytes, second: bytes) -> None:
+def test_garbage_authenticates_no_user(first: bytes, second: bytes) -> None:
     class NoUsers:
         def credential(self, user: str, mechanisms: object) -> None:
             return None
@@ -178,7 +178,7 @@ def test_garbage_authenticates_nobody(first: bytes, second: bytes) -> None:
         asyncio.run(talk())
 
 
-async def test_an_unknown_user_looks_like_a_known_one(passwords: Passwords) -> None:
+async def test_an_unknown_user_is_indistinguishable_from_a_known_one(passwords: Passwords) -> None:
     async def challenge(user: str) -> dict[str, str]:
         response = await Authenticator(passwords, None).begin(SHA_256).step(f"n,,n={user},r=abc".encode())
         assert isinstance(response, bytes)
@@ -190,7 +190,7 @@ async def test_an_unknown_user_looks_like_a_known_one(passwords: Passwords) -> N
     assert unknown["s"] == again["s"]
 
 
-async def test_a_verified_password_is_remembered_until_it_changes(
+async def test_a_verified_password_is_cached_until_it_changes(
     passwords: Passwords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await passwords.check(USER, PASSWORD)
@@ -202,7 +202,7 @@ async def test_a_verified_password_is_remembered_until_it_changes(
         await passwords.check(USER, PASSWORD)
 
 
-def test_failures_cost_more_and_more_but_not_without_end() -> None:
+def test_repeated_failures_take_increasingly_long_up_to_a_limit() -> None:
     attempts = FailedAttempts()
     pauses = [attempts.pause_s("10.0.0.1", "alice") for _ in range(12)]
     assert pauses == sorted(pauses)
@@ -212,12 +212,12 @@ def test_failures_cost_more_and_more_but_not_without_end() -> None:
 
 
 @pytest.mark.parametrize("name", ["CN=alice", "oauth:alice", "a,b", "", "ANONYMOUS", "a b", "-x", "x" * 200])
-def test_no_user_has_the_name_of_another_kind_of_principal(name: str) -> None:
+def test_a_user_name_cannot_imitate_another_kind_of_principal(name: str) -> None:
     with pytest.raises(InvalidRequest):
         check_user_name(name)
 
 
-def test_secrets_are_not_shown() -> None:
+def test_secrets_are_redacted() -> None:
     (credential, *_) = new_credentials(USER, PASSWORD)
     shown = repr(credential) + repr(Credentials(user=USER, password=PASSWORD, token=lambda: "token"))
     assert PASSWORD not in shown
@@ -273,14 +273,14 @@ async def test_a_token_names_a_principal_of_its_own_kind(issuer: Issuer, tokens:
     ],
     ids=str,
 )
-async def test_a_token_that_is_not_for_here_is_refused(
+async def test_a_token_for_another_audience_is_refused(
     issuer: Issuer, tokens: TokenChecker, claims: dict[str, Any]
 ) -> None:
     with pytest.raises(AuthenticationFailed):
         await tokens.check(issuer.token("alice", **claims))
 
 
-async def test_a_refused_token_is_told_why_in_words(issuer: Issuer, tokens: TokenChecker) -> None:
+async def test_a_refused_token_gets_a_readable_reason(issuer: Issuer, tokens: TokenChecker) -> None:
     claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": int(time.time()) + 300}
     secret = OctKey.generate_key(256)
     head, payload, signature = issuer.token("alice").split(".")
@@ -294,7 +294,7 @@ async def test_a_refused_token_is_told_why_in_words(issuer: Issuer, tokens: Toke
             await tokens.check(token)
 
 
-async def test_a_token_is_accepted_for_as_long_as_clocks_may_differ(issuer: Issuer, tokens: TokenChecker) -> None:
+async def test_a_token_is_accepted_within_the_clock_skew(issuer: Issuer, tokens: TokenChecker) -> None:
     expired = int(time.time()) - 1
     assert (await tokens.check(issuer.token("alice", exp=expired))).expires_at == expired + LEEWAY_S
 
@@ -311,7 +311,7 @@ async def test_a_token_of_another_algorithm_or_key_is_refused(issuer: Issuer, to
     own = RSAKey.generate_key(2048)
     shown = own.as_dict(private=False)
     forged = [
-        # The key, or where it is, in the token itself.
+        # The key, or its location, in the token itself.
         jwt.encode({"alg": "RS256", "jwk": shown}, claims, own, registry=ANY_HEADER),
         jwt.encode({"alg": "RS256", "kid": "one", "jwk": shown}, claims, own, registry=ANY_HEADER),
         jwt.encode({"alg": "RS256", "kid": "one", "jku": "https://evil.example"}, claims, own, registry=ANY_HEADER),
@@ -348,9 +348,7 @@ async def test_keys_rotate_without_a_restart(issuer: Issuer, tokens: TokenChecke
         await tokens.check(old)
 
 
-async def test_keys_of_a_url_are_fetched_again_for_a_key_that_is_not_known(
-    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_keys_of_a_url_are_refetched_for_an_unknown_key(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = 0
 
     def respond(_request: httpx.Request) -> httpx.Response:
@@ -388,7 +386,7 @@ async def test_keys_of_a_url_are_fetched_again_for_a_key_that_is_not_known(
     ],
     ids=str,
 )
-def test_settings_that_would_take_too_many_tokens_are_refused(settings: dict[str, str]) -> None:
+def test_settings_that_would_accept_too_many_tokens_are_refused(settings: dict[str, str]) -> None:
     with pytest.raises(InvalidSetting):
         OAuthSettings(**{"jwks": "keys.json", **settings}).check()
 
@@ -414,22 +412,22 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> x509.Certificate:
         ("RULE:^OU=(.*?)$/$1/,DEFAULT", "User:CN=Alice"),
     ],
 )
-def test_rules_map_certificates_as_kafkas_do(certificate: x509.Certificate, rules: str, principal: str) -> None:
+def test_mapping_rules_work_as_in_kafka(certificate: x509.Certificate, rules: str, principal: str) -> None:
     assert PrincipalRules(rules).principal(certificate) == principal
 
 
-def test_a_certificate_that_no_rule_maps_is_nobodys(certificate: x509.Certificate) -> None:
+def test_a_certificate_without_a_matching_rule_is_refused(certificate: x509.Certificate) -> None:
     with pytest.raises(AuthenticationFailed):
         PrincipalRules("RULE:^OU=(.*?)$/$1/").principal(certificate)
 
 
 @pytest.mark.parametrize("rules", ["RULE:", "RULE:a/b", "default", "RULE:^CN=(.*$/$1/", "DEFAULT;DEFAULT"])
-def test_rules_that_cannot_be_read_are_refused(rules: str) -> None:
+def test_invalid_mapping_rules_are_refused(rules: str) -> None:
     with pytest.raises(InvalidSetting):
         PrincipalRules(rules)
 
 
-def test_a_node_is_named_by_its_certificate() -> None:
+def test_a_node_is_identified_by_its_certificate() -> None:
     name = NodeName(cluster="a/b c", node_id=7)  # type: ignore[arg-type]
     assert NodeName.of(["https://other", name.uri]) == name
     assert NodeName.of(["https://other"]) is None
@@ -450,7 +448,7 @@ async def add_token(passwords: Passwords, *, scope: Iterable[Acl] = (), parent: 
     return text
 
 
-async def test_a_token_is_its_owner_within_its_scope_and_that_of_the_token_it_was_made_with(
+async def test_a_token_acts_as_its_owner_within_its_own_and_its_parents_scope(
     passwords: Passwords,
 ) -> None:
     state, authenticator = passwords.state, Authenticator(passwords, None)
@@ -474,7 +472,7 @@ async def test_a_token_is_its_owner_within_its_scope_and_that_of_the_token_it_wa
     assert not await may(reads, Operation.READ, "audit"), "a scope allows nothing that the owner may not"
 
 
-async def test_a_token_ends_when_it_expires_and_when_it_its_parent_or_its_owner_is_deleted(
+async def test_a_token_ends_when_it_expires_or_when_it_its_parent_or_its_owner_is_deleted(
     passwords: Passwords,
 ) -> None:
     state, authenticator = passwords.state, Authenticator(passwords, None)
@@ -496,7 +494,9 @@ async def test_a_token_ends_when_it_expires_and_when_it_its_parent_or_its_owner_
         await authenticator.verify(BearerToken(text=other))
 
 
-async def test_a_token_of_another_node_is_looked_for_in_the_catalog(passwords: Passwords, tmp_path: Path) -> None:
+async def test_a_token_created_on_another_node_is_looked_up_in_the_catalog(
+    passwords: Passwords, tmp_path: Path
+) -> None:
     text = await add_token(passwords)
     catalog = Catalog.open_folder(tmp_path)
     other = Passwords(SecurityState(CatalogDeclarations(catalog), ()))

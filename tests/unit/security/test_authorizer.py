@@ -46,7 +46,7 @@ def rule(**changes: object) -> Acl:
     return Acl(**given)  # type: ignore[arg-type]
 
 
-def test_it_decides_as_apache_kafka_does() -> None:
+def test_decisions_agree_with_apache_kafka() -> None:
     lines, decisions = [], []
     for line in RECORDED.read_text(encoding="utf-8").splitlines():
         question, _, response = line.rpartition("\t")
@@ -59,7 +59,7 @@ def test_it_decides_as_apache_kafka_does() -> None:
 
 
 @given(st.lists(acls, max_size=8), acls, questions)
-def test_one_more_rule_that_denies_never_allows_more(
+def test_adding_a_deny_rule_never_allows_more(
     some: list[Acl], more: Acl, asked: tuple[str, str, Operation, ResourceType, str]
 ) -> None:
     before = AclSnapshot(some).decide(*asked)
@@ -71,7 +71,7 @@ def test_one_more_rule_that_denies_never_allows_more(
 
 
 @given(st.lists(acls, max_size=8), questions)
-def test_the_rule_that_decides_is_one_of_the_rules_and_says_so(
+def test_the_deciding_rule_is_one_of_the_rules(
     some: list[Acl], asked: tuple[str, str, Operation, ResourceType, str]
 ) -> None:
     decision = AclSnapshot(some).decide(*asked)
@@ -83,7 +83,7 @@ def test_the_rule_that_decides_is_one_of_the_rules_and_says_so(
 
 
 @given(st.lists(acls, max_size=8), questions)
-def test_no_rule_stops_a_super_user(some: list[Acl], asked: tuple[str, str, Operation, ResourceType, str]) -> None:
+def test_no_rule_restricts_a_super_user(some: list[Acl], asked: tuple[str, str, Operation, ResourceType, str]) -> None:
     assert AclSnapshot(some, super_users=[asked[0]]).decide(*asked)
 
 
@@ -92,7 +92,7 @@ def test_without_rules_everything_is_denied() -> None:
     assert not AclSnapshot().decide_any(ALICE, HOST, Operation.WRITE, TOPIC)
 
 
-def test_a_wildcard_does_not_reach_internal_topics() -> None:
+def test_a_wildcard_does_not_match_internal_topics() -> None:
     asked = (ALICE, HOST, Operation.READ, TOPIC, "__consumer_offsets")
     wide = [
         rule(resource_name="*"),
@@ -104,18 +104,18 @@ def test_a_wildcard_does_not_reach_internal_topics() -> None:
     assert AclSnapshot([*wide, rule(resource_name="__", pattern=PatternType.PREFIXED)]).decide(*asked)
 
 
-def test_a_wildcard_that_denies_does_reach_internal_topics() -> None:
+def test_a_wildcard_deny_rule_matches_internal_topics() -> None:
     named = rule(resource_name="__consumer_offsets")
     denied = rule(resource_name="*", permission=Permission.DENY)
     assert not AclSnapshot([named, denied]).decide(ALICE, HOST, Operation.READ, TOPIC, "__consumer_offsets")
 
 
-def test_an_address_may_be_written_in_several_ways() -> None:
+def test_an_address_may_have_several_notations() -> None:
     snapshot = AclSnapshot([rule(host="0:0:0:0:0:0:0:1")])
     assert snapshot.decide(ALICE, "::1", Operation.READ, TOPIC, "orders")
 
 
-def test_filters_select_rules_as_kafkas_do() -> None:
+def test_filters_select_rules_as_in_kafka() -> None:
     prefixed = rule(resource_name="ord", pattern=PatternType.PREFIXED)
     wildcard = rule(resource_name="*")
     every = [rule(), prefixed, wildcard, rule(resource_name="other")]

@@ -1,4 +1,4 @@
-"""Sessions that a gateway opens for its callers, at listeners of each kind."""
+"""Sessions that a gateway opens for its callers, on listeners of each kind."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_an_assertion_opens_a_session_of_the_caller(
     session.close()
 
 
-async def test_a_session_may_be_prolonged_but_not_handed_on(knowledge: Knowledge, tmp_path: Path) -> None:
+async def test_a_session_may_be_renewed_but_not_transferred(knowledge: Knowledge, tmp_path: Path) -> None:
     await knowledge.state.change_users(new_credentials("bob", "bob-password"))
     session = opened_by_node(knowledge, tmp_path, takes_assertions=True)
     for _ in range(2):
@@ -116,9 +116,7 @@ async def test_a_session_may_be_prolonged_but_not_handed_on(knowledge: Knowledge
     session.close()
 
 
-async def test_a_client_that_authenticates_again_may_finish(
-    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_reauthenticates_may_finish(knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
     failed = asyncio.Event()
     session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=lambda _: failed.set())
@@ -135,7 +133,7 @@ async def test_a_client_that_authenticates_again_may_finish(
     session.close()
 
 
-async def test_an_assertion_never_makes_a_node(knowledge: Knowledge) -> None:
+async def test_an_assertion_never_authenticates_a_node(knowledge: Knowledge) -> None:
     session = opened(knowledge, takes_assertions=True, requires=True, is_internal=True)
     assert session.begin(ASSERTION, bare=False)
     with pytest.raises(AuthenticationFailed):
@@ -144,7 +142,7 @@ async def test_an_assertion_never_makes_a_node(knowledge: Knowledge) -> None:
     session.close()
 
 
-async def test_other_listeners_and_sessions_take_no_assertions(knowledge: Knowledge, tmp_path: Path) -> None:
+async def test_other_listeners_and_sessions_accept_no_assertions(knowledge: Knowledge, tmp_path: Path) -> None:
     for requires in (True, False):
         assert not opened(knowledge, requires=requires).begin(ASSERTION, bare=False)
     assert not opened_by_node(knowledge, tmp_path / "other").begin(ASSERTION, bare=False)

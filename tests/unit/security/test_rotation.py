@@ -1,4 +1,4 @@
-"""What a running node is authenticated by changes under it: certificates, authorities, the keys of tokens."""
+"""Certificates, authorities and token keys are rotated while a node runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
 
 
 def shake_hands(server: FollowedTls, client: ssl.SSLContext) -> tuple[bytes | None, bytes | None]:
-    """Connect in memory; returns the certificates that the server and the client have shown."""
+    """Connect in memory; return the certificates that the server and the client presented."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     here = server.context.wrap_bio(to_server, to_client, server_side=True)
     there = client.wrap_bio(to_client, to_server, server_hostname="localhost")
@@ -51,7 +51,7 @@ def with_certificate(trusted: Certificates, own: Certificates, name: str) -> ssl
     return client_tls(trusted.ca, certificate=certificate, key=key)
 
 
-def test_another_certificate_is_shown_from_the_next_connection_on(tmp_path: Path) -> None:
+def test_a_replaced_certificate_is_presented_from_the_next_connection_on(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path / "certs")
     followed = FollowedTls(files_of(certificates, certificates.ca))
     client = client_tls(certificates.ca)
@@ -60,19 +60,19 @@ def test_another_certificate_is_shown_from_the_next_connection_on(tmp_path: Path
     after, _ = shake_hands(followed, client)
     assert after != before
     assert after == ssl.PEM_cert_to_DER_cert(certificates.node.read_text())
-    # A file that is being replaced, or was broken, leaves the last one in use.
+    # A missing or invalid file leaves the last certificate in use.
     certificates.node_key.write_text("nonsense")
     assert shake_hands(followed, client)[0] == after
 
 
-def test_records_are_read_without_a_python_function_around_each_call(tmp_path: Path) -> None:
+def test_tls_records_are_read_without_python_overhead_per_call(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path / "certs")
     followed = FollowedTls(files_of(certificates, certificates.ca))
     connection = followed.context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
     assert all(inspect.isbuiltin(method) for method in (connection.read, connection.write, connection.pending))
 
 
-def test_clients_of_another_authority_are_known_as_soon_as_its_file_is_there(tmp_path: Path) -> None:
+def test_clients_of_another_authority_are_accepted_once_its_file_exists(tmp_path: Path) -> None:
     node, first, second = (Certificates(tmp_path / name) for name in ("node", "first", "second"))
     client_ca = tmp_path / "clients.pem"
     shutil.copy(first.ca, client_ca)
@@ -95,7 +95,7 @@ def test_clients_of_another_authority_are_known_as_soon_as_its_file_is_there(tmp
         shake_hands(followed, alice)
 
 
-def test_a_key_that_others_can_read_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_readable_by_others_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     certificates = Certificates(tmp_path / "certs")
     with caplog.at_level(logging.WARNING):
         FollowedTls(files_of(certificates, certificates.ca))
@@ -152,13 +152,13 @@ async def test_keys_of_a_url_rotate_without_a_restart(
     tokens = TokenChecker(OAuthSettings(jwks=published.url, issuer=ISSUER, audience=AUDIENCE))
     old = issuer.token("alice")
     assert (await tokens.check(old)).principal == "User:oauth:alice"
-    # The issuer signs by another key: the token itself makes the node look for it.
+    # The issuer signs with another key: the token itself makes the node look for it.
     issuer.key = RSAKey.generate_key(2048, {"kid": "two"})
     published.keys = [issuer.key]
     assert (await tokens.check(issuer.token("bob"))).principal == "User:oauth:bob"
     with pytest.raises(AuthenticationFailed):
         await tokens.check(old)
-    # A set of keys without end is not read to its end; like while the issuer is away, the last keys hold.
+    # An endless key set is not read to its end; as while the issuer is unavailable, the last keys stay in use.
     monkeypatch.setattr(oauth, "KEYS_BYTES_MAX", 100)
     published.keys = [RSAKey.generate_key(2048, {"kid": "three"})]
     with pytest.raises(AuthenticationFailed, match="not known"):

@@ -1,4 +1,4 @@
-"""What a node warns about when it starts: settings that are probably mistakes."""
+"""Startup warnings about settings that are probably mistakes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Logs handed over between the processes of a machine that dies at any point, from seeds; planted bugs are found.
 
-`make simulate` runs thousands of seeds; here are a few.
+`make simulate` runs thousands of seeds; this file runs a few.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ SEEDS_MAX = 20
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_log_is_lost_stale_or_doubled(seed: int) -> None:
+def test_no_log_is_lost_stale_or_duplicated(seed: int) -> None:
     outcome = simulate_machine(seed)
     assert outcome.failure is None, "\n".join([*outcome.trace[-40:], f"seed {seed}"])
     assert outcome.batches > 0
 
 
-def test_a_seed_goes_the_same_way_again() -> None:
+def test_a_seed_is_reproducible() -> None:
     first, second = simulate_machine(2001), simulate_machine(2001)
     assert (first.digest, first.steps) == (second.digest, second.steps)
 
 
 def _forget_the_mark(_layout: object, _files: object) -> None:
-    """Trust that a start is not interrupted."""
+    """Assume that a start is not interrupted."""
 
 
 def _forget_checkpoints(self: LogStore, keys: Collection[LogKey], to: LogStore) -> None:
@@ -82,7 +82,7 @@ _replace_node = machine_folder._replace_node
         (machine_folder, "mark", _forget_the_mark, 0),
         (LogStore, "hand_over", _forget_checkpoints, 0),
         (CoordinationFile, "_write", _write_unsynced, 0),
-        # One seed of several hundred shows it.
+        # One of several hundred seeds exposes it.
         (DataFolder, "move_log", _trust_what_exists, 160),
         (machine_folder, "_replace_node", _rename_only, 0),
     ],

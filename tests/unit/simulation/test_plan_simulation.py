@@ -1,6 +1,6 @@
 """Plans that are applied, cancelled and interrupted by faults, from seeds; planted bugs are found.
 
-`make simulate` runs thousands of seeds; here are a few.
+`make simulate` runs thousands of seeds; this file runs a few.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SEEDS_MAX = 10
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_plans_come_to_their_end_and_the_rules_hold(seed: int) -> None:
+def test_plans_complete_and_the_invariants_hold(seed: int) -> None:
     outcome = simulate_plans(seed)
     assert outcome.failure is None, "\n".join([*outcome.trace[-60:], f"seed {seed}: {outcome.failure}"])
     assert outcome.batches > 0
 
 
 def _end_early(state: PartitionState, move: Reassignment, alive: Collection[NodeId]) -> PartitionState | None:
-    """All new replicas are there, so they will catch up."""
+    """Assume that all new replicas exist, so they will catch up."""
     after = narrowed(state, move.target, alive)
     return None if after is None else replace(after, in_sync=after.replicas)
 
@@ -41,7 +41,7 @@ def _count_at_once(partition: Any, state: PartitionState, move: Reassignment, re
 
 
 def _end_at_once(partition: Any, state: PartitionState, move: Reassignment, removed: Collection[NodeId]) -> Any:
-    """No replica has to go, so there is nothing to wait for."""
+    """Assume that no replica has to go, so there is nothing to wait for."""
     is_done = set(state.replicas) <= set(move.target)
     return _begin_changes(partition, state, replace(move, before=move.target) if is_done else move, removed)
 
@@ -50,7 +50,7 @@ _begin_changes = election.begin_changes
 
 
 def _go_back_to_all(state: PartitionState, target: tuple[NodeId, ...], _alive: object) -> PartitionState:
-    """They were in sync before the move, so they are again."""
+    """Assume that replicas in sync before the move still are."""
     back = replace(state, replicas=target, in_sync=target, eligible=())
     return back if state.leader in target else back.elected(target[0])
 
@@ -61,7 +61,7 @@ def _go_back_to_all(state: PartitionState, target: tuple[NodeId, ...], _alive: o
         (controller, "finished", _end_early, 0),
         (plans, "begin_changes", _count_at_once, 0),
         (plans, "begin_changes", _end_at_once, 0),
-        # It shows when a replica falls behind during a move that is cancelled.
+        # Exposed when a replica falls behind during a move that is cancelled.
         (plans, "narrowed", _go_back_to_all, 60),
     ],
     ids=["ends-early", "counts-at-once", "ends-at-once", "goes-back-to-all"],

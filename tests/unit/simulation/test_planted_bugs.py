@@ -1,4 +1,4 @@
-"""Bugs planted into replication and election, each one that somebody could have written: the simulation finds them."""
+"""Plausible bugs planted into replication and election are found by the simulation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEEDS_MAX = 80
 
 @dataclass(frozen=True, slots=True)
 class PlantedBug:
-    """What is replaced by what, and the kinds of faults among which it shows soon."""
+    """A replacement of code, and the kinds of faults that expose it soon."""
 
     name: str
     patches: tuple[tuple[object, str, Callable[..., Any]], ...]
@@ -37,7 +37,7 @@ class PlantedBug:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Have the bug while this lasts."""
+        """Apply the bug within the context."""
         with ExitStack() as stack:
             for target, attribute, wrong in self.patches:
                 stack.enter_context(mock.patch.object(target, attribute, wrong))
@@ -61,8 +61,8 @@ def _cut_to_the_high_watermark(self: Partition, state: PartitionState) -> None:
     self.log.truncate_to(self.high_watermark)
 
 
-async def _believe_in_the_lease(self: InSyncWriter, one: Any) -> None:
-    """The store is away, but the lease has not run out, so this node surely still leads and may decide alone."""
+async def _trust_the_lease(self: InSyncWriter, one: Any) -> None:
+    """Assume that an unexpired lease lets the leader decide alone while the store is unavailable."""
     try:
         if not await self._change([one]):
             await self._read_back(one)
@@ -80,7 +80,7 @@ def _has_fetched_something(self: InSync, node: NodeId, high_watermark: Offset, m
 
 
 def _has_reached_the_high_watermark(self: InSync, node: NodeId, high_watermark: Offset, may_join: MayJoin) -> bool:
-    """A new leader does not know the high watermark yet, so this is not enough before its own epoch has begun."""
+    """Ignore that a new leader does not know the high watermark before its own epoch has begun."""
     follower = self._followers.get(node)
     if follower is None:
         return node == self._me
@@ -113,7 +113,7 @@ BUGS = (
     ),
     PlantedBug(
         "a leader shrinks its in-sync set alone while its lease should hold",
-        ((InSyncWriter, "_write_single", _believe_in_the_lease),),
+        ((InSyncWriter, "_write_single", _trust_the_lease),),
         ("store away", "cut"),
     ),
     PlantedBug(
@@ -146,7 +146,7 @@ BUGS = (
 
 @pytest.mark.trial
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_found_and_goes_with_its_removal(bug: PlantedBug) -> None:
+def test_a_planted_bug_is_found_and_disappears_with_its_removal(bug: PlantedBug) -> None:
     with bug.planted():
         found = next((seed for seed in range(SEEDS_MAX) if simulate(seed, faults=bug.faults).failure), None)
     assert found is not None

@@ -1,4 +1,4 @@
-"""The event loop of the simulation: virtual time, an order from the seed, processes that stop and die."""
+"""The event loop of the simulation: virtual time, seeded scheduling, processes that pause and die."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_process_runs_in_order_and_the_seed_decides_between_processes() -> Non
     assert all([number for name, number in run if name == "a"] == list(range(10)) for run in runs)
 
 
-def test_a_killed_process_runs_no_more_and_a_paused_one_later(loop: SimulatedLoop) -> None:
+def test_a_killed_process_stops_running_and_a_paused_one_runs_later(loop: SimulatedLoop) -> None:
     seen: list[str] = []
 
     async def tick() -> None:
@@ -100,7 +100,7 @@ def test_a_killed_process_runs_no_more_and_a_paused_one_later(loop: SimulatedLoo
     assert reported[2:] == ["paused 1011.5", "paused 1012.5", "paused ended"]
 
 
-def test_nothing_to_do_is_a_deadlock_and_no_end_a_runaway(loop: SimulatedLoop) -> None:
+def test_no_work_is_a_deadlock_and_endless_work_a_runaway(loop: SimulatedLoop) -> None:
     async def wait() -> None:
         await asyncio.Event().wait()
 

@@ -36,7 +36,7 @@ class Links:
         return self.network.endpoints["b"]
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run something in process a."""
+        """Run a function in process a."""
 
         async def main() -> T:
             return await work()
@@ -58,7 +58,7 @@ def links() -> Iterator[Links]:
     links.loop.dismantle()
 
 
-def test_a_cut_response_is_lost_after_the_work_was_done(links: Links) -> None:
+def test_a_cut_link_loses_the_response_after_the_work_was_done(links: Links) -> None:
     done: list[int] = []
 
     async def serve() -> int:
@@ -81,7 +81,7 @@ def test_a_cut_response_is_lost_after_the_work_was_done(links: Links) -> None:
     links.run(call)
 
 
-def test_a_dead_end_refuses_and_a_killed_one_hangs_up(links: Links) -> None:
+def test_a_dead_process_refuses_and_a_killed_one_disconnects(links: Links) -> None:
     async def forever() -> None:
         await asyncio.Event().wait()
 
@@ -100,7 +100,7 @@ def test_a_dead_end_refuses_and_a_killed_one_hangs_up(links: Links) -> None:
     links.run(call)
 
 
-def test_a_change_whose_response_is_lost_was_made_and_a_late_watch_reports_it(links: Links) -> None:
+def test_a_change_with_a_lost_response_was_made_and_a_late_watch_reports_it(links: Links) -> None:
     async def work() -> None:
         store = links.store()
         assert await store.change([Put("x", "1")], [Expect("x", 0)]) is not None
@@ -118,7 +118,7 @@ def test_a_change_whose_response_is_lost_was_made_and_a_late_watch_reports_it(li
     links.run(work)
 
 
-def test_a_session_ends_in_virtual_time_when_its_node_is_cut_off(links: Links) -> None:
+def test_a_session_of_an_isolated_node_expires_in_virtual_time(links: Links) -> None:
     async def work() -> None:
         store, lost = links.store(), asyncio.Event()
         await store.open_session(3.0, lost.set)

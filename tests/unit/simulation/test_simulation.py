@@ -1,6 +1,6 @@
-"""Replication and election under faults, from seeds: the rules hold, and all becomes well.
+"""Replication and election under faults, from seeds: the invariants hold, and the cluster recovers.
 
-`make simulate` runs thousands of seeds; here are a few.
+`make simulate` runs thousands of seeds; this file runs a few.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ SEEDS = range(1000, 1008)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_rules_hold_and_all_is_well_in_the_end(seed: int) -> None:
+def test_the_invariants_hold_and_the_cluster_recovers(seed: int) -> None:
     outcome = simulate(seed)
     assert outcome.failure is None, "\n".join([*outcome.trace[-60:], f"seed {seed}: {outcome.failure}"])
     assert outcome.batches > 0
 
 
-def test_a_seed_goes_the_same_way_in_every_process() -> None:
+def test_a_seed_is_reproducible_in_every_process() -> None:
     code = "from millstream_testing.simulation.world import simulate; print(simulate(1001, tracing=True).digest)"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]

@@ -1,4 +1,4 @@
-"""Spark's Python workers: what they print when Spark has disconnected."""
+"""The output of Spark's Python workers when Spark has disconnected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAILING = "raise ValueError('a defect')"
 
 
 def output_of(module: str, folder: Path, *, code: str) -> str:
-    """Start a daemon whose workers run some code, disconnect from one, and return what was printed."""
+    """Start a daemon whose workers run the code, disconnect from one, and return the output."""
     worker = "def main(infile, outfile):\n    infile.read()\n    outfile.write(b'too late')\n"
     (folder / "disconnected.py").write_text(f"{worker}    {code}\n", encoding="utf-8")
     # The daemon imports workers only from PySpark, so they are put beside its own.
@@ -74,5 +74,5 @@ def test_a_worker_reports_any_other_failure(tmp_path: Path, module: str) -> None
     assert "ValueError: a defect" in output_of(module, tmp_path, code=f"{IMPORTING}; outfile.raw.close(); {FAILING}")
 
 
-def test_sessions_start_their_workers_by_it() -> None:
+def test_sessions_use_the_daemon() -> None:
     assert _SETTINGS["spark.python.daemon.module"] == daemon.__name__

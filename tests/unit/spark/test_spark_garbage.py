@@ -1,4 +1,4 @@
-"""What is loaded is kept from the garbage collector, in workers of Spark and when there is something new."""
+"""Loaded modules are exempt from garbage collection in Spark workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return reported
 
 
-def test_a_worker_is_spared_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch, frozen: list[str]) -> None:
+def test_a_worker_does_not_collect_loaded_modules(monkeypatch: pytest.MonkeyPatch, frozen: list[str]) -> None:
     worker = ModuleType("__main__")
     worker.__spec__ = SimpleNamespace(name="pyspark.daemon")  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "__main__", worker)
@@ -32,6 +32,6 @@ def test_a_worker_is_spared_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch, 
     assert frozen == ["collect", "freeze"] * 2
 
 
-def test_other_programs_are_left_alone(frozen: list[str]) -> None:
+def test_other_programs_are_unaffected(frozen: list[str]) -> None:
     heap.freeze_worker_heap()
     assert frozen == []

@@ -18,7 +18,7 @@ from millstream.pipelines.source.options import (
 from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
 
 
-def test_names_are_those_of_sparks_kafka_source_in_any_case() -> None:
+def test_names_are_those_of_sparks_kafka_source_case_insensitively() -> None:
     options = read_options(
         {
             "KAFKA.bootstrap.servers": "a:1,b:2",
@@ -40,7 +40,7 @@ def test_names_are_those_of_sparks_kafka_source_in_any_case() -> None:
     assert options.include_headers
 
 
-def test_a_time_wins_over_times_and_these_over_offsets() -> None:
+def test_one_timestamp_precedes_timestamps_and_these_offsets() -> None:
     given = {"subscribe": "t", "startingOffsets": "earliest"}
     assert read_options(given).starting == EARLIEST
     given["startingOffsetsByTimestamp"] = '{"t":{"0":5}}'
@@ -60,7 +60,7 @@ def test_a_time_wins_over_times_and_these_over_offsets() -> None:
         ({"isolation": "read_committed", "kafka.isolation.level": "read_uncommitted"}, READ_COMMITTED),
     ],
 )
-def test_what_is_committed_is_read_unless_asked_otherwise(given: dict[str, str], level: int) -> None:
+def test_read_committed_is_the_default(given: dict[str, str], level: int) -> None:
     assert read_options({"subscribe": "t", **given}).isolation == level
 
 
@@ -85,13 +85,13 @@ def test_what_is_committed_is_read_unless_asked_otherwise(given: dict[str, str],
         ({"subscribe": "a", "valueFormat": "avro"}, "one of bytes, string, json"),
     ],
 )
-def test_what_cannot_be_is_said(given: dict[str, str], said: str) -> None:
+def test_invalid_options_are_refused(given: dict[str, str], said: str) -> None:
     with pytest.raises(InvalidSetting, match=said):
         read_options(given)
 
 
 @pytest.mark.parametrize("name", ["kafkaConsumer.pollTimeoutMs", "fetchOffset.numRetries", "kafka.FETCH.min.bytes"])
-def test_options_that_only_tune_another_client_are_warned_about_by_name(name: str) -> None:
+def test_tuning_options_of_other_clients_are_warned_about_by_name(name: str) -> None:
     with pytest.warns(UserWarning, match=name):
         read_options({"subscribe": "a", name: "1"})
 
@@ -114,7 +114,7 @@ def test_options_that_only_tune_another_client_are_warned_about_by_name(name: st
         ("kafka.transactional.id", "mine", "not supported"),
     ],
 )
-def test_options_that_are_not_honoured_are_refused(name: str, text: str, said: str) -> None:
+def test_unsupported_options_are_refused(name: str, text: str, said: str) -> None:
     for check, given in ((read_options, {"subscribe": "a"}), (write_options, {"topic": "a"})):
         with pytest.raises(InvalidSetting, match=said) as refused:
             check({**given, name: text})
@@ -122,21 +122,21 @@ def test_options_that_are_not_honoured_are_refused(name: str, text: str, said: s
         assert "secret" not in str(refused.value)
 
 
-def test_plaintext_is_the_protocol_that_is_spoken() -> None:
+def test_plaintext_is_the_default_protocol() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_options({"subscribe": "a", "kafka.security.protocol": "plaintext"})
 
 
 @pytest.mark.parametrize("protocol", ["PLAINTEXT", "SSL"])
-def test_a_protocol_without_authentication_is_refused_where_other_options_sign_in(protocol: str) -> None:
+def test_a_protocol_without_authentication_is_refused_with_credentials(protocol: str) -> None:
     signed_in = {"subscribe": "a", "user": "alice", "password": "secret"}
     with pytest.raises(InvalidSetting, match=f"make it SASL_{protocol}"):
         read_options({**signed_in, "kafka.security.protocol": protocol})
     read_options({**signed_in, "kafka.security.protocol": f"SASL_{protocol}"})
 
 
-def test_what_spark_hands_on_is_left_to_it() -> None:
+def test_options_of_spark_itself_are_ignored() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_options({"path": "orders", "checkpointLocation": "/somewhere"})
@@ -147,7 +147,7 @@ def test_the_topic_may_be_the_path() -> None:
     assert read_options({"path": "orders"}).subscribe == ("orders",)
 
 
-def test_how_rows_are_written() -> None:
+def test_write_options() -> None:
     options = write_options({"topic": "out", "kafka.compression.type": "zstd", "txnAppId": "job", "txnVersion": "0"})
     assert (options.topic, options.compression, options.application, options.version) == ("out", "zstd", "job", 0)
     with pytest.raises(InvalidSetting, match="go together"):
@@ -158,7 +158,7 @@ def test_how_rows_are_written() -> None:
         write_options({"topic": "out", "kafka.acks": "1"})
 
 
-def test_offsets_that_are_committed_with_the_rows() -> None:
+def test_offsets_committed_with_the_rows() -> None:
     given = {"topic": "out", "sourceGroup": "copy", "sourceOffsets": '{"orders": {"0": 7}}'}
     source = write_options(given).source
     assert source is not None
@@ -179,13 +179,13 @@ def test_offsets_that_are_committed_with_the_rows() -> None:
         ({"sourceMember": "me", "sourceGeneration": "3"}, "needs sourceOffsets"),
     ],
 )
-def test_offsets_that_cannot_be_committed_with_rows(given: dict[str, str], said: str) -> None:
+def test_invalid_offsets_to_commit_are_refused(given: dict[str, str], said: str) -> None:
     with pytest.raises(InvalidSetting, match=said):
         write_options({"topic": "out", **given})
 
 
 @pytest.mark.parametrize("name", ["endingOffsets", "endingtimestamp", "endingOffsetsByTimestamp"])
-def test_a_stream_has_no_end(name: str) -> None:
+def test_a_stream_refuses_an_end(name: str) -> None:
     refuse_ending({"startingOffsets": "earliest"})
     with pytest.raises(InvalidSetting, match="a stream has no end"):
         refuse_ending({name: "latest"})

@@ -1,4 +1,4 @@
-"""The page for Spark's users says what the code does: every option stands in a table, with its default."""
+"""The Spark documentation is accurate: every option is in a table, with its default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN_NAME = {"path"}
 
 
 def table(title: str) -> dict[str, str]:
-    """The names in the first column below a title, and what the second one says of them."""
+    """The names in the first column below a heading, and the text of the second."""
     text = PAGE.read_text(encoding="utf-8")
     section = text.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
@@ -96,5 +96,5 @@ def test_the_defaults_of_writing_are_those_on_the_page(option: str, field: str) 
     assert getattr(write_options({}), field) == getattr(WriteOptions(), field)
 
 
-def test_how_much_is_fetched_at_a_time_is_said_in_mebibytes() -> None:
+def test_the_fetch_size_is_stated_in_mebibytes() -> None:
     assert table("Options for reading")["kafka.max.partition.fetch.bytes"] == f"{ReadOptions().fetch_bytes >> 20} MiB"

@@ -23,7 +23,7 @@ def parsed(*payloads: bytes | None) -> list[tuple[Any, ...]]:
     return list(zip(*(column.to_pylist() for column in columns), strict=True))
 
 
-def test_fields_are_typed_and_what_is_missing_is_null() -> None:
+def test_fields_are_typed_and_missing_ones_are_null() -> None:
     assert parsed(b'{"id": 1, "total": 2.5, "name": "a", "paid": true, "more": [1]}', b'{"total": 3}', None) == [
         (1, 2.5, "a", True),
         (None, 3.0, None, None),
@@ -31,7 +31,7 @@ def test_fields_are_typed_and_what_is_missing_is_null() -> None:
     ]
 
 
-def test_one_bad_payload_does_not_harm_the_others() -> None:
+def test_one_bad_payload_does_not_affect_the_others() -> None:
     good = b'{"id": 1, "total": 2.5, "name": "a", "paid": true}'
     bad = [
         b"",
@@ -49,7 +49,7 @@ def test_one_bad_payload_does_not_harm_the_others() -> None:
     assert rows[1:-1] == [(None, None, None, None)] * len(bad)
 
 
-def test_what_does_not_fit_its_type_is_null_and_text_takes_everything() -> None:
+def test_a_value_of_another_type_is_null_and_text_accepts_anything() -> None:
     assert parsed(b'{"id": "x", "total": "y", "name": {"a": [1]}, "paid": 1}') == [(None, None, '{"a":[1]}', None)]
     assert parsed(b'{"id": 1.5, "total": 1, "name": 7, "paid": "true"}') == [(None, 1.0, "7", None)]
     assert parsed(b'{"id": 99999999999999999999}') == [(None, None, None, None)]
@@ -72,10 +72,10 @@ values = st.fixed_dictionaries(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(values, st.booleans()), max_size=20))
-def test_both_ways_to_parse_say_the_same(rows: list[tuple[dict[str, Any], bool]]) -> None:
+def test_both_parsers_agree(rows: list[tuple[dict[str, Any], bool]]) -> None:
     payloads = [json.dumps(row, ensure_ascii=not odd).encode() for row, odd in rows]
     apart = [parsed(payload)[0] for payload in payloads]
     together = parsed(*payloads)
-    # One payload over two lines has all of them parsed one by one.
+    # A payload over two lines makes the whole batch take the slow path.
     assert together == apart
     assert parsed(*payloads, b"{\n}")[:-1] == together

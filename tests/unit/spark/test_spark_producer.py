@@ -1,4 +1,4 @@
-"""Rows on their way to partitions: gathered, in the order of their numbers, and no failure unnoticed."""
+"""Writing rows to partitions: batched, in sequence order, and without unnoticed failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDENTITY = TransactionalProducer("spark/q/0/0/a", ProducerId(7), 0)
 
 
 class Broker:
-    """Takes batches, the first of every partition later than the others would come."""
+    """Accepts batches; delays the first one of every partition behind the others."""
 
     def __init__(self) -> None:
         self.taken: dict[int, list[tuple[int, int]]] = {}
@@ -77,7 +77,7 @@ def rows(count: int, size: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict({"key": keys, "value": [b"x" * size] * count})
 
 
-def test_batches_of_a_partition_arrive_in_the_order_of_their_numbers(broker: Broker, producer: RowProducer) -> None:
+def test_batches_of_a_partition_arrive_in_sequence_order(broker: Broker, producer: RowProducer) -> None:
     for _ in range(8):
         producer.write(rows(1000, 2000))
     producer.flush()
@@ -89,7 +89,7 @@ def test_batches_of_a_partition_arrive_in_the_order_of_their_numbers(broker: Bro
     assert sum(count for taken in broker.taken.values() for _, count in taken) == producer.rows == 8000
 
 
-def test_few_rows_wait_for_others(broker: Broker, producer: RowProducer) -> None:
+def test_a_few_rows_are_batched_with_later_ones(broker: Broker, producer: RowProducer) -> None:
     for _ in range(10):
         producer.write(rows(100, 100))
     assert not broker.taken
@@ -97,19 +97,19 @@ def test_few_rows_wait_for_others(broker: Broker, producer: RowProducer) -> None
     assert [len(taken) for taken in broker.taken.values()] == [1] * PARTITIONS
 
 
-def test_what_the_broker_refuses_is_raised(broker: Broker, producer: RowProducer) -> None:
+def test_a_refusal_by_the_broker_is_raised(broker: Broker, producer: RowProducer) -> None:
     broker.fails = True
     producer.write(rows(1, 100))
     with pytest.raises(MillstreamError):
         producer.flush()
 
 
-def test_nothing_written_is_nothing_sent(broker: Broker, producer: RowProducer) -> None:
+def test_without_rows_nothing_is_sent(broker: Broker, producer: RowProducer) -> None:
     producer.flush()
     assert (broker.taken, producer.rows) == ({}, 0)
 
 
-def test_every_row_goes_whole_and_in_order_to_its_topic_and_partition(broker: Broker, link: Link) -> None:
+def test_every_row_arrives_intact_and_in_order_in_its_partition(broker: Broker, link: Link) -> None:
     count = 300
     topics = [f"topic-{number * 7 % 5}" for number in range(count)]
     keys = [None if number % 11 == 0 else b"k%d" % (number % 13) for number in range(count)]
@@ -132,9 +132,7 @@ def test_every_row_goes_whole_and_in_order_to_its_topic_and_partition(broker: Br
     assert reported == wanted
 
 
-def test_more_is_gathered_where_there_are_many_partitions(
-    monkeypatch: pytest.MonkeyPatch, broker: Broker, link: Link
-) -> None:
+def test_more_rows_are_batched_for_many_partitions(monkeypatch: pytest.MonkeyPatch, broker: Broker, link: Link) -> None:
     monkeypatch.setitem(globals(), "PARTITIONS", 300)
     producer = RowProducer(link, WriteOptions(topic="orders"), IDENTITY, transactional=True)
     for _ in range(12):

@@ -19,7 +19,7 @@ def offsets(of: dict[tuple[str, int], tuple[int, int]], at: int) -> dict[str, di
 
 
 @given(partitions, st.none() | st.integers(1, 40), st.none() | st.integers(1, 10**6).filter(lambda n: n > 20_000))
-def test_pieces_are_the_whole_without_a_gap(
+def test_pieces_cover_the_range_without_gaps(
     of: dict[tuple[str, int], tuple[int, int]], wished: int | None, records_max: int | None
 ) -> None:
     whole = ranges_between(offsets(of, 0), offsets(of, 1))
@@ -34,14 +34,14 @@ def test_pieces_are_the_whole_without_a_gap(
     assert {(piece.topic, piece.partition) for piece in pieces} == {(one.topic, one.partition) for one in whole}
 
 
-def test_the_wish_for_tasks_is_met_about() -> None:
+def test_the_requested_number_of_tasks_is_approximated() -> None:
     whole = [Range("t", 0, 0, 1000), Range("t", 1, 0, 10)]
     assert len(split(whole, min_partitions=5, records_max=None)) == 5
     assert split(whole, min_partitions=2, records_max=None) == whole
 
 
 @given(partitions, st.integers(1, 10**6))
-def test_a_batch_takes_no_more_than_it_may_and_every_partition_moves(
+def test_a_batch_respects_its_limit_and_every_partition_advances(
     of: dict[tuple[str, int], tuple[int, int]], most: int
 ) -> None:
     start, end = offsets(of, 0), offsets(of, 1)
@@ -53,5 +53,5 @@ def test_a_batch_takes_no_more_than_it_may_and_every_partition_moves(
             assert start[topic][number] <= reached <= last
             assert (reached > start[topic][number]) == (last > start[topic][number])
             taken += reached - start[topic][number]
-    # Who has little to give is not left out, which may take one more each.
+    # Partitions with few records are not left out, which may exceed the limit by one each.
     assert taken <= most + len(of)

@@ -1,4 +1,4 @@
-"""The way of a message to the dead letter topic: once, whatever fails on the way, and past those that cannot go."""
+"""Moving messages to the dead letter topic: exactly once despite failures, and past letters that cannot be written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEAD = "dead"
 
 
 class Box(DeadLetterAppender):
-    """A dead letter topic of one partition, which takes the numbers of producers as a log does."""
+    """A dead letter topic of one partition, which checks producer sequences as a log does."""
 
     def __init__(self) -> None:
         self.letters: list[Record] = []
@@ -73,7 +73,7 @@ class Box(DeadLetterAppender):
         return [(letter.value or b"").decode() for letter in self.letters]
 
 
-class Desk:
+class DeadLetterQueue:
     """A queue with a dead letter topic."""
 
     def __init__(self, bench: Workbench, box: Box) -> None:
@@ -104,7 +104,7 @@ class Desk:
         assert self.delivery.settle_now("one", verbs) == [None] * len(offsets)
 
     async def until(self, count: int) -> None:
-        """Until only so many are on their way."""
+        """Wait until this many letters are pending."""
         async with asyncio.timeout(WAIT_S):
             while self.delivery.queue.counts.rejecting > count:
                 await asyncio.sleep(0.005)
@@ -116,215 +116,217 @@ class Desk:
 
 
 @pytest.fixture
-async def desk() -> Desk:
-    made = Desk(Workbench(), Box())
+async def dlq() -> DeadLetterQueue:
+    made = DeadLetterQueue(Workbench(), Box())
     await made.open()
     return made
 
 
-def give(desk: Desk, *values: str, compression: int = 0) -> None:
+def give(dlq: DeadLetterQueue, *values: str, compression: int = 0) -> None:
     for value in values:
-        desk.bench.publish(value, compression=compression)
-    desk.delivery.try_receive(wanted(100))
+        dlq.bench.publish(value, compression=compression)
+    dlq.delivery.try_receive(wanted(100))
 
 
-async def test_many_letters_are_written_once_and_in_order(desk: Desk) -> None:
-    give(desk, *map(str, range(23)), compression=COMPRESSION_GZIP)
-    desk.reject(*range(23))
-    await desk.until(0)
-    assert desk.box.values() == [str(number) for number in range(23)]
-    assert desk.ids == 1
-    headers = dict(desk.box.letters[3].headers)
+async def test_many_letters_are_written_once_and_in_order(dlq: DeadLetterQueue) -> None:
+    give(dlq, *map(str, range(23)), compression=COMPRESSION_GZIP)
+    dlq.reject(*range(23))
+    await dlq.until(0)
+    assert dlq.box.values() == [str(number) for number in range(23)]
+    assert dlq.ids == 1
+    headers = dict(dlq.box.letters[3].headers)
     assert (headers["dlq-offset"], headers["dlq-reason"], headers["dlq-attempts"]) == (b"3", b"bad", b"1")
 
 
-async def test_a_letter_that_is_refused_for_what_it_is_does_not_hold_up_others(
-    desk: Desk, caplog: pytest.LogCaptureFixture
+async def test_a_letter_refused_for_its_content_does_not_block_others(
+    dlq: DeadLetterQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk.box.too_large = b"huge"
-    give(desk, "a", "huge", "b", "huge too", *map(str, range(10)))
-    desk.reject(*range(14))
-    await desk.until(2)
-    assert sorted(desk.box.values()) == sorted(["a", "b", *map(str, range(10))])
+    dlq.box.too_large = b"huge"
+    give(dlq, "a", "huge", "b", "huge too", *map(str, range(10)))
+    dlq.reject(*range(14))
+    await dlq.until(2)
+    assert sorted(dlq.box.values()) == sorted(["a", "b", *map(str, range(10))])
     async with asyncio.timeout(WAIT_S):
-        while desk.box.refusals < 6:
+        while dlq.box.refusals < 6:
             await asyncio.sleep(0.005)
-    # The pauses between them grow, and each letter is reported once.
-    assert desk.letters._refused_backoff.next_s > 2 * FIRST_S
+    # The pauses between attempts grow, and each letter is reported once.
+    assert dlq.letters._refused_backoff.next_s > 2 * FIRST_S
     reported = [record.getMessage() for record in caplog.records if "cannot be dead-lettered" in record.getMessage()]
     assert len(reported) == 2
     assert "millstream topic alter dead --set max.message.bytes=" in reported[0]
-    assert desk.delivery.refused_letters == {1, 3}
-    assert "it does not fit" in desk.delivery.letter_refusal
-    give(desk, "later")
-    desk.reject(14)
-    await desk.until(2)
-    desk.box.too_large = b"nothing is"
-    await desk.until(0)
-    assert desk.delivery.refused_letters == set()
-    assert len(set(desk.box.values())) == len(desk.box.values()) == 15
-    assert desk.delivery.queue.counter(DeltaKind.DEAD_LETTERED) == 15
+    assert dlq.delivery.refused_letters == {1, 3}
+    assert "it does not fit" in dlq.delivery.letter_refusal
+    give(dlq, "later")
+    dlq.reject(14)
+    await dlq.until(2)
+    dlq.box.too_large = b"nothing is"
+    await dlq.until(0)
+    assert dlq.delivery.refused_letters == set()
+    assert len(set(dlq.box.values())) == len(dlq.box.values()) == 15
+    assert dlq.delivery.queue.counter(DeltaKind.DEAD_LETTERED) == 15
 
 
-async def test_what_passes_is_tried_again(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    desk.box.trouble = [UnknownTopic("it is being made"), StorageFailure("the disk is full"), NotLeader("moved")]
-    give(desk, "a", "b", "c")
-    desk.reject(0, 1, 2)
-    await desk.until(0)
-    assert desk.box.values() == ["a", "b", "c"]
+async def test_a_transient_failure_is_retried(dlq: DeadLetterQueue, caplog: pytest.LogCaptureFixture) -> None:
+    dlq.box.trouble = [UnknownTopic("it is being made"), StorageFailure("the disk is full"), NotLeader("moved")]
+    give(dlq, "a", "b", "c")
+    dlq.reject(0, 1, 2)
+    await dlq.until(0)
+    assert dlq.box.values() == ["a", "b", "c"]
     assert "retrying" in caplog.text
 
 
-async def test_a_response_that_is_lost_doubles_nothing(desk: Desk) -> None:
-    desk.box.lost_responses = 3
-    give(desk, "a", "b", "c", "d")
-    desk.reject(0, 1, 2, 3)
-    await desk.until(0)
-    assert desk.box.values() == ["a", "b", "c", "d"]
+async def test_a_lost_response_duplicates_nothing(dlq: DeadLetterQueue) -> None:
+    dlq.box.lost_responses = 3
+    give(dlq, "a", "b", "c", "d")
+    dlq.reject(0, 1, 2, 3)
+    await dlq.until(0)
+    assert dlq.box.values() == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-async def test_a_letter_that_is_redriven_before_its_queue_knows_of_it_is_delivered(desk: Desk, crashes: bool) -> None:
-    give(desk, "a")
-    desk.box.lost_responses = 1
-    desk.reject(0)
+async def test_a_letter_redriven_before_its_queue_knows_of_it_is_delivered(dlq: DeadLetterQueue, crashes: bool) -> None:
+    give(dlq, "a")
+    dlq.box.lost_responses = 1
+    dlq.reject(0)
     async with asyncio.timeout(WAIT_S):
-        while not desk.box.letters:
+        while not dlq.box.letters:
             await asyncio.sleep(0)
-    desk.box.trouble = [NotLeader("moved")] * 100
+    dlq.box.trouble = [NotLeader("moved")] * 100
     letter = {Offset(0): bytes(LETTER_BYTES)}
     if crashes:
-        await desk.crash()
-        await desk.open()
+        await dlq.crash()
+        await dlq.open()
     with pytest.raises(TRANSIENT, match="message 0 is still being written"):
-        await desk.delivery.revive(letter, {})
-    desk.box.trouble.clear()
-    await desk.until(0)
-    assert await desk.delivery.revive(letter, {}) == []
-    assert offsets(desk.delivery.try_receive(wanted(1))) == [0]
+        await dlq.delivery.revive(letter, {})
+    dlq.box.trouble.clear()
+    await dlq.until(0)
+    assert await dlq.delivery.revive(letter, {}) == []
+    assert offsets(dlq.delivery.try_receive(wanted(1))) == [0]
 
 
-async def test_after_a_crash_the_plans_are_carried_out_and_nothing_is_doubled(desk: Desk) -> None:
-    give(desk, *map(str, range(8)))
-    desk.bench.store.holds = True
-    desk.reject(*range(8))
-    desk.bench.store.let_go()
+async def test_after_a_crash_planned_letters_are_written_once(dlq: DeadLetterQueue) -> None:
+    give(dlq, *map(str, range(8)))
+    dlq.bench.store.holds = True
+    dlq.reject(*range(8))
+    dlq.bench.store.let_go()
     async with asyncio.timeout(WAIT_S):
-        while not desk.delivery.queue.planned():
+        while not dlq.delivery.queue.planned():
             await asyncio.sleep(0)
-        # The plans become durable, what is written under them does not.
-        desk.bench.store.let_go()
-        while len(desk.box.letters) < 3:
+        # The plans become durable, the letters written under them do not.
+        dlq.bench.store.let_go()
+        while len(dlq.box.letters) < 3:
             await asyncio.sleep(0)
-    await desk.crash()
-    desk.bench.store.holds = False
-    await desk.open()
-    await desk.until(0)
-    assert desk.box.values() == [str(number) for number in range(8)]
+    await dlq.crash()
+    dlq.bench.store.holds = False
+    await dlq.open()
+    await dlq.until(0)
+    assert dlq.box.values() == [str(number) for number in range(8)]
 
 
-async def test_planned_letters_go_before_others(desk: Desk) -> None:
-    """A number is only taken behind the one before it, so none is given to a letter that would overtake."""
-    desk.box.trouble = [StorageFailure("the disk is full")]
-    give(desk, *map(str, range(10)))
-    desk.reject(*range(5, 10))
+async def test_planned_letters_precede_others(dlq: DeadLetterQueue) -> None:
+    """Sequences are consecutive, so none is given to a letter that would overtake."""
+    dlq.box.trouble = [StorageFailure("the disk is full")]
+    give(dlq, *map(str, range(10)))
+    dlq.reject(*range(5, 10))
     async with asyncio.timeout(WAIT_S):
-        while not desk.delivery.queue.planned():
+        while not dlq.delivery.queue.planned():
             await asyncio.sleep(0)
-    desk.reject(0, 1)
-    await desk.until(0)
-    assert desk.box.values() == ["5", "6", "7", "8", "9", "0", "1"]
+    dlq.reject(0, 1)
+    await dlq.until(0)
+    assert dlq.box.values() == ["5", "6", "7", "8", "9", "0", "1"]
 
 
-async def test_a_message_that_is_gone_is_dropped_and_the_rest_goes_on(desk: Desk) -> None:
-    give(desk, "a", "b", "c")
-    desk.bench.store.holds = True
-    desk.reject(0, 1, 2)
-    desk.bench.partition.delete_before(Offset(2))
-    desk.bench.store.holds = False
-    desk.bench.store.let_go()
-    await desk.until(0)
-    assert desk.box.values() == ["c"]
-    assert desk.delivery.queue.counter(DeltaKind.DROPPED) == 2
+async def test_a_deleted_message_is_dropped_and_the_rest_continues(dlq: DeadLetterQueue) -> None:
+    give(dlq, "a", "b", "c")
+    dlq.bench.store.holds = True
+    dlq.reject(0, 1, 2)
+    dlq.bench.partition.delete_before(Offset(2))
+    dlq.bench.store.holds = False
+    dlq.bench.store.let_go()
+    await dlq.until(0)
+    assert dlq.box.values() == ["c"]
+    assert dlq.delivery.queue.counter(DeltaKind.DROPPED) == 2
 
 
-async def test_messages_of_transactions_are_letters_and_those_that_cannot_be_opened_never_come(desk: Desk) -> None:
-    desk.delivery.queue.settings = SubscriptionSettings(dead_letter_topic=DEAD, isolation=READ_UNCOMMITTED)
-    desk.bench.publish_in_transaction("aborted", producer_id=5, commit=False)
+async def test_transactional_messages_become_letters_and_unreadable_ones_never_do(dlq: DeadLetterQueue) -> None:
+    dlq.delivery.queue.settings = SubscriptionSettings(dead_letter_topic=DEAD, isolation=READ_UNCOMMITTED)
+    dlq.bench.publish_in_transaction("aborted", producer_id=5, commit=False)
     broken = encode_batch([NewRecord(b"a", b"x" * 500, (), 1)], compression=COMPRESSION_GZIP)
     broken[62:] = bytes(len(broken) - 62)
     broken[17:21] = crc32c.crc32c(bytes(broken[21:])).to_bytes(4, "big")
-    desk.bench.partition.write(broken, acks=-1)
-    give(desk, "plain")
-    await desk.delivery.scan_settled(patience_s=WAIT_S)
-    desk.delivery.try_receive(wanted(10))
-    desk.reject(0, 3)
-    await desk.until(0)
-    assert desk.box.values() == ["aborted", "plain"]
+    dlq.bench.partition.write(broken, acks=-1)
+    give(dlq, "plain")
+    await dlq.delivery.scan_settled(patience_s=WAIT_S)
+    dlq.delivery.try_receive(wanted(10))
+    dlq.reject(0, 3)
+    await dlq.until(0)
+    assert dlq.box.values() == ["aborted", "plain"]
 
 
-async def test_a_topic_that_is_recreated_with_fewer_partitions_takes_the_letters(desk: Desk) -> None:
-    desk.bench.partition = desk.bench.make_partition(3)
-    desk.box.partition_count = 4
-    await desk.open()
-    desk.box.trouble = [StorageFailure("the disk is full")]
-    give(desk, "a")
-    desk.reject(0)
+async def test_a_dead_letter_topic_recreated_with_fewer_partitions_is_used(dlq: DeadLetterQueue) -> None:
+    dlq.bench.partition = dlq.bench.make_partition(3)
+    dlq.box.partition_count = 4
+    await dlq.open()
+    dlq.box.trouble = [StorageFailure("the disk is full")]
+    give(dlq, "a")
+    dlq.reject(0)
     async with asyncio.timeout(WAIT_S):
-        while not desk.delivery.queue.planned():
+        while not dlq.delivery.queue.planned():
             await asyncio.sleep(0)
-    desk.box.partition_count = 1
-    await desk.until(0)
-    assert desk.box.values() == ["a"]
+    dlq.box.partition_count = 1
+    await dlq.until(0)
+    assert dlq.box.values() == ["a"]
 
 
-async def test_without_a_topic_any_more_they_are_dropped(desk: Desk) -> None:
-    give(desk, "a")
-    desk.delivery.change(SubscriptionSettings(), None)
-    desk.delivery.queue.settings = SubscriptionSettings(dead_letter_topic=DEAD)
-    desk.bench.store.holds = True
-    desk.reject(0)
-    desk.delivery.change(SubscriptionSettings(), None)
-    desk.bench.store.holds = False
-    desk.bench.store.let_go()
-    await desk.until(0)
-    assert desk.box.values() == []
+async def test_without_a_dead_letter_topic_any_more_letters_are_dropped(dlq: DeadLetterQueue) -> None:
+    give(dlq, "a")
+    dlq.delivery.change(SubscriptionSettings(), None)
+    dlq.delivery.queue.settings = SubscriptionSettings(dead_letter_topic=DEAD)
+    dlq.bench.store.holds = True
+    dlq.reject(0)
+    dlq.delivery.change(SubscriptionSettings(), None)
+    dlq.bench.store.holds = False
+    dlq.bench.store.let_go()
+    await dlq.until(0)
+    assert dlq.box.values() == []
 
 
-async def test_a_seek_while_letters_are_planned_writes_none_of_them(desk: Desk) -> None:
-    give(desk, "a", "b")
-    desk.reject(0)
-    desk.delivery.seek(Offset(0))
+async def test_a_seek_while_letters_are_planned_writes_none_of_them(dlq: DeadLetterQueue) -> None:
+    give(dlq, "a", "b")
+    dlq.reject(0)
+    dlq.delivery.seek(Offset(0))
     await turns()
-    assert desk.box.values() == []
-    desk.delivery.try_receive(wanted(5))
-    desk.reject(1)
-    await desk.until(0)
-    assert desk.box.values() == ["b"]
+    assert dlq.box.values() == []
+    dlq.delivery.try_receive(wanted(5))
+    dlq.reject(1)
+    await dlq.until(0)
+    assert dlq.box.values() == ["b"]
 
 
-async def test_one_that_is_rejected_when_the_last_was_just_written_is_not_forgotten(desk: Desk) -> None:
-    give(desk, *map(str, range(30)))
+async def test_a_message_rejected_just_after_the_last_write_is_not_forgotten(dlq: DeadLetterQueue) -> None:
+    give(dlq, *map(str, range(30)))
     for offset in range(30):
-        desk.reject(offset)
+        dlq.reject(offset)
         await turns(offset % 7)
-    await desk.until(0)
-    assert len(desk.box.letters) == 30
+    await dlq.until(0)
+    assert len(dlq.box.letters) == 30
 
 
-async def test_a_queue_that_closes_ends_the_writing(desk: Desk) -> None:
-    desk.box.trouble = [StorageFailure("the disk is full")] * 1000
-    give(desk, "a")
-    desk.reject(0)
+async def test_a_closing_queue_stops_writing(dlq: DeadLetterQueue) -> None:
+    dlq.box.trouble = [StorageFailure("the disk is full")] * 1000
+    give(dlq, "a")
+    dlq.reject(0)
     await turns()
-    await desk.crash()
-    assert desk.box.values() == []
+    await dlq.crash()
+    assert dlq.box.values() == []
 
 
-async def test_an_unforeseen_failure_is_reported_and_retried(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    desk.box.trouble = [ZeroDivisionError("a bug")]  # type: ignore[list-item]
-    give(desk, "a")
-    desk.reject(0)
-    await desk.until(0)
-    assert desk.box.values() == ["a"]
+async def test_an_unexpected_failure_is_reported_and_retried(
+    dlq: DeadLetterQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    dlq.box.trouble = [ZeroDivisionError("a bug")]  # type: ignore[list-item]
+    give(dlq, "a")
+    dlq.reject(0)
+    await dlq.until(0)
+    assert dlq.box.values() == ["a"]
     assert "dead letters failed" in caplog.text

@@ -1,4 +1,4 @@
-"""A queue at work on a real partition: what wakes workers, what they are given, and what is durable when."""
+"""A queue on a real partition: what wakes workers, what they receive, and when it is durable."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ class HeldFilter(QueueFilter):
         return Matches(bits, tuple(one for one in self.unreadable if first <= one[0] < next_offset))
 
 
-# -- waking ------------------------------------------------------------------------------------------------------
+# -- wake-ups ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_holds_all_it_may_costs_nothing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_at_its_lease_limit_costs_nothing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     delivery = await bench.open(in_flight_max=2)
     bench.publish("a", "b", "c")
     held = delivery.try_receive(wanted(5))
@@ -118,7 +118,7 @@ async def test_a_worker_that_holds_all_it_may_costs_nothing(bench: Workbench, mo
     assert given_offsets(await waiting) == [2]
 
 
-async def test_a_burst_is_shared_out_among_those_who_wait(bench: Workbench) -> None:
+async def test_a_burst_is_distributed_among_waiting_workers(bench: Workbench) -> None:
     delivery = await bench.open()
     waiting = [waits(delivery, f"w{number}", 100) for number in range(3)]
     await turns()
@@ -128,7 +128,7 @@ async def test_a_burst_is_shared_out_among_those_who_wait(bench: Workbench) -> N
     assert [len(one) for one in given] == [10, 10, 10]
 
 
-async def test_a_worker_is_woken_when_the_store_has_room_again(bench: Workbench) -> None:
+async def test_a_worker_is_woken_when_the_store_has_space_again(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.store.holds = True
     bench.publish("a", "b")
@@ -142,7 +142,7 @@ async def test_a_worker_is_woken_when_the_store_has_room_again(bench: Workbench)
     assert given_offsets(await waiting) == [1]
 
 
-async def test_a_worker_is_served_when_others_have_made_room_in_the_store(
+async def test_a_worker_is_served_when_others_have_freed_space_in_the_store(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "STORE_FULL_RETRY_S", 0.01)
@@ -156,7 +156,7 @@ async def test_a_worker_is_served_when_others_have_made_room_in_the_store(
     assert given_offsets(await waiting) == [0]
 
 
-async def test_pausing_gives_nothing_and_resuming_wakes(bench: Workbench) -> None:
+async def test_a_paused_queue_delivers_nothing_and_resuming_wakes_workers(bench: Workbench) -> None:
     delivery = await bench.open(paused=True)
     bench.publish("a")
     waiting = waits(delivery)
@@ -166,7 +166,7 @@ async def test_pausing_gives_nothing_and_resuming_wakes(bench: Workbench) -> Non
     assert given_offsets(await waiting) == [0]
 
 
-async def test_those_who_wait_ask_again_when_the_delivery_mode_changes(bench: Workbench) -> None:
+async def test_waiting_workers_ask_again_when_the_delivery_mode_changes(bench: Workbench) -> None:
     delivery = await bench.open()
     waiting = waits(delivery)
     await turns()
@@ -181,7 +181,7 @@ async def test_those_who_wait_ask_again_when_the_delivery_mode_changes(bench: Wo
     assert given_offsets(await waiting) == [0]
 
 
-async def test_a_queue_that_is_paused_amid_a_long_look_rests(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_queue_paused_during_a_long_scan_stops(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "SCAN_BYTES", 1)
     delivery = await bench.open(ordered=True)
     bench.publish("a0", key=b"a")
@@ -208,7 +208,7 @@ async def test_a_queue_that_is_paused_amid_a_long_look_rests(bench: Workbench, m
     assert given_offsets(await waiting) == [behind]
 
 
-async def test_the_end_of_a_lease_or_delay_wakes_waiters(bench: Workbench) -> None:
+async def test_an_expired_lease_or_delay_wakes_waiters(bench: Workbench) -> None:
     delivery = await bench.open(lease_ms=100)
     at_ms = bench.clock.now_ms() + 150
     bench.publish("a")
@@ -220,7 +220,7 @@ async def test_the_end_of_a_lease_or_delay_wakes_waiters(bench: Workbench) -> No
     assert sorted(given_offsets(await first) + given_offsets(await second)) == [0, 1]
 
 
-async def test_what_becomes_due_while_a_worker_is_served_is_given_with_its_message(
+async def test_messages_due_during_a_response_are_delivered_with_it(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delivery = await bench.open()
@@ -239,7 +239,7 @@ async def test_what_becomes_due_while_a_worker_is_served_is_given_with_its_messa
     assert [record.offset for batch in received.batches for record in decode_records(batch)] == [0, 1]
 
 
-async def test_a_message_in_the_far_future_sets_an_alarm_that_can_be_set(bench: Workbench) -> None:
+async def test_a_far_future_message_sets_a_valid_timer(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("never", headers=(("deliver-at", b"9" * 15),))
     bench.publish("now")
@@ -247,7 +247,7 @@ async def test_a_message_in_the_far_future_sets_an_alarm_that_can_be_set(bench: 
     delivery.close(NotLeader("over"))
 
 
-async def test_what_waits_behind_a_key_does_not_hide_what_comes_after(
+async def test_messages_waiting_for_a_key_do_not_hide_later_ones(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "SCAN_BYTES", 1)
@@ -262,7 +262,7 @@ async def test_what_waits_behind_a_key_does_not_hide_what_comes_after(
     assert given_offsets(await waiting) == [behind]
 
 
-async def test_a_worker_that_comes_when_a_look_was_cut_short_is_served(
+async def test_a_worker_that_arrives_when_a_scan_was_cut_short_is_served(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "SCAN_BYTES", 1)
@@ -275,7 +275,7 @@ async def test_a_worker_that_comes_when_a_look_was_cut_short_is_served(
     assert given_offsets(await waits(delivery, "two")) == [behind]
 
 
-async def test_an_ordered_queue_learns_its_keys_after_a_restart(bench: Workbench) -> None:
+async def test_an_ordered_queue_restores_its_keys_after_a_restart(bench: Workbench) -> None:
     delivery = await bench.open(ordered=True, lease_ms=600_000)
     for number in range(40):
         bench.publish(f"v{number}", key=b"key-%d" % (number % 20))
@@ -289,10 +289,10 @@ async def test_an_ordered_queue_learns_its_keys_after_a_restart(bench: Workbench
     assert 20 in offsets(again.try_receive(wanted(100, "three")))
 
 
-# -- what is durable ---------------------------------------------------------------------------------------------
+# -- durability --------------------------------------------------------------------------------------------------
 
 
-async def test_leases_are_reported_when_the_promise_says_so(bench: Workbench) -> None:
+async def test_leases_are_returned_when_the_delivery_mode_allows(bench: Workbench) -> None:
     for promise, index in ((EXACTLY_ONCE, 1), (AT_MOST_ONCE, 2)):
         bench.partition = bench.make_partition(index)
         bench.publish("a")
@@ -307,7 +307,7 @@ async def test_leases_are_reported_when_the_promise_says_so(bench: Workbench) ->
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-async def test_a_lease_is_reported_as_long_as_it_was_granted(bench: Workbench, is_there: bool) -> None:
+async def test_the_granted_lease_duration_is_reported(bench: Workbench, is_there: bool) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE, lease_ms=1000)
     if is_there:
         bench.publish("a")
@@ -327,7 +327,7 @@ async def test_a_lease_is_reported_as_long_as_it_was_granted(bench: Workbench, i
     assert (lease.deadline_ms - bench.clock.now_ms(), reported.lease_ms) == (1000, 1000)
 
 
-async def test_a_worker_that_leaves_before_its_response_gives_its_leases_back(bench: Workbench) -> None:
+async def test_a_worker_that_disconnects_before_its_response_returns_its_leases(bench: Workbench) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("a")
     bench.store.holds = True
@@ -342,7 +342,7 @@ async def test_a_worker_that_leaves_before_its_response_gives_its_leases_back(be
     assert given_offsets(await waits(delivery, "stays")) == [0]
 
 
-async def test_a_worker_that_leaves_takes_no_one_with_it_who_waits_for_the_same_write(bench: Workbench) -> None:
+async def test_a_disconnecting_worker_does_not_affect_others_waiting_for_the_same_write(bench: Workbench) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("a", "b")
     delivery.try_receive(wanted(2))
@@ -362,7 +362,7 @@ async def test_a_worker_that_leaves_takes_no_one_with_it_who_waits_for_the_same_
     assert not delivery.is_closed
 
 
-async def test_a_worker_that_leaves_in_the_moment_it_is_served_gives_its_leases_back(bench: Workbench) -> None:
+async def test_a_worker_that_disconnects_while_being_served_returns_its_leases(bench: Workbench) -> None:
     delivery = await bench.open()
     leaving = waits(delivery, "leaves")
     await turns()
@@ -373,7 +373,7 @@ async def test_a_worker_that_leaves_in_the_moment_it_is_served_gives_its_leases_
     assert (delivery.queue.counts.leased, delivery.waiting) == (0, 0)
 
 
-async def test_leases_are_stored_with_what_comes_next_or_by_themselves_and_when_the_queue_closes(
+async def test_leases_are_stored_with_the_next_write_or_alone_and_on_close(
     bench: Workbench,
 ) -> None:
     delivery = await bench.open()
@@ -396,7 +396,7 @@ async def test_leases_are_stored_with_what_comes_next_or_by_themselves_and_when_
     assert again.queue.in_flight("one") == 2
 
 
-async def test_acceptances_that_come_while_one_is_being_stored_are_stored_together(bench: Workbench) -> None:
+async def test_accepts_during_a_write_are_stored_together(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish(*map(str, range(6)))
     delivery.try_receive(wanted(6))
@@ -415,9 +415,7 @@ async def test_acceptances_that_come_while_one_is_being_stored_are_stored_togeth
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-async def test_acceptances_that_wait_behind_a_write_get_a_response_when_the_queue_closes(
-    bench: Workbench, is_stored: bool
-) -> None:
+async def test_accepts_queued_behind_a_write_get_a_response_on_close(bench: Workbench, is_stored: bool) -> None:
     delivery = await bench.open()
     bench.publish("a", "b")
     delivery.try_receive(wanted(2))
@@ -437,7 +435,7 @@ async def test_acceptances_that_wait_behind_a_write_get_a_response_when_the_queu
         assert [type(one) for one in outcomes] == [StorageFailure] * 2
 
 
-async def test_an_acceptance_that_could_not_be_written_gets_no_response_and_the_queue_is_read_back(
+async def test_an_accept_that_could_not_be_written_gets_no_response_and_the_queue_is_reloaded(
     bench: Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
     delivery = await bench.open(lease_ms=100)
@@ -467,7 +465,7 @@ async def test_an_acceptance_that_could_not_be_written_gets_no_response_and_the_
     assert "nothing confirmed is lost" in caplog.text
 
 
-async def test_a_queue_that_is_led_elsewhere_sends_everybody_away(bench: Workbench) -> None:
+async def test_a_queue_led_elsewhere_redirects_every_worker(bench: Workbench) -> None:
     delivery = await bench.open()
     waiting = waits(delivery)
     await turns()
@@ -481,7 +479,7 @@ async def test_a_queue_that_is_led_elsewhere_sends_everybody_away(bench: Workben
     delivery.close(NotLeader("again"))
 
 
-async def test_an_unforeseen_failure_closes_the_queue(
+async def test_an_unexpected_failure_closes_the_queue(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -512,7 +510,7 @@ async def _closed(delivery: Delivery) -> None:
 # -- the log -----------------------------------------------------------------------------------------------------
 
 
-async def test_retention_takes_messages_and_their_leases(bench: Workbench) -> None:
+async def test_retention_removes_messages_and_their_leases(bench: Workbench) -> None:
     delivery = await bench.open()
     for value in "abc":
         bench.publish(value)
@@ -523,7 +521,7 @@ async def test_retention_takes_messages_and_their_leases(bench: Workbench) -> No
     assert isinstance(late, InvalidRecordState)
 
 
-async def test_a_seek_voids_leases_and_delivers_again(bench: Workbench) -> None:
+async def test_a_seek_voids_leases_and_redelivers(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b")
     delivery.try_receive(wanted(2))
@@ -535,7 +533,7 @@ async def test_a_seek_voids_leases_and_delivers_again(bench: Workbench) -> None:
     assert isinstance(late, InvalidRecordState)
 
 
-async def test_what_the_disk_has_lost_holds_up_nothing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_range_lost_by_the_disk_blocks_nothing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     from millstream.broker.subscriptions import log_scan
 
     for value in "abcd":
@@ -557,7 +555,7 @@ async def test_what_the_disk_has_lost_holds_up_nothing(bench: Workbench, monkeyp
     assert given_offsets(await waits(other, "two", 5)) == [3]
 
 
-async def test_a_message_that_is_being_repaired_is_revived_later_and_not_missing(
+async def test_a_message_under_repair_is_revived_later_and_not_missing(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delivery = await bench.open(dead_letter_topic="dead")
@@ -574,7 +572,7 @@ async def test_a_message_that_is_being_repaired_is_revived_later_and_not_missing
         return read(partition, offset, max_bytes=max_bytes)
 
     async def revive(*_request: object) -> list[int]:
-        """As over the wire, where an error is a code."""
+        """Revive as over the wire, where an error is a code."""
         try:
             return [*await delivery.revive({Offset(0): bytes(LETTER_BYTES)}, {})]
         except StorageFailure as error:
@@ -592,7 +590,7 @@ async def test_a_message_that_is_being_repaired_is_revived_later_and_not_missing
     assert offsets(delivery.try_receive(wanted(1))) == [0]
 
 
-async def test_transactions_are_delivered_when_they_are_committed(bench: Workbench) -> None:
+async def test_transactional_messages_are_delivered_once_committed(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish_in_transaction("aborted", producer_id=1, commit=False)
     bench.publish_in_transaction("open", producer_id=2, commit=None)
@@ -608,10 +606,10 @@ async def test_transactions_are_delivered_when_they_are_committed(bench: Workben
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-async def test_all_who_wait_are_served_although_the_first_leaves_nothing_of_what_was_scanned(
+async def test_all_waiting_workers_are_served_although_the_first_takes_everything_scanned(
     bench: Workbench, ordered: bool
 ) -> None:
-    """It takes a whole batch, or the key of all messages as far as the queue looks ahead at once."""
+    """It takes a whole batch, or the key of all messages within the scan window."""
     delivery = await bench.open(ordered=ordered)
     bench.publish_in_transaction("open", producer_id=2, commit=None)
     values = ["same key"] * driver.SCAN_OFFSETS_ORDERED if ordered else ["x" * (driver.SCAN_BYTES - 100), "y"]
@@ -627,7 +625,7 @@ async def test_all_who_wait_are_served_although_the_first_leaves_nothing_of_what
     assert given == [0, 1, 1 + len(values)]
 
 
-async def test_a_queue_that_becomes_stricter_about_transactions_waits_for_them(bench: Workbench) -> None:
+async def test_a_queue_switched_to_read_committed_waits_for_open_transactions(bench: Workbench) -> None:
     delivery = await bench.open(isolation=READ_UNCOMMITTED)
     bench.publish_in_transaction("open", producer_id=2, commit=None)
     assert offsets(delivery.try_receive(wanted(9))) == [0]
@@ -641,7 +639,7 @@ async def test_a_queue_that_becomes_stricter_about_transactions_waits_for_them(b
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-async def test_a_batch_that_cannot_be_opened_is_named_and_passed_over(
+async def test_an_unreadable_batch_is_named_and_skipped(
     bench: Workbench, caplog: pytest.LogCaptureFixture, ordered: bool
 ) -> None:
     delivery = await bench.open(ordered=ordered)
@@ -658,7 +656,7 @@ async def test_a_batch_that_cannot_be_opened_is_named_and_passed_over(
 
 
 @pytest.mark.parametrize("codec", [COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRESSION_ZSTD])
-async def test_heavy_batches_are_opened_elsewhere_and_those_over_the_limit_passed_over(
+async def test_large_batches_are_decompressed_elsewhere_and_those_over_the_limit_skipped(
     bench: Workbench, codec: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heavy = encode_batch([NewRecord(b"a", bytes(LIGHT_BYTES_MAX), (), 1)], compression=codec)
@@ -684,7 +682,7 @@ async def test_heavy_batches_are_opened_elsewhere_and_those_over_the_limit_passe
     assert delivery.damaged == 1
 
 
-async def test_a_worker_that_waits_gets_what_follows_a_batch_over_the_limit(
+async def test_a_waiting_worker_gets_messages_behind_a_batch_over_the_limit(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compression, "_limits", (2 * LIGHT_BYTES_MAX, 1000))
@@ -697,7 +695,7 @@ async def test_a_worker_that_waits_gets_what_follows_a_batch_over_the_limit(
     assert given_offsets(given) == [1]
 
 
-async def test_records_of_large_batches_are_walked_elsewhere(bench: Workbench) -> None:
+async def test_records_of_large_batches_are_decoded_elsewhere(bench: Workbench) -> None:
     records = [NewRecord(b"%d" % (number % 7), b"", (), 1) for number in range(LIGHT_RECORDS_MAX + 1)]
     bench.partition.write(encode_batch(records), acks=-1)
     opened: list[int] = []
@@ -716,7 +714,7 @@ async def test_records_of_large_batches_are_walked_elsewhere(bench: Workbench) -
 
 
 def _break(batch: bytearray) -> None:
-    """Spoil what is compressed, and make the checksum fit."""
+    """Corrupt the compressed data, and make the checksum match."""
     import crc32c
 
     batch[62:] = bytes(len(batch) - 62)
@@ -726,7 +724,7 @@ def _break(batch: bytearray) -> None:
 # -- filters -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_seek_while_a_filter_looks_has_it_look_again(bench: Workbench) -> None:
+async def test_a_seek_during_filtering_repeats_it(bench: Workbench) -> None:
     queue_filter = HeldFilter("key = 'a'", matches=True)
     bench.publish("a", "b")
     delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
@@ -738,7 +736,7 @@ async def test_a_seek_while_a_filter_looks_has_it_look_again(bench: Workbench) -
     assert delivery.queue.filter_version == int(queue_filter.filter.version, 16) & (2**63 - 1)
 
 
-async def test_a_filter_that_is_changed_while_it_looks_decides_nothing(bench: Workbench) -> None:
+async def test_a_filter_changed_during_its_evaluation_decides_nothing(bench: Workbench) -> None:
     before, after = HeldFilter("key = 'a'", matches=True), HeldFilter("key = 'b'", matches=False)
     bench.publish("a")
     delivery = await bench.open(queue_filter=before, filter="key = 'a'")
@@ -754,7 +752,7 @@ async def test_a_filter_that_is_changed_while_it_looks_decides_nothing(bench: Wo
     assert given_offsets(await waiting) == [second]
 
 
-async def test_a_filter_that_fails_is_asked_again(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_filter_is_retried(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "FILTER_RETRY_S", 0.01)
     queue_filter = HeldFilter("key = 'a'", matches=True)
     queue_filter.failures = 2
@@ -766,7 +764,7 @@ async def test_a_filter_that_fails_is_asked_again(bench: Workbench, monkeypatch:
     assert given_offsets(await waiting) == [0]
 
 
-async def test_messages_that_their_filter_cannot_read_are_skipped_and_counted(
+async def test_messages_that_their_filter_cannot_decode_are_skipped_and_counted(
     bench: Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue_filter = HeldFilter("key = 'a'", matches=True)
@@ -781,7 +779,7 @@ async def test_messages_that_their_filter_cannot_read_are_skipped_and_counted(
     assert "died" in vars(logged)["reason"]
 
 
-async def test_a_queue_that_closes_ends_its_filter(bench: Workbench) -> None:
+async def test_a_closing_queue_cancels_its_filter(bench: Workbench) -> None:
     queue_filter = HeldFilter("key = 'a'", matches=True)
     bench.publish("a")
     delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
@@ -792,13 +790,13 @@ async def test_a_queue_that_closes_ends_its_filter(bench: Workbench) -> None:
     await turns()
 
 
-async def test_the_clients_of_workers_are_known_while_these_hold_messages(bench: Workbench) -> None:
+async def test_the_clients_of_workers_are_known_while_they_hold_messages(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b", "c")
     asked = wanted(2, "one")._replace(origin=Origin("packer", "10.0.0.1:5"))
     delivery.try_receive(asked)
     delivery.try_receive(wanted(1, "two"))
-    # The node has not leased to this worker itself; what it hears of it later counts.
+    # The node has not leased to this worker itself; later requests identify it.
     delivery.note_origin("two", Origin("painter", "10.0.0.2:6"), replaces=True)
     delivery.note_origin("one", Origin("gateway", "127.0.0.1:1"), replaces=False)
     held = [(one.first, one.last, one.attempt, one.worker, one.origin) for one in delivery.held_ranges()]
@@ -811,18 +809,18 @@ async def test_the_clients_of_workers_are_known_while_these_hold_messages(bench:
     assert [(one.first, one.last) for one in delivery.held_ranges()] == [(1, 1), (2, 2)]
 
 
-async def test_a_worker_that_has_caught_up_leaves_the_queue_alone_until_something_happens(bench: Workbench) -> None:
+async def test_a_caught_up_worker_causes_no_work_until_something_happens(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a")
     (lease,) = delivery.try_receive(wanted(5)).leases
-    # The first look splits the coarse bucket of the lease's time.
+    # The first scan splits the coarse bucket of the lease's expiry.
     assert delivery.try_receive(wanted(5)).leases == []
     prepared: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delivery, "_prepare", prepared.append)
         assert delivery.try_receive(wanted(5)).leases == []
     assert prepared == []
-    # The log grows, a lease expires, the wall clock is set back: each of them is noticed.
+    # The log grows, a lease expires, the wall clock is set back: each is noticed.
     bench.publish("b")
     assert offsets(delivery.try_receive(wanted(5))) == [1]
     bench.clock.jump_ms(-10_000)

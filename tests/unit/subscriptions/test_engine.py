@@ -1,4 +1,4 @@
-"""The queues of a node: opened and closed with partitions, declarations and topics, and never in each other's way."""
+"""The queues of a node: opened and closed with partitions, declarations and topics, independently of each other."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BILLING = Subscription(
 
 
 class KnownTopics:
-    """Topics that the test makes and takes away."""
+    """Topics that the test creates and deletes."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, tuple[Topic, list[Partition]]] = {}
@@ -130,7 +130,7 @@ class Declared:
 
 
 class Node:
-    """An engine with everything around it."""
+    """An engine with its surroundings."""
 
     def __init__(self) -> None:
         self.bench = Workbench()
@@ -172,7 +172,7 @@ async def node() -> Node:
     return made
 
 
-async def test_a_topic_that_comes_after_the_subscription_is_delivered_from_its_start(node: Node) -> None:
+async def test_a_topic_created_after_the_subscription_is_delivered_from_its_start(node: Node) -> None:
     node.declared.declare(BILLING, starts={})
     await turns()
     node.bench.publish("a")
@@ -185,7 +185,7 @@ async def test_a_topic_that_comes_after_the_subscription_is_delivered_from_its_s
     await node.engine.close()
 
 
-async def test_a_topic_that_is_recreated_is_delivered_from_its_start(node: Node) -> None:
+async def test_a_recreated_topic_is_delivered_from_its_start(node: Node) -> None:
     node.bench.publish("a", "b", "c")
     node.topics.show(node.bench.partition)
     node.declared.declare(BILLING, starts={start_key(TOPIC.name, TOPIC.topic_id): (3,)})
@@ -204,7 +204,7 @@ async def test_a_topic_that_is_recreated_is_delivered_from_its_start(node: Node)
     await node.engine.close()
 
 
-async def test_a_share_group_begins_at_the_end(node: Node) -> None:
+async def test_a_share_group_starts_at_the_end(node: Node) -> None:
     node.bench.publish("a", "b")
     node.topics.show(node.bench.partition)
     share = node.declared.declare(SHARE)
@@ -216,7 +216,7 @@ async def test_a_share_group_begins_at_the_end(node: Node) -> None:
 
 
 @pytest.mark.parametrize("ordered", ["false", "true"])
-async def test_a_queue_whose_partition_has_lost_messages_goes_back(
+async def test_a_queue_whose_partition_has_lost_messages_moves_back(
     node: Node, caplog: pytest.LogCaptureFixture, ordered: str
 ) -> None:
     node.bench.publish("a")
@@ -236,7 +236,7 @@ async def test_a_queue_whose_partition_has_lost_messages_goes_back(
     await node.engine.close()
 
 
-async def test_a_queue_that_cannot_be_opened_is_opened_when_it_can(node: Node) -> None:
+async def test_a_queue_that_cannot_be_opened_is_retried(node: Node) -> None:
     node.bench.store.refusal = StorageFailure("away")
     node.topics.show(node.bench.partition)
     node.declared.declare(BILLING)
@@ -247,7 +247,7 @@ async def test_a_queue_that_cannot_be_opened_is_opened_when_it_can(node: Node) -
     await node.engine.close()
 
 
-async def test_a_seek_replaces_a_state_that_cannot_be_read(node: Node) -> None:
+async def test_a_seek_replaces_an_unreadable_state(node: Node) -> None:
     bench = node.bench
     bench.publish(*"abcde")
     key = QueueKey(BILLING.subscription_id, TOPIC.topic_id, bench.partition.index)
@@ -275,9 +275,7 @@ async def test_a_seek_replaces_a_state_that_cannot_be_read(node: Node) -> None:
     await node.engine.close()
 
 
-async def test_a_queue_that_is_slow_to_open_does_not_keep_others_from_being_asked(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_queue_that_is_slow_to_open_does_not_block_others(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "OPEN_WAIT_S", 0.01)
     share = node.declared.declare(SHARE)
     first = await node.engine.delivery(share, node.bench.partition)
@@ -296,7 +294,7 @@ async def test_a_queue_that_is_slow_to_open_does_not_keep_others_from_being_aske
     await node.engine.close()
 
 
-async def test_a_queue_that_fails_is_opened_again_by_itself(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_queue_is_reopened_automatically(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "REOPEN_S", 0.01)
     node.topics.show(node.bench.partition)
     node.declared.declare(BILLING)
@@ -318,7 +316,7 @@ async def test_a_queue_that_fails_is_opened_again_by_itself(node: Node, monkeypa
     await node.engine.close()
 
 
-async def test_waiters_are_notified_of_further_queues_and_of_the_end(node: Node) -> None:
+async def test_waiters_are_notified_of_added_queues_and_of_the_end(node: Node) -> None:
     node.topics.show(node.bench.partition)
     billing = node.declared.declare(BILLING)
     await node.opened(1)
@@ -342,7 +340,7 @@ async def test_waiters_are_notified_of_further_queues_and_of_the_end(node: Node)
         node.engine.next_opening(billing)
 
 
-async def test_stopping_while_queues_are_opened_leaves_nothing(node: Node) -> None:
+async def test_stopping_while_queues_open_leaves_nothing_behind(node: Node) -> None:
     node.bench.store.loading.clear()
     node.topics.show(node.bench.partition)
     node.declared.declare(BILLING)
@@ -353,7 +351,7 @@ async def test_stopping_while_queues_are_opened_leaves_nothing(node: Node) -> No
     assert node.engine.open_count == 0
 
 
-async def test_leadership_that_is_lost_while_a_queue_is_opened(node: Node) -> None:
+async def test_leadership_lost_while_a_queue_opens_closes_it(node: Node) -> None:
     share = node.declared.declare(SHARE)
     node.bench.store.loading.clear()
     asking = asyncio.ensure_future(node.engine.delivery(share, node.bench.partition))
@@ -366,7 +364,7 @@ async def test_leadership_that_is_lost_while_a_queue_is_opened(node: Node) -> No
     await node.engine.close()
 
 
-async def test_a_subscription_that_is_deleted_while_its_queue_is_opened(node: Node) -> None:
+async def test_a_subscription_deleted_while_its_queue_opens_closes_it(node: Node) -> None:
     share = node.declared.declare(SHARE)
     node.bench.store.loading.clear()
     asking = asyncio.ensure_future(node.engine.delivery(share, node.bench.partition))
@@ -379,7 +377,7 @@ async def test_a_subscription_that_is_deleted_while_its_queue_is_opened(node: No
     await node.engine.close()
 
 
-async def test_a_change_of_the_order_begins_the_queue_again_and_keeps_its_state(node: Node) -> None:
+async def test_a_changed_ordering_restarts_the_queue_and_keeps_its_state(node: Node) -> None:
     node.topics.show(node.bench.partition)
     billing = node.declared.declare(BILLING)
     await node.opened(1)
@@ -399,7 +397,7 @@ async def test_a_change_of_the_order_begins_the_queue_again_and_keeps_its_state(
     await node.engine.close()
 
 
-async def test_a_filter_that_cannot_be_read_closes_only_its_queue(node: Node) -> None:
+async def test_an_invalid_filter_closes_only_its_queue(node: Node) -> None:
     node.topics.show(node.bench.partition)
     node.declared.declare(BILLING)
     other = node.declared.declare(BILLING, subscription_id=UUID(int=3), name="other")
@@ -409,7 +407,7 @@ async def test_a_filter_that_cannot_be_read_closes_only_its_queue(node: Node) ->
     await node.engine.close()
 
 
-async def test_a_topic_that_is_taken_out_of_a_subscription_closes_its_queues(node: Node) -> None:
+async def test_a_topic_removed_from_a_subscription_closes_its_queues(node: Node) -> None:
     node.topics.show(node.bench.partition)
     node.declared.declare(BILLING)
     await node.opened(1)
@@ -418,7 +416,7 @@ async def test_a_topic_that_is_taken_out_of_a_subscription_closes_its_queues(nod
     await node.engine.close()
 
 
-async def test_a_worker_that_is_gone_leaves_its_messages_to_others(node: Node) -> None:
+async def test_the_messages_of_a_dead_worker_go_to_others(node: Node) -> None:
     share = node.declared.declare(SHARE)
     delivery = await node.engine.delivery(share, node.bench.partition)
     node.bench.publish("a")

@@ -1,4 +1,4 @@
-"""Unused subscriptions expire if they are set to; use on any node counts, also after a restart."""
+"""Unused subscriptions expire if configured; use on any node counts, also after a restart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 
 
 class Node:
-    """The subscriptions as one node knows them, and when they were used there."""
+    """The subscriptions as known to one node, and their last use there."""
 
     def __init__(self, catalog: Catalog, clock: ManualClock) -> None:
         self.subscriptions = Subscriptions(CatalogDeclarations(catalog), clock)
@@ -37,7 +37,7 @@ class Node:
         self.expiry = Expiry(self.subscriptions, clock, lambda one: self.used_ms.get(one, 0), self.subscriptions.delete)
 
     async def look(self) -> None:
-        """One round of looking."""
+        """Run one expiry round."""
         running = asyncio.ensure_future(self.expiry.run())
         while not running.done() and not self.waits():
             await asyncio.sleep(0.001)
@@ -53,7 +53,7 @@ def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expiry_module, "CHECK_S_MIN", 600.0)
 
 
-async def test_a_subscription_that_no_one_uses_goes(catalog: Catalog) -> None:
+async def test_an_unused_subscription_is_deleted(catalog: Catalog) -> None:
     clock = ManualClock()
     node = Node(catalog, clock)
     await node.subscriptions.create("stays", ["orders"], {})
@@ -66,7 +66,7 @@ async def test_a_subscription_that_no_one_uses_goes(catalog: Catalog) -> None:
     assert [one.name for one in node.subscriptions.all()] == ["stays"]
 
 
-async def test_what_is_used_on_another_node_stays_also_after_a_restart(catalog: Catalog) -> None:
+async def test_a_subscription_used_on_another_node_is_kept_also_after_a_restart(catalog: Catalog) -> None:
     clock = ManualClock()
     one, other = Node(catalog, clock), Node(catalog, clock)
     made = await one.subscriptions.create("billing", ["orders"], {EXPIRES: str(LIFE_MS)})

@@ -1,4 +1,4 @@
-"""Random filters over random messages, held against the plainest description of what they mean."""
+"""Random filters over random messages, against the simplest model of their meaning."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def as_record(row: Row) -> Record:
 
 
 def has_fraction_in_text(row: Row) -> bool:
-    """How numbers with a fraction look as text is left to its own test."""
+    """Whether a fractional number is converted to text, which has its own test."""
     return "." in msgspec.json.encode(row.payload).decode() or "e3" in msgspec.json.encode(row.payload).decode()
 
 
@@ -157,7 +157,7 @@ def matched(filter_: Filter, rows: list[Row]) -> list[bool]:
 
 @settings(max_examples=75, deadline=None)
 @given(CONDITIONS, st.lists(ROWS, min_size=1, max_size=6))
-def test_a_filter_delivers_what_is_true_by_the_model(condition: Term, rows: list[Row]) -> None:
+def test_a_filter_matches_what_is_true_in_the_model(condition: Term, rows: list[Row]) -> None:
     rows = [row for row in rows if "LIKE" not in condition.text or not has_fraction_in_text(row)]
     compiled = compile_filter(condition.text)
     assert matched(compiled, rows) == [condition.of(row) is True for row in rows]
@@ -165,7 +165,7 @@ def test_a_filter_delivers_what_is_true_by_the_model(condition: Term, rows: list
 
 @settings(max_examples=75, deadline=None)
 @given(CONDITIONS, st.lists(ROWS, min_size=1, max_size=4))
-def test_the_canonical_text_means_the_same_and_stays_as_it_is(condition: Term, rows: list[Row]) -> None:
+def test_the_canonical_text_is_equivalent_and_stable(condition: Term, rows: list[Row]) -> None:
     compiled = compile_filter(condition.text)
     again = compile_filter(compiled.canonical)
     assert again == compiled
@@ -175,7 +175,7 @@ def test_the_canonical_text_means_the_same_and_stays_as_it_is(condition: Term, r
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(CONDITIONS, min_size=1, max_size=3), st.lists(ROWS, min_size=1, max_size=6))
-def test_columns_and_records_give_the_same_result(conditions: list[Term], rows: list[Row]) -> None:
+def test_columnar_and_row_evaluation_agree(conditions: list[Term], rows: list[Row]) -> None:
     filters = [compile_filter(condition.text) for condition in conditions]
     records = [as_record(row) for row in rows]
     batch = bytes(encode_batch([NewRecord(each.key, each.value, each.headers, 0) for each in records]))

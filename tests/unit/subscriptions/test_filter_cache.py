@@ -1,4 +1,4 @@
-"""Filters of a partition: looked at once for all queues, never with what another log had, and past broken batches."""
+"""Filter results of a partition: shared by all queues, never those of another log, and past unreadable batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACE = TopicPartition("orders", PartitionIndex(0))
 
 
 class CountingWorker(FilterWorker):
-    """Evaluates here, and counts how often."""
+    """Evaluates in process, and counts evaluations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ async def worker() -> CountingWorker:
     return CountingWorker()
 
 
-async def test_queues_of_a_partition_share_what_was_found(worker: CountingWorker) -> None:
+async def test_queues_of_a_partition_share_results(worker: CountingWorker) -> None:
     cache = FilterCache(worker)
     one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
     two = QueueFilter(cache, PLACE, compile_filter("key = 'b'"))
@@ -54,7 +54,7 @@ async def test_queues_of_a_partition_share_what_was_found(worker: CountingWorker
     await cache.stop()
 
 
-async def test_queues_that_look_at_the_same_time_have_it_evaluated_once(worker: CountingWorker) -> None:
+async def test_concurrent_queues_share_an_evaluation(worker: CountingWorker) -> None:
     cache = FilterCache(worker)
     queues = [QueueFilter(cache, PLACE, compile_filter(f"key = '{key}'")) for key in "abcdefgh"]
     records = batch(0, "a", "b", "c")
@@ -64,14 +64,14 @@ async def test_queues_that_look_at_the_same_time_have_it_evaluated_once(worker: 
     await cache.stop()
 
 
-async def test_ranges_of_other_lengths_share_what_was_found(worker: CountingWorker) -> None:
+async def test_ranges_of_other_lengths_share_results(worker: CountingWorker) -> None:
     cache = FilterCache(worker)
     one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
     two = QueueFilter(cache, PLACE, compile_filter("key = 'b'"))
     first, second = batch(0, "a", "b", "a"), batch(5, "b", "a")
     assert (await one.matches(first, Offset(0), Offset(2))).bits.tolist() == [True, False]
     assert worker.asked == 1
-    # The rest of a batch that the first has not looked at is known as well, and so is the gap behind it.
+    # The unscanned rest of a batch is known as well, and so is the gap behind it.
     assert (await two.matches(first + second, Offset(1), Offset(7))).bits.tolist() == [
         True,
         False,
@@ -99,7 +99,7 @@ async def test_ranges_of_other_lengths_share_what_was_found(worker: CountingWork
 
 
 @given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40)), min_size=1, max_size=20), st.integers(0, 200))
-async def test_however_queues_look_they_find_the_same(looks: list[tuple[int, int]], kept_bytes_max: int) -> None:
+async def test_queues_find_the_same_in_any_order_of_ranges(looks: list[tuple[int, int]], kept_bytes_max: int) -> None:
     worker = CountingWorker()
     keys = "abcdabcaab" * 4
     batches = [batch(start, *keys[start : start + 4]) for start in range(0, 40, 4) if start != 12]
@@ -122,7 +122,7 @@ def _overlaps(one: bytearray, start: int, end: int) -> bool:
     return header.base_offset < end and header.next_offset > start
 
 
-async def test_a_partition_without_queues_is_forgotten(worker: CountingWorker) -> None:
+async def test_a_partition_without_queues_is_evicted(worker: CountingWorker) -> None:
     cache = FilterCache(worker)
     wanted = compile_filter("key = 'a'")
     before = QueueFilter(cache, PLACE, wanted)
@@ -134,7 +134,7 @@ async def test_a_partition_without_queues_is_forgotten(worker: CountingWorker) -
     await cache.stop()
 
 
-async def test_a_batch_that_cannot_be_decoded_is_reported_and_the_others_are_filtered(worker: CountingWorker) -> None:
+async def test_an_undecodable_batch_is_reported_and_the_others_are_filtered(worker: CountingWorker) -> None:
     broken = batch(2, "a", "a", compression=COMPRESSION_ZSTD)
     broken[62:] = bytes(len(broken) - 62)
     broken[17:21] = crc32c.crc32c(bytes(broken[21:])).to_bytes(4, "big")

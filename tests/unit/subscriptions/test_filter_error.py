@@ -1,4 +1,4 @@
-"""Filters that are refused: where, why, and that nothing but `FilterError` ever comes out."""
+"""Refused filters: position and reason, and that only `FilterError` is ever raised."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "expected"), REFUSED.items(), ids=[text[:24] for text in REFUSED])
-def test_an_error_points_at_the_place(text: str, expected: tuple[int, int, str]) -> None:
+def test_an_error_has_its_position(text: str, expected: tuple[int, int, str]) -> None:
     with pytest.raises(FilterError, match=re.escape(expected[2])) as raised:
         compile_filter(text)
     assert (raised.value.line, raised.value.column) == expected[:2]
@@ -106,7 +106,7 @@ def test_an_error_shows_the_line_with_a_caret() -> None:
     ]
 
 
-def test_a_caret_stands_right_in_a_long_line() -> None:
+def test_the_caret_is_correct_in_a_long_line() -> None:
     text = "key = 'a' OR " * 50 + "kye = 'b'" + " OR key = 'c'" * 20
     with pytest.raises(FilterError) as raised:
         compile_filter(text)
@@ -139,19 +139,19 @@ def survives(text: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(WORDS, max_size=12).map(" ".join))
-def test_no_row_of_words_does_harm(text: str) -> None:
+def test_arbitrary_tokens_are_harmless(text: str) -> None:
     survives(text)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=40))
-def test_no_text_does_harm(text: str) -> None:
+def test_arbitrary_text_is_harmless(text: str) -> None:
     survives(text)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_no_change_of_a_good_filter_does_harm(data: st.DataObject) -> None:
+def test_arbitrary_changes_of_a_valid_filter_are_harmless(data: st.DataObject) -> None:
     text = "payload.items[0].sku LIKE 'A!_%' ESCAPE '!' AND NOT (headers['p'] IN (1, 2)) OR cast(key AS INT) > 5"
     at = data.draw(st.integers(0, len(text)))
     until = data.draw(st.integers(at, min(len(text), at + 3)))

@@ -35,7 +35,7 @@ def holds(
 
 
 def evaluate(text: str, value: bytes | None = ORDER, **message: object) -> bool | None:
-    """TRUE, FALSE or NULL."""
+    """Return TRUE, FALSE or NULL."""
     if holds(text, value, **message):  # type: ignore[arg-type]
         return True
     return False if holds(f"NOT ({text})", value, **message) else None  # type: ignore[arg-type]
@@ -194,17 +194,17 @@ payload.O.xy = 1
 
 
 @pytest.mark.parametrize("text", TRUE)
-def test_what_is_true(text: str) -> None:
+def test_true_conditions(text: str) -> None:
     assert evaluate(text) is True
 
 
 @pytest.mark.parametrize("text", FALSE)
-def test_what_is_false(text: str) -> None:
+def test_false_conditions(text: str) -> None:
     assert evaluate(text) is False
 
 
 @pytest.mark.parametrize("text", NULLS)
-def test_what_is_null(text: str) -> None:
+def test_null_conditions(text: str) -> None:
     assert evaluate(text) is None
 
 
@@ -240,39 +240,39 @@ def test_payloads_that_are_not_objects() -> None:
     assert evaluate("payload.a = 5", b"5") is None
 
 
-def test_the_last_of_doubled_fields_counts() -> None:
+def test_the_last_of_duplicate_fields_counts() -> None:
     assert evaluate("payload.a = 2", b'{"a": 1, "a": 2}') is True
 
 
-def test_nesting_is_read_as_deep_as_is_stated() -> None:
+def test_nesting_is_read_up_to_the_documented_depth() -> None:
     deep = b'{"total": 1500, "x": ' + b"[" * (PAYLOAD_DEPTH_MAX - 1) + b"]" * (PAYLOAD_DEPTH_MAX - 1) + b"}"
     assert evaluate("payload.total = 1500", deep) is True
     wide = b'{"total": 1500, "x": [' + b",".join([b"[]"] * 1000) + b"]}"
     assert evaluate("payload.total = 1500", wide) is True
 
 
-def test_the_last_of_doubled_headers_counts() -> None:
+def test_the_last_of_duplicate_headers_counts() -> None:
     assert evaluate("headers['a'] = '2'", headers=(("a", b"1"), ("a", b"2"))) is True
     assert evaluate("headers['a'] IS NULL", headers=(("a", b"1"), ("a", None))) is True
 
 
-def test_bytes_that_are_not_utf_8_show_as_marks() -> None:
+def test_bytes_that_are_not_utf_8_become_replacement_characters() -> None:
     assert evaluate("key = 'a\ufffd'", key=b"a\xff") is True
     assert evaluate("key IS NULL", key=b"\xff") is False
     assert evaluate("headers['a'] LIKE '%\ufffd'", headers=(("a", b"x\xfe"),)) is True
 
 
-def test_a_key_that_is_missing_is_null() -> None:
+def test_a_missing_key_is_null() -> None:
     assert evaluate("key = 'k'", key=None) is None
     assert evaluate("key IS NULL", key=None) is True
 
 
-def test_a_timestamp_that_is_missing_is_null() -> None:
+def test_a_missing_timestamp_is_null() -> None:
     assert evaluate("timestamp > '2026-01-01'", timestamp_ms=NO_TIMESTAMP_MS) is None
     assert evaluate("timestamp IS NULL", timestamp_ms=NO_TIMESTAMP_MS) is True
 
 
-def test_the_same_filter_in_other_words_has_the_same_version() -> None:
+def test_equivalent_filters_have_the_same_version() -> None:
     first = compile_filter("payload.total > 1000 AND headers['region'] = 'eu'")
     second = compile_filter("  (PAYLOAD['total'] > 1000)\n and ((headers.region == \"eu\")) -- big ones")
     assert first == second
@@ -282,7 +282,7 @@ def test_the_same_filter_in_other_words_has_the_same_version() -> None:
     assert first.version != compile_filter("payload.total > 1001").version
 
 
-def test_a_filter_reports_what_it_uses() -> None:
+def test_a_filter_reports_the_fields_it_uses() -> None:
     uses = compile_filter("payload.a.b > 1 AND payload.a.c > 1 AND headers['x'] = 'y'").uses
     assert uses.paths == {("a", "b"), ("a", "c")}
     assert uses.headers == {"x"}
@@ -306,7 +306,7 @@ PIECES = st.sampled_from(SIGNS + WORDS)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(PIECES, max_size=8).map(b"".join) | st.binary(max_size=30), st.binary(max_size=9))
-def test_no_message_does_harm(value: bytes, other: bytes) -> None:
+def test_arbitrary_messages_are_harmless(value: bytes, other: bytes) -> None:
     record = Record(Offset(7), int.from_bytes(other[:7], "big"), other, value, (("x", other), ("x", other[:1])))
     batch = RecordBatch([record], topic="t", partition=3, uses=EVERYTHING.uses)
     assert EVERYTHING.matches(batch).size == 1

@@ -1,4 +1,4 @@
-"""The same text in Spark: the same response, or an error there and NULL here. Runs where PySpark and Java are there."""
+"""The same condition in Spark: an equal result, or an error in Spark and NULL here. Requires PySpark and Java."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytest.importorskip("pyspark.sql", reason="PySpark is not installed")
-# Each condition is a query of Spark, and one of these takes a second.
+# Each condition is a Spark query, which takes a second.
 pytestmark = pytest.mark.trial
 
 SCHEMA = (
@@ -157,18 +157,18 @@ def here(text: str) -> list[bool]:
 
 
 def forms(text: str) -> list[str]:
-    """A filter, its opposite, and its canonical text."""
+    """A filter, its negation, and its canonical text."""
     return [text, f"NOT ({text})", compile_filter(text).canonical]
 
 
 def there(rows: Any, texts: list[str]) -> list[list[bool]]:
-    """What Spark says of every message."""
+    """Spark's result for every message."""
     found = rows.orderBy("offset").selectExpr(*texts).collect()
     return [[bool(row[at]) for row in found] for at in range(len(texts))]
 
 
 def there_one_by_one(rows: Any, texts: list[str]) -> list[list[bool]]:
-    """The same, message by message; an error of the query is NULL, one in its analysis is not."""
+    """The same, message by message; a runtime error is NULL, an analysis error is not."""
     found = []
     for at in range(len(KEYS)):
         asked = rows.where(f"offset = {at}").selectExpr(*texts)
@@ -180,7 +180,7 @@ def there_one_by_one(rows: Any, texts: list[str]) -> list[list[bool]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_spark_says_the_same(rows: Any) -> None:
+def test_spark_agrees(rows: Any) -> None:
     texts = [form for text in CONDITIONS for form in forms(text)]
     responses = dict(zip(texts, there(rows, texts), strict=True))
     assert {text: here(text) for text in texts} == responses
@@ -188,5 +188,5 @@ def test_spark_says_the_same(rows: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("text", FAILING)
-def test_where_spark_fails_is_null(rows: Any, text: str) -> None:
+def test_a_runtime_error_in_spark_is_null_here(rows: Any, text: str) -> None:
     assert [here(form) for form in forms(text)] == there_one_by_one(rows, forms(text))

@@ -1,4 +1,4 @@
-"""Filters over batches, here and in a child process: same responses, once decoded, and a child that may die."""
+"""Filters over batches, in process and in a child process: equal results, one decoding, and a child that may die."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def check(worker: FilterWorker, asked: Messages, offsets: range) -> None:
     assert [column.tolist() for column in found.matches] == expected(offsets)
 
 
-async def test_a_few_messages_are_evaluated_here(worker: FilterWorker) -> None:
+async def test_a_few_messages_are_evaluated_in_process(worker: FilterWorker) -> None:
     await check(worker, messages(batch(8) + batch(4, base_offset=20)[:-3]), range(10, 18))
     await check(worker, messages(batch(8), start_offset=12, end_offset=15), range(12, 15))
     assert (worker.evaluated_inline, worker.evaluated_in_child, worker.pid) == (2, 0, None)
@@ -95,7 +95,7 @@ async def test_many_messages_are_evaluated_by_the_child(worker: FilterWorker) ->
     assert (worker.evaluated_inline, worker.evaluated_in_child) == (0, 2)
 
 
-async def test_what_decompresses_to_much_is_for_the_child(worker: FilterWorker) -> None:
+async def test_batches_that_decompress_to_much_are_evaluated_by_the_child(worker: FilterWorker) -> None:
     record = NewRecord(None, b'{"total": 3, "x": "' + b"x" * INLINE_BYTES_MAX + b'"}')
     found = await worker.evaluate(messages(bytes(encode_batch([record], compression=COMPRESSION_ZSTD))), FILTERS)
     assert [column.tolist() for column in found.matches] == [[True], [False], [True]]
@@ -110,7 +110,7 @@ async def test_no_messages_and_no_filters(worker: FilterWorker) -> None:
     assert found.matches == ()
 
 
-async def test_aborted_transactions_are_left_out(worker: FilterWorker) -> None:
+async def test_aborted_transactions_are_skipped(worker: FilterWorker) -> None:
     records = [NewRecord(None, b'{"total": 3}')] * 3
     written = bytes(encode_batch(records, producer_id=5, producer_epoch=0, base_sequence=0, transactional=True))
     for padding in (b"", batch(INLINE_MESSAGES_MAX, base_offset=10)):
@@ -128,7 +128,7 @@ async def test_corrupt_batches_are_reported_by_both(worker: FilterWorker) -> Non
     await check(worker, messages(batch(100)), range(10, 110))
 
 
-async def test_a_child_that_dies_is_started_again(worker: FilterWorker) -> None:
+async def test_a_dead_child_is_restarted(worker: FilterWorker) -> None:
     await check(worker, messages(batch(100)), range(10, 110))
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ async def test_a_child_that_dies_is_started_again(worker: FilterWorker) -> None:
     assert worker.evaluated_in_child == 2
 
 
-async def test_a_child_that_dies_over_a_request_gets_it_once_more(worker: FilterWorker) -> None:
+async def test_a_request_that_killed_the_child_is_retried_once(worker: FilterWorker) -> None:
     await check(worker, messages(batch(100)), range(10, 110))
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)
@@ -147,7 +147,7 @@ async def test_a_child_that_dies_over_a_request_gets_it_once_more(worker: Filter
     assert worker.restarts == 1
 
 
-async def test_a_child_that_cannot_run_makes_filters_unavailable(
+async def test_a_child_that_cannot_start_makes_filters_unavailable(
     worker: FilterWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "MODULE", "this")
@@ -159,24 +159,24 @@ async def test_a_child_that_cannot_run_makes_filters_unavailable(
 
 @pytest.fixture
 def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """A batch that the child does not survive."""
+    """A batch that kills the child."""
     (tmp_path / "deadly_child.py").write_text(DEADLY_CHILD)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     monkeypatch.setattr(worker_module, "MODULE", "deadly_child")
     return bytes(encode_batch([NewRecord(b"k", b"deadly" + bytes(INLINE_BYTES_MAX), (), 1)] * 2, base_offset=10))
 
 
-async def test_a_batch_that_the_child_keeps_dying_over_cannot_be_read(worker: FilterWorker, deadly: bytes) -> None:
+async def test_a_batch_that_keeps_killing_the_child_is_unreadable(worker: FilterWorker, deadly: bytes) -> None:
     for _ in range(2):
         assert await worker.scan_batch(deadly, 10, with_keys=True) == "the process that reads it died 2 times"
-        # It is not tried again for another queue.
+        # It is not retried for another queue.
         assert worker.restarts == 2
     with pytest.raises(CorruptBatch, match="died 2 times"):
         await worker.evaluate(messages(deadly), FILTERS)
     await check(worker, messages(batch(100)), range(10, 110))
 
 
-async def test_queues_go_on_behind_a_batch_that_the_child_keeps_dying_over(worker: FilterWorker, deadly: bytes) -> None:
+async def test_queues_continue_behind_a_batch_that_keeps_killing_the_child(worker: FilterWorker, deadly: bytes) -> None:
     sieve = FilterCache(worker)
     queue = QueueFilter(sieve, TopicPartition("orders", PartitionIndex(1)), FILTERS[0])
     found = await queue.matches(deadly + batch(100, base_offset=12), Offset(10), Offset(112))
@@ -184,14 +184,14 @@ async def test_queues_go_on_behind_a_batch_that_the_child_keeps_dying_over(worke
     assert found.unreadable == ((10, 11, "the process that reads it died 2 times"),)
 
 
-async def test_a_response_that_does_not_come_is_not_waited_for() -> None:
+async def test_a_missing_response_times_out() -> None:
     worker = FilterWorker(response_s_max=0.001, backoff_min_s=0.001)
     with pytest.raises(FilterUnavailable):
         await worker.evaluate(messages(batch(100)), FILTERS)
     assert worker.pid is None
 
 
-async def test_giving_up_on_a_request_does_not_mix_up_responses(worker: FilterWorker) -> None:
+async def test_abandoning_a_request_does_not_mix_up_responses(worker: FilterWorker) -> None:
     await check(worker, messages(batch(100)), range(10, 110))
     pid = worker.pid
     assert pid is not None
@@ -206,13 +206,13 @@ async def test_giving_up_on_a_request_does_not_mix_up_responses(worker: FilterWo
     assert not psutil.pid_exists(pid)
 
 
-async def test_requests_wait_for_each_other(worker: FilterWorker) -> None:
+async def test_requests_are_serialised(worker: FilterWorker) -> None:
     counts = (100, 300, 200)
     await asyncio.gather(*(check(worker, messages(batch(count)), range(10, 10 + count)) for count in counts))
     assert worker.evaluated_in_child == len(counts)
 
 
-async def test_an_idle_child_ends_and_comes_back() -> None:
+async def test_an_idle_child_exits_and_is_restarted() -> None:
     worker = FilterWorker(idle_s=0)
     await check(worker, messages(batch(100)), range(10, 110))
     await asyncio.sleep(0.01)
@@ -221,7 +221,7 @@ async def test_an_idle_child_ends_and_comes_back() -> None:
     await worker.stop()
 
 
-async def test_a_stopped_worker_says_so(worker: FilterWorker) -> None:
+async def test_a_stopped_worker_refuses_requests(worker: FilterWorker) -> None:
     await worker.stop()
     with pytest.raises(FilterUnavailable, match="stopping"):
         await worker.evaluate(messages(batch(100)), FILTERS)
@@ -234,7 +234,7 @@ def test_large_payloads_are_parsed_in_parts_with_the_same_result() -> None:
     assert found.matches[0].tolist() == [at > 4 for at in range(9)]
 
 
-# -- opening batches for queues --------------------------------------------------------------------------------------
+# -- decompressing batches for queues --------------------------------------------------------------------------------
 
 
 def delayed(count: int, *, compression: int = 0) -> bytes:
@@ -254,9 +254,7 @@ def sparse(count: int) -> bytes:
 
 @pytest.mark.parametrize("kind", ["delayed", "sparse", "plain"])
 @pytest.mark.parametrize("with_keys", [True, False])
-def test_compiled_code_opens_batches_as_plain_code_does(
-    kind: str, with_keys: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_and_plain_code_decode_equally(kind: str, with_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"delayed": delayed(300), "sparse": sparse(300), "plain": batch(300, base_offset=100)}[kind]
     plain = scan_batch(one, read_header(one), 107, with_keys=with_keys)
     monkeypatch.setattr(look_module, "COMPILED_RECORDS_MIN", 1)
@@ -272,7 +270,7 @@ def test_compiled_code_opens_batches_as_plain_code_does(
         assert len(set(plain.keys.tolist())) > 1 or kind == "plain"
 
 
-async def test_the_child_opens_what_is_too_heavy_for_the_loop(worker: FilterWorker) -> None:
+async def test_the_child_decompresses_batches_too_large_for_the_loop(worker: FilterWorker) -> None:
     heavy = delayed(LIGHT_RECORDS_MAX + 1, compression=COMPRESSION_ZSTD)
     with pytest.raises(TooHeavy):
         scan_batch(heavy, read_header(heavy), 100, with_keys=True)

@@ -1,4 +1,4 @@
-"""The states of a message that its publisher sees, from publication to the end."""
+"""The states of a message as seen by its publisher, from publication to the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def state(delivery: Delivery, offset: int = 0, start: int | None = 0) -> s
     return (await message_state(delivery, offset, start=start, wait_s=0)).state
 
 
-async def test_from_publication_to_acceptance(bench: Workbench) -> None:
+async def test_a_message_from_publication_to_acceptance(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a")
     assert await state(delivery) == "waiting"
@@ -52,7 +52,7 @@ async def test_from_publication_to_acceptance(bench: Workbench) -> None:
     assert await waiting == MessageState("accepted", 2, is_final=True)
 
 
-async def test_other_ends(bench: Workbench) -> None:
+async def test_a_message_with_another_outcome(bench: Workbench) -> None:
     delivery = await bench.open(dead_letter_topic="dead")
     bench.publish("a", "b", "c")
     delivery.try_receive(wanted(3))
@@ -69,7 +69,7 @@ async def test_other_ends(bench: Workbench) -> None:
     assert await state(delivery, 2) == "skipped"
 
 
-async def test_what_the_filter_leaves_out_and_what_is_no_message(bench: Workbench) -> None:
+async def test_filtered_messages_and_offsets_without_messages(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish(*"abcdefghij")
     now_ms = bench.clock.now_ms()
@@ -85,41 +85,41 @@ async def test_what_the_filter_leaves_out_and_what_is_no_message(bench: Workbenc
     ]
 
 
-async def test_an_end_that_is_forgotten(bench: Workbench) -> None:
+async def test_a_forgotten_outcome(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b", "c")
     delivery.try_receive(wanted(3))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     delivery.outcomes.bytes_max = 0
     delivery.settle_now("one", settle(1, Verb.ACCEPT))
-    # Nothing has ended otherwise so far, so it is known all the same.
+    # No message has had another outcome so far, so it is still known.
     assert await state(delivery, 0) == "accepted"
     delivery.settle_now("one", settle(2, Verb.REJECT))
     assert await state(delivery, 0) == "done"
 
 
-async def test_waiters_are_notified_of_the_end_however_much_happens(bench: Workbench) -> None:
+async def test_waiters_are_notified_of_the_outcome_in_a_busy_queue(bench: Workbench) -> None:
     delivery = await bench.open()
     delivery.outcomes.bytes_max = 0
     bench.publish("a", "b", "c")
     delivery.try_receive(wanted(3))
     waiting = [asyncio.ensure_future(message_state(delivery, offset, start=0, wait_s=WAIT_S)) for offset in range(3)]
     await turns()
-    # All in one turn of the loop, so that no other task sees a state in between.
+    # All in one loop turn, so that no other task sees an intermediate state.
     delivery.settle_now("one", settle(2, Verb.REJECT))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     delivery.settle_now("one", settle(1, Verb.ACCEPT))
     assert [(await one).state for one in waiting] == ["accepted", "accepted", "dropped"]
 
 
-async def test_at_most_once_accepts_what_it_hands_out(bench: Workbench) -> None:
+async def test_at_most_once_messages_are_accepted_on_delivery(bench: Workbench) -> None:
     delivery = await bench.open(delivery=AT_MOST_ONCE)
     bench.publish("a")
     delivery.try_receive(wanted())
     assert await state(delivery) == "accepted"
 
 
-async def test_waiters_are_notified_when_the_queue_goes(bench: Workbench) -> None:
+async def test_waiters_are_notified_when_the_queue_closes(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a")
     waiting = asyncio.ensure_future(message_state(delivery, 0, start=0, wait_s=WAIT_S))
@@ -129,7 +129,7 @@ async def test_waiters_are_notified_when_the_queue_goes(bench: Workbench) -> Non
         await waiting
 
 
-async def test_not_everybody_may_wait(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_waiters_is_bounded(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcomes, "WATCHERS_MAX", 1)
     delivery = await bench.open()
     bench.publish("a")
@@ -147,14 +147,14 @@ async def test_not_everybody_may_wait(bench: Workbench, monkeypatch: pytest.Monk
     assert (await again).state == "accepted"
 
 
-def test_all_queues_together_keep_no_more_than_a_node_may() -> None:
+def test_the_outcomes_kept_by_all_queues_are_bounded() -> None:
     remembered = OutcomeBudget(bytes_max=300)
     kept = [OutcomeHistory() for _ in range(4)]
     for one in kept:
         one.share(remembered)
     for number in (0, 1, 2, 0, 3):
         kept[number].add_frame(bytes(100))
-    # Those forget that have written nothing for longest.
+    # The queues that have been idle for longest forget first.
     assert [one._bytes for one in kept] == [200, 0, 0, 100]
     assert remembered.bytes == 300
     kept[0].close()

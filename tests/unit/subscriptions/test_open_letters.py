@@ -1,4 +1,4 @@
-"""When a node declares the queue of a dead letter topic's open letters, without which nobody would count them."""
+"""When a node declares the queue that tracks the open letters of a dead letter topic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LETTERS = LETTERS_PREFIX + DEAD.name
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[SubscriptionService]:
-    """A node that has not learned yet of the dead letter topic that another node created."""
+    """A node that does not know yet of the dead letter topic that another node created."""
 
     async def topics() -> list[Topic]:
         return [DEAD]
@@ -42,13 +42,13 @@ def service(tmp_path: Path) -> Iterator[SubscriptionService]:
     catalog.close()
 
 
-async def test_letters_are_tracked_when_no_subscription_names_their_topic_any_more(
+async def test_letters_are_tracked_when_no_subscription_refers_to_their_topic_any_more(
     service: SubscriptionService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declared = service.declared
     for name in ("billing", "shipping"):
         await declared.create(name, ["orders"], {DEAD_LETTER_TOPIC: DEAD.name})
-    # At the limit of subscriptions, too: nothing can be deleted otherwise.
+    # Also at the limit of subscriptions: otherwise nothing could be deleted.
     monkeypatch.setattr(declared_module, "SUBSCRIPTIONS_MAX", 2)
     await service.delete("shipping", force=True)
     tracked = declared.get(LETTERS)

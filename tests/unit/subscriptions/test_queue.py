@@ -1,4 +1,4 @@
-"""The queue machine, rule by rule, and at a size at which its columns are trimmed, compacted and cut."""
+"""The queue state machine, rule by rule, and at a size at which its columns are trimmed, compacted and truncated."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def offsets(leases: list[Lease]) -> list[int]:
 
 
 def again(queue: Queue) -> Queue:
-    """The queue as the next leader has it, if everything has become durable."""
+    """The queue of the next leader, if everything has become durable."""
     image = FoldImage(KEY)
     image.replay(write_snapshot(queue.fold))
     return Queue(KEY, queue.settings, leader_epoch=2, snapshot=image.snapshot())
 
 
-def test_the_oldest_come_first_in_ranges_of_the_same_attempt() -> None:
+def test_the_oldest_messages_come_first_in_ranges_of_equal_attempts() -> None:
     queue = make_queue(20, start=100)
     assert queue.acquire("a", now_ms=NOW_MS, max_records=4) == [Lease(Offset(100), Offset(103), 1, NOW_MS + LEASE_MS)]
     queue.settle("a", [settle(101, 102, Verb.RELEASE)], now_ms=NOW_MS)
@@ -54,21 +54,21 @@ def test_the_oldest_come_first_in_ranges_of_the_same_attempt() -> None:
     assert queue.redelivered == 2
 
 
-def test_the_batch_in_which_the_limit_falls_is_filled_up() -> None:
+def test_the_batch_at_the_limit_is_completed() -> None:
     queue = make_queue(30)
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=3, batch_ends=[9, 19, 29])) == list(range(10))
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=10, batch_ends=[9, 19, 29])) == list(range(10, 20))
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=3, until=25, batch_ends=[29])) == list(range(20, 25))
 
 
-def test_an_ordered_queue_gives_one_message_of_a_key_even_when_it_is_done_at_once() -> None:
+def test_an_ordered_queue_delivers_one_message_per_key_even_if_settled_at_once() -> None:
     queue = make_queue(ordered=True, delivery=AT_MOST_ONCE)
     queue.add_scanned(0, 4, now_ms=NOW_MS, keys=np.array([1, 1, 1, 0], np.int64))
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[3])) == [0, 3]
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[3])) == [1]
 
 
-def test_limits_of_a_worker_and_of_the_partition() -> None:
+def test_the_limits_of_a_worker_and_of_the_partition() -> None:
     queue = make_queue(100, in_flight_max=10, leases_max=15)
     assert len(offsets(queue.acquire("a", now_ms=NOW_MS, max_records=50))) == 10
     assert queue.acquire("a", now_ms=NOW_MS, max_records=50) == []
@@ -76,7 +76,7 @@ def test_limits_of_a_worker_and_of_the_partition() -> None:
     assert queue.in_flight("a") == 10
 
 
-def test_only_the_holder_settles_and_only_while_its_lease_lasts() -> None:
+def test_only_the_holder_settles_and_only_during_its_lease() -> None:
     queue = make_queue(10)
     queue.acquire("a", now_ms=NOW_MS, max_records=10)
     results = queue.settle(
@@ -112,10 +112,10 @@ def test_an_extended_lease_lasts_longer() -> None:
     assert queue.settle("a", [settle(0, 0, Verb.ACCEPT)], now_ms=later + LEASE_MS - 1) == [None]
 
 
-def test_a_lease_that_was_extended_by_little_does_not_end_with_the_old_one() -> None:
+def test_a_slightly_extended_lease_does_not_expire_with_the_old_one() -> None:
     queue = make_queue(3, lease_ms=500)
     for _ in range(2):
-        # The second time the queue knows what time it is, and keeps the lease among those that end soon.
+        # The second time the queue knows the time, and tracks the lease among those that expire soon.
         queue.acquire("a", now_ms=NOW_MS, max_records=1)
         queue.tick(NOW_MS)
     queue.settle("a", [settle(1, 1, Verb.EXTEND, 503)], now_ms=NOW_MS)
@@ -124,7 +124,7 @@ def test_a_lease_that_was_extended_by_little_does_not_end_with_the_old_one() -> 
     assert queue.settle("a", [settle(1, 1, Verb.ACCEPT)], now_ms=NOW_MS + 502) == [None]
 
 
-def test_one_worker_does_not_settle_what_another_holds() -> None:
+def test_a_worker_cannot_settle_messages_of_another() -> None:
     queue = make_queue(4)
     queue.acquire("a", now_ms=NOW_MS, max_records=2)
     queue.acquire("b", now_ms=NOW_MS, max_records=2)
@@ -133,7 +133,7 @@ def test_one_worker_does_not_settle_what_another_holds() -> None:
     assert queue.counts.leased == 4
 
 
-def test_attempts_and_leases_hold_through_a_restart() -> None:
+def test_attempts_and_leases_survive_a_restart() -> None:
     queue = make_queue(4, backoff_min_ms=50)
     queue.acquire("a", now_ms=NOW_MS, max_records=3)
     queue.settle("a", [settle(0, 0, Verb.RELEASE), settle(1, 1, Verb.RELEASE, 0)], now_ms=NOW_MS)
@@ -143,7 +143,7 @@ def test_attempts_and_leases_hold_through_a_restart() -> None:
     assert [lease[:3] for lease in queue.acquire("b", now_ms=NOW_MS + 50, max_records=9)] == [(0, 0, 2)]
 
 
-def test_what_is_parked_and_available_is_found_after_a_restart() -> None:
+def test_parked_and_available_messages_are_found_after_a_restart() -> None:
     queue = make_queue(100, window_max=100)
     queue.acquire("slow", now_ms=NOW_MS, max_records=1)
     queue.acquire("a", now_ms=NOW_MS, max_records=99)
@@ -168,7 +168,7 @@ def test_backoff_doubles_and_a_delay_overrides_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["released", "expired", "gone"])
-def test_the_last_failure_leads_to_the_dead_letters(how: str) -> None:
+def test_the_last_failed_attempt_makes_a_dead_letter(how: str) -> None:
     queue = make_queue(3, attempts=2, dead_letter_topic="dead")
     now_ms = NOW_MS
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_the_last_failure_leads_to_the_dead_letters(how: str) -> None:
     assert offsets(queue.acquire("b", now_ms=now_ms, max_records=9)) == [1, 2]
 
 
-def test_a_dead_letter_is_planned_produced_and_forgotten_through_a_crash() -> None:
+def test_a_dead_letter_is_planned_produced_and_forgotten_across_a_crash() -> None:
     queue = make_queue(2, dead_letter_topic="dead")
     queue.acquire("a", now_ms=NOW_MS, max_records=1)
     queue.settle("a", [settle(0, 0, Verb.REJECT, reason="x" * 1000)], now_ms=NOW_MS)
@@ -206,7 +206,7 @@ def test_a_dead_letter_is_planned_produced_and_forgotten_through_a_crash() -> No
 
 
 def dead_letters(queue: Queue, *numbers: int) -> list[Revival]:
-    """Have some messages die, and say how they are revived by their letters."""
+    """Dead-letter some messages, and return how they are revived by their letters."""
     for offset in numbers:
         assert queue.dead_lettered(offset, b"there", now_ms=NOW_MS)
     return [Revival(Offset(offset), KEYS[offset], offset.to_bytes(LETTER_BYTES)) for offset in numbers]
@@ -216,7 +216,7 @@ KEYS = [7, 8, 7, 8, 7]
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-def test_revived_messages_begin_again_in_their_order_once_per_letter(crashes: bool) -> None:
+def test_revived_messages_restart_in_order_once_per_letter(crashes: bool) -> None:
     queue = make_queue(5, dead_letter_topic="dead", attempts=1)
     queue.acquire("a", now_ms=NOW_MS, max_records=5)
     queue.settle("a", [settle(0, 4, Verb.RELEASE)], now_ms=NOW_MS)
@@ -250,7 +250,7 @@ def test_a_message_is_not_revived_while_its_letter_is_being_written(crashes: boo
     assert queue.counts.available == 0, "all of them are asked for again"
     dead_letters(queue, 0)
     assert queue.revive([other, first], now_ms=NOW_MS) == 2
-    # It dies again: the first letter has had its effect, the second has not.
+    # It is dead-lettered again: the first letter has had its effect, the second has not.
     queue.acquire("a", now_ms=NOW_MS, max_records=2)
     queue.settle("a", [settle(0, 0, Verb.REJECT)], now_ms=NOW_MS)
     queue = again(queue) if crashes else queue
@@ -261,7 +261,7 @@ def test_a_message_is_not_revived_while_its_letter_is_being_written(crashes: boo
     assert queue.revive([second], now_ms=NOW_MS) == 1
 
 
-def test_a_letter_of_a_message_that_is_still_to_be_delivered_changes_nothing() -> None:
+def test_a_letter_of_an_undelivered_message_changes_nothing() -> None:
     queue = make_queue(1, dead_letter_topic="dead")
     queue.acquire("a", now_ms=NOW_MS, max_records=1)
     queue.settle("a", [settle(0, 0, Verb.REJECT)], now_ms=NOW_MS)
@@ -279,7 +279,7 @@ def test_a_letter_of_a_message_that_is_still_to_be_delivered_changes_nothing() -
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=1)) == [0]
 
 
-def test_a_revived_message_comes_before_later_ones_of_its_key_and_never_beside_them() -> None:
+def test_a_revived_message_precedes_later_ones_of_its_key() -> None:
     queue = make_queue(ordered=True, dead_letter_topic="dead")
     queue.add_scanned(0, 5, now_ms=NOW_MS, keys=np.array(KEYS, np.int64))
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2)) == [0, 1]
@@ -302,7 +302,7 @@ def test_without_a_dead_letter_topic_failures_are_dropped_and_counted() -> None:
     assert queue.fold.unfinished == 0
 
 
-def test_reasons_are_bounded() -> None:
+def test_the_length_of_reasons_is_bounded() -> None:
     queue = make_queue(REASONS_MAX + 5, dead_letter_topic="dead")
     queue.acquire("a", now_ms=NOW_MS, max_records=REASONS_MAX + 5)
     verbs = [settle(offset, offset, Verb.REJECT, reason=f"reason {offset}") for offset in range(REASONS_MAX + 5)]
@@ -311,7 +311,7 @@ def test_reasons_are_bounded() -> None:
     assert queue.rejecting(REASONS_MAX + 5)[-1].reason == ""
 
 
-def test_at_most_once_is_done_when_handed_out() -> None:
+def test_at_most_once_messages_are_settled_on_delivery() -> None:
     queue = make_queue(3, delivery=AT_MOST_ONCE)
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2)) == [0, 1]
     assert queue.oldest == 2
@@ -320,7 +320,7 @@ def test_at_most_once_is_done_when_handed_out() -> None:
     assert isinstance(results[1], InvalidRecordState)
 
 
-def test_a_key_waits_for_its_first_message_and_others_do_not() -> None:
+def test_a_key_waits_for_its_first_message_and_other_keys_do_not() -> None:
     queue = make_queue(ordered=True, backoff_min_ms=50, dead_letter_topic="dead")
     queue.add_scanned(0, 6, now_ms=NOW_MS, keys=np.array([7, 7, 8, 0, 7, 0], np.int64))
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=9)) == [0, 2, 3, 5]
@@ -334,7 +334,7 @@ def test_a_key_waits_for_its_first_message_and_others_do_not() -> None:
     assert queue.next_available == 4
 
 
-def test_after_a_restart_held_keys_are_learned_before_anything_is_given() -> None:
+def test_after_a_restart_held_keys_are_restored_before_any_delivery() -> None:
     keys = np.array([7, 8, 7, 8], np.int64)
     queue = make_queue(ordered=True)
     queue.add_scanned(0, 4, now_ms=NOW_MS, keys=keys)
@@ -351,7 +351,7 @@ def test_after_a_restart_held_keys_are_learned_before_anything_is_given() -> Non
     assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=9)) == [2]
 
 
-def test_after_a_restart_messages_are_given_before_the_whole_window_is_read() -> None:
+def test_after_a_restart_messages_are_delivered_before_the_whole_window_is_scanned() -> None:
     count = 50_000
     keys = np.arange(1, count + 1, dtype=np.int64)
     queue = make_queue(ordered=True)
@@ -366,13 +366,13 @@ def test_after_a_restart_messages_are_given_before_the_whole_window_is_read() ->
     queue.add_scanned(9_001, 10_005, now_ms=NOW_MS, keys=keys[9_001:10_005])
     assert (queue.is_ready, queue.next_scan_offset, queue.next_available) == (True, 5, None)
     queue.add_scanned(5, 10, now_ms=NOW_MS, keys=keys[5:10])
-    # What was not reached yet can be settled, and counts for its key.
+    # Messages not scanned yet can be settled, and count for their key.
     assert queue.settle("b", [settle(9_001, 9_002, Verb.ACCEPT)], now_ms=NOW_MS) == [None]
     assert offsets(queue.acquire("c", now_ms=NOW_MS, max_records=99)) == [*range(5, 10)]
     assert queue.next_scan_offset == 10
 
 
-def test_a_look_may_overlap_or_leave_a_hole() -> None:
+def test_scans_may_overlap_or_leave_a_gap() -> None:
     queue = make_queue(5)
     queue.add_scanned(3, 8, now_ms=NOW_MS, matches=np.array([0, 0, 1, 0, 1], np.bool_))
     queue.add_scanned(10, 12, now_ms=NOW_MS, absent=[(11, 11)])
@@ -380,7 +380,7 @@ def test_a_look_may_overlap_or_leave_a_hole() -> None:
     assert (queue.counter(DeltaKind.FILTERED), queue.counter(DeltaKind.ABSENT)) == (1, 3)
 
 
-def test_delayed_messages_hold_up_no_one_and_the_window_leaves_them_behind() -> None:
+def test_delayed_messages_block_nothing_and_the_window_moves_past_them() -> None:
     queue = make_queue(window_max=200)
     due_ms = NOW_MS + 3_600_000
     for first in range(0, 1000, 50):
@@ -396,7 +396,7 @@ def test_delayed_messages_hold_up_no_one_and_the_window_leaves_them_behind() -> 
     assert offsets(queue.acquire("b", now_ms=due_ms, max_records=99)) == expected
 
 
-def test_a_full_window_makes_room_once_its_first_messages_are_out() -> None:
+def test_a_full_window_advances_once_its_first_messages_are_done() -> None:
     queue = make_queue(100, window_max=100)
     assert queue.room == 0
     queue.acquire("slow", now_ms=NOW_MS, max_records=1)
@@ -408,7 +408,7 @@ def test_a_full_window_makes_room_once_its_first_messages_are_out() -> None:
     assert queue.fold.unfinished == 0
 
 
-def test_a_seek_forgets_leases_and_delivers_again() -> None:
+def test_a_seek_drops_leases_and_redelivers() -> None:
     queue = make_queue(10)
     queue.acquire("a", now_ms=NOW_MS, max_records=5)
     queue.settle("a", [settle(0, 1, Verb.ACCEPT)], now_ms=NOW_MS)
@@ -419,7 +419,7 @@ def test_a_seek_forgets_leases_and_delivers_again() -> None:
     assert queue.acquire("b", now_ms=NOW_MS, max_records=99) == [Lease(Offset(0), Offset(9), 1, NOW_MS + LEASE_MS)]
 
 
-def test_a_cut_beyond_what_was_looked_at_moves_the_queue() -> None:
+def test_a_truncation_beyond_the_scanned_range_moves_the_queue() -> None:
     queue = make_queue(10)
     queue.acquire("a", now_ms=NOW_MS, max_records=5)
     queue.drop_before(3, now_ms=NOW_MS)
@@ -430,7 +430,7 @@ def test_a_cut_beyond_what_was_looked_at_moves_the_queue() -> None:
     assert queue.oldest == 20
 
 
-def test_what_can_be_found_out_again_is_not_urgent() -> None:
+def test_reconstructible_changes_are_not_urgent() -> None:
     queue = make_queue(5)
     queue.drain()
     assert queue.drain() is None
@@ -444,7 +444,7 @@ def test_what_can_be_found_out_again_is_not_urgent() -> None:
     assert (queue.drain(), queue.has_leases, queue.is_urgent) == (None, False, False)
 
 
-def test_a_lease_that_must_not_be_forgotten_is_urgent() -> None:
+def test_a_lease_that_must_survive_is_urgent() -> None:
     queue = make_queue(5, delivery="exactly-once")
     queue.drain()
     queue.acquire("a", now_ms=NOW_MS, max_records=1)
@@ -469,7 +469,7 @@ def accepted(queue: Queue, count: int) -> list[bytes]:
     return frames
 
 
-def test_an_image_keeps_what_it_cannot_apply_and_is_not_read_without_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_image_keeps_frames_it_cannot_apply_and_is_not_read_without_them(caplog: pytest.LogCaptureFixture) -> None:
     queue, image = make_queue(40), FoldImage(KEY)
     frames = accepted(queue, 40)
     for frame in [*frames[:2], *frames[3:]]:
@@ -480,14 +480,14 @@ def test_an_image_keeps_what_it_cannot_apply_and_is_not_read_without_it(caplog: 
     again.replay(image.snapshot())
     assert (again.is_broken, again.snapshot()) == (True, image.snapshot())
     assert all(frame in image.snapshot() for frame in frames[3:])
-    # Otherwise a queue would be opened without what the last frames have made durable.
+    # Otherwise a queue would be opened without the durable content of the last frames.
     with pytest.raises(CorruptState, match=r"frame 3 of queue .* is missing; .* unfinished message before that was 2"):
         Queue(KEY, queue.settings, leader_epoch=2, snapshot=image.snapshot())
     image.replay(write_snapshot(queue.fold))
     assert (image.is_broken, image.snapshot()) == (False, write_snapshot(queue.fold))
 
 
-def test_what_a_newer_version_can_apply_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_that_a_newer_version_can_apply_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     queue, image = make_queue(5), FoldImage(KEY)
     frames = accepted(queue, 5)
     with monkeypatch.context() as older:
@@ -500,7 +500,7 @@ def test_what_a_newer_version_can_apply_is_not_lost(monkeypatch: pytest.MonkeyPa
     assert again.snapshot() == write_snapshot(read_snapshot(stored)) == write_snapshot(queue.fold)
 
 
-def test_an_image_keeps_a_bounded_part_of_what_it_cannot_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_keeps_a_bounded_number_of_unknown_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     queue, image = make_queue(40), FoldImage(KEY)
     frames = accepted(queue, 40)
     monkeypatch.setattr("millstream.broker.subscriptions.snapshot.BROKEN_BYTES_MAX", 5 * len(frames[1]))
@@ -511,7 +511,7 @@ def test_an_image_keeps_a_bounded_part_of_what_it_cannot_apply(monkeypatch: pyte
     assert [frame in stored for frame in frames[1:]] == [True] * 4 + [False] * 34 + [True]
 
 
-def test_an_image_that_cannot_read_a_snapshot_does_not_forget_that_there_was_one() -> None:
+def test_an_image_that_cannot_read_a_snapshot_remembers_that_there_was_one() -> None:
     queue, image = make_queue(5), FoldImage(KEY)
     image.replay(write_snapshot(queue.fold)[:-3])
     assert image.is_broken
@@ -579,7 +579,7 @@ def test_a_large_queue_agrees_with_arrays(seed: int) -> None:
     assert queue.fold.window.start > 0 or queue.counts.stragglers
 
 
-def test_a_message_takes_few_bytes() -> None:
+def test_the_memory_per_message_is_small() -> None:
     queue = make_queue(100_000, in_flight_max=1_000_000, window_max=200_000)
     queue.acquire("a", now_ms=NOW_MS, max_records=10_000)
     window = queue.fold.window
@@ -587,7 +587,7 @@ def test_a_message_takes_few_bytes() -> None:
     assert sum(column.__sizeof__() for column in columns) < 30 * 100_000
 
 
-def test_a_clock_that_is_put_back_makes_nothing_last_longer() -> None:
+def test_setting_the_clock_back_prolongs_nothing() -> None:
     fast_ms, hour_ms = NOW_MS + 3_600_000, 3_600_000
     queue = make_queue(10, backoff_min_ms=5000, attempts=0)
     queue.add_scanned(10, 11, now_ms=fast_ms, delayed=[(10, fast_ms + 60_000)])
@@ -595,7 +595,7 @@ def test_a_clock_that_is_put_back_makes_nothing_last_longer() -> None:
     queue.acquire("a", now_ms=fast_ms, max_records=2)
     queue.settle("a", [settle(1, 1, Verb.RELEASE)], now_ms=fast_ms)
     queue.tick(fast_ms - hour_ms)
-    # A lease and a wait for a retry last for as long as they were to; a message that has a time waits for it.
+    # Leases and retry delays keep their duration; a scheduled message waits for its time.
     assert offsets(queue.acquire("b", now_ms=NOW_MS + 3999, max_records=20)) == list(range(2, 10))
     assert offsets(queue.acquire("b", now_ms=NOW_MS + 5000, max_records=20)) == [1]
     moved = again(queue)
@@ -608,7 +608,7 @@ def test_a_clock_that_is_put_back_makes_nothing_last_longer() -> None:
     assert 10 in offsets(queue.acquire("d", now_ms=fast_ms + 60_000, max_records=20))
 
 
-def test_a_clock_that_is_put_back_a_little_changes_nothing() -> None:
+def test_setting_the_clock_back_a_little_changes_nothing() -> None:
     queue = make_queue(1)
     queue.acquire("a", now_ms=NOW_MS, max_records=1)
     queue.drain()

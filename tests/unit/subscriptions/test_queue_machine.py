@@ -1,8 +1,7 @@
-"""Random histories of a queue beside a plain model of it: workers, failures, delays, keys, seeks, cuts, crashes.
+"""Random histories of a queue against a plain model: workers, failures, delays, keys, seeks, truncations, crashes.
 
-The model has an object for each message and no cleverness. After every step the queue has to agree with it message by
-message, and the deltas that were drained have to fold to the same bytes. A crash goes back to a frame that had become
-durable, and the model with it.
+The model has one object per message and no optimisations. After every step the queue must agree with it message by
+message, and the drained deltas must fold to the same bytes. A crash returns to a durable frame, and the model with it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ HUGE = 10_000
 
 
 class Stored(NamedTuple):
-    """A message as the log has it."""
+    """A message as stored in the log."""
 
     present: bool
     matches: bool
@@ -50,7 +49,7 @@ class Stored(NamedTuple):
 
 @dataclass
 class Message:
-    """A message as the queue should have it."""
+    """The expected state of a message."""
 
     stored: Stored
     state: int = AVAILABLE
@@ -64,7 +63,7 @@ class Message:
 
 @dataclass
 class Model:
-    """The plain queue."""
+    """The model of a queue."""
 
     settings: SubscriptionSettings
     next_scan_offset: int = 0
@@ -199,7 +198,7 @@ seldom = st.sampled_from([False] * 7 + [True])
 
 
 class QueueHistory(RuleBasedStateMachine):
-    """One queue, its leader crashing now and then."""
+    """One queue whose leader crashes now and then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +264,7 @@ class QueueHistory(RuleBasedStateMachine):
             dense_max=dense_max,
         )
 
-    # -- what may happen -------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------
 
     @rule(messages=stored_messages, back=st.integers(0, 2))
     def look(self, messages: list[tuple[bool, bool, int, int]], back: int) -> None:
@@ -321,7 +320,7 @@ class QueueHistory(RuleBasedStateMachine):
         return sum(message.worker == worker for message in self.model.messages.values() if message.state == LEASED)
 
     def check_ordered(self, given: list[int], room: int, limit: int) -> None:
-        """At most one message of a key is out, each key's messages come in turn, and no key waits without need."""
+        """Check that at most one message of a key is leased, in order, and that no key waits needlessly."""
         model = self.model
         held = {model.messages[offset].stored.key for offset in model.messages if model.holds_key(offset)} - {0}
         keys = [model.messages[offset].stored.key for offset in given if model.messages[offset].stored.key]
@@ -334,7 +333,7 @@ class QueueHistory(RuleBasedStateMachine):
                 if one is not None and one.stored.key == stored.key and not one.stored.due_ms:
                     assert one.state in (DONE, REJECTING)
         if room == HUGE:
-            # After a restart the queue knows the keys of what it has looked at again.
+            # After a restart the queue knows only the keys that it has scanned again.
             known = [offset for offset in model.in_state(AVAILABLE) if offset < self.queue.next_scan_offset]
             available = [offset for offset in known if offset < limit]
             free = {offset for offset in available if not model.messages[offset].stored.key}
@@ -397,7 +396,7 @@ class QueueHistory(RuleBasedStateMachine):
 
     @rule()
     def wait_for_next(self) -> None:
-        """The time at which the queue wants to be woken is never too late."""
+        """Check that the time at which the queue wants to be woken is never too late."""
         due = [one.due_ms for one in self.model.messages.values() if one.state in (LEASED, PARKED)]
         next_ms = self.queue.next_due_ms
         assert not due or (next_ms is not None and next_ms <= min(due))
@@ -455,7 +454,7 @@ class QueueHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.model.letters)
     @rule(data=st.data(), is_closed=st.booleans())
     def revive(self, data: st.DataObject, is_closed: bool) -> None:
-        """Letters are redriven, some of them again, since the first time got no response."""
+        """Redrive letters, some of them twice, as after a lost response."""
         model, (_, parked_max, _) = self.model, self.sizes
         offsets = data.draw(st.lists(st.sampled_from(sorted(model.letters)), min_size=1, max_size=4, unique=True))
         offsets = [offset for offset in offsets if offset >= self.log_start]
@@ -487,8 +486,8 @@ class QueueHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.steps % 3 == 0)
     @rule(data=st.data())
     def crash(self, data: st.DataObject) -> None:
-        """The leader dies; another goes on from what had become durable."""
-        # Mostly all of it had; sometimes the last few frames had not.
+        """Crash the leader; another continues from the durable state."""
+        # Usually everything was durable; sometimes the last few frames were not.
         place = max(0, len(self.points) - 1 - data.draw(st.sampled_from([0, 0, 0, 1, 3])))
         snapshot, model = self.points[place]
         del self.points[place + 1 :]
@@ -499,7 +498,7 @@ class QueueHistory(RuleBasedStateMachine):
         self.queue.drop_before(self.log_start, now_ms=self.now_ms)
         self.model.cut(self.log_start)
 
-    # -- what always holds -----------------------------------------------------------------------------------
+    # -- invariants ------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         frame = self.queue.drain()
@@ -551,7 +550,7 @@ class QueueHistory(RuleBasedStateMachine):
         assert self.queue.next_available == min(model.in_state(AVAILABLE), default=None)
 
     def teardown(self) -> None:
-        """Nothing is lost: with willing workers every message comes to an end."""
+        """Check that nothing is lost: with cooperative workers every message is settled."""
         if not hasattr(self, "queue"):
             return
         for _ in range(len(self.log) * 4 + 20):

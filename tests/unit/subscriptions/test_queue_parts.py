@@ -1,4 +1,4 @@
-"""The parts of a queue by themselves: frames, snapshots, the index of what is due, the order of keys."""
+"""The parts of a queue: frames, snapshots, the index of due times, the order of keys."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def leased_queue() -> Queue:
 
 @patient
 @given(st.lists(deltas, max_size=10), st.sampled_from([1, 5]))
-def test_a_frame_reads_back(some_deltas: list[Delta], times: int) -> None:
+def test_a_frame_round_trips(some_deltas: list[Delta], times: int) -> None:
     given_deltas = some_deltas * times
     frame = write_frame(HEADER, given_deltas)
     assert read_frame(frame) == Frame(HEADER, given_deltas, [])
@@ -75,7 +75,7 @@ def test_a_frame_reads_back(some_deltas: list[Delta], times: int) -> None:
 
 @patient
 @given(st.lists(deltas, max_size=10), st.sampled_from([1, 5]), st.data())
-def test_a_frame_concerns_the_messages_of_its_deltas_only(
+def test_a_frame_refers_only_to_the_messages_of_its_deltas(
     some_deltas: list[Delta], times: int, data: st.DataObject
 ) -> None:
     bounds = [bound for delta in some_deltas for bound in (delta.first, delta.last)]
@@ -96,7 +96,7 @@ def test_a_damaged_frame_is_reported(some_deltas: list[Delta], times: int, data:
         read_frame(bytes(frame))
 
 
-def test_frames_are_taken_once_in_their_order() -> None:
+def test_frames_are_applied_once_and_in_order() -> None:
     frame = leased_queue().drain()
     assert frame is not None
     fold = Fold(KEY)
@@ -110,7 +110,7 @@ def test_frames_are_taken_once_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DeltaKind if kind not in (DeltaKind.START, DeltaKind.SOUGHT)])
-def test_deltas_about_messages_that_are_not_there_are_refused(kind: DeltaKind) -> None:
+def test_deltas_about_missing_messages_are_refused(kind: DeltaKind) -> None:
     if kind in (DeltaKind.RETENTION_CUT, DeltaKind.PLANNED, DeltaKind.LETTER_CLOSED):
         return
     fold = leased_queue().fold
@@ -120,7 +120,7 @@ def test_deltas_about_messages_that_are_not_there_are_refused(kind: DeltaKind) -
         fold.apply(Delta(kind, 2, 12, 1, 0, "a", 1))
 
 
-def test_a_snapshot_reads_back_and_damage_is_reported() -> None:
+def test_a_snapshot_round_trips_and_damage_is_reported() -> None:
     fold = leased_queue().fold
     snapshot = write_snapshot(fold)
     assert is_snapshot(snapshot)
@@ -137,7 +137,7 @@ def test_a_snapshot_reads_back_and_damage_is_reported() -> None:
 
 @patient
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 600_000)), max_size=30), st.data())
-def test_nothing_is_due_too_late(dues: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_nothing_becomes_due_too_late(dues: list[tuple[int, int]], data: st.DataObject) -> None:
     waiting = dict(dues)
     index = DueIndex(lambda first, last: [(o, o, due) for o, due in waiting.items() if first <= o <= last])
     for offset, due_ms in waiting.items():
@@ -155,7 +155,7 @@ def test_nothing_is_due_too_late(dues: list[tuple[int, int]], data: st.DataObjec
     assert index.next_ms == NEVER_MS
 
 
-def test_those_behind_a_key_come_in_turn() -> None:
+def test_messages_waiting_for_a_key_come_in_order() -> None:
     order = KeyOrder(0)
     assert order.try_enter(5, 0)
     assert order.try_enter(5, 0)
@@ -173,7 +173,7 @@ def test_those_behind_a_key_come_in_turn() -> None:
     assert order.in_use == 0
 
 
-def test_texts_are_numbered_while_someone_refers_to_them() -> None:
+def test_text_ids_are_kept_while_referenced() -> None:
     texts = InternTable()
     first, second = texts.add_references("a", 2), texts.add_references("b", 1)
     texts.remove_references(first, 1)

@@ -1,4 +1,4 @@
-"""A worker that asks one or several queues: what it is given first, and what it waits for."""
+"""A worker that polls one or several queues: what it receives first, and what it waits for."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def given_offsets(given: list[Grant]) -> list[int]:
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_given_counts_as_memory_of_clients_until_it_is_sent(bench: Workbench) -> None:
+async def test_delivered_messages_count_as_client_memory_until_sent(bench: Workbench) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE)
     budget = Budget(1000)
     bench.publish("a")
     bench.publish("b" * 1000)
     bench.store.holds = True
-    # One batch is given although it is larger than a fair share of what is left, and no second one.
+    # One batch is delivered although it exceeds a fair share of the rest, but not a second one.
     asking = asyncio.ensure_future(receive([delivery], wanted(5)._replace(max_bytes=9999), budget, wait_s=0))
     await turns()
     held_bytes = budget.used_bytes
@@ -49,7 +49,7 @@ async def test_what_is_given_counts_as_memory_of_clients_until_it_is_sent(bench:
     assert (offsets(received), held_bytes, budget.used_bytes) == ([0], sum(map(len, received.batches)), 0)
 
 
-async def test_a_worker_waits_for_the_memory_of_all_clients(bench: Workbench) -> None:
+async def test_a_worker_waits_for_client_memory(bench: Workbench) -> None:
     delivery = await bench.open()
     budget = Budget(1000)
     budget.take(1000)
@@ -71,7 +71,7 @@ async def test_a_worker_waits_for_the_memory_of_all_clients(bench: Workbench) ->
     assert budget.used_bytes == 1000
 
 
-# -- requests that wait without a task ---------------------------------------------------------------------------
+# -- requests parked without a task ------------------------------------------------------------------------------
 
 
 def sizes(grants: list[Grant], error: Exception | None) -> Buffers:
@@ -87,7 +87,7 @@ def parked(budget: Budget, response: Callable[[list[Grant], Exception | None], B
 
 
 @pytest.mark.parametrize("is_available", [True, False])
-async def test_a_response_that_fails_is_refused_and_keeps_nothing(bench: Workbench, is_available: bool) -> None:
+async def test_a_failed_response_is_an_error_and_leases_nothing(bench: Workbench, is_available: bool) -> None:
     delivery, budget = await bench.open(), Budget(1 << 20)
     if is_available:
         bench.publish("a")
@@ -104,7 +104,7 @@ async def test_a_response_that_fails_is_refused_and_keeps_nothing(bench: Workben
 
 
 @pytest.mark.parametrize("method", ["try_receive", "park"])
-async def test_a_queue_with_a_bug_is_an_error_and_nothing_is_kept(
+async def test_an_exception_in_a_queue_is_an_error_and_nothing_is_leased(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     def broken(*_: object) -> None:
@@ -127,7 +127,7 @@ async def test_a_queue_with_a_bug_is_an_error_and_nothing_is_kept(
     assert (lease.first, lease.attempt) == (0, 1)
 
 
-async def test_a_failure_without_a_response_does_not_leave_the_connection_waiting(bench: Workbench) -> None:
+async def test_a_failure_without_a_response_does_not_block_the_connection(bench: Workbench) -> None:
     delivery, budget = await bench.open(), Budget(1 << 20)
     bench.publish("a")
 
@@ -155,7 +155,7 @@ async def test_messages_behind_a_write_are_held_and_counted_until_it_is_durable(
     assert budget.used_bytes == 0
 
 
-async def test_a_client_that_leaves_before_a_write_is_durable_keeps_nothing(bench: Workbench) -> None:
+async def test_a_client_that_disconnects_before_a_write_is_durable_leases_nothing(bench: Workbench) -> None:
     delivery, budget = await bench.open(), Budget(1 << 20)
     bench.publish("a")
     write, waiting = PendingWrite(), parked(budget)
@@ -169,7 +169,7 @@ async def test_a_client_that_leaves_before_a_write_is_durable_keeps_nothing(benc
     assert (lease.first, lease.attempt) == (0, 1)
 
 
-async def test_messages_that_do_not_leave_the_connection_are_returned(bench: Workbench) -> None:
+async def test_messages_that_were_not_sent_are_returned(bench: Workbench) -> None:
     delivery, presence = await bench.open(), Presence()
     bench.publish("a")
     waiting = ParkedLease(PLENTY, "one", presence, sizes, lambda _error: [])
@@ -179,7 +179,7 @@ async def test_messages_that_do_not_leave_the_connection_are_returned(bench: Wor
     assert (lease.first, lease.attempt) == (0, 1)
 
 
-async def test_queues_that_are_all_closed_are_an_error(bench: Workbench) -> None:
+async def test_closed_queues_only_are_an_error(bench: Workbench) -> None:
     delivery = await bench.open()
     delivery.close(NotLeader("moved"))
     write, waiting = PendingWrite(), parked(PLENTY)
@@ -191,7 +191,7 @@ async def test_queues_that_are_all_closed_are_an_error(bench: Workbench) -> None
 # -- several queues ----------------------------------------------------------------------------------------------
 
 
-async def test_a_queue_that_is_closed_does_not_keep_others_from_giving(bench: Workbench) -> None:
+async def test_a_closed_queue_does_not_block_the_others(bench: Workbench) -> None:
     here = await bench.open()
     other = await bench.open(partition=bench.make_partition(1))
     other.close(NotLeader("moved"))
@@ -203,7 +203,7 @@ async def test_a_queue_that_is_closed_does_not_keep_others_from_giving(bench: Wo
     assert given_offsets(await receive([other, here], wanted(5), PLENTY, wait_s=0)) == [1]
 
 
-async def test_leases_of_one_queue_are_reported_although_another_was_lost(bench: Workbench) -> None:
+async def test_leases_of_one_queue_are_returned_although_another_was_lost(bench: Workbench) -> None:
     here = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("a")
     bench.partition = bench.make_partition(1)
@@ -223,7 +223,7 @@ async def test_leases_of_one_queue_are_reported_although_another_was_lost(bench:
     assert asking.result() == []
 
 
-async def test_only_the_first_queue_exceeds_the_bytes_asked_for_and_no_queue_starves(bench: Workbench) -> None:
+async def test_only_the_first_queue_exceeds_the_requested_bytes_and_no_queue_starves(bench: Workbench) -> None:
     deliveries = []
     for index in range(1, 4):
         bench.partition = bench.make_partition(index)
@@ -237,6 +237,6 @@ async def test_only_the_first_queue_exceeds_the_bytes_asked_for_and_no_queue_sta
     assert served == [1, 2, 3]
 
 
-async def test_without_any_queue_the_response_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_any_queue_the_response_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "NO_QUEUE_WAIT_S", 0.01)
     assert await receive([], wanted(), PLENTY, wait_s=WAIT_S) == []

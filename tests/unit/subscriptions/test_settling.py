@@ -1,4 +1,4 @@
-"""Whether a worker holds a range is decided here as the queue itself decides it."""
+"""The check whether a worker holds a range agrees with the queue itself."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _steps = st.lists(
 
 
 @given(_steps, st.lists(_settles, min_size=1, max_size=8), st.sampled_from([AT_LEAST_ONCE, AT_MOST_ONCE]))
-def test_who_holds_may_settle_and_no_one_else(
+def test_only_the_holder_may_settle(
     steps: list[tuple[str, int | Settlement]], asked: list[Settlement], delivery: str
 ) -> None:
-    # Few offsets are dense, so that some that wait are kept aside.
+    # The offsets are dense, so that some waiting ones are parked.
     queue = Queue(KEY, SubscriptionSettings(delivery=delivery), leader_epoch=1, dense_max=10)
     queue.begin(0, now_ms=NOW_MS)
     queue.add_scanned(0, MESSAGES, now_ms=NOW_MS, absent=[(7, 8)])
@@ -51,7 +51,7 @@ def test_who_holds_may_settle_and_no_one_else(
             assert (refused is None) == expected
 
 
-def test_what_a_worker_does_not_hold_is_named_plainly() -> None:
+def test_messages_that_a_worker_does_not_hold_are_named() -> None:
     queue = Queue(KEY, SubscriptionSettings(), leader_epoch=1)
     queue.begin(0, now_ms=NOW_MS)
     one, several = (Settlement(Offset(0), Offset(last), Verb.ACCEPT) for last in (0, 3))

@@ -1,4 +1,4 @@
-"""The store of queues: what is written is read back, in order and once, wherever it is kept and whatever fails."""
+"""The state store of queues: writes are read back in order and once, in any location and despite failures."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ME, OTHER = NodeId(1), NodeId(2)
 
 
 class Joined:
-    """An image that is just all of its deltas, one after the other."""
+    """An image that is the concatenation of its deltas."""
 
     has_ledger = False
     is_broken = False
@@ -86,7 +86,7 @@ class Joined:
 
 
 class FakePeers:
-    """Another node, whose coordinator responds in this process; `trouble` gives the errors of the next requests."""
+    """Another node, whose coordinator responds in this process; `trouble` holds the errors of the next requests."""
 
     def __init__(self, states: StateCoordinator) -> None:
         self.trouble: Iterator[MillstreamError | None] = iter(())
@@ -131,7 +131,7 @@ def coordinator(topics: MemoryTopics, clock: ManualClock | None = None) -> State
 
 
 def key_at(states: StateCoordinator, index: int) -> QueueKey:
-    """A queue that the given partition keeps."""
+    """A queue that is stored in the given partition."""
     while True:
         key = QueueKey(uuid4(), uuid4(), PartitionIndex(3))
         if states.partition_of(key) == index:
@@ -161,7 +161,7 @@ def topics(request: pytest.FixtureRequest) -> MemoryTopics:
     return made
 
 
-async def test_what_is_written_is_read_back_by_the_next_leader(topics: MemoryTopics) -> None:
+async def test_written_state_is_read_back_by_the_next_leader(topics: MemoryTopics) -> None:
     states, _, store = await opened(topics)
     key = key_at(states, 1)
     assert await store.load(key, Epoch(3)) == (None, -1)
@@ -190,7 +190,7 @@ async def test_the_frames_about_a_message_are_found_in_the_log(topics: MemoryTop
         for one in (key, other):
             if not number:
                 await store.load(one, Epoch(0))
-            # Each frame is about ten messages: the first is about 0 to 9, the second about 5 to 14.
+            # Each frame covers ten messages: the first 0 to 9, the second 5 to 14.
             delta = Delta(DeltaKind.ACQUIRED, 5 * number, 5 * number + 9, 1, 0, "w", clock.now_ms())
             frame = write_frame(FrameHeader(one, 0, number, 0), [delta])
             await store.write(QueueWrite(one, Epoch(0), number, frame))
@@ -224,7 +224,7 @@ async def test_a_search_for_frames_does_not_stall_the_loop() -> None:
     await store.close()
 
 
-async def test_a_write_that_is_repeated_counts_once_and_none_is_left_out(topics: MemoryTopics) -> None:
+async def test_a_repeated_write_counts_once_and_a_gap_is_refused(topics: MemoryTopics) -> None:
     states, _, store = await opened(topics)
     key = key_at(states, 0)
     await store.load(key, Epoch(0))
@@ -236,7 +236,7 @@ async def test_a_write_that_is_repeated_counts_once_and_none_is_left_out(topics:
     await store.close()
 
 
-async def test_trouble_that_passes_costs_neither_a_write_nor_the_order() -> None:
+async def test_transient_errors_lose_neither_a_write_nor_the_order() -> None:
     topics = MemoryTopics()
     topics.leader = OTHER
     states, peers, store = await opened(topics)
@@ -274,7 +274,7 @@ async def test_a_failed_sync_is_survived() -> None:
     await store.close()
 
 
-async def test_what_is_not_durable_is_bounded_and_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unwritten_state_is_bounded_and_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_lane, "UNWRITTEN_BYTES_MAX", 10)
     monkeypatch.setattr("millstream.broker.subscriptions.routed_store.CLOSE_S", 0.01)
     topics = MemoryTopics()
@@ -293,7 +293,7 @@ async def test_what_is_not_durable_is_bounded_and_reported_at_the_end(monkeypatc
     assert store.has_room(key)
 
 
-async def test_queues_of_deleted_subscriptions_go() -> None:
+async def test_queues_of_deleted_subscriptions_are_removed() -> None:
     topics = MemoryTopics()
     states, _, store = await opened(topics)
     stays, goes = key_at(states, 0), key_at(states, 1)
@@ -310,7 +310,7 @@ async def test_queues_of_deleted_subscriptions_go() -> None:
     await again.close()
 
 
-def test_records_that_are_none_are_reported() -> None:
+def test_invalid_records_are_reported() -> None:
     with pytest.raises(CorruptState):
         read_record(StateRecord(b"short", b""))
     with pytest.raises(CorruptState, match="newer"):
@@ -319,8 +319,8 @@ def test_records_that_are_none_are_reported() -> None:
         read_record(StateRecord(bytes(37), b"short"))
 
 
-async def test_a_queue_is_read_behind_what_was_written_of_it_before() -> None:
-    """Otherwise the next write would have the number of one that is on its way, and count as its repetition."""
+async def test_a_queue_is_read_after_its_pending_writes() -> None:
+    """Otherwise the next write would reuse the number of a pending one, and count as its repetition."""
     topics = MemoryTopics()
     topics.leader = OTHER
     states, peers, store = await opened(topics)
@@ -335,7 +335,7 @@ async def test_a_queue_is_read_behind_what_was_written_of_it_before() -> None:
     await store.close()
 
 
-async def test_a_write_behind_one_that_is_lost_is_lost_too_whatever_others_write() -> None:
+async def test_a_write_behind_a_lost_one_is_lost_too() -> None:
     topics = MemoryTopics()
     topics.leader = OTHER
     states, peers, store = await opened(topics)
@@ -357,7 +357,7 @@ async def test_a_write_behind_one_that_is_lost_is_lost_too_whatever_others_write
 
 
 class Large(Joined):
-    """An image whose snapshot is made beside the loop, and not before the test says so."""
+    """An image whose snapshot is made beside the loop, when the test says so."""
 
     is_large = True
     captures: Callable[[], None] = staticmethod(lambda: None)
@@ -376,7 +376,7 @@ def written(key: QueueKey, epoch: int, sequence: int, deltas: bytes) -> StateRec
     return write_record(QueueRecord(DELTAS, key, Epoch(epoch), sequence, deltas))
 
 
-async def test_a_large_queue_goes_on_while_its_snapshot_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_queue_continues_while_its_snapshot_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     key, held = QueueKey(uuid4(), uuid4(), PartitionIndex(3)), threading.Event()
     monkeypatch.setattr(Large, "captures", staticmethod(lambda: held.wait(60)))
     shard = StateShard(Large)
@@ -401,7 +401,7 @@ async def test_a_large_queue_goes_on_while_its_snapshot_is_made(monkeypatch: pyt
         again.load(key, Epoch(0))
 
 
-async def test_a_large_queue_that_goes_meanwhile_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_queue_deleted_meanwhile_is_not_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
     key = QueueKey(uuid4(), uuid4(), PartitionIndex(3))
     shard = StateShard(Large)
     shard.replay(written(key, 0, 0, b"a"))
@@ -418,13 +418,13 @@ async def test_a_large_queue_that_goes_meanwhile_is_not_written_again(monkeypatc
 
 
 def started(key: QueueKey, count: int) -> list[bytes]:
-    """The frames of a queue: its start, and a scan for each further one."""
+    """The frames of a queue: its start, and one scan each."""
     deltas = [Delta(DeltaKind.START, 0, 0, 0, 0, "", 1)]
     deltas += [Delta(DeltaKind.SCANNED, offset, offset, 0, 0, "", 1) for offset in range(count - 1)]
     return [write_frame(FrameHeader(key, 0, number, 0), [delta]) for number, delta in enumerate(deltas, 1)]
 
 
-def test_a_queue_that_cannot_be_read_does_not_keep_others_from_being_stored() -> None:
+def test_an_unreadable_queue_does_not_block_the_storing_of_others() -> None:
     good, bad = (QueueKey(uuid4(), uuid4(), PartitionIndex(index)) for index in range(2))
     shard = StateShard(_build_image)
     for key in (good, bad):
@@ -472,7 +472,7 @@ class _Partition(NamedTuple):
 
 
 def kept_from(landed: int, sizes: Sequence[int], *, has_ledger: bool = True) -> tuple[int, list[Overflow]]:
-    """What is kept of a log of 100 offsets per segment, of which the last two are the rewrite."""
+    """The retained part of a log of 100 offsets per segment, of which the last two are the rewrite."""
     retention = LedgerRetention(ManualClock(), bytes_max=1000)
     retention.landed = lambda _partition: landed
     segments = [_Segment(size, 100 * number) for number, size in enumerate(sizes, 1)]
@@ -492,6 +492,6 @@ def test_deltas_are_kept_until_they_have_landed_and_overflow_is_recorded() -> No
     kept, (overflow,) = kept_from(50, [600, 600, 300, 10])
     assert kept == 100
     assert (overflow.start, overflow.end) == (50, 100)
-    # What the node needs itself is never deleted, however large it is.
+    # The part that the node itself needs is never deleted, at any size.
     kept, _overflow = kept_from(0, [300, 300, 900, 900])
     assert kept == 200

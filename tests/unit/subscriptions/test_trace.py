@@ -1,4 +1,4 @@
-"""The life of a message as the leader of its queue knows it."""
+"""The history of a message as known to the leader of its queue."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_dead_letter_is_named_with_its_reason(bench: Workbench) -> None:
     assert found.dead_letter == DeadLetterPosition("dead", 0, 7)
 
 
-async def test_other_ends_say_why(bench: Workbench) -> None:
+async def test_other_outcomes_have_a_reason(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish(*"abcd")
     delivery.try_receive(wanted(1))
@@ -83,7 +83,7 @@ async def test_other_ends_say_why(bench: Workbench) -> None:
     assert bench_start.state == "skipped"
 
 
-async def test_a_seek_forward_does_not_change_how_messages_ended(bench: Workbench) -> None:
+async def test_a_seek_forward_does_not_change_outcomes(bench: Workbench) -> None:
     delivery = await bench.open(dead_letter_topic="dead")
     bench.publish(*"abcde")
     delivery.try_receive(wanted(3))
@@ -99,7 +99,7 @@ async def test_a_seek_forward_does_not_change_how_messages_ended(bench: Workbenc
     assert (skipped.state, skipped.worker) == ("skipped", "")
     states = [(await message_state(delivery, offset, start=0, wait_s=0)).state for offset in range(3)]
     assert states == ["accepted", "dead-lettered", "skipped"]
-    # A seek backward starts anew.
+    # A seek backward starts over.
     delivery.seek(Offset(0))
     assert (await trace(delivery)).state == "waiting"
     delivery.try_receive(wanted(1))
@@ -107,7 +107,7 @@ async def test_a_seek_forward_does_not_change_how_messages_ended(bench: Workbenc
     assert [(await trace(delivery, offset)).state for offset in range(2)] == ["skipped", "skipped"]
 
 
-async def test_retention_does_not_change_how_messages_ended(bench: Workbench) -> None:
+async def test_retention_does_not_change_outcomes(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish(*"abc")
     delivery.try_receive(wanted(3))
@@ -117,7 +117,7 @@ async def test_retention_does_not_change_how_messages_ended(bench: Workbench) ->
     assert [(await trace(delivery, offset)).state for offset in range(3)] == ["expired", "accepted", "leased"]
 
 
-async def test_what_is_forgotten_is_said(bench: Workbench) -> None:
+async def test_forgotten_outcomes_are_reported_as_such(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b")
     delivery.try_receive(wanted(2))
@@ -140,7 +140,7 @@ async def test_what_is_forgotten_is_said(bench: Workbench) -> None:
     assert "earlier deliveries" in held.unknown
 
 
-async def test_events_that_cannot_be_searched_are_mentioned(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unsearchable_events_are_mentioned(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     delivery = await bench.open(ledger=True)
     bench.publish("a")
     delivery.try_receive(wanted())
@@ -157,7 +157,7 @@ async def test_events_that_cannot_be_searched_are_mentioned(bench: Workbench, mo
     assert "the search took too long" in found.unknown
 
 
-async def test_a_ledger_remembers_what_the_node_has_forgotten(bench: Workbench) -> None:
+async def test_a_ledger_remembers_outcomes_that_the_node_has_forgotten(bench: Workbench) -> None:
     delivery = await bench.open(dead_letter_topic="dead", ledger=True)
     bench.publish("a", "b")
     delivery.try_receive(wanted(2))
@@ -172,7 +172,7 @@ async def test_a_ledger_remembers_what_the_node_has_forgotten(bench: Workbench) 
     assert (remembered.state, remembered.is_complete) == ("dead-lettered", True)
     assert kinds(remembered) == ["acquired", "rejecting", "dead_lettered"]
     assert kinds(await trace(delivery, 1)) == ["acquired", "accepted"]
-    # What follows is remembered, and what was before it is found.
+    # Later events are remembered, and earlier ones are found.
     await delivery.revive({Offset(0): bytes(LETTER_BYTES)}, {})
     revived = await trace(delivery)
     assert (revived.state, revived.attempts, revived.is_complete) == ("waiting", 0, True)

@@ -1,4 +1,4 @@
-"""Each fault is planted and must be found; a history without a fault must give no finding."""
+"""Each planted fault must be found; a valid history must give no finding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Message = tuple[str, int]
 
 @dataclass
 class Story:
-    """What really happened, before it becomes a history. A log entry of None is an offset that is not visible."""
+    """The actual events, before they become a history. A log entry of None is an invisible offset."""
 
     sent: list[tuple[str, int, int]] = field(default_factory=list)
     logs: dict[int, list[Message | None]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ def stories(draw: DrawFn) -> Story:
 
 
 def choose_acked(draw: Callable[..., int], story: Story) -> tuple[Message, int, int]:
-    """One acknowledged message and its place; makes one when there is none."""
+    """Choose an acknowledged message and its position; create one if there is none."""
     if all(offset < 0 for _, offset in story.acked.values()):
         story.logs[0].append(("new", 0))
         story.sent.append(("new", 0, 0))
@@ -109,7 +109,7 @@ def test_a_lost_message_is_found(story: Story, data: st.DataObject) -> None:
 
 @settings(deadline=None)
 @given(stories(), st.data())
-def test_a_doubled_message_is_found_unless_its_producer_may_repeat(story: Story, data: st.DataObject) -> None:
+def test_a_duplicate_message_is_found_unless_its_producer_may_repeat(story: Story, data: st.DataObject) -> None:
     message, partition, _ = choose_acked(data.draw, story)
     story.logs[partition].append(message)
     assert story.counts() == {Kind.DOUBLED: 1}
@@ -119,7 +119,7 @@ def test_a_doubled_message_is_found_unless_its_producer_may_repeat(story: Story,
 
 @settings(deadline=None)
 @given(stories(), st.data())
-def test_two_messages_in_the_wrong_order_are_found(story: Story, data: st.DataObject) -> None:
+def test_reordered_messages_are_found(story: Story, data: st.DataObject) -> None:
     message, partition, offset = choose_acked(data.draw, story)
     producer = message[0]
     later = (producer, 1 + max(sequence for name, sequence, _ in story.sent if name == producer))
@@ -134,7 +134,7 @@ def test_two_messages_in_the_wrong_order_are_found(story: Story, data: st.DataOb
 
 @settings(deadline=None)
 @given(stories(), st.data(), st.sampled_from(["audit", "group"]))
-def test_an_offset_that_one_reader_skips_is_found(story: Story, data: st.DataObject, reader: str) -> None:
+def test_an_offset_skipped_by_one_reader_is_found(story: Story, data: st.DataObject, reader: str) -> None:
     _, partition, offset = choose_acked(data.draw, story)
     story.skipped[reader] = {(partition, offset)}
     assert story.counts() == {Kind.SKIPPED: 1}
@@ -142,7 +142,7 @@ def test_an_offset_that_one_reader_skips_is_found(story: Story, data: st.DataObj
 
 @settings(deadline=None)
 @given(stories(), st.data())
-def test_an_acknowledged_offset_that_is_not_the_real_one_is_found(story: Story, data: st.DataObject) -> None:
+def test_a_wrong_acknowledged_offset_is_found(story: Story, data: st.DataObject) -> None:
     message, partition, _ = choose_acked(data.draw, story)
     story.acked[message] = (partition, len(story.logs[partition]) + 3)
     assert story.counts() == {Kind.INCONSISTENT: 1}
@@ -150,7 +150,7 @@ def test_an_acknowledged_offset_that_is_not_the_real_one_is_found(story: Story, 
 
 @settings(deadline=None)
 @given(stories(), st.data())
-def test_two_readers_that_see_different_things_are_found(story: Story, data: st.DataObject) -> None:
+def test_readers_that_disagree_are_found(story: Story, data: st.DataObject) -> None:
     _, partition, offset = choose_acked(data.draw, story)
     story.sent.append(("z", 0, partition))
     story.seen["group", partition, offset] = ("z", 0)
@@ -159,7 +159,7 @@ def test_two_readers_that_see_different_things_are_found(story: Story, data: st.
 
 @settings(deadline=None)
 @given(stories(), st.data())
-def test_a_message_in_another_partition_is_found(story: Story, data: st.DataObject) -> None:
+def test_a_message_in_the_wrong_partition_is_found(story: Story, data: st.DataObject) -> None:
     partition = data.draw(st.sampled_from(sorted(story.logs)))
     story.sent.append(("z", 0, partition + 1))
     story.logs[partition].append(("z", 0))
@@ -168,7 +168,7 @@ def test_a_message_in_another_partition_is_found(story: Story, data: st.DataObje
 
 @settings(deadline=None)
 @given(stories(), st.data())
-def test_a_message_that_no_one_sent_is_found(story: Story, data: st.DataObject) -> None:
+def test_a_message_that_was_never_sent_is_found(story: Story, data: st.DataObject) -> None:
     partition = data.draw(st.sampled_from(sorted(story.logs)))
     story.logs[partition].append(("z", 0))
     assert story.counts() == {Kind.PHANTOM: 1}
@@ -189,7 +189,7 @@ def test_an_acknowledgement_of_something_never_sent_is_found() -> None:
     assert history.check().counts == {Kind.PHANTOM: 1}
 
 
-def test_a_reader_that_stops_early_is_found_only_if_it_should_be_complete() -> None:
+def test_a_reader_that_stops_early_is_found_only_if_it_must_be_complete() -> None:
     history = _two_messages()
     history.read("early", "t", 0, 0, "p", 0)
     assert history.check(complete=["audit"]).ok
@@ -198,11 +198,11 @@ def test_a_reader_that_stops_early_is_found_only_if_it_should_be_complete() -> N
     assert "early" in str(report)
 
 
-def test_a_reader_that_never_came_is_found_if_it_should_be_complete() -> None:
+def test_a_missing_reader_is_found_if_it_must_be_complete() -> None:
     assert _two_messages().check(complete=["absent"]).counts == {Kind.SKIPPED: 1}
 
 
-def test_a_member_that_starts_behind_what_its_group_has_read_is_found() -> None:
+def test_a_member_that_starts_beyond_the_position_of_its_group_is_found() -> None:
     history = _two_messages()
     history.sent("p", 2, "t", 0)
     history.read("audit", "t", 0, 2, "p", 2)
@@ -213,14 +213,14 @@ def test_a_member_that_starts_behind_what_its_group_has_read_is_found() -> None:
     assert history.check(complete=["group"]).ok
 
 
-def test_a_reader_that_starts_behind_its_position_is_found() -> None:
+def test_a_reader_that_starts_beyond_its_position_is_found() -> None:
     history = _two_messages()
     history.positioned("late", "t", 0, 0)
     history.read("late", "t", 0, 1, "p", 1)
     assert history.check().counts == {Kind.SKIPPED: 1}
 
 
-def test_a_jump_is_found_even_if_the_reader_comes_back_for_the_rest() -> None:
+def test_a_jump_is_found_even_if_the_reader_returns_for_the_rest() -> None:
     history = _two_messages()
     history.sent("p", 2, "t", 0)
     history.read("audit", "t", 0, 2, "p", 2)
@@ -231,7 +231,7 @@ def test_a_jump_is_found_even_if_the_reader_comes_back_for_the_rest() -> None:
     assert report.rewound == 1
 
 
-def test_how_far_a_group_has_read() -> None:
+def test_the_position_of_a_group() -> None:
     history = _two_messages()
     history.read("group/one", "t", 0, 0, "p", 0)
     history.read("group/two", "t", 0, 1, "p", 1)
@@ -243,7 +243,7 @@ def test_how_far_a_group_has_read() -> None:
     assert history.acknowledgements == 2
 
 
-def test_a_fresh_history_is_fine() -> None:
+def test_an_empty_history_is_valid() -> None:
     assert History().check().ok
 
 
@@ -252,7 +252,7 @@ def test_a_sequence_beyond_the_limit_is_refused() -> None:
         History().sent("p", 1 << 40, "t", 0)
 
 
-def test_many_findings_are_counted_and_the_first_ones_described() -> None:
+def test_many_findings_are_counted_and_the_first_described() -> None:
     history = History()
     for sequence in range(1000):
         history.sent("p", sequence, "t", 0)
@@ -265,7 +265,7 @@ def test_many_findings_are_counted_and_the_first_ones_described() -> None:
 
 @settings(deadline=None)
 @given(stories())
-def test_a_saved_history_is_the_same_when_loaded(tmp_path_factory: pytest.TempPathFactory, story: Story) -> None:
+def test_a_history_survives_saving_and_loading(tmp_path_factory: pytest.TempPathFactory, story: Story) -> None:
     story.repeating.add("c")
     history = story.history()
     path = tmp_path_factory.mktemp("history") / "history.jsonl"

@@ -1,4 +1,4 @@
-"""A link that is cut loses nothing and ends nothing; it only lets nothing pass, and only for whom it is cut."""
+"""A cut link blocks traffic of the selected clients without losing data or closing connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request(client_id: str | None) -> bytes:
 
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """A server that sends back what it gets."""
+    """An echo server."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve(connection: socket.socket) -> None:
@@ -69,7 +69,7 @@ def test_the_client_id_is_found_in_the_first_request() -> None:
     assert client_id_of(b"") == ""
 
 
-def test_what_is_sent_over_a_cut_link_arrives_when_it_is_healed(relay: LinkRelay) -> None:
+def test_data_sent_over_a_cut_link_arrives_when_it_is_healed(relay: LinkRelay) -> None:
     said = request("replica-2")
     with closing(connect(relay)) as link, closing(connect(relay)) as client:
         link.sendall(said)
@@ -86,7 +86,7 @@ def test_what_is_sent_over_a_cut_link_arrives_when_it_is_healed(relay: LinkRelay
         assert link.recv(4, socket.MSG_WAITALL) == b"held"
 
 
-def test_no_one_gets_through_while_everything_is_cut(echo: str) -> None:
+def test_no_client_gets_through_while_everything_is_cut(echo: str) -> None:
     with RelayThread() as thread:
         relay = LinkRelay(thread, echo)
         relay.cut()
@@ -101,7 +101,7 @@ def test_no_one_gets_through_while_everything_is_cut(echo: str) -> None:
         relay.close()
 
 
-def test_a_step_is_seen_at_once_by_every_user_of_the_clock(tmp_path: Path) -> None:
+def test_a_clock_step_is_visible_to_every_user_at_once(tmp_path: Path) -> None:
     file = tmp_path / "clock"
     step(file, 0)
     clock = SteppedClock(file)

@@ -1,4 +1,4 @@
-"""What is wrong with the target of a pipeline is found, and what is right is left alone."""
+"""Faults in the target of a pipeline are found, and a correct target gives no finding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_partitions_and_keys_may_come_in_any_order() -> None:
     assert faults_of([moved(place, None) for place in reversed(WANTED)], WANTED) == []
 
 
-def test_what_is_missing_doubled_strange_or_out_of_order_is_reported() -> None:
+def test_missing_duplicate_foreign_and_reordered_messages_are_reported() -> None:
     assert faults_of(map(moved, WANTED[1:]), WANTED) == ["Place(partition=0, offset=0) is missing"]
     assert faults_of(map(moved, WANTED), WANTED[:-1]) == ["Place(partition=1, offset=3) does not belong there"]
     doubled = faults_of(map(moved, [*WANTED, WANTED[-1]]), WANTED)
@@ -36,5 +36,5 @@ def test_what_is_missing_doubled_strange_or_out_of_order_is_reported() -> None:
     assert faults_of(torn, WANTED) == ["the key b'a' is in partitions [0, 1]"]
 
 
-def test_not_everything_is_reported_of_a_target_that_has_nothing() -> None:
+def test_the_report_of_an_empty_target_is_bounded() -> None:
     assert len(faults_of([], [Place(0, offset) for offset in range(1000)])) == FAULTS_MAX

@@ -1,4 +1,4 @@
-"""Replicas are the same when their bytes are, wherever their segments begin."""
+"""Replicas are equal if their bytes are, wherever their segments begin."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def replica(data: Path, **segments: bytes) -> Path:
     return data
 
 
-def test_segments_may_begin_at_other_places(tmp_path: Path) -> None:
+def test_segments_may_begin_at_different_offsets(tmp_path: Path) -> None:
     one, other = replica(tmp_path / "one", at0=b"abc", at3=b"def"), replica(tmp_path / "other", at0=b"abcdef")
     assert differing_replicas({1: one, 2: other}, [TOPIC], 1) == []
 
 
-def test_one_other_byte_is_reported(tmp_path: Path) -> None:
+def test_one_different_byte_is_reported(tmp_path: Path) -> None:
     one, other = replica(tmp_path / "one", at0=b"abc"), replica(tmp_path / "other", at0=b"abd")
     (found,) = differing_replicas({1: one, 2: other}, [TOPIC], 1)
     assert "node 1: 3 bytes" in found

@@ -1,4 +1,4 @@
-"""The server of the tests must never leave a process behind, whatever happens to the test."""
+"""Test servers never leave a process behind, whatever happens to the test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ time.sleep(600)
 
 
 class FakeServer(Server):
-    """A stand-in that starts faster than the real one and has a child too."""
+    """A stand-in that starts faster than the real server and also has a child."""
 
     program = FAKE
 
@@ -43,7 +43,7 @@ class FakeServer(Server):
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process ends within a while; one that has not been reaped yet counts as ended."""
+    """Whether a process ends within a while; an unreaped one counts as ended."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -55,7 +55,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def test_a_clean_stop_gives_the_exit_code(tmp_path: Path) -> None:
+def test_a_clean_stop_returns_the_exit_code(tmp_path: Path) -> None:
     server = FakeServer(tmp_path / "data").start()
     assert server.is_running()
     assert server.stop() == 0
@@ -75,7 +75,7 @@ def test_a_second_start_keeps_the_address(tmp_path: Path, monkeypatch: pytest.Mo
             server.start()
 
 
-def test_kill_takes_the_children_too(tmp_path: Path) -> None:
+def test_kill_ends_the_children_too(tmp_path: Path) -> None:
     server = FakeServer(tmp_path / "data").start()
     pid, child = server.pid, server.child_pid()
     server.kill()

@@ -1,4 +1,4 @@
-"""The judge of a trial of subscriptions: a good history passes, and each broken promise is named."""
+"""The checker of subscription trials: a valid history passes, and each violation is named."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def receive_completed(place: Place, worker: str, attempt: int, at_ms: int, check
 
 
 def shared(place: Place, worker: str, attempt: int, from_ms: int, to_ms: int) -> Delivery:
-    """As Kafka's client is given it."""
+    """A delivery as seen by Kafka's client."""
     return Delivery(place, worker, attempt, from_ms, to_ms, 0, 7)
 
 
@@ -85,24 +85,24 @@ GOOD = (
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_good_history_passes(ordered: bool) -> None:
+def test_a_valid_history_passes(ordered: bool) -> None:
     assert judge(*GOOD, ordered=ordered) == []
 
 
-def test_dead_letters_are_an_end_too() -> None:
+def test_a_dead_letter_is_a_valid_outcome() -> None:
     assert judge([], [], letters=Counter([A, B])) == []
     assert judge([], [], letters=Counter([A, A, B])) == ["twice in the dead letter topic"]
     assert judge(*GOOD, letters=Counter([A])) == ["accepted and a dead letter"]
 
 
-def test_what_no_one_accepted_is_lost() -> None:
+def test_a_message_that_was_never_accepted_is_lost() -> None:
     refused = settle_completed(A, "one", Verb.ACCEPT, 1010, taken=False)
     assert "lost" in judge([receive_completed(A, "one", 1, 1000)], [refused], expected={A: Published(b"k", 0, 7)})
     unknown = settle_completed(A, "one", Verb.ACCEPT, 1010, taken=False, known=False)
     assert judge([receive_completed(A, "one", 1, 1000)], [unknown], expected={A: Published(b"k", 0, 7)}) == []
 
 
-def test_what_is_lost_at_most_once_was_under_way_at_a_fault() -> None:
+def test_messages_lost_at_most_once_were_in_flight_at_a_fault() -> None:
     at_most = {A: Published(b"k", 0, 7, 1000), B: Published(b"k", 0, 7, 1000)}
     came = [receive_completed(B, "one", 1, 1100)]
     asked = Call("one", 1050, 1110, 1, 1, responded=True)
@@ -117,14 +117,14 @@ def test_what_is_lost_at_most_once_was_under_way_at_a_fault() -> None:
     assert judged(asked, last, struck=(Span(5000, 6000),)) == [gone]
     assert judged(asked, last, receive_failed) == []
     assert judged(asked._replace(wanted=2), last, struck=(Span(1090, 2000),)) == []
-    # No more than was asked for is lost.
+    # No more than was requested is lost.
     many = {**at_most, **{Place(1, offset): Published(b"k", 0, 7, 1000) for offset in range(25)}}
     assert judged(asked, last, receive_failed, expected=many) == [gone]
-    # It was handed out before what comes after it, and the failed request came later.
+    # It was delivered before later messages, and the failed request came later.
     assert judged(asked, last, receive_failed._replace(asked_ms=1200, ended_ms=1210)) == [gone]
 
 
-def test_dead_letters_are_neither_missing_nor_out_of_place() -> None:
+def test_dead_letters_are_neither_missing_nor_misplaced() -> None:
     rejected = settle_completed(A, "one", Verb.REJECT, 1010)
     name = "missing or out of place in the dead letter topic"
     assert name in judge([receive_completed(A, "one", 1, 1000)], [rejected], expected={A: Published(b"k", 0, 7)})
@@ -138,7 +138,7 @@ def test_dead_letters_are_neither_missing_nor_out_of_place() -> None:
     ) == [name]
 
 
-def test_a_message_that_is_filtered_out_or_another_one_is_seen() -> None:
+def test_delivered_filtered_or_foreign_messages_are_found() -> None:
     assert judge(*GOOD, expected={A: Published(b"k", 0, 7)}) == ["not to be delivered"]
     assert judge(*GOOD, expected={A: Published(b"k", 0, 7), B: Published(b"k", 0, 8)}) == [
         "another message than in the topic"
@@ -158,7 +158,7 @@ def test_deliveries_are_counted() -> None:
     assert judge(twice, done, expected=one, struck=(Span(1100, 1150),)) == ["attempts that do not grow"]
 
 
-def test_a_lease_before_something_that_is_durable_is_not_forgotten() -> None:
+def test_a_lease_before_a_durable_write_is_not_forgotten() -> None:
     twice = [
         receive_completed(A, "one", 1, 1000),
         receive_completed(B, "one", 1, 1000),
@@ -172,11 +172,11 @@ def test_a_lease_before_something_that_is_durable_is_not_forgotten() -> None:
     other = [twice[0], receive_completed(elsewhere, "one", 1, 1000), twice[2]]
     apart = [accepted(elsewhere, "one", 1010), done[1]]
     assert judge(other, apart, delivery=AT_LEAST_ONCE, struck=struck, expected=expected) == []
-    # Who gave the lease was gone before that was settled.
+    # The node that granted the lease was gone before that was durable.
     assert judge(twice, done, delivery=AT_LEAST_ONCE, struck=(Span(1000, 1008),)) == []
 
 
-def test_a_live_lease_is_no_one_elses() -> None:
+def test_a_leased_message_is_not_delivered_to_another_worker() -> None:
     one = {A: Published(b"k", 0, 7)}
     both = [receive_completed(A, "one", 1, 1000), receive_completed(A, "two", 2, 1099)]
     assert judge(both, [accepted(A, "two", 1100, 2)], expected=one) == ["with two workers at once"]
@@ -188,34 +188,34 @@ def test_a_live_lease_is_no_one_elses() -> None:
     assert judge(late, extended, expected=one, stepped=(Span(1110, 1115),)) == []
 
 
-def test_what_a_share_consumer_holds_is_no_one_elses_while_it_is_there() -> None:
+def test_a_message_held_by_a_live_share_consumer_is_not_delivered_to_another() -> None:
     one = {A: Published(b"k", 0, 7)}
     both = [shared(A, "share", 1, 990, 1000), receive_completed(A, "two", 2, 1080)]
     done = [accepted(A, "two", 1085, 2)]
     assert judge(both, done, expected=one, last_ms={"share": 2000}) == ["with two workers at once"]
     assert judge(both, done, expected=one, last_ms={"share": 1070}) == []
     assert judge(both, done, expected=one, last_ms={"share": 2000}, struck=(Span(1050, 1060),)) == []
-    # When it was leased is not known well enough.
+    # The time of the lease is not known precisely enough.
     vague = [shared(A, "share", 1, 900, 1000), receive_completed(A, "two", 2, 1080)]
     assert judge(vague, done, expected=one, last_ms={"share": 2000}) == []
 
 
-def test_a_lease_is_as_long_as_was_declared() -> None:
+def test_a_lease_lasts_as_long_as_declared() -> None:
     one = {A: Published(b"k", 0, 7)}
     short = [Delivery(A, "one", 1, 1000, 1001, 1050, 7)]
     assert judge(short, [accepted(A, "one", 1010)], expected=one) == ["a lease of another length"]
     assert judge(short, [accepted(A, "one", 1010)], expected=one, stepped=(Span(900, 1000),)) == []
 
 
-def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> None:
+def test_accepted_messages_are_not_redelivered_and_live_leases_are_honoured() -> None:
     one = {A: Published(b"k", 0, 7)}
     again = [receive_completed(A, "one", 1, 1000), receive_completed(A, "two", 2, 1200)]
     assert judge(again, [accepted(A, "one", 1010)], expected=one) == ["came back after it was accepted"]
-    # The attempt shows it where the time does not.
+    # The attempt number shows it where the time does not.
     late = [receive_completed(A, "one", 1, 1000), shared(A, "two", 2, 900, 1200)]
     assert judge(late, [accepted(A, "one", 1010)], expected=one) == ["came back after it was accepted"]
     assert judge(late, [accepted(A, "one", 1010)], expected=one, delivery=AT_LEAST_ONCE) == []
-    # Who does not know yet that it leads no more may give a message once more, but not when what it gives is durable.
+    # A deposed leader may deliver a message once more, but not if its delivery became durable.
     struck = (Span(1190, 1300),)
     done = [accepted(A, "one", 1010)]
     add_returned = ["came back after it was accepted"]
@@ -226,7 +226,7 @@ def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> 
     reported = [one._replace(node=3) for one in done]
     assert judge(same, reported, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == add_returned
     assert judge(same, [done[0]._replace(node=2)], expected=one, struck=struck, delivery=AT_LEAST_ONCE) == []
-    # A worker that was given it twice has settled it by whichever.
+    # A worker that received it twice has settled it by either lease.
     twice = [receive_completed(A, "one", 1, 1000), receive_completed(A, "one", 2, 1200)]
     by_first = [accepted(A, "one", 1210, 1), settle_completed(A, "one", Verb.ACCEPT, 1220, attempt=2, taken=False)]
     assert judge(twice, by_first, expected=one) == []
@@ -249,7 +249,7 @@ def test_the_order_of_a_key_is_kept() -> None:
     assert judge(crossed, done, ordered=True, expected=delayed) == []
 
 
-def test_nothing_comes_before_its_time() -> None:
+def test_nothing_is_delivered_before_its_time() -> None:
     early = {A: Published(b"k", 1001, 7), B: Published(b"k", 1070, 7)}
     assert judge(*GOOD, expected=early) == ["delivered early"]
     assert judge(*GOOD, expected=early, stepped=(Span(990, 995),)) == []
@@ -259,7 +259,7 @@ def test_nothing_comes_before_its_time() -> None:
     assert judge(GOOD[0], waits) == ["delivered early"]
 
 
-def test_what_workers_wrote_down_is_put_together() -> None:
+def test_the_journals_of_workers_are_merged() -> None:
     def about(worker: str, at_ms: int) -> dict[str, Any]:
         return {"worker": worker, "subscription": "s", "at_ms": at_ms}
 

@@ -1,4 +1,4 @@
-"""Each fault of transactions is planted and must be found; a history without a fault must give no finding."""
+"""Each planted fault of transactions must be found; a valid history must give no finding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Message = tuple[str, int, int]
 
 @dataclass
 class Entry:
-    """A record in a log: a message, or a marker or a hole that is not delivered."""
+    """A record in a log: a message, or an undelivered marker or gap."""
 
     message: Message | None
     visible: bool = False
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass
 class Story:
-    """What really happened, before it is written down as a history."""
+    """The actual events, before they become a history."""
 
     begun: list[TransactionBegun] = field(default_factory=list)
     ends: list[EndRequested | TransactionEnded] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Story:
 
 @st.composite
 def stories(draw: DrawFn) -> Story:
-    """Two producers with interleaved transactions of every fate; the last ones of each fate are always there."""
+    """Two producers with interleaved transactions of every outcome; the last ones of each are always present."""
     story = Story()
     step = st.tuples(st.sampled_from((0, 1)), st.integers(1, 3), st.sampled_from(FATES))
     opened: dict[int, tuple[TransactionBegun, str]] = {}
@@ -156,7 +156,7 @@ def stories(draw: DrawFn) -> Story:
 
 
 def choose(story: Story, data: st.DataObject, *fates: str) -> tuple[TransactionBegun, Entry]:
-    """A transaction of one of these fates, and one of its records."""
+    """Choose a transaction with one of these outcomes, and one of its records."""
     one = data.draw(st.sampled_from(story.of(*fates)))
     return one, data.draw(st.sampled_from(story.entries((one.producer, one.number))))
 
@@ -167,7 +167,7 @@ def test_a_valid_history_gives_no_finding(story: Story) -> None:
 
 
 @given(stories())
-def test_a_history_that_is_not_complete_gives_no_finding(story: Story) -> None:
+def test_an_incomplete_history_gives_no_finding(story: Story) -> None:
     story.observed_offsets.clear()
     assert check(story.history()).ok
 
@@ -180,7 +180,7 @@ def test_an_aborted_message_that_is_read_is_found(story: Story, data: st.DataObj
 
 
 @given(stories(), st.data())
-def test_a_message_that_no_one_asked_to_commit_is_found(story: Story, data: st.DataObject) -> None:
+def test_a_message_that_was_never_committed_is_found(story: Story, data: st.DataObject) -> None:
     _, entry = choose(story, data, "killed before")
     entry.polled_at["audit"] = next(story.clock)
     assert story.counts() == {Kind.EARLY_READ: 1}
@@ -204,32 +204,32 @@ def _is(event: EndRequested | TransactionEnded, one: TransactionBegun) -> bool:
 
 
 @given(stories(), st.data(), st.sampled_from(["committed", "without a response, committed"]))
-def test_a_transaction_of_which_one_message_is_missing_is_torn(story: Story, data: st.DataObject, fate: str) -> None:
+def test_a_transaction_with_one_missing_message_is_torn(story: Story, data: st.DataObject, fate: str) -> None:
     _, entry = choose(story, data, fate)
     entry.hidden_from = set(READERS)
     assert story.counts() == {Kind.TORN: 1}
 
 
 @given(stories(), st.data())
-def test_a_transaction_without_a_response_that_is_half_there_is_torn(story: Story, data: st.DataObject) -> None:
+def test_a_partially_visible_transaction_without_a_response_is_torn(story: Story, data: st.DataObject) -> None:
     _, entry = choose(story, data, "without a response, aborted")
     for reader in ("audit", "other"):
         entry.polled_at[reader] = next(story.clock)
     counts = story.counts()
     assert counts.pop(Kind.TORN) == 1
-    # Its source was worked on again, unless this was the last try.
+    # Its source was processed again, unless this was the last attempt.
     assert set(counts) <= {Kind.DOUBLED}
 
 
 @given(stories())
-def test_outputs_without_the_offsets_that_belong_to_them_are_torn(story: Story) -> None:
+def test_outputs_without_their_offsets_are_torn(story: Story) -> None:
     last = max(each.offset for each in story.observed_offsets if each.partition == 0)
     story.observed_offsets = [each for each in story.observed_offsets if (each.partition, each.offset) != (0, last)]
     assert story.counts() == {Kind.TORN: 1}
 
 
 @given(stories())
-def test_offsets_without_the_outputs_that_belong_to_them_are_torn(story: Story) -> None:
+def test_offsets_without_their_outputs_are_torn(story: Story) -> None:
     one = story.begin(PRODUCERS[0], 2, 0)
     story.end(one, "without a response, aborted")
     story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 0, one.inputs[0].next, next(story.clock)))
@@ -237,7 +237,7 @@ def test_offsets_without_the_outputs_that_belong_to_them_are_torn(story: Story) 
 
 
 @given(stories(), st.data())
-def test_a_committed_transaction_that_left_nothing_is_lost(story: Story, data: st.DataObject) -> None:
+def test_a_committed_transaction_without_records_is_lost(story: Story, data: st.DataObject) -> None:
     one, _ = choose(story, data, "committed")
     for entry in story.entries((one.producer, one.number)):
         entry.hidden_from = set(READERS)
@@ -245,7 +245,7 @@ def test_a_committed_transaction_that_left_nothing_is_lost(story: Story, data: s
 
 
 @given(stories())
-def test_a_source_that_the_group_is_past_and_no_one_worked_on_is_lost(story: Story) -> None:
+def test_an_unprocessed_source_behind_the_group_is_lost(story: Story) -> None:
     story.end(story.begin("w9", 1, 9, first=1), "committed")
     assert story.counts() == {Kind.LOST: 1}
 
@@ -264,7 +264,7 @@ def _where(one: TransactionBegun, entry: Entry) -> Where:
 
 
 @given(stories(), st.data())
-def test_a_source_that_was_worked_on_twice_is_found(story: Story, data: st.DataObject) -> None:
+def test_a_source_that_was_processed_twice_is_found(story: Story, data: st.DataObject) -> None:
     (consumed,) = choose(story, data, "committed", "without a response, committed")[0].inputs
     story.end(story.begin("zombie", 1, consumed.partition, first=consumed.first), "without a response, committed")
     observed_offsets = story.observed_offsets.pop()
@@ -273,14 +273,14 @@ def test_a_source_that_was_worked_on_twice_is_found(story: Story, data: st.DataO
 
 
 @given(stories(), st.data(), st.sampled_from(["audit", "other", "all"]))
-def test_a_message_that_one_reader_skips_is_found(story: Story, data: st.DataObject, reader: str) -> None:
+def test_a_message_skipped_by_one_reader_is_found(story: Story, data: st.DataObject, reader: str) -> None:
     _, entry = choose(story, data, "committed", "without a response, committed")
     entry.hidden_from = {reader}
     assert story.counts() == {Kind.SKIPPED: 1}
 
 
 @given(stories(), st.data(), st.sampled_from(["audit", "all"]), st.booleans())
-def test_a_reader_that_goes_back_is_found_unless_it_sought(
+def test_a_reader_that_goes_back_without_a_seek_is_found(
     story: Story, data: st.DataObject, reader: str, sought: bool
 ) -> None:
     one, entry = choose(story, data, "committed")
@@ -292,7 +292,7 @@ def test_a_reader_that_goes_back_is_found_unless_it_sought(
 
 
 @given(stories())
-def test_two_messages_in_the_wrong_order_are_found(story: Story) -> None:
+def test_reordered_messages_are_found(story: Story) -> None:
     log = story.logs["a", 0]
     one, other = story.begin(PRODUCERS[0], 2, 0), story.begin(PRODUCERS[0], 2, 0, first=story.position[0] + 2)
     story.end(one, "committed")
@@ -304,7 +304,7 @@ def test_two_messages_in_the_wrong_order_are_found(story: Story) -> None:
 
 
 @given(stories(), st.data())
-def test_two_readers_that_see_different_things_are_found(story: Story, data: st.DataObject) -> None:
+def test_readers_that_disagree_are_found(story: Story, data: st.DataObject) -> None:
     _, entry = choose(story, data, "committed")
     other = story.begin("w9", 1, 9)
     story.end(other, "committed")
@@ -314,13 +314,13 @@ def test_two_readers_that_see_different_things_are_found(story: Story, data: st.
 
 
 @given(stories())
-def test_a_message_that_no_one_wrote_is_found(story: Story) -> None:
+def test_a_message_that_was_never_written_is_found(story: Story) -> None:
     story.logs["a", 0].append(Entry(("ghost", 0, 0), visible=True))
     assert story.counts() == {Kind.PHANTOM: 1}
 
 
 @given(stories())
-def test_a_message_in_another_partition_is_found(story: Story) -> None:
+def test_a_message_in_the_wrong_partition_is_found(story: Story) -> None:
     one = story.begin(PRODUCERS[0], 1, 0)
     story.end(one, "committed")
     entry = story.entries((one.producer, one.number))[0]
@@ -339,14 +339,14 @@ def test_a_committed_offset_that_goes_back_is_found(story: Story, data: st.DataO
 
 
 @given(stories(), st.data())
-def test_an_offset_that_is_reported_before_its_commit_is_found(story: Story, data: st.DataObject) -> None:
+def test_an_offset_reported_before_its_commit_is_found(story: Story, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(story.observed_offsets) - 1))
     story.observed_offsets[at] = msgspec.structs.replace(story.observed_offsets[at], at=0)
     assert story.counts() == {Kind.EARLY_READ: 1}
 
 
 @given(stories())
-def test_an_aborted_offset_that_is_reported_is_found(story: Story) -> None:
+def test_a_reported_aborted_offset_is_found(story: Story) -> None:
     one = story.begin("w9", 1, 9)
     story.end(one, "aborted")
     story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 9, one.inputs[0].next, next(story.clock)))
@@ -354,13 +354,13 @@ def test_an_aborted_offset_that_is_reported_is_found(story: Story) -> None:
 
 
 @given(stories())
-def test_an_offset_that_no_one_committed_is_found(story: Story) -> None:
+def test_an_offset_that_was_never_committed_is_found(story: Story) -> None:
     story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 5, 3, next(story.clock)))
     assert story.counts()[Kind.INCONSISTENT] == 1
 
 
 @given(stories())
-def test_a_program_that_was_not_given_a_message_of_its_source_is_found(story: Story) -> None:
+def test_a_program_that_missed_a_message_of_its_source_is_found(story: Story) -> None:
     one = story.begin(PRODUCERS[0], 3, 0)
     story.begun[-1] = short = msgspec.structs.replace(one, outputs=one.outputs[:2] + one.outputs[4:])
     for log in story.logs.values():
@@ -370,7 +370,7 @@ def test_a_program_that_was_not_given_a_message_of_its_source_is_found(story: St
 
 
 @given(stories())
-def test_a_history_survives_a_file(tmp_path_factory: pytest.TempPathFactory, story: Story) -> None:
+def test_a_history_survives_saving_and_loading(tmp_path_factory: pytest.TempPathFactory, story: Story) -> None:
     path = tmp_path_factory.mktemp("history") / "history.jsonl"
     history = story.history()
     history.save(path)

@@ -1,4 +1,4 @@
-"""A trial lets as many faults happen as it was asked for, also when the last ones would be two at once."""
+"""A trial injects exactly the requested number of faults, also if the last ones would come in pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millstream_testing.history import Report
 
 
 class Dry(ClusterTrial):
-    """A trial in which nothing is started and every draw is a pair."""
+    """A trial that starts nothing and always draws a pair of faults."""
 
     def _drawn(self) -> Iterable[list[tuple[str, Fault]]]:
         return ([(kind, cast("Fault", None)) for kind in ("kill", "pause")] for _ in range(100))
@@ -29,6 +29,6 @@ class Dry(ClusterTrial):
 
 
 @pytest.mark.parametrize("faults", [1, 14, 15])
-def test_no_more_faults_than_were_asked_for(tmp_path: Path, faults: int) -> None:
+def test_no_more_faults_than_requested(tmp_path: Path, faults: int) -> None:
     trial = Dry(tmp_path, cast("Network", None), Plan(faults=faults, check_every=1000))
     assert trial.run().faults == faults

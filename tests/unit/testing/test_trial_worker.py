@@ -1,4 +1,4 @@
-"""Programs of a trial: what a killed one wrote counts, and one that exits on its own is restarted."""
+"""Programs of a trial: the output of a killed one counts, and one that exits by itself is restarted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def worker(tmp_path: Path, new_task: Callable[[str], Task]) -> Iterator[TrialWor
     started.end()
 
 
-def test_a_line_that_was_not_finished_says_nothing_yet(worker: TrialWorker) -> None:
+def test_an_unfinished_line_is_ignored(worker: TrialWorker) -> None:
     begun = (
         '{"event":"begun","producer":"worker.0","number":0,"group":"g","source":"s","inputs":[],"outputs":[],"at":1}\n'
     )
@@ -59,7 +59,7 @@ def test_a_line_that_was_not_finished_says_nothing_yet(worker: TrialWorker) -> N
     assert [type(event) for event in worker.events()] == [EndRequested]
 
 
-def test_who_was_killed_waits_for_the_next_life_and_who_ended_gets_one(worker: TrialWorker) -> None:
+def test_a_killed_program_waits_for_its_restart_and_an_exited_one_is_restarted(worker: TrialWorker) -> None:
     worker.kill()
     worker.tend()
     assert len(worker.lives) == 1
@@ -72,14 +72,14 @@ def test_who_was_killed_waits_for_the_next_life_and_who_ended_gets_one(worker: T
     assert [life.is_running for life in worker.lives] == [False, False, True]
 
 
-def test_a_program_that_fails_fails_the_trial(worker: TrialWorker) -> None:
+def test_a_failing_program_fails_the_trial(worker: TrialWorker) -> None:
     worker.life.process.send_signal(signal.SIGUSR1)
     worker.life.process.wait(WAIT_S)
     with pytest.raises(TrialFailed, match=r"worker\.0 exited with code"):
         worker.tend()
 
 
-def test_a_program_goes_on_after_a_pause(worker: TrialWorker) -> None:
+def test_a_program_continues_after_a_pause(worker: TrialWorker) -> None:
     worker.pause()
     worker.stop()
     worker.resume()

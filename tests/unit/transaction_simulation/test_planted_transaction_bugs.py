@@ -1,4 +1,4 @@
-"""Bugs planted into transactions, each one that somebody could have written: the simulation finds them."""
+"""Plausible bugs planted into transactions are found by the simulation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEEDS_MAX = 60
 
 @dataclass(frozen=True, slots=True)
 class PlantedBug:
-    """What is replaced by what, and the kinds of faults among which it shows soon."""
+    """A replacement of code, and the kinds of faults that expose it soon."""
 
     name: str
     patches: tuple[tuple[object, str, Any], ...]
@@ -40,7 +40,7 @@ class PlantedBug:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Have the bug while this lasts."""
+        """Apply the bug within the context."""
         with ExitStack() as stack:
             for target, attribute, wrong in self.patches:
                 stack.enter_context(mock.patch.object(target, attribute, wrong))
@@ -56,7 +56,7 @@ async def _ask_each_partition_once(self: MarkerSender, shard: MarkedShard, endin
 
 
 class _Satisfied:
-    """Whatever the responses are, they are taken for good ones."""
+    """Treats every response as a success."""
 
     def __init__(self, writer: MarkerWriter) -> None:
         self._writer = writer
@@ -142,7 +142,7 @@ def _keep_offsets_of_the_aborted(self: PendingOffsets, marker: Marker, *, now_ms
 
 
 def _no_guard(self: Producers, header: BatchHeader, guard: Guard | None) -> None:
-    """The response of the coordinator is enough, whatever has happened since."""
+    """Assume that the response of the coordinator is enough, whatever has happened since."""
 
 
 BUGS = (

@@ -1,6 +1,6 @@
-"""Transactions under faults, from seeds: what is committed is there as a whole and once, and nothing hangs.
+"""Transactions under faults, from seeds: committed ones are complete and visible once, and nothing hangs.
 
-`make simulate` runs thousands of seeds; here are a few.
+`make simulate` runs thousands of seeds; this file runs a few.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ SEEDS = range(3000, 3006)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_transactions_are_whole_and_nothing_hangs_in_the_end(seed: int) -> None:
+def test_transactions_are_atomic_and_nothing_hangs_in_the_end(seed: int) -> None:
     outcome = simulate_transactions(seed)
     assert outcome.failure is None, "\n".join([*outcome.trace[-60:], f"seed {seed}: {outcome.failure}"])
     assert outcome.batches > 0
 
 
-def test_a_seed_of_transactions_goes_the_same_way_in_every_process() -> None:
+def test_a_seed_of_transactions_is_reproducible_in_every_process() -> None:
     seed = 3003
     code = (
         "from millstream_testing.transaction_simulation.world import simulate_transactions; "

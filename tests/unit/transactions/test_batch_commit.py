@@ -1,8 +1,8 @@
-"""The batch commit: many writers, decided together, through crashes of the driver, of tasks and of the broker.
+"""Batch commits: many writers, decided together, through crashes of the driver, of tasks and of the broker.
 
-A query writes batches of several parts. Every step may fail before or after it was carried out, tasks are run twice,
-and what is left over of earlier runs goes on meanwhile. Whatever happens, each part of each batch is committed exactly
-once, and a batch as a whole or not at all.
+A query writes batches of several parts. Every step may fail before or after it was carried out, tasks run twice, and
+leftovers of earlier runs continue meanwhile. In any case each part of each batch is committed exactly once, and a batch
+as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PARTS = 3
 
 
 class Crash(Exception):
-    """The process that asked is gone."""
+    """The requesting process has died."""
 
 
 class Run:
-    """A coordinator, its partitions, and everybody who writes."""
+    """A coordinator, its partitions, and all writers."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -65,7 +65,7 @@ class Run:
         return response
 
     def attempt(self, batch: int, part: int) -> Member | None:
-        """A task writes its part; None if the batch is committed already."""
+        """Write a part as a task does; return None if the batch is already committed."""
         if self.ask(lambda shard: shard.batches.last_batch(QUERY)) >= batch:
             return None
         number = next(self.attempts)
@@ -81,14 +81,14 @@ class Run:
             self.ask(lambda shard: shard.batches.prepare(ref))
 
         if self.random.random() < 0.05:
-            # The task is slow, another one is started in its place, and this one goes on some time later.
+            # The task is slow, another one is started in its place, and this one continues later.
             self.zombies.append(rest)
             raise Crash
         rest()
         return Member(*ref)
 
     def batch(self, batch: int) -> None:
-        """Run a batch, as a driver does, until it is committed."""
+        """Run a batch as a driver does, until it is committed."""
         while True:
             try:
                 members = [
@@ -99,7 +99,7 @@ class Run:
                     continue
                 chosen = tuple(by_part.values())
                 if self.random.random() < 0.2:
-                    # A driver that is thought to be dead still has its members.
+                    # A driver that is presumed dead still has its members.
                     self.zombies.append(lambda: self.complete(batch, chosen))  # noqa: B023
                     raise Crash
                 self.complete(batch, chosen)
@@ -134,7 +134,7 @@ class Run:
                 self.coordinator.run(lambda shard: shard.complete(ending))  # noqa: B023
 
     def check(self) -> None:
-        """No part is committed twice, by decision or by marker."""
+        """Check that no part is committed twice, by decision or by marker."""
         committed: dict[tuple[int, int], set[int]] = {}
         for transaction in self.coordinator.shard:
             if transaction.is_committing:
@@ -177,7 +177,7 @@ def test_every_part_of_every_batch_is_committed_exactly_once(seed: int) -> None:
     ]
     assert sorted(committed) == [(batch, part) for batch in range(batches) for part in range(PARTS)]
     assert not any(partition.undecided for partition in run.partitions.values())
-    # Nothing of what is over is kept but the number of the last batch.
+    # Nothing of finished batches is kept but the number of the last one.
     assert run.coordinator.transactions == {}
     assert {query: last.batch for query, last in run.coordinator.shard.batches.queries.items()} == {QUERY: batches - 1}
 
@@ -229,7 +229,7 @@ class One:
         return {name: one.state.value for name, one in self.coordinator.transactions.items()}
 
 
-def test_a_prepared_transaction_waits_without_a_timeout() -> None:
+def test_a_prepared_transaction_has_no_timeout() -> None:
     one = One()
     ref = one.begin("spark/q/0/0/a")
     one.write(ref)
@@ -247,7 +247,7 @@ def test_a_prepared_transaction_waits_without_a_timeout() -> None:
     assert one.states() == {"spark/q/0/0/a": "PrepareAbort"}
 
 
-def test_a_run_that_was_given_up_begins_nothing_more() -> None:
+def test_an_abandoned_run_starts_nothing_more() -> None:
     one = One()
     ref = one.begin("spark/q/0/0/first-a")
     one.write(ref)
@@ -264,7 +264,7 @@ def test_a_run_that_was_given_up_begins_nothing_more() -> None:
         one.begin("spark/q/1/0/first-e")
 
 
-def test_a_member_that_is_not_prepared_fails_the_whole() -> None:
+def test_an_unprepared_member_fails_the_whole_batch() -> None:
     one = One()
     first, second = one.begin("spark/q/0/0/a"), one.begin("spark/q/0/1/b")
     one.write(first)
@@ -285,7 +285,7 @@ def test_a_member_that_is_not_prepared_fails_the_whole() -> None:
     assert not one.complete(0, first, second)
 
 
-def test_losers_are_aborted_and_fenced() -> None:
+def test_losing_attempts_are_aborted_and_fenced() -> None:
     one = One()
     winner, loser, idle = one.begin("spark/q/2/0/a"), one.begin("spark/q/2/0/b"), one.begin("spark/q/1/0/c")
     later, other = one.begin("spark/q/3/0/d"), one.begin("spark/other/0/0/e")

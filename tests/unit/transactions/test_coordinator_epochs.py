@@ -1,4 +1,4 @@
-"""The latest epoch of any coordinator, as far as a node knows: what markers are held against."""
+"""The latest coordinator epoch known to a node, which markers are checked against."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ids:
 
 
 class KnownTopics(MemoryTopics):
-    """Topics whose partitions have the leader epochs that a test says; those without one are not agreed on."""
+    """Topics whose partitions have leader epochs set by a test; those without one have no agreed state."""
 
     epochs: tuple[int | None, ...] = ()
 
@@ -32,7 +32,7 @@ class KnownTopics(MemoryTopics):
 
 
 class Offsets:
-    """The groups, which only hold the marker against the epoch that a producer had."""
+    """Groups that only check the marker against the epoch of a producer."""
 
     held = -1
 
@@ -44,11 +44,11 @@ def made(topics: KnownTopics) -> TransactionCoordinator:
     return TransactionCoordinator(topics, Config(), SystemClock(), Ids())
 
 
-def test_without_the_topic_there_is_the_first_epoch_only() -> None:
+def test_without_the_topic_only_the_first_epoch_exists() -> None:
     assert made(KnownTopics()).latest_epoch() == 0
 
 
-def test_the_latest_of_all_partitions_counts() -> None:
+def test_the_latest_epoch_of_all_partitions_counts() -> None:
     topics = KnownTopics()
     topics.add(TRANSACTION_STATE, partitions=3)
     topics.epochs = (4, None, 7)
@@ -57,7 +57,7 @@ def test_the_latest_of_all_partitions_counts() -> None:
     assert made(topics).latest_epoch() == 0
 
 
-async def test_markers_are_held_against_what_is_known_when_they_come() -> None:
+async def test_markers_are_checked_against_the_epochs_known_on_arrival() -> None:
     topics, offsets = KnownTopics(), Offsets()
     topics.add(TRANSACTION_STATE, partitions=1)
     topics.epochs = (4,)
@@ -77,6 +77,6 @@ async def test_markers_are_held_against_what_is_known_when_they_come() -> None:
     assert await write(5) == 5
     with pytest.raises(TransactionCoordinatorFenced):
         await write(4)
-    # The coordination store was restored from an older copy, so the later epochs are unknown.
+    # The coordination store was restored from an older backup, so the later epochs are unknown.
     topics.epochs = (2,)
     assert await write(2) == 2

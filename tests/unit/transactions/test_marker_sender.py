@@ -1,4 +1,4 @@
-"""Markers are retried until they are written, through failures, restarts and changes of coordinators and leaders."""
+"""Markers are retried until written, through failures, restarts and changes of coordinators and leaders."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Ids:
 
 
 class Writer:
-    """Partitions that take markers, or give the errors that a test has put there first."""
+    """Partitions that accept markers, or first raise the errors set by a test."""
 
     def __init__(self) -> None:
         self.errors: dict[TopicPartition, list[MillstreamError]] = {}
@@ -133,7 +133,7 @@ async def test_markers_follow_the_decision(node: Node) -> None:
     assert node.writer.written == [(PARTITION, marker), (SECOND, marker)]
 
 
-async def test_markers_are_written_until_they_are_there(node: Node) -> None:
+async def test_markers_are_retried_until_written(node: Node) -> None:
     who = await node.begin("tx", PARTITION, SECOND)
     node.writer.errors = {PARTITION: [NotLeader("moved"), NotEnoughReplicas("few")], SECOND: [UnknownTopic("gone")]}
     await node.coordinator.end(who, commit=False, version=0)
@@ -142,14 +142,14 @@ async def test_markers_are_written_until_they_are_there(node: Node) -> None:
     assert node.sender.retries == 2
 
 
-async def test_a_partition_that_knows_a_later_epoch_needs_no_marker(node: Node) -> None:
+async def test_a_partition_with_a_later_epoch_needs_no_marker(node: Node) -> None:
     who = await node.begin()
     node.writer.errors = {PARTITION: [FencedProducer("later")]}
     await node.coordinator.end(who, commit=True, version=0)
     assert await node.ended() == "CompleteCommit"
 
 
-async def test_a_marker_never_has_the_epoch_in_which_another_node_leads(node: Node) -> None:
+async def test_a_marker_never_has_the_epoch_of_another_leader(node: Node) -> None:
     who = await node.begin()
     node.writer.errors[PARTITION] = [NotLeader("wait")]
     topic = node.topics.get(TRANSACTION_STATE)
@@ -161,17 +161,17 @@ async def test_a_marker_never_has_the_epoch_in_which_another_node_leads(node: No
     assert [marker.coordinator_epoch for _, marker in node.writer.written] == [0]
 
 
-async def test_a_coordinator_that_was_replaced_stops(node: Node) -> None:
+async def test_a_replaced_coordinator_stops(node: Node) -> None:
     who = await node.begin()
     node.writer.errors = {PARTITION: [TransactionCoordinatorFenced("replaced")] * 1}
     await node.coordinator.end(who, commit=True, version=0)
-    # It looks again, since it still thinks that it coordinates; its next attempt is taken here.
+    # It retries, since it still believes to be the coordinator; its next attempt is accepted here.
     assert await node.ended() == "CompleteCommit"
 
 
-async def test_a_coordinator_that_can_still_decide_was_not_replaced(node: Node) -> None:
+async def test_a_coordinator_that_can_still_write_was_not_replaced(node: Node) -> None:
     who = await node.begin("tx", PARTITION, SECOND)
-    # Somebody has written a marker with the epoch of another coordinator.
+    # A marker was written with the epoch of another coordinator.
     node.writer.errors = {PARTITION: [TransactionCoordinatorFenced("replaced")]}
     node.latest_epoch = 57
     await node.coordinator.end(who, commit=True, version=0)
@@ -182,7 +182,7 @@ async def test_a_coordinator_that_can_still_decide_was_not_replaced(node: Node) 
     ]
 
 
-async def test_a_coordinator_that_cannot_write_is_not_believed(node: Node) -> None:
+async def test_a_coordinator_that_cannot_write_is_not_trusted(node: Node) -> None:
     who = await node.begin()
     (shard,) = node.coordinator.shards
     node.latest_epoch = 57
@@ -204,7 +204,7 @@ def _refuse(*_arguments: Any, **_named: Any) -> Any:
     raise NotLeader("another node leads")
 
 
-async def test_a_defect_and_a_full_disk_are_no_end(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exception_and_a_full_disk_do_not_stop_retries(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     who = await node.begin()
     tries = 0
 
@@ -226,7 +226,7 @@ async def test_a_defect_and_a_full_disk_are_no_end(node: Node, caplog: pytest.Lo
     assert "a defect" in caplog.text
 
 
-async def test_a_transaction_whose_partition_hangs_holds_up_no_other(node: Node) -> None:
+async def test_a_hanging_partition_blocks_no_other_transaction(node: Node) -> None:
     slow = await node.begin("slow", SECOND)
     node.writer.errors = {SECOND: [NotLeader("none")] * 10_000}
     await node.coordinator.end(slow, commit=True, version=0)
@@ -236,7 +236,7 @@ async def test_a_transaction_whose_partition_hangs_holds_up_no_other(node: Node)
     assert await node.state("slow") == "PrepareCommit"
 
 
-async def test_the_rest_of_the_markers_is_written_after_a_restart(node: Node) -> None:
+async def test_the_remaining_markers_are_written_after_a_restart(node: Node) -> None:
     who = await node.begin("tx", PARTITION, SECOND)
     node.writer.errors = {SECOND: [NotLeader("none")] * 10_000}
     await node.coordinator.end(who, commit=True, version=0)
@@ -252,7 +252,7 @@ async def test_the_rest_of_the_markers_is_written_after_a_restart(node: Node) ->
         await restarted.close()
 
 
-async def test_a_shard_that_restarts_ends_what_it_had_decided(node: Node) -> None:
+async def test_a_restarting_shard_completes_its_decisions(node: Node) -> None:
     who = await node.begin()
     node.writer.open.clear()
     await node.coordinator.end(who, commit=True, version=0)
@@ -270,7 +270,7 @@ async def test_a_shard_that_restarts_ends_what_it_had_decided(node: Node) -> Non
     assert await node.ended() == "CompleteCommit"
 
 
-async def test_a_producer_waits_a_moment_for_its_last_transaction(node: Node) -> None:
+async def test_a_producer_waits_briefly_for_its_last_transaction(node: Node) -> None:
     who = await node.begin()
     node.writer.open.clear()
     await node.coordinator.end(who, commit=True, version=0)
@@ -285,7 +285,7 @@ async def test_a_producer_waits_a_moment_for_its_last_transaction(node: Node) ->
     assert begun.epoch == 2
 
 
-async def test_what_is_refused_before_it_reaches_the_state(node: Node) -> None:
+async def test_invalid_requests_are_refused_before_the_state(node: Node) -> None:
     with pytest.raises(InvalidRequest):
         await node.coordinator.init(InitRequest(transactional_id="", timeout_ms=1))
     with pytest.raises(InvalidRequest):
@@ -298,7 +298,7 @@ async def test_what_is_refused_before_it_reaches_the_state(node: Node) -> None:
         await node.coordinator.init(InitRequest(transactional_id="a", timeout_ms=1))
 
 
-async def test_what_administrators_see(node: Node) -> None:
+async def test_transactions_are_listed_for_administrators(node: Node) -> None:
     who = await node.begin("spark/q/0/0/a")
     assert len(await node.coordinator.listing(TransactionFilter())) == 1
     await node.coordinator.prepare(who)
@@ -314,7 +314,7 @@ async def test_what_administrators_see(node: Node) -> None:
 
 
 class Peer:
-    """Another node, which responds as a test says."""
+    """Another node, with responses set by a test."""
 
     def __init__(self, *responses: Any) -> None:
         self.responses = list(responses)
@@ -359,7 +359,7 @@ async def test_partitions_of_this_node_are_written_directly() -> None:
 
 
 @pytest.mark.parametrize("here", [True, False])
-async def test_a_leader_that_has_not_heard_of_a_topic_is_asked_again(here: bool) -> None:
+async def test_a_leader_that_does_not_know_a_topic_yet_is_retried(here: bool) -> None:
     class Unheard:
         async def write(self, marker: Marker, partition: TopicPartition) -> None:
             raise UnknownTopic("not yet")
@@ -401,7 +401,7 @@ def refused(request: Any, *, unknown: bool = False) -> Any:
     )
 
 
-async def test_markers_for_another_node_travel_together() -> None:
+async def test_markers_for_another_node_are_batched() -> None:
     topics = MemoryTopics()
     topics.add("t", partitions=2)
     topics.leader = OTHER

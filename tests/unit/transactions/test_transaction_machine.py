@@ -1,6 +1,6 @@
-"""Random histories of producers, time-outs, administrators and crashes against a simple model.
+"""Random histories of producers, timeouts, administrators and crashes against a simple model.
 
-The coordinator is read back from its log after every step. Markers are written one by one, with crashes between them;
+The coordinator is reloaded from its log after every step. Markers are written one by one, with crashes between them;
 responses are lost, and clients retry. At the end every transaction has the same outcome on all of its partitions as for
 its producer, and nothing is left open.
 """
@@ -34,7 +34,7 @@ NAMES = ("a", "b")
 
 
 class Client:
-    """One producer, as far as it knows itself."""
+    """One producer's own view."""
 
     def __init__(self, name: str, version: int) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Client:
 
 
 class Producers:
-    """Producers that share transactional ids, and a coordinator that forgets everything after each step."""
+    """Producers that share transactional ids, and a coordinator that is reloaded after each step."""
 
     def __init__(self) -> None:
         self.coordinator = FoldedCoordinator()
@@ -108,7 +108,7 @@ class Producers:
         commit = commit if client.wants is None else client.wants
         ref, number = client.ref, client.transaction
         if commit:
-            # Until the response is there it may have happened or not.
+            # Until the response arrives it may have happened or not.
             self.fates[number].add(True)
         try:
             reported = self.coordinator.run(lambda shard: shard.end(ref, commit=commit, version=client.version))
@@ -117,7 +117,7 @@ class Producers:
             return
         except (*FENCED, InvalidTransactionState):
             if client.wants is None:
-                # Refused at the first attempt, so it surely did not happen.
+                # Refused at the first attempt, so it certainly did not happen.
                 self.fates[number] = {False}
             client.fenced()
             return
@@ -149,7 +149,7 @@ class Producers:
             return
 
     def use_up_epochs(self, name: str) -> None:
-        """A producer that has come as far as epochs go: its clients know, since they made them."""
+        """A producer at the maximum epoch: its clients know, since they created it."""
         transaction = self.coordinator.transactions.get(name)
         if transaction is None or transaction.state not in IDLE or transaction.epoch >= EPOCH_MAX - 3:
             return
@@ -166,7 +166,7 @@ class Producers:
             assert outcomes <= fates, f"transaction {number} ended without a request"
 
     def drain(self) -> None:
-        """Let everything end, and look at the whole."""
+        """Let everything end, and check the final state."""
         self.coordinator.pass_time(20_000)
         while endings := self.coordinator.run(lambda shard: shard.endings()):
             for ending in endings:

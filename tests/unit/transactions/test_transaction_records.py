@@ -1,4 +1,4 @@
-"""Records of `__transaction_state`: what is written is read back, and Kafka's own format is understood."""
+"""Records of `__transaction_state` round trip, and Kafka's own format is understood."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def transactions(draw: st.DrawFn) -> Transaction:
 
 
 @given(transactions())
-def test_what_is_written_is_read_back(transaction: Transaction) -> None:
+def test_records_round_trip(transaction: Transaction) -> None:
     record = transaction_record(transaction)
     assert record.value is not None
     assert read_key(record.key) == TransactionKey(transaction.transactional_id)
@@ -67,7 +67,7 @@ def test_the_last_batch_of_a_query(query: str, batch: int, updated_ms: int, run:
     assert query_tombstone(query) == (record.key, None, ())
 
 
-def test_the_bytes_are_those_of_kafka() -> None:
+def test_the_encoding_is_that_of_kafka() -> None:
     transaction = Transaction(
         transactional_id="tx",
         producer_id=ProducerId(7),
@@ -88,7 +88,7 @@ def test_the_bytes_are_those_of_kafka() -> None:
     )
 
 
-def test_the_first_version_is_read_too() -> None:
+def test_version_0_is_decoded_too() -> None:
     value = bytes.fromhex(
         "0000 0000000000000007 0003 0000ea60 04 00000001 0001 74 00000001 00000002 0000000000000006 0000000000000005"
     )
@@ -99,7 +99,7 @@ def test_the_first_version_is_read_too() -> None:
 
 
 @pytest.mark.parametrize("value", ["0002", "0001 0000000000000007 0003 0000ea60 09", "0001 00"])
-def test_what_cannot_be_read(value: str) -> None:
+def test_undecodable_records_are_refused(value: str) -> None:
     with pytest.raises(ProtocolViolation):
         read_transaction("tx", bytes.fromhex(value))
     with pytest.raises(ProtocolViolation):

@@ -1,4 +1,4 @@
-"""The rules of the coordinator, one by one: who may do what in which state, under both versions of the protocol."""
+"""The rules of the coordinator, one by one: allowed operations by state, under both versions of the protocol."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OTHER = TopicPartition("t", PartitionIndex(1))
 
 
 class Coordinator:
-    """One shard whose records are taken in at once."""
+    """One shard whose records are applied at once."""
 
     def __init__(self, **limits: int) -> None:
         self.clock = ManualClock()
@@ -117,7 +117,7 @@ def coordinator() -> Coordinator:
     return Coordinator()
 
 
-def test_a_transaction_of_the_first_version(coordinator: Coordinator) -> None:
+def test_a_transaction_of_version_1(coordinator: Coordinator) -> None:
     who = coordinator.init()
     assert who == (100, 0)
     coordinator.add(who)
@@ -139,7 +139,7 @@ def test_a_transaction_of_the_first_version(coordinator: Coordinator) -> None:
     assert coordinator.state == "Ongoing"
 
 
-def test_the_epoch_rises_with_each_transaction_of_the_second_version(coordinator: Coordinator) -> None:
+def test_the_epoch_increases_with_each_transaction_of_version_2(coordinator: Coordinator) -> None:
     who = coordinator.init()
     coordinator.add(who, version=2)
     following = coordinator.end(who, version=2)
@@ -173,7 +173,7 @@ def test_the_epoch_rises_with_each_transaction_of_the_second_version(coordinator
         (TransactionState.COMPLETE_COMMIT, True, False, InvalidTransactionState),
     ],
 )
-def test_kafkas_table_of_ends(
+def test_ends_follow_kafkas_table(
     coordinator: Coordinator, state: TransactionState, commit: bool, retry: bool, outcome: Any
 ) -> None:
     coordinator.put(epoch=5, state=state, started_ms=1)
@@ -202,9 +202,7 @@ def test_a_newer_producer_aborts_and_fences(coordinator: Coordinator) -> None:
     assert coordinator.init() == (100, 2)
 
 
-def test_each_fencing_by_the_coordinator_leaves_a_line(
-    coordinator: Coordinator, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_fencing_by_the_coordinator_is_logged(coordinator: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "millstream.broker.transactions.shard")
     coordinator.add(coordinator.init())
     assert caplog.messages == []
@@ -228,10 +226,10 @@ def named(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return list(caplog.records)
 
 
-def test_a_producer_goes_on_after_an_error(coordinator: Coordinator) -> None:
+def test_a_producer_continues_after_an_error(coordinator: Coordinator) -> None:
     who = coordinator.init()
     assert coordinator.init(expected=who) == (100, 1)
-    # The response was lost, and the client asks again.
+    # The response was lost, and the client retries.
     assert coordinator.init(expected=who) == (100, 1)
     with pytest.raises(ProducerFenced):
         coordinator.init(expected=(100, 7))
@@ -242,16 +240,16 @@ def test_a_producer_goes_on_after_an_error(coordinator: Coordinator) -> None:
         coordinator.init(expected=(100, 1))
 
 
-def test_a_new_id_takes_over_when_epochs_are_used_up(coordinator: Coordinator) -> None:
+def test_a_new_producer_id_takes_over_when_epochs_are_exhausted(coordinator: Coordinator) -> None:
     coordinator.put(epoch=EPOCH_MAX - 1, state=TransactionState.COMPLETE_COMMIT, started_ms=1)
     assert coordinator.init(expected=(7, EPOCH_MAX - 1)) == (100, 0)
-    # A repeated request is that of the producer before.
+    # A repeated request comes from the previous producer.
     assert coordinator.init(expected=(7, EPOCH_MAX - 1)) == (100, 0)
     coordinator.put(epoch=EPOCH_MAX - 1, state=TransactionState.COMPLETE_COMMIT, started_ms=1)
     assert coordinator.init() == (101, 0)
 
 
-def test_a_transaction_ends_with_a_new_id_when_epochs_are_used_up(coordinator: Coordinator) -> None:
+def test_a_transaction_ends_with_a_new_producer_id_when_epochs_are_exhausted(coordinator: Coordinator) -> None:
     coordinator.put(
         epoch=EPOCH_MAX - 1, state=TransactionState.ONGOING, started_ms=1, partitions=frozenset({PARTITION})
     )
@@ -272,7 +270,7 @@ def test_a_transaction_ends_with_a_new_id_when_epochs_are_used_up(coordinator: C
     assert coordinator.end(who, version=2) == (100, 0)
 
 
-def test_who_is_not_known_or_has_another_id(coordinator: Coordinator) -> None:
+def test_unknown_producers_and_wrong_ids_are_refused(coordinator: Coordinator) -> None:
     stranger = Initialized(ProducerId(5), 0)
     for _ in range(2):
         with pytest.raises(InvalidProducerMapping):
@@ -285,7 +283,7 @@ def test_who_is_not_known_or_has_another_id(coordinator: Coordinator) -> None:
         coordinator.add(Initialized(ProducerId(7), 3))
 
 
-def test_what_is_part_of_a_transaction(coordinator: Coordinator) -> None:
+def test_the_partitions_of_a_transaction(coordinator: Coordinator) -> None:
     who = coordinator.init()
     coordinator.add(who)
     responses = coordinator.run(lambda shard: shard.verify(ProducerRef(ID, *who), (PARTITION, OTHER)))
@@ -293,7 +291,7 @@ def test_what_is_part_of_a_transaction(coordinator: Coordinator) -> None:
     assert isinstance(responses[OTHER], TransactionAbortable)
 
 
-def test_a_transaction_that_takes_too_long_is_aborted(coordinator: Coordinator) -> None:
+def test_a_transaction_that_exceeds_its_timeout_is_aborted(coordinator: Coordinator) -> None:
     who = coordinator.init()
     coordinator.add(who)
     coordinator.clock.advance_ms(900)
@@ -309,7 +307,7 @@ def test_a_transaction_that_takes_too_long_is_aborted(coordinator: Coordinator) 
     assert coordinator.init() == (100, 2)
 
 
-def test_no_id_at_hand_puts_the_end_off(coordinator: Coordinator) -> None:
+def test_the_end_is_postponed_without_an_available_producer_id(coordinator: Coordinator) -> None:
     def none() -> ProducerId:
         raise CoordinatorUnavailable("none")
 
@@ -324,7 +322,7 @@ def test_no_id_at_hand_puts_the_end_off(coordinator: Coordinator) -> None:
     assert (coordinator.state, coordinator.transaction.next_producer_id) == ("PrepareAbort", 55)
 
 
-def test_ids_that_no_one_uses_are_forgotten() -> None:
+def test_unused_ids_expire() -> None:
     coordinator = Coordinator(id_expiration_ms=10_000, sweep_ms=1000, tombstones_max=1)
     coordinator.put(transactional_id="a")
     coordinator.put(transactional_id="b")
@@ -339,7 +337,7 @@ def complete_third(query: str, shard: TransactionShard) -> Outcome[bool]:
     return shard.batches.complete(query, 3, ())
 
 
-def test_queries_that_commit_nothing_are_forgotten() -> None:
+def test_queries_without_commits_expire() -> None:
     coordinator = Coordinator(id_expiration_ms=10_000, sweep_ms=1000, tombstones_max=1)
     for query in ("a", "b", "busy", "active"):
         coordinator.run(partial(complete_third, query))

@@ -1,4 +1,4 @@
-"""The scripted broker that the client's tests talk to."""
+"""The scripted broker for the client's tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millstream_testing.scripted_broker import ScriptedBroker
 
 @pytest.fixture
 async def broker() -> AsyncIterator[ScriptedBroker]:
-    """One scripted broker; afterwards nothing of the test is still running."""
+    """One scripted broker; checks that nothing of the test still runs afterwards."""
     scripted = ScriptedBroker()
     await scripted.start()
     yield scripted

@@ -1,4 +1,4 @@
-"""The client against a scripted broker: routing, retries, lost responses, timeouts, and clean ends."""
+"""The client against a scripted broker: routing, retries, lost responses, timeouts, and clean shutdown."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def hang_up(header: codec.RequestHeader, frame: memoryview) -> Any:
 # -- connecting -----------------------------------------------------------------------------------------------
 
 
-async def test_a_broker_that_is_slow_to_respond_at_first_is_asked_again(
+async def test_a_broker_that_is_slow_at_first_is_retried(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CONNECT_S_MAX", 0.2)
@@ -82,7 +82,7 @@ async def test_a_broker_that_is_slow_to_respond_at_first_is_asked_again(
     assert broker.asked(API_VERSIONS) >= 3
 
 
-async def test_a_missing_broker_is_reported_with_what_to_do() -> None:
+async def test_an_unreachable_broker_is_reported_with_advice() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -118,12 +118,12 @@ async def test_one_of_several_addresses_is_enough(broker: ScriptedBroker) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "localhost", "localhost:x", "localhost:99999"])
-def test_an_address_that_is_none_is_reported(text: str) -> None:
+def test_an_invalid_address_is_reported(text: str) -> None:
     with pytest.raises(InvalidSetting, match="HOST:PORT"):
         Client.connect(text)
 
 
-async def test_a_broker_that_never_responds_is_given_up() -> None:
+async def test_a_silent_broker_times_out() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.transport.abort()
@@ -137,7 +137,7 @@ async def test_a_broker_that_never_responds_is_given_up() -> None:
     await server.wait_closed()
 
 
-async def test_something_that_is_no_broker_is_given_up() -> None:
+async def test_a_server_that_is_no_broker_is_reported() -> None:
     async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await reader.read()
@@ -162,7 +162,7 @@ async def test_old_brokers_are_asked_again_in_the_oldest_version(broker: Scripte
     assert set(response.topics["orders"].partitions) == {0, 1}
 
 
-async def test_versions_are_asked_for_once_per_connection(broker: ScriptedBroker) -> None:
+async def test_versions_are_requested_once_per_connection(broker: ScriptedBroker) -> None:
     async with connect(broker) as client:
         for _ in range(3):
             await client.metadata()
@@ -181,7 +181,7 @@ async def test_an_api_that_is_not_served_is_reported(broker: ScriptedBroker) -> 
             await client.produce("orders", 0, batch())
 
 
-async def test_a_lost_connection_is_opened_again(broker: ScriptedBroker) -> None:
+async def test_a_lost_connection_is_reopened(broker: ScriptedBroker) -> None:
     async with connect(broker) as client:
         await client.metadata()
         await broker.stop()
@@ -190,7 +190,7 @@ async def test_a_lost_connection_is_opened_again(broker: ScriptedBroker) -> None
     assert broker.connections == 2
 
 
-async def test_closing_fails_what_waits(broker: ScriptedBroker) -> None:
+async def test_closing_fails_pending_requests(broker: ScriptedBroker) -> None:
     never = asyncio.Event()
 
     async def wait(header: codec.RequestHeader, frame: memoryview) -> Any:
@@ -218,7 +218,7 @@ async def test_a_closed_client_stays_closed(broker: ScriptedBroker) -> None:
         polling = asyncio.create_task(client.fetch("orders", 0, 0))
         while not broker.asked(FETCH):
             await asyncio.sleep(0)
-    # What waited is not tried again on its own connection.
+    # A pending request is not retried on its own connection.
     with pytest.raises(InvalidRequest, match="the client is closed"):
         await polling
     with pytest.raises(InvalidRequest, match="the client is closed"):
@@ -248,7 +248,7 @@ async def test_closing_while_connecting_leaves_nothing_open(broker: ScriptedBrok
 # -- requests -------------------------------------------------------------------------------------------------
 
 
-async def test_responses_are_matched_by_number_whatever_their_order(broker: ScriptedBroker) -> None:
+async def test_responses_are_matched_by_correlation_id_in_any_order(broker: ScriptedBroker) -> None:
     waiting: list[tuple[codec.RequestHeader, bytes]] = []
 
     async def reverse(header: codec.RequestHeader, frame: memoryview) -> Any:
@@ -266,7 +266,7 @@ async def test_responses_are_matched_by_number_whatever_their_order(broker: Scri
     assert broker.connections == 1
 
 
-async def test_large_and_small_responses_in_any_cut(broker: ScriptedBroker) -> None:
+async def test_large_and_small_responses_in_any_fragmentation(broker: ScriptedBroker) -> None:
     sizes = [0, 1, 70_000, 3, 65_531, 65_532, 1_000_000, 10]
 
     async def sized(header: codec.RequestHeader, frame: memoryview) -> Any:
@@ -290,12 +290,12 @@ async def test_a_request_without_a_response_times_out(broker: ScriptedBroker) ->
         with pytest.raises(RequestTimedOut, match=r"did not respond within 0\.2 s"):
             await client.private(None, PRIVATE, b"")
         client._timeout_s = 60.0
-        # The connection is not trusted with more requests.
+        # The connection is not used for further requests.
         await client.metadata()
     assert broker.connections == 2
 
 
-async def test_a_cancelled_request_does_not_disturb_others(broker: ScriptedBroker) -> None:
+async def test_a_cancelled_request_does_not_affect_others(broker: ScriptedBroker) -> None:
     release = asyncio.Event()
 
     async def slow(header: codec.RequestHeader, frame: memoryview) -> Any:
@@ -315,7 +315,7 @@ async def test_a_cancelled_request_does_not_disturb_others(broker: ScriptedBroke
     assert broker.connections == 1
 
 
-async def test_a_broker_that_returns_nothing_does_not_pile_requests_up(broker: ScriptedBroker) -> None:
+async def test_requests_to_a_silent_broker_do_not_accumulate(broker: ScriptedBroker) -> None:
     async def swallow(header: codec.RequestHeader, frame: memoryview) -> Any:
         return None
 
@@ -335,7 +335,7 @@ async def test_a_broker_that_returns_nothing_does_not_pile_requests_up(broker: S
     assert broker.asked(PRIVATE) < 200
 
 
-async def test_more_fetches_than_connections_wait_their_turn(broker: ScriptedBroker) -> None:
+async def test_more_fetches_than_connections_are_queued(broker: ScriptedBroker) -> None:
     broker.handlers[FETCH] = fetched(b"batches")
     async with connect(broker) as client:
         responses = await asyncio.gather(*(client.fetch("orders", 0, 0, max_wait_ms=0) for _ in range(50)))
@@ -346,7 +346,7 @@ async def test_more_fetches_than_connections_wait_their_turn(broker: ScriptedBro
 # -- the cluster ----------------------------------------------------------------------------------------------
 
 
-async def test_metadata_lists_nodes_topics_and_what_is_missing(broker: ScriptedBroker) -> None:
+async def test_metadata_lists_nodes_topics_and_missing_topics(broker: ScriptedBroker) -> None:
     async with connect(broker) as client:
         response = await client.metadata(["orders", "nope"])
         assert await client.leader_of("orders", 1) == NODE
@@ -366,7 +366,7 @@ async def test_unknown_topics_and_partitions_are_distinguished(broker: ScriptedB
 
 
 async def test_a_node_at_a_wrong_address_is_reported(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first pause would outlast the time of the request, so that nothing is tried twice.
+    # The first pause would outlast the timeout of the request, so that nothing is retried.
     monkeypatch.setattr("millstream.protocol.wire.client.Backoff", lambda **_: Backoff(first_s=100.0, max_s=100.0))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -396,7 +396,7 @@ async def test_the_coordinator_is_found_and_waited_for(broker: ScriptedBroker) -
     assert not codes
 
 
-async def test_a_coordinator_is_remembered_until_a_call_fails(broker: ScriptedBroker) -> None:
+async def test_a_coordinator_is_cached_until_a_call_fails(broker: ScriptedBroker) -> None:
     async def find(header: codec.RequestHeader, frame: memoryview) -> Any:
         messages: Any = importlib.import_module("kio.schema.find_coordinator.v6.response")
         found = messages.Coordinator(
@@ -427,7 +427,7 @@ async def test_a_coordinator_is_remembered_until_a_call_fails(broker: ScriptedBr
     assert not failures
 
 
-async def test_a_named_node_is_asked_before_others_that_are_open(broker: ScriptedBroker) -> None:
+async def test_a_named_node_is_asked_before_other_open_connections(broker: ScriptedBroker) -> None:
     other = ScriptedBroker()
     await other.start()
     messages: Any = importlib.import_module("kio.schema.metadata.v13.response")
@@ -460,7 +460,7 @@ async def test_produce_in_every_version(broker: ScriptedBroker, newest: int) -> 
     assert broker.headers[-1].version == min(newest, 12)
 
 
-async def test_the_batch_arrives_as_it_was_given(broker: ScriptedBroker) -> None:
+async def test_the_batch_arrives_unchanged(broker: ScriptedBroker) -> None:
     sent = batch()
     got: list[Any] = []
 
@@ -486,7 +486,7 @@ async def test_a_moved_leader_is_looked_up_again(broker: ScriptedBroker) -> None
     assert broker.asked(METADATA) == 2
 
 
-async def test_a_final_refusal_is_raised_at_once(broker: ScriptedBroker) -> None:
+async def test_a_fatal_error_is_raised_at_once(broker: ScriptedBroker) -> None:
     broker.handlers[PRODUCE] = produced(ErrorCode.message_too_large)
     async with connect(broker) as client:
         with pytest.raises(BatchTooLarge, match="publish to orders-0: too big for me"):
@@ -496,7 +496,7 @@ async def test_a_final_refusal_is_raised_at_once(broker: ScriptedBroker) -> None
     assert broker.asked(PRODUCE) == 1
 
 
-async def test_a_lost_response_is_not_sent_again_without_idempotence(broker: ScriptedBroker) -> None:
+async def test_a_produce_without_idempotence_is_not_resent_after_a_lost_response(broker: ScriptedBroker) -> None:
     broker.handlers[PRODUCE] = hang_up
     async with connect(broker) as client:
         with pytest.raises(RequestTimedOut, match="is unknown"):
@@ -504,7 +504,7 @@ async def test_a_lost_response_is_not_sent_again_without_idempotence(broker: Scr
     assert broker.asked(PRODUCE) == 1
 
 
-async def test_a_lost_response_is_sent_again_with_idempotence(broker: ScriptedBroker) -> None:
+async def test_an_idempotent_produce_is_resent_after_a_lost_response(broker: ScriptedBroker) -> None:
     async def once(header: codec.RequestHeader, frame: memoryview) -> Any:
         broker.handlers[PRODUCE] = produced(ErrorCode.none)
         raise EOFError
@@ -515,7 +515,7 @@ async def test_a_lost_response_is_sent_again_with_idempotence(broker: ScriptedBr
     assert broker.asked(PRODUCE) == 2
 
 
-async def test_acks_none_waits_for_nothing(broker: ScriptedBroker) -> None:
+async def test_acks_0_waits_for_nothing(broker: ScriptedBroker) -> None:
     async def silent(header: codec.RequestHeader, frame: memoryview) -> Any:
         return None
 
@@ -549,7 +549,7 @@ async def test_an_offset_out_of_range_reports_the_range(broker: ScriptedBroker) 
     assert (caught.value.start, caught.value.end) == (3, 9)
 
 
-async def test_many_partitions_come_in_one_request(broker: ScriptedBroker) -> None:
+async def test_many_partitions_are_fetched_in_one_request(broker: ScriptedBroker) -> None:
     broker.handlers[FETCH] = fetched(None)
     wanted = {TopicPartition("orders", PartitionIndex(index)): Offset(0) for index in range(2)}
     async with connect(broker) as client:
@@ -568,7 +568,7 @@ async def test_many_partitions_come_in_one_request(broker: ScriptedBroker) -> No
             await client.fetch_many(wanted, LIMITS)
 
 
-async def test_a_waiting_fetch_holds_nothing_up(broker: ScriptedBroker) -> None:
+async def test_a_waiting_fetch_blocks_nothing(broker: ScriptedBroker) -> None:
     release = asyncio.Event()
 
     async def wait(header: codec.RequestHeader, frame: memoryview) -> Any:
@@ -586,7 +586,7 @@ async def test_a_waiting_fetch_holds_nothing_up(broker: ScriptedBroker) -> None:
             await polls[0]
         release.set()
         assert bytes((await polls[1]).records) == b"late"
-        # The connection of the finished fetch is used again.
+        # The connection of the finished fetch is reused.
         before = broker.connections
         await client.fetch("orders", 0, 0)
         assert broker.connections == before
@@ -602,7 +602,7 @@ async def test_a_fetch_survives_a_broken_connection(broker: ScriptedBroker) -> N
         assert bytes((await client.fetch("orders", 0, 0)).records) == b"after"
 
 
-async def test_only_nodes_that_lead_a_topic_matter_for_its_pause() -> None:
+async def test_only_leaders_of_a_topic_count_for_its_throttle_time() -> None:
     client = Client.connect("127.0.0.1:1", client_id="test")
     for number in (1, 2):
         node = NodeMetadata(node_id=NodeId(number), host=f"node-{number}", port=9092, rack=None)

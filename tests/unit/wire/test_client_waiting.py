@@ -1,4 +1,4 @@
-"""The client against a scripted broker that takes its time: requests that wait, pauses it asks for, time that is up."""
+"""The client against a slow scripted broker: waiting requests, throttling, timeouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def connect(broker: ScriptedBroker, timeout_s: float = 60.0) -> Client:
     return Client.connect(broker.address, client_id="test", timeout_s=timeout_s)
 
 
-async def test_a_member_that_waits_holds_nothing_else_up(broker: ScriptedBroker) -> None:
+async def test_a_waiting_group_member_blocks_nothing_else(broker: ScriptedBroker) -> None:
     requests: Any = importlib.import_module("kio.schema.join_group.v9.request")
     responses: Any = importlib.import_module("kio.schema.join_group.v9.response")
     joined, release = asyncio.Event(), asyncio.Event()
@@ -72,7 +72,7 @@ async def test_a_member_that_waits_holds_nothing_else_up(broker: ScriptedBroker)
         assert (await joining).generation_id == 1
 
 
-async def test_a_connection_whose_request_was_withdrawn_is_not_used_again(broker: ScriptedBroker) -> None:
+async def test_a_connection_with_a_cancelled_request_is_not_reused(broker: ScriptedBroker) -> None:
     async with connect(broker) as client:
         pool = await client.pool_for(NODE)
         async with pool.borrowed() as withdrawn:
@@ -83,9 +83,7 @@ async def test_a_connection_whose_request_was_withdrawn_is_not_used_again(broker
             assert another is not withdrawn
 
 
-async def test_a_pause_that_the_broker_asks_for_is_kept_for_every_caller(
-    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_throttle_time_applies_to_every_caller(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     monkeypatch.setattr(Pool, "mute", lambda _pool, seconds: asked.append(seconds))
 
@@ -106,14 +104,14 @@ async def test_a_pause_that_the_broker_asks_for_is_kept_for_every_caller(
 
 
 @pytest.mark.parametrize("version", list(range(3, 13)))
-async def test_the_pause_is_found_in_every_version_of_produce(broker: ScriptedBroker, version: int) -> None:
+async def test_the_throttle_time_is_found_in_every_version_of_produce(broker: ScriptedBroker, version: int) -> None:
     broker.served[PRODUCE] = (0, version)
     broker.handlers[PRODUCE] = produced(ErrorCode.none)
     async with connect(broker) as client:
         assert (await client.produce("orders", 0, batch())).base_offset == 42
 
 
-async def test_a_muted_broker_is_sent_nothing_until_the_pause_is_over() -> None:
+async def test_a_throttling_broker_is_sent_nothing_until_the_time_is_over() -> None:
     pool = Pool("127.0.0.1", 1, client_id="test", connect_s=1)
     assert await pool.unmuted() == 0
     pool.mute(0.02)

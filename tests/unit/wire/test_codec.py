@@ -30,7 +30,7 @@ def test_flexible_versions_are_those_of_the_schema() -> None:
 
 @pytest.mark.parametrize("api_key", [0, 3, 18, 47])
 @pytest.mark.parametrize("client_id", [None, "", "librdkafka"])
-def test_request_headers_are_read_as_kio_writes_them(api_key: int, client_id: str | None) -> None:
+def test_request_headers_are_decoded_as_kio_encodes_them(api_key: int, client_id: str | None) -> None:
     for version in versions_of(api_key):
         header_class = codec.load_request_class(api_key, version).__header_schema__
         buffer = io.BytesIO()
@@ -55,14 +55,14 @@ def test_unknown_versions_and_private_keys_have_readable_headers() -> None:
 @pytest.mark.parametrize(
     "frame", [b"", b"\0\x03\0\x0d\0\0\0", b"\0\x03\0\x0d\0\0\0\1\0\5abc", b"\0\x03\0\x0d\0\0\0\1\xff\xff"]
 )
-def test_short_headers_are_violations(frame: bytes) -> None:
+def test_truncated_headers_are_violations(frame: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         codec.read_request_header(frame)
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), api_key=st.sampled_from([2, 3, 8, 11, 18, 19, 32, 47, 60]))
-def test_whole_frames_come_back(seed: int, api_key: int) -> None:
+def test_whole_frames_round_trip(seed: int, api_key: int) -> None:
     chance = random.Random(seed)
     for version in versions_of(api_key):
         request = random_message(codec.load_request_class(api_key, version), chance)
@@ -81,13 +81,13 @@ def test_whole_frames_come_back(seed: int, api_key: int) -> None:
         assert entity_reader(header_class)(encoded[4:], 0)[0].correlation_id == 4
 
 
-def test_bodies_are_read_from_writable_buffers_too() -> None:
+def test_bodies_are_decoded_from_writable_buffers_too() -> None:
     request = codec.load_request_class(3, 1)(topics=None)
     body = memoryview(bytearray(codec.write_entity(request)))
     assert codec.read_request(3, 1, body, 0) == request
 
 
-def test_what_kio_does_not_know_is_a_violation() -> None:
+def test_requests_unknown_to_kio_are_violations() -> None:
     with pytest.raises(ProtocolViolation, match="no version 99"):
         codec.load_request_class(3, 99)
     with pytest.raises(ProtocolViolation, match="API 999"):
@@ -96,7 +96,7 @@ def test_what_kio_does_not_know_is_a_violation() -> None:
         codec.read_correlation_id(b"\0")
 
 
-def test_unknown_tags_in_a_response_header_are_stepped_over() -> None:
+def test_unknown_tags_in_a_response_header_are_skipped() -> None:
     response = codec.load_response_class(12, 4)
     body = codec.write_entity(random_message(response, random.Random(1)))
     frame = b"\0\0\0\1" + b"\x01\x07\x02ab" + body

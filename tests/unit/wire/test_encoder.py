@@ -1,4 +1,4 @@
-"""Our encoder writes the very bytes that kio writes."""
+"""Our encoder produces the same bytes as kio."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def written_by_kio(message: Any) -> bytes:
     return buffer.getvalue()
 
 
-def test_every_version_of_every_message_is_written_as_kio_does() -> None:
+def test_every_version_of_every_message_is_encoded_as_by_kio() -> None:
     chance = random.Random(11)
     for api_key in api_keys():
         for version in versions_of(api_key):
@@ -39,7 +39,7 @@ def test_long_strings_and_lists_have_long_lengths() -> None:
         assert codec.write_entity(message) == written_by_kio(message)
 
 
-def test_what_does_not_fit_is_the_callers_error() -> None:
+def test_a_value_that_does_not_fit_is_the_callers_error() -> None:
     request_class = codec.load_request_class(20, 3)
     with pytest.raises(InvalidRequest, match="DeleteTopicsRequest does not fit into version 3"):
         codec.write_entity(request_class(topic_names=("x" * 40_000,), timeout=timedelta(0)))

@@ -1,4 +1,4 @@
-"""The bounds check in front of kio: it agrees with kio on every message, and no bytes get past it to do harm."""
+"""The bounds check in front of kio agrees with kio on every message, and refuses harmful bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def classes_of(api_key: int) -> list[type[Any]]:
     return [load(api_key, version) for version in versions_of(api_key) for load in loaders]
 
 
-def test_it_steps_over_every_message_just_as_kio_does() -> None:
+def test_it_skips_every_message_exactly_as_kio_reads_it() -> None:
     chance = random.Random(7)
     for api_key in api_keys():
         for message_class in classes_of(api_key):
@@ -45,7 +45,7 @@ SERVED = [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 23, 
 
 @settings(max_examples=400, deadline=None)
 @given(seed=st.integers(0, 2**32), api_key=st.sampled_from(SERVED))
-def test_damaged_messages_are_read_or_refused(seed: int, api_key: int) -> None:
+def test_damaged_messages_are_decoded_or_refused(seed: int, api_key: int) -> None:
     chance = random.Random(seed)
     version = chance.choice(versions_of(api_key))
     message = random_message(codec.load_request_class(api_key, version), chance)
@@ -60,7 +60,7 @@ def test_damaged_messages_are_read_or_refused(seed: int, api_key: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=80), api_key=st.sampled_from(SERVED), newest=st.booleans())
-def test_random_bytes_are_read_or_refused(data: bytes, api_key: int, newest: bool) -> None:
+def test_random_bytes_are_decoded_or_refused(data: bytes, api_key: int, newest: bool) -> None:
     version = versions_of(api_key)[-1 if newest else 0]
     with contextlib.suppress(ProtocolViolation):
         codec.read_request(api_key, version, data, 0)
@@ -101,7 +101,7 @@ def test_hostile_frames_are_refused(what: str) -> None:
         codec.read_request(api_key, version, data, 0)
 
 
-def test_a_tagged_field_must_be_as_long_as_it_says() -> None:
+def test_a_tagged_field_must_have_its_stated_length() -> None:
     # ApiVersions v3 has an array in tagged field 0; the length says 5 bytes, its content takes 1.
     response = codec.load_response_class(18, 3)
     head = b"\0\0\x01\0\0\0\0"
@@ -110,12 +110,12 @@ def test_a_tagged_field_must_be_as_long_as_it_says() -> None:
         walked(response, head + b"\x01\x00\x05\x01\x00\x00\x00\x00")
 
 
-def test_too_many_items_are_refused_before_they_become_objects() -> None:
+def test_too_many_items_are_refused_before_allocation() -> None:
     count = codec.REQUEST_LIMITS.items + 1
     with pytest.raises(ProtocolViolation, match="more items"):
         codec.read_request(METADATA, 1, struct.pack(">i", count) + bytes(2 * count), 0)
 
 
-def test_too_large_a_body_is_refused() -> None:
+def test_an_oversized_body_is_refused() -> None:
     with pytest.raises(ProtocolViolation, match="at most"):
         codec.read_request(METADATA, 1, bytes(codec.REQUEST_LIMITS.body_bytes + 1), 0)

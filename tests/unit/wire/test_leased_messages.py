@@ -1,4 +1,4 @@
-"""Of the batches that come with leases, those messages are read that are leased."""
+"""Only leased messages are read from the batches that come with leases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOPIC_ID = UUID(int=7)
 
 
 def _batches(sizes: list[tuple[int, int]]) -> bytes:
-    """Batches of so many records, each after a hole."""
+    """Batches of so many records, each after a gap."""
     made, offset = bytearray(), 0
     for hole, count in sizes:
         offset += hole
@@ -40,7 +40,7 @@ def _batches(sizes: list[tuple[int, int]]) -> bytes:
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8)), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), max_size=8),
 )
-def test_exactly_what_is_leased_is_read(sizes: list[tuple[int, int]], spans: list[tuple[int, int]]) -> None:
+def test_exactly_the_leased_messages_are_read(sizes: list[tuple[int, int]], spans: list[tuple[int, int]]) -> None:
     batches = _batches(sizes)
     leases, at = [], -1
     for number, (gap, length) in enumerate(spans):
@@ -59,8 +59,8 @@ def test_exactly_what_is_leased_is_read(sizes: list[tuple[int, int]], spans: lis
     assert all((one.topic, one.topic_id, one.partition) == ("orders", TOPIC_ID, 2) for one in found)
 
 
-def test_a_batch_from_which_records_are_missing_is_read_by_their_offsets() -> None:
-    # Compaction leaves the offsets of the others as they are: here 0 to 3 of a batch that went up to 9.
+def test_a_compacted_batch_is_read_by_offset() -> None:
+    # Compaction keeps the offsets of the remaining records: here 0 to 3 of a batch that ended at 9.
     batch = encode_batch([NewRecord(None, b"%d" % at, (), 0) for at in range(4)])
     (header,) = iterate_headers(batch)
     seal_batch(

@@ -1,4 +1,4 @@
-"""Offsets as a client looks them up, of one topic or of many, against a scripted broker."""
+"""Offset look-ups by a client, for one topic or many, against a scripted broker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def hang_up(header: codec.RequestHeader, frame: memoryview) -> Any:
 
 
 async def look_up(header: codec.RequestHeader, frame: memoryview) -> Any:
-    """Respond with the time as an offset, but of partition 7 with an error."""
+    """Respond with the timestamp as an offset, but with an error for partition 7."""
     request = codec.read_request(LIST_OFFSETS, header.version, frame, header.body_at)
     messages: Any = importlib.import_module("kio.schema.list_offsets.v10.response")
 
@@ -64,7 +64,7 @@ async def test_offsets_of_many_topics_are_looked_up_with_few_requests(broker: Sc
         asked = [broker.asked(key) for key in (METADATA, LIST_OFFSETS)]
         await client.list_offsets_of(wanted)
     assert asked == [1, 2]
-    # Whom to ask is known by then.
+    # The leaders are known by then.
     assert [broker.asked(key) for key in (METADATA, LIST_OFFSETS)] == [1, 4]
     assert {one.offset for where in wanted if isinstance(one := found[where], ListedOffset)} == {98}
     unknown, gone = (found[where] for where in odd)
@@ -72,7 +72,7 @@ async def test_offsets_of_many_topics_are_looked_up_with_few_requests(broker: Sc
     assert isinstance(gone, NotLeader)
 
 
-async def test_a_leader_that_is_away_is_reported_in_place_of_its_offsets(broker: ScriptedBroker) -> None:
+async def test_an_unavailable_leader_is_reported_in_place_of_its_offsets(broker: ScriptedBroker) -> None:
     broker.handlers[LIST_OFFSETS] = hang_up
     where = TopicPartition("orders", PartitionIndex(0))
     async with connect(broker) as client:

@@ -1,4 +1,4 @@
-"""The hand-laid readers and writers: what is written is read, and no bytes do harm."""
+"""The hand-written readers and writers round trip, and arbitrary bytes are harmless."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VALUES: st.SearchStrategy[list[tuple[str, Any]]] = st.lists(
 
 
 @given(values=VALUES, flexible=st.booleans())
-def test_what_is_written_is_read(values: list[tuple[str, Any]], flexible: bool) -> None:
+def test_values_round_trip(values: list[tuple[str, Any]], flexible: bool) -> None:
     writer = Writer(flexible=flexible)
     for name, value in values:
         getattr(writer, name)(value)
@@ -43,7 +43,7 @@ def test_what_is_written_is_read(values: list[tuple[str, Any]], flexible: bool) 
 
 
 @given(text=st.none() | st.text(), content=st.none() | st.binary(), flexible=st.booleans())
-def test_nulls_survive(text: str | None, content: bytes | None, flexible: bool) -> None:
+def test_nulls_round_trip(text: str | None, content: bytes | None, flexible: bool) -> None:
     writer = Writer(flexible=flexible)
     writer.string(text)
     writer.legacy_string(text)
@@ -80,7 +80,7 @@ READS: list[Callable[[Reader], object]] = [
 
 
 @given(data=st.binary(max_size=64), flexible=st.booleans(), picks=st.lists(st.sampled_from(READS), max_size=20))
-def test_any_bytes_give_values_or_a_violation(
+def test_arbitrary_bytes_give_values_or_a_violation(
     data: bytes, flexible: bool, picks: list[Callable[[Reader], object]]
 ) -> None:
     reader = Reader(data, flexible=flexible)
@@ -99,7 +99,7 @@ def test_a_reader_stops_at_its_end() -> None:
         reader.int32()
 
 
-def test_an_array_that_cannot_fit_is_refused_before_it_is_read() -> None:
+def test_an_array_longer_than_its_bytes_is_refused_before_it_is_read() -> None:
     with pytest.raises(ProtocolViolation, match="2147483647 items"):
         Reader(b"\x7f\xff\xff\xff" + bytes(100), flexible=False).array_length()
     with pytest.raises(ProtocolViolation, match="-2 items"):
@@ -108,7 +108,7 @@ def test_an_array_that_cannot_fit_is_refused_before_it_is_read() -> None:
         Reader(b"\xff\xff\xff\xff\x0f").skip_tags()
 
 
-def test_bad_text_and_null_text_are_violations() -> None:
+def test_invalid_utf8_and_unexpected_null_are_violations() -> None:
     with pytest.raises(ProtocolViolation, match="UTF-8"):
         Reader(b"\x03\xff\xfe").string()
     with pytest.raises(ProtocolViolation, match="null"):

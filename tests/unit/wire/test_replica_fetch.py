@@ -1,4 +1,4 @@
-"""Followers' fetches: laid as Kafka lays them, and read back as they were."""
+"""Followers' fetches are encoded as by Kafka, and round trip."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ RESPONSES = st.builds(
 
 
 @given(FETCHES)
-def test_a_request_is_read_back_as_it_was(fetch: ReplicaFetch) -> None:
+def test_a_request_round_trips(fetch: ReplicaFetch) -> None:
     read = read_replica_fetch(write_replica_fetch(fetch), 0)
     assert read.wanted == fetch.wanted
     assert sorted(read.forgotten) == sorted(fetch.forgotten)
@@ -66,7 +66,7 @@ def test_a_request_is_read_back_as_it_was(fetch: ReplicaFetch) -> None:
 
 
 @given(st.dictionaries(KEYS, RESPONSES, max_size=5), st.integers(0, 2**31 - 1))
-def test_a_response_is_read_back_as_it_was(partitions: dict[PartitionKey, ReplicaResponse], session_id: int) -> None:
+def test_a_response_round_trips(partitions: dict[PartitionKey, ReplicaResponse], session_id: int) -> None:
     pieces = write_replica_responses(VERSION, 5, ReplicaResponses(0, session_id, partitions))
     frame = memoryview(b"".join(map(bytes, pieces)))
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
@@ -77,7 +77,7 @@ def test_a_response_is_read_back_as_it_was(partitions: dict[PartitionKey, Replic
     }
 
 
-def test_the_layout_is_kafkas() -> None:
+def test_the_encoding_is_that_of_kafka() -> None:
     key = (UUID(int=7), PartitionIndex(3))
     position = ReplicaPosition(Offset(40), Epoch(2), Epoch(5), Offset(10), 1000)
     fetch = ReplicaFetch(
@@ -97,19 +97,19 @@ def test_the_layout_is_kafkas() -> None:
     assert (partition.diverging_epoch.epoch, partition.diverging_epoch.end_offset) == (4, 44)
 
 
-def test_a_request_that_does_not_say_which_node_it_is_is_no_followers() -> None:
+def test_a_request_without_a_node_id_is_not_a_followers() -> None:
     fetch = ReplicaFetch(node=NodeId(-1), registration=1, max_wait_ms=1, max_bytes=1, wanted={})
     with pytest.raises(ProtocolViolation):
         read_replica_fetch(write_replica_fetch(fetch), 0)
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_decoded_or_refused(data: bytes) -> None:
     for read in (lambda: read_replica_fetch(data, 0), lambda: read_replica_responses(memoryview(bytes(5) + data))):
         with suppress(ProtocolViolation):
             read()
 
 
-def test_session_epochs_restart_after_the_last() -> None:
+def test_session_epochs_wrap() -> None:
     assert next_session_epoch(0) == 1
     assert next_session_epoch(2**31 - 1) == 1

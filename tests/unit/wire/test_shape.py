@@ -1,4 +1,4 @@
-"""Messages carried from version to version."""
+"""Conversion of messages between versions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OFFSET_COMMIT = 8
 """Its newest version names topics by id only, so names do not come back."""
 
 LOADERS = [load_request_class, load_response_class]
-# Every API but those whose versions differ in structure, which convert themselves.
+# Every API except those whose versions differ in structure, which convert themselves.
 RESHAPED = [2, 3, 8, 12, 14, 15, 16, 18, 19, 21, 22, 23, 32, 37, 42, 44, 60]
 
 
 def shared(message: Any, other: Any) -> None:
-    """Assert that fields of the same name hold the same, at every depth; a null may have become a default."""
+    """Assert that fields of the same name are equal at every depth; a null may have become a default."""
     for declared in fields(message):
         if not hasattr(other, declared.name):
             continue
@@ -56,7 +56,7 @@ def shared(message: Any, other: Any) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), api_key=st.sampled_from(RESHAPED), load=st.sampled_from(LOADERS))
-def test_every_pair_of_versions_keeps_what_both_have(seed: int, api_key: int, load: Any) -> None:
+def test_every_pair_of_versions_keeps_common_fields(seed: int, api_key: int, load: Any) -> None:
     chance = random.Random(seed)
     versions = versions_of(api_key)
     source, target = load(api_key, chance.choice(versions)), load(api_key, chance.choice(versions))
@@ -64,13 +64,13 @@ def test_every_pair_of_versions_keeps_what_both_have(seed: int, api_key: int, lo
     reshaped = reshape(message, target)
     assert type(reshaped) is target
     shared(message, reshaped)
-    # The result can be sent: nothing is null that may not be.
+    # The result can be encoded: nothing is null that may not be.
     write_entity(reshaped)
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), api_key=st.sampled_from([key for key in RESHAPED if key != OFFSET_COMMIT]))
-def test_an_old_request_survives_the_way_up_and_down(seed: int, api_key: int) -> None:
+def test_an_old_request_survives_conversion_up_and_down(seed: int, api_key: int) -> None:
     chance = random.Random(seed)
     for version in versions_of(api_key):
         old, new = load_request_class(api_key, version), load_request_class(api_key, versions_of(api_key)[-1])
@@ -80,7 +80,7 @@ def test_an_old_request_survives_the_way_up_and_down(seed: int, api_key: int) ->
             shared(message, again)
 
 
-def test_the_same_class_is_left_alone() -> None:
+def test_the_same_class_is_unchanged() -> None:
     message = load_request_class(3, 13)(topics=None, include_topic_authorized_operations=False)
     assert reshape(message, type(message)) is message
 
@@ -93,7 +93,7 @@ def test_missing_fields_get_the_defaults_of_the_schema() -> None:
     assert new.topics == ()
 
 
-def test_nested_messages_are_carried_over() -> None:
+def test_nested_messages_are_converted() -> None:
     newest: Any = importlib.import_module("kio.schema.metadata.v13.response")
     partition = newest.MetadataResponsePartition(
         error_code=ErrorCode.none, partition_index=0, leader_id=1, replica_nodes=(1,), isr_nodes=(1,)
@@ -113,6 +113,6 @@ def test_nested_messages_are_carried_over() -> None:
     assert not hasattr(old.topics[0], "topic_id")
 
 
-def test_a_change_of_structure_is_refused_loudly() -> None:
+def test_a_change_of_structure_is_refused() -> None:
     with pytest.raises(TypeError, match="the API must convert it itself"):
         reshape(load_response_class(15, 0)(groups=()), Odd)

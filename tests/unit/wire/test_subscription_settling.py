@@ -1,4 +1,4 @@
-"""How the client settles: messages that follow each other as one range, and alone where a range is refused."""
+"""Settlement by the client: consecutive messages as one range, and individually where a range is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFUSED = 121
 
 
 class Broker:
-    """In place of a client: takes every range that none of the lost messages is in."""
+    """A client stand-in that accepts every range without a lost message."""
 
     def __init__(self, *lost: int, unreachable: int = -1) -> None:
         self.lost = set(lost)
@@ -43,32 +43,32 @@ class Broker:
 
 
 def leased(offset: int, *, partition: int = 0, node: int = 1, attempt: int = 1) -> LeasedMessage:
-    """A message that the worker holds."""
+    """A message held by the worker."""
     record = Record(Offset(offset), 0, None, b"", ())
     return LeasedMessage(NodeId(node), "orders", UUID(int=1), partition, attempt, 0, record)
 
 
 async def settled(broker: Broker, *messages: LeasedMessage) -> list[MillstreamError | None]:
-    """What settling them says."""
+    """The result of settling them."""
     client: Any = broker
     return await SubscriptionClient(client).settle("billing", "one", messages, Verb.ACCEPT)
 
 
-async def test_messages_that_follow_each_other_are_one_range() -> None:
+async def test_consecutive_messages_are_one_range() -> None:
     broker = Broker()
     messages = [leased(3), leased(4), leased(5), leased(7), leased(8, partition=1), leased(9, partition=1)]
     assert await settled(broker, *messages) == [None] * 6
     assert broker.asked == [[("orders", 0, 3, 5), ("orders", 0, 7, 7), ("orders", 1, 8, 9)]]
 
 
-async def test_a_range_is_of_one_attempt_and_names_it() -> None:
+async def test_a_range_has_one_attempt_and_names_it() -> None:
     broker = Broker()
     await settled(broker, leased(3), leased(4), leased(5, attempt=2), leased(6, attempt=2))
     assert broker.asked == [[("orders", 0, 3, 4), ("orders", 0, 5, 6)]]
     assert broker.attempts == [1, 2]
 
 
-async def test_of_a_range_that_is_refused_each_message_is_settled_alone() -> None:
+async def test_the_messages_of_a_refused_range_are_settled_individually() -> None:
     broker = Broker(4)
     results = await settled(broker, leased(3), leased(4), leased(5))
     assert [error is None for error in results] == [True, False, True]
@@ -76,7 +76,7 @@ async def test_of_a_range_that_is_refused_each_message_is_settled_alone() -> Non
 
 
 @pytest.mark.parametrize("unreachable", [1, 2])
-async def test_a_node_that_is_gone_keeps_no_one_from_settling_with_others(unreachable: int) -> None:
+async def test_an_unavailable_node_does_not_prevent_settling_at_others(unreachable: int) -> None:
     broker = Broker(unreachable=unreachable)
     results = await settled(broker, leased(3, node=1), leased(4, node=1), leased(5, node=2))
     assert [isinstance(error, BrokerUnreachable) for error in results] == [
@@ -86,7 +86,7 @@ async def test_a_node_that_is_gone_keeps_no_one_from_settling_with_others(unreac
     ]
 
 
-async def test_nothing_is_said_of_nothing() -> None:
+async def test_without_messages_nothing_is_sent() -> None:
     broker = Broker()
     assert await settled(broker) == []
     assert broker.asked == []
