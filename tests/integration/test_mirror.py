@@ -214,7 +214,7 @@ def test_a_copy_has_the_same_messages_at_the_same_offsets_and_takes_over(
     assert len(read(berlin.brokers, topic, 601)) == 601
     epochs = {one["epoch"] for one in report["partitions"]}
     assert min(epochs) > 0
-    assert berlin("mirror", "delete", name).code == 0
+    assert berlin("mirror", "delete", name, "--force").code == 0
 
 
 def test_a_mirror_resumes_after_both_sides_were_killed(
@@ -240,7 +240,7 @@ def test_a_mirror_resumes_after_both_sides_were_killed(
     sites.berlin.kill()
     sites.berlin.start()
     publish(berlin.brokers, topic, ["mine"])
-    assert berlin("mirror", "delete", name).code == 0
+    assert berlin("mirror", "delete", name, "--force").code == 0
 
 
 def test_a_cutover_of_one_topic_does_not_need_a_copy_that_cannot_be_continued(
@@ -264,7 +264,7 @@ def test_a_cutover_of_one_topic_does_not_need_a_copy_that_cannot_be_continued(
     assert committed(berlin, f"{topic}-group") == [1]
     assert described(berlin, mirror)["topics"] == [stuck]
     assert berlin("mirror", "failover", mirror).code == 0
-    assert berlin("mirror", "delete", mirror).code == 0
+    assert berlin("mirror", "delete", mirror, "--force").code == 0
 
 
 def transact(brokers: str, name: str, topics: list[str], values: list[str], *, ends: bool = True) -> Producer:
@@ -368,7 +368,7 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
 
     switch_back(paris, berlin, mirror, topic)
     berlin("mirror", "failover", mirror)
-    assert berlin("mirror", "delete", mirror).code == 0
+    assert berlin("mirror", "delete", mirror, "--force").code == 0
 
 
 def backlog_of(site: CommandLine, name: str) -> int:
@@ -428,7 +428,7 @@ def test_backlogs_and_letters_are_those_of_the_source_before_and_after_a_failove
     assert sorted(one["value"] for one in pulled.documents) == ["a", "b", "c", "d", "e"]
     # Nothing keeps the topic of the letters any more.
     assert berlin("topic", "delete", dead, "--yes").code == 0
-    assert berlin("mirror", "delete", mirror).code == 0
+    assert berlin("mirror", "delete", mirror, "--force").code == 0
 
 
 def test_a_mirror_of_a_source_that_does_not_respond_is_created_with_a_warning(berlin: CommandLine, topic: str) -> None:
@@ -465,11 +465,15 @@ def test_what_is_deleted_here_comes_back_with_its_state(paris: CommandLine, berl
         deleted = berlin(what, "delete", name, "--yes")
         assert deleted.code == 0, deleted.err
         wait_for(is_whole, what=f"the {what} is here again")
+    in_use = berlin("mirror", "delete", mirror, "--force")
+    assert (in_use.code, f"still writes {topic};" in in_use.err) == (5, True), in_use.err
     assert berlin("mirror", "failover", mirror).code == 0
     pulled = berlin("subscription", "pull", workers, "--accept", "--wait", "20", "-n", "1", "--json")
     assert [one["value"] for one in pulled.documents] == ["c"], pulled.out
     assert berlin(*moved).code == 0
     assert committed(berlin, group) == [3]
+    kept = berlin("mirror", "delete", mirror, "--yes")
+    assert (kept.code, f"mirror reverse {mirror}" in kept.err) == (5, True), kept.err
 
     # So does the copy of a mirror that was reversed, although its records came from there.
     publish(berlin.brokers, topic, ["d"])
@@ -486,7 +490,7 @@ def test_what_is_deleted_here_comes_back_with_its_state(paris: CommandLine, berl
     assert paris("mirror", "failover", mirror).code == 0
     pulled = paris("subscription", "pull", workers, "--accept", "--wait", "20", "-n", "1", "--json")
     assert [one["value"] for one in pulled.documents] == ["d"], pulled.out
-    assert paris("mirror", "delete", mirror).code == 0
+    assert paris("mirror", "delete", mirror, "--force").code == 0
 
 
 def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: CommandLine, topic: str) -> None:
@@ -543,7 +547,7 @@ def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: C
     assert [value for _, _, value in read(paris.brokers, f"copy-of-paris.{topic}", 2)] == ["p", "mine"]
     paris("mirror", "failover", f"m-{topic}")
     for site, name in ((berlin, f"r-{topic}"), (paris, f"m-{topic}"), (berlin, f"m-{topic}")):
-        deleted = site("mirror", "delete", name)
+        deleted = site("mirror", "delete", name, "--force")
         assert deleted.code == 0, deleted.err
 
 
@@ -592,10 +596,12 @@ def test_changes_of_topics_follow_and_http_and_metrics_report(
         refused = http.post(f"/v1/mirrors/{name}/reverse", json={"address": berlin.brokers})
         assert refused.status_code == 422, refused.text
         assert "switch" in refused.text
-        assert http.delete(f"/v1/mirrors/{name}").status_code == 422
+        assert http.delete(f"/v1/mirrors/{name}").status_code == 409
         report = http.post(f"/v1/mirrors/{name}/failover", json={}).json()
         assert [one["missing"] for one in report["partitions"]] == [0, 0, 0]
-        assert http.delete(f"/v1/mirrors/{name}").status_code == 204
+        refused = http.delete(f"/v1/mirrors/{name}")
+        assert (refused.status_code, "mirror reverse" in refused.text) == (409, True), refused.text
+        assert http.delete(f"/v1/mirrors/{name}", params={"force": True}).status_code == 204
         assert http.get(f"/v1/mirrors/{name}").status_code == 404
 
 
@@ -670,7 +676,7 @@ def test_a_switch_takes_topics_along_that_were_failed_over_before(
         wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what="berlin follows")  # type: ignore[misc]
         assert [value for _, _, value in read(berlin.brokers, name, 3)] == ["a", "b", "c"]
     berlin("mirror", "failover", mirror)
-    assert berlin("mirror", "delete", mirror).code == 0
+    assert berlin("mirror", "delete", mirror, "--force").code == 0
 
 
 def test_offsets_of_groups_without_transactions_are_mirrored_after_a_failover_of_another_topic(
@@ -713,7 +719,7 @@ def test_offsets_of_groups_without_transactions_are_mirrored_after_a_failover_of
     cut = berlin("mirror", "cutover", mirror, "--still", "0", "--yes", "--json")
     assert cut.code == 0, cut.err
     assert (committed(berlin, plain), committed(berlin, exact)) == ([1], [1])
-    assert berlin("mirror", "delete", mirror).code == 0
+    assert berlin("mirror", "delete", mirror, "--force").code == 0
     consumer.close()
 
 
@@ -762,7 +768,7 @@ def test_a_failover_goes_back_to_where_no_value_of_a_compacted_topic_is_missing(
     wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
     assert read(paris.brokers, topic, 2) == [(0, 0, "old"), (0, 2, "value")]
     paris("mirror", "failover", mirror)
-    assert paris("mirror", "delete", mirror).code == 0
+    assert paris("mirror", "delete", mirror, "--force").code == 0
 
 
 def test_compaction_beyond_the_cut_costs_no_key_on_the_way_back(
@@ -791,7 +797,7 @@ def test_compaction_beyond_the_cut_costs_no_key_on_the_way_back(
     assert read(berlin.brokers, topic, 3) == everything
     assert read(paris.brokers, topic, 3) == everything
     paris("mirror", "failover", mirror)
-    assert paris("mirror", "delete", mirror).code == 0
+    assert paris("mirror", "delete", mirror, "--force").code == 0
 
 
 SCHEMA = '{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]}'
@@ -878,4 +884,4 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         wait_for(lambda: may_read("User:guest") not in acls_of(sites.berlin), what="the revoked rule is deleted")
         assert acls_of(sites.berlin) >= rules - {may_read("User:guest")} | {may_read("User:berlin")}
     berlin("mirror", "failover", name)
-    assert berlin("mirror", "delete", name).code == 0
+    assert berlin("mirror", "delete", name, "--force").code == 0

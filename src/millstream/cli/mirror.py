@@ -231,10 +231,18 @@ def resume(name: Name, common: Common = COMMON) -> None:
 
 
 @app.command("delete")
-def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
+def delete(
+    name: Name,
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete it even if `mirror reverse` needs it, after a failover.")
+    ] = False,
+    yes: Yes = False,
+    common: Common = COMMON,
+) -> None:
     """Delete a mirror that has no copies any more."""
-    ask_person(f"Delete mirror {name}?", unless=yes)
-    _ask(common, lambda mirrors: mirrors.delete(name))
+    lost = ", and with it the way to let its source follow (mirror reverse)" if force else ""
+    ask_person(f"Delete mirror {name}{lost}?", unless=yes)
+    _ask(common, lambda mirrors: mirrors.delete(name, force=force))
     print_result({"mirror": name, "deleted": True}, f"Mirror {name} is deleted.", as_json=common.as_json)
 
 

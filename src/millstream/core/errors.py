@@ -38,6 +38,7 @@ MillstreamError
 │   ├── SubscriptionExists
 │   ├── PipelineExists
 │   ├── MirrorExists
+│   ├── MirrorInUse                it has copies, or is the way back after a failover
 │   ├── CopyDiverged               a mirrored partition holds records that its source does not have
 │   ├── GroupNotEmpty
 │   ├── NodeIdTaken                another node of the cluster runs under this id
@@ -297,6 +298,10 @@ class PipelineExists(Conflict):
 
 class MirrorExists(Conflict):
     """The name is taken by another mirror."""
+
+
+class MirrorInUse(Conflict):
+    """The mirror has copies, or its source can still be made to follow after a failover."""
 
 
 class CopyDiverged(Conflict):

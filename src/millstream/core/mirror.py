@@ -225,6 +225,11 @@ class Mirror:
         return self.is_wanted and not self.sealed
 
     @property
+    def is_reversible(self) -> bool:
+        """Whether its source can follow this cluster after a failover: it is Millstream, and topics have one name."""
+        return self.is_gated and not self.overrides.get("rename")
+
+    @property
     def idle_reason(self) -> str:
         """Why nothing is copied although it should be; empty if nothing prevents it."""
         return seal_problem(self.sealed)

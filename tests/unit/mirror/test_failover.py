@@ -34,6 +34,7 @@ from millstream.core.errors import (
     CopyDiverged,
     InvalidMirror,
     MillstreamError,
+    MirrorInUse,
     NotLeader,
     OffsetOutOfRange,
     RequestTimedOut,
@@ -185,6 +186,25 @@ async def test_a_repeated_failover_of_some_copies_continues_with_the_others(targ
     assert (await target.mirror()).is_wanted
     with pytest.raises(InvalidMirror, match="has no copies that match"):
         await target.fail_over("nothing")
+
+
+@pytest.mark.parametrize("overrides", [{}, {"rename": "copy-of-"}])
+@pytest.mark.parametrize("is_gated", [True, False], ids=["from Millstream", "from Kafka"])
+async def test_a_mirror_that_is_the_way_back_is_deleted_only_by_force(
+    target: Target, overrides: dict[str, str], is_gated: bool
+) -> None:
+    with pytest.raises(MirrorInUse, match=f"still writes {EUX}, {EU}, {US};"):
+        await target.service.delete(NAME, force=True)
+    await target.mirrors.change(
+        NAME, lambda now: dataclasses.replace(now, is_gated=is_gated, overrides={**now.overrides, **overrides})
+    )
+    await target.fail_over()
+    is_reversible = is_gated and not overrides
+    with pytest.raises(MirrorInUse, match=f"mirror reverse {NAME}") if is_reversible else nullcontext():
+        await target.service.delete(NAME, force=False)
+    if is_reversible:
+        await target.service.delete(NAME, force=True)
+    assert target.mirrors.get(NAME) is None
 
 
 async def test_dead_letters_are_failed_over_with_the_last_topic_that_they_come_from(target: Target) -> None:

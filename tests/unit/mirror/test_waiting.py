@@ -410,16 +410,20 @@ async def test_offsets_deleted_here_are_applied_again(monkeypatch: pytest.Monkey
     assert groups.here == {WHERE: 30}
 
 
-@pytest.mark.parametrize("is_failed_over", [True, False])
-async def test_no_advice_is_given_about_a_failed_over_topic(
-    monkeypatch: pytest.MonkeyPatch, is_failed_over: bool
+@pytest.mark.parametrize(
+    ("cuts", "origins", "advice"),
+    [({"orders": {0: 20}}, ("there",), None), ({}, (), "delete it, or"), ({}, ("there",), "would lose")],
+    ids=["failed over", "of this cluster", "failed over by a mirror that was deleted"],
+)
+async def test_no_advice_is_given_to_delete_a_failed_over_topic(
+    monkeypatch: pytest.MonkeyPatch, cuts: dict[str, dict[int, int]], origins: tuple[str, ...], advice: str | None
 ) -> None:
     groups = Groups(monkeypatch)
-    groups.run.service.topics = SimpleNamespace(get=lambda _: SimpleNamespace(mirror=""))
+    groups.run.service.topics = SimpleNamespace(get=lambda _: SimpleNamespace(mirror="", origins=origins))
     groups.run.service.membership = SimpleNamespace(cluster_id="here")
     groups.follower._source.cluster_id = "there"
-    groups.mirror.cuts = {"orders": {0: 20}} if is_failed_over else {}
-    with nullcontext() if is_failed_over else pytest.raises(TopicExists, match="delete it"):
+    groups.mirror.cuts = cuts
+    with nullcontext() if advice is None else pytest.raises(TopicExists, match=advice):
         await groups.follower._sync_topic(SimpleNamespace(name="orders"), (), checks_configs=True)
 
 

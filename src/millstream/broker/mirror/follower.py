@@ -270,6 +270,12 @@ class Follower:
             if name in self._cuts():
                 # It was failed over, and the description of the mirror says so.
                 return
+            if self._source.cluster_id in copy.origins:
+                raise TopicExists(
+                    f"{name!r} was failed over here when another mirror copied it, and is not copied again; to delete "
+                    "it here would lose what was written since. To copy it the other way, delete it on the source, and "
+                    "create a mirror of this cluster there with --set returning=true"
+                )
             raise TopicExists(f"{name!r} exists here already; delete it, or mirror it under another name (--rename)")
         if not self._settings.rename and original.topic_id.int and copy.topic_id != original.topic_id:
             raise TopicExists(

@@ -31,6 +31,7 @@ from millstream.core.clock import Clock
 from millstream.core.errors import (
     InvalidMirror,
     MillstreamError,
+    MirrorInUse,
     NotLeader,
     RequestTimedOut,
 )
@@ -452,6 +453,23 @@ class MirrorService:
             "report": None if run is None else run.describe(self.clock.now_ms()),
         }
 
+    async def delete(self, name: str, *, force: bool) -> None:
+        """Delete a mirror without copies; one whose source can still be made to follow only by force."""
+        if copies := self.copied_topics(name):
+            raise MirrorInUse(
+                f"mirror {name!r} still writes {listed([topic.name for topic in copies])}; make the copies writable "
+                f"first (`millstream mirror failover {name}`), or pause the mirror and delete them"
+            )
+        await self.mirrors.load()
+        mirror = await self.mirrors.find(name)
+        if not force and mirror.is_reversible and (taken_over := self.taken_over(mirror.cuts)):
+            raise MirrorInUse(
+                f"clients can write to {listed(taken_over)} here since a failover; without mirror {name!r}, the old "
+                f"source can no longer be made to follow (`millstream mirror reverse {name}`). Pass --force to delete "
+                "it nevertheless"
+            )
+        await self.mirrors.delete(name)
+
     def _notes(self, mirror: Mirror) -> Iterator[str]:
         """Yield what an operator should know of a mirror, and what to do about it."""
         if unfinished := self.unfinished_cuts(mirror):
@@ -461,7 +479,7 @@ class MirrorService:
             )
         if taken_over := self.taken_over(mirror.cuts):
             what = f"clients can write to {listed(taken_over)} here since a failover"
-            if not mirror.is_gated or mirror.settings.rename:
+            if not mirror.is_reversible:
                 yield f"{what}; delete the mirror once its source is not needed any more"
             else:
                 yield f"{what}; `millstream mirror reverse {mirror.name}` lets the old source follow"

@@ -23,8 +23,8 @@ from millstream.protocol.private.mirror_messages import (
     FailoverRequest,
     FailoverResponse,
     MirrorChanges,
+    MirrorDeletion,
     MirrorDescriptions,
-    MirrorName,
     MirrorNames,
     NewMirror,
     ReverseRequest,
@@ -71,9 +71,9 @@ class MirrorClient:
         """Pause or resume a mirror."""
         await self._request(None, ALTER_KEY, MirrorChanges(name=name, wanted=is_wanted), Response)
 
-    async def delete(self, name: str) -> None:
-        """Delete a mirror without copies."""
-        await self._request(None, DELETE_KEY, MirrorName(name=name), Response)
+    async def delete(self, name: str, *, force: bool = False) -> None:
+        """Delete a mirror without copies; one that is the way back after a failover only with `force`."""
+        await self._request(None, DELETE_KEY, MirrorDeletion(name=name, force=force), Response)
 
     async def fail_over(
         self, name: str, topics: Sequence[str] | None = None, *, is_planned: bool = False

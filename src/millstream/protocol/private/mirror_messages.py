@@ -48,10 +48,11 @@ class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True):
     wanted: bool | None = None
 
 
-class MirrorName(msgspec.Struct, frozen=True, kw_only=True):
-    """A mirror."""
+class MirrorDeletion(msgspec.Struct, frozen=True, kw_only=True):
+    """A mirror to delete; one that is the way back after a failover only with `force`."""
 
     name: str
+    force: bool = False
 
 
 class MirrorNames(msgspec.Struct, frozen=True, kw_only=True):

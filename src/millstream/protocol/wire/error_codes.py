@@ -88,6 +88,7 @@ CODES: Final[Mapping[type[errors.MillstreamError], int]] = {
     errors.Conflict: 42,
     errors.PipelineExists: 92,
     errors.MirrorExists: 92,
+    errors.MirrorInUse: 68,
     errors.GroupRejected: 27,
     errors.MemberIdRequired: 79,
     errors.BatchRejected: 87,

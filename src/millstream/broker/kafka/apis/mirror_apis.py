@@ -53,8 +53,8 @@ from millstream.protocol.private.mirror_messages import (
     HoldRequest,
     HoldResponse,
     MirrorChanges,
+    MirrorDeletion,
     MirrorDescriptions,
-    MirrorName,
     MirrorNames,
     NewMirror,
     OfferRequest,
@@ -155,26 +155,20 @@ class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
         return Response()
 
 
-class MirrorDelete(_MirrorApi[MirrorName, Response]):
+class MirrorDelete(_MirrorApi[MirrorDeletion, Response]):
     """Deletes a mirror that has no copies any more.
 
-        {"name": "paris"}     response: {"error": 0, "message": null}
+        {"name": "paris", "force": false}     response: {"error": 0, "message": null}
 
-    Otherwise copies without a writer would be left behind: fail over or delete them first.
+    NON_EMPTY_GROUP if it has copies, which would be left without a writer: fail over or delete them first. So is a
+    mirror whose source can be made to follow after a failover, unless it is forced.
     """
 
     key = DELETE_KEY
     changes = single_change("mirror", DELETE)
 
-    async def handle(self, request: MirrorName) -> Response:
-        copies = self._mirrors.copied_topics(request.name)
-        if copies:
-            names = ", ".join(topic.name for topic in copies[:5]) + (", …" if len(copies) > 5 else "")
-            raise InvalidMirror(
-                f"mirror {request.name!r} still writes {len(copies)} topics ({names}); make them writable first "
-                f"(`millstream mirror failover {request.name}`), or pause the mirror and delete them"
-            )
-        await self._mirrors.mirrors.delete(request.name)
+    async def handle(self, request: MirrorDeletion) -> Response:
+        await self._mirrors.delete(request.name, force=request.force)
         return Response()
 
 

@@ -32,6 +32,12 @@ class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     settings: ChangedSettings
 
 
+class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to delete."""
+
+    force: Annotated[bool, Meta(description="Delete it even if `reverse` needs it, after a failover.")] = False
+
+
 class Failover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which copies to make writable."""
 
@@ -176,9 +182,9 @@ async def change(services: Services, request: Request[NoFields, MirrorChanges]) 
     return await _described(services, name)
 
 
-async def delete(services: Services, request: Request[Any, Any]) -> None:
+async def delete(services: Services, request: Request[Deletion, NoFields]) -> None:
     """Delete a mirror without copies."""
-    await MirrorClient(services.client).delete(request.path["mirror"])
+    await MirrorClient(services.client).delete(request.path["mirror"], force=request.query.force)
 
 
 async def pause(services: Services, request: Request[Any, Any]) -> MirrorDescription:
@@ -240,7 +246,7 @@ ROUTES: Final = (
     Route("POST", "/mirrors", "Declare a mirror", create, MirrorDescription, body=NewMirror, status=HTTPStatus.CREATED),
     Route("GET", _ONE, "Describe a mirror and its copies", describe, MirrorDescription),
     Route("PATCH", _ONE, "Change settings of a mirror", change, MirrorDescription, body=MirrorChanges),
-    Route("DELETE", _ONE, "Delete a mirror without copies", delete, None, status=HTTPStatus.NO_CONTENT),
+    Route("DELETE", _ONE, "Delete a mirror without copies", delete, None, query=Deletion, status=HTTPStatus.NO_CONTENT),
     Route("POST", f"{_ONE}/pause", "Pause copying", pause, MirrorDescription),
     Route("POST", f"{_ONE}/resume", "Resume copying", resume, MirrorDescription),
     Route("POST", f"{_ONE}/failover", "Make copies writable", fail_over, FailoverReport, body=Failover),
