@@ -34,7 +34,8 @@ plan_app = Noun(
 def drain(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) -> None:
     """Plan to move everything away from a node, which then gets no leaders and replicas until `undrain`.
 
-    A partition that no other node can take stays and is listed; its leadership moves if another replica is in sync.
+    New topics still use it if there are too few others. A partition that no other node can take stays and is listed;
+    its leadership moves if another replica is in sync.
     """
     _plan("drain", node, throttle, common)
 
@@ -87,7 +88,7 @@ def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, comm
 
 
 def cancel(plan: PlanId = "", common: Common = COMMON) -> None:
-    """Stop a plan: moves under way go back, completed ones stay, and a node that it drains is no longer drained."""
+    """Stop a plan: moves under way go back, completed ones stay, and a node that it has drained no longer is."""
     from millstream.client.admin.cluster_plans import cancel_plan
 
     cancelled = ask(common, lambda client: cancel_plan(client, plan))

@@ -107,6 +107,50 @@ async def test_a_cancelled_plan_is_reverted_and_undrains(tmp_path: Path) -> None
         assert group[1].view.reassignments == {}
 
 
+async def test_a_cancelled_plan_leaves_a_node_drained_that_it_did_not_drain(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        plans = group[1].cluster.plans
+        await plans.propose("drain", "3", [], 1 << 20)
+        await plans.apply("")
+        await group.until(lambda: state_of(plans) == "done")
+        await plans.propose("drain", "3", [], 1 << 20)
+        await plans.cancel("")
+        assert plans.drained == {3}
+        topic = await group[1].topics.create("orders", partitions=1, replication=2)
+        moves = [move(group[1], topic, 0, 1, 2, 3)]
+        await plans.propose("remove", "3", moves, 1 << 20)
+        await plans.apply("")
+        # Nothing replicates here, so the plan runs until it is cancelled.
+        await plans.apply("", 1 << 21)
+        await plans.cancel("")
+        assert plans.drained == {3}
+        await group.until(lambda: state_of(plans) == "cancelled")
+        await plans.undrain(NodeId(3))
+        assert plans.drained == frozenset()
+
+
+async def test_a_drained_node_gets_replicas_if_there_are_too_few_others_and_is_forgotten_when_it_has_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with NodeGroup(tmp_path) as group:
+        plans = group[1].cluster.plans
+        await plans.propose("drain", "3", [], 1 << 20)
+        await plans.apply("")
+        await group.until(lambda: state_of(plans) == "done")
+        await group[1].topics.create("two", partitions=2, replication=2)
+        assert not [one for one in caplog.records if "drained nodes" in one.getMessage()]
+        await group[1].topics.create("three", partitions=2, replication=3)
+        (warned,) = [one for one in caplog.records if "drained nodes" in one.getMessage()]
+        assert (warned.topic, warned.nodes) == ("three", "[3]")  # type: ignore[attr-defined]
+        await group[3].stop()
+        await group.until(lambda: 3 not in group[1].view.nodes)
+        # It still has replicas.
+        assert plans.drained == {3}
+        await group[1].topics.delete("three")
+        await group.until(lambda: plans.drained == frozenset())
+        await plans.undrain(NodeId(3))
+
+
 async def test_a_plan_that_only_adds_replicas_waits_for_them(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         by_hand = {index: (NodeId(1),) for index in range(6)}

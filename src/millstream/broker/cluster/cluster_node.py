@@ -286,7 +286,10 @@ class ClusterNode:
         if under_min:
             yield f"{under_min} partitions that this node leads have too few replicas in sync for acks=all"
         for node in sorted(self.view.drained & self.view.live.keys()):
-            yield f"node {node} is drained: it gets no leaders or replicas until `millstream cluster undrain {node}`"
+            yield (
+                f"node {node} is drained: unless there are too few others, it gets no leaders or replicas until "
+                f"`millstream cluster undrain {node}`"
+            )
 
     def metrics(self) -> Iterable[Metric]:
         """Return the metrics of the node's place in the cluster."""

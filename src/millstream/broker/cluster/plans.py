@@ -71,6 +71,8 @@ class PlanHeader:
     moves: int
     created_ms: int
     finished_ms: int = 0
+    was_drained: bool = False
+    """Whether its node was drained already when it was applied, and stays so if it is cancelled."""
 
     def to_json(self) -> str:
         """Encode it for the coordination store."""
@@ -133,8 +135,9 @@ class Plans:
 
     @property
     def drained(self) -> frozenset[NodeId]:
-        """The nodes that get no new leaders and replicas."""
-        return frozenset(self._view.drained)
+        """The nodes that get no new leaders and replicas, without those that have left the cluster."""
+        hosts = {node for versioned in self._view.states.values() for node in versioned.state.replicas}
+        return frozenset(self._view.drained & (hosts | self._view.nodes.keys()))
 
     @property
     def machines(self) -> dict[NodeId, NodeId]:
@@ -190,12 +193,13 @@ class Plans:
         if throttle_bytes is not None:
             _check_throttle(throttle_bytes)
             header = replace(header, throttle_bytes=throttle_bytes)
-        running = replace(header, state=RUNNING)
-        changes: list[Change] = [Put(keys.PLAN, running.to_json())]
-        if running.drains is not None:
-            changes.append(Put(keys.drained_key(running.drains), ""))
-        await self._change(changes, f"plan {running.plan_id}", expect_revision=self._view.plan_revision)
-        return running
+        if header.state == PROPOSED:
+            header = replace(header, state=RUNNING, was_drained=header.drains in self._view.drained)
+        changes: list[Change] = [Put(keys.PLAN, header.to_json())]
+        if header.drains is not None:
+            changes.append(Put(keys.drained_key(header.drains), ""))
+        await self._change(changes, f"plan {header.plan_id}", expect_revision=self._view.plan_revision)
+        return header
 
     async def cancel(self, plan_id: str) -> PlanHeader:
         """Stop a plan: moves under way go back, and a node that it drains may get leaders and replicas again."""
@@ -204,7 +208,7 @@ class Plans:
             raise Conflict(f"plan {header.plan_id} is {header.state} already")
         cancelled = replace(header, state=CANCELLED if header.state == PROPOSED else CANCELLING)
         changes: list[Change] = [Put(keys.PLAN, cancelled.to_json())]
-        if cancelled.drains is not None:
+        if cancelled.drains is not None and cancelled.state == CANCELLING and not cancelled.was_drained:
             changes.append(Delete(keys.drained_key(cancelled.drains)))
         await self._change(changes, f"plan {cancelled.plan_id}", expect_revision=self._view.plan_revision)
         return cancelled

@@ -314,6 +314,10 @@ class Reconciliation:
         if count_domains(staying) < topic.replication:
             staying = list(live.values())
         placed = place(len(free), topic.replication, staying, load) if free else []
+        drained = sorted({node for replicas in placed for node in replicas} & self._view.drained)
+        if drained:
+            extra = {"topic": topic.name, "nodes": str(drained)}
+            _logger.warning("drained nodes get replicas of a topic: there are too few others", extra=extra)
         chosen = {**by_hand, **dict(zip(free, placed, strict=True))}
         return [
             Proposal((topic.topic_id, PartitionIndex(index)), first_state(chosen[index], live), 0) for index in missing
