@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream.cli.cluster_up import LocalEtcd
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import Common
 from millstream.client.admin.cluster_status import cluster_status
@@ -97,13 +97,15 @@ class Failover:
         return led
 
     def _leaders(self) -> dict[int, int]:
-        metadata = ask(Common(brokers=self._cluster.kafka, timeout=_ASK_S_MAX), lambda client: client.metadata([TOPIC]))
+        metadata = call_broker(
+            Common(brokers=self._cluster.kafka, timeout=_ASK_S_MAX), lambda client: client.metadata([TOPIC])
+        )
         return {int(index): int(one.leader_id) for index, one in metadata.topics[TOPIC].partitions.items()}
 
     def _wait_until_whole(self) -> None:
         def is_whole() -> bool:
             try:
-                status = ask(Common(brokers=self._cluster.kafka, timeout=_ASK_S_MAX), cluster_status)
+                status = call_broker(Common(brokers=self._cluster.kafka, timeout=_ASK_S_MAX), cluster_status)
             except (MillstreamError, CommandFailed, OSError):
                 return False
             return not status.troubled and [node.state for node in status.nodes] == ["ready"] * NODES

@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream.cli.cluster_up import LocalEtcd
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import Common
 from millstream.core.errors import MillstreamError
@@ -131,7 +131,7 @@ def _partitions(metadata: ClusterMetadata) -> list[PartitionMetadata]:
 
 
 def _metadata(cluster: ServerGroup) -> ClusterMetadata:
-    return ask(Common(brokers=cluster.kafka, timeout=_ASK_S_MAX), lambda client: client.metadata())
+    return call_broker(Common(brokers=cluster.kafka, timeout=_ASK_S_MAX), lambda client: client.metadata())
 
 
 def _wait(cluster: ServerGroup, holds: Callable[[ClusterMetadata], bool]) -> None:

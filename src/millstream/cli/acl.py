@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun
 from millstream.cli.output import counted, print_json, print_line, print_list, print_result
@@ -147,7 +147,7 @@ def list_(
     if resource is not None:
         kind, name = parse_resource(resource)
         selected = AclFilter(principal=principal, resource_type=kind, resource_name=name, pattern=PatternType.MATCH)
-    rules = sorted(ask(common, lambda client: list_acls(client, selected)))
+    rules = sorted(call_broker(common, lambda client: list_acls(client, selected)))
     keys = ("permission", "principal", "operation", "type", "name", "pattern", "host")
     listed = [_document(acl) for acl in rules]
     rows = [[one[key] for key in keys] for one in listed]
@@ -209,7 +209,7 @@ def explain(
             return any(allowed)
         return AclSnapshot(rules, parse_super_users(named or "")), named is not None
 
-    found = ask(common, question)
+    found = call_broker(common, question)
     if isinstance(found, bool):
         why = "which rule decides is shown to those who may describe the cluster"
         document: dict[str, object] = {"allowed": found, "super_user": None, "rule": None}
@@ -236,7 +236,7 @@ def _add(rules: list[Acl], common: Common) -> None:
     from millstream.client.admin.security import add_acls
 
     check_names(rules)
-    ask(common, lambda client: add_acls(client, rules))
+    call_broker(common, lambda client: add_acls(client, rules))
     if common.as_json:
         print_json({"acls": [_document(acl) for acl in rules]})
         return
@@ -260,7 +260,7 @@ def _remove(rules: Iterable[Acl], common: Common, *, permission: Permission = Pe
         )
         for acl in rules
     ]
-    removed = ask(common, lambda client: remove_acls(client, filters))
+    removed = call_broker(common, lambda client: remove_acls(client, filters))
     if not removed:
         raise CommandFailed("no rule says exactly this; see `millstream acl list`", ExitCode.NOT_FOUND)
     print_result({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=common.as_json)

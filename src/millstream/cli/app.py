@@ -157,7 +157,7 @@ def build_app(names: Iterable[str] = ORDER) -> typer.Typer:
     return app
 
 
-def _asked_for(arguments: Sequence[str]) -> Sequence[str]:
+def _requested_commands(arguments: Sequence[str]) -> Sequence[str]:
     """Return the requested command, or all if that is uncertain."""
     at = 0
     while at < len(arguments) and COMPLETION_VARIABLE not in os.environ:
@@ -211,7 +211,7 @@ def call(arguments: list[str]) -> int:
     def run() -> Any:
         _coerce_only_text()
         given = complete_switches(take_credentials(arguments))
-        return build_app(_asked_for(given))(args=given, prog_name=PROGRAM, standalone_mode=False)
+        return build_app(_requested_commands(given))(args=given, prog_name=PROGRAM, standalone_mode=False)
 
     return run_reporting(run)
 
@@ -225,13 +225,13 @@ def run_reporting(work: Callable[[], Any]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except OutputClosed:
-        return _reader_left()
+        return _handle_broken_pipe()
     except Exception as error:
-        return _unforeseen(error)
+        return _report_defect(error)
     return result if isinstance(result, int) else ExitCode.OK
 
 
-def _unforeseen(error: Exception) -> int:
+def _report_defect(error: Exception) -> int:
     # typer's own errors (a wrong flag, a missing argument) are recognised by their shape: before typer 0.20 they were
     # click's, since then they are typer's, under private names in both.
     if hasattr(error, "format_message"):
@@ -273,7 +273,7 @@ def _fail(message: str, code: ExitCode, error: BaseException) -> int:
     return code
 
 
-def _reader_left() -> int:
+def _handle_broken_pipe() -> int:
     # The reader of a pipe, such as `head`, has closed it. Python would report that again when it flushes at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.OK

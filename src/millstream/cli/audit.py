@@ -10,7 +10,7 @@ from uuid import NAMESPACE_OID, uuid5
 
 import typer
 
-from millstream.cli.connection import ask, complete_subscriptions
+from millstream.cli.connection import call_broker, complete_subscriptions
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import counted, one_line, print_json, print_line, print_note, print_table
@@ -88,7 +88,7 @@ def find_lake(common: Common, given: str | None) -> tuple[str, Pipeline | None]:
 
     if given is not None:
         return (given if "://" in given else os.path.abspath(given)), None
-    pipeline, places = ask(common, question)
+    pipeline, places = call_broker(common, question)
     lake = (pipeline.overrides.get("lake") if pipeline is not None else None) or places.lake
     if lake.startswith(places.data) and not os.path.isdir(places.data):
         raise CommandFailed(f"the node stores its tables in {lake}, which is not on this machine; give --lake")
@@ -153,7 +153,7 @@ def _check_receipts(files: list[str], common: Common) -> tuple[int, list[tuple[s
 
             return await check_book(client, file)
 
-        book = ask(common, question)
+        book = call_broker(common, question)
         checked += book.receipts
         found += [(file, one) for one in book.findings]
     return checked, found
@@ -176,11 +176,11 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
 
     names = ("subscription", "topic", *(name for name in COUNTED if name != "dropped"))
     if report.rows:
-        rows = [{**row, "subscription": _named(row)} for row in report.rows]
+        rows = [{**row, "subscription": _subscription_label(row)} for row in report.rows]
         print_table([name.replace("_", "-") for name in names], [[row[name] for name in names] for row in rows])
     elif not report.damage:
         print_note("The ledger has no events: create or update subscriptions with --ledger.")
-    lines = [_finding(one) for one in report.findings]
+    lines = [_describe_finding(one) for one in report.findings]
     lines += [f"ledger table, {one.kind}: {one_line(one.path)}: {one.problem}" for one in report.damage]
     lines += [f"receipt in {one_line(file)}, {one.kind}: {one_line(str(one))}" for file, one in receipts]
     for line in lines[:SHOWN_MAX]:
@@ -207,12 +207,12 @@ def _verdict(report: AuditReport, *, adds_up: bool) -> str:
     return "The counts do not add up."
 
 
-def _named(row: dict[str, Any]) -> str:
+def _subscription_label(row: dict[str, Any]) -> str:
     """Return the name of a subscription; deleted ones, which may share a name, are distinguished."""
     return f"{row['subscription']} (deleted)" if row["deleted"] else str(row["subscription"])
 
 
-def _finding(one: dict[str, Any]) -> str:
+def _describe_finding(one: dict[str, Any]) -> str:
     if "subscription" not in one:
         return f"{one['kind']}: {one_line(one['detail'])}"
     last = "" if one["end"] - one["start"] <= 1 else f" to {one['end'] - 1}"

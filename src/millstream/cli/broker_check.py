@@ -92,8 +92,10 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
         async with connecting as client:
             metadata = await client.metadata()
             took_s = time.monotonic() - started
-            minimums = await min_in_sync(client, sorted({name for name, _ in _lacking(metadata)})[:_TOPICS_MAX])
-            findings = [_responded(brokers, took_s), *_led(metadata, minimums)]
+            minimums = await min_in_sync(
+                client, sorted({name for name, _ in _under_replicated(metadata)})[:_TOPICS_MAX]
+            )
+            findings = [_check_response(brokers, took_s), *_check_leaders(metadata, minimums)]
             findings += await _status_findings(client, brokers)
     except (BrokerUnreachable, RequestTimedOut) as error:
         advice = "start it with: millstream serve; or give its address with --brokers HOST:PORT"
@@ -109,7 +111,7 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
     return findings
 
 
-def _responded(brokers: str, took_s: float) -> Finding:
+def _check_response(brokers: str, took_s: float) -> Finding:
     detail = f"{brokers} responds in {took_s * 1000:.0f} ms"
     if took_s > SLOW_RESPONSE_S:
         return warning("broker", detail, "the machine may be overloaded; check its CPU and its disk")
@@ -120,29 +122,29 @@ def _partitions(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]
     return [(topic.name, one) for topic in metadata.topics.values() for one in topic.partitions.values()]
 
 
-def _lacking(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]]:
+def _under_replicated(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]]:
     """Return the partitions of which not every replica is in sync."""
     return [(name, one) for name, one in _partitions(metadata) if len(one.in_sync) < len(one.replicas)]
 
 
-def _led(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> Iterator[Finding]:
+def _check_leaders(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> Iterator[Finding]:
     """Check that partitions have a leader and enough replicas in sync; `minimums` is `min.insync.replicas` by topic."""
-    partitions, lacking = _partitions(metadata), _lacking(metadata)
+    partitions, lacking = _partitions(metadata), _under_replicated(metadata)
     orphans = [each for each in partitions if each[1].leader_id < 0]
     if orphans:
-        yield problem("partitions", f"{_named(orphans)} without a leader", "start the nodes that hold them")
+        yield problem("partitions", f"{_summarize(orphans)} without a leader", "start the nodes that hold them")
     refusing = [
         (name, one)
         for name, one in lacking
         if one.leader_id >= 0 and len(one.in_sync) < min(minimums.get(name, 1), len(one.replicas))
     ]
     if refusing:
-        detail = f"{_named(refusing)} with fewer replicas in sync than min.insync.replicas, so acks=all is refused"
+        detail = f"{_summarize(refusing)} with fewer replicas in sync than min.insync.replicas, so acks=all is refused"
         yield problem("partitions", detail, "start the nodes that are down; millstream cluster status shows them")
     if orphans or refusing:
         return
     if lacking:
-        detail = f"{_named(lacking)} with replicas that are not in sync"
+        detail = f"{_summarize(lacking)} with replicas that are not in sync"
         yield warning("partitions", detail, "millstream cluster status shows which nodes are down")
     else:
         yield ok(
@@ -150,7 +152,7 @@ def _led(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> Iterator[Fin
         )
 
 
-def _named(partitions: list[tuple[str, PartitionMetadata]]) -> str:
+def _summarize(partitions: list[tuple[str, PartitionMetadata]]) -> str:
     """Return the count, and the first few names."""
     names = ", ".join(f"{name}-{one.partition}" for name, one in partitions[:_SHOWN_MAX])
     return f"{counted(len(partitions), 'partition')} ({names}{', …' if len(partitions) > _SHOWN_MAX else ''})"
@@ -162,16 +164,16 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
         advice = "internal checks are skipped; if it is a Millstream node, see its log"
         return [warning("status", f"{brokers} does not report its status; it may not be a Millstream broker", advice)]
     # Before others are asked, which may take a while.
-    clock = _clock(status)
+    clock = _check_clock(status)
     statuses = await _statuses(client, status)
     responses = [one for one in statuses.values() if one]
-    damage = [*_damage(_lost_of_all(statuses)), *_refused_letters(responses)]
-    findings = [_version(responses), *_readiness(statuses), *_warned(responses), *damage, clock]
+    damage = [*_check_damage(_collect_damage(statuses)), *_refused_letters(responses)]
+    findings = [_check_versions(responses), *_check_readiness(statuses), *_check_warnings(responses), *damage, clock]
     declared = [*await check_pipelines(client, status), *await check_mirrors(client)]
-    return [*findings, *declared, *_held(responses), await _http(status)]
+    return [*findings, *declared, *_check_retained(responses), await _check_http(status)]
 
 
-def _version(statuses: Iterable[Mapping[str, Any]]) -> Finding:
+def _check_versions(statuses: Iterable[Mapping[str, Any]]) -> Finding:
     for status in statuses:
         if status["version"] != __version__:
             detail = f"node {status['node_id']} runs {status['version']}, this command is {__version__}"
@@ -179,7 +181,7 @@ def _version(statuses: Iterable[Mapping[str, Any]]) -> Finding:
     return ok("version", f"the broker runs {__version__}, as this command does")
 
 
-def _readiness(statuses: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+def _check_readiness(statuses: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
     known: set[str] = set()
     for node, status in statuses.items():
         if not status:
@@ -196,7 +198,7 @@ def _readiness(statuses: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
         yield ok("readiness", f"node {names} is ready" if len(statuses) == 1 else f"nodes {names} are ready")
 
 
-def _warned(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+def _check_warnings(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     for text in dict.fromkeys(text for status in statuses for text in status["warnings"]):
         yield warning("cluster", text, "millstream cluster status shows the affected nodes and partitions")
 
@@ -212,7 +214,7 @@ async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[st
     return dict(sorted(found.items()))
 
 
-def _lost_of_all(statuses: Mapping[int, dict[str, Any]]) -> list[tuple[str, DamagedOffsets]]:
+def _collect_damage(statuses: Mapping[int, dict[str, Any]]) -> list[tuple[str, DamagedOffsets]]:
     """Return the offsets that the disks of all nodes lost, each with a prefix: its node, if there are several."""
     return [
         (f"node {node}: " if len(statuses) > 1 else "", one)
@@ -240,7 +242,7 @@ def _refused_letters(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]
             yield warning("dead letters", detail, "millstream dlq list says why, and what to do about it")
 
 
-def _damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
+def _check_damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
     for where, one in lost[:_SHOWN_MAX]:
         found = warning if one.is_repaired else problem
         yield found("damage", f"{where}{one}", one.advice)
@@ -251,7 +253,7 @@ def _damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
         yield ok("damage", "no offsets are known to be lost")
 
 
-def _held(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+def _check_retained(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     """Warn about data past its retention that waits for a pipeline or subscription."""
     held: Counter[str] = Counter()
     for status in statuses:
@@ -266,7 +268,7 @@ def _held(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
         yield warning("retention", detail, advice)
 
 
-def _clock(status: dict[str, Any]) -> Finding:
+def _check_clock(status: dict[str, Any]) -> Finding:
     skew_ms = status["now_ms"] - time.time_ns() // 1_000_000
     if abs(skew_ms) > CLOCK_SKEW_MS_MAX:
         advice = "set both clocks by NTP: retention and reading by time depend on them"
@@ -274,12 +276,12 @@ def _clock(status: dict[str, Any]) -> Finding:
     return ok("clock", "the broker's clock agrees with this machine's")
 
 
-async def _http(status: dict[str, Any]) -> Finding:
+async def _check_http(status: dict[str, Any]) -> Finding:
     url = status["http"]
     if not url:
         return ok("http", "a broker inside a program, without a gateway")
     try:
-        code = await within(_HTTP_S, _get(url, "/readyz"))
+        code = await within(_HTTP_S, _get_status(url, "/readyz"))
     except (OSError, TimeoutError, ValueError) as error:
         advice = "the broker restarts its gateway automatically; its log says why it ended"
         return problem("http", f"the gateway at {url} does not respond: {str(error) or 'no response in time'}", advice)
@@ -288,7 +290,7 @@ async def _http(status: dict[str, Any]) -> Finding:
     return ok("http", f"the gateway at {url} responds")
 
 
-async def _get(url: str, path: str) -> int:
+async def _get_status(url: str, path: str) -> int:
     """Return the status code of one GET, without loading an HTTP client."""
     scheme, _, address = url.partition("://")
     host, _, port = address.rpartition(":")

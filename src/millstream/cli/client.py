@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.options import COMMON, Common, Noun
 from millstream.cli.output import counted, one_line, print_list, print_note, sized
 
@@ -42,7 +42,7 @@ def list_(
 
         return await list_clients(asking, interval_s=interval)
 
-    found = ask(common, question)
+    found = call_broker(common, question)
     shown = [one for one in found.clients if everybody or one.roles]
     print_list(
         {"clients": [dataclasses.asdict(one) for one in shown], "left_out": found.left_out},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli import cluster_plan
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import (
     COMMON,
@@ -167,7 +167,7 @@ def status(common: Common = COMMON) -> None:
     """
     from millstream.client.admin.cluster_status import cluster_status
 
-    found = ask(common, cluster_status)
+    found = call_broker(common, cluster_status)
     if common.as_json:
         print_json(found.described())
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import COMMON, Common, Noun, Throttle, Wait
 from millstream.cli.output import counted, print_json, print_line, print_result, print_table, sized
@@ -64,7 +64,7 @@ def show(common: Common = COMMON) -> None:
         current = await current_plan(client)
         return current, await copied_bytes(client, current)
 
-    _print_progress(*ask(common, question), as_json=common.as_json)
+    _print_progress(*call_broker(common, question), as_json=common.as_json)
 
 
 def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, common: Common = COMMON) -> None:
@@ -78,7 +78,7 @@ def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, comm
         applied = await apply_plan(client, plan, throttle_bytes=throttle)
         return await _until_ended(client, applied.plan_id) if wait else applied
 
-    ended = ask(common, question)
+    ended = call_broker(common, question)
     if wait:
         _print_progress(ended, as_json=common.as_json)
         return
@@ -91,7 +91,7 @@ def cancel(plan: PlanId = "", common: Common = COMMON) -> None:
     """Stop a plan: moves under way go back, completed ones stay, and a node that it has drained no longer is."""
     from millstream.client.admin.cluster_plans import cancel_plan
 
-    cancelled = ask(common, lambda client: cancel_plan(client, plan))
+    cancelled = call_broker(common, lambda client: cancel_plan(client, plan))
     document = {"plan": cancelled.plan_id, "state": cancelled.state}
     print_result(document, f"Plan {cancelled.plan_id} is {cancelled.state}.", as_json=common.as_json)
 
@@ -100,7 +100,7 @@ def undrain(node: NodeNumber, common: Common = COMMON) -> None:
     """Let a drained node get leaders and replicas again; `cluster plan balance` then gives it a share."""
     from millstream.client.admin import cluster_plans
 
-    ask(common, lambda client: cluster_plans.undrain(client, node))
+    call_broker(common, lambda client: cluster_plans.undrain(client, node))
     print_result(
         {"node": node, "drained": False}, f"Node {node} may get leaders and replicas again.", as_json=common.as_json
     )
@@ -120,7 +120,7 @@ def replicate_topics(
         await apply_plan(client, proposed.plan_id)
         return plan, await (_until_ended(client, proposed.plan_id) if wait else current_plan(client))
 
-    plan, applied = ask(common, question)
+    plan, applied = call_broker(common, question)
     if applied is not None and wait:
         _print_progress(applied, as_json=common.as_json)
     else:
@@ -162,7 +162,7 @@ def _plan(kind: str, node: int | None, throttle: int | None, common: Common) -> 
             return plan, ""
         return plan, (await propose_plan(client, plan, throttle_bytes=_throttle(throttle))).plan_id
 
-    plan, plan_id = ask(common, question)
+    plan, plan_id = call_broker(common, question)
     _print_plan(plan, plan_id, _throttle(throttle), as_json=common.as_json, applied=False)
 
 
@@ -182,7 +182,7 @@ def _print_plan(plan: Plan, plan_id: str, throttle: int, *, as_json: bool, appli
     what = f"{plan.kind} {'node ' if plan.kind in ('drain', 'remove') else ''}{plan.subject}".strip()
     print_line(
         f"{what}: {counted(len(plan.moves), 'move')}, {sized(plan.moved_bytes)}, "
-        f"about {_lasting(document['seconds'])} at {sized(throttle)}/s"
+        f"about {_format_duration(document['seconds'])} at {sized(throttle)}/s"
     )
     if plan.moves:
         print_line()
@@ -243,7 +243,7 @@ def _nodes(nodes: list[int]) -> str:
     return ",".join(map(str, nodes)) or "-"
 
 
-def _lasting(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -56,7 +56,7 @@ class LocalServer(ABC):
         """
         self.folder = folder.absolute()
         self.port = port
-        self._held: ReservedPort | None = None
+        self._reserved_port: ReservedPort | None = None
         self.process: LocalProcess | None = None
         self._durable = durable
         self._keep = keep
@@ -70,8 +70,8 @@ class LocalServer(ABC):
         """Start it, with new data if there are none, and wait until it responds."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.port:
-            self._held = ReservedPort()
-            self.port = self._held.number
+            self._reserved_port = ReservedPort()
+            self.port = self._reserved_port.number
         self._prepare()
         self.process = self._process().start()
         try:
@@ -266,9 +266,9 @@ class LocalPostgres(LocalServer):
 
     def _prepare(self) -> None:
         if not (self.folder / "data" / "PG_VERSION").exists():
-            self._make()
+            self._create_data_folder()
 
-    def _make(self) -> None:
+    def _create_data_folder(self) -> None:
         """Create a data folder, owned by the account that will run the server."""
         # An interrupted attempt leaves a folder that the program refuses.
         shutil.rmtree(self.folder / "data", ignore_errors=True)
@@ -434,7 +434,7 @@ class LocalCluster:
                 print_note("every node has exited; etcd and PostgreSQL keep running until Ctrl-C")
         raise CommandFailed("every node has exited")
 
-    def _note_orphans(self) -> None:
+    def _warn_of_orphans(self) -> None:
         """Name the nodes that were started by hand: they are about to lose etcd and PostgreSQL."""
         if self._plan.etcd and self._plan.catalog:
             return
@@ -470,7 +470,7 @@ class LocalCluster:
             postgres = self._stack.enter_context(LocalPostgres(self._plan.data / "postgres", keep=(self._lock,)))
             self.catalog = postgres.url
             self._note(postgres.process)
-        self._stack.callback(self._note_orphans)
+        self._stack.callback(self._warn_of_orphans)
         if self.is_locked:
             self._prepare_locked()
         processes = {number: self._node(number) for number in range(1, self._plan.nodes + 1)}
@@ -480,7 +480,7 @@ class LocalCluster:
             self._note(process)
         for number, process in processes.items():
             ready = json.loads(process.first_line(within_s=READY_S_MAX))
-            settings = self._keep_settings(number, ready)
+            settings = self._store_settings(number, ready)
             self.nodes.append(RunningNode(number, process, ready["kafka"], ready["http"], settings))
         if self.is_locked:
             self._write_profile()
@@ -566,7 +566,7 @@ class LocalCluster:
             **self._plan.settings,
         }
 
-    def _keep_settings(self, number: int, ready: Mapping[str, str]) -> Path:
+    def _store_settings(self, number: int, ready: Mapping[str, str]) -> Path:
         """Store a node's settings, including addresses and passwords, for restarting it by hand."""
         shared = {"etcd": self.etcd, "catalog": self.catalog}
         values = self._flags(number) | shared | {"kafka": ready["kafka"], "http": ready["http"]}
@@ -676,7 +676,7 @@ def _stop_together(processes: list[LocalProcess]) -> None:
     """Stop all nodes concurrently, and wait for each."""
     running = [process for process in processes if process.exit_code is None]
     for process in running:
-        process.ask_to_end()
+        process.request_stop()
     deadline = time.monotonic() + STOP_S_MAX
     for process in running:
         code = process.stop(within_s=max(0.0, deadline - time.monotonic()))

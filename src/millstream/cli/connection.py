@@ -113,17 +113,19 @@ def _secret(flag: str, variable: str) -> str:
     return read_text_file(Path(path), flag=flag).rstrip("\r\n")
 
 
-def ask(common: Common, question: Callable[[Client], Awaitable[T]], credentials: Credentials | None = None) -> T:
+def call_broker(
+    common: Common, operation: Callable[[Client], Awaitable[T]], credentials: Credentials | None = None
+) -> T:
     """Connect, with the command's credentials unless others are given, run an operation, and close."""
-    return asyncio.run(_ask(common, question, credentials or command_credentials()))
+    return asyncio.run(_connect_and_call(common, operation, credentials or command_credentials()))
 
 
-def ask_through(common: Common, door: Callable[[Client], C], question: Callable[[C], Awaitable[T]]) -> T:
-    """Run an operation with a client that `door` creates from the connection."""
-    return ask(common, lambda client: question(door(client)))
+def call_through(common: Common, make_client: Callable[[Client], C], operation: Callable[[C], Awaitable[T]]) -> T:
+    """Run an operation with a client that `make_client` creates from the connection."""
+    return call_broker(common, lambda client: operation(make_client(client)))
 
 
-async def _ask(common: Common, question: Callable[[Client], Awaitable[T]], credentials: Credentials) -> T:
+async def _connect_and_call(common: Common, operation: Callable[[Client], Awaitable[T]], credentials: Credentials) -> T:
     from millstream.protocol.messages.lean_kio import import_lean_kio
     from millstream.protocol.wire.client import Client
 
@@ -131,7 +133,7 @@ async def _ask(common: Common, question: Callable[[Client], Awaitable[T]], crede
     async with Client.connect(
         common.brokers, client_id=CLIENT_ID, timeout_s=common.timeout, credentials=credentials
     ) as client:
-        return await question(client)
+        return await operation(client)
 
 
 def complete_topics(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -159,15 +161,15 @@ def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
 def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awaitable[Iterable[str]]]) -> list[str]:
     """Complete names with the broker of the command line so far; none if it does not respond."""
     try:
-        found = ask(Common(brokers=ctx.params.get("brokers") or default_brokers(), timeout=COMPLETION_S), names)
+        found = call_broker(Common(brokers=ctx.params.get("brokers") or default_brokers(), timeout=COMPLETION_S), names)
     except (MillstreamError, CommandFailed):
         return []
     return sorted(name for name in found if name.startswith(incomplete))
 
 
-def ask_pipelines(common: Common, question: Callable[[PipelineClient], Awaitable[T]]) -> T:
+def call_pipelines(common: Common, operation: Callable[[PipelineClient], Awaitable[T]]) -> T:
     """Connect, run an operation on pipelines, and close."""
-    return ask_through(common, _pipelines, question)
+    return call_through(common, _pipelines, operation)
 
 
 def _pipelines(client: Client) -> PipelineClient:

@@ -215,10 +215,10 @@ class DemoMember:
         coordinator = await self._client.coordinator(self._group)
         while not self._stopping:
             await self._join(coordinator)
-            while not self._stopping and await self._beat(coordinator):
+            while not self._stopping and await self._send_heartbeat(coordinator):
                 await self._fetch()
         await self._commit(coordinator)
-        await self._leave(coordinator)
+        await self._leave_group(coordinator)
 
     def stop(self) -> None:
         """Make `run` end in order."""
@@ -231,7 +231,7 @@ class DemoMember:
     async def _join(self, coordinator: NodeId) -> None:
         """Join generations of the group until one is stable."""
         while True:
-            joined = await self._ask_to_join(coordinator)
+            joined = await self._send_join(coordinator)
             if joined.error_code == _MEMBER_ID_REQUIRED:
                 self._member_id = joined.member_id
                 continue
@@ -240,7 +240,7 @@ class DemoMember:
                 continue
             self._check(joined, "join")
             self._member_id, self._generation = joined.member_id, joined.generation_id
-            synced = await self._ask_for_assignment(coordinator, joined)
+            synced = await self._send_sync(coordinator, joined)
             if synced.error_code in _REJOIN:
                 continue
             self._check(synced, "sync")
@@ -250,7 +250,7 @@ class DemoMember:
         self._positions = {where: Offset(committed.get(where, 0)) for where in given}
         await self._notify()
 
-    async def _ask_to_join(self, coordinator: NodeId) -> Any:
+    async def _send_join(self, coordinator: NodeId) -> Any:
         from kio.schema.join_group.v9 import request
 
         messages: Any = request
@@ -265,7 +265,7 @@ class DemoMember:
         )
         return await self._client.send(coordinator, asked)
 
-    async def _ask_for_assignment(self, coordinator: NodeId, joined: Any) -> Any:
+    async def _send_sync(self, coordinator: NodeId, joined: Any) -> Any:
         """Sync the group: the leader assigns the partitions, the others send nothing."""
         from kio.schema.sync_group.v5 import request
 
@@ -288,7 +288,7 @@ class DemoMember:
         )
         return await self._client.send(coordinator, asked)
 
-    async def _beat(self, coordinator: NodeId) -> bool:
+    async def _send_heartbeat(self, coordinator: NodeId) -> bool:
         """Send a heartbeat; return False if the group is rebalancing."""
         from kio.schema.heartbeat.v4 import request
 
@@ -335,7 +335,7 @@ class DemoMember:
                 if response.error_code not in _REJOIN:
                     self._check(response, "commit")
 
-    async def _leave(self, coordinator: NodeId) -> None:
+    async def _leave_group(self, coordinator: NodeId) -> None:
         from kio.schema.leave_group.v5 import request
 
         messages: Any = request
@@ -409,14 +409,14 @@ class OrdersTable:
         began = time.monotonic()
         await self._until_landed(client, messages)
         self._account.say(f"the pipeline has landed everything after {time.monotonic() - began:.1f} s")
-        found = self._ask(_PLACES_SQL)[0]
+        found = self._query(_PLACES_SQL)[0]
         self._account.check(
             found == {"rows": messages, "places": messages},
             f"table {self._topic!r}: {messages:,} rows, one for each message of the log",
             f"there are {found['rows']} rows of {found['places']} messages",
         )
         self._account.say("SELECT city, count(*), sum(total), max(total) FROM orders GROUP BY city:")
-        for row in self._ask(_SQL):
+        for row in self._query(_SQL):
             self._account.say(
                 f"   {row['city'] or '(no city)':<10} {row['orders']:>6,} orders   {row['total']:>12,} in all"
                 f"   {row['largest']:>6,} the largest"
@@ -459,9 +459,9 @@ class OrdersTable:
 
         if not DeltaTable.is_deltatable(str(self._path)):
             return 0
-        return int(self._ask("SELECT count(*) AS rows FROM orders")[0]["rows"])
+        return int(self._query("SELECT count(*) AS rows FROM orders")[0]["rows"])
 
-    def _ask(self, sql: str) -> list[dict[str, Any]]:
+    def _query(self, sql: str) -> list[dict[str, Any]]:
         """Run a query with the library that reads the tables, without Spark."""
         import pyarrow as pa
         from deltalake import DeltaTable, QueryBuilder
@@ -560,7 +560,7 @@ class Story:
         took_ms = (time.monotonic() - began) * 1000
         by_partition = Counter(receipt.partition for receipt in self._placed.values())
         self._account.say(f"{FIRST:,} orders acknowledged after fsync, {took_ms:.0f} ms: {_counts(by_partition)}")
-        await self._handled(range(FIRST))
+        await self._await_processed(range(FIRST))
         self._check_handled(range(FIRST))
 
     async def _stream(self) -> None:
@@ -591,7 +591,7 @@ class Story:
         found = await self._read_log()
         self._check_read(found, range(new.stop), "the log: ")
         self._check_places(found)
-        await self._handled(range(new.stop))
+        await self._await_processed(range(new.stop))
         self._check_handled(range(new.stop))
         await self._catch_up(new)
         # Not before the crash, which would kill Spark while it starts.
@@ -630,7 +630,7 @@ class Story:
             f"order {poison} is shipped; no other subscription got it again",
             "others got it",
         )
-        await self._handled(everything)
+        await self._await_processed(everything)
         self._check_billed(everything)
         self._account.check(not await self._letters(), "no letter is left", "there are letters")
 
@@ -690,7 +690,7 @@ class Story:
     async def _until(self, condition: Callable[[], bool]) -> None:
         await self._progress.until(condition, within_s=_STEP_S_MAX)
 
-    async def _handled(self, expected: range) -> None:
+    async def _await_processed(self, expected: range) -> None:
         """Wait until all three have processed the orders."""
         large, everything = {number for number in expected if _is_large(number)}, set(expected)
         await self._until(

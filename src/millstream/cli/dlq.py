@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask, complete_subscriptions
+from millstream.cli.connection import call_broker, complete_subscriptions
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag
+from millstream.cli.options import COMMON, Common, Noun, Yes, confirm, flag
 from millstream.cli.output import (
     as_json_text,
     counted,
@@ -72,7 +72,7 @@ def list_(common: Common = COMMON) -> None:
     """List dead letter topics and their number of open letters."""
     from millstream.client.admin.dead_letter import dead_letter_topics
 
-    found = ask(common, lambda client: dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S)))
+    found = call_broker(common, lambda client: dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S)))
     print_list(
         {"dead_letters": [one._asdict() for one in found]},
         ["topic", "subscriptions", "letters"],
@@ -108,7 +108,7 @@ def show(
     async def look(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
         await process_letters(desk, print_one, outcome, wanted=wanted, limit=limit, keep=True)
 
-    _work(name, filter_, look, common, keep=True)
+    _process_letters(name, filter_, look, common, keep=True)
 
 
 @app.command("redrive")
@@ -140,7 +140,7 @@ def redrive(
     async def revive(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
         await redrive_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
 
-    outcome = _work(name, filter_, revive, common, keep=False)
+    outcome = _process_letters(name, filter_, revive, common, keep=False)
     if common.as_json:
         document = {"redriven": outcome.done, **_as_json(outcome), "subscriptions": outcome.revived}
         print_json({**document, "refused": sum(outcome.refused.values()), "reasons": sorted(outcome.refused)})
@@ -154,7 +154,7 @@ def redrive(
 
 def _survey(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> None:
     """Report what a redrive would do."""
-    outcome = _surveyed(name, filter_, limit, to_topic, common)
+    outcome = _run_survey(name, filter_, limit, to_topic, common)
     gone = sum(outcome.refused.values())
     if to_topic is not None:
         # From the letters themselves, whatever became of the originals.
@@ -176,13 +176,13 @@ def _survey(name: str, filter_: str | None, limit: int | None, to_topic: str | N
     print_result(document, text, as_json=common.as_json)
 
 
-def _surveyed(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> Outcome:
+def _run_survey(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> Outcome:
     async def count(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
         if to_topic is not None:
             await desk.check_target(to_topic)
         await survey_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
 
-    return _work(name, filter_, count, common, keep=True)
+    return _process_letters(name, filter_, count, common, keep=True)
 
 
 def _publish(name: str, filter_: str | None, limit: int | None, topic: str, common: Common) -> None:
@@ -193,7 +193,7 @@ def _publish(name: str, filter_: str | None, limit: int | None, topic: str, comm
         await desk.check_target(topic)
         await process_letters(desk, send, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
 
-    outcome = _work(name, filter_, publish, common, keep=False)
+    outcome = _process_letters(name, filter_, publish, common, keep=False)
     sent = {topic: outcome.done} if outcome.done else {}
     if common.as_json:
         print_json({"redriven": outcome.done, **_as_json(outcome), "topics": sent})
@@ -219,23 +219,23 @@ def purge(
 ) -> None:
     """Close open letters without redelivering them; they stay in their topic until its retention deletes them."""
     if dry:
-        found = _surveyed(name, filter_, limit, None, common)
+        found = _run_survey(name, filter_, limit, None, common)
         text = f"Would close {counted(found.selected, 'letter')}{_unmatched(found)}."
         print_result({"would_purge": found.selected, **_as_json(found)}, text, as_json=common.as_json)
         return
-    ask_person(f"Close the open letters of {name}?", unless=yes or common.as_json)
+    confirm(f"Close the open letters of {name}?", unless=yes or common.as_json)
 
     async def close(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
         await process_letters(desk, None, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
 
-    outcome = _work(name, filter_, close, common, keep=False)
+    outcome = _process_letters(name, filter_, close, common, keep=False)
     if common.as_json:
         print_json({"purged": outcome.done, **_as_json(outcome)})
     else:
         print_line(f"Closed {counted(outcome.done, 'letter')}{_unmatched(outcome)}.")
 
 
-def _work(name: str, filter_: str | None, work: Work, common: Common, *, keep: bool) -> Outcome:
+def _process_letters(name: str, filter_: str | None, work: Work, common: Common, *, keep: bool) -> Outcome:
     """Process every matching open letter."""
     outcome = Outcome()
 
@@ -249,7 +249,7 @@ def _work(name: str, filter_: str | None, work: Work, common: Common, *, keep: b
         await work(desk, outcome, wanted)
 
     try:
-        ask(common, question)
+        call_broker(common, question)
     except BaseException:
         if outcome.has_begun and not keep:
             print_note(_so_far(outcome))

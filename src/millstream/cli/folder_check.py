@@ -92,7 +92,7 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
         return [
             problem("folder", f"{folder} is not a data folder: it has no {PARTITIONS_NAME}", advice, ExitCode.NOT_FOUND)
         ]
-    findings = [*map(_access, dict.fromkeys((folder, *stores))), _space(folder)]
+    findings = [*map(_check_access, dict.fromkeys((folder, *stores))), _check_space(folder)]
     if any(map(_is_locked, (folder, *stores))):
         findings.append(ok("lock", "a broker is using the folder"))
         findings.append(ok("segments", "in use by a running broker, which checks them; query it with doctor --brokers"))
@@ -103,28 +103,28 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
         names: dict[str, str] = {}
         findings.append(ok("catalog", f"that of cluster {cluster!r}; topics are shown by their ids"))
     else:
-        names, catalog = _catalog(folder)
+        names, catalog = _check_catalog(folder)
         findings.append(catalog)
     for store in stores:
-        found = [_format(store), _stop(store)]
+        found = [_check_format(store), _check_stop(store)]
         if cluster:
             names = {path.name: path.name for path in (store / PARTITIONS_NAME).iterdir()}
         elif catalog.severity is Severity.OK:
-            found += _strangers(store, names)
-        found += _segments(store, names, deep=deep, show_progress=show_progress)
+            found += _check_unknown_topics(store, names)
+        found += _check_segments(store, names, deep=deep, show_progress=show_progress)
         where = "" if store == folder else f"{store.name}: "
         findings += [replace(one, detail=where + one.detail) for one in found]
     return findings
 
 
-def _access(folder: Path) -> Finding:
+def _check_access(folder: Path) -> Finding:
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         advice = f"make the broker's account its owner, for example with: chown -R USER {folder}"
         return problem("folder", f"{folder} cannot be read and written by this user", advice)
     return ok("folder", f"{folder} can be read and written")
 
 
-def _space(folder: Path) -> Finding:
+def _check_space(folder: Path) -> Finding:
     usage = shutil.disk_usage(folder)
     detail = f"{sized(usage.free)} of {sized(usage.total)} are free"
     if usage.free < FREE_BYTES_LOW:
@@ -149,7 +149,7 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
-def _format(folder: Path) -> Finding:
+def _check_format(folder: Path) -> Finding:
     try:
         found = (folder / FORMAT_NAME).read_bytes()
     except OSError as error:
@@ -160,13 +160,13 @@ def _format(folder: Path) -> Finding:
     return ok("format", "known to this version")
 
 
-def _stop(folder: Path) -> Finding:
+def _check_stop(folder: Path) -> Finding:
     if (folder / CLEAN_STOP_NAME).exists():
         return ok("last stop", "clean")
     return ok("last stop", "not clean; the next start checks the ends of the logs")
 
 
-def _catalog(folder: Path) -> tuple[dict[str, str], Finding]:
+def _check_catalog(folder: Path) -> tuple[dict[str, str], Finding]:
     """Return the names of all topics by id, and the finding about the catalog."""
     path = folder / CATALOG_NAME
     if not path.exists():
@@ -186,7 +186,7 @@ def _catalog(folder: Path) -> tuple[dict[str, str], Finding]:
     return names, ok("catalog", f"{counted(len(names), 'topic')}")
 
 
-def _strangers(folder: Path, names: dict[str, str]) -> Iterator[Finding]:
+def _check_unknown_topics(folder: Path, names: dict[str, str]) -> Iterator[Finding]:
     unknown = sorted({path.name for path in (folder / PARTITIONS_NAME).iterdir()} - set(names))
     if unknown:
         shown = ", ".join(unknown[:_SHOWN_MAX])
@@ -206,13 +206,13 @@ class _Segment(NamedTuple):
         return other is not None and self[:2] == other[:2]
 
 
-def _segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress: bool) -> list[Finding]:
+def _check_segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress: bool) -> list[Finding]:
     found = sorted(_segment_files(folder))
     total_bytes = sum(segment.path.stat().st_size for segment in found)
     subject = f"{counted(len(found), 'segment')} with {sized(total_bytes)}"
     if not deep:
         return [ok("segments", f"{subject}, not read (--quick)")]
-    findings = list(_missing(folder, names, found))
+    findings = list(_check_missing_files(folder, names, found))
     stopped_clean = (folder / CLEAN_STOP_NAME).exists()
     records = 0
     with Progress("reading segments", total_bytes=total_bytes, wanted=show_progress) as progress:
@@ -237,7 +237,7 @@ def _segment_files(folder: Path) -> Iterator[_Segment]:
             yield _Segment(path.parent.parent.name, int(path.parent.name), base_offset, path)
 
 
-def _missing(folder: Path, names: dict[str, str], found: list[_Segment]) -> Iterator[Finding]:
+def _check_missing_files(folder: Path, names: dict[str, str], found: list[_Segment]) -> Iterator[Finding]:
     """Report missing files at the start and end of logs, according to the last checkpoint.
 
     A gap in between is found at the segment before it.
@@ -254,13 +254,13 @@ def _missing(folder: Path, names: dict[str, str], found: list[_Segment]) -> Iter
         if state is None or str(topic_id) not in names:
             continue
         there = bases.get((str(topic_id), partition), set())
-        for first, after in _gone(state, there):
+        for first, after in _missing_ranges(state, there):
             if not there or first < min(there) or after > max(there):
                 where = f"a file of {folder / PARTITIONS_NAME / str(topic_id) / str(partition)}"
-                yield _lost(f"{names[str(topic_id)]}-{partition}", "missing", first, after, where)
+                yield _lost_finding(f"{names[str(topic_id)]}-{partition}", "missing", first, after, where)
 
 
-def _gone(state: LogState, there: set[int]) -> Iterator[tuple[int, int]]:
+def _missing_ranges(state: LogState, there: set[int]) -> Iterator[tuple[int, int]]:
     """Return the ranges of missing files, now or since an earlier start."""
     swapped = {base for base, _ in state.swaps}
     ranges = [(lost.first, lost.next_offset) for lost in state.lost if lost.segment < 0]
@@ -273,9 +273,9 @@ def _gone(state: LogState, there: set[int]) -> Iterator[tuple[int, int]]:
 def _verdict(label: str, scanned: ScannedSegment, limit: int, *, stopped_clean: bool) -> Iterator[Finding]:
     for bad in scanned.bad:
         where = f"bytes {bad.start} to {bad.end} of {scanned.path}"
-        yield _lost(label, "damaged", bad.first, bad.next_offset, where)
+        yield _lost_finding(label, "damaged", bad.first, bad.next_offset, where)
     if limit != _NO_LIMIT and scanned.next_offset < limit:
-        yield _lost(label, "missing", scanned.next_offset, limit, f"at the end of {scanned.path}")
+        yield _lost_finding(label, "missing", scanned.next_offset, limit, f"at the end of {scanned.path}")
     elif scanned.torn_bytes:
         detail = f"{label}: no whole batch in the last {counted(scanned.torn_bytes, 'byte')} of {scanned.path}"
         if stopped_clean:
@@ -287,6 +287,6 @@ def _verdict(label: str, scanned: ScannedSegment, limit: int, *, stopped_clean: 
         yield warning("segments", detail, advice)
 
 
-def _lost(label: str, how: str, first: int, next_offset: int, where: str) -> Finding:
+def _lost_finding(label: str, how: str, first: int, next_offset: int, where: str) -> Finding:
     advice = "the other offsets are intact and served; restore this range from a copy, if you have one"
     return problem("segments", f"{label}: offsets {first} to {next_offset - 1} are {how} ({where})", advice)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.options import (
     COMMON,
     Common,
     Noun,
     Partitions,
     Yes,
-    ask_person,
+    confirm,
     flag,
 )
 from millstream.cli.output import counted, one_line, print_json, print_line, print_list, print_result, print_table
@@ -35,7 +35,7 @@ def list_(common: Common = COMMON) -> None:
     """List all consumer groups with their lag."""
     from millstream.client.admin.groups import group_summaries
 
-    groups = ask(common, group_summaries)
+    groups = call_broker(common, group_summaries)
     keys = ("group", "type", "state", "members", "lag")
     rows = [[group[key] for key in keys] for group in groups]
     empty = "No groups yet; a consumer with a group id creates one."
@@ -52,7 +52,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
         group = await describe_group(client, name)
         return group, await progress_of(client, group)
 
-    group, progress = ask(common, question)
+    group, progress = call_broker(common, question)
     if common.as_json:
         print_json(group_document(group, progress))
     else:
@@ -86,7 +86,7 @@ def reset(
             await commit_offsets(client, name, {where: after for where, _, after in moves})
         return moves
 
-    moves = ask(common, question)
+    moves = call_broker(common, question)
     if common.as_json:
         keys = ("topic", "partition", "before", "after")
         rows = [dict(zip(keys, (w.topic, w.partition, before, after), strict=True)) for w, before, after in moves]
@@ -103,7 +103,7 @@ def reset(
 @app.command("delete")
 def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a group and its committed offsets. Asks for confirmation at a terminal, not in a script."""
-    ask_person(f"Delete group {name} and its committed offsets?", unless=yes or common.as_json)
+    confirm(f"Delete group {name} and its committed offsets?", unless=yes or common.as_json)
 
     async def question(client: Client) -> None:
         from millstream.client.admin.groups import delete_group, describe_group
@@ -111,7 +111,7 @@ def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
         await describe_group(client, name)
         await delete_group(client, name)
 
-    ask(common, question)
+    call_broker(common, question)
     print_result({"group": name, "deleted": True}, f"Deleted group {one_line(name)}.", as_json=common.as_json)
 
 

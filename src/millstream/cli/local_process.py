@@ -66,7 +66,7 @@ class LocalProcess:
         self._piped = piped
         self._keep = keep
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = False
+        self._is_stop_requested = False
 
     @property
     def pid(self) -> int:
@@ -130,17 +130,17 @@ class LocalProcess:
         tail = self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
         return LocalServerFailed(f"{self.name} {problem}; its log {self.log} ends with:\n{tail}")
 
-    def ask_to_end(self) -> None:
+    def request_stop(self) -> None:
         """Send the signal for a clean stop, once: a second one would make it hurry."""
-        if self._process is not None and self._process.poll() is None and not self._asked:
-            self._asked = True
+        if self._process is not None and self._process.poll() is None and not self._is_stop_requested:
+            self._is_stop_requested = True
             self._process.send_signal(self._ends_by)
 
     def stop(self, *, within_s: float) -> int | None:
         """Stop it cleanly, or kill it if that takes too long; return its exit code."""
         if self._process is None:
             return None
-        self.ask_to_end()
+        self.request_stop()
         try:
             self._process.wait(within_s)
         except subprocess.TimeoutExpired:

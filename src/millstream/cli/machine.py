@@ -122,7 +122,7 @@ class BrokerProcess(SupervisedChild):
     async def pause(self) -> None:
         """Stop the process in order, and start no other until `resume`, which may follow when this has returned."""
         self._lifecycle.apply(BrokerEvent.PAUSE)
-        await self._end()
+        await self._terminate()
         await self._lifecycle.until(HELD)
 
     def resume(self) -> None:
@@ -159,7 +159,7 @@ class BrokerProcess(SupervisedChild):
             # The request stays pending: a late response still counts.
             self._lifecycle.apply(BrokerEvent.TIMED_OUT)
 
-    async def _wanted(self) -> None:
+    async def _wait_until_needed(self) -> None:
         if self.state is BrokerState.LOST:
             await self._machine.hand_over(self)
         await self._lifecycle.until((BrokerState.DUE, BrokerState.RETIRED))
@@ -223,11 +223,11 @@ class BrokerProcess(SupervisedChild):
         if response is not None:
             response.set_result(None)
 
-    async def _ended(self, process: Process) -> int:
+    async def _wait_for_exit(self, process: Process) -> int:
         if self.state in (BrokerState.STOPPING, BrokerState.RETIRING):
             # It was being spawned when it was asked to end.
-            await self._end()
-        code = self.exit_code = await super()._ended(process)
+            await self._terminate()
+        code = self.exit_code = await super()._wait_for_exit(process)
         if self._listening is not None:
             # Read all its output before acting on its end. A process that it started may still hold the pipe.
             await asyncio.wait([self._listening], timeout=_LAST_LINES_S)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.cli.connection import ask, complete_topics
+from millstream.cli.connection import call_broker, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag
 from millstream.cli.output import counted, one_line, print_bytes, print_json, print_line
@@ -57,7 +57,7 @@ def show(
         found = await find_topic(client, await topic_name(client, at.topic))
         return found, await find_message(client, found, at.partition, at.offset)
 
-    found, stored = ask(common, question)
+    found, stored = call_broker(common, question)
     if raw:
         print_bytes(stored.record.value or b"")
     elif common.as_json:
@@ -105,7 +105,7 @@ def trace(
             return [await trace_message(client, position)]
         return [await trace_at(client, place) for place in await find_by_id(client, position, topic, since, until)]
 
-    documents = [_with_history(one, common, lake) for one in ask(common, question)]
+    documents = [_with_history(one, common, lake) for one in call_broker(common, question)]
     if not documents:
         raise CommandFailed(f"topic {topic!r} has no message {position!r} in this time", ExitCode.NOT_FOUND)
     for document in documents:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
     COMMON,
@@ -18,7 +18,7 @@ from millstream.cli.options import (
     Settings,
     Unset,
     Yes,
-    ask_person,
+    confirm,
     flag,
     parse_settings,
     read_text_file,
@@ -96,11 +96,11 @@ class SourceAccess:
         """Return the settings of a mirror that the options stand for."""
         settings = {
             "user": self.source_user,
-            "password": _content("--source-password-file", self.source_password_file),
-            "token": _content("--source-token-file", self.source_token_file),
+            "password": _read_file("--source-password-file", self.source_password_file),
+            "token": _read_file("--source-token-file", self.source_token_file),
             "sasl.mechanism": self.source_mechanism,
             "tls": "true" if self.source_tls else "",
-            "tls.ca": _content("--source-tls-ca", self.source_tls_ca),
+            "tls.ca": _read_file("--source-tls-ca", self.source_tls_ca),
         }
         return {name: text for name, text in settings.items() if text}
 
@@ -147,9 +147,9 @@ def create(
         **access.settings(),
     }
     chosen = {key: text for key, text in given.items() if text}
-    _ask(common, lambda mirrors: mirrors.create(name, chosen))
+    _call_mirrors(common, lambda mirrors: mirrors.create(name, chosen))
     print_result({"mirror": name}, f"Mirror {name} copies from {source}.", as_json=common.as_json)
-    problem = _ask(common, lambda mirrors: mirrors.connection_problem(name, wait_s=CONNECT_S))
+    problem = _call_mirrors(common, lambda mirrors: mirrors.connection_problem(name, wait_s=CONNECT_S))
     if problem:
         print_note(
             f"It is not connected to its source yet, and keeps trying ({one_line(problem)}); `millstream mirror "
@@ -160,7 +160,7 @@ def create(
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
     """List all mirrors and their lag."""
-    found = _ask(common, lambda mirrors: mirrors.describe())
+    found = _call_mirrors(common, lambda mirrors: mirrors.describe())
     keys = ("mirror", "state", "from", "topics", "lag", "lag_unknown", "lag_s", "bytes", "error")
     rows = [{**{key: one[key] for key in keys}, "topics": len(one["topics"])} for one in found]
     empty = "No mirrors yet; create one with: millstream mirror create"
@@ -170,7 +170,7 @@ def list_(common: Common = COMMON) -> None:
 @app.command("describe")
 def describe(name: Name, common: Common = COMMON) -> None:
     """Show a mirror's settings, its copies and how far each of them is."""
-    (described,) = _ask(common, lambda mirrors: mirrors.describe([name]))
+    (described,) = _call_mirrors(common, lambda mirrors: mirrors.describe([name]))
     if common.as_json:
         print_json(described)
         return
@@ -208,8 +208,8 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
     }
     if not changes:
         raise CommandFailed("give --set NAME=VALUE or --unset NAME", ExitCode.USAGE)
-    _ask(common, lambda mirrors: mirrors.alter(name, changes))
-    (described,) = _ask(common, lambda mirrors: mirrors.describe([name]))
+    _call_mirrors(common, lambda mirrors: mirrors.alter(name, changes))
+    (described,) = _call_mirrors(common, lambda mirrors: mirrors.describe([name]))
     document = {"mirror": name, "changed": sorted(changes), "notes": described["notes"]}
     print_result(document, f"Mirror {name} is changed.", as_json=common.as_json)
     for note in () if common.as_json else described["notes"]:
@@ -219,14 +219,14 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
 @app.command("pause")
 def pause(name: Name, common: Common = COMMON) -> None:
     """Stop copying for now; the copies stay readable."""
-    _ask(common, lambda mirrors: mirrors.want(name, is_wanted=False))
+    _call_mirrors(common, lambda mirrors: mirrors.want(name, is_wanted=False))
     print_result({"mirror": name, "state": "paused"}, f"Mirror {name} is paused.", as_json=common.as_json)
 
 
 @app.command("resume")
 def resume(name: Name, common: Common = COMMON) -> None:
     """Continue copying."""
-    _ask(common, lambda mirrors: mirrors.want(name, is_wanted=True))
+    _call_mirrors(common, lambda mirrors: mirrors.want(name, is_wanted=True))
     print_result({"mirror": name, "state": "starting"}, f"Mirror {name} continues.", as_json=common.as_json)
 
 
@@ -241,16 +241,16 @@ def delete(
 ) -> None:
     """Delete a mirror that has no copies any more."""
     lost = ", and with it the way to let its source follow (mirror reverse)" if force else ""
-    ask_person(f"Delete mirror {name}{lost}?", unless=yes)
-    _ask(common, lambda mirrors: mirrors.delete(name, force=force))
+    confirm(f"Delete mirror {name}{lost}?", unless=yes)
+    _call_mirrors(common, lambda mirrors: mirrors.delete(name, force=force))
     print_result({"mirror": name, "deleted": True}, f"Mirror {name} is deleted.", as_json=common.as_json)
 
 
 @app.command("failover")
 def failover(name: Name, topics: Topics = None, yes: Yes = False, common: Common = LONG_WAIT) -> None:
     """Make the copies writable at once, whether or not the source is reachable."""
-    ask_person(f"Make the copies of mirror {name} writable? Writers of the source are not stopped.", unless=yes)
-    report = _ask(common, lambda mirrors: mirrors.fail_over(name, topics))
+    confirm(f"Make the copies of mirror {name} writable? Writers of the source are not stopped.", unless=yes)
+    report = _call_mirrors(common, lambda mirrors: mirrors.fail_over(name, topics))
     if common.as_json:
         print_json(
             {
@@ -263,7 +263,7 @@ def failover(name: Name, topics: Topics = None, yes: Yes = False, common: Common
         return
     print_line(f"{counted(len(report.partitions), 'partition')} can be written, after {report.waited_ms / 1000:.1f} s.")
     _print_cuts(report.partitions)
-    _note_unknown(report)
+    _warn_of_unknown(report)
 
 
 @app.command("cutover")
@@ -288,15 +288,15 @@ def cutover(
 
     Nothing changes if the source is still written to when the time is up.
     """
-    ask_person(f"Wait until writers of the source have stopped, then make the copies of {name} writable?", unless=yes)
-    waited = _ask(
+    confirm(f"Wait until writers of the source have stopped, then make the copies of {name} writable?", unless=yes)
+    waited = _call_mirrors(
         common.waiting(wait + still), lambda mirrors: mirrors.settle(name, topics, wait_s=wait, still_s=still)
     )
     if waited is None:
         print_note("An earlier attempt has begun to make the copies writable, so nothing is waited for.")
     elif not common.as_json:
         print_line(f"The copies are complete, and nothing was written for {still:g} s (waited {waited:.1f} s).")
-    report = _ask(common, lambda mirrors: mirrors.fail_over(name, topics, is_planned=True))
+    report = _call_mirrors(common, lambda mirrors: mirrors.fail_over(name, topics, is_planned=True))
     late = [cut for cut in report.partitions if cut.missing]
     if common.as_json:
         cuts = [_cut_document(cut) for cut in report.partitions]
@@ -306,7 +306,7 @@ def cutover(
         print_json({**document, "source_error": report.source_error})
     else:
         _print_cuts(report.partitions)
-        _note_unknown(report)
+        _warn_of_unknown(report)
     if late:
         raise CommandFailed(
             f"the source was written to during the cutover: {late[0].topic}-{late[0].partition} lacks its last "
@@ -327,9 +327,9 @@ def reverse(
 
     The --source options say how it signs in here.
     """
-    ask_person(f"Let the old source of mirror {name} follow this cluster, and drop what only it has?", unless=yes)
+    confirm(f"Let the old source of mirror {name} follow this cluster, and drop what only it has?", unless=yes)
     request = _reversal(name, address, save_to, access, common.timeout)
-    report = _ask(common, lambda mirrors: mirrors.reverse(request))
+    report = _call_mirrors(common, lambda mirrors: mirrors.reverse(request))
     removed = [_removed_document(one) for one in report.removed]
     if common.as_json:
         print_json({"mirror": name, "removed": removed, "saved_to": report.saved_to, "waited_ms": report.waited_ms})
@@ -350,9 +350,9 @@ def switch(
 
     The --source options say how it signs in here.
     """
-    ask_person(f"Turn mirror {name} around? Writers have to move to this cluster.", unless=yes)
+    confirm(f"Turn mirror {name} around? Writers have to move to this cluster.", unless=yes)
     request = _reversal(name, address, "", access, common.timeout)
-    report = _ask(common.waiting(10), lambda mirrors: mirrors.switch(request))
+    report = _call_mirrors(common.waiting(10), lambda mirrors: mirrors.switch(request))
     removed = [_removed_document(one) for one in report.removed]
     if common.as_json:
         cuts = [_cut_document(cut) for cut in report.partitions]
@@ -401,7 +401,7 @@ def _cut_document(cut: CutPartition) -> dict[str, Any]:
     }
 
 
-def _note_unknown(report: FailoverResponse) -> None:
+def _warn_of_unknown(report: FailoverResponse) -> None:
     unknown = sum(cut.missing is None for cut in report.partitions)
     if report.source_error or unknown:
         why = one_line(report.source_error) or f"it did not respond for {counted(unknown, 'partition')}"
@@ -413,11 +413,11 @@ def _print_cuts(cuts: Iterable[CutPartition]) -> None:
     print_table(keys, [[_cut_document(cut)[key] for key in keys] for cut in cuts])
 
 
-def _content(flag: str, path: Path | None) -> str:
+def _read_file(flag: str, path: Path | None) -> str:
     return "" if path is None else read_text_file(path, flag=flag).strip()
 
 
-def _ask(common: Common, question: Callable[[MirrorClient], Awaitable[T]]) -> T:
+def _call_mirrors(common: Common, operation: Callable[[MirrorClient], Awaitable[T]]) -> T:
     from millstream.client.admin.mirrors import MirrorClient
 
-    return ask(common, lambda client: question(MirrorClient(client)))
+    return call_broker(common, lambda client: operation(MirrorClient(client)))

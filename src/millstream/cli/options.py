@@ -178,7 +178,7 @@ def spread(command: Callable[..., None], *, without: Collection[str] = ()) -> Ca
     return run
 
 
-def ask_person(question: str, *, unless: bool) -> None:
+def confirm(question: str, *, unless: bool) -> None:
     """Ask for confirmation at a terminal; scripts are not asked."""
     if not unless and sys.stdin.isatty() and not typer.confirm(question, err=True):
         raise CommandFailed("cancelled; nothing was changed")

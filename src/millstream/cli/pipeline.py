@@ -12,7 +12,7 @@ from uuid import NAMESPACE_OID, uuid5
 import typer
 
 from millstream.cli import pipeline_rule, pipeline_run
-from millstream.cli.connection import ask, ask_pipelines
+from millstream.cli.connection import call_broker, call_pipelines
 from millstream.cli.options import (
     COMMON,
     Common,
@@ -21,7 +21,7 @@ from millstream.cli.options import (
     Settings,
     Unset,
     Yes,
-    ask_person,
+    confirm,
     flag,
     parse_settings,
     spread,
@@ -80,10 +80,10 @@ def backfill(
     if window.since_ms >= window.until_ms:
         raise typer.BadParameter("--since must be before --until")
     refuse_without_spark()
-    declared, places = ask(common, lambda client: look_up(client, name, None, common.brokers))
+    declared, places = call_broker(common, lambda client: look_up(client, name, None, common.brokers))
     if declared.kind is PipelineKind.ROUTE:
         raise InvalidPipeline(f"pipeline {name!r} routes messages; a backfill is for land and transform")
-    past = _past_of(declared, f"{since} {until}" if until is not None else since)
+    past = _backfill_pipeline(declared, f"{since} {until}" if until is not None else since)
     of = declared.pipeline_id
     by_hand = ByHand(
         past, places, common.brokers, is_declared=False, lake=None, folder=folder, window=window, backfilled=of
@@ -96,7 +96,7 @@ def requarantine(name: Name, master: Master = "", memory: Memory = "1g", common:
     refuse_without_spark()
     from millstream.pipelines.jobs.land.backfill import make_requarantine
 
-    declared, places = ask(common, lambda client: look_up(client, name, None, common.brokers))
+    declared, places = call_broker(common, lambda client: look_up(client, name, None, common.brokers))
     if declared.kind is not PipelineKind.LAND:
         raise InvalidPipeline(f"pipeline {name!r} does not land messages, so it has no quarantine")
     jobs = {PipelineKind.LAND: make_requarantine}
@@ -104,7 +104,7 @@ def requarantine(name: Name, master: Master = "", memory: Memory = "1g", common:
     by_hand.run(master, memory, once=True, as_json=common.as_json)
 
 
-def _past_of(pipeline: Pipeline, when: str) -> Pipeline:
+def _backfill_pipeline(pipeline: Pipeline, when: str) -> Pipeline:
     """Return a separate pipeline for a backfill; the same command continues it."""
     identity = uuid5(NAMESPACE_OID, f"millstream backfill {pipeline.pipeline_id} {pipeline.version} {when}")
     name = f"{pipeline.name[:150]}-backfill-{identity.hex[:_DIGEST_CHARACTERS]}"
@@ -141,9 +141,9 @@ def list_(common: Common = COMMON) -> None:
     """List all pipelines and their state."""
     from millstream.client.admin.pipelines import summary_of
 
-    rows = [summary_of(described) for described in ask_pipelines(common, lambda pipelines: pipelines.describe())]
+    rows = [summary_of(described) for described in call_pipelines(common, lambda pipelines: pipelines.describe())]
     keys = ("pipeline", "kind", "state", "rows", "rows_per_s", "lag", "restarts", "error")
-    shown = [[_shown(key, row[key]) for key in keys] for row in rows]
+    shown = [[_displayed_value(key, row[key]) for key in keys] for row in rows]
     empty = "No pipelines yet; create one with: millstream pipeline create"
     print_list({"pipelines": rows}, keys, shown, empty=empty, as_json=common.as_json)
 
@@ -151,7 +151,7 @@ def list_(common: Common = COMMON) -> None:
 @app.command("describe")
 def describe(name: Name, common: Common = COMMON) -> None:
     """Show a pipeline's settings and state."""
-    described = ask(common, lambda client: _described(client, name))
+    described = call_broker(common, lambda client: _describe(client, name))
     if common.as_json:
         print_json(described)
         return
@@ -184,7 +184,7 @@ Limit = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many ru
 @app.command("runs")
 def runs(name: Name, limit: Limit = 20, common: Common = COMMON) -> None:
     """List the runs of a job, the latest first."""
-    found = ask_pipelines(common, lambda pipelines: pipelines.runs(name, limit=limit))
+    found = call_pipelines(common, lambda pipelines: pipelines.runs(name, limit=limit))
     columns = ["run", "state", "due", "took", "attempt", "node", "code", "progress", "error"]
     document, rows = {"pipeline": name, "runs": found}, [_run_row(run) for run in found]
     print_list(document, columns, rows, empty=f"Job {one_line(name)} has not run yet.", as_json=common.as_json)
@@ -193,7 +193,7 @@ def runs(name: Name, limit: Limit = 20, common: Common = COMMON) -> None:
 @app.command("logs")
 def logs(name: Name, run: Run = 0, common: Common = COMMON) -> None:
     """Show the output of a job run: the last 256 KiB of it."""
-    found = ask_pipelines(common, lambda pipelines: pipelines.run_log(name, run))
+    found = call_pipelines(common, lambda pipelines: pipelines.run_log(name, run))
     if common.as_json:
         print_json({"pipeline": name, **found})
         return
@@ -206,7 +206,7 @@ def logs(name: Name, run: Run = 0, common: Common = COMMON) -> None:
 @app.command("trigger")
 def trigger(name: Name, common: Common = COMMON) -> None:
     """Run a job now, regardless of its schedule; if it is running, the next run follows."""
-    ask_pipelines(common, lambda pipelines: pipelines.request_run(name))
+    call_pipelines(common, lambda pipelines: pipelines.request_run(name))
     shown = one_line(name)
     text = f"Job {shown} runs; see: millstream pipeline runs {shown}"
     print_result({"pipeline": name, "requested": True}, text, as_json=common.as_json)
@@ -215,7 +215,7 @@ def trigger(name: Name, common: Common = COMMON) -> None:
 @app.command("cancel")
 def cancel(name: Name, common: Common = COMMON) -> None:
     """Cancel the run of a job that is in progress; it is not retried, and the schedule continues."""
-    number = ask_pipelines(common, lambda pipelines: pipelines.cancel_run(name))
+    number = call_pipelines(common, lambda pipelines: pipelines.cancel_run(name))
     text = f"Cancelled run {number} of job {one_line(name)}."
     print_result({"pipeline": name, "run": number}, text, as_json=common.as_json)
 
@@ -226,7 +226,7 @@ def _run_row(run: dict[str, Any]) -> list[Any]:
     return [
         run["run"],
         run["state"],
-        _when(run["scheduled_ms"]),
+        _format_time(run["scheduled_ms"]),
         f"{max(0.0, ended_ms - run['started_ms']) / 1000:.0f} s",
         run["attempt"],
         run["node"],
@@ -245,7 +245,7 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
     }
     if not changes:
         raise typer.BadParameter("nothing to change; give --set or --unset")
-    notes = ask_pipelines(common, lambda pipelines: pipelines.alter(name, changes))
+    notes = call_pipelines(common, lambda pipelines: pipelines.alter(name, changes))
     text = f"Changed pipeline {one_line(name)}."
     shown = {setting: HIDDEN if value and setting in SECRET_SETTINGS else value for setting, value in changes.items()}
     print_noted({"pipeline": name, "changes": shown}, text, notes, as_json=common.as_json)
@@ -254,26 +254,26 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
 @app.command("start")
 def start(name: Name, common: Common = COMMON) -> None:
     """Start a pipeline; a parked pipeline is retried."""
-    ask_pipelines(common, lambda pipelines: pipelines.start(name))
+    call_pipelines(common, lambda pipelines: pipelines.start(name))
     print_result({"pipeline": name, "wanted": True}, f"Started pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 @app.command("stop")
 def stop(name: Name, common: Common = COMMON) -> None:
     """Stop a pipeline; when it is started again, it continues where it was."""
-    ask_pipelines(common, lambda pipelines: pipelines.stop(name))
+    call_pipelines(common, lambda pipelines: pipelines.stop(name))
     print_result({"pipeline": name, "wanted": False}, f"Stopped pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 @app.command("delete")
 def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a pipeline; tables and topics that it wrote stay. Asks for confirmation at a terminal."""
-    ask_person(f"Delete pipeline {name} and its progress?", unless=yes or common.as_json)
-    ask_pipelines(common, lambda pipelines: pipelines.delete(name))
+    confirm(f"Delete pipeline {name} and its progress?", unless=yes or common.as_json)
+    call_pipelines(common, lambda pipelines: pipelines.delete(name))
     print_result({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=common.as_json)
 
 
-async def _described(client: Client, name: str) -> dict[str, Any]:
+async def _describe(client: Client, name: str) -> dict[str, Any]:
     from millstream.client.admin.pipelines import PipelineClient, tables_of
 
     (described,) = await PipelineClient(client).describe([name])
@@ -303,14 +303,14 @@ def _facts(described: dict[str, Any]) -> dict[str, str]:
         facts["parked"] = described["parked"]
     elif report is not None and report.get("failing_ms"):
         retried = "" if described["kind"] == "job" else "; it is retried at least every minute"
-        facts["failing"] = f"since {_when(report['failing_ms'])}{retried}"
+        facts["failing"] = f"since {_format_time(report['failing_ms'])}{retried}"
     lag = described.get("lag")
     if described["kind"] == "job":
         return {**facts, **_job_facts(described)}
     if lag is not None or report is not None:
         facts["lag"] = "not known yet" if lag is None else f"{lag:,}"
     if report is not None:
-        facts.update(_reported(report, parked=described["parked"]))
+        facts.update(_report_facts(report, parked=described["parked"]))
     return facts
 
 
@@ -326,13 +326,13 @@ def _job_facts(described: dict[str, Any]) -> dict[str, str]:
     facts["node"] = str(report["node"])
     facts["runs"] = f"{report['run']}; see: millstream pipeline runs {described['name']}"
     if report["next_run_ms"]:
-        facts["next run"] = _when(report["next_run_ms"])
+        facts["next run"] = _format_time(report["next_run_ms"])
     if report["last_error"]:
-        facts["last error"] = f"({_when(report['last_error_ms'])}) {report['last_error'].rstrip()}"
+        facts["last error"] = f"({_format_time(report['last_error_ms'])}) {report['last_error'].rstrip()}"
     return facts
 
 
-def _reported(report: dict[str, Any], *, parked: str) -> dict[str, str]:
+def _report_facts(report: dict[str, Any], *, parked: str) -> dict[str, str]:
     facts = {
         "node": str(report["node"]),
         "rows": f"{report['rows']:,} in {counted(report['batches'], 'batch')}, {report['rows_per_s']:,.0f} a second",
@@ -344,19 +344,19 @@ def _reported(report: dict[str, Any], *, parked: str) -> dict[str, str]:
         facts["still"] = f"no progress for {report['still_s']:.0f} s"
     facts.update({name: f"{number:,}" for name, number in sorted(report["counts"].items())})
     for name, number in sorted(report.get("levels", {}).items()):
-        facts[name] = _when(number * 1000) if name.endswith("_seconds") else f"{number:,}"
+        facts[name] = _format_time(number * 1000) if name.endswith("_seconds") else f"{number:,}"
     facts.update(report.get("facts", {}))
     if report["last_error"]:
         text = "as above" if report["last_error"] == parked else report["last_error"].rstrip()
-        facts["last error"] = f"({_when(report['last_error_ms'])}) {text}"
+        facts["last error"] = f"({_format_time(report['last_error_ms'])}) {text}"
     return facts
 
 
-def _when(time_ms: int) -> str:
+def _format_time(time_ms: int) -> str:
     return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
-def _shown(key: str, value: Any) -> Any:
+def _displayed_value(key: str, value: Any) -> Any:
     if key == "rows_per_s":
         return round(value)
     if key == "error":
@@ -422,7 +422,7 @@ def _declare(
     check_pipeline(name, kind, settings)
     check_rules(kind, rules)
     try:
-        return ask_pipelines(
+        return call_pipelines(
             common,
             lambda pipelines: pipelines.create(name, kind, settings, rules=rules, is_wanted=not stopped),
         ).notes

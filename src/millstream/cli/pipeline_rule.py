@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask, ask_pipelines, complete_topics
+from millstream.cli.connection import call_broker, call_pipelines, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag, read_text_file
 from millstream.cli.output import counted, one_line, print_list, print_noted, print_result
@@ -48,8 +48,8 @@ def put(
     """Add or replace a rule; it applies from the next batch on."""
     new = Rule(name=rule, topic=topic, targets=tuple(to), condition=where, subscription=subscription)
     check_rules(PipelineKind.ROUTE, [new])
-    changed = ask_pipelines(common, lambda pipelines: pipelines.change_rules(name, [new]))
-    passed = ask(common, lambda client: _passed(client, name, topic))
+    changed = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, [new]))
+    passed = call_broker(common, lambda client: _passed(client, name, topic))
     text = f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}, {_since(passed)}."
     document = {"pipeline": name, "rule": rule, "rules": changed.rules, "passed": passed}
     print_noted(document, text, changed.notes, as_json=common.as_json)
@@ -70,7 +70,7 @@ def load(
     if replace:
         named = {rule.name for rule in rules}
         gone = [rule.name for rule in _rules_of(name, common) if rule.name not in named]
-    changed = ask_pipelines(common, lambda pipelines: pipelines.change_rules(name, rules, gone=gone))
+    changed = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, rules, gone=gone))
     text = f"Pipeline {one_line(name)} has {counted(changed.rules, 'rule')}: {len(rules):,} put, {len(gone):,} deleted."
     document = {"pipeline": name, "put": len(rules), "deleted": len(gone), "rules": changed.rules}
     print_noted(document, text, changed.notes, as_json=common.as_json)
@@ -96,7 +96,7 @@ def delete(
     common: Common = COMMON,
 ) -> None:
     """Delete rules; what they have routed stays."""
-    left = ask_pipelines(common, lambda pipelines: pipelines.change_rules(name, gone=rule)).rules
+    left = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, gone=rule)).rules
     text = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {left:,} left."
     print_result({"pipeline": name, "deleted": len(rule), "rules": left}, text, as_json=common.as_json)
 
@@ -165,5 +165,5 @@ def _rules_of(name: str, common: Common) -> list[Rule]:
 
     from millstream.protocol.private.pipeline_messages import RuleMessage
 
-    (described,) = ask_pipelines(common, lambda pipelines: pipelines.describe([name]))
+    (described,) = call_pipelines(common, lambda pipelines: pipelines.describe([name]))
     return [one.rule() for one in msgspec.convert(described["rules"], list[RuleMessage])]

@@ -19,7 +19,7 @@ from uuid import NAMESPACE_OID, UUID, uuid5
 
 import typer
 
-from millstream.cli.connection import ask, command_credentials
+from millstream.cli.connection import call_broker, command_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, DEFAULT_TIMEOUT_S, Common, flag
 from millstream.cli.output import counted, one_line, print_note, print_result
@@ -296,7 +296,7 @@ def run(
     described = _described_by(kind_or_name, flags, name)
     refuse_without_spark()
     is_declared, brokers = described is None, common.brokers
-    pipeline, places = ask(common, lambda client: look_up(client, kind_or_name, described, brokers))
+    pipeline, places = call_broker(common, lambda client: look_up(client, kind_or_name, described, brokers))
     by_hand = ByHand(pipeline, places, brokers, is_declared=is_declared, lake=flags.lake, folder=how.folder)
     if pipeline.kind is PipelineKind.JOB:
         run_job(pipeline, places, brokers, master=how.master, is_declared=is_declared, dry=dry, as_json=common.as_json)
@@ -504,15 +504,15 @@ class ByHand:
         self._jobs = jobs
         self._is_declared = is_declared
         self._brokers = brokers
-        self._lake = self._place("--lake", lake, places.lake, places)
+        self._lake = self._resolve_location("--lake", lake, places.lake, places)
         self._lake_is_shared = lake is None
-        self._folder = self._place("--folder", folder, places.folder, places)
+        self._folder = self._resolve_location("--folder", folder, places.folder, places)
         self._stopping = threading.Event()
         self._stages = Stages(pipeline.name)
         self._rows_shown = 0
         self._began = time.monotonic()
 
-    def _place(self, flag: str, given: str | None, of_node: str, places: PipelineStorage) -> str:
+    def _resolve_location(self, flag: str, given: str | None, of_node: str, places: PipelineStorage) -> str:
         if given is not None:
             return given
         lands = self._pipeline.kind is PipelineKind.LAND
@@ -533,17 +533,17 @@ class ByHand:
         ):
             claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, on_lost=self._stopping.set)
             try:
-                self._take(claim)
+                self._acquire_claim(claim)
                 with self._stages:
                     spark = self._start(master, memory, log=os.path.join(scratch, "spark.log"))
                     running = self._running(claim, spark, access)
-                    with ManualRunWatch(running, spark, lambda reason: self._leave(claim, scratch, reason)):
+                    with ManualRunWatch(running, spark, lambda reason: self._exit_stalled(claim, scratch, reason)):
                         self._drive(running, once=once, as_json=as_json)
             finally:
                 with suppress(MillstreamError):
                     claim.leave()
 
-    def _take(self, claim: Claim) -> None:
+    def _acquire_claim(self, claim: Claim) -> None:
         try:
             claim.take()
         except GroupNotEmpty as occupied:
@@ -582,7 +582,7 @@ class ByHand:
             self._pipeline,
             context,
             claim,
-            on_step=self._stepped,
+            on_step=self._on_step,
             cancel=lambda: spark.sparkContext.cancelJobGroup(name),
             **({} if self._jobs is None else {"jobs": self._jobs}),
         )
@@ -594,7 +594,7 @@ class ByHand:
         try:
             running.run(once=once)
         except Stalled as stalled:
-            raise CommandFailed(self._stalled(str(stalled)), ExitCode.TIMED_OUT) from None
+            raise CommandFailed(self._stall_message(str(stalled)), ExitCode.TIMED_OUT) from None
         except MillstreamError:
             raise
         except Exception as error:
@@ -603,17 +603,17 @@ class ByHand:
             self._stages.end()
             self._summarize(running.tally, as_json=as_json)
 
-    def _leave(self, claim: Claim, scratch: str, reason: str) -> None:
+    def _exit_stalled(self, claim: Claim, scratch: str, reason: str) -> None:
         """Clean up and end the process, whose main thread hangs; called by the watchdog."""
         from millstream.pipelines.runtime.spark_session import remove_scratch
 
-        print_note(f"millstream: {self._stalled(reason)}")
+        print_note(f"millstream: {self._stall_message(reason)}")
         claim.leave()
         remove_scratch()
         shutil.rmtree(scratch, ignore_errors=True)
         os._exit(ExitCode.TIMED_OUT)
 
-    def _stalled(self, reason: str) -> str:
+    def _stall_message(self, reason: str) -> str:
         about = f"pipeline {self._pipeline.name!r} was stopped: {reason}"
         return f"{about}; the next run repeats what was not committed, and stall.ms sets how long a batch may stall"
 
@@ -634,7 +634,7 @@ class ByHand:
         text = f"{one_line(pipeline.name)}: {counted(tally.rows, 'message')} in {batches} and {seconds:g} s{counts}"
         print_result(document, f"{text}; {tally.lag:,} left." if tally.lag else f"{text}.", as_json=as_json)
 
-    def _stepped(self, tally: Tally) -> None:
+    def _on_step(self, tally: Tally) -> None:
         note = f"{tally.rows:,} messages, {tally.rows_per_s:,.0f}/s, {tally.lag:,} left"
         self._stages.move(note, is_news=tally.rows != self._rows_shown)
         self._rows_shown = tally.rows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millstream.cli.connection import ask, complete_topics
+from millstream.cli.connection import call_broker, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import Progress, as_json_text, counted, print_line, print_note
@@ -57,7 +57,7 @@ async def read_line_groups(descriptor: int) -> AsyncIterator[LineGroup]:
     done = 0
     while True:
         if may_block:
-            await _readable(descriptor)
+            await _wait_until_readable(descriptor)
         chunk = os.read(descriptor, CHUNK_BYTES)
         if not chunk:
             break
@@ -73,7 +73,7 @@ async def read_line_groups(descriptor: int) -> AsyncIterator[LineGroup]:
         yield LineGroup([rest], 0)
 
 
-async def _readable(descriptor: int) -> None:
+async def _wait_until_readable(descriptor: int) -> None:
     """Wait, without a thread, until reading does not block, so that a silent pipe never delays Ctrl-C."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
@@ -199,7 +199,7 @@ def publish(
         print_ids=(value is not None or not sys.stdout.isatty()) if ids is None else ids,
         as_json=common.as_json,
     )
-    number = ask(common, lambda client: _publish(client, order))
+    number = call_broker(common, lambda client: _publish(client, order))
     if value is None and not common.as_json:
         print_note(f"Published {counted(number, 'message')} to {topic}.")
 
@@ -216,15 +216,15 @@ def _headers(given: list[str]) -> tuple[tuple[str, bytes], ...]:
 async def _publish(client: Client, order: _Order) -> int:
     from millstream.client.publisher import Publisher
 
-    with _opened(order) as descriptor:
+    with _open_input(order) as descriptor:
         publisher = Publisher(client, compression=order.compression, timeout_s=order.timeout_s)
 
         async def publish_group(lines: list[bytes], first: int) -> int:
             try:
-                records = await _encoded(client, order, _records(order, lines, first), first)
+                records = await _encode(client, order, _records(order, lines, first), first)
                 return await _publish_group(publisher, order, records, first)
             except _PASSING as error:
-                raise await _explained(client, order, error) from error
+                raise await _explain(client, order, error) from error
 
         try:
             if order.value is not None:
@@ -234,7 +234,7 @@ async def _publish(client: Client, order: _Order) -> int:
             await publisher.close()
 
 
-async def _explained(client: Client, order: _Order, error: MillstreamError) -> MillstreamError:
+async def _explain(client: Client, order: _Order, error: MillstreamError) -> MillstreamError:
     """Return the error with the cluster's own explanation, if it can be asked."""
     from millstream.client.admin.cluster_status import timeout_with_reasons
 
@@ -269,7 +269,7 @@ def _groups(descriptor: int) -> AsyncIterator[LineGroup]:
     return read_line_groups(descriptor)
 
 
-async def _encoded(client: Client, order: _Order, records: list[NewRecord], first: int) -> list[NewRecord]:
+async def _encode(client: Client, order: _Order, records: list[NewRecord], first: int) -> list[NewRecord]:
     """Encode JSON documents with the schema, if one is given."""
     if order.schema is None:
         return records
@@ -339,7 +339,7 @@ def _receipt_line(order: _Order, receipt: Receipt) -> str:
 
 
 @contextmanager
-def _opened(order: _Order) -> Iterator[int]:
+def _open_input(order: _Order) -> Iterator[int]:
     if order.file is None:
         yield sys.stdin.fileno() if order.value is None else -1
         return

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun
 from millstream.cli.output import print_list, print_result, sized
@@ -47,9 +47,11 @@ def list_(common: Common = COMMON) -> None:
     """List all quotas."""
     from millstream.client.admin.clients import list_quotas
 
-    quotas = ask(common, list_quotas)
+    quotas = call_broker(common, list_quotas)
     listed = [_document(entity, limits) for entity, limits in quotas.items()]
-    rows = sorted([str(entity), *(_shown(limits.get(key)) for key in LIMITS)] for entity, limits in quotas.items())
+    rows = sorted(
+        [str(entity), *(_format_rate(limits.get(key)) for key in LIMITS)] for entity, limits in quotas.items()
+    )
     header = ("for", "produce/s", "consume/s")
     print_list({"quotas": listed}, header, rows, empty="No quotas.", as_json=common.as_json)
 
@@ -57,8 +59,8 @@ def list_(common: Common = COMMON) -> None:
 def _change(entity: QuotaEntity, changes: dict[str, float] | dict[str, None], common: Common) -> None:
     from millstream.client.admin.clients import alter_quota
 
-    ask(common, lambda client: alter_quota(client, entity, changes))
-    limits = ", ".join(f"{key} {'unlimited' if rate is None else _shown(rate)}" for key, rate in changes.items())
+    call_broker(common, lambda client: alter_quota(client, entity, changes))
+    limits = ", ".join(f"{key} {'unlimited' if rate is None else _format_rate(rate)}" for key, rate in changes.items())
     print_result(_document(entity, changes), f"{entity}: {limits}", as_json=common.as_json)
 
 
@@ -66,5 +68,5 @@ def _document(entity: QuotaEntity, limits: Any) -> dict[str, Any]:
     return {"entity": dict(entity.parts), **limits}
 
 
-def _shown(rate: float | None) -> str | None:
+def _format_rate(rate: float | None) -> str | None:
     return None if rate is None else sized(rate)

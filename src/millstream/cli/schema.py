@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.options import (
     COMMON,
@@ -70,7 +70,7 @@ def list_(
     """List subjects with their latest version."""
     from millstream.client.admin.schemas import SchemaClient
 
-    found = ask(common, lambda client: SchemaClient(client).latest(prefix or ":*:", deleted=deleted))
+    found = call_broker(common, lambda client: SchemaClient(client).latest(prefix or ":*:", deleted=deleted))
     keys = ("subject", "version", "id", "type", "deleted")
     listed = [_document(one) for one in found]
     empty = "No schemas; `millstream schema register SUBJECT FILE` adds one."
@@ -88,7 +88,7 @@ def show(
     """Print a version of a subject."""
     from millstream.client.admin.schemas import SchemaClient, readable
 
-    found = ask(common, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
+    found = call_broker(common, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
     print_result(_document(found), readable(found).rstrip("\n"), as_json=common.as_json)
 
 
@@ -106,7 +106,7 @@ def diff(
     async def both(client: Client) -> list[SchemaMessage]:
         return [await SchemaClient(client).version(subject, version) for version in (old, new)]
 
-    for line in difference(*ask(Common(brokers=brokers, timeout=timeout), both)):
+    for line in difference(*call_broker(Common(brokers=brokers, timeout=timeout), both)):
         print_line(line)
 
 
@@ -130,7 +130,7 @@ def register(
         references=[parse_reference(text) for text in references or ()],
         normalize=normalize,
     )
-    made = ask(common, lambda client: SchemaClient(client).register(request))
+    made = call_broker(common, lambda client: SchemaClient(client).register(request))
     text = f"{subject} version {made.version} is registered with id {made.id}."
     print_result({"subject": subject, "version": made.version, "id": made.id}, text, as_json=common.as_json)
 
@@ -147,7 +147,7 @@ def delete(
     from millstream.protocol.private.schema_messages import DeleteSubject
 
     request = DeleteSubject(subject=subject, version=version, permanent=permanent)
-    versions = ask(common, lambda client: SchemaClient(client).delete(request))
+    versions = call_broker(common, lambda client: SchemaClient(client).delete(request))
     listed = ", ".join(str(number) for number in versions)
     text = f"Deleted{' permanently' if permanent else ''}: {subject} version {listed}."
     print_result({"subject": subject, "versions": versions}, text, as_json=common.as_json)
@@ -175,7 +175,7 @@ def compatibility(
         found = await schemas.settings(subject, default_to_global=True)
         return str((found.config or {})["compatibilityLevel"])
 
-    current = ask(common, question)
+    current = call_broker(common, question)
     print_result({"subject": subject, "compatibility": current}, current, as_json=common.as_json)
 
 
@@ -214,7 +214,7 @@ def check(
         references=[parse_reference(text) for text in references or ()],
     )
     begin = None if since is None else parse_position(since)
-    found = ask(
+    found = call_broker(
         common,
         lambda client: try_schema(client, request, topic=topic, since=begin, patience_s=common.timeout),
     )
@@ -256,7 +256,7 @@ def import_(
         async with WireClient.connect(source, client_id="millstream-cli", timeout_s=common.timeout) as other:
             return await import_schemas(other, topic, client, context=_context(context))
 
-    number = ask(common, question)
+    number = call_broker(common, question)
     print_result(
         {"versions": number, "context": _context(context)},
         f"Imported {counted(number, 'version')}.",
@@ -269,7 +269,7 @@ def export(topic: Topic = "_schemas", context: Context = DEFAULT_CONTEXT, common
     """Write the schemas of a context to a new topic, from which Confluent's registry can start."""
     from millstream.client.admin.topic_schema import export_schemas
 
-    number, others = ask(common, lambda client: export_schemas(client, topic, context=_context(context)))
+    number, others = call_broker(common, lambda client: export_schemas(client, topic, context=_context(context)))
     text = f"Exported {counted(number, 'version')} to {topic}."
     if others:
         text += f" Not exported: the contexts {', '.join(others)} (--context)."

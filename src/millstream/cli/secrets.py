@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, AsJson, Common, Noun, flag
 from millstream.cli.output import counted, print_json, print_line, print_note, print_result, print_table
@@ -69,13 +69,13 @@ def rotate(file: KeyFile = None, as_json: AsJson = False) -> None:
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
     """List the secrets in the catalog without their values: what they belong to, and the key that sealed them."""
-    _print(_ask(common, reseal=False), as_json=common.as_json)
+    _print(_send_request(common, reseal=False), as_json=common.as_json)
 
 
 @app.command("reseal")
 def reseal(common: Common = COMMON) -> None:
     """Seal every secret with the newest key, so that earlier ones can be removed from the file."""
-    response = _ask(common, reseal=True)
+    response = _send_request(common, reseal=True)
     if not common.as_json:
         print_line(f"Sealed {counted(response.resealed, 'secret')} again with key {response.newest or 'none'}.")
     _print(response, as_json=common.as_json)
@@ -90,10 +90,10 @@ def _path(file: Path | None) -> Path:
     return path
 
 
-def _ask(common: Common, *, reseal: bool) -> SecretsResponse:
+def _send_request(common: Common, *, reseal: bool) -> SecretsResponse:
     from millstream.client.admin.security import list_secrets
 
-    return ask(common, lambda client: list_secrets(client, reseal=reseal))
+    return call_broker(common, lambda client: list_secrets(client, reseal=reseal))
 
 
 def _print(response: SecretsResponse, *, as_json: bool) -> None:

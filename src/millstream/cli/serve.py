@@ -58,7 +58,7 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flag(attribute: str, declared: Setting) -> inspect.Parameter:
-    default = _shown(declared.default)
+    default = _format_default(declared.default)
     option = flag(
         f"--{declared.name}",
         _metavar(declared),
@@ -70,7 +70,7 @@ def _flag(attribute: str, declared: Setting) -> inspect.Parameter:
     )
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
@@ -120,11 +120,11 @@ async def _serve(config: Config, *, as_json: bool) -> None:
 
 async def run_until_stopped(broker: Broker, stop: asyncio.Future[None], announce: Callable[[], None]) -> None:
     """Run a node until it is stopped or fails; announce when it is ready."""
-    if not await _started(broker.start(), stop):
+    if not await _start(broker.start(), stop):
         return
     try:
         announce()
-        await _first_of(stop, broker.failed)
+        await _wait_for_first(stop, broker.failed)
     finally:
         await broker.stop()
     if broker.stop_failure is not None:
@@ -136,18 +136,18 @@ async def _serve_machine(config: Config, *, as_json: bool) -> None:
 
     stop = _StopSignal().stop
     machine = Machine(config)
-    if not await _started(machine.start(), stop):
+    if not await _start(machine.start(), stop):
         return
     try:
         _announce_machine(machine.described(), config, as_json=as_json)
-        await _first_of(stop, machine.failed)
+        await _wait_for_first(stop, machine.failed)
     finally:
         await machine.stop()
     if machine.stop_failures:
         raise CommandFailed(f"not cleanly stopped: {', '.join(machine.stop_failures)}; the next start checks its log")
 
 
-async def _started(start: Coroutine[Any, Any, None], stop: asyncio.Future[None]) -> bool:
+async def _start(start: Coroutine[Any, Any, None], stop: asyncio.Future[None]) -> bool:
     """Start, which in a cluster may wait for others; return False if the node was stopped meanwhile."""
     starting = asyncio.ensure_future(start)
     await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -160,7 +160,7 @@ async def _started(start: Coroutine[Any, Any, None], stop: asyncio.Future[None])
     return True
 
 
-async def _first_of(stop: asyncio.Future[None], failed: asyncio.Future[None]) -> None:
+async def _wait_for_first(stop: asyncio.Future[None], failed: asyncio.Future[None]) -> None:
     done, _ = await asyncio.wait([stop, failed], return_when=asyncio.FIRST_COMPLETED)
     if failed in done and failed.exception() is not None:
         error = failed.exception()
@@ -176,9 +176,9 @@ class _StopSignal:
         loop = asyncio.get_running_loop()
         self.stop: asyncio.Future[None] = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, number)
+            loop.add_signal_handler(number, self._on_signal, number)
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if not self.stop.done():
             _logger.info("stopping", extra={"signal": number.name})
             self.stop.set_result(None)

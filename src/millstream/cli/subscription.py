@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from millstream.cli.connection import ask, ask_through, complete_subscriptions, complete_topics
+from millstream.cli.connection import call_broker, call_through, complete_subscriptions, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
     COMMON,
@@ -25,7 +25,7 @@ from millstream.cli.options import (
     Settings,
     Unset,
     Yes,
-    ask_person,
+    confirm,
     flag,
     given_secret,
     parse_assignments,
@@ -330,7 +330,7 @@ def create(
     overrides = {**by_flags, START: start_of(flags.start), **given}
     spelled = {name: _FLAGS.get(name, name) for name in by_flags}
 
-    async def question(client: Client) -> tuple[bool, dict[str, Any], list[str], str | None]:
+    async def operation(client: Client) -> tuple[bool, dict[str, Any], list[str], str | None]:
         from millstream.protocol.private.subscriptions import SubscriptionClient
 
         subscriptions = SubscriptionClient(client)
@@ -352,7 +352,7 @@ def create(
         return created, described, missing, await push_note(client, overrides) if created else None
 
     with named_by_caller(spelled):
-        created, described, missing, note = ask(common, question)
+        created, described, missing, note = call_broker(common, operation)
     letters = described["settings"][DEAD_LETTER_TOPIC]
     document = {"subscription": name, "topics": topic, "created": created, "missing_topics": missing}
     text = "Created subscription" if created else "There is already a subscription"
@@ -374,7 +374,7 @@ def list_(
     """List all subscriptions with their backlog."""
     found = [
         described
-        for described in _ask(common, lambda subscriptions: subscriptions.describe())
+        for described in _call_subscriptions(common, lambda subscriptions: subscriptions.describe())
         if internal or not described["name"].startswith(OWN_PREFIX)
     ]
     keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "dropped", "paused")
@@ -387,7 +387,7 @@ def list_(
 @app.command("describe")
 def describe(name: Name, common: Common = COMMON) -> None:
     """Show a subscription's settings and the state of its queues."""
-    (described,) = _ask(common, lambda subscriptions: subscriptions.describe([name]))
+    (described,) = _call_subscriptions(common, lambda subscriptions: subscriptions.describe([name]))
     if common.as_json:
         print_json(described)
         return
@@ -416,7 +416,7 @@ def leases(
     common: Common = COMMON,
 ) -> None:
     """Show which worker holds which messages, until when and in which attempt, the oldest first."""
-    held = _ask(common, lambda subscriptions: subscriptions.leases(name, limit=limit))
+    held = _call_subscriptions(common, lambda subscriptions: subscriptions.leases(name, limit=limit))
     if common.as_json:
         print_json({"subscription": name, "leases": [one._asdict() for one in held.leases], "left_out": held.left_out})
         return
@@ -452,17 +452,17 @@ def update(
     if not changes and topic is None:
         raise typer.BadParameter("nothing to change; see --help for the settings")
 
-    async def question(client: Client) -> list[str | None]:
+    async def operation(client: Client) -> list[str | None]:
         from millstream.protocol.private.subscriptions import SubscriptionClient
 
         subscriptions = SubscriptionClient(client)
         before = (await subscriptions.describe([name]))[0]["settings"] if DEAD_LETTER_TOPIC in changes else {}
         await subscriptions.alter(name, changes, topics=topic)
-        left = await _left_letters(client, before.get(DEAD_LETTER_TOPIC), changes.get(DEAD_LETTER_TOPIC))
+        left = await _describe_left_letters(client, before.get(DEAD_LETTER_TOPIC), changes.get(DEAD_LETTER_TOPIC))
         return [left, await push_note(client, changes)]
 
     with named_by_caller({name: _FLAGS.get(name, name) for name in by_flags}):
-        notes = ask(common, question)
+        notes = call_broker(common, operation)
     if common.as_json:
         given = shown({setting: value for setting, value in changes.items() if value is not None})
         print_json({"subscription": name, "changes": {**changes, **given}, "topics": topic})
@@ -475,7 +475,7 @@ def update(
 app.command("update")(spread(update, without=("start",)))
 
 
-async def _left_letters(client: Client, before: str | None, after: str | None) -> str | None:
+async def _describe_left_letters(client: Client, before: str | None, after: str | None) -> str | None:
     """Describe the open letters that a subscription leaves in its previous dead letter topic."""
     from millstream.protocol.private.subscriptions import open_letters
 
@@ -511,9 +511,9 @@ def delete(
     common: Common = COMMON,
 ) -> None:
     """Delete a subscription; the messages stay in their topics. Asks for confirmation at a terminal."""
-    ask_person(f"Delete subscription {name} and its delivery state?", unless=yes or common.as_json)
+    confirm(f"Delete subscription {name} and its delivery state?", unless=yes or common.as_json)
 
-    _ask(common, lambda subscriptions: subscriptions.delete(name, force=force))
+    _call_subscriptions(common, lambda subscriptions: subscriptions.delete(name, force=force))
     print_result(
         {"subscription": name, "deleted": True}, f"Deleted subscription {one_line(name)}.", as_json=common.as_json
     )
@@ -531,7 +531,9 @@ def seek(
 ) -> None:
     """Move a subscription backward or forward to another position. Existing leases become invalid."""
     place = place_of(to)
-    found = _ask(common, lambda subscriptions: subscriptions.seek(name, place, topic=topic, partition=partition))
+    found = _call_subscriptions(
+        common, lambda subscriptions: subscriptions.seek(name, place, topic=topic, partition=partition)
+    )
     moved = sorted(found, key=lambda queue: (queue["topic"], queue["partition"]))
     if not moved:
         raise CommandFailed(f"there is nothing to move: subscription {name!r} has no queue there", ExitCode.NOT_FOUND)
@@ -563,7 +565,7 @@ def pull(
     worker = f"cli/{socket.gethostname()}-{os.getpid()}"
     verb = Verb.ACCEPT if accept else Verb.RELEASE if release else Verb.REJECT if reject is not None else None
 
-    async def question(subscriptions: SubscriptionClient) -> list[LeasedMessage]:
+    async def operation(subscriptions: SubscriptionClient) -> list[LeasedMessage]:
         pulled: list[LeasedMessage] = []
         while len(pulled) < number:
             wanted, wait_ms = min(_PULLED_AT_ONCE, number - len(pulled)), 0 if pulled else int(wait * 1000)
@@ -579,13 +581,13 @@ def pull(
                     raise error
         return pulled
 
-    pulled = _ask(common.waiting(wait), question)
+    pulled = _call_subscriptions(common.waiting(wait), operation)
     if not common.as_json:
         is_leased = any(message.lease_ms is not None for message in pulled)
-        print_note(_pulled(len(pulled), verb, is_leased=is_leased))
+        print_note(_summarize_pull(len(pulled), verb, is_leased=is_leased))
 
 
-def _pulled(count: int, verb: Verb | None, *, is_leased: bool) -> str:
+def _summarize_pull(count: int, verb: Verb | None, *, is_leased: bool) -> str:
     if not count:
         return "No messages now."
     if not is_leased:
@@ -607,8 +609,8 @@ def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
             print_line(as_text(message.topic, message.partition, message.record, colour=False))
 
 
-def _ask(common: Common, question: Callable[[SubscriptionClient], Awaitable[T]]) -> T:
-    return ask_through(common, _subscriptions, question)
+def _call_subscriptions(common: Common, operation: Callable[[SubscriptionClient], Awaitable[T]]) -> T:
+    return call_through(common, _subscriptions, operation)
 
 
 def _subscriptions(client: Client) -> SubscriptionClient:
@@ -619,7 +621,7 @@ def _subscriptions(client: Client) -> SubscriptionClient:
 
 
 def _set_paused(name: str, value: str | None, common: Common) -> None:
-    _ask(common, lambda subscriptions: subscriptions.alter(name, {PAUSED: value}))
+    _call_subscriptions(common, lambda subscriptions: subscriptions.alter(name, {PAUSED: value}))
     print_result(
         {"subscription": name, "paused": value is not None},
         f"{'Paused' if value else 'Resumed'} subscription {one_line(name)}.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask, complete_topics
+from millstream.cli.connection import call_broker, complete_topics
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import COMMON, Common, Partitions, flag
 from millstream.cli.output import as_json_text, print_bytes, print_note
@@ -84,32 +84,32 @@ def tail(
         from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
 
         found = await find_topic(client, topic)
-        partitions = _chosen(found, partition)
+        partitions = _select_partitions(found, partition)
         level = isolation.level
         # Requested first, so that messages written meanwhile are not reported as held back.
         written = await offset_bounds(client, topic, partitions)
         bounds = await offset_bounds(client, topic, partitions, isolation=level)
         ends = {index: end for index, (_, end) in bounds.items()}
-        show = _shower(client, found, raw=raw, as_json=common.as_json)
+        show = _make_printer(client, found, raw=raw, as_json=common.as_json)
         starts = ends if number == 0 else {index: start for index, (start, _) in bounds.items()}
         if begin is not None:
             starts = await offsets_at(client, topic, partitions, begin, isolation=level)
-            _note_moved(begin, starts)
+            _print_moved(begin, starts)
         is_whole = partition is None
         tailer = Tailer(
             client, topic, starts, patience_s=common.timeout, isolation=level, is_whole=is_whole, note=print_note
         )
         left = await _show_past(tailer, begin, ends, number, show)
-        _note_held_back(written, ends)
+        _print_held_back(written, ends)
         if follow and left != 0:
             await _show_new(tailer, left, show)
         if tailer.lost:
             raise CommandFailed(f"not everything could be shown: {'; '.join(tailer.lost)}")
 
-    ask(common, question)
+    call_broker(common, question)
 
 
-def _note_held_back(written: dict[int, OffsetRange], ends: dict[int, int]) -> None:
+def _print_held_back(written: dict[int, OffsetRange], ends: dict[int, int]) -> None:
     """Note that there are more messages behind open transactions."""
     for index, (_, end) in written.items():
         if end > ends[index]:
@@ -119,7 +119,7 @@ def _note_held_back(written: dict[int, OffsetRange], ends: dict[int, int]) -> No
             )
 
 
-def _note_moved(begin: Position, starts: dict[int, int]) -> None:
+def _print_moved(begin: Position, starts: dict[int, int]) -> None:
     for index, start in starts.items():
         if begin.kind is Kind.OFFSET and start != begin.value:
             print_note(f"Partition {index} does not contain offset {begin.value}; starting at {start}.")
@@ -155,7 +155,7 @@ async def _show_new(tailer: Tailer, left: int | None, show: Show) -> None:
                 return
 
 
-def _chosen(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
+def _select_partitions(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
     known = [int(index) for index in topic.partitions]
     missing = [index for index in wanted or [] if index not in known]
     if missing:
@@ -163,7 +163,7 @@ def _chosen(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
     return wanted or known
 
 
-def _shower(client: Client, topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:
+def _make_printer(client: Client, topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:
     from millstream.cli.message_text import as_text
     from millstream.client.admin.messages import as_document, decode_record
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag
 from millstream.cli.output import print_list, print_note, print_result
@@ -70,7 +70,7 @@ def create(
             "--prefixed goes with one --allow; end the names that are prefixes with * instead", ExitCode.USAGE
         )
     scope = [acl for operations, resource in given for acl in _scope(operations, resource, prefixed=prefixed)]
-    made = ask(common, lambda client: create_token(client, scope, owner=owner, lasts_ms=lasts_ms))
+    made = call_broker(common, lambda client: create_token(client, scope, owner=owner, lasts_ms=lasts_ms))
     token_id, secret = split_token(made.token)
     document = {
         "id": token_id,
@@ -92,7 +92,7 @@ def list_(common: Common = COMMON) -> None:
     """List your tokens; those who may describe the cluster see everyone's."""
     from millstream.client.admin.security import list_tokens
 
-    tokens = ask(common, list_tokens)
+    tokens = call_broker(common, list_tokens)
     documents = [
         {
             "id": one.token_id,
@@ -126,11 +126,11 @@ def revoke(
     # If a user pastes the whole token, use only its id: the secret must not reach a log.
     token_id, _ = split_token(token_id)
     try:
-        ask(common, lambda client: revoke_token(client, token_id))
+        call_broker(common, lambda client: revoke_token(client, token_id))
     except BrokerUnreachable:
         # A token that revokes itself loses its connection before it gets a response, and cannot sign in again.
         with suppress(AuthenticationFailed):
-            ask(common, list_tokens)
+            call_broker(common, list_tokens)
             raise
     print_result({"id": token_id, "revoked": True}, f"Token {token_id} is revoked.", as_json=common.as_json)
 

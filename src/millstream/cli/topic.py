@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.cli.connection import ask, complete_topics
+from millstream.cli.connection import call_broker, complete_topics
 from millstream.cli.options import (
     COMMON,
     Common,
@@ -14,7 +14,7 @@ from millstream.cli.options import (
     Throttle,
     Wait,
     Yes,
-    ask_person,
+    confirm,
     flag,
     parse_assignments,
 )
@@ -119,7 +119,7 @@ def create(
             return created, None, ["You may not describe it."]
         return created, topic, await creation_notes(client, topic) if created and replication is None else []
 
-    created, topic, notes = ask(common, question)
+    created, topic, notes = call_broker(common, question)
     made: dict[str, object] = {"topic": name, "id": None, "partitions": None, "replication": None, "created": created}
     text = "Created topic" if created else "There is already a topic"
     size = landed = ""
@@ -146,7 +146,7 @@ def list_(
         topics = (await client.metadata()).topics.values()
         return sorted((topic for topic in topics if internal or not topic.is_internal), key=lambda topic: topic.name)
 
-    topics = ask(common, question)
+    topics = call_broker(common, question)
     keys = ("topic", "partitions", "replication")
     rows = [(topic.name, len(topic.partitions), topic.replication) for topic in topics]
     listed = [
@@ -172,7 +172,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
         found["writers"] = await topic_writers(client, name)
         return found
 
-    described = ask(common, question)
+    described = call_broker(common, question)
     if common.as_json:
         print_json(described)
     else:
@@ -257,7 +257,7 @@ def alter(
             await grow_topic(client, name, partitions)
         return await change_notes(client, topic, changes, partitions)
 
-    notes = ask(common, question)
+    notes = call_broker(common, question)
     document = {"topic": name, "changed": changes, "partitions": partitions}
     print_noted(document, f"Changed topic {name}.", notes, as_json=common.as_json)
 
@@ -288,9 +288,9 @@ def delete(
             await close_letters_of(client, name)
         await delete_topic(client, name)
 
-    notes = ask(common, look)
-    ask_person(" ".join([*notes, f"Delete topic {name} and every message in it?"]), unless=yes or common.as_json)
-    ask(common, question)
+    notes = call_broker(common, look)
+    confirm(" ".join([*notes, f"Delete topic {name} and every message in it?"]), unless=yes or common.as_json)
+    call_broker(common, question)
     print_noted({"topic": name, "deleted": True}, f"Deleted topic {name}.", notes, as_json=common.as_json)
 
 

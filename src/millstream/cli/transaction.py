@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.cli.connection import ask, complete_topics
+from millstream.cli.connection import call_broker, complete_topics
 from millstream.cli.options import (
     COMMON,
     Common,
     Noun,
     Yes,
-    ask_person,
+    confirm,
     flag,
 )
 from millstream.cli.output import one_line, print_json, print_line, print_list, print_result
@@ -61,7 +61,7 @@ def list_(
         longer_than_ms = -1 if longer_than is None else int(longer_than * 1000)
         return await list_transactions(client, states=state or (), longer_than_ms=longer_than_ms)
 
-    found = ask(common, question)
+    found = call_broker(common, question)
     print_list(
         {"transactions": [dataclasses.asdict(one) for one in found]},
         ["transactional id", "state", "producer id"],
@@ -79,14 +79,14 @@ def describe(
     """Show one transactional id: its producer, its state, and the partitions of its transaction."""
     from millstream.client.admin.transactions import describe_transaction
 
-    found = ask(common, lambda client: describe_transaction(client, transactional_id))
+    found = call_broker(common, lambda client: describe_transaction(client, transactional_id))
     if common.as_json:
         print_json(_as_document(found))
         return
     print_line(f"{one_line(found.transactional_id)}  ({found.state})")
     print_line(f"producer {found.producer_id}, epoch {found.epoch}, coordinated by node {found.coordinator}")
     if found.started_ms >= 0:
-        print_line(_how_long(found))
+        print_line(_format_duration(found))
     for partition in found.partitions:
         print_line(f"  {partition}")
 
@@ -122,17 +122,17 @@ def abort(
             raise typer.BadParameter(
                 "a transactional id identifies the whole transaction; omit --topic, --partition and --producer-id"
             )
-        ask_person(f"Abort the transaction of {transactional_id!r}?", unless=yes)
+        confirm(f"Abort the transaction of {transactional_id!r}?", unless=yes)
         _abort_known(transactional_id, common)
         return
     if topic is None or partition is None or producer_id is None:
         raise typer.BadParameter("give a transactional id, or --topic, --partition and --producer-id")
-    ask_person(f"Abort what producer {producer_id} has open on {topic}-{partition}?", unless=yes)
+    confirm(f"Abort what producer {producer_id} has open on {topic}-{partition}?", unless=yes)
     where = TopicPartition(topic, PartitionIndex(partition))
     _abort_hanging(where, producer_id, common, force=force)
 
 
-def _how_long(found: DescribedTransaction) -> str:
+def _format_duration(found: DescribedTransaction) -> str:
     from millstream.client.admin.transactions import ONGOING, OPEN_STATES, PREPARED
 
     begun = f"begun {max(0.0, time.time() - found.started_ms / 1000):.0f} s ago"
@@ -146,7 +146,7 @@ def _how_long(found: DescribedTransaction) -> str:
 def _list_hanging(common: Common) -> None:
     from millstream.client.admin.transactions import hanging_transactions
 
-    found = ask(common, hanging_transactions)
+    found = call_broker(common, hanging_transactions)
     print_list(
         {"hanging": [_opened(one) for one in found]},
         ["topic", "partition", "producer id", "epoch", "from offset"],
@@ -159,7 +159,7 @@ def _list_hanging(common: Common) -> None:
 def _abort_known(transactional_id: str, common: Common) -> None:
     from millstream.client.admin.transactions import abort_transaction
 
-    state = ask(common, lambda client: abort_transaction(client, transactional_id))
+    state = call_broker(common, lambda client: abort_transaction(client, transactional_id))
     print_result(
         {"transactional_id": transactional_id, "was": state},
         f"Aborted the transaction of {one_line(transactional_id)}, which was {state}.",
@@ -170,7 +170,7 @@ def _abort_known(transactional_id: str, common: Common) -> None:
 def _abort_hanging(where: TopicPartition, producer_id: int, common: Common, *, force: bool) -> None:
     from millstream.client.admin.transactions import abort_on_partition
 
-    found = ask(common, lambda client: abort_on_partition(client, where, producer_id, force=force))
+    found = call_broker(common, lambda client: abort_on_partition(client, where, producer_id, force=force))
     print_result(
         _opened(found),
         f"Aborted the transaction of producer {producer_id} on {one_line(str(where))}.",

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask, command_credentials
+from millstream.cli.connection import call_broker, command_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag, read_text_file
+from millstream.cli.options import COMMON, Common, Noun, Yes, confirm, flag, read_text_file
 from millstream.cli.output import counted, print_list, print_noted, print_result
 from millstream.core.credential import SecurityChange, new_credentials, user_principal
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, ClusterNotAuthorized
@@ -81,7 +81,7 @@ def list_(common: Common = COMMON) -> None:
     """List all users."""
     from millstream.client.admin.security import list_users
 
-    users = ask(common, list_users)
+    users = call_broker(common, list_users)
     print_list(
         {"users": [{"user": name, "mechanisms": list(found)} for name, found in users.items()]},
         ("user", "mechanisms"),
@@ -103,8 +103,8 @@ def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
         await delete_user(client, name)
         return len(await list_acls(client, AclFilter(principal=principal)))
 
-    ask_person(f"Delete user {name}?", unless=yes)
-    left = ask(common, question)
+    confirm(f"Delete user {name}?", unless=yes)
+    left = call_broker(common, question)
     notes = [
         f"{principal} still has {counted(left, 'access rule')}, which would apply to a new user of that name; "
         f"`millstream acl list --principal {principal}` shows them, and `millstream acl remove` removes each"
@@ -132,14 +132,14 @@ def _put(name: str, secret: str, common: Common, *, is_new: bool) -> None:
             ) from error
 
     try:
-        ask(common, question)
+        call_broker(common, question)
     except BrokerUnreachable:
         # Another password closes the connections of the user, even the one that asked for it.
         mine = command_credentials()
         if mine.user != name:
             raise
         with suppress(AuthenticationFailed):
-            ask(common, lambda client: client.metadata([]), replace(mine, password=secret))
+            call_broker(common, lambda client: client.metadata([]), replace(mine, password=secret))
             return
         raise
 

@@ -53,9 +53,9 @@ class LiveReceiver:
 
     async def start(self) -> None:
         """Record the current ends of the topics, and follow from there."""
-        await self._find(Offset(_LATEST))
+        await self._find_partitions(Offset(_LATEST))
         self._task = self._loop.create_task(self._run())
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_done)
 
     # -- messages -------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class LiveReceiver:
 
     # -- following ------------------------------------------------------------------------------------------
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             if isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
@@ -139,7 +139,7 @@ class LiveReceiver:
             self.error = cause
             self._wake(len(self._idle))
 
-    async def _find(self, begin: Offset) -> None:
+    async def _find_partitions(self, begin: Offset) -> None:
         """Look for new partitions; partitions that exist at the start are followed from their end."""
         found = await self._client.metadata(self._topics)
         missing = [name for name in self._topics if name not in found.topics]
@@ -168,13 +168,13 @@ class LiveReceiver:
                     leader = await self._client.leader_of(place.topic, place.partition)
                     by_leader.setdefault(leader, []).append(place)
                 self._moved.clear()
-                await run_until_first((self._moved.wait(), *map(self._follow, by_leader.values())))
+                await run_until_first((self._moved.wait(), *map(self._read_from_node, by_leader.values())))
                 backoff.reset()
             except RETRIED as error:
                 _logger.debug("%s: no messages for now: %s", self.subscription, error)
                 await backoff.pause()
 
-    async def _follow(self, places: Sequence[TopicPartition]) -> None:
+    async def _read_from_node(self, places: Sequence[TopicPartition]) -> None:
         """Read partitions of one node until one of them has moved."""
         while True:
             await self._room.wait()
@@ -187,7 +187,7 @@ class LiveReceiver:
             self._receive(responses)
             known = len(self._positions)
             if not any(len(response.records) for response in responses.values()):
-                await self._find(Offset(0))
+                await self._find_partitions(Offset(0))
             if len(responses) < len(wanted) or len(self._positions) > known:
                 self._moved.set()
 

@@ -107,7 +107,7 @@ class NodeSender:
             self._turn = self._loop.call_later(pause, self._pump)
             return
         while self._ready and self._may_send():
-            sent, topics = self._load()
+            sent, topics = self._next_batches()
             if not sent:
                 return
             self._send(sent, topics)
@@ -119,7 +119,7 @@ class NodeSender:
             return False
         return sum(queue.waiting_bytes for queue in self._ready) >= _MUCH_BYTES
 
-    def _load(self) -> tuple[list[_Sent], dict[str, list[tuple[int, Buffer]]]]:
+    def _next_batches(self) -> tuple[list[_Sent], dict[str, list[tuple[int, Buffer]]]]:
         """Take one batch of each partition that may send, as many as fit into a request."""
         sent: list[_Sent] = []
         topics: dict[str, list[tuple[int, Buffer]]] = {}
@@ -154,7 +154,7 @@ class NodeSender:
             else:
                 response = self._channel.ask(produce.PRODUCE_KEY, self._version, body)
         except MillstreamError as error:
-            self._conclude(sent, error, maybe_stored=False)
+            self._handle_failure(sent, error, maybe_stored=False)
             return
         self._requests[response] = self._loop.time() + self._patience_s
         if self._watch is None:
@@ -189,7 +189,7 @@ class NodeSender:
                 # Whatever is wrong with a response, nothing may wait for it any longer.
                 error = unreadable
         if error is not None:
-            self._conclude(sent, error, maybe_stored=True)
+            self._handle_failure(sent, error, maybe_stored=True)
         if self._ready:
             self._pump()
 
@@ -216,7 +216,7 @@ class NodeSender:
                 _refuse(queue, batch, response)
         self._settle(sent)
 
-    def _conclude(self, sent: list[_Sent], error: BaseException, *, maybe_stored: bool) -> None:
+    def _handle_failure(self, sent: list[_Sent], error: BaseException, *, maybe_stored: bool) -> None:
         """Handle a failed request."""
         for queue, batch in sent:
             if not batch.is_done and batch.in_flight:

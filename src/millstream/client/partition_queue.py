@@ -202,7 +202,7 @@ class OutgoingBatch:
                 part.add(record.key, record.value, record.headers, record.timestamp_ms)
             numbers = {place: number for number, place in enumerate(kept)}
             part.singles = [(numbers[place], *rest) for place, *rest in self.singles if place in numbers]  # type: ignore[misc]
-            part.shares = [cut for share in self.shares if (cut := _cut(share, numbers)) is not None]
+            part.shares = [cut for share in self.shares if (cut := _split_share(share, numbers)) is not None]
         parts[1].charged = self.charged - parts[0].charged
         parts[1].flushers = self.flushers
         return parts
@@ -215,7 +215,7 @@ class OutgoingBatch:
                 flusher.set_result(None)
 
 
-def _cut(share: Share, numbers: Mapping[int, int]) -> Share | None:
+def _split_share(share: Share, numbers: Mapping[int, int]) -> Share | None:
     """Return the records of a call that belong to another batch, in which they are consecutive too."""
     start, shared, indexes = share
     kept = [(numbers[place], index) for place, index in enumerate(indexes, start) if place in numbers]
@@ -420,7 +420,7 @@ class PartitionQueue:
 
     def fail_all(self, error: MillstreamError) -> None:
         """Fail everything that waits or is in flight, and accept nothing more; report unknown outcomes."""
-        unsure = _unsure(error)
+        unsure = _unknown_outcome_error(error)
         self.given_up = error
         batches = [*self.sent, *self.waiting]
         self.sent.clear()
@@ -488,7 +488,7 @@ class PartitionQueue:
             self.recovering = False
 
 
-def _unsure(error: MillstreamError) -> MillstreamError:
+def _unknown_outcome_error(error: MillstreamError) -> MillstreamError:
     """Return the error for messages whose outcome is unknown."""
     copy = error.__class__.__new__(error.__class__)
     copy.__dict__.update(error.__dict__)

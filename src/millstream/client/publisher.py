@@ -191,7 +191,7 @@ class Publisher:
         """Publish a message that is given in its parts."""
         route = self._topics.get(topic)
         if route is None or self._buffered >= self._buffer_bytes:
-            route = await self._ready(topic)
+            route = await self._await_ready(topic)
         if partition is not None:
             route = await self._with_partition(route, partition)
         if type(value) is not bytes or type(key) is not bytes:
@@ -234,7 +234,7 @@ class Publisher:
             [now_ms if record.timestamp_ms < 0 else record.timestamp_ms for record in records],
             [_given_id(record.headers) if record.headers else None for record in records],
         )
-        route = await self._ready(topic)
+        route = await self._await_ready(topic)
         if partition is not None:
             route = await self._with_partition(route, partition)
             route.choose(None, partition)
@@ -247,7 +247,7 @@ class Publisher:
                     # Send what is encoded so far, and let other tasks run.
                     await asyncio.sleep(0)
                 while self._buffered >= self._buffer_bytes and not self._closed:
-                    await self._room()
+                    await self._await_room()
                 self._add(route.choose(key, partition), _plain(key), _plain(value), headers, shared, index)
         except MillstreamError as error:
             if index == 0 and error is not route.queues[0].given_up:
@@ -328,7 +328,7 @@ class Publisher:
         for route in routes:
             for queue in route.queues:
                 queue.fail_all(given_up)
-        self._freed(0)
+        self._on_freed(0)
 
     # -- room -----------------------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class Publisher:
         if next_due is not None:
             self._expiry = self._loop.call_at(max(next_due, now + _EXPIRY_S_MIN), self._expire)
 
-    async def _ready(self, topic: str) -> TopicRoute:
+    async def _await_ready(self, topic: str) -> TopicRoute:
         """Wait until the topic is known and there is room in the buffer.
 
         The route is valid until the caller awaits: after that the topic may be gone, and its queues accept nothing.
@@ -356,18 +356,18 @@ class Publisher:
             if self._closed:
                 raise InvalidRequest("the publisher is closed")
             if self._buffered >= self._buffer_bytes:
-                await self._room()
+                await self._await_room()
             elif (route := self._topics.get(topic)) is not None:
                 return route
             else:
                 await self._open_topic(topic)
 
-    async def _room(self) -> None:
+    async def _await_room(self) -> None:
         """Wait until there may be room for more."""
         self._waiting_for_room.append(self._loop.create_future())
         await self._waiting_for_room[-1]
 
-    def _freed(self, size: int) -> None:
+    def _on_freed(self, size: int) -> None:
         self._buffered -= size
         if self._waiting_for_room and (self._buffered < self._buffer_bytes or self._closed):
             # All may check again; those that find it full wait again, in the same order.
@@ -382,14 +382,14 @@ class Publisher:
         opening = self._opening.get(topic)
         if opening is None:
             opening = self._opening[topic] = self._loop.create_task(self._find_topic(topic))
-            opening.add_done_callback(lambda done: self._opened(topic, done))
+            opening.add_done_callback(lambda done: self._on_opened(topic, done))
         # Several callers may wait, so cancelling one of them does not end it.
         await asyncio.wait([opening])
         if not opening.cancelled():
             opening.result()
         # Otherwise the publisher was closed, which the caller finds out next.
 
-    def _opened(self, topic: str, opening: asyncio.Task[None]) -> None:
+    def _on_opened(self, topic: str, opening: asyncio.Task[None]) -> None:
         self._opening.pop(topic, None)
         if not opening.cancelled():
             # Callers that still wait get the error; without any, it is ignored.
@@ -409,7 +409,7 @@ class Publisher:
         backoff = Backoff(max_s=BACKOFF_S_MAX)
         while True:
             try:
-                found = await self._ask_topic(topic, create=True)
+                found = await self._fetch_metadata(topic, create=True)
                 senders = await self._senders_for(found)
                 if self._identity is None:
                     self._identity = await self._take_identity()
@@ -419,9 +419,9 @@ class Publisher:
                     raise
             await backoff.pause()
         route = self._topics[topic] = TopicRoute(topic, str(found.topic_id), self._new_queues(found, 0))
-        self._place(route.queues, found, senders)
+        self._assign_queues(route.queues, found, senders)
 
-    async def _ask_topic(self, topic: str, *, create: bool) -> TopicMetadata:
+    async def _fetch_metadata(self, topic: str, *, create: bool) -> TopicMetadata:
         found = await self._client.metadata([topic], create=create)
         if topic in found.topics:
             if not found.topics[topic].partitions:
@@ -437,8 +437,8 @@ class Publisher:
         """Return the route of a topic that has the partition, which may be new."""
         if not isinstance(partition, int) or partition < len(route.queues):
             return route
-        self._renew(route.name, await self._ask_topic(route.name, create=False))
-        return await self._ready(route.name)
+        self._renew(route.name, await self._fetch_metadata(route.name, create=False))
+        return await self._await_ready(route.name)
 
     def _begin_refresh(self) -> None:
         """Look for new partitions in the background."""
@@ -447,15 +447,15 @@ class Publisher:
         for route in used:
             route.is_used = False
         if used and self._refreshing is None:
-            self._refreshing = self._loop.create_task(self._look_for_more([route.name for route in used]))
-            self._refreshing.add_done_callback(self._refreshed)
+            self._refreshing = self._loop.create_task(self._find_new_partitions([route.name for route in used]))
+            self._refreshing.add_done_callback(self._on_refreshed)
 
-    def _refreshed(self, task: asyncio.Task[None]) -> None:
+    def _on_refreshed(self, task: asyncio.Task[None]) -> None:
         self._refreshing = None
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.warning("topic metadata could not be refreshed", exc_info=error)
 
-    async def _look_for_more(self, topics: Sequence[str]) -> None:
+    async def _find_new_partitions(self, topics: Sequence[str]) -> None:
         # If no broker responds, the next publish meets the same error and handles it.
         with suppress(MillstreamError):
             found = await self._client.metadata(topics)
@@ -473,7 +473,7 @@ class Publisher:
                 batch_bytes=self._batch_bytes,
                 compression=self._compression,
                 timeout_s=self._timeout_s,
-                freed=self._freed,
+                freed=self._on_freed,
             )
             for index in range(first, len(found.partitions))
         ]
@@ -482,7 +482,7 @@ class Publisher:
                 queue.begin(self._identity)
         return queues
 
-    def _place(
+    def _assign_queues(
         self, queues: Sequence[PartitionQueue], found: TopicMetadata, senders: Mapping[int, NodeSender | None]
     ) -> None:
         """Assign every queue to its leader's sender; queues without a leader stay troubled."""
@@ -540,9 +540,9 @@ class Publisher:
         self._troubled[queue] = None
         if self._recovering is None and not self._closed:
             self._recovering = self._loop.create_task(self._recover_all())
-            self._recovering.add_done_callback(self._recovered)
+            self._recovering.add_done_callback(self._on_recovered)
 
-    def _recovered(self, task: asyncio.Task[None]) -> None:
+    def _on_recovered(self, task: asyncio.Task[None]) -> None:
         self._recovering = None
         if task.cancelled() or self._closed:
             return
@@ -579,12 +579,12 @@ class Publisher:
             if queue.needs_identity:
                 queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._take_identity())
         # Waiting messages are for the existing topic: it must not be created again after a deletion.
-        found = await self._ask_topic(topic, create=False)
+        found = await self._fetch_metadata(topic, create=False)
         senders = await self._senders_for(found)
         for queue in queues:
             self._troubled.pop(queue, None)
         self._renew(topic, found)
-        self._place(queues, found, senders)
+        self._assign_queues(queues, found, senders)
 
     def _renew(self, topic: str, found: TopicMetadata) -> None:
         """Update a topic that was recreated, or has new partitions."""

@@ -89,7 +89,7 @@ class Polls:
         for node in nodes:
             if node not in self._tasks and not self.is_stopping:
                 task = self._tasks[node] = self._loop.create_task(self._poll(node))
-                task.add_done_callback(partial(self._ended, node))
+                task.add_done_callback(partial(self._on_poll_done, node))
         return nodes
 
     def grant_credit(self) -> None:
@@ -128,7 +128,7 @@ class Polls:
         """Return leases that arrive too late."""
         await self._requests.close(_LAST_RESPONSE_S)
 
-    def _ended(self, node: NodeId, task: asyncio.Task[None]) -> None:
+    def _on_poll_done(self, node: NodeId, task: asyncio.Task[None]) -> None:
         self._tasks.pop(node, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.is_stopping = True
@@ -144,7 +144,7 @@ class Polls:
             leased: Leased | None = None
             self._sent[node] = monotonic()
             try:
-                leased = await self._ask(node, wanted)
+                leased = await self._send_receive(node, wanted)
                 backoff.reset()
             except RETRIED as error:
                 _logger.debug("node %s cannot deliver messages of %r now: %s", node, self._subscription, error)
@@ -176,7 +176,7 @@ class Polls:
         self.grant_credit()
         return await waiting
 
-    async def _ask(self, node: NodeId, wanted: int) -> Leased:
+    async def _send_receive(self, node: NodeId, wanted: int) -> Leased:
         request = Receive(self._subscription, self._worker, wanted, _BYTES_MAX, WAIT_MS)
         pool = await self._client.pool_for(node)
         leased = await self._requests.ask(pool, request, timeout_s=WAIT_MS / 1000 + _RESPONSE_S_MAX)

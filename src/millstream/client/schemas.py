@@ -52,7 +52,7 @@ class SchemaCodecs:
             return known[1]
         response = await self._schemas.subject(GetSubject(subject=subject, version="latest", format=_COMPILED))
         found = _codec(response.schema)
-        _keep(self._latest, subject, (now + LATEST_S, found))
+        _cache(self._latest, subject, (now + LATEST_S, found))
         return found
 
     async def encode(self, subject: str, value: Any, *, is_json: bool = False) -> bytes:
@@ -87,9 +87,9 @@ class SchemaCodecs:
         try:
             found = _codec((await self._schemas.get(request)).schema)
         except SchemaRegistryError as error:
-            _keep(self._unknown, place, (now + LATEST_S, error))
+            _cache(self._unknown, place, (now + LATEST_S, error))
             raise
-        _keep(self._by_name, place, found)
+        _cache(self._by_name, place, found)
         return found
 
 
@@ -110,7 +110,7 @@ def _codec(schema: SchemaMessage | None) -> RegisteredCodec:
     return RegisteredCodec(schema, codec_of(schema.schema_type, schema.schema))
 
 
-def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+def _cache(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     kept[key] = value
     kept.move_to_end(key)
     while len(kept) > KEPT_MAX:

@@ -289,12 +289,12 @@ class SettleLane:
         while self._waiting:
             settlements, self._waiting = self._waiting, []
             places: dict[tuple[str, int], list[_Run]] = {}
-            for place, listed in _by_place(settlements).items():
+            for place, listed in _by_partition(settlements).items():
                 ranges = places[place] = list(_ranges(listed))
                 if sum(len(one.settlements) for one in ranges) > len(listed):
                     self._on_split(listed, [settlement for one in ranges for settlement in one.settlements])
             try:
-                results = await self._ask(places)
+                results = await self._send_request(places)
             except BaseException as error:
                 self._fail(places, error)
                 if not isinstance(error, Exception):
@@ -304,7 +304,7 @@ class SettleLane:
                 for one, (code, text) in zip(ranges, outcomes, strict=True):
                     self._conclude(one, error_from_code(code, text) if code else None)
 
-    async def _ask(self, places: dict[tuple[str, int], list[_Run]]) -> list[list[tuple[int, str | None]]]:
+    async def _send_request(self, places: dict[tuple[str, int], list[_Run]]) -> list[list[tuple[int, str | None]]]:
         settles = [
             PartitionSettles(topic, partition, [one.settled() for one in ranges])
             for (topic, partition), ranges in places.items()
@@ -345,7 +345,7 @@ class SettleLane:
             conclude(settlement, error)
 
 
-def _by_place(settlements: Sequence[Settlement]) -> dict[tuple[str, int], list[Settlement]]:
+def _by_partition(settlements: Sequence[Settlement]) -> dict[tuple[str, int], list[Settlement]]:
     places: dict[tuple[str, int], list[Settlement]] = {}
     for settlement in settlements:
         lease = settlement.lease
@@ -451,7 +451,7 @@ class Settler:
     def enqueue(self, settlement: Settlement) -> None:
         """Send it with the next request."""
         self._open.add(settlement)
-        self._lane(settlement.lease.node).add(settlement)
+        self._lane_for(settlement.lease.node).add(settlement)
 
     async def flush(self) -> None:
         """Wait until everything is settled."""
@@ -468,7 +468,7 @@ class Settler:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    def _lane(self, node: NodeId | None) -> SettleLane:
+    def _lane_for(self, node: NodeId | None) -> SettleLane:
         lane = self._lanes.get(node)
         if lane is None:
             lane = self._lanes[node] = SettleLane(
@@ -596,7 +596,7 @@ class Settler:
                     self._on_moved(settlement, RequestTimedOut(f"{lease.topic}-{lease.partition} has no leader now"))
                 else:
                     lease.node = NodeId(leader)
-                    self._lane(lease.node).add(settlement)
+                    self._lane_for(lease.node).add(settlement)
 
     # -- settlements with an unknown outcome ----------------------------------------------------------------------
 
@@ -606,9 +606,9 @@ class Settler:
         self._unverified.append(settlement)
         if self._verifier is None:
             self._verifier = self._loop.create_task(self._verify())
-            self._verifier.add_done_callback(self._verified)
+            self._verifier.add_done_callback(self._on_verified)
 
-    def _verified(self, task: asyncio.Task[None]) -> None:
+    def _on_verified(self, task: asyncio.Task[None]) -> None:
         self._verifier = None
         while self._unverified:
             self._on_settled(self._unverified.popleft(), _closed_error())

@@ -118,7 +118,7 @@ class Breaker:
             len(self._failed),
             self._rest_s,
         )
-        self._rest()
+        self._pause()
 
     def _try_failed(self) -> tuple[int, int]:
         outage_s = monotonic() - self._opened_at
@@ -127,7 +127,7 @@ class Breaker:
             self._try_one()
         else:
             self._rest_s = min(2 * self._rest_s, REST_S_MAX)
-            self._rest()
+            self._pause()
         delay_s = min(max(outage_s, REST_S_MIN), DELAY_S_MAX)
         return Verb.RETURN if outage_s < OUTAGE_S_MAX else Verb.RELEASE, int(delay_s * 1000)
 
@@ -142,10 +142,10 @@ class Breaker:
         self._throttle(None)
         self._changed.set()
 
-    def _rest(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._rest_s, self._end_rest)
+    def _pause(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._rest_s, self._end_pause)
 
-    def _end_rest(self) -> None:
+    def _end_pause(self) -> None:
         self._rests += 1
         self._tries_left = min(self._rests, TRIES_MAX)
         self._try_one()
@@ -231,7 +231,7 @@ class Subscriber:
         self._bystander = loop.create_task(self._wait_until_stopped())
         for _ in range(self._concurrency):
             self._workers.append(loop.create_task(self._work()))
-            self._workers[-1].add_done_callback(self._ended)
+            self._workers[-1].add_done_callback(self._on_worker_done)
 
     async def drain(self, timeout: float | None = DRAIN_S) -> None:
         """Take no more messages, finish those being handled, return those that wait, and stop.
@@ -307,7 +307,7 @@ class Subscriber:
         if self._bystander is not None:
             await asyncio.gather(self._bystander, return_exceptions=True)
 
-    def _ended(self, worker: asyncio.Task[None]) -> None:
+    def _on_worker_done(self, worker: asyncio.Task[None]) -> None:
         if not worker.cancelled() and (error := worker.exception()) is not None:
             _logger.error("a worker of subscription %r failed", self.name, exc_info=error)
 

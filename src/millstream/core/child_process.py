@@ -61,7 +61,7 @@ class SupervisedChild(ABC):
         """Start the child and restart it whenever it exits, until `stop`; runs as a background task of the broker."""
         backoff = Backoff(first_s=self._backoff_min_s, max_s=BACKOFF_MAX_S)
         while not self._stopping.is_set():
-            await self._wanted()
+            await self._wait_until_needed()
             started = asyncio.get_running_loop().time()
             code = await self._run_once()
             if self._is_dismissed or self._stopping.is_set():
@@ -79,9 +79,9 @@ class SupervisedChild(ABC):
     async def stop(self) -> None:
         """Ask the child to finish its work; kill it if it takes too long."""
         self._stopping.set()
-        await self._end()
+        await self._terminate()
 
-    async def _end(self) -> None:
+    async def _terminate(self) -> None:
         """Ask the running child, if any, to finish its work; kill it if it takes too long."""
         process = self._process
         if process is None:
@@ -108,11 +108,11 @@ class SupervisedChild(ABC):
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
-    async def _wanted(self) -> None:
+    async def _wait_until_needed(self) -> None:
         """Wait until a child is needed, or until `stop` is called."""
         return
 
-    async def _ended(self, process: Process) -> int:
+    async def _wait_for_exit(self, process: Process) -> int:
         """Wait for the child to exit; return its exit code."""
         return await process.wait()
 
@@ -130,7 +130,7 @@ class SupervisedChild(ABC):
         if self._stopping.is_set():
             self._hang_up()
         try:
-            return await self._ended(process)
+            return await self._wait_for_exit(process)
         except asyncio.CancelledError:
             # The broker stops waiting, for example because its own start failed.
             self._kill(process)

@@ -196,7 +196,7 @@ def plan_remove(load: ClusterLoad, node: NodeId) -> Plan:
 def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
     load.require(node)
     weights = _Weights.of(load)
-    takers = _takers(load, without=node)
+    takers = _receivers(load, without=node)
     moves, staying = [], []
     for partition in sorted(load.partitions, key=lambda one: -one.size_bytes):
         if node not in partition.replicas:
@@ -211,7 +211,7 @@ def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
         if partition.replicas[0] == node:
             target = _led_by_least(target, load, weights)
         weights.replace(partition, partition.replicas, target)
-        moves.append(_move(partition, target))
+        moves.append(_build_move(partition, target))
     risks = [*_risks(load, moves), *_risks_of_staying(load, node, staying)]
     return Plan(kind=kind, subject=str(node), moves=tuple(moves), staying=tuple(staying), risks=tuple(risks))
 
@@ -226,7 +226,7 @@ def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
     if to < 1:
         raise InvalidRequest("a topic has at least one replica")
     weights = _Weights.of(load)
-    takers = _takers(load)
+    takers = _receivers(load)
     machines = len({load.nodes[node].failure_domain for node in takers})
     if to > machines:
         raise InvalidRequest(_too_few(to, machines))
@@ -236,16 +236,16 @@ def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
             continue
         target = list(partition.replicas)
         while len(target) > to:
-            target.remove(_dispensable(target, partition, load, weights))
+            target.remove(_replica_to_remove(target, partition, load, weights))
         while len(target) < to:
             taker = _best_taker(takers, target, load, weights)
             if taker is None:
                 break
             target.append(taker)
         weights.replace(partition, partition.replicas, tuple(target))
-        moves.append(_move(partition, tuple(target)))
+        moves.append(_build_move(partition, tuple(target)))
     risks = _risks(load, moves)
-    crowded = [move for move in moves if len({_place(load, node) for node in move.target}) < len(move.target)]
+    crowded = [move for move in moves if len({_rack_or_machine(load, node) for node in move.target}) < len(move.target)]
     if crowded:
         risks.append(
             f"replicas of {_counted(len(crowded), 'partition')} share a rack: there are fewer racks than replicas"
@@ -255,16 +255,18 @@ def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
     return Plan(kind=REPLICATE, subject=f"{', '.join(sorted(topics))} to {to}", moves=tuple(moves), risks=tuple(risks))
 
 
-def _dispensable(target: Sequence[NodeId], partition: PartitionLoad, load: ClusterLoad, weights: _Weights) -> NodeId:
+def _replica_to_remove(
+    target: Sequence[NodeId], partition: PartitionLoad, load: ClusterLoad, weights: _Weights
+) -> NodeId:
     """Return the replica to give up: one that is dead or not in sync, else the one on the fullest node."""
-    used = Counter(_place(load, node) for node in target)
+    used = Counter(_rack_or_machine(load, node) for node in target)
 
     def cost(node: NodeId) -> tuple[bool, bool, bool, int, NodeId]:
         known = load.nodes.get(node)
         return (
             known is None or not known.is_live,
             node not in partition.in_sync,
-            used[_place(load, node)] > 1,
+            used[_rack_or_machine(load, node)] > 1,
             weights.size[node],
             node,
         )
@@ -276,14 +278,14 @@ def _dispensable(target: Sequence[NodeId], partition: PartitionLoad, load: Clust
 def plan_balance(load: ClusterLoad) -> Plan:
     """Even out bytes, write rates, replicas and leaders; no partition ends up in fewer racks than before."""
     weights = _Weights.of(load)
-    takers = _takers(load)
+    takers = _receivers(load)
     targets = {id(partition): partition.replicas for partition in load.partitions}
     if len(takers) > 1:
         _separate_racks(load, takers, weights, targets)
         _spread_replicas(load, takers, weights, targets)
         _spread_leaders(load, takers, weights, targets)
     moves = [
-        _move(partition, targets[id(partition)])
+        _build_move(partition, targets[id(partition)])
         for partition in load.partitions
         if targets[id(partition)] != partition.replicas
     ]
@@ -303,8 +305,8 @@ def _separate_racks(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weigh
             taker = _best_taker(takers, rest, load, weights)
             if taker is None:
                 continue
-            used = {_place(load, one) for one in rest}
-            is_rack_shared = _place(load, node) in used and _place(load, taker) not in used
+            used = {_rack_or_machine(load, one) for one in rest}
+            is_rack_shared = _rack_or_machine(load, node) in used and _rack_or_machine(load, taker) not in used
             if is_rack_shared or _machine(load, node) in {_machine(load, one) for one in rest}:
                 target = tuple(taker if one == node else one for one in replicas)
                 weights.replace(partition, replicas, target)
@@ -345,7 +347,7 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
             size, rate = partition.size_bytes, partition.bytes_per_s
             replicas = targets[id(partition)]
             rest = [one for one in replicas if one != source]
-            racks = len({_place(load, one) for one in replicas})
+            racks = len({_rack_or_machine(load, one) for one in replicas})
             machines = {_machine(load, one) for one in rest}
             saved = now[source] - shares(source, -size, -rate, -1)
             weight = sum(scale * one / total for (scale, total), one in zip(scales, (size, rate, 1), strict=True))
@@ -355,7 +357,7 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
                     continue
                 if node in replicas or _machine(load, node) in machines:
                     continue
-                if len({_place(load, one) for one in (*rest, node)}) >= racks:
+                if len({_rack_or_machine(load, one) for one in (*rest, node)}) >= racks:
                     best = gain, partition, node
         if best is None:
             sources.remove(source)
@@ -387,7 +389,7 @@ def _spread_leaders(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weigh
                 has_changed = True
 
 
-def _takers(load: ClusterLoad, *, without: NodeId | None = None) -> list[NodeId]:
+def _receivers(load: ClusterLoad, *, without: NodeId | None = None) -> list[NodeId]:
     """Return the nodes that may get replicas."""
     return sorted(
         node.node_id for node in load.nodes.values() if node.is_live and not node.is_drained and node.node_id != without
@@ -398,16 +400,16 @@ def _best_taker(
     takers: Iterable[NodeId], rest: Collection[NodeId], load: ClusterLoad, weights: _Weights
 ) -> NodeId | None:
     """Return the node for one more replica: in a rack without one if there is such a rack, then the least loaded."""
-    used = Counter(_place(load, node) for node in rest)
+    used = Counter(_rack_or_machine(load, node) for node in rest)
     machines = {_machine(load, node) for node in rest}
     return min(
         (node for node in takers if _machine(load, node) not in machines),
-        key=lambda node: (used[_place(load, node)], weights.size[node], weights.replicas[node], node),
+        key=lambda node: (used[_rack_or_machine(load, node)], weights.size[node], weights.replicas[node], node),
         default=None,
     )
 
 
-def _place(load: ClusterLoad, node: NodeId) -> str | tuple[NodeId]:
+def _rack_or_machine(load: ClusterLoad, node: NodeId) -> str | tuple[NodeId]:
     known = load.nodes.get(node)
     return (node,) if known is None else known.place
 
@@ -423,7 +425,7 @@ def _led_by_least(target: tuple[NodeId, ...], load: ClusterLoad, weights: _Weigh
     return (leader, *(node for node in target if node != leader))
 
 
-def _move(partition: PartitionLoad, target: tuple[NodeId, ...]) -> Move:
+def _build_move(partition: PartitionLoad, target: tuple[NodeId, ...]) -> Move:
     return Move(
         topic=partition.topic,
         topic_id=partition.topic_id,
@@ -441,7 +443,7 @@ def _risks(load: ClusterLoad, moves: Sequence[Move]) -> list[str]:
     if exposed:
         risks.append(
             f"{_counted(len(exposed), 'partition')} {'have' if len(exposed) > 1 else 'has'} a single replica in sync "
-            f"until the move is done: {_named(exposed)}"
+            f"until the move is done: {_describe_partitions(exposed)}"
         )
     away = sorted(node.node_id for node in load.nodes.values() if not node.is_live)
     if away:
@@ -464,7 +466,7 @@ def _risks_of_staying(load: ClusterLoad, node: NodeId, staying: Sequence[str]) -
     return [f"{_counted(len(staying), 'partition')} will lack a replica while node {node} is down"]
 
 
-def _named(partitions: Sequence[PartitionLoad], most: int = 5) -> str:
+def _describe_partitions(partitions: Sequence[PartitionLoad], most: int = 5) -> str:
     more = f" and {len(partitions) - most} more" if len(partitions) > most else ""
     return ", ".join(map(str, partitions[:most])) + more
 

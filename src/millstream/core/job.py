@@ -166,19 +166,19 @@ class Schedule:
             # The first run is due at once.
             return min(created_ms, now_ms)
         before_ms = created_ms if last_ms is None else last_ms
-        due_ms = self._after(before_ms)
+        due_ms = self._next_after(before_ms)
         if due_ms is None or due_ms > now_ms or self.missed == ALL:
             return due_ms
-        latest_ms, next_ms = self._around(due_ms, now_ms)
+        latest_ms, next_ms = self._surrounding_times(due_ms, now_ms)
         if self.missed == ONCE or next_ms is None:
             return latest_ms
         # A time that has only just passed is not missed.
         return latest_ms if now_ms - latest_ms < _LATE_MS else next_ms
 
-    def _after(self, time_ms: int) -> int | None:
+    def _next_after(self, time_ms: int) -> int | None:
         return self.cron.next_ms(time_ms) if self.cron is not None else time_ms + self.every_ms
 
-    def _around(self, due_ms: int, now_ms: int) -> tuple[int, int | None]:
+    def _surrounding_times(self, due_ms: int, now_ms: int) -> tuple[int, int | None]:
         """Return the last time up to now, and the next one, given a time that is past."""
         if self.cron is None:
             latest_ms = due_ms + (now_ms - due_ms) // self.every_ms * self.every_ms

@@ -152,49 +152,49 @@ class _Reader:
 
     def columns(self) -> tuple[PayloadColumn, ...]:
         """Parse the whole text."""
-        is_struct = self._next.says("STRUCT") and self._tokens[1].marks("<")
+        is_struct = self._next_token.says("STRUCT") and self._tokens[1].marks("<")
         found = self._type(0).parts if is_struct else self._fields(0)
-        if self._next.kind is not Kind.END:
-            raise self._refused(self._next, f"a comma is missing before {self._next.text!r}")
+        if self._next_token.kind is not Kind.END:
+            raise self._error_at(self._next_token, f"a comma is missing before {self._next_token.text!r}")
         return found
 
     def _fields(self, depth: int) -> tuple[PayloadColumn, ...]:
         found = [self._field(depth)]
-        while self._next.marks(","):
-            self._take()
+        while self._next_token.marks(","):
+            self._advance()
             found.append(self._field(depth))
         return tuple(found)
 
     def _field(self, depth: int) -> PayloadColumn:
-        name = self._take()
+        name = self._advance()
         if name.kind not in (Kind.WORD, Kind.NAME):
-            raise self._refused(
+            raise self._error_at(
                 name,
                 "the name of a column is missing; one of other characters than letters and digits is in backquotes",
             )
         if name.kind is Kind.WORD and not name.text.isascii():
-            raise self._refused(name, f"write `{name.text}` in backquotes")
-        if self._next.marks(":"):
-            self._take()
+            raise self._error_at(name, f"write `{name.text}` in backquotes")
+        if self._next_token.marks(":"):
+            self._advance()
         kind = self._type(depth)
         self._skip_remarks()
         return PayloadColumn(name.text, kind)
 
     def _skip_remarks(self) -> None:
         """Skip constraints and comments, which have no effect: every field of a payload may be missing."""
-        if self._next.says("NOT"):
-            self._take()
+        if self._next_token.says("NOT"):
+            self._advance()
             self._expect_word("NULL")
-        if self._next.says("COMMENT"):
-            self._take()
-            comment = self._take()
+        if self._next_token.says("COMMENT"):
+            self._advance()
+            comment = self._advance()
             if comment.kind is not Kind.TEXT:
-                raise self._refused(comment, "a comment must be quoted")
+                raise self._error_at(comment, "a comment must be quoted")
 
     def _type(self, depth: int) -> ColumnType:
-        token = self._take()
+        token = self._advance()
         if depth > _DEPTH_MAX:
-            raise self._refused(token, f"types are nested more than {_DEPTH_MAX} deep")
+            raise self._error_at(token, f"types are nested more than {_DEPTH_MAX} deep")
         name = token.text.lower() if token.kind is Kind.WORD else ""
         if name in _SIMPLE:
             return ColumnType(_SIMPLE[name])
@@ -203,34 +203,34 @@ class _Reader:
         if name in _NESTED:
             return self._nested(name, depth + 1)
         if name in _REFUSED:
-            raise self._refused(token, f"payloads are not decoded into the type {name}; use string to keep the text")
+            raise self._error_at(token, f"payloads are not decoded into the type {name}; use string to keep the text")
         if token.kind in (Kind.WORD, Kind.NAME):
             known = suggestion(name, _KNOWN) or f"; there are {', '.join(_KNOWN)}"
-            raise self._refused(token, f"{token.text!r} is not a type{known}")
-        raise self._refused(token, "a type is missing, as in `id long, name string`")
+            raise self._error_at(token, f"{token.text!r} is not a type{known}")
+        raise self._error_at(token, "a type is missing, as in `id long, name string`")
 
     def _decimal(self, token: Token) -> ColumnType:
-        digits, behind = self._numbers() if self._next.marks("(") else (_DECIMAL_DIGITS, 0)
+        digits, behind = self._numbers() if self._next_token.marks("(") else (_DECIMAL_DIGITS, 0)
         if not behind <= digits <= DECIMAL_DIGITS_MAX or not digits:
-            raise self._refused(
+            raise self._error_at(
                 token, f"a decimal has 1 to {DECIMAL_DIGITS_MAX} digits, and no more than these behind the point"
             )
         return ColumnType("decimal", (digits, behind))
 
     def _numbers(self) -> tuple[int, int]:
         """Parse one or two numbers in brackets."""
-        self._take()
+        self._advance()
         first, second = self._number(), 0
-        if self._next.marks(","):
-            self._take()
+        if self._next_token.marks(","):
+            self._advance()
             second = self._number()
         self._expect(")", "a closing bracket is missing")
         return first, second
 
     def _number(self) -> int:
-        token = self._take()
+        token = self._advance()
         if not (token.kind is Kind.WORD and token.text.isascii() and token.text.isdigit()):
-            raise self._refused(token, "a number is missing")
+            raise self._error_at(token, "a number is missing")
         return int(token.text)
 
     def _nested(self, name: str, depth: int) -> ColumnType:
@@ -249,26 +249,26 @@ class _Reader:
     # -- tokens ---------------------------------------------------------------------------------------------------
 
     @property
-    def _next(self) -> Token:
+    def _next_token(self) -> Token:
         return self._tokens[self._at]
 
-    def _take(self) -> Token:
-        token = self._next
+    def _advance(self) -> Token:
+        token = self._next_token
         # The end is never passed.
         self._at = min(self._at + 1, len(self._tokens) - 1)
         return token
 
     def _expect(self, mark: str, otherwise: str) -> None:
-        token = self._take()
+        token = self._advance()
         if not token.marks(mark):
-            raise self._refused(token, otherwise)
+            raise self._error_at(token, otherwise)
 
     def _expect_word(self, word: str) -> None:
-        token = self._take()
+        token = self._advance()
         if not token.says(word):
-            raise self._refused(token, f"{word} is missing")
+            raise self._error_at(token, f"{word} is missing")
 
-    def _refused(self, token: Token, reason: str) -> InvalidSetting:
+    def _error_at(self, token: Token, reason: str) -> InvalidSetting:
         return setting_error_at(self._about, self._text, token.start, token.end, reason)
 
 

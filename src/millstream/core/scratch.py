@@ -65,7 +65,7 @@ def create_locked_folder() -> LockedFolder:
 def _create() -> LockedFolder:
     while True:
         folder = tempfile.mkdtemp(prefix=PREFIX)
-        lock = _locked(folder)
+        lock = _try_lock(folder)
         # Another process that cleans up may have been faster than the lock.
         if lock is not None and os.path.isdir(folder):
             return LockedFolder(folder, lock)
@@ -110,14 +110,14 @@ def remove_left_behind(patience_s: float = 0.0) -> None:
     deadline = time.monotonic() + patience_s
     removed = 0
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        lock = _locked(str(folder))
+        lock = _try_lock(str(folder))
         if lock is not None:
             removed += LockedFolder(str(folder), lock).remove(deadline - time.monotonic())
             if removed >= REMOVED_MAX:
                 return
 
 
-def _locked(folder: str) -> int | None:
+def _try_lock(folder: str) -> int | None:
     """Lock a folder of this user and return the descriptor; None if another process holds it, or locking fails."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -80,7 +80,7 @@ class Setting:
                 value = self.kind(text.replace("_", "?"))
             except ValueError:
                 noun = "a whole number" if self.kind is int else "a number"
-                raise InvalidSetting(f"{self.name} must be {noun}, not {_shortened(text)!r}") from None
+                raise InvalidSetting(f"{self.name} must be {noun}, not {_quote_value(text)!r}") from None
         self.check(value)
         return value
 
@@ -91,15 +91,15 @@ class Setting:
                 f"{self.name} is always {str(self.default).lower()}, not {value!r}; {self.description}"
             )
         if self.choices and value not in self.choices:
-            raise InvalidSetting(f"{self.name} must be one of {', '.join(self.choices)}, not {_shortened(value)!r}")
+            raise InvalidSetting(f"{self.name} must be one of {', '.join(self.choices)}, not {_quote_value(value)!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidSetting(f"{self.name} must be a number, not {value}")
         if isinstance(value, int) and abs(value) > _INT64_MAX:
             raise InvalidSetting(f"{self.name} must be a number of at most 64 bits, not one of {value.bit_length()}")
         if self.minimum is not None and value < self.minimum:
-            raise InvalidSetting(f"{self.name} must be at least {_plain(self.minimum)}, not {value}")
+            raise InvalidSetting(f"{self.name} must be at least {_format_number(self.minimum)}, not {value}")
         if self.maximum is not None and value > self.maximum:
-            raise InvalidSetting(f"{self.name} must be at most {_plain(self.maximum)}, not {value}")
+            raise InvalidSetting(f"{self.name} must be at most {_format_number(self.maximum)}, not {value}")
         if self.length_max is not None:
             self._check_text(value, self.length_max)
 
@@ -115,15 +115,15 @@ class Setting:
             return True
         if lowered in ("false", "0", "no", "off"):
             return False
-        raise InvalidSetting(f"{self.name} must be true or false, not {_shortened(text)!r}")
+        raise InvalidSetting(f"{self.name} must be true or false, not {_quote_value(text)!r}")
 
 
-def _shortened(value: Any) -> Any:
+def _quote_value(value: Any) -> Any:
     """A value as errors quote it."""
     return f"{value[:_QUOTED_MAX]}…" if isinstance(value, str) and len(value) > _QUOTED_MAX else value
 
 
-def _plain(number: float) -> str:
+def _format_number(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
 
 

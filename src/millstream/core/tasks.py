@@ -24,15 +24,15 @@ RESTART_S: Final = 1.0
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Run all coroutines and return their results in order; cancel the rest and raise on the first failure."""
-    return [task.result() for task in await _ended(work, asyncio.FIRST_EXCEPTION)]
+    return [task.result() for task in await _run_until(work, asyncio.FIRST_EXCEPTION)]
 
 
 async def run_until_first(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
     """Run all coroutines until one completes, then cancel the others; raise its error if it failed."""
-    await _ended(work, asyncio.FIRST_COMPLETED)
+    await _run_until(work, asyncio.FIRST_COMPLETED)
 
 
-async def _ended(work: Iterable[Coroutine[Any, Any, _Result]], until: str) -> list[asyncio.Task[_Result]]:
+async def _run_until(work: Iterable[Coroutine[Any, Any, _Result]], until: str) -> list[asyncio.Task[_Result]]:
     tasks = [asyncio.ensure_future(one) for one in work]
     if not tasks:
         return []
@@ -63,7 +63,7 @@ class TaskSupervisor:
         """Run work in a task; it may end, but not fail."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_done)
         return task
 
     async def close(self) -> None:
@@ -72,7 +72,7 @@ class TaskSupervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or task.exception() is None:
             return

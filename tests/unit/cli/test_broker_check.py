@@ -55,25 +55,25 @@ async def test_an_unreachable_broker_is_the_only_finding() -> None:
 
 
 def test_differing_versions_are_a_warning() -> None:
-    assert broker_check._version([status()]).severity is Severity.OK
-    found = broker_check._version([status(), status(node_id=2, version="9.9.9")])
+    assert broker_check._check_versions([status()]).severity is Severity.OK
+    found = broker_check._check_versions([status(), status(node_id=2, version="9.9.9")])
     assert (found.severity, "node 2 runs 9.9.9" in found.detail) == (Severity.WARNING, True)
 
 
 def test_a_broker_that_is_not_ready_is_a_problem() -> None:
-    (found,) = broker_check._readiness({1: status(), 1001: status()})
+    (found,) = broker_check._check_readiness({1: status(), 1001: status()})
     assert (found.severity, found.detail) == (Severity.OK, "nodes 1, 1001 are ready")
-    full, silent = broker_check._readiness({1: status(reasons=["orders-0: the disk is full"]), 1001: {}})
+    full, silent = broker_check._check_readiness({1: status(reasons=["orders-0: the disk is full"]), 1001: {}})
     assert (full.severity, "the disk is full" in full.detail) == (Severity.PROBLEM, True)
     assert (silent.severity, silent.detail) == (Severity.PROBLEM, "node 1001 does not respond")
     away = "node 1001 of this machine is not running"
-    (found,) = broker_check._readiness({1: status(reasons=[away]), 2001: status(reasons=[away])})
+    (found,) = broker_check._check_readiness({1: status(reasons=[away]), 2001: status(reasons=[away])})
     assert (found.severity, away in found.detail) == (Severity.PROBLEM, True)
 
 
 def test_clock_skew_is_a_warning() -> None:
-    assert broker_check._clock(status()).severity is Severity.OK
-    found = broker_check._clock(status(now_ms=status()["now_ms"] - 60_000))
+    assert broker_check._check_clock(status()).severity is Severity.OK
+    found = broker_check._check_clock(status(now_ms=status()["now_ms"] - 60_000))
     assert found.severity is Severity.WARNING
     assert "-60" in found.detail or "-59.9" in found.detail
 
@@ -84,35 +84,35 @@ def test_partitions_without_a_leader_are_a_problem() -> None:
         topic = SimpleNamespace(name="orders", partitions={0: one})
         return cast("ClusterMetadata", SimpleNamespace(topics={"orders": topic}))
 
-    assert [finding.severity for finding in broker_check._led(metadata(1), {})] == [Severity.OK]
-    (found,) = broker_check._led(metadata(-1), {})
+    assert [finding.severity for finding in broker_check._check_leaders(metadata(1), {})] == [Severity.OK]
+    (found,) = broker_check._check_leaders(metadata(-1), {})
     assert (found.severity, "orders-0" in found.detail) == (Severity.PROBLEM, True)
-    (found,) = broker_check._led(metadata(1, in_sync=(1,)), {"orders": 1})
+    (found,) = broker_check._check_leaders(metadata(1, in_sync=(1,)), {"orders": 1})
     assert (found.severity, "orders-0" in found.detail) == (Severity.WARNING, True)
-    (found,) = broker_check._led(metadata(1, in_sync=(1,)), {"orders": 2})
+    (found,) = broker_check._check_leaders(metadata(1, in_sync=(1,)), {"orders": 2})
     assert (found.severity, found.exit_code) == (Severity.PROBLEM, ExitCode.FAILED)
     assert "orders-0" in found.detail
     assert "acks=all is refused" in found.detail
 
 
 def test_a_slow_response_is_a_warning() -> None:
-    assert broker_check._responded("b", 0.01).severity is Severity.OK
-    assert broker_check._responded("b", 3.0).severity is Severity.WARNING
+    assert broker_check._check_response("b", 0.01).severity is Severity.OK
+    assert broker_check._check_response("b", 3.0).severity is Severity.WARNING
 
 
 async def test_a_gateway_that_responds_is_fine_even_if_not_ready(gateway: str) -> None:
-    assert (await broker_check._http(status(http=gateway))).severity is Severity.OK
-    assert await broker_check._get(gateway, "/other") == 0
+    assert (await broker_check._check_http(status(http=gateway))).severity is Severity.OK
+    assert await broker_check._get_status(gateway, "/other") == 0
 
 
 async def test_an_unreachable_gateway_is_a_problem() -> None:
-    found = await broker_check._http(status())
+    found = await broker_check._check_http(status())
     assert (found.severity, "does not respond" in found.detail) == (Severity.PROBLEM, True)
 
 
 async def test_a_silent_gateway_is_reported(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_check, "_HTTP_S", 0.0)
-    found = await broker_check._http(status(http=gateway))
+    found = await broker_check._check_http(status(http=gateway))
     assert found.detail.endswith("does not respond: no response in time")
 
 
@@ -134,7 +134,7 @@ def test_the_check_does_not_wait_for_the_tls_shutdown_of_the_gateway(tmp_path: P
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ResourceWarning)
             url = f"https://127.0.0.1:{listening.getsockname()[1]}"
-            assert asyncio.run(broker_check._get(url, "/readyz")) == 200
+            assert asyncio.run(broker_check._get_status(url, "/readyz")) == 200
             gc.collect()
         asked.set()
         peer.join()
@@ -142,8 +142,8 @@ def test_the_check_does_not_wait_for_the_tls_shutdown_of_the_gateway(tmp_path: P
 
 
 def test_lost_offsets_are_problems_with_a_remedy() -> None:
-    assert [one.severity for one in broker_check._damage([])] == [Severity.OK]
-    found = list(broker_check._damage([("", DamagedOffsets("orders", 0, 3, at)) for at in range(10, 17)]))
+    assert [one.severity for one in broker_check._check_damage([])] == [Severity.OK]
+    found = list(broker_check._check_damage([("", DamagedOffsets("orders", 0, 3, at)) for at in range(10, 17)]))
     assert {one.severity for one in found} == {Severity.PROBLEM}
     assert found[0].detail == "orders-0: the disk lost the offsets 3 to 9"
     assert "group reset GROUP --topic orders --partition 0 --to 10" in found[0].advice
@@ -151,7 +151,7 @@ def test_lost_offsets_are_problems_with_a_remedy() -> None:
 
 
 def test_lost_offsets_that_another_replica_may_have_are_a_warning() -> None:
-    (found,) = broker_check._damage([("node 2: ", DamagedOffsets("orders", 0, 3, 10, True))])
+    (found,) = broker_check._check_damage([("node 2: ", DamagedOffsets("orders", 0, 3, 10, True))])
     assert (found.severity, found.detail) == (Severity.WARNING, "node 2: orders-0: the disk lost the offsets 3 to 9")
     assert "fetched from another replica" in found.advice
 
@@ -161,13 +161,13 @@ def test_a_backlog_beyond_the_retention_is_a_warning() -> None:
         samples = [[value, {"topic": "orders", "partition": "0"}], [1.0, {"topic": "orders", "partition": "1"}]]
         return status(metrics=[{"name": "millstream_log_held_bytes", "samples": samples}])
 
-    assert list(broker_check._held([status()])) == []
-    (found,) = broker_check._held([reported(12345.0)])
+    assert list(broker_check._check_retained([status()])) == []
+    (found,) = broker_check._check_retained([reported(12345.0)])
     assert found.severity is Severity.WARNING
     assert found.detail.startswith("topic orders keeps 12,346 bytes past")
 
 
 def test_advice_about_lost_transaction_states_is_not_about_groups() -> None:
-    (found,) = broker_check._damage([("", DamagedOffsets("__transaction_state", 0, 3, 4))])
+    (found,) = broker_check._check_damage([("", DamagedOffsets("__transaction_state", 0, 3, 4))])
     assert "millstream transaction list --hanging" in found.advice
     assert "group reset" not in found.advice

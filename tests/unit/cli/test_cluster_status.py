@@ -16,7 +16,7 @@ def test_only_problems_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ClusterStatus(
         cluster_id="c", controller=1, nodes=[], partitions=1, troubled=[troubled], behind=[], warnings=[]
     )
-    monkeypatch.setattr(cluster, "ask", lambda _common, _work: found)
+    monkeypatch.setattr(cluster, "call_broker", lambda _common, _work: found)
     outcome = call_command(["cluster", "status"])
     assert outcome.code == 1
     assert "not everything is in sync: 1 partition without a leader or with a replica out of sync" in outcome.err
@@ -30,6 +30,6 @@ def test_the_lag_of_an_unreachable_node_is_unknown(monkeypatch: pytest.MonkeyPat
     found = ClusterStatus(
         cluster_id="c", controller=1, nodes=[here, away], partitions=1, troubled=[], behind=[], warnings=[]
     )
-    monkeypatch.setattr(cluster, "ask", lambda _common, _work: found)
+    monkeypatch.setattr(cluster, "call_broker", lambda _common, _work: found)
     shown = [line.split() for line in call_command(["cluster", "status"]).out.splitlines() if line]
     assert [line[-1] for line in shown if line[0] in ("1", "2")] == ["7", "-"]

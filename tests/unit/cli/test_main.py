@@ -121,7 +121,7 @@ def test_shared_options_may_precede_the_command(arguments: list[str], monkeypatc
         asked.append(given[0])
         return []
 
-    monkeypatch.setattr(topic, "ask", note)
+    monkeypatch.setattr(topic, "call_broker", note)
     reported = call_command(arguments)
     assert (reported.code, reported.document) == (0, {"topics": []})
     assert asked == [Common(as_json=True, brokers="host:1", timeout=3.0)]
@@ -137,7 +137,7 @@ def test_an_unexpected_error_shows_a_traceback_only_on_request(monkeypatch: pyte
     def broken(*_: object) -> None:
         raise ZeroDivisionError("by accident")
 
-    monkeypatch.setattr(topic, "ask", broken)
+    monkeypatch.setattr(topic, "call_broker", broken)
     reported = call_command(["topic", "list"])
     assert reported.code == 1
     assert reported.err.startswith("millstream: ZeroDivisionError: by accident (this is a bug in Millstream;")
@@ -150,7 +150,7 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(topic, "ask", interrupted)
+    monkeypatch.setattr(topic, "call_broker", interrupted)
     reported = call_command(["topic", "list"])
     assert (reported.code, reported.out, reported.err) == (130, "", "")
 

@@ -25,7 +25,7 @@ def test_an_error_of_several_lines_shows_its_location(
         "overrides": {},
         "notes": [],
     }
-    monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: reported)
+    monkeypatch.setattr("millstream.cli.pipeline.call_broker", lambda *_: reported)
     describe("broken")
     assert capsys.readouterr().out.splitlines()[3:7] == [
         "parked      a column is unknown",
@@ -60,7 +60,7 @@ def test_numbers_are_aligned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         "overrides": {},
         "notes": [],
     }
-    monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: reported)
+    monkeypatch.setattr("millstream.cli.pipeline.call_broker", lambda *_: reported)
     describe("p")
     lines = capsys.readouterr().out.splitlines()
     assert lines[3] == "tables       /lake/orders"

@@ -106,4 +106,4 @@ def test_a_pipeline_that_runs_on_a_node_must_be_stopped_first() -> None:
     by_hand = ByHand(declared, PipelineStorage("", "", "/data"), "", is_declared=True, lake="", folder="")
     claim: Any = Taken()
     with pytest.raises(GroupNotEmpty, match="by 'pipelines-node-1'; stop it first: millstream pipeline stop mine"):
-        by_hand._take(claim)
+        by_hand._acquire_claim(claim)

@@ -18,6 +18,6 @@ from millstream.protocol.private.subscriptions import HeldLeases
 def test_messages_leased_by_workers_of_the_source_are_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left_out: int, shown: str
 ) -> None:
-    monkeypatch.setattr(subscription, "_ask", lambda *_: HeldLeases([], left_out))
+    monkeypatch.setattr(subscription, "_call_subscriptions", lambda *_: HeldLeases([], left_out))
     subscription.leases("workers")
     assert capsys.readouterr().out == shown

@@ -44,7 +44,7 @@ def updated(
         return False
 
     client: Any = SimpleNamespace(metadata=known)
-    monkeypatch.setattr(subscription, "ask", lambda _common, question: asyncio.run(question(client)))
+    monkeypatch.setattr(subscription, "call_broker", lambda _common, question: asyncio.run(question(client)))
     monkeypatch.setattr(subscription, "_may_push", may_not)
     monkeypatch.setattr(subscriptions, "SubscriptionClient", Changed)
     monkeypatch.setattr(subscriptions, "open_letters", counted)

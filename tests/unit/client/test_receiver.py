@@ -130,7 +130,7 @@ def leased(
 async def receiving(cluster: Cluster, **options: Any) -> AsyncIterator[Receiver]:
     client: Any = cluster
     receiver = Receiver(client, "billing", "worker", **{"credit": 1000, "lease_s": 30.0, **options})
-    receiver._polls._ask = cluster.ask  # type: ignore[method-assign]
+    receiver._polls._send_receive = cluster.ask  # type: ignore[method-assign]
     receiver._polls._requests.withdraw = cluster.hang_up  # type: ignore[method-assign]
     await receiver.start()
     try:

@@ -324,7 +324,7 @@ def test_a_cutover_is_complete_only_once_the_source_confirms_it(
         for at, end in enumerate(source_ends)
     ]
     responses: list[Any] = [1.0, FailoverResponse(partitions=cuts)]
-    monkeypatch.setattr(mirror_commands, "_ask", lambda *_: responses.pop(0))
+    monkeypatch.setattr(mirror_commands, "_call_mirrors", lambda *_: responses.pop(0))
     with nullcontext() if complete is not False else pytest.raises(CommandFailed, match="lacks its last 2 offsets"):
         mirror_commands.cutover("paris", yes=True, common=Common(as_json=True))
     assert json.loads(capsys.readouterr().out)["complete"] is complete

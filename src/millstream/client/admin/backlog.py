@@ -93,21 +93,23 @@ class Backlogs:
         named = None if has_pattern else sorted(set().union(*(one.topics for one in readers)))
         there = await self._client.metadata(named)
         read = {one: found for one in readers if (found := one.among(there))}
-        return {name: one.left for name, one in (await self._of(read, asks_passed=False)).items()}
+        return {name: one.left for name, one in (await self._backlogs_of(read, asks_passed=False)).items()}
 
     async def in_topic(self, readers: Sequence[Reader], topic: TopicMetadata) -> dict[str, Backlog]:
         """Return each reader's position in a topic, except readers whose position is unknown."""
-        return await self._of({one: [topic] for one in readers}, asks_passed=True)
+        return await self._backlogs_of({one: [topic] for one in readers}, asks_passed=True)
 
-    async def _of(self, read: Mapping[Reader, Sequence[TopicMetadata]], *, asks_passed: bool) -> dict[str, Backlog]:
+    async def _backlogs_of(
+        self, read: Mapping[Reader, Sequence[TopicMetadata]], *, asks_passed: bool
+    ) -> dict[str, Backlog]:
         committed = await committed_by_group(self._client, [one.group for one in read])
         every = {where for topics in read.values() for topic in topics for where in _partitions(topic)}
-        self._ends = await self._listed(every, LATEST_TIMESTAMP, READ_COMMITTED, self._ends)
+        self._ends = await self._list_offsets(every, LATEST_TIMESTAMP, READ_COMMITTED, self._ends)
         places: dict[str, dict[TopicPartition, int | None]] = {}
         for reader, topics in read.items():
             offsets = committed[reader.group]
             if not isinstance(offsets, MillstreamError):
-                places[reader.name] = self._places(reader, topics, offsets)
+                places[reader.name] = self._positions(reader, topics, offsets)
         # The start of a partition matters only to readers that are not at its end.
         asked = {
             where
@@ -115,11 +117,11 @@ class Backlogs:
             for where, offset in of_reader.items()
             if asks_passed or offset is None or offset < self._ends.get(where, 0)
         }
-        self._starts = await self._listed(asked, EARLIEST_TIMESTAMP, READ_UNCOMMITTED, self._starts)
+        self._starts = await self._list_offsets(asked, EARLIEST_TIMESTAMP, READ_UNCOMMITTED, self._starts)
         found = {name: self._backlog(of_reader) for name, of_reader in places.items()}
         return {name: one for name, one in found.items() if one is not None}
 
-    def _places(
+    def _positions(
         self, reader: Reader, topics: Sequence[TopicMetadata], committed: Committed
     ) -> dict[TopicPartition, int | None]:
         """Return a reader's position by partition; None means the start of the partition."""
@@ -131,7 +133,7 @@ class Backlogs:
                 places[where] = committed.get(where, self._ends.get(where) if at_end else None)
         return places
 
-    async def _listed(
+    async def _list_offsets(
         self, wanted: Iterable[TopicPartition], time_ms: int, isolation: int, known: Mapping[TopicPartition, int]
     ) -> dict[TopicPartition, int]:
         found = await self._client.list_offsets_of(dict.fromkeys(wanted, time_ms), isolation=isolation)

@@ -231,7 +231,7 @@ class DeadLetterDesk:
         """Start tracking the topic's letters, if that has not happened yet."""
         settings = {LEASE: str(LEASE_MS), IN_FLIGHT_MAX: str(HELD_MAX)}
         try:
-            described = await self._described(*TRANSIENT)
+            described = await self._describe_subscription(*TRANSIENT)
         except UnknownGroup:
             with suppress(SubscriptionExists):
                 await self._subscriptions.create(self._name, [self.topic], {START: EARLIEST, ATTEMPTS: "0", **settings})
@@ -259,7 +259,7 @@ class DeadLetterDesk:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
         while len(self._held) < HELD_MAX and (number := wanted()) > 0:
-            received = await self._patiently(partial(self._receive, min(BATCH, number)))
+            received = await self._retry_transient(partial(self._receive, min(BATCH, number)))
             self._leaders.update({letter.partition: letter.node for letter in received})
             some = [one for one in received if one.record.offset > self._skipped.get(one.partition, -1)]
             await self._hold_back(
@@ -269,12 +269,12 @@ class DeadLetterDesk:
                 # Only letters are left that were held back before.
                 return
             if some:
-                self._held.update({_place(letter): letter for letter in some})
+                self._held.update({_position(letter): letter for letter in some})
                 yield some
                 # From here on, held letters are only settled.
                 for letter in some:
-                    if _place(letter) in self._held:
-                        self._held[_place(letter)] = without_content(letter)
+                    if _position(letter) in self._held:
+                        self._held[_position(letter)] = without_content(letter)
                 deadline = loop.time() + self._patience_s
             elif await self._is_at_end() or loop.time() + _PAUSE_S > deadline:
                 return
@@ -286,7 +286,7 @@ class DeadLetterDesk:
         await self._hold_back(letters)
         self.held_back += len(letters)
         for letter in letters:
-            self._held.pop(_place(letter), None)
+            self._held.pop(_position(letter), None)
             self._skipped[letter.partition] = max(letter.record.offset, self._skipped.get(letter.partition, -1))
 
     async def _hold_back(self, letters: Sequence[LeasedMessage]) -> None:
@@ -319,8 +319,8 @@ class DeadLetterDesk:
         for letter, error in zip(letters, await self._settle(letters, Verb.ACCEPT), strict=True):
             if error is not None and not isinstance(error, InvalidRecordState):
                 raise error
-            self._held.pop(_place(letter), None)
-            self._sent.discard(_place(letter))
+            self._held.pop(_position(letter), None)
+            self._sent.discard(_position(letter))
             if error is not None:
                 doubtful += 1
             elif are_revived and (origin := origin_of(letter)) is not None:
@@ -353,7 +353,7 @@ class DeadLetterDesk:
         closed = self._closed.get(queue, [])[:BATCH]
         place = (queue.topic, queue.topic_id, queue.partition)
         try:
-            gone = await self._patiently(
+            gone = await self._retry_transient(
                 lambda: self._subscriptions.revive(queue.subscription, place, self._letter_topic_id, letters, closed),
                 *TRANSIENT,
                 # A range that the disk lost is being fetched from another replica.
@@ -370,7 +370,7 @@ class DeadLetterDesk:
 
     async def check_target(self, topic: str) -> None:
         """Raise `UnknownTopic` if the target topic does not exist."""
-        await self._patiently(lambda: self._post.partitions_of(topic), *TRANSIENT)
+        await self._retry_transient(lambda: self._post.partitions_of(topic), *TRANSIENT)
 
     async def publish(self, letter: LeasedMessage, topic: str) -> None:
         """Publish a letter's message to a topic, in its original partition if it is the original topic."""
@@ -383,8 +383,8 @@ class DeadLetterDesk:
         # Its original time could be too old for the topic: rejected, or deleted before anyone reads it.
         record = NewRecord(letter.record.key, letter.record.value, (*kept, *story), int(time() * 1000))
         await self.check_target(topic)
-        await self._patiently(self._post.open, *TRANSIENT)
-        self._sent.add(_place(letter))
+        await self._retry_transient(self._post.open, *TRANSIENT)
+        self._sent.add(_position(letter))
         is_origin = topic == headers.get("dlq-topic")
         await self._post.send(topic, partition if is_origin else None, record, spread=letter.record.offset)
 
@@ -395,7 +395,7 @@ class DeadLetterDesk:
 
     async def _is_at_end(self) -> bool:
         """Return whether all queues responded and none has letters left; during a failover some do not respond."""
-        described = await self._described(*_PASSES)
+        described = await self._describe_subscription(*_PASSES)
         found = (await self._client.metadata([self.topic])).topics.get(self.topic)
         partitions = set() if found is None else set(found.partitions)
         self.unreached = len(partitions - {queue["partition"] for queue in described["queues"]})
@@ -404,8 +404,8 @@ class DeadLetterDesk:
         self.held_by_others = max(0, held - len(self._held) - self.held_back)
         return not self.unreached and not any(queue["available"] for queue in described["queues"])
 
-    async def _described(self, *passing: type[MillstreamError]) -> dict[str, Any]:
-        (described,) = await self._patiently(lambda: self._subscriptions.describe([self._name]), *passing)
+    async def _describe_subscription(self, *passing: type[MillstreamError]) -> dict[str, Any]:
+        (described,) = await self._retry_transient(lambda: self._subscriptions.describe([self._name]), *passing)
         return described
 
     async def _settle(
@@ -431,7 +431,7 @@ class DeadLetterDesk:
                 raise failed
 
         with suppress(*_PASSES):
-            await self._patiently(attempt)
+            await self._retry_transient(attempt)
         return results
 
     async def _give_back(self) -> None:
@@ -454,16 +454,16 @@ class DeadLetterDesk:
             with suppress(MillstreamError):
                 await self._settle(self._held.values(), Verb.EXTEND)
 
-    async def _patiently(self, attempt: Callable[[], Awaitable[T]], *named: type[MillstreamError]) -> T:
+    async def _retry_transient(self, attempt: Callable[[], Awaitable[T]], *named: type[MillstreamError]) -> T:
         """Retry transient errors, for as long as the command may wait."""
-        return await _patiently(attempt, self._patience_s, named or _PASSES)
+        return await _retry_transient(attempt, self._patience_s, named or _PASSES)
 
 
 def _gone(queue: Queue) -> str:
     return f"topic {queue.topic!r} no longer has the original"
 
 
-def _place(letter: LeasedMessage) -> tuple[int, int]:
+def _position(letter: LeasedMessage) -> tuple[int, int]:
     return letter.partition, letter.record.offset
 
 
@@ -477,7 +477,7 @@ def without_content(letter: LeasedMessage) -> LeasedMessage:
     return letter._replace(record=letter.record._replace(key=None, value=None))
 
 
-async def _patiently(
+async def _retry_transient(
     attempt: Callable[[], Awaitable[T]], patience_s: float, passing: tuple[type[MillstreamError], ...]
 ) -> T:
     loop = asyncio.get_running_loop()
@@ -519,13 +519,13 @@ async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> 
     exist = await existing_topics(client, sorted(writers))
     found = (await client.metadata(exist)).topics if exist else {}
     counted = [
-        await _counted(client, topic, found.get(topic), wrote, opened.get(topic))
+        await _count_letters(client, topic, found.get(topic), wrote, opened.get(topic))
         for topic, wrote in sorted(writers.items())
     ]
     return [one for one in counted if one.subscriptions or one.letters or one.unreached]
 
 
-async def _counted(
+async def _count_letters(
     client: Client,
     topic: str,
     found: TopicMetadata | None,
@@ -555,7 +555,7 @@ async def _counted(
 
 async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
     """Find the dead letter topic with this name, or of the subscription with this name; wait out a failover."""
-    known = await _patiently(lambda: dead_letter_topics(client), patience_s, TRANSIENT)
+    known = await _retry_transient(lambda: dead_letter_topics(client), patience_s, TRANSIENT)
     if any(one.topic == name for one in known):
         return name
     for one in known:
@@ -661,7 +661,7 @@ async def process_letters(
     """Process every matching open letter, and close it unless `keep` is set; without an act, close many at a time."""
     await desk.open()
     async with desk.holding():
-        await _pass(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, on_progress=on_progress)
+        await _process_letters(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, on_progress=on_progress)
     outcome.end(desk)
 
 
@@ -688,7 +688,7 @@ async def redrive_letters(
     async with desk.holding():
         while True:
             outcome.done = done
-            await _pass(
+            await _process_letters(
                 desk, choose, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, at_once=ROUND_MAX
             )
             chosen_now = sorted(chosen, key=_origin_key)
@@ -746,7 +746,7 @@ async def survey_letters(
 
     await desk.open()
     async with desk.holding():
-        await _pass(
+        await _process_letters(
             desk, count, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, is_survey=True
         )
     outcome.done = sum(outcome.revived.values())
@@ -766,7 +766,7 @@ def _add(counts: dict[str, int], found: Iterable[str]) -> None:
         counts[one] = counts.get(one, 0) + 1
 
 
-async def _pass(
+async def _process_letters(
     desk: DeadLetterDesk,
     act: Act | None,
     outcome: Outcome,

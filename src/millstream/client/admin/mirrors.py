@@ -108,7 +108,7 @@ class MirrorClient:
         while True:
             (described,) = await self.describe([name])
             if topics is not None:
-                described = _narrowed(described, lambda topic: any(one.fullmatch(topic) for one in patterns))
+                described = _select_copies(described, lambda topic: any(one.fullmatch(topic) for one in patterns))
                 if not described["copies"] and not described["cuts"]:
                     raise InvalidMirror(f"mirror {name!r} has no copies that match {', '.join(topics)}")
             if described["copies"].keys() <= set(described["cutting"]) and (described["copies"] or described["cuts"]):
@@ -130,7 +130,7 @@ class MirrorClient:
         """Return mirrors with what all nodes report on them; a node that does not respond is in `notes`."""
         body = MirrorNames(names=None if names is None else list(names))
         nodes = sorted((await self._client.metadata(())).nodes)
-        responses = await gather_or_cancel(self._listed(node, body) for node in nodes)
+        responses = await gather_or_cancel(self._list_on_node(node, body) for node in nodes)
         failed = [response for response in responses if isinstance(response, MillstreamError)]
         by_name: dict[str, list[dict[str, Any]]] = {}
         for response in responses:
@@ -138,9 +138,9 @@ class MirrorClient:
                 by_name.setdefault(one["name"], []).append(one)
         if not by_name and failed:
             raise failed[0]
-        return [_merged(found, [str(error) for error in failed]) for _, found in sorted(by_name.items())]
+        return [_merge_reports(found, [str(error) for error in failed]) for _, found in sorted(by_name.items())]
 
-    async def _listed(self, node: NodeId, body: MirrorNames) -> MirrorDescriptions | MillstreamError:
+    async def _list_on_node(self, node: NodeId, body: MirrorNames) -> MirrorDescriptions | MillstreamError:
         try:
             async with asyncio.timeout(LISTED_S):
                 return await self._request(node, LIST_KEY, body, MirrorDescriptions)
@@ -166,7 +166,7 @@ def _lags(copies: Mapping[str, int], partitions: Sequence[Mapping[str, Any]]) ->
     return {"lag": sum(known.values()) if known else None, "lag_unknown": max(0, sum(copies.values()) - len(known))}
 
 
-def _narrowed(described: dict[str, Any], is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+def _select_copies(described: dict[str, Any], is_wanted: Callable[[str], bool]) -> dict[str, Any]:
     """Return the description of a mirror with only some of its copies, and their errors."""
     copies = {topic: count for topic, count in described["copies"].items() if is_wanted(topic)}
     partitions = [one for one in described["partitions"] if one["topic"] in copies]
@@ -179,7 +179,7 @@ def _narrowed(described: dict[str, Any], is_wanted: Callable[[str], bool]) -> di
     return {**described, **_lags(copies, partitions), **changed}
 
 
-def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
+def _merge_reports(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
     """Combine the reports of all nodes on one mirror."""
     newest = max(found, key=lambda one: int(one["version"]))
     reports = [one["report"] for one in found if one["report"] is not None]

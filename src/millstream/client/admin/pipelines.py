@@ -182,7 +182,7 @@ class PipelineClient:
         found: dict[str, dict[str, Any]] = {}
         for response in responses:
             for described in () if isinstance(response, MillstreamError) else response["pipelines"]:
-                found[described["name"]] = _newer(found.get(described["name"]), described)
+                found[described["name"]] = _merge_reports(found.get(described["name"]), described)
         if not found and failed:
             raise failed[0]
         silent = [f"{error}" for error in failed]
@@ -202,7 +202,7 @@ class PipelineClient:
 
     async def cancel_run(self, name: str) -> int:
         """Cancel the run of a job that is in progress, wherever it runs; return its number."""
-        responses = await self._ask_all(CANCEL_RUN_KEY, JobName(name=name))
+        responses = await self._request_all(CANCEL_RUN_KEY, JobName(name=name))
         found = [response["run"] for response in responses if response["run"]]
         if not found:
             raise NotFound(f"no run of job {name!r} is running; see `millstream pipeline runs {name}`")
@@ -213,7 +213,7 @@ class PipelineClient:
 
         0 is the last run. If several nodes made attempts at it, their outputs are concatenated.
         """
-        responses = await self._ask_all(RUN_LOG_KEY, RunLogRequest(name=name, run=run, bytes_max=bytes_max))
+        responses = await self._request_all(RUN_LOG_KEY, RunLogRequest(name=name, run=run, bytes_max=bytes_max))
         found = [response for response in responses if response["run"]]
         if not found:
             what = f"run {run}" if run else "the last run"
@@ -226,7 +226,7 @@ class PipelineClient:
             "is_cut": any(response["is_cut"] for response in texts),
         }
 
-    async def _ask_all(self, key: int, body: Any) -> list[dict[str, Any]]:
+    async def _request_all(self, key: int, body: Any) -> list[dict[str, Any]]:
         """Ask every node; those that do not respond are skipped as long as another does."""
         nodes = sorted((await self._client.metadata(())).nodes)
         responses = await gather_or_cancel(self._listed(node, body, key) for node in nodes)
@@ -257,7 +257,7 @@ class PipelineClient:
         return response
 
 
-def _newer(known: dict[str, Any] | None, described: dict[str, Any]) -> dict[str, Any]:
+def _merge_reports(known: dict[str, Any] | None, described: dict[str, Any]) -> dict[str, Any]:
     """Combine what two nodes report; the report comes from the node that runs it."""
     if known is None:
         return described

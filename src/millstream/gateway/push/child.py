@@ -88,7 +88,7 @@ class PushChild(SupervisedChild):
         self._news.set()
         await super().stop()
 
-    async def _wanted(self) -> None:
+    async def _wait_until_needed(self) -> None:
         while not self._pushed and not self._stopping.is_set():
             self._news.clear()
             await self._news.wait()
@@ -106,7 +106,7 @@ class PushChild(SupervisedChild):
             env=child_environment(),
         )
 
-    async def _ended(self, process: Process) -> int:
+    async def _wait_for_exit(self, process: Process) -> int:
         sending = asyncio.get_running_loop().create_task(
             self._send_subscriptions(process), name="send subscriptions to the push process"
         )
