@@ -1,4 +1,4 @@
-"""What the tests with real clients share."""
+"""Shared fixtures of the tests with real clients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kafka.net.transport import KafkaTCPTransport
 
 
 def close_what_kafka_python_leaves_open() -> None:
-    """Close the sockets that kafka-python forgets: of a connection that is refused or given up while it is made, and of
-    one that its client closes before everything is sent. Whichever test comes next would fail by the warning about it.
+    """Close the sockets that kafka-python leaks: of a refused or abandoned connection attempt, and of one closed
+    before everything is sent. Otherwise the next test would fail with a ResourceWarning.
     """
     connect, begin, end = KafkaNetSocket.sock_connect, KafkaTCPTransport.__init__, NetworkSelector.close
     opened: dict[Any, list[Any]] = {}

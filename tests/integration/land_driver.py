@@ -53,7 +53,7 @@ def die() -> None:
 
 
 def dying(wrapped: Callable[..., Any], *, after: bool, when: Callable[..., bool] = lambda *_, **__: True) -> Any:
-    """A function that kills the process before or after its work."""
+    """Wrap a function so that the process dies before or after its work."""
 
     def called(*arguments: Any, **named: Any) -> Any:
         strikes = when(*arguments, **named)
@@ -68,7 +68,7 @@ def dying(wrapped: Callable[..., Any], *, after: bool, when: Callable[..., bool]
 
 
 def struck_tasks(folder: str, fault: str) -> type[LandTasks]:
-    """Tasks of which one is struck, once, when its files are written."""
+    """Tasks, one of which is killed once when its files are written."""
 
     class Struck(LandTasks):
         def _land(self, topic: str, topic_ranges: Iterable[Range]) -> Report:
@@ -89,7 +89,7 @@ def struck_tasks(folder: str, fault: str) -> type[LandTasks]:
 
 
 def struck_file_tasks(folder: str, fault: str) -> type[FileTasks[Any]]:
-    """Tasks with files, one of which fails once after it has rewritten a file."""
+    """File tasks, one of which fails once after it has rewritten a file."""
 
     class Struck(FileTasks[Any]):
         def _done(self, files: Sequence[Any]) -> list[str]:
@@ -104,7 +104,7 @@ def struck_file_tasks(folder: str, fault: str) -> type[FileTasks[Any]]:
 
 
 def plant_in_widening(fault: str, folder: str) -> None:
-    """Put a fault where columns are widened."""
+    """Plant a fault where columns are widened."""
     if fault == "kill-rewriting":
         setattr(land, "FileTasks", struck_file_tasks(folder, fault))  # noqa: B010
     elif fault.endswith("-widening"):
@@ -117,7 +117,7 @@ def plant_in_widening(fault: str, folder: str) -> None:
 
 
 def plant(fault: str, folder: str) -> None:
-    """Put a fault where it belongs."""
+    """Plant a fault at its place."""
     if fault == "before-commit":
         LandJob._commit = dying(LandJob._commit, after=False)  # type: ignore[method-assign]
     elif fault == "between-topics":

@@ -41,7 +41,7 @@ _complete = Transactions.complete_batch
 
 
 def pausing(folder: Path, pause: str, paused: int) -> Any:
-    """The commit of a batch, which waits to be killed before or after one of them."""
+    """Wrap the commit of a batch, so that it waits to be killed before or after it."""
 
     async def wait() -> None:
         folder.joinpath("paused").touch()
@@ -62,7 +62,7 @@ def pausing(folder: Path, pause: str, paused: int) -> Any:
 
 
 def lingering(folder: Path, paused: int) -> Any:
-    """What a task of a transform writes, with a pause before the rows of the second task of one batch."""
+    """The output of a task of a transform, with a pause before the rows of the second task of one batch."""
     write_part = attempt.write_part
 
     def write(options: Any, batch: Any, iterator: Any) -> Any:
@@ -78,7 +78,7 @@ def lingering(folder: Path, paused: int) -> Any:
 
 
 def striking(folder: Path) -> Any:
-    """What a task of a route writes, with an end of its process after the rows of one batch."""
+    """The output of a task of a route, whose process ends after the rows of one batch."""
     routed = task.routed
 
     def rows(*given: Any) -> Iterator[pa.RecordBatch]:

@@ -37,7 +37,7 @@ PAUSED_BATCH = 1
 
 
 def faulty(folder: str, fault: str) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """What rows pass through on their way; the fault strikes in the first attempt at one task."""
+    """Pass rows through; the fault strikes in the first attempt at one task."""
 
     def passed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
@@ -58,7 +58,7 @@ def faulty(folder: str, fault: str) -> Callable[[Iterator[pa.RecordBatch]], Iter
 
 
 def strike(fault: str) -> None:
-    """Do something bad to this task."""
+    """Apply the fault to this task."""
     if fault == "slow":
         time.sleep(SLOW_S)
     if fault == "kill-worker":
@@ -80,7 +80,7 @@ class PausingWriter(TopicStreamWriter):
         self._fault = fault
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Write, or die of it when most of the rows are on their way."""
+        """Write, or die when most of the rows are sent."""
         return super().write(self._deadly(iterator) if self._fault == "kill-writer" else iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
@@ -111,7 +111,7 @@ class PausingSource(MillstreamSource):
 
     @classmethod
     def name(cls) -> str:
-        """What stands in `format(...)`."""
+        """The name for `format(...)`."""
         return "pausing"
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
@@ -121,11 +121,11 @@ class PausingSource(MillstreamSource):
 
 
 def main(given: dict[str, Any]) -> None:
-    """Copy what is there, and end."""
+    """Copy the current messages, and end."""
     settings = {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
-        # Rows come to the writer in small portions, so that a part of them is written when a fault strikes.
+        # Rows reach the writer in small portions, so that a part of them is written when a fault strikes.
         "spark.sql.execution.arrow.maxRecordsPerBatch": "100",
         "spark.sql.warehouse.dir": str(Path(given["folder"], "warehouse")),
         **given.get("settings", {}),

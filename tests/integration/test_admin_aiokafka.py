@@ -1,4 +1,4 @@
-"""Everything that aiokafka's admin client asks a broker of one node."""
+"""Every request of aiokafka's admin client against a single node."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_settings_are_replaced(admin: AIOKafkaAdminClient, created: str) -
     assert (await alter(retention_ms="5000", segment_ms="7000"))[0] == 0
     settings = await settings_of(admin, created)
     assert (settings["retention.ms"], settings["segment.ms"]) == ("5000", "7000")
-    # This request replaces everything: what it does not name is the default again.
+    # This request replaces all settings: those that it does not name return to their default.
     assert (await alter(retention_ms="6000"))[0] == 0
     settings = await settings_of(admin, created)
     assert (settings["retention.ms"], settings["segment.ms"]) == ("6000", "3600000")

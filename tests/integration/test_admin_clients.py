@@ -87,7 +87,7 @@ def produce_one(server: Server, topic: str) -> int:
     return offsets[0]
 
 
-def test_what_cannot_be_created_is_refused(admin: AdminClient, topic: str) -> None:
+def test_invalid_topics_are_refused(admin: AdminClient, topic: str) -> None:
     create(admin, topic, num_partitions=1)
     assert code_of(lambda: create(admin, topic, num_partitions=1)) == KafkaError.TOPIC_ALREADY_EXISTS
     assert code_of(lambda: create(admin, "no spaces", num_partitions=1)) == KafkaError.TOPIC_EXCEPTION
@@ -133,7 +133,7 @@ def alter(admin: AdminClient, resource: ConfigResource) -> None:
     altered.result(WAIT_S)
 
 
-def test_partitions_are_added_but_never_taken_away(admin: AdminClient, topic: str) -> None:
+def test_partitions_are_added_but_never_removed(admin: AdminClient, topic: str) -> None:
     create(admin, topic, num_partitions=1)
     (grown,) = admin.create_partitions([NewPartitions(topic, 3)]).values()
     grown.result(WAIT_S)
@@ -142,7 +142,7 @@ def test_partitions_are_added_but_never_taken_away(admin: AdminClient, topic: st
     assert code_of(lambda: shrunk.result(WAIT_S)) == KafkaError.INVALID_PARTITIONS
 
 
-def test_the_cluster_describes_itself(server: Server, admin: AdminClient) -> None:
+def test_the_cluster_is_described(server: Server, admin: AdminClient) -> None:
     cluster = admin.describe_cluster(request_timeout=WAIT_S).result(WAIT_S)
     assert cluster.cluster_id
     (node,) = cluster.nodes
@@ -163,7 +163,7 @@ def test_kafka_python_creates_lists_and_deletes(other_admin: KafkaAdminClient, t
         other_admin.delete_topics([topic])
 
 
-def test_settings_of_a_consumer_group_are_no_subscription(server: Server, topic: str) -> None:
+def test_settings_of_a_consumer_group_do_not_declare_a_subscription(server: Server, topic: str) -> None:
     """No client of these tests can send them; Kafka's kafka-configs.sh does, with `--entity-type groups`."""
     broker, group = Broker(server.kafka), {"resource_type": 32, "resource_name": topic}
     session = {"name": "consumer.session.timeout.ms", "config_operation": 0, "value": "9000"}

@@ -1,4 +1,4 @@
-"""What confluent-kafka's admin client asks beyond topics and their partitions."""
+"""Requests of confluent-kafka's admin client beyond topics and partitions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_settings_are_replaced_by_the_old_request(admin: AdminClient, created: s
         ("retention.ms", "x", "whole number"),
     ],
 )
-def test_what_is_not_here_is_refused_with_the_reason(
+def test_unsupported_requests_are_refused_with_the_reason(
     admin: AdminClient, created: str, name: str, value: str, says: str
 ) -> None:
     error = refusal(lambda: alter(admin, created, name, value))
@@ -113,7 +113,7 @@ def test_what_is_not_here_is_refused_with_the_reason(
     assert says in error.str()
 
 
-def test_what_tools_send_is_taken(admin: AdminClient, created: str) -> None:
+def test_requests_of_tools_are_accepted(admin: AdminClient, created: str) -> None:
     for name, value in (("unclean.leader.election.enable", "false"), ("segment.jitter.ms", "5")):
         alter(admin, created, name, value)
         assert value_of(admin, created, name) == value
@@ -155,7 +155,7 @@ def test_records_are_deleted_and_offsets_listed(server: Server, admin: AdminClie
 
 
 async def set_for_all_nodes(server: Server, **settings: str) -> None:
-    """As kafka-configs.sh --entity-default does it; confluent-kafka does not take the empty name."""
+    """Alter as kafka-configs.sh --entity-default does; confluent-kafka refuses the empty name."""
     configs = tuple(
         AlterableConfig(name=name.replace("_", "."), config_operation=i8(0), value=value)
         for name, value in settings.items()
@@ -176,7 +176,7 @@ def refused_to(server: Server, topic: str, value: bytes) -> KafkaError | None:
 
 
 def test_settings_of_nodes_are_changed_while_they_run(start_server: Callable[..., Server]) -> None:
-    """As kafka-configs.sh --alter --entity-type brokers does it, for one node and for all of them."""
+    """As kafka-configs.sh --alter --entity-type brokers, for one node and for all of them."""
     server = start_server()
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     (future,) = admin.create_topics([NewTopic("followed", num_partitions=1)]).values()
@@ -202,7 +202,7 @@ def test_settings_of_nodes_are_changed_while_they_run(start_server: Callable[...
         refused = refused_to(server, "followed", b"x" * 5000)
         assert refused is not None
         assert refused.code() == KafkaError.MSG_SIZE_TOO_LARGE
-        # What was set outlives a kill.
+        # The settings survive a kill.
         server.kill()
         server.start()
     error = refusal(lambda: set_for_node("num.partitions", "7"))

@@ -1,4 +1,4 @@
-"""Everything that kafka-python's admin client asks a broker of one node."""
+"""Every request of kafka-python's admin client against a single node."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refused(work: Callable[[], object], error: type[Exception]) -> str:
     return str(raised.value)
 
 
-def test_the_broker_passes_for_a_kafka_4(server: Server, admin: KafkaAdminClient) -> None:
+def test_the_broker_is_recognised_as_kafka_4(server: Server, admin: KafkaAdminClient) -> None:
     features = admin.describe_features()
     assert features["metadata.version"]["finalized"] == (25, 25)
     assert features["metadata.version"]["finalized_epoch"] >= 25
@@ -85,7 +85,7 @@ def test_producers_are_described(server: Server, admin: KafkaAdminClient, create
     assert states[TopicPartition(created, 1)].active_producers == []
 
 
-def test_topics_come_page_by_page(admin: KafkaAdminClient, created: str) -> None:
+def test_topics_are_paginated(admin: KafkaAdminClient, created: str) -> None:
     first = admin.describe_topic_partitions([created], response_partition_limit=2)
     assert first["next_cursor"] == {"topic_name": created, "partition_index": 2}
     second = admin.describe_topic_partitions([created], response_partition_limit=2, cursor=first["next_cursor"])
@@ -126,7 +126,7 @@ def test_settings_of_a_node_are_changed_in_both_ways(admin: KafkaAdminClient, cr
     assert described["broker"]["1"]["log.retention.bytes"]["value"] == "-1"
 
 
-def test_what_has_settings_is_listed(admin: KafkaAdminClient, created: str) -> None:
+def test_resources_with_settings_are_listed(admin: KafkaAdminClient, created: str) -> None:
     listed = admin.list_config_resources()
     assert created in listed["topic"]
     assert listed["broker"] == ["1"]

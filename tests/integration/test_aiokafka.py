@@ -128,7 +128,7 @@ async def test_two_members_share_the_partitions(server: Server, topic: str) -> N
         for name in topics:
             await producer.send_and_wait(name, b"first")
         async with consumer_of(server, *topics, **group) as one, consumer_of(server, *topics, **group) as two:
-            # Both topics have one partition, which the default strategy gives to one member; count what comes.
+            # Both topics have one partition, which the default strategy gives to one member; count the messages.
             for name in topics:
                 await producer.send_and_wait(name, b"second")
             got: list[ConsumerRecord] = []

@@ -1,4 +1,4 @@
-"""The walks in docs/architecture.md are the files that requests pass through on a real broker."""
+"""The request walks in docs/architecture.md match the files that requests pass through on a real broker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def documented(heading: str) -> list[str]:
 
 
 def files_on_the_stack() -> Iterator[str]:
-    """The source files of the callers in the order in which they were entered, each once."""
+    """The source files of the callers in call order, each once."""
     frame: FrameType | None = sys._getframe()
     found = []
     while frame is not None:
@@ -44,7 +44,7 @@ def files_on_the_stack() -> Iterator[str]:
 
 
 class Walks:
-    """The ways on which requests of one API reached the disk."""
+    """The paths on which requests of one API reached the disk."""
 
     def __init__(self, api: str) -> None:
         self._api = f"broker/kafka/apis/{api}.py"

@@ -1,4 +1,4 @@
-"""Attacks on a locked node: what gets no further than its connection, and what the log says of it."""
+"""Attacks on a locked node: they get no further than their connection, and are logged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connect(address: str) -> socket.socket:
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """Read until the broker hangs up."""
+    """Read until the broker disconnects."""
     response = b""
     with suppress(ConnectionError, ssl.SSLError):
         while piece := connection.recv(65536):
@@ -50,7 +50,7 @@ def rest_of(connection: socket.socket) -> bytes:
 
 
 class Log:
-    """What a server logs from now on."""
+    """The log lines of a server from now on."""
 
     def __init__(self, locked: Locked) -> None:
         self._file = locked.server.log
@@ -70,7 +70,7 @@ class Log:
 
 
 def present(locked: Locked, certificate: tuple[Path, Path] | None) -> bytes:
-    """Ask for metadata with a certificate and nothing else; return the response."""
+    """Request metadata with only a certificate; return the response."""
     context = client_tls(
         locked.certificates.ca,
         certificate=None if certificate is None else certificate[0],
@@ -96,7 +96,7 @@ def test_a_client_without_a_certificate_or_a_password_gets_nothing(locked: Locke
     [({"begins_days": -2, "lasts_days": 1}, "expired"), ({"begins_days": 1}, "not yet valid")],
     ids=["expired", "not yet valid"],
 )
-def test_a_certificate_out_of_its_time_is_refused(locked: Locked, times: dict[str, float], reason: str) -> None:
+def test_an_expired_or_future_certificate_is_refused(locked: Locked, times: dict[str, float], reason: str) -> None:
     log = Log(locked)
     assert present(locked, locked.certificates.sign("alice", **times)) == b""  # type: ignore[arg-type]
     log.await_line("TLS handshake failed", "the client's certificate is refused", reason)
@@ -113,7 +113,7 @@ def test_a_certificate_of_another_authority_is_refused(locked: Locked, tmp_path:
     [{"hosts": ("elsewhere.example",)}, {"begins_days": -2, "lasts_days": 1}],
     ids=["another name", "expired"],
 )
-async def test_a_client_refuses_a_node_that_is_not_the_one_it_means(locked: Locked, certificate: Any) -> None:
+async def test_a_client_refuses_a_node_with_another_name(locked: Locked, certificate: Any) -> None:
     who = Credentials(tls=client_tls(locked.certificates.ca), user=ALICE[0], password=ALICE[1])
     locked.certificates.renew_node(**certificate)
     try:
@@ -136,7 +136,7 @@ async def test_both_versions_of_tls_are_served(locked: Locked, version: ssl.TLSV
 
 
 def test_an_older_version_of_tls_is_refused(locked: Locked) -> None:
-    # The hello of a client that offers TLS 1.1 at most; its own library would hardly send one any more.
+    # The hello of a client that offers TLS 1.1 at most; a current library would hardly send one.
     ciphers = struct.pack(">HHH", 4, 0xC014, 0x002F)
     groups = struct.pack(">HHHH", 10, 4, 2, 23) + struct.pack(">HHBB", 11, 2, 1, 0)
     body = b"\x03\x02" + os.urandom(32) + b"\0" + ciphers + b"\x01\0" + struct.pack(">H", len(groups)) + groups
@@ -149,7 +149,7 @@ def test_an_older_version_of_tls_is_refused(locked: Locked) -> None:
     log.await_line("TLS handshake failed", "no version of TLS from 1.2 on")
 
 
-def test_plain_text_to_a_tls_port_is_closed(locked: Locked) -> None:
+def test_plain_text_to_a_tls_port_is_disconnected(locked: Locked) -> None:
     log = Log(locked)
     with connect(locked.server.kafka) as connection:
         connection.sendall(METADATA)
@@ -161,7 +161,7 @@ def test_plain_text_to_a_tls_port_is_closed(locked: Locked) -> None:
     log.await_line("TLS handshake failed", "HTTP")
 
 
-def test_tls_to_a_plain_port_is_closed(locked: Locked) -> None:
+def test_tls_to_a_plain_port_is_disconnected(locked: Locked) -> None:
     log = Log(locked)
     with connect(locked.clear) as plain, pytest.raises((ssl.SSLError, ConnectionError)):
         client_tls(locked.certificates.ca).wrap_socket(plain, server_hostname="localhost")
@@ -195,9 +195,9 @@ def test_a_request_sent_with_the_end_of_the_handshake_gets_a_response(locked: Lo
 # -- before authentication ------------------------------------------------------------------------------------------
 
 
-def test_clients_that_only_dribble_are_closed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them keeps its connection for longer than the deadline, however it spends the time."""
-    # Long enough for the handshake of one that speaks TLS on a busy machine.
+def test_slow_unauthenticated_clients_are_disconnected_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No client keeps its connection beyond the deadline, however it spends the time."""
+    # Long enough for a TLS handshake on a busy machine.
     for module, name in ((gate, "DEADLINE_S"), (listener, "HANDSHAKE_S"), (listener, "SWEEP_S")):
         monkeypatch.setattr(module, name, 1.5)
     certificates = Certificates(tmp_path / "certs")
@@ -224,7 +224,7 @@ def test_clients_that_only_dribble_are_closed_in_time(tmp_path: Path, monkeypatc
     threads = [threading.Thread(target=dribble, args=(connections[3][0],))]
     try:
         for connection, sent in connections:
-            # One that was closed already needs no more.
+            # A closed connection needs no more.
             with suppress(OSError):
                 connection.sendall(sent)
         for thread in threads:
@@ -241,7 +241,7 @@ def test_clients_that_only_dribble_are_closed_in_time(tmp_path: Path, monkeypatc
             node.stop_and_wait()
 
 
-def test_dialogues_in_the_wrong_order_end_as_with_kafka(tmp_path: Path) -> None:
+def test_handshakes_in_the_wrong_order_end_as_in_kafka(tmp_path: Path) -> None:
     with sasl_table.locked_millstream(tmp_path) as addresses:
         responses = sasl_table.ask_all(addresses)
     differing = sasl_table.differences(sasl_table.recorded(), responses)
@@ -260,7 +260,7 @@ def test_dialogues_in_the_wrong_order_end_as_with_kafka(tmp_path: Path) -> None:
     ],
     ids=["unsigned", "expired"],
 )
-async def test_a_token_that_is_not_for_here_is_refused(locked: Locked, token: Callable[[Issuer], str]) -> None:
+async def test_a_token_for_another_audience_is_refused(locked: Locked, token: Callable[[Issuer], str]) -> None:
     tls = client_tls(locked.certificates.ca)
     who = Credentials(tls=tls, token=lambda: token(locked.issuer), mechanism=OAUTHBEARER)
     with pytest.raises(AuthenticationFailed):
@@ -271,8 +271,8 @@ async def test_a_token_that_is_not_for_here_is_refused(locked: Locked, token: Ca
 # -- certificates change --------------------------------------------------------------------------------------------
 
 
-def test_certificates_that_change_all_the_time_drop_nothing(locked: Locked) -> None:
-    """A client goes on over its connection while others connect with each certificate."""
+def test_rotating_certificates_continuously_drops_no_connection(locked: Locked) -> None:
+    """A client continues on its connection while others connect with each certificate."""
     acknowledged: list[Any] = []
     errors: list[Any] = []
     producer = Producer(

@@ -1,4 +1,4 @@
-"""The audit log as its readers see it: written by a locked broker, read with a Kafka client."""
+"""The audit log as seen by its readers: written by a locked broker, read with a Kafka client."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rule(principal: str, name: str, operation: acl.Operation) -> acl.Acl:
 def audited(data: Path, **more: Any) -> EmbeddedBroker:
     """A broker on a new folder whose auditor may read the log."""
     rules = {rule("auditor", AUDIT, acl.Operation.READ), rule("everything", "*", acl.Operation.ALL)}
-    # Its consumers look for the coordinator of their group, although they use none.
+    # Consumers look up the coordinator of their group, although they use none.
     rules.add(
         acl.Acl(
             resource_type=acl.ResourceType.GROUP,
@@ -120,7 +120,7 @@ def credentials(user: str, password: str = "") -> Credentials:
     return Credentials(user=user, password=password or USERS[user])
 
 
-async def test_sign_ins_are_recorded(broker: EmbeddedBroker) -> None:
+async def test_logins_are_recorded(broker: EmbeddedBroker) -> None:
     with pytest.raises(AuthenticationFailed):
         async with Client.connect(broker.kafka_address, credentials=credentials("mallory", "wrong")) as client:
             await client.metadata([])
@@ -221,7 +221,7 @@ async def test_changes_of_subscriptions_and_pipelines_hide_their_settings(broker
     assert pipeline["entity"]["data"]["settings"] == ["topics"]
 
 
-def test_callers_of_http_are_named_and_not_the_gateway(broker: EmbeddedBroker) -> None:
+def test_http_events_name_the_caller_and_not_the_gateway(broker: EmbeddedBroker) -> None:
     url = f"http://{broker.http_address}"
     deadline = time.monotonic() + WAIT_S
     while httpx.get(f"{url}/readyz", timeout=WAIT_S).status_code != 200:
@@ -240,7 +240,7 @@ def test_callers_of_http_are_named_and_not_the_gateway(broker: EmbeddedBroker) -
         assert signed_in["user"]["name"] == user
 
 
-def test_a_wildcard_does_not_reach_the_log(broker: EmbeddedBroker) -> None:
+def test_a_wildcard_does_not_match_the_audit_log(broker: EmbeddedBroker) -> None:
     def error_of(user: str) -> int | None:
         found = AdminClient(settings_of(broker, user)).list_topics(AUDIT, WAIT_S).topics[AUDIT].error
         return None if found is None else found.code()
@@ -271,7 +271,7 @@ def test_the_log_is_append_only_even_for_super_users(broker: EmbeddedBroker) -> 
             attempt.result(WAIT_S)
 
 
-async def test_what_is_counted_when_a_node_stops_is_written(tmp_path: Path) -> None:
+async def test_aggregated_events_are_written_when_a_node_stops(tmp_path: Path) -> None:
     broker = audited(tmp_path / "data")
     await broker.start()
     counts: list[int] = []
@@ -284,7 +284,7 @@ async def test_what_is_counted_when_a_node_stops_is_written(tmp_path: Path) -> N
     async with Client.connect(broker.kafka_address, credentials=credentials("mallory")) as client:
         await client.metadata(["audit-last"])
         await asyncio.to_thread(read_audit, broker, lambda event: is_last(event, 1))
-        # Within the same minute, so it would be written later.
+        # Within the same minute, so it would otherwise be written later.
         await client.metadata(["audit-last"])
     await broker.stop()
     again = EmbeddedBroker(tmp_path / "data", settings={"auth": "required", "super-users": "admin"})

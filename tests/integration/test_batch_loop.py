@@ -1,4 +1,4 @@
-"""The offsets and numbers of batches on a real server, without Spark: batches here have no rows to write."""
+"""Offsets and batch numbers on a real server, without Spark: these batches have no rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_S = 60.0
 
 
 class Trial:
-    """A topic, and loops over it that know nothing of each other."""
+    """A topic, and independent loops over it."""
 
     def __init__(self, server: Server, topic: str) -> None:
         self.server = server
@@ -66,7 +66,7 @@ def trial(server: Server, topic: str) -> Trial:
     return Trial(server, topic)
 
 
-def test_a_batch_goes_on_where_the_last_one_ended(trial: Trial) -> None:
+def test_a_batch_continues_where_the_last_one_ended(trial: Trial) -> None:
     trial.publish(10)
     trial.publish(4, partition=1)
     loop = trial.loop(batch_max=7)
@@ -78,7 +78,7 @@ def test_a_batch_goes_on_where_the_last_one_ended(trial: Trial) -> None:
     assert trial.plan(loop).rows == 7
 
 
-def test_what_retention_has_deleted_unread_is_left_out_and_counted_on_request(trial: Trial) -> None:
+def test_unread_messages_deleted_by_retention_are_skipped_and_counted_on_request(trial: Trial) -> None:
     trial.publish(10)
     trial.publish(4, partition=1)
     loop = trial.loop(batch_max=4, on_lost=SKIP)
@@ -93,7 +93,7 @@ def test_what_retention_has_deleted_unread_is_left_out_and_counted_on_request(tr
     assert trial.plan(loop).counts(routed=1) == {"routed": 1}
 
 
-def test_a_stream_counts_what_retention_has_deleted_unread(trial: Trial, tmp_path: Path) -> None:
+def test_a_stream_counts_unread_messages_deleted_by_retention(trial: Trial, tmp_path: Path) -> None:
     trial.publish(10)
     for deleted in trial.admin.delete_records([TopicPartition(trial.topic, 0, 8)]).values():
         deleted.result(WAIT_S)
@@ -103,7 +103,7 @@ def test_a_stream_counts_what_retention_has_deleted_unread(trial: Trial, tmp_pat
     prepared: Any = SimpleNamespace(stream_folder=tmp_path)
     stream = StreamLoop(pipeline, context, TransformSettings(on_lost=SKIP), prepared)
     first = {trial.topic: {0: 2, 1: 0}}
-    # Only what lies before the end of the batch is lost with it; a partition that comes with it has lost nothing.
+    # Only messages before the end of the batch are lost with it; a partition added with it has lost nothing.
     assert stream._lost(first, 0, {trial.topic: {0: 5, 1: 0, 2: 3}}) == 3
     offsets = tmp_path / "checkpoint" / "offsets"
     offsets.mkdir(parents=True)
@@ -112,19 +112,19 @@ def test_a_stream_counts_what_retention_has_deleted_unread(trial: Trial, tmp_pat
     assert stream._lost({trial.topic: {0: 8, 1: 0}}, 0, {trial.topic: {0: 10, 1: 0}}) == 0
 
 
-def test_what_a_dead_stream_left_undecided_is_taken_back(trial: Trial) -> None:
+def test_undecided_batches_of_a_dead_stream_are_aborted(trial: Trial) -> None:
     trial.publish(5)
     dead = trial.loop()
     plan = trial.plan(dead)
     batch = Batch("the-checkpoint", 3, "run", stream_of(trial.id))
     dead.link.call(dead.prepare_offsets(batch, plan.end))
     assert trial.ranges(trial.loop()) == [(0, 0, 5)]
-    # Nor does what is left of that run begin again.
+    # The leftovers of that run do not start again either.
     with pytest.raises(ProducerFenced):
         dead.link.call(dead.prepare_offsets(batch, plan.end))
 
 
-def test_what_a_dead_run_left_undecided_is_taken_back(trial: Trial) -> None:
+def test_undecided_batches_of_a_dead_run_are_aborted(trial: Trial) -> None:
     trial.publish(5)
     dead = trial.loop()
     plan = trial.plan(dead)
@@ -171,12 +171,12 @@ def test_rows_that_the_driver_writes_itself_are_one_transaction_with_the_offsets
     assert len(committed_messages(trial.server.kafka, into)) == 2
 
 
-def test_a_pipeline_that_hangs_in_the_driver_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_that_hangs_in_the_driver_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_loop, "TURN_S_MAX", 0.001)
     with ExitStack() as stack:
         for _ in range(batch_loop.HERE_AT_ONCE + 2):
             stack.enter_context(small_batch_slot())
-    # Only turns that were taken are given back.
+    # Only turns that were taken are returned.
     free = batch_loop._here
     assert [free.acquire(blocking=False) for _ in range(batch_loop.HERE_AT_ONCE + 1)].count(True) == (
         batch_loop.HERE_AT_ONCE
@@ -185,7 +185,7 @@ def test_a_pipeline_that_hangs_in_the_driver_stops_no_other(monkeypatch: pytest.
         free.release()
 
 
-def test_a_pipeline_that_begins_at_the_end_misses_nothing_from_then_on(trial: Trial) -> None:
+def test_a_pipeline_that_starts_at_the_end_misses_nothing_from_then_on(trial: Trial) -> None:
     trial.publish(5)
     loop = trial.loop(start="latest")
     plan = trial.plan(loop)
@@ -195,7 +195,7 @@ def test_a_pipeline_that_begins_at_the_end_misses_nothing_from_then_on(trial: Tr
     trial.publish(2)
     trial.admin.create_partitions([NewPartitions(trial.topic, 3)])[trial.topic].result(WAIT_S)
     trial.publish(1, partition=2)
-    # Whoever comes later goes on there too, and a partition that is new has all of its messages.
+    # Later runs continue there too, and a new partition is read from its start.
     assert trial.ranges(trial.loop(start="latest")) == [(0, 5, 7), (2, 0, 1)]
 
 
@@ -209,7 +209,7 @@ def test_a_replaced_member_cannot_commit(trial: Trial) -> None:
     assert loop.commit(trial.plan(loop)) == 0
 
 
-def test_a_topic_that_is_shorter_than_what_was_read_is_reported(trial: Trial) -> None:
+def test_a_topic_shorter_than_the_read_position_is_reported(trial: Trial) -> None:
     loop = trial.loop()
     group = trial.topic[:100]
     link = loop.link

@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     broker.stop_and_wait()
 
 
-def test_a_role_is_the_rules_that_it_prints(run: Run) -> None:
+def test_a_role_grants_the_rules_that_it_prints(run: Run) -> None:
     granted = run("acl", "grant", "User:ann", "worker", "topic:orders", "group:billing")
     assert granted.lines == [
         "allow User:ann read topic:orders (literal)",
@@ -55,7 +55,7 @@ def test_deleting_a_user_counts_the_rules_that_remain(run: Run, tmp_path: Path) 
         assert [note.split(",")[0] for note in deleted["notes"]] == ["User:gil still has 1 access rule"] * allow
 
 
-def test_revoking_a_role_leaves_denials(run: Run) -> None:
+def test_revoking_a_role_leaves_deny_rules(run: Run) -> None:
     run("acl", "deny", "User:dan", "read", "topic:payroll")
     run("acl", "grant", "User:dan", "reader", "topic:payroll")
     assert run("acl", "explain", "User:dan", "read", "topic:payroll").lines == [
@@ -86,7 +86,7 @@ def test_one_of_two_opposite_rules_is_removed(run: Run) -> None:
         (("writer", "group:billing"), "a writer has no rights on a group, only on"),
     ],
 )
-def test_a_role_that_makes_no_sense_is_refused(run: Run, arguments: tuple[str, ...], says: str) -> None:
+def test_an_invalid_role_is_refused(run: Run, arguments: tuple[str, ...], says: str) -> None:
     refused = run("acl", "grant", "User:ann", *arguments)
     assert refused.code != 0
     assert says in refused.err
@@ -98,7 +98,7 @@ def test_explain_knows_super_users(run: Run) -> None:
     assert document == {"allowed": True, "super_user": True, "rule": None}
 
 
-def test_creating_a_topic_needs_no_right_to_describe_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_a_topic_does_not_require_describe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     _add_user(run, "erin", "allow User:erin create cluster")
     run("acl", "deny", "User:erin", "create", "topic:erins")
     assert run("acl", "explain", "User:erin", "create", "topic:erins").lines == [
@@ -180,7 +180,7 @@ def test_quotas_are_set_listed_and_removed(run: Run) -> None:
 @pytest.mark.parametrize(
     "arguments", [("--produce", "5"), ("user:a",), ("team:a", "--produce", "5"), ("user:a", "user:b", "--produce", "5")]
 )
-def test_a_quota_that_is_not_complete_is_refused(run: Run, arguments: tuple[str, ...]) -> None:
+def test_an_incomplete_quota_is_refused(run: Run, arguments: tuple[str, ...]) -> None:
     assert run("quota", "set", *arguments).code == 2
 
 

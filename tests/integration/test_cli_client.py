@@ -51,7 +51,7 @@ def of(listed: Any, client_id: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("consumer")
-def test_producers_and_consumers_are_listed_with_what_they_are(millstream: CommandLine, topic: str) -> None:
+def test_producers_and_consumers_are_listed_by_kind(millstream: CommandLine, topic: str) -> None:
     listed = millstream("client", "list", "--interval", 0.1, "--json")
     assert listed.code == 0
     (producing,) = of(listed.document, f"{topic}-p")
@@ -67,7 +67,7 @@ def test_producers_and_consumers_are_listed_with_what_they_are(millstream: Comma
     assert listed.document["left_out"] == 0
 
 
-async def test_workers_are_consumers_while_they_wait(server: Server, millstream: CommandLine, topic: str) -> None:
+async def test_waiting_workers_are_listed_as_consumers(server: Server, millstream: CommandLine, topic: str) -> None:
     settings = {"bootstrap.servers": server.kafka, "client.id": f"{topic}-s", "group.id": f"{topic}-s", "log_level": 0}
     async with Client.connect(server.kafka, client_id=f"{topic}-w") as client:
         await client.metadata([topic], create=True)
@@ -87,15 +87,15 @@ def _listed(millstream: CommandLine) -> Any:
     return millstream("client", "list", "--interval", 0, "--json").document
 
 
-def test_millstreams_own_clients_say_their_version(millstream: CommandLine) -> None:
+def test_millstreams_own_clients_report_their_version(millstream: CommandLine) -> None:
     listed = millstream("client", "list", "--all", "--interval", 0.1, "--json").document
-    # The one that asks; the broker may not have noticed yet that those before it are gone.
+    # The one that asks; the broker may not have noticed yet that earlier ones are gone.
     mine, *_ = of(listed, "millstream-cli")
     assert (mine["software"], mine["version"]) == ("millstream", __version__)
 
 
 @pytest.mark.usefixtures("consumer")
-def test_people_get_a_table_and_everybody_on_request(millstream: CommandLine, topic: str) -> None:
+def test_the_table_lists_all_clients_on_request(millstream: CommandLine, topic: str) -> None:
     shown = millstream("client", "list", "--interval", 0)
     header = "CLIENT ID NODE ADDRESS SOFTWARE VERSION ROLE IN/S OUT/S IDLE"
     assert shown.lines[0].split() == header.split()
@@ -136,6 +136,6 @@ def test_a_rate_is_measured_while_data_flows(millstream: CommandLine, producer: 
             pytest.fail("no rate was measured although data flows")
 
 
-def test_a_missing_broker_is_reported(start_server: Any) -> None:
+def test_an_unreachable_broker_is_reported(start_server: Any) -> None:
     alone = CommandLine(start_server().kafka)
     assert "No producer and no consumer" in alone("client", "list", "--interval", 0).out

@@ -1,4 +1,4 @@
-"""`millstream cluster` as people use it: everything starts, is listed, and ends, however the command ends."""
+"""`millstream cluster` end to end: everything starts, is listed, and stops, however the command ends."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def test_a_locked_cluster_has_only_its_administrator_as_user(
     monkeypatch.setenv("MILLSTREAM_PROFILE", "admin")
     assert cluster.command("topic", "create", "orders", "--replication", "2").code == 0
     cluster.wait_until(lambda: not cluster.status()["under_replicated"])
-    # Without the flag, too, once it was locked.
+    # Also without the flag, once it was locked.
     data = Path(cluster.ready["profiles"]).parent
     assert LocalCluster(Plan(nodes=2, data=data, name="locks-itself")).is_locked
-    # etcd accepts only the holders of its certificate; a client of the nodes is none of them.
+    # etcd accepts only its own certificate, not one of a client of the nodes.
     certs.client("alice", data / "certs", as_json=True)
     ca = str(data / "etcd-certs/ca.pem")
     own = {"certificate": str(data / "etcd-certs/node.pem"), "key": str(data / "etcd-certs/node.key")}
@@ -124,7 +124,7 @@ def test_a_locked_cluster_has_only_its_administrator_as_user(
     assert cluster_up.sessions(cluster.ready["etcd"].replace("https:", "http:"), "locks-itself") == {}
 
 
-def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., Up]) -> None:
+def test_a_cluster_starts_survives_a_node_and_stops_cleanly(up: Callable[..., Up]) -> None:
     cluster = up("--nodes", "3", "--set", "lease-ms=2000")
     assert [node["id"] for node in cluster.ready["nodes"]] == [1, 2, 3]
     assert cluster.ready["etcd"].startswith("http://127.0.0.1:")
@@ -136,7 +136,7 @@ def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., U
     assert [node["state"] for node in shown["nodes"]] == ["ready"] * 3
     assert shown["controller"] in (1, 2, 3)
     assert shown["without_leader"] == []
-    # Three nodes on one machine are one rack, and still share replicas and leaders out.
+    # Three nodes on one machine are one rack, and still spread replicas and leaders.
     assert sum(node["replicas"] for node in shown["nodes"]) >= 18
     assert all(node["leads"] for node in shown["nodes"])
 
@@ -178,7 +178,7 @@ def by_hand(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.trial
-def test_a_cluster_outlives_all_its_nodes_until_they_are_started_by_hand(up: Callable[..., Up]) -> None:
+def test_a_cluster_survives_the_loss_of_all_nodes_until_they_are_restarted_by_hand(up: Callable[..., Up]) -> None:
     cluster = up("--nodes", "1", "--set", "lease-ms=1000")
     assert cluster.command("topic", "create", "orders").code == 0
     os.kill(cluster.ready["nodes"][0]["pid"], signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_without_an_etcd_to_start_nothing_is_left_behind(tmp_path: Path, monkeyp
     assert not data.exists()
 
 
-def test_what_was_declared_is_there_again_and_nothing_outlives_the_command(up: Callable[..., Up]) -> None:
+def test_declarations_survive_and_no_process_outlives_the_command(up: Callable[..., Up]) -> None:
     cluster = up("--nodes", "1")
     assert cluster.command("topic", "create", "orders").code == 0
     cluster.process.kill()

@@ -1,4 +1,4 @@
-"""Dead letters by command: what is redriven, what is held by others, and what an interrupted command leaves."""
+"""Dead letters by command: redrives, letters held by others, and interrupted commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def millstream(server: Server) -> CommandLine:
 
 @pytest.fixture
 def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
-    """A subscription with dead letters; its topic is called the same, and theirs has `-dead` behind it."""
+    """A subscription with dead letters; its topic has the same name, and that of the letters ends in `-dead`."""
     name = re.sub("[^a-z0-9]+", "-", str(request.node.name))[-40:].strip("-")
     assert millstream("topic", "create", name).code == 0
     dead = ("--dead-letter", f"{name}-dead")
@@ -55,7 +55,7 @@ def open_letters(millstream: CommandLine, name: str) -> int:
     return next(int(one["letters"]) for one in reported if one["topic"] == f"{name}-dead")
 
 
-def test_letters_beyond_the_limit_are_not_said_to_not_match(millstream: CommandLine, name: str) -> None:
+def test_letters_beyond_the_limit_are_not_reported_as_unmatched(millstream: CommandLine, name: str) -> None:
     redriven = millstream("dlq", "redrive", name, "-n", 6)
     assert (redriven.code, redriven.out, redriven.err) == (0, f"Redrove 6 letters in {name} (6).\n", "")
     purged = millstream("dlq", "purge", name, "-n", 2, "--json").document
@@ -73,9 +73,7 @@ def pulled(millstream: CommandLine, name: str, count: int, *how: object) -> list
     return found
 
 
-def test_a_redrive_delivers_the_originals_again_and_only_in_their_subscription(
-    millstream: CommandLine, name: str
-) -> None:
+def test_a_redrive_redelivers_the_originals_in_their_subscription_only(millstream: CommandLine, name: str) -> None:
     other = f"{name}-other"
     assert millstream("subscription", "create", other, "--topic", name, "--start", "start").code == 0
     originals = pulled(millstream, other, LETTERS, "--accept")
@@ -123,7 +121,7 @@ def test_many_letters_are_redriven_in_rounds(
     monkeypatch.setattr(dead_letter, "BATCH", 3)
     monkeypatch.setattr(dead_letter, "ROUND_MAX", 4)
     monkeypatch.setattr(dead_letter, "SKIPPED_MAX", 2)
-    # Every other letter matches; the others are held back for a while, and are not met again.
+    # Every other letter matches; the others are held back for a while, and are not seen again.
     wanted = "headers['dlq-offset'] IN ('1', '3', '5', '7', '9', '11', '13', '15', '17', '19')"
     counted = millstream("dlq", "redrive", name, "--where", wanted, "--json").document
     assert (counted["redriven"], counted["skipped"], counted["subscriptions"]) == (10, 10, {name: 10})
@@ -132,7 +130,7 @@ def test_many_letters_are_redriven_in_rounds(
     assert open_letters(millstream, name) == 10
 
 
-def test_open_letters_have_metrics_of_their_own(server: Server, millstream: CommandLine, name: str) -> None:
+def test_open_letters_have_their_own_metrics(server: Server, millstream: CommandLine, name: str) -> None:
     assert f'millstream_dead_letters_open{{topic="{name}-dead"}} {LETTERS}.0' in server.metrics()
     assert millstream("dlq", "purge", name, "-n", 5).code == 0
     reported = server.metrics()
@@ -141,14 +139,14 @@ def test_open_letters_have_metrics_of_their_own(server: Server, millstream: Comm
     assert "__dlq/" not in reported, "letters wait for people, not for workers"
 
 
-def test_what_dies_again_is_redriven_again(millstream: CommandLine, name: str) -> None:
+def test_a_message_dead_lettered_again_can_be_redriven_again(millstream: CommandLine, name: str) -> None:
     for _ in range(2):
         assert millstream("dlq", "redrive", name).code == 0
         pulled(millstream, name, LETTERS, "--reject", "no")
         wait_until(lambda: open_letters(millstream, name) == LETTERS)
 
 
-def test_a_letter_that_is_too_large_for_its_topic_is_reported_until_it_fits(millstream: CommandLine) -> None:
+def test_a_letter_too_large_for_its_topic_is_reported_until_it_fits(millstream: CommandLine) -> None:
     name, dead = "narrow-letters", "narrow-letters-dead"
     assert millstream("topic", "create", name).code == 0
     assert millstream("topic", "create", dead, "--set", "max.message.bytes=2000").code == 0
@@ -173,7 +171,7 @@ def test_a_letter_that_is_too_large_for_its_topic_is_reported_until_it_fits(mill
     assert (listed()["refused"], listed()["unreached"]) == (0, [])
 
 
-def test_letters_whose_originals_are_gone_are_left_open_and_can_be_published(
+def test_letters_with_deleted_originals_stay_open_and_can_be_published(
     server: Server, millstream: CommandLine, name: str
 ) -> None:
     asyncio.run(delete_records(server, name, LETTERS - 5))
@@ -199,8 +197,8 @@ async def delete_records(server: Server, topic: str, offset: int) -> None:
         assert response.topics[0].partitions[0].error_code == 0
 
 
-def test_what_is_published_again_is_as_young_as_the_redrive(millstream: CommandLine, name: str) -> None:
-    """Else its topic could delete it before anybody got it, when the letter is closed already."""
+def test_a_republished_message_has_the_time_of_the_redrive(millstream: CommandLine, name: str) -> None:
+    """Otherwise its topic could delete it before delivery, when the letter is already closed."""
     for times in ("1", "2"):
         began_ms = int(time.time() * 1000)
         only = ("--filter", "headers['message-id'] LIKE '%/0/3'")
@@ -211,16 +209,16 @@ def test_what_is_published_again_is_as_young_as_the_redrive(millstream: CommandL
         assert last["timestamp_ms"] >= began_ms
         story = {key: text for key, text in last["headers"] if key.startswith("dlq-")}
         assert story == {"dlq-redriven": times, "dlq-timestamp": str(first["timestamp_ms"])}
-        # It dies again, and keeps that.
+        # It is dead-lettered again, and keeps that time.
         assert len(pulled(millstream, name, 1, "--reject", "no")) == 1
         wait_until(lambda: open_letters(millstream, name) == LETTERS)
 
 
-def test_letters_are_not_sent_to_a_topic_that_is_not_there(millstream: CommandLine, name: str) -> None:
+def test_letters_are_not_published_to_a_missing_topic(millstream: CommandLine, name: str) -> None:
     refused = millstream("dlq", "redrive", name, "--to-topic", "no-such-topic")
     assert (refused.code, "millstream topic create no-such-topic" in refused.err) == (3, True)
     assert millstream("topic", "describe", "no-such-topic").code == 3
-    # A topic that is created again under its name has other messages at the same offsets.
+    # A topic recreated under its name has other messages at the same offsets.
     assert millstream("topic", "delete", name, "--yes").code == 0
     refused = millstream("dlq", "redrive", name)
     assert (refused.code, f"topic {name!r} no longer has the original" in refused.err) == (5, True)
@@ -232,7 +230,7 @@ def test_letters_are_not_sent_to_a_topic_that_is_not_there(millstream: CommandLi
 
 
 @pytest.mark.parametrize("how", ["update", "alter", "delete"])
-def test_letters_that_no_subscription_names_any_more_stay_open(
+def test_letters_of_no_subscription_any_more_stay_open(
     server: Server, millstream: CommandLine, name: str, how: str
 ) -> None:
     dead = f"{name}-dead"
@@ -258,7 +256,7 @@ def test_letters_that_no_subscription_names_any_more_stay_open(
         assert len(pulled(millstream, name, LETTERS, "--accept")) == LETTERS
 
 
-def test_open_letters_are_not_lost_without_force(server: Server, millstream: CommandLine, name: str) -> None:
+def test_open_letters_are_deleted_only_with_force(server: Server, millstream: CommandLine, name: str) -> None:
     dead = f"{name}-dead"
     refused = millstream("subscription", "delete", name, "--yes")
     assert (refused.code, f"{LETTERS} open dead letters" in refused.err, "--force" in refused.err) == (5, True, True)
@@ -283,7 +281,7 @@ async def delete_by_kafka(server: Server, topic: str) -> None:
         await delete_topic(client, topic)
 
 
-async def test_what_another_command_holds_is_reported(server: Server, millstream: CommandLine, name: str) -> None:
+async def test_letters_held_by_another_command_are_reported(server: Server, millstream: CommandLine, name: str) -> None:
     own = f"__dlq/{name}-dead"
     async with Client.connect(server.kafka) as client:
         subscriptions = SubscriptionClient(client)
@@ -299,7 +297,7 @@ async def test_what_another_command_holds_is_reported(server: Server, millstream
         assert reported["settings"][LEASE] == str(LEASE_MS)
 
 
-def test_an_interrupted_purge_mentions_the_letters_that_it_was_closing(
+def test_an_interrupted_purge_mentions_the_letters_it_was_closing(
     millstream: CommandLine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle = SubscriptionClient.settle
@@ -325,7 +323,7 @@ async def test_a_purge_remembers_no_letters(server: Server, name: str) -> None:
     assert not desk._held
 
 
-def test_letters_that_a_count_holds_back_are_reported(
+def test_letters_held_back_by_a_count_are_reported(
     millstream: CommandLine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dead_letter, "BATCH", 5)
@@ -339,9 +337,7 @@ def test_letters_that_a_count_holds_back_are_reported(
     assert open_letters(millstream, name) == 15
 
 
-async def test_an_interrupted_command_gives_back_what_it_held(
-    server: Server, millstream: CommandLine, name: str
-) -> None:
+async def test_an_interrupted_command_returns_its_leases(server: Server, millstream: CommandLine, name: str) -> None:
     async with Client.connect(server.kafka) as client:
         desk = DeadLetterDesk(client, f"{name}-dead", "interrupted", patience_s=10)
         await desk.open()
@@ -366,7 +362,7 @@ async def test_an_interrupted_command_gives_back_what_it_held(
     assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "held_back": 0, "doubtful": 0}
 
 
-def test_a_subscription_on_a_topic_that_is_not_there_yet_is_reported(millstream: CommandLine) -> None:
+def test_a_subscription_on_a_missing_topic_is_reported(millstream: CommandLine) -> None:
     name = "before-its-topic"
     reported = "does not exist yet; its messages are delivered once it is created."
     created = millstream("subscription", "create", name, "--topic", name)

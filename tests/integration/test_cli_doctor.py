@@ -15,7 +15,7 @@ def found(document: Any, check: str) -> list[tuple[str, str]]:
     return [(one["severity"], one["detail"]) for one in document["findings"] if one["check"] == check]
 
 
-def test_a_broker_and_its_folder_are_checked_as_they_live_and_fail(start_server: StartServer) -> None:
+def test_a_broker_and_its_folder_are_checked_running_and_failed(start_server: StartServer) -> None:
     server = start_server()
     millstream = CommandLine(server.kafka)
     millstream("topic", "create", "watched")
@@ -57,7 +57,7 @@ def test_a_broker_and_its_folder_are_checked_as_they_live_and_fail(start_server:
     assert found(silent.document, "broker")[0][0] == "problem"
 
 
-def test_a_broker_inside_a_program_is_well_without_a_gateway(millstream_broker: millstream.Sandbox) -> None:
+def test_an_embedded_broker_without_a_gateway_is_healthy(millstream_broker: millstream.Sandbox) -> None:
     checked = CommandLine(millstream_broker.address)("doctor", "--json")
     assert (checked.code, checked.document["healthy"]) == (0, True)
     assert found(checked.document, "http") == [("ok", "a broker inside a program, without a gateway")]
@@ -72,7 +72,7 @@ def damaged_segment(data: Path, millstream: CommandLine) -> Path:
     return segment
 
 
-def test_a_folder_that_is_none_is_not_found(tmp_path: Path) -> None:
+def test_a_folder_without_data_is_not_found(tmp_path: Path) -> None:
     missing = call_command(["doctor", "--data", str(tmp_path / "missing")])
     assert missing.code == 3
     assert "there is no folder" in missing.out

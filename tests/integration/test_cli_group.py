@@ -46,7 +46,7 @@ def fill(millstream: CommandLine, topic: str, number: int) -> None:
     assert millstream.process("publish", topic, stdin=lines).code == 0
 
 
-def test_a_group_is_seen_with_its_member_and_its_lag(millstream: CommandLine) -> None:
+def test_a_group_is_described_with_its_member_and_its_lag(millstream: CommandLine) -> None:
     fill(millstream, "seen", 10)
     with consuming(millstream, "seers", "seen", 4):
         described = millstream("group", "describe", "seers", "--json").document
@@ -124,7 +124,9 @@ def test_a_group_is_deleted(millstream: CommandLine) -> None:
         (("reset", "nobody"), 2, "--to"),
     ],
 )
-def test_what_cannot_be_is_refused(millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str) -> None:
+def test_invalid_resets_and_deletions_are_refused(
+    millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str
+) -> None:
     refused = millstream("group", *arguments)
     assert (refused.code, refused.out) == (code, "")
     assert said in refused.err

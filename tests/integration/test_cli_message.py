@@ -55,7 +55,7 @@ def test_a_message_is_shown_with_its_batch(millstream: CommandLine, written: str
     assert batch["last_sequence"] - batch["first_sequence"] == batch["records"] - 1
 
 
-def test_people_get_it_laid_out(millstream: CommandLine, written: str) -> None:
+def test_the_default_output_is_readable(millstream: CommandLine, written: str) -> None:
     shown = millstream("message", "show", written, 0, 0)
     assert shown.lines[0] == f"{written}/0@0"
     assert "key       customer-0" in shown.lines
@@ -68,14 +68,14 @@ def test_people_get_it_laid_out(millstream: CommandLine, written: str) -> None:
     assert any(line.startswith("value     null") for line in deletion.lines)
 
 
-def test_the_value_alone(millstream: CommandLine, written: str) -> None:
+def test_only_the_value_is_printed_on_request(millstream: CommandLine, written: str) -> None:
     shown = millstream.process("message", "show", written, 0, 2, "--raw")
     assert json.loads(shown.out)["order"] == 2
     assert not shown.out.endswith("\n")
     assert millstream("message", "show", written, 0, 2, "--raw", "--json").code == 2
 
 
-def test_what_is_not_there_is_reported(millstream: CommandLine, written: str) -> None:
+def test_a_missing_message_is_reported(millstream: CommandLine, written: str) -> None:
     at_the_end = millstream("message", "show", written, 0, 4)
     beyond = millstream("message", "show", written, 0, 99)
     for outcome in (at_the_end, beyond):
@@ -88,7 +88,7 @@ def test_what_is_not_there_is_reported(millstream: CommandLine, written: str) ->
     assert "the partition is empty" in millstream("message", "show", f"{written}-empty", 0, 0).err
 
 
-def test_a_trace_shows_the_life_of_a_message_in_every_subscription(
+def test_a_trace_shows_the_history_of_a_message_in_every_subscription(
     server: Server, millstream: CommandLine, topic: str
 ) -> None:
     assert millstream("topic", "create", topic).code == 0
@@ -126,7 +126,7 @@ def test_a_trace_shows_the_life_of_a_message_in_every_subscription(
     assert (missing.code, f"there is no message at {topic}/0/99" in missing.err) == (3, True)
 
 
-def test_a_ledger_tells_the_life_of_a_message_after_a_crash(tmp_path: Path) -> None:
+def test_a_ledger_has_the_history_of_a_message_after_a_crash(tmp_path: Path) -> None:
     with Server(tmp_path / "data") as server:
         command = CommandLine(server.kafka)
         assert command("topic", "create", "orders").code == 0
@@ -137,5 +137,5 @@ def test_a_ledger_tells_the_life_of_a_message_after_a_crash(tmp_path: Path) -> N
         server.restart(clean=False)
         (after,) = command("message", "trace", "orders/0/0", "--json").document["subscriptions"]
     assert [event["kind"] for event in after["events"]] == ["acquired", "accepted"]
-    # Only where the worker came from was in memory.
+    # Only the address of the worker was in memory.
     assert after == {**before, "client_id": "", "address": ""}

@@ -1,6 +1,6 @@
-"""docs/cli.md has every command with its flags, and what they print with `--json`: every field, under its name.
+"""docs/cli.md lists every command with its flags and its `--json` output: every field, by name.
 
-Fields that the page does not name are found too, unless it says with an ellipsis that there are more.
+Undocumented fields are found too, unless an ellipsis on the page says that there are more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MORE: Final = "…"
 
 Run = Callable[..., Outcome]
 
-# The commands of the page's tables, in an order that works, each with arguments that stand for its own.
+# The commands of the page's tables, in an order that works, each with arguments in place of its placeholders.
 STEPS: Final = {
     "topic create": "topic create orders --partitions 2",
     "topic list": "topic list",
@@ -113,7 +113,7 @@ ELSEWHERE: Final = {
 
 
 class Shape:
-    """What the page says of a document: the names of an object's fields with what each holds."""
+    """The documented shape of a JSON document: the names of an object's fields with the shape of each."""
 
     def __init__(self, text: str) -> None:
         self._tokens = TOKEN.findall(text)
@@ -145,7 +145,7 @@ class Shape:
 
 
 def differences(shape: Any, document: Any, where: str = "") -> Iterator[str]:
-    """Yield what a document has and the page does not name, and the other way round."""
+    """Yield the fields that only the document or only the page has."""
     if isinstance(shape, list) and shape and isinstance(document, list):
         for one in document:
             yield from differences(shape[0], one, f"{where}[]")
@@ -162,7 +162,7 @@ def differences(shape: Any, document: Any, where: str = "") -> Iterator[str]:
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """The commands of the page's tables, each with what it prints."""
+    """The commands of the page's tables, each with its output."""
     before = ""
     for commands, printed in re.findall(r"^\| (.+?) \| (.+) \|$", PAGE.replace("\\|", "/"), re.MULTILINE):
         shapes = re.findall(r"`([{\[].*?)`", printed)
@@ -177,7 +177,7 @@ def rows() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Commands as the super user of a broker of its own, in a folder of their own."""
+    """Commands as the super user of a separate broker, in a separate folder."""
     folder = tmp_path_factory.mktemp("page")
     declare_security(folder / "data", {"admin": "admin-password"})
     broker = EmbeddedBroker(folder / "data", settings={"auth": "required", "super-users": "admin"})
@@ -207,7 +207,7 @@ def test_the_page_has_every_command_with_its_flags() -> None:
     for command, flags in commands(typer.main.get_command(build_app())):
         noun = command.split()[0]
         if noun == "serve" or noun.endswith("-reference"):
-            continue  # Its flags are the settings, which are on a page of their own.
+            continue  # Its flags are the settings, which have their own page.
         text = next((text for title, text in sections.items() if noun in title.split(", ")), "")
         # A plan has its kinds, one after the other.
         words = command.replace("plan balance", "plan drain").replace("plan remove", "plan drain")
@@ -223,7 +223,7 @@ def test_every_command_of_the_tables_is_run() -> None:
         assert any(name.startswith(known) for name, _ in rows()), known
 
 
-def test_commands_print_what_the_page_says(run: Run) -> None:
+def test_commands_print_the_documented_fields(run: Run) -> None:
     Path("password").write_text("a password of alice")
     Path("order.avsc").write_text('{"type": "record", "name": "order", "fields": []}')
     Path("rules.json").write_text('[{"name": "second", "topic": "orders", "targets": ["other"]}]')

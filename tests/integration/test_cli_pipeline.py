@@ -1,4 +1,4 @@
-"""Pipelines by command and over HTTP, on a real server: declared, seen and changed."""
+"""Pipelines by command and over HTTP, on a real server: declared, listed and changed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
     assert millstream("pipeline", "describe", "shown").code == 3
 
 
-def test_what_is_wrong_is_said_before_anything_is_made(millstream: CommandLine, tmp_path: Path) -> None:
+def test_invalid_declarations_are_refused_before_anything_is_created(millstream: CommandLine, tmp_path: Path) -> None:
     refused = millstream("pipeline", "create", "land", "wrong")
     assert (refused.code, "either `topics` or `pattern`" in refused.err) == (2, True)
     refused = millstream("pipeline", "create", "land", "wrong", "--topic", "orders", "--schema", "id lnog")
@@ -89,14 +89,14 @@ def test_what_is_wrong_is_said_before_anything_is_made(millstream: CommandLine, 
     for command in (("start", "wrong"), ("stop", "wrong"), ("delete", "wrong"), ("update", "wrong", "--unset", "lake")):
         refused = millstream("pipeline", *command)
         assert (refused.code, "there is no pipeline 'wrong'" in refused.err) == (3, True)
-    # A topic that cannot be landed is not made.
+    # A topic that cannot be landed is not created.
     name = "x" * 230
     refused = millstream("topic", "create", name, "--land")
     assert (refused.code, "1 to 200 characters" in refused.err) == (2, True)
     assert millstream("topic", "describe", name).code == 3
 
 
-def test_a_statement_has_its_tables_and_columns_by_name(millstream: CommandLine, tmp_path: Path) -> None:
+def test_a_statement_lists_its_tables_and_columns_by_name(millstream: CommandLine, tmp_path: Path) -> None:
     statement = tmp_path / "large.sql"
     statement.write_text("SELECT * FROM orders\nJOIN customers USING (id)\n", encoding="utf-8")
     create = ("pipeline", "create", "transform", "joined", "--sql", f"@{statement}", "--into", "large", "--stopped")
@@ -120,7 +120,7 @@ def test_a_statement_has_its_tables_and_columns_by_name(millstream: CommandLine,
     assert millstream("pipeline", "delete", "joined").code == 0
 
 
-def test_rules_are_put_loaded_and_deleted(millstream: CommandLine, tmp_path: Path) -> None:
+def test_rules_are_added_loaded_and_deleted(millstream: CommandLine, tmp_path: Path) -> None:
     assert millstream("pipeline", "create", "route", "director", "--stopped").code == 0
     put = ("pipeline", "rule", "put", "director", "large", "--topic", "orders", "--to", "a", "--to", "b")
     assert "No rules yet" in millstream("pipeline", "rule", "list", "director").out
@@ -148,7 +148,7 @@ def test_rules_are_put_loaded_and_deleted(millstream: CommandLine, tmp_path: Pat
     assert millstream("pipeline", "delete", "director", "--yes").code == 0
 
 
-def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Client, topic: str) -> None:
+def test_a_topic_is_created_with_its_table(millstream: CommandLine, http: httpx.Client, topic: str) -> None:
     made = millstream("topic", "create", topic, "--land", "--json").document
     assert (made["created"], made["pipeline"]) == (True, f"land-{topic}")
     reported = http.get(f"/pipelines/land-{topic}").json()
@@ -182,7 +182,7 @@ def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Cli
     assert http.delete(f"/pipelines/land-{topic}").status_code == 204
 
 
-def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> None:
+def test_pipelines_over_http(server: Server, http: httpx.Client) -> None:
     rule = {"name": "large", "topic": "web-x", "targets": ["a"], "condition": "payload.total > 5", "subscription": ""}
     new = {"name": "web", "kind": "route", "wanted": False, "rules": [rule]}
     made = http.post("/pipelines", json=new)

@@ -31,7 +31,7 @@ def values(millstream: CommandLine, topic: str, *arguments: object) -> list[str]
     return millstream("tail", topic, "--raw", *arguments).lines
 
 
-def test_a_message_comes_back_with_all_it_had(millstream: CommandLine) -> None:
+def test_a_message_round_trips_with_all_fields(millstream: CommandLine) -> None:
     millstream("topic", "create", "whole")
     published = millstream(
         "publish", "whole", "hello", "-k", "customer-7", "-H", "region=eu", "-H", "region=de", "--json"
@@ -53,7 +53,7 @@ def test_a_message_comes_back_with_all_it_had(millstream: CommandLine) -> None:
     }
 
 
-def test_the_publishers_own_id_wins(millstream: CommandLine) -> None:
+def test_an_explicit_id_is_kept(millstream: CommandLine) -> None:
     assert millstream("publish", "named", "x", "--header", "message-id=order-1").out == "order-1\n"
     assert millstream("tail", "named", "--json").document["id"] == "order-1"
 
@@ -65,7 +65,7 @@ def test_lines_of_standard_input_are_messages(millstream: CommandLine) -> None:
     assert values(millstream, "lines") == ["one", "", "three"]
 
 
-def test_a_large_file_goes_in_once_and_in_order(millstream: CommandLine, tmp_path: Path) -> None:
+def test_a_large_file_is_published_once_and_in_order(millstream: CommandLine, tmp_path: Path) -> None:
     lines = [f"{number}-{'x' * 100}" for number in range(20_000)]
     (tmp_path / "input").write_text("\n".join(lines))
     millstream("topic", "create", "large")
@@ -120,7 +120,7 @@ def test_a_partition_can_be_chosen(millstream: CommandLine) -> None:
         (("x", "--compression", "zip"), 2, "zip"),
     ],
 )
-def test_a_mistaken_publish_is_refused(
+def test_an_invalid_publish_is_refused(
     millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str
 ) -> None:
     refused = millstream("publish", "mistaken", *arguments)
@@ -128,7 +128,7 @@ def test_a_mistaken_publish_is_refused(
     assert said in refused.err
 
 
-def test_a_line_without_its_key_stops_and_says_what_is_stored(millstream: CommandLine) -> None:
+def test_a_line_without_its_key_stops_and_reports_what_is_stored(millstream: CommandLine) -> None:
     refused = millstream.process("publish", "broken", "--key-separator", "=", stdin=b"a=1\nb")
     assert refused.code == 1
     assert "line 2 of the input has no '=' between key and value: 'b'" in refused.err
@@ -154,7 +154,7 @@ def test_a_delayed_message_is_delivered_later(millstream: CommandLine, topic: st
     assert [one["value"] for one in pulled] == ["at once"]
 
 
-def test_tail_passes_a_batch_that_it_cannot_decompress(server: Server, millstream: CommandLine) -> None:
+def test_tail_skips_a_batch_that_it_cannot_decompress(server: Server, millstream: CommandLine) -> None:
     millstream("topic", "create", "garbled")
     millstream("publish", "garbled", "before")
     batch = encode_batch([NewRecord(None, b"no gzip", (), 1)] * 2)
@@ -175,7 +175,7 @@ def test_tail_passes_a_batch_that_it_cannot_decompress(server: Server, millstrea
         assert "millstream: not everything could be shown: garbled-0: the batch at offsets 1 to 2" in reported.err
 
 
-def test_names_of_topics_complete(server: Server, millstream: CommandLine) -> None:
+def test_topic_names_are_completed(server: Server, millstream: CommandLine) -> None:
     for name in ("completed-one", "completed-two", "other"):
         millstream("topic", "create", name)
 
@@ -216,7 +216,7 @@ def test_tail_starts_at_the_given_position(millstream: CommandLine) -> None:
     assert millstream("tail", "positions", "--from", "noon").code == 2
 
 
-def test_people_see_json_laid_out_and_no_control_characters(millstream: CommandLine) -> None:
+def test_json_is_indented_and_control_characters_are_escaped(millstream: CommandLine) -> None:
     millstream("publish", "pretty", '{"b":[1,2],"a":"ü"}', "-k", "k", "-H", "h=v")
     millstream("publish", "pretty", "plain \x1b[2J text")
     shown = millstream("tail", "pretty").out
@@ -226,12 +226,12 @@ def test_people_see_json_laid_out_and_no_control_characters(millstream: CommandL
     assert "plain \\x1b[2J text" in shown
 
 
-def test_bytes_that_are_no_text_survive_json(millstream: CommandLine) -> None:
+def test_binary_values_survive_json(millstream: CommandLine) -> None:
     millstream.process("publish", "binary", stdin=b"\xff\xfe\n")
     assert millstream("tail", "binary", "--json").document["value"] == {"base64": "//4="}
 
 
-def test_follow_shows_what_comes(millstream: CommandLine) -> None:
+def test_follow_prints_new_messages(millstream: CommandLine) -> None:
     millstream("publish", "followed", "before")
     command = [sys.executable, "-m", "millstream.cli.main", "tail", "followed", "-f", "--json", "--brokers"]
     with child_process([*command, millstream.brokers], stdout=subprocess.PIPE) as tail:
@@ -244,7 +244,7 @@ def test_follow_shows_what_comes(millstream: CommandLine) -> None:
             tail.terminate()
 
 
-def test_follow_ends_after_the_number_asked_for(millstream: CommandLine) -> None:
+def test_follow_ends_after_the_requested_number(millstream: CommandLine) -> None:
     millstream("publish", "counted", "one")
     command = [
         sys.executable,
@@ -267,7 +267,7 @@ def test_follow_ends_after_the_number_asked_for(millstream: CommandLine) -> None
         assert tail.wait() == 0
 
 
-def test_a_reader_that_has_enough_is_no_error(millstream: CommandLine) -> None:
+def test_a_closed_pipe_is_not_an_error(millstream: CommandLine) -> None:
     millstream.process("publish", "cut", stdin=b"x\n" * 5000)
     command = f"{sys.executable} -m millstream.cli.main tail cut --from start --brokers {millstream.brokers} | head -1"
     cut = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ StartServer = Callable[..., Server]
 LINES = 30_000
 
 
-def test_a_run_that_lives_through_a_crash_of_the_broker_stores_every_line_once(
+def test_a_publish_through_a_crash_of_the_broker_stores_every_line_once(
     start_server: StartServer, tmp_path: Path
 ) -> None:
     server = start_server()

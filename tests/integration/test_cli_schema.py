@@ -58,7 +58,7 @@ def test_the_level_is_set_and_reset(millstream: CommandLine, topic: str, tmp_pat
     assert millstream("schema", "compatibility", topic, "--set", "never").code == ExitCode.USAGE
 
 
-def test_mistakes_are_explained(millstream: CommandLine, topic: str, tmp_path: Path) -> None:
+def test_errors_are_explained(millstream: CommandLine, topic: str, tmp_path: Path) -> None:
     file = tmp_path / "paid.txt"
     file.write_text("{}")
     assert "--type" in millstream("schema", "register", topic, str(file)).err
@@ -70,7 +70,7 @@ def test_mistakes_are_explained(millstream: CommandLine, topic: str, tmp_path: P
 def test_a_registrys_topic_is_imported_with_its_ids_and_exported(
     server: Server, millstream: CommandLine, topic: str
 ) -> None:
-    """As Confluent's registry writes it: compacted, with configurations, deletions and records of no interest."""
+    """As written by Confluent's registry: compacted, with configurations, deletions and irrelevant records."""
     inner, outer = '{"type":"record","name":"In","fields":[]}', '{"type":"array","items":"In"}'
     reference = [{"name": "In", "subject": "in", "version": 1}]
     stored: list[tuple[dict[str, Any], dict[str, Any] | None]] = [

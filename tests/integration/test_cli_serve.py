@@ -55,11 +55,11 @@ def first_line(serve: subprocess.Popen[str]) -> str:
 
 
 def until_healthy(server: Server) -> None:
-    """A node on a busy machine may still be loading when it says that it listens."""
+    """Wait for health: a node on a busy machine may still be loading when it reports that it listens."""
     wait_until(lambda: get(server, "/healthz").status_code == 200)
 
 
-def test_people_get_a_banner(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_banner(tmp_path: Path) -> None:
     with served(tmp_path) as serve:
         lines = [first_line(serve) for _ in range(5)]
         serve.send_signal(signal.SIGINT)
@@ -85,11 +85,11 @@ def test_programs_get_one_line_and_may_have_json_logs(tmp_path: Path) -> None:
     assert serve.returncode == 0
 
 
-def test_the_second_signal_does_not_wait(tmp_path: Path) -> None:
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     with served(tmp_path, "--json", "--shutdown-ms", "600000") as serve:
         host, _, port = json.loads(first_line(serve))["kafka"].rpartition(":")
         with socket.create_connection((host, int(port))) as held:
-            # A request that is never sent to its end holds an orderly stop up for as long as it may.
+            # A request that never ends delays a clean stop for as long as it may.
             held.sendall((1000).to_bytes(4, "big"))
             wait_until(lambda: any(c.raddr for c in psutil.Process(serve.pid).net_connections()))
             serve.send_signal(signal.SIGTERM)
@@ -101,7 +101,7 @@ def test_the_second_signal_does_not_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["kafka", "http"])
-def test_a_taken_port_names_the_flag(tmp_path: Path, flag: str) -> None:
+def test_a_port_in_use_names_the_flag(tmp_path: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         other = {"kafka": "http", "http": "kafka"}[flag]
@@ -137,31 +137,31 @@ def test_a_folder_in_use_is_a_conflict(start_server: StartServer) -> None:
         (("--group-consumer-heartbeat-ms", "60000"), "is larger than group-consumer-session-ms (45000)"),
     ],
 )
-def test_a_wrong_setting_is_a_mistake_in_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_an_invalid_setting_is_a_usage_error(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     refused = call_command(["serve", "--data", str(tmp_path), *FREE, *arguments])
     assert (refused.code, refused.out) == (2, "")
     assert said in refused.err
 
 
-def test_a_config_file_that_is_missing_is_not_found(tmp_path: Path) -> None:
+def test_a_missing_config_file_is_not_found(tmp_path: Path) -> None:
     refused = call_command(["serve", "--data", str(tmp_path), *FREE, "--config", "missing.toml"])
     assert (refused.code, refused.out, refused.err) == (3, "", "millstream: config file missing.toml does not exist\n")
 
 
-def test_an_address_that_is_none_is_a_mistake_in_usage(tmp_path: Path) -> None:
+def test_an_invalid_address_is_a_usage_error(tmp_path: Path) -> None:
     refused = run_command(["serve", "--data", "data", "--kafka", "9092"], cwd=tmp_path)
     assert (refused.code, refused.out) == (2, "")
     assert "kafka must be HOST:PORT" in refused.err
 
 
-def test_a_variable_that_is_no_setting_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLSTREAM_NODE_IDD", "4")
     refused = call_command(["serve", "--data", str(tmp_path), *FREE])
     assert (refused.code, refused.out) == (2, "")
     assert "MILLSTREAM_NODE_IDD, which is not a setting of a node; did you mean 'node-id'?" in refused.err
 
 
-def test_a_stop_that_cannot_be_marked_is_no_success(tmp_path: Path) -> None:
+def test_a_stop_that_cannot_be_marked_as_clean_fails(tmp_path: Path) -> None:
     with served(tmp_path, "--json") as serve:
         first_line(serve)
         (tmp_path / "data" / "clean-stop" / "in-the-way").mkdir(parents=True)
@@ -171,7 +171,7 @@ def test_a_stop_that_cannot_be_marked_is_no_success(tmp_path: Path) -> None:
     assert "millstream: the node has stopped, but not cleanly" in logged
 
 
-def test_a_node_on_every_address_advertises_the_one_that_the_client_used(start_server: StartServer) -> None:
+def test_a_node_on_all_addresses_advertises_the_one_the_client_used(start_server: StartServer) -> None:
     server = start_server(kafka="0.0.0.0:0", insecure="true")
     port = int(server.kafka.rpartition(":")[2])
 
@@ -207,13 +207,15 @@ def test_a_node_on_every_address_advertises_the_one_that_the_client_used(start_s
         ),
     ],
 )
-def test_an_address_that_no_one_can_connect_to_is_not_advertised(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_an_unreachable_address_is_not_advertised(tmp_path: Path, flags: tuple[str, ...]) -> None:
     refused = call_command(["serve", "--data", str(tmp_path), *FREE, *flags])
     assert (refused.code, "--advertise" in refused.err) == (2, True)
 
 
 @pytest.mark.parametrize(("folders", "before", "now"), [(["node-1", "node-1001"], 2, 1), (["."], 1, 2)])
-def test_a_member_of_a_cluster_keeps_its_processes(tmp_path: Path, folders: list[str], before: int, now: int) -> None:
+def test_a_member_of_a_cluster_keeps_its_number_of_processes(
+    tmp_path: Path, folders: list[str], before: int, now: int
+) -> None:
     for folder in folders:
         (tmp_path / folder / "partitions").mkdir(parents=True)
     stores = ["--etcd", "http://127.0.0.1:1", "--catalog", "postgresql://127.0.0.1:1/x"]
@@ -231,18 +233,18 @@ def test_a_member_of_a_cluster_keeps_its_processes(tmp_path: Path, folders: list
     ],
 )
 @pytest.mark.parametrize("insecure", [False, True])
-def test_an_open_address_is_refused_unless_that_is_accepted(
+def test_an_unauthenticated_public_address_is_refused_without_insecure(
     tmp_path: Path, flags: list[str], advice: str, insecure: bool
 ) -> None:
     given = ["--insecure"] if insecure else []
-    # With --insecure, it is the address that cannot be advertised that is refused, so that no node is left running.
+    # With --insecure, the address that cannot be advertised is refused instead, so that no node is left running.
     ended = call_command(["serve", "--data", str(tmp_path), *FREE, *flags, *given, "--advertise", "0.0.0.0:1"])
     assert ended.code == 2
     assert (advice in ended.err and "pass --insecure" in ended.err) is not insecure
     assert ("--advertise" in ended.err) is insecure
 
 
-def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_flag_overrides_the_file(start_server: StartServer, tmp_path: Path) -> None:
     (tmp_path / "node.toml").write_text("node-id = 5\ndefault-partitions = 3\nauto-create-topics = true\n")
     server = start_server(config=tmp_path / "node.toml", node_id=7, auto_create_topics="false")
     millstream = CommandLine(server.kafka)
@@ -277,12 +279,12 @@ def test_health_and_metrics_are_served_by_a_process_that_ends_with_the_broker(st
     assert alive == []
 
 
-def test_a_gateway_that_dies_is_started_again_and_stops_with_its_broker(start_server: StartServer) -> None:
+def test_a_dead_gateway_is_restarted_and_stops_with_its_broker(start_server: StartServer) -> None:
     server = start_server(forked=False)
     until_healthy(server)
     (first,) = gateways(server)
     first.kill()
-    # Until it is gone it may still take a connection, and drop it.
+    # Until it is gone it may still accept a connection, and drop it.
     first.wait(DEADLINE_S)
     until_healthy(server)
     (second,) = gateways(server)
@@ -297,7 +299,7 @@ def open_to_others(folder: Path) -> list[str]:
     return [str(path) for path in (folder, *folder.rglob("*")) if path.lstat().st_mode & 0o077]
 
 
-def test_the_data_folder_is_for_its_own_user_only(start_server: StartServer) -> None:
+def test_the_data_folder_is_private(start_server: StartServer) -> None:
     server = start_server()
     until_healthy(server)
     httpx.post(f"http://{server.http}/v1/topics/orders/messages", content=b"hello", timeout=DEADLINE_S)
@@ -311,7 +313,7 @@ def test_the_data_folder_is_for_its_own_user_only(start_server: StartServer) -> 
     assert "removed the access of other users" in server.log.read_text()
 
 
-def test_the_data_folder_has_only_what_the_page_lists(start_server: StartServer) -> None:
+def test_the_data_folder_contains_only_documented_files(start_server: StartServer) -> None:
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
     listed = page.split("```\nmillstream-data/\n", 1)[1].split("```", 1)[0]
     known = {

@@ -1,4 +1,4 @@
-"""Subscriptions by command: which messages are leased, by which workers, and errors for missing ones."""
+"""Subscriptions by command: leased messages, their workers, and errors for missing ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
     return name
 
 
-def test_errors_name_what_was_typed(millstream: CommandLine, name: str) -> None:
+def test_errors_use_the_names_that_were_typed(millstream: CommandLine, name: str) -> None:
     cases: list[tuple[tuple[object, ...], str]] = [
         (("--lease", 0.01), "--lease (in seconds) must be at least 0.1, not 0.01"),
         (("--lease", 50_000), "--lease (in seconds) must be at most 43200, not 50000"),
@@ -47,13 +47,13 @@ def test_errors_name_what_was_typed(millstream: CommandLine, name: str) -> None:
             assert said in refused.err
 
 
-def test_a_seek_in_a_partition_that_is_not_there_finds_nothing(millstream: CommandLine, name: str) -> None:
+def test_a_seek_in_a_missing_partition_is_not_found(millstream: CommandLine, name: str) -> None:
     refused = millstream("subscription", "seek", name, "--to", "start", "--partition", 7)
     assert (refused.code, "has no queue there" in refused.err) == (3, True)
     assert millstream("subscription", "seek", name, "--to", "start", "--partition", 0).code == 0
 
 
-def test_a_pull_of_what_is_delivered_at_most_once_holds_nothing(millstream: CommandLine, name: str) -> None:
+def test_an_at_most_once_pull_leases_nothing(millstream: CommandLine, name: str) -> None:
     assert millstream("subscription", "update", name, "--delivery", "at-most-once").code == 0
     assert millstream.process("publish", name, stdin=b"a\n").code == 0
     said = millstream("subscription", "pull", name, "--wait", 60).err
@@ -71,8 +71,8 @@ def test_a_pull_reports_the_outcome_of_its_messages(millstream: CommandLine, nam
     assert millstream("subscription", "pull", name, "--accept", "--json").err == ""
 
 
-def test_the_backlog_is_the_sum_of_what_messages_wait_for(millstream: CommandLine, name: str) -> None:
-    """Also of messages that no worker has asked for yet, which the queue has not looked at."""
+def test_the_backlog_is_the_sum_of_its_states(millstream: CommandLine, name: str) -> None:
+    """It includes messages that the queue has not scanned yet."""
 
     def counted() -> dict[str, int]:
         (queue,) = millstream("subscription", "describe", name, "--json").document["queues"]
@@ -88,7 +88,7 @@ def test_the_backlog_is_the_sum_of_what_messages_wait_for(millstream: CommandLin
     assert sum(found.values()) == 2 * found["backlog"]
 
 
-def test_every_interface_reports_who_holds_a_message(server: Server, millstream: CommandLine, name: str) -> None:
+def test_every_interface_reports_the_holder_of_a_message(server: Server, millstream: CommandLine, name: str) -> None:
     assert millstream("subscription", "update", name, "--lease", LEASE_S).code == 0
     assert "No worker holds a message." in millstream("subscription", "leases", name).out
     assert millstream.process("publish", name, stdin=b"a\nb\nc\nd\n").code == 0
@@ -107,7 +107,7 @@ def test_every_interface_reports_who_holds_a_message(server: Server, millstream:
             table = millstream("subscription", "leases", name).out
             cut = ms.leases(name, limit=1)
     assert (by_sdk.left_out, by_http["left_out"], by_command["left_out"]) == (0, 0, 0)
-    # The last two may have come one by one, and end at different times then.
+    # The last two may have come one by one, with different expiries.
     assert [offset for one in by_sdk.leases for offset in range(one.start, one.end)] == [0, 1, 2, 3]
     assert all(one.attempt == 1 and 0 < one.left_ms <= LEASE_S * 1000 < one.deadline_ms for one in by_sdk.leases)
     cli, till, packer = by_sdk.leases[:3]
@@ -127,7 +127,7 @@ def _identity(lease: dict[str, Any]) -> tuple[object, ...]:
     return tuple(lease[key] for key in keys)
 
 
-def test_an_endpoint_to_which_no_node_pushes_is_reported(millstream: CommandLine, name: str) -> None:
+def test_an_endpoint_that_no_node_pushes_to_is_reported(millstream: CommandLine, name: str) -> None:
     reported = "is a private address, to which node 1 does not push; allow it with --push-private-addresses true.\n"
     push = ("--push", "http://127.0.0.1:1/hook")
     assert millstream("subscription", "create", f"{name}-2", "--topic", name, *push).err == f"127.0.0.1 {reported}"
@@ -141,7 +141,7 @@ def test_an_endpoint_to_which_no_node_pushes_is_reported(millstream: CommandLine
         assert millstream("subscription", "delete", one, "--yes").code == 0
 
 
-def test_if_not_exists_says_what_differs_and_is_a_conflict(millstream: CommandLine) -> None:
+def test_if_not_exists_reports_differences_as_a_conflict(millstream: CommandLine) -> None:
     create = ("subscription", "create", "once", "--if-not-exists")
     assert millstream(*create, "--topic", "web", "--attempts", 3).code == 0
     again = millstream(*create, "--topic", "web", "--attempts", 3)

@@ -29,7 +29,7 @@ def test_tail_shows_only_committed_records_by_default(millstream: CommandLine) -
             producer.commit_transaction(WAIT_S)
         else:
             producer.abort_transaction(WAIT_S)
-    # A commit gets a response when it is decided; its markers, and with them the records, follow.
+    # A commit is acknowledged when it is decided; its markers, and with them the records, follow.
     wait_until(lambda: millstream("tail", "paid", "--raw").lines == ["kept 1", "kept 3", "kept 5"])
     assert millstream("tail", "paid", "--raw", "-n", 2).lines == ["kept 3", "kept 5"]
     everything = millstream("tail", "paid", "--raw", "--from", "start", "--isolation", "uncommitted").lines

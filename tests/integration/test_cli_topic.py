@@ -16,7 +16,7 @@ def millstream(server: Server) -> CommandLine:
     return CommandLine(server.kafka)
 
 
-def test_a_topic_lives_from_create_to_delete(millstream: CommandLine) -> None:
+def test_a_topic_from_create_to_delete(millstream: CommandLine) -> None:
     created = millstream("topic", "create", "life", "--partitions", 3, "--set", "retention.ms=1000", "--json")
     assert created.code == 0
     said = {"topic": "life", "id": "", "partitions": 3, "replication": 1, "created": True, "notes": []}
@@ -45,7 +45,7 @@ def test_a_topic_lives_from_create_to_delete(millstream: CommandLine) -> None:
     assert millstream("topic", "describe", "life").code == 3
 
 
-def test_topics_are_listed_without_the_brokers_own(millstream: CommandLine) -> None:
+def test_topics_are_listed_without_internal_ones(millstream: CommandLine) -> None:
     millstream("topic", "create", "listed-b")
     millstream("topic", "create", "listed-a", "--partitions", 2)
     mine = [
@@ -60,7 +60,7 @@ def test_topics_are_listed_without_the_brokers_own(millstream: CommandLine) -> N
     assert "__consumer_offsets" not in text.out
 
 
-def test_a_description_can_be_read_by_people(millstream: CommandLine) -> None:
+def test_a_description_is_readable(millstream: CommandLine) -> None:
     millstream("topic", "create", "shown", "--set", "segment.ms=5000")
     shown = millstream("topic", "describe", "shown")
     assert shown.lines[0] == "shown  (1 partition, 0 messages)"
@@ -70,7 +70,7 @@ def test_a_description_can_be_read_by_people(millstream: CommandLine) -> None:
     assert any(line.split() == ["segment.ms", "5000", "this", "topic"] for line in shown.lines)
 
 
-def test_a_topic_that_exists_is_a_conflict_unless_that_is_fine(millstream: CommandLine) -> None:
+def test_an_existing_topic_is_a_conflict_unless_allowed(millstream: CommandLine) -> None:
     millstream("topic", "create", "twice")
     again = millstream("topic", "create", "twice")
     assert (again.code, again.out) == (5, "")
@@ -94,7 +94,7 @@ def test_a_topic_that_exists_is_a_conflict_unless_that_is_fine(millstream: Comma
         (("alter", "odd"), 2, "nothing to change"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(
+def test_invalid_topics_are_refused_in_one_sentence(
     millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str
 ) -> None:
     refused = millstream("topic", *arguments)
@@ -104,7 +104,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert refused.err.count("\n") == 1
 
 
-def test_a_setting_that_is_none_cannot_be_taken_back(millstream: CommandLine) -> None:
+def test_an_unknown_setting_cannot_be_unset(millstream: CommandLine) -> None:
     millstream("topic", "create", "spelled")
     refused = millstream("topic", "alter", "spelled", "--unset", "retention.sm")
     assert (refused.code, refused.out) == (2, "")
@@ -121,7 +121,7 @@ def test_changing_a_missing_topic_does_not_advise_creating_it(
     assert "topic 'never-made' does not exist; millstream topic list shows those that do" in refused.err
 
 
-def test_a_question_that_is_not_answered_with_yes_ends_with_1_and_changes_nothing(millstream: CommandLine) -> None:
+def test_a_declined_confirmation_exits_with_1_and_changes_nothing(millstream: CommandLine) -> None:
     millstream("topic", "create", "kept")
     terminal, theirs = pty.openpty()
     try:
@@ -146,14 +146,14 @@ def test_a_topic_never_shrinks(millstream: CommandLine) -> None:
     assert "has 2 partitions" in refused.err
 
 
-def test_no_broker_is_distinguished_and_says_what_to_do() -> None:
+def test_an_unreachable_broker_is_reported_with_advice() -> None:
     refused = CommandLine("127.0.0.1:1")("topic", "list", "--timeout", 1)
     assert (refused.code, refused.out) == (4, "")
     assert "start one with `millstream serve`" in refused.err
 
 
 @pytest.mark.parametrize("address", ["localhost", "http://127.0.0.1:9092", "127.0.0.1 :9092"])
-def test_an_address_that_is_none_is_a_mistake_in_usage(address: str) -> None:
+def test_an_invalid_address_is_a_usage_error(address: str) -> None:
     refused = CommandLine(address)("topic", "list")
     assert refused.code == 2
     assert "HOST:PORT" in refused.err

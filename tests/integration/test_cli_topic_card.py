@@ -1,4 +1,4 @@
-"""Whose a topic is, what it is about, where its contract lies: set and shown by the commands and by Kafka tools."""
+"""The owner, description and contract of a topic: set and shown by the commands and by Kafka tools."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_a_topic_without_a_card_has_none(millstream: CommandLine, topic: str) ->
     assert millstream("topic", "describe", topic, "--json").document["overrides"] == {}
 
 
-def test_what_is_no_text_is_refused(millstream: CommandLine, topic: str) -> None:
+def test_invalid_text_is_refused(millstream: CommandLine, topic: str) -> None:
     refused = millstream("topic", "create", topic, "--owner", "two\nlines")
     assert refused.code == 2
     assert "millstream.owner is one line of printable text" in refused.err
 
 
-def test_kafka_tools_see_and_set_it_too(server: Server, millstream: CommandLine, topic: str) -> None:
+def test_kafka_tools_read_and_write_the_card(server: Server, millstream: CommandLine, topic: str) -> None:
     assert millstream("topic", "create", topic, "--owner", "team-billing").code == 0
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     resource = ConfigResource(ResourceType.TOPIC, topic)
@@ -69,7 +69,7 @@ def test_kafka_tools_see_and_set_it_too(server: Server, millstream: CommandLine,
     assert card(millstream, topic) == ("team-billing", "From elsewhere", None)
 
 
-def test_it_outlives_a_restart(start_server: object) -> None:
+def test_the_card_survives_a_restart(start_server: object) -> None:
     assert callable(start_server)
     server: Server = start_server()
     millstream = CommandLine(server.kafka)

@@ -33,7 +33,7 @@ def millstream(server: Server) -> CommandLine:
 
 @pytest.fixture
 def writer(server: Server, millstream: CommandLine, topic: str) -> Producer:
-    """A producer with a transaction that it has begun and does not end."""
+    """A producer with an open transaction."""
     assert millstream("topic", "create", topic).code == 0
     settings = {"bootstrap.servers": server.kafka, "transactional.id": f"of {topic}", "log_level": 0}
     producer = Producer(settings)
@@ -68,7 +68,7 @@ def test_a_transaction_is_found_and_aborted(millstream: CommandLine, writer: Pro
     assert millstream("transaction", "abort", name).code == 5
 
 
-def test_what_its_coordinator_knows_is_not_torn_unless_someone_insists(
+def test_a_transaction_known_to_its_coordinator_is_aborted_on_a_partition_only_with_force(
     millstream: CommandLine, writer: Producer, topic: str
 ) -> None:
     described = millstream("transaction", "describe", f"of {topic}", "--json").document
@@ -87,7 +87,7 @@ def test_what_its_coordinator_knows_is_not_torn_unless_someone_insists(
 
 
 async def write_marker(client: Client, where: tuple[str, int], producer_id: int, epoch: int, coordinator: int) -> int:
-    """Write an abort as no coordinator would; the response is Kafka's code."""
+    """Write an abort marker as no coordinator would; return Kafka's error code."""
     from kio.schema.write_txn_markers.v1 import request
 
     messages: Any = request
@@ -103,7 +103,7 @@ async def write_marker(client: Client, where: tuple[str, int], producer_id: int,
     return int(response.markers[0].topics[0].partitions[0].error_code)
 
 
-async def test_a_made_up_epoch_does_not_wedge_an_id(
+async def test_an_invented_epoch_does_not_block_an_id(
     server: Server, millstream: CommandLine, writer: Producer, topic: str
 ) -> None:
     described = await asyncio.to_thread(millstream, "transaction", "describe", f"of {topic}", "--json")
@@ -118,23 +118,21 @@ async def test_a_made_up_epoch_does_not_wedge_an_id(
         await asyncio.to_thread(writer.commit_transaction, WAIT_S)
 
 
-def test_an_id_that_is_not_known(millstream: CommandLine) -> None:
+def test_an_unknown_id_is_refused(millstream: CommandLine) -> None:
     described = millstream("transaction", "describe", "nobody")
     assert (described.code, described.out) == (3, "")
     assert "transactional id 'nobody' does not exist; millstream transaction list" in described.err
     assert millstream("transaction", "abort", "nobody").code == 3
 
 
-def test_a_state_that_there_is_not(millstream: CommandLine) -> None:
+def test_an_unknown_state_is_refused(millstream: CommandLine) -> None:
     listed = millstream("transaction", "list", "--state", "Bogus")
     assert (listed.code, listed.out) == (2, "")
     assert "no state 'Bogus'" in listed.err
     assert "PrepareCommit" in listed.err
 
 
-def test_only_what_runs_is_said_to_be_aborted_after_a_while(
-    millstream: CommandLine, writer: Producer, topic: str
-) -> None:
+def test_only_an_open_transaction_has_a_timeout(millstream: CommandLine, writer: Producer, topic: str) -> None:
     described = millstream("transaction", "describe", f"of {topic}").out
     assert re.search(r"begun \d+ s ago, aborted after 60 s", described)
     writer.commit_transaction(WAIT_S)
@@ -216,7 +214,7 @@ async def test_a_transaction_of_millstreams_own_client(server: Server, topic: st
             producer = following
 
 
-def test_what_its_coordinator_has_forgotten_is_found_and_ended(tmp_path: Path) -> None:
+def test_a_transaction_forgotten_by_its_coordinator_is_found_and_ended(tmp_path: Path) -> None:
     with Server(tmp_path / "data") as server:
         millstream = CommandLine(server.kafka)
         assert millstream("topic", "create", "orders").code == 0

@@ -1,4 +1,4 @@
-"""Clients that go while a real broker waits on their behalf."""
+"""Clients that disconnect while a real broker waits on their behalf."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FETCH_V4 = struct.Struct(">hhih")
 
 
 def waiting(server: Server) -> int:
-    """How many fetches wait."""
+    """The number of waiting fetches."""
     lines = server.metrics().splitlines()
     return next(int(float(line.split()[1])) for line in lines if line.startswith("millstream_fetch_waiting "))
 
@@ -42,7 +42,7 @@ def until_waiting(server: Server, count: int) -> None:
 
 
 def long_poll(topic: bytes, offset: int) -> bytes:
-    """A fetch of version 4 that waits for five minutes for more bytes than will ever come."""
+    """A fetch of version 4 that waits five minutes for more bytes than will ever arrive."""
     body = FETCH_V4.pack(1, 4, 7, -1) + struct.pack(">iiiib", -1, 300_000, 1 << 20, 1 << 20, 0)
     body += struct.pack(">ih", 1, len(topic)) + topic + struct.pack(">iiqi", 1, 0, offset, 1 << 20)
     return struct.pack(">i", len(body)) + body
@@ -57,13 +57,13 @@ def test_long_polls_end_with_their_clients(tmp_path: Path) -> None:
         polling = [clients.enter_context(socket.create_connection((host, int(port)))) for _ in range(POLLS)]
         for number, client in enumerate(polling):
             client.settimeout(SOON_S)
-            # Behind some of them so much waits that the broker has stopped to read.
+            # Behind some of them so much waits that the broker has stopped reading.
             client.sendall(long_poll(b"t", 0) * (1 if number % 2 else 200))
         until_waiting(server, POLLS)
         for client in polling[:10]:
             client.close()
         until_waiting(server, POLLS - 10)
-        # Who has closed one half only gets what there is, for every request.
+        # A half-closed client gets what is available, for every request.
         for number, client in enumerate(polling[10:], 10):
             client.shutdown(socket.SHUT_WR)
             received = bytearray()
@@ -74,7 +74,7 @@ def test_long_polls_end_with_their_clients(tmp_path: Path) -> None:
 
 
 class Transaction:
-    """A transaction of a client that sends requests of its own making, with the same epoch from one to the next."""
+    """A transaction of a client that builds its own requests, with the same epoch throughout."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -137,14 +137,14 @@ class Transaction:
 
 
 @pytest.mark.parametrize("kind", ["produce", "end"])
-def test_what_a_client_sent_before_it_gave_up_does_not_join_its_next_transaction(tmp_path: Path, kind: str) -> None:
+def test_records_sent_before_a_disconnect_do_not_join_the_next_transaction(tmp_path: Path, kind: str) -> None:
     with Server(tmp_path / "data") as server:
         admin = AdminClient({"bootstrap.servers": server.kafka})
         admin.create_topics([NewTopic("t", 1)])["t"].result(SOON_S)
         transaction = Transaction(server)
         stale = transaction.produce(b"stale") if kind == "produce" else transaction.end(commit=False)
         with transaction.connect() as given_up:
-            # The broker is so slow that the client gives the connection up, aborts, and begins again.
+            # The broker is so slow that the client drops the connection, aborts, and begins again.
             transaction.begin()
             os.kill(server.pid, signal.SIGSTOP)
             given_up.sendall(write_request(1, "test", stale))

@@ -1,4 +1,4 @@
-"""Three nodes as one cluster, with etcd, PostgreSQL and an unmodified client: nodes die, stop and come back."""
+"""Three nodes as one cluster, with etcd, PostgreSQL and an unmodified client: nodes die, stop and return."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def running(
 def cluster(running: ServerGroup) -> ServerGroup:
     """The cluster with all its nodes."""
     running.start()
-    # Each of them has to know, since tests ask any.
+    # Each node has to know, since tests use any.
     for node in running:
         admin = AdminClient({"bootstrap.servers": node.kafka, "log_level": 0})
         wait_until(lambda admin=admin: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)  # type: ignore[misc]
@@ -82,7 +82,7 @@ def in_sync(admin: AdminClient, topic: str) -> bool:
 
 
 class Load:
-    """An idempotent producer that notes what was acknowledged, and every error that reached it."""
+    """An idempotent producer that records acknowledged messages, and every error."""
 
     def __init__(self, cluster: ServerGroup, topic: str) -> None:
         self._topic = topic
@@ -100,7 +100,7 @@ class Load:
         )
 
     def run(self, enough: Callable[[], bool]) -> None:
-        """Produce to all partitions until it is enough."""
+        """Produce to all partitions until stopped."""
         while not enough():
             value = b"%d" % self.sent
             self._producer.produce(self._topic, value, key=value, on_delivery=self._delivered)
@@ -115,7 +115,7 @@ class Load:
         assert len(self.acknowledged) >= goal
 
     def finish(self) -> None:
-        """Wait for everything that is on its way."""
+        """Wait for all messages in flight."""
         assert self._producer.flush(WAIT_S) == 0
 
     def _delivered(self, error: KafkaError | None, message: Message) -> None:
@@ -151,7 +151,7 @@ def check_nothing_lost_or_doubled(cluster: ServerGroup, topic: str, load: Load) 
     assert Counter(read_all(cluster, topic)) == Counter(load.acknowledged)
 
 
-def test_nothing_is_lost_or_doubled_when_the_leader_is_killed(cluster: ServerGroup, topic: str) -> None:
+def test_nothing_is_lost_or_duplicated_when_the_leader_is_killed(cluster: ServerGroup, topic: str) -> None:
     admin = create(cluster, topic)
     load = Load(cluster, topic)
     load.more(200)
@@ -165,7 +165,7 @@ def test_nothing_is_lost_or_doubled_when_the_leader_is_killed(cluster: ServerGro
     check_nothing_lost_or_doubled(cluster, topic, load)
 
 
-def test_a_rolling_restart_is_no_error_for_a_client(cluster: ServerGroup, topic: str) -> None:
+def test_a_rolling_restart_causes_no_client_errors(cluster: ServerGroup, topic: str) -> None:
     admin = create(cluster, topic)
     load = Load(cluster, topic)
     load.more(100)
@@ -177,7 +177,7 @@ def test_a_rolling_restart_is_no_error_for_a_client(cluster: ServerGroup, topic:
     check_nothing_lost_or_doubled(cluster, topic, load)
 
 
-def test_a_group_goes_on_when_its_coordinator_is_killed(cluster: ServerGroup, topic: str) -> None:
+def test_a_group_continues_when_its_coordinator_is_killed(cluster: ServerGroup, topic: str) -> None:
     admin = create(cluster, topic)
     load = Load(cluster, topic)
     load.more(200)
@@ -208,7 +208,7 @@ def test_a_group_goes_on_when_its_coordinator_is_killed(cluster: ServerGroup, to
     load.finish()
 
     def has_committed_all() -> bool:
-        # A member that was too late for its session joins again in a poll, and has to read what it had not committed.
+        # A member whose session expired rejoins in a poll, and has to read uncommitted messages again.
         take()
         return _commits(member) and _committed(member, topic) == len(load.acknowledged)
 
@@ -227,7 +227,7 @@ def _commits(member: Consumer) -> bool:
     try:
         member.commit(asynchronous=False)
     except KafkaException as error:
-        # Until the new coordinator has read its state back. Where there is nothing to commit, everything is.
+        # Until the new coordinator has loaded its state. Where there is nothing to commit, everything is.
         return bool(error.args[0].code() == KafkaError._NO_OFFSET)
     return True
 
@@ -263,7 +263,7 @@ def test_topics_are_administered_through_any_node(cluster: ServerGroup, topic: s
         wait_until(lambda door=door: topic not in door.list_topics(timeout=WAIT_S).topics)  # type: ignore[misc]
 
 
-def test_a_node_of_a_cluster_is_not_started_without_it(cluster: ServerGroup, tmp_path: Path) -> None:
+def test_a_cluster_node_is_not_started_standalone(cluster: ServerGroup, tmp_path: Path) -> None:
     free = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
     new = ("serve", "--data", str(tmp_path / "new"), *free)
     catalog = run_command([*new, "--catalog", "postgresql://nowhere/none"])
@@ -277,7 +277,7 @@ def test_a_node_of_a_cluster_is_not_started_without_it(cluster: ServerGroup, tmp
     assert (alone.code, "of a cluster" in alone.err) == (5, True)
 
 
-def test_the_folder_of_a_node_on_its_own_is_not_taken_into_a_cluster(cluster: ServerGroup, tmp_path: Path) -> None:
+def test_the_folder_of_a_standalone_node_is_refused_by_a_cluster(cluster: ServerGroup, tmp_path: Path) -> None:
     with Server(tmp_path / "alone"):
         pass
     shared = [f"--{name}={cluster[1].settings[name]}" for name in ("etcd", "catalog")]
@@ -300,13 +300,13 @@ def get(cluster: ServerGroup, path: str) -> str:
         return str(error)
 
 
-def test_a_subscription_is_used_through_any_node_as_soon_as_it_is_declared(cluster: ServerGroup, topic: str) -> None:
+def test_a_subscription_is_usable_through_any_node_once_declared(cluster: ServerGroup, topic: str) -> None:
     create(cluster, topic)
     millstream = CommandLine(cluster.kafka)
     lines = "".join(f"k{number}:v{number}\n" for number in range(60))
     assert millstream.process("publish", topic, "--key-separator", ":", stdin=lines.encode()).code == 0
     name = f"of-{topic}"
-    # Letters go from the leaders of the one topic to those of the other, and are exempt from its schema rule.
+    # Letters go from the leaders of one topic to those of the other, and are exempt from its schema rule.
     create(cluster, f"{topic}-d")
     assert millstream("topic", "alter", f"{topic}-d", "--schema", f"value={topic}").code == 0
     dead = ("--dead-letter", f"{topic}-d")
@@ -326,7 +326,9 @@ def test_a_subscription_is_used_through_any_node_as_soon_as_it_is_declared(clust
 
 
 @pytest.mark.trial
-def test_no_letter_is_lost_or_doubled_when_a_node_is_killed_during_a_redrive(cluster: ServerGroup, topic: str) -> None:
+def test_no_letter_is_lost_or_duplicated_when_a_node_is_killed_during_a_redrive(
+    cluster: ServerGroup, topic: str
+) -> None:
     create(cluster, topic, partitions=1)
     create(cluster, f"{topic}-d", partitions=1)
     millstream, number = CommandLine(cluster.kafka), 100
@@ -363,7 +365,7 @@ def test_no_letter_is_lost_or_doubled_when_a_node_is_killed_during_a_redrive(clu
     assert len(read_all(cluster, topic, 1)) == number, "nothing was published"
 
 
-def test_letters_that_cannot_be_counted_in_a_failover_are_not_deleted(cluster: ServerGroup, topic: str) -> None:
+def test_letters_that_cannot_be_counted_during_a_failover_are_not_deleted(cluster: ServerGroup, topic: str) -> None:
     admin = create(cluster, topic, partitions=1)
     millstream, dead = CommandLine(cluster.kafka), f"{topic}-d"
     assert millstream("topic", "create", dead, "--partitions", 1, "--replication", 1).code == 0
@@ -382,7 +384,7 @@ def test_letters_that_cannot_be_counted_in_a_failover_are_not_deleted(cluster: S
     wait_until(lambda: "1 open dead letter " in millstream("topic", "delete", dead, "--yes").err)
 
 
-def test_a_topic_that_gets_fewer_copies_than_usual_is_reported(cluster: ServerGroup, topic: str) -> None:
+def test_a_topic_with_fewer_replicas_than_the_default_is_reported(cluster: ServerGroup, topic: str) -> None:
     millstream = CommandLine(cluster.kafka)
     assert millstream("topic", "create", topic).err == ""
     cluster[3].kill()
@@ -394,14 +396,14 @@ def test_a_topic_that_gets_fewer_copies_than_usual_is_reported(cluster: ServerGr
     assert (asked_for.code, asked_for.err) == (0, "")
 
 
-def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str) -> None:
+def test_messages_are_published_and_pulled_over_http_through_any_node(cluster: ServerGroup, topic: str) -> None:
     create(cluster, topic)
     name = f"of-{topic}"
     first, second, third = (httpx.Client(base_url=f"http://{node.http}/v1", timeout=WAIT_S) for node in cluster)
     with first, second, third:
         assert first.post("/subscriptions", json={"name": name, "topics": [topic]}).status_code == 201
         with ThreadPoolExecutor(1) as pool:
-            # Whoever waits at one node gets what comes to any.
+            # A pull that waits at one node gets messages from any.
             waiting = pool.submit(second.post, f"/subscriptions/{name}/messages:pull", json={"wait_ms": 50_000})
             for number, node in enumerate((first, second, third) * 10):
                 partition = {"message-partition": str(number % 3), "message-id": f"m-{number}"}
@@ -419,7 +421,7 @@ def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str
 
 
 def test_single_pulls_get_messages_of_every_node(cluster: ServerGroup, topic: str) -> None:
-    """Each command begins anew, and every partition has more messages than are pulled."""
+    """Each command starts over, and every partition has more messages than are pulled."""
     create(cluster, topic)
     wait_until(lambda: {leader_of(cluster, topic, index) for index in range(3)} == {1, 2, 3})
     millstream = CommandLine(cluster.kafka)
@@ -452,7 +454,7 @@ def test_a_publish_over_http_is_unavailable_while_too_few_replicas_are_in_sync(
     batch = {"messages": [{"value": "never"}, {"value": "never"}]}
 
     def publish(**request: Any) -> httpx.Response:
-        # The outcome is unknown, which is 504, only if the time is up during an attempt, and each takes milliseconds.
+        # The outcome is unknown, which is 504, only if the time expires during an attempt, and each takes milliseconds.
         responses = (http.post("/messages", **request) for _ in range(3))
         return next((response for response in responses if response.status_code != 504), httpx.Response(504))
 
@@ -468,12 +470,12 @@ def test_a_publish_over_http_is_unavailable_while_too_few_replicas_are_in_sync(
         cluster.start()
         wait_until(lambda: in_sync(admin, topic))
         assert http.post("/messages", content=b"later").status_code == 201
-    # The status says that nothing was stored.
+    # The status confirms that nothing was stored.
     assert read_all(cluster, topic, 1) == [b"later"]
 
 
 def test_schemas_are_registered_through_any_node_while_one_is_killed(cluster: ServerGroup, topic: str) -> None:
-    """Fifty registrants of ten schemas, each of whom goes on at another node when its own is gone."""
+    """Fifty clients register ten schemas; each continues at another node when its own is gone."""
     urls = [f"http://{node.http}/registry" for node in (cluster[1], cluster[2], cluster[3])]
     http = httpx.Client(timeout=WAIT_S)
 
@@ -500,9 +502,7 @@ def test_schemas_are_registered_through_any_node_while_one_is_killed(cluster: Se
                 assert f'"Of{schema}"' in http.get(f"{url}/schemas/ids/{number}").json()["schema"]
 
 
-async def test_the_sdk_settles_what_it_holds_wherever_the_partition_is_led_then(
-    cluster: ServerGroup, topic: str
-) -> None:
+async def test_the_sdk_settles_its_messages_wherever_the_partition_is_led(cluster: ServerGroup, topic: str) -> None:
     create(cluster, topic)
     handled: Counter[str] = Counter()
     gate = asyncio.Event()
@@ -524,20 +524,20 @@ async def test_the_sdk_settles_what_it_holds_wherever_the_partition_is_led_then(
     assert handled == Counter([*(f"m-{number}" for number in range(9)), "last"])
 
 
-def test_a_pipeline_that_is_declared_at_one_node_is_known_to_all(cluster: ServerGroup, topic: str) -> None:
+def test_a_pipeline_declared_on_one_node_is_known_to_all(cluster: ServerGroup, topic: str) -> None:
     first, second, third = (CommandLine(node.kafka) for node in cluster)
     create = ("pipeline", "create", "route", topic, "--stopped")
     assert first(*create).code == 0
     assert second(*create).code == 5
     assert third("pipeline", "rule", "put", topic, "large", "--topic", topic, "--to", f"{topic}-2").code == 0
-    # Every node returns the newest, even before it has been notified.
+    # Every node returns the newest version, even before it has been notified.
     assert [rule["name"] for rule in second("pipeline", "rule", "list", topic, "--json").document] == ["large"]
     assert second("pipeline", "update", topic, "--set", "decode=none").code == 0
     reported = first("pipeline", "describe", topic, "--json").document
     assert (reported["state"], reported["overrides"], reported["version"]) == ("stopped", {"decode": "none"}, 2)
     assert third("pipeline", "delete", topic).code == 0
     assert first("pipeline", "describe", topic).code == 3
-    # The next test may look at the status of nodes.
+    # The next test may check the status of nodes.
     wait_until(lambda: "millstream_pipeline" not in get(cluster, "/metrics"))
 
 
@@ -576,7 +576,7 @@ def test_the_console_shows_the_cluster_through_every_node(cluster: ServerGroup, 
             return page.text
 
         def all_messages(node: Server) -> bool:
-            # Until the partitions of a dead node have other leaders, the page says that they cannot be reached.
+            # Until the partitions of a dead node have new leaders, the page reports them as unreachable.
             page = client.get(f"http://{node.http}/console/topics/{topic}/messages")
             return page.status_code == 200 and page.text.count("&#34;number&#34;") == 30
 

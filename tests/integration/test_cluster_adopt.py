@@ -1,4 +1,4 @@
-"""A standalone machine becomes the first of a cluster: interrupted anywhere, it is repeated, and nothing is lost."""
+"""A standalone machine becomes the first of a cluster: an interrupted adoption is repeated, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUICK = {"group-initial-delay-ms": 0}
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """The process dies here."""
 
 
 def send(server: Server, numbers: range) -> None:
@@ -69,7 +69,7 @@ def attempt(data: Path, etcd: str, catalog_url: str, cluster: str, on_step: Call
     asyncio.run(run())
 
 
-def test_an_adoption_that_dies_at_every_step_is_repeated(
+def test_an_adoption_that_dies_at_any_step_can_be_repeated(
     tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer
 ) -> None:
     catalog, cluster = postgres.new_database(), "adopted"
@@ -96,7 +96,7 @@ def test_an_adoption_that_dies_at_every_step_is_repeated(
         if number == 0:
             alone = run_command(["serve", "--data", str(server.data)])
             assert (alone.code, "being adopted" in alone.err) == (5, True)
-    # The last one is repeated, too: its end may not have been seen.
+    # The last step is repeated, too: its end may not have been seen.
     for _ in range(2):
         attempt(server.data, etcd.url, catalog, cluster, lambda _step: None)
 
@@ -129,7 +129,9 @@ def test_an_adoption_can_be_undone(tmp_path: Path, etcd: EtcdServer, postgres: P
     assert (again.code, "Moved 2 topics" in again.out) == (0, True), again.err
 
 
-def test_what_is_no_machine_of_its_own_is_refused(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> None:
+def test_a_folder_that_is_no_standalone_machine_is_refused(
+    tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer
+) -> None:
     (tmp_path / "empty").mkdir()
     stores = ["--etcd", etcd.url, "--catalog", postgres.new_database(), "--cluster", "refused"]
     empty = run_command(["cluster", "adopt", "--data", str(tmp_path / "empty"), *stores])

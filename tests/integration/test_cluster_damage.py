@@ -1,4 +1,4 @@
-"""Three nodes whose disks lose something: they put it back from each other while clients read and write."""
+"""Three nodes whose disks lose data: they restore it from each other while clients read and write."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def filled(
 
 @pytest.fixture
 def cluster(filled: ServerGroup) -> ServerGroup:
-    """The cluster with all its nodes, and nothing amiss."""
+    """The cluster with all its nodes, undamaged."""
     filled.start()
     wait_until(lambda: all(map(is_whole, filled)) and in_sync(filled))
     return filled
 
 
 def consume(cluster: ServerGroup) -> dict[int, bytes]:
-    """Everything, as a default consumer gets it."""
+    """Read everything, as a default consumer does."""
     consumer = Consumer({"bootstrap.servers": cluster.kafka, "group.id": "reader", "log_level": 0})
     consumer.assign([TopicPartition(TOPIC, 0, 0)])
     found: dict[int, bytes] = {}
@@ -114,13 +114,13 @@ def in_sync(cluster: ServerGroup) -> bool:
     return len(partition.isrs) == 3 and partition.leader >= 0
 
 
-def test_damaged_replicas_heal_each_other_while_they_run(cluster: ServerGroup) -> None:
+def test_damaged_replicas_repair_each_other_while_running(cluster: ServerGroup) -> None:
     whole = contents(cluster)
     repaired = sum(metric(node, REPAIRED) for node in cluster)
-    # Payload, base offset and length, each on another node and at another place.
+    # Payload, base offset and length, each on another node and in another place.
     for number, (node, at) in enumerate(zip(cluster, (5000, 7, 10), strict=True)):
         flip(segments(node)[number % 2], 3 + number, at)
-    # Whoever leads, a consumer never sees any of it.
+    # Whichever node leads, a consumer never sees the damage.
     assert consume(cluster) == {number: value_of(number) for number in range(COUNT)}
     wait_until(lambda: contents(cluster) == whole)
     wait_until(lambda: all(map(is_whole, cluster)) and in_sync(cluster))
@@ -130,7 +130,7 @@ def test_damaged_replicas_heal_each_other_while_they_run(cluster: ServerGroup) -
     assert [one for one in checked.document["findings"] if one["check"] == "damage" and one["severity"] != "ok"] == []
 
 
-def test_files_that_a_node_lost_while_it_was_stopped_come_back(cluster: ServerGroup) -> None:
+def test_files_lost_while_a_node_was_stopped_are_restored(cluster: ServerGroup) -> None:
     for node, gone in ((cluster[1], 0), (cluster[2], 1)):
         node.stop()
         path = segments(node)[gone]
@@ -138,6 +138,6 @@ def test_files_that_a_node_lost_while_it_was_stopped_come_back(cluster: ServerGr
         node.start()
         wait_until(lambda node=node: is_whole(node) and in_sync(cluster))  # type: ignore[misc]
     assert consume(cluster) == {number: value_of(number) for number in range(COUNT)}
-    # Also after the next start, and with only those nodes that were damaged.
+    # Also after the next start, and with only the damaged nodes.
     cluster[3].stop()
     assert consume(cluster) == {number: value_of(number) for number in range(COUNT)}

@@ -1,4 +1,4 @@
-"""etcd loses everything, and there is no snapshot: what the nodes had agreed on is rebuilt from their folders."""
+"""etcd loses everything, without a snapshot: the cluster state is rebuilt from the folders of the nodes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def in_sync(admin: AdminClient) -> list[int]:
 
 
 @pytest.mark.trial
-def test_everything_acknowledged_is_there_after_etcd_was_rebuilt(tmp_path: Path, postgres: PostgresServer) -> None:
+def test_every_acknowledged_record_survives_a_rebuild_of_etcd(tmp_path: Path, postgres: PostgresServer) -> None:
     values = [b"%d" % number for number in range(600)]
     catalog = postgres.new_database()
     with EtcdServer() as lost:
@@ -64,7 +64,7 @@ def test_everything_acknowledged_is_there_after_etcd_was_rebuilt(tmp_path: Path,
             admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
             admin.create_topics([NewTopic(TOPIC, 3, 3)], operation_timeout=WAIT_S)[TOPIC].result()
             produce(cluster, values[:300])
-            # Its log ends in an earlier epoch than those of the others.
+            # Its log ends in an earlier epoch than the others.
             cluster[1].kill()
             produce(cluster, values[300:])
             cluster[2].stop()
@@ -95,7 +95,7 @@ def test_everything_acknowledged_is_there_after_etcd_was_rebuilt(tmp_path: Path,
 
 
 @pytest.mark.trial
-def test_a_node_that_lost_its_folder_with_etcd_gets_its_copies_back(tmp_path: Path, postgres: PostgresServer) -> None:
+def test_a_node_that_lost_its_folder_with_etcd_gets_new_replicas(tmp_path: Path, postgres: PostgresServer) -> None:
     values = [b"%d" % number for number in range(300)]
     catalog = postgres.new_database()
     with EtcdServer() as lost:

@@ -1,4 +1,4 @@
-"""Nodes that are started with something wrong: they say what it is, at once, and never that they are ready."""
+"""Nodes started with a mistake report it at once, and never report that they are ready."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster(
 
 @pytest.fixture
 def settings(cluster: ServerGroup) -> dict[str, object]:
-    """What a second node of the cluster is started with."""
+    """The settings of a second node of the cluster."""
     return cluster[1].settings | {"node-id": 2}
 
 
@@ -53,40 +53,40 @@ def with_password(url: object, password: str) -> str:
     return f"{scheme}://{user.partition(':')[0]}:{password}@{host}"
 
 
-def test_a_catalog_that_refuses_the_login_ends_the_start(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_a_login_refused_by_the_catalog_ends_the_start(tmp_path: Path, settings: dict[str, object]) -> None:
     wrong = serve(tmp_path / "data", settings | {"catalog": with_password(settings["catalog"], "wrong")})
     assert (wrong.code, "password authentication failed" in wrong.err, "away" in wrong.err) == (2, True, False)
     missing = serve(tmp_path / "data", settings | {"catalog": str(settings["catalog"]) + "_not_there"})
     assert (missing.code, "does not exist" in missing.err, "--catalog" in missing.err) == (2, True, True)
 
 
-def test_an_etcd_that_is_not_there_ends_the_start_after_a_while(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_an_unreachable_etcd_ends_the_start_after_a_while(tmp_path: Path, settings: dict[str, object]) -> None:
     ended = serve(tmp_path / "data", settings | {"etcd": f"http://{NOBODY}", "etcd-wait-ms": 1})
     assert ended.code == 4
     assert f"no response from etcd at {NOBODY}" in ended.err
     assert "--etcd-wait-ms" in ended.err
 
 
-def test_one_catalog_is_for_one_cluster(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_a_catalog_of_another_cluster_is_refused(tmp_path: Path, settings: dict[str, object]) -> None:
     other = serve(tmp_path / "data", settings | {"cluster": "other"})
     assert (other.code, f"--cluster {settings['cluster']}" in other.err) == (5, True)
 
 
-def test_a_node_id_that_is_taken_is_reported_with_who_has_it(
+def test_a_node_id_in_use_is_reported_with_its_holder(
     tmp_path: Path, cluster: ServerGroup, settings: dict[str, object]
 ) -> None:
     twin = serve(tmp_path / "data", settings | {"node-id": 1})
     assert (twin.code, f"is already running at {cluster[1].kafka}" in twin.err) == (5, True)
 
 
-def test_a_folder_is_for_one_node_of_one_cluster(cluster: ServerGroup, settings: dict[str, object]) -> None:
+def test_a_folder_of_another_node_or_cluster_is_refused(cluster: ServerGroup, settings: dict[str, object]) -> None:
     other_node = serve(cluster[1].data, settings)
     assert (other_node.code, "give --node-id 1" in other_node.err) == (5, True)
     other_cluster = serve(cluster[1].data, settings | {"node-id": 1, "cluster": "other"})
     assert (other_cluster.code, f"--cluster {settings['cluster']}" in other_cluster.err) == (5, True)
 
 
-def test_a_node_that_etcd_does_not_know_any_more_ends_at_once(
+def test_a_node_that_etcd_does_not_know_any_more_exits_at_once(
     cluster: ServerGroup, settings: dict[str, object]
 ) -> None:
     with EtcdServer() as empty:
@@ -113,7 +113,7 @@ def await_response(address: str, path: str, text: str) -> tuple[int, str]:
     return found
 
 
-def test_a_first_start_waits_for_the_catalog_and_says_so(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_a_first_start_waits_for_the_catalog_and_reports_it(tmp_path: Path, settings: dict[str, object]) -> None:
     held = ReservedPort()
     http = held.address
     given: dict[str, Any] = settings | {"http": http, "catalog": f"postgresql://nobody@{NOBODY}/none"}
@@ -130,7 +130,7 @@ def test_a_first_start_waits_for_the_catalog_and_says_so(tmp_path: Path, setting
         assert process.wait(WAIT_S) == 0
 
 
-def test_a_later_start_does_without_the_catalog_and_health_says_so(cluster: ServerGroup) -> None:
+def test_a_later_start_proceeds_without_the_catalog_and_health_reports_it(cluster: ServerGroup) -> None:
     node = cluster[1]
     node.stop()
     right = node.settings["catalog"]

@@ -28,7 +28,7 @@ Content = list[tuple[int, bytes | None, bytes | None]]
 
 @pytest.fixture(scope="module")
 def eager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that looks for segments to compact all the time."""
+    """A server that compacts continuously."""
     settings = {"retention-check-ms": 100, "pipelines-enabled": "false"}
     with Server(tmp_path_factory.mktemp("compacted") / "data", settings=settings) as started:
         yield started
@@ -57,7 +57,7 @@ def send(server: Server, topic: str, pairs: list[tuple[bytes | None, bytes | Non
 
 
 def content(server: Server, topic: str) -> Content:
-    """Everything that a new consumer gets, up to the end of the log."""
+    """Everything that a new consumer reads, up to the log end."""
     consumer = Consumer(
         {"bootstrap.servers": server.kafka, "group.id": "reader", "enable.partition.eof": True, **QUIET}
     )
@@ -84,7 +84,7 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
 
 
-def test_the_last_value_of_each_key_stays_and_deletions_go(eager: Server, topic: str) -> None:
+def test_the_last_value_of_each_key_stays_and_tombstones_are_removed(eager: Server, topic: str) -> None:
     create(eager, topic)
     pairs: list[tuple[bytes | None, bytes | None]] = [(b"k%d" % (n % 50), b"v%d" % n) for n in range(500)]
     assert send(eager, topic, [*pairs, (b"k7", None)]) == []
@@ -112,8 +112,8 @@ def test_records_without_a_key_are_refused(eager: Server, topic: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{"segment_ms": "1000"}, {"segment_ms": "86400000", "max_compaction_lag_ms": "1000"}]
 )
-def test_compaction_comes_when_it_is_due(server: Server, topic: str, settings: dict[str, str]) -> None:
-    """By the topic's own times, however seldom the node looks for old segments."""
+def test_compaction_runs_when_it_is_due(server: Server, topic: str, settings: dict[str, str]) -> None:
+    """By the topic's own settings, however rarely the node checks for old segments."""
     create(server, topic, **settings)
     for value in (b"old", b"older", b"last"):
         assert send(server, topic, [(b"k", value)]) == []
@@ -121,12 +121,12 @@ def test_compaction_comes_when_it_is_due(server: Server, topic: str, settings: d
 
 
 @pytest.mark.parametrize("blamed_for", ["no key", "a timestamp in the future"])
-def test_only_the_invalid_records_of_a_batch_are_to_blame(eager: Server, topic: str, blamed_for: str) -> None:
+def test_only_the_invalid_records_of_a_batch_are_refused(eager: Server, topic: str, blamed_for: str) -> None:
     """librdkafka distinguishes the records that the broker names from others of their batch."""
     create(eager, topic, message_timestamp_after_max_ms="1000")
     outcomes: dict[bytes | None, KafkaError | None] = {}
     producer = Producer({"bootstrap.servers": eager.kafka, "linger.ms": 60_000, **QUIET})
-    # Messages that wait for metadata while the producer is flushed leave in several batches.
+    # Messages that wait for metadata while the producer is flushed are sent in several batches.
     producer.list_topics(topic, WAIT_S)
     for at in range(10):
         is_keyless = at in (3, 7) and blamed_for == "no key"
@@ -144,7 +144,7 @@ def test_only_the_invalid_records_of_a_batch_are_to_blame(eager: Server, topic: 
     assert codes == {b"%d" % at: wrong if at in (3, 7) else other for at in range(10)}
 
 
-async def test_the_sdk_publishes_the_others_of_a_refused_batch(eager: Server, topic: str) -> None:
+async def test_the_sdk_publishes_the_valid_records_of_a_refused_batch(eager: Server, topic: str) -> None:
     create(eager, topic)
     messages = [millstream.NewMessage(f"{at}", key=None if at in (3, 7) else f"k{at}") for at in range(10)]
     async with millstream.connect(eager.kafka) as ms:
@@ -155,7 +155,7 @@ async def test_the_sdk_publishes_the_others_of_a_refused_batch(eager: Server, to
     assert [value for _, _, value in content(eager, topic)] == [b"%d" % at for at in range(10) if at not in (3, 7)]
 
 
-def test_killed_while_it_compacts_nothing_is_lost(start_server: Callable[..., Server], topic: str) -> None:
+def test_nothing_is_lost_when_killed_during_compaction(start_server: Callable[..., Server], topic: str) -> None:
     server = start_server(retention_check_ms=100)
     create(server, topic)
     wanted: dict[bytes, bytes] = {}
@@ -173,10 +173,10 @@ def test_killed_while_it_compacts_nothing_is_lost(start_server: Callable[..., Se
         assert {key: value for _, key, value in content(server, topic)} == wanted
     wait_until(lambda: len(content(server, topic)) == 50)
     assert {key: value for _, key, value in content(server, topic)} == wanted
-    # Its passes may all have been before the last kill, which their counters do not survive.
+    # All passes may have ended before the last kill, which their counters do not survive.
     assert metric(server, "millstream_log_failed_partitions") == 0
 
 
 def _compacted(folder: Path) -> bool:
-    """Whether a pass was so quick that it has been missed."""
+    """Whether a pass was so quick that it was missed."""
     return sum(path.stat().st_size for path in folder.rglob("*.log")) < 100_000

@@ -24,7 +24,7 @@ WAIT_S = 60.0
 
 
 def send(server: Server, topic: str, messages: list[dict[str, Any]], **settings: Any) -> list[Message]:
-    """Produce, wait for every response, and return the messages as they were delivered."""
+    """Produce, wait for every response, and return the delivered messages."""
     delivered: list[Message] = []
 
     def note(error: KafkaError | None, message: Message) -> None:
@@ -54,7 +54,7 @@ def consumer_of(server: Server, group: str = "alone", **settings: Any) -> Consum
 
 
 def receive(consumer: Consumer, count: int) -> list[Message]:
-    """Take exactly so many messages; fails when they do not come."""
+    """Receive exactly so many messages, or fail."""
     got: list[Message] = []
     deadline = time.monotonic() + WAIT_S
     while len(got) < count:
@@ -117,7 +117,7 @@ def test_an_idempotent_producer_gets_dense_offsets_in_order(server: Server, topi
     assert [message.value() for message in read_all(server, topic, 5000)] == [b"%d" % n for n in range(5000)]
 
 
-def test_a_message_keeps_its_time(server: Server, topic: str) -> None:
+def test_a_message_keeps_its_timestamp(server: Server, topic: str) -> None:
     send(server, topic, [{"value": b"x", "timestamp": 1_600_000_000_123}])
     (message,) = read_all(server, topic, 1)
     assert message.timestamp() == (1, 1_600_000_000_123)
@@ -153,7 +153,7 @@ def test_watermarks_and_seeking_by_offset(server: Server, topic: str) -> None:
         consumer.close()
 
 
-def test_an_offset_that_is_not_there_follows_the_reset_policy(server: Server, topic: str) -> None:
+def test_a_missing_offset_follows_the_reset_policy(server: Server, topic: str) -> None:
     send(server, topic, [{"value": b"only"}])
     consumer = consumer_of(server)
     try:
@@ -202,7 +202,7 @@ def test_several_topics_and_partitions(server: Server, topic: str) -> None:
             assert offsets == list(range(len(offsets)))
 
 
-def test_a_message_beyond_the_limit_is_refused_and_the_next_one_taken(server: Server, topic: str) -> None:
+def test_a_message_beyond_the_limit_is_refused_and_the_next_one_accepted(server: Server, topic: str) -> None:
     failures: list[KafkaError | None] = []
     producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0, "message.max.bytes": 4_000_000})
     for size in (2_000_000, 10):
@@ -215,7 +215,7 @@ def test_a_message_beyond_the_limit_is_refused_and_the_next_one_taken(server: Se
 
 
 def test_a_waiting_fetch_is_woken_by_an_append(server: Server, topic: str) -> None:
-    """The fetch would wait for a minute; the message must come without that."""
+    """The fetch would wait for a minute; the message must arrive before that."""
     create(server, [topic], partitions=1)
     patient: dict[str, Any] = {"fetch.wait.max.ms": 60_000, "socket.timeout.ms": 90_000, "fetch.min.bytes": 1}
     consumer = consumer_of(server, **patient)
@@ -229,7 +229,7 @@ def test_a_waiting_fetch_is_woken_by_an_append(server: Server, topic: str) -> No
         consumer.close()
 
 
-def test_a_fetch_larger_than_the_consumer_asked_for_makes_progress(server: Server, topic: str) -> None:
+def test_a_fetch_larger_than_requested_makes_progress(server: Server, topic: str) -> None:
     send(server, topic, [{"value": bytes(500_000)} for _ in range(3)], **{"batch.num.messages": 1})
     small = {"fetch.message.max.bytes": 1000, "fetch.max.bytes": 1_000_000}
     assert [len(m.value() or b"") for m in read_all(server, topic, 3, **small)] == [500_000] * 3
@@ -248,7 +248,7 @@ def test_an_idle_client_sees_topics_that_others_create(server: Server, topic: st
 
 @pytest.fixture(scope="module")
 def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that creates no topic unasked."""
+    """A server that does not create topics automatically."""
     settings = {"auto-create-topics": "false"}
     with Server(tmp_path_factory.mktemp("strict") / "data", settings=settings) as started:
         yield started
@@ -278,8 +278,8 @@ def create(server: Server, topics: list[str], *, partitions: int) -> None:
         created.result(WAIT_S)
 
 
-def test_responses_stay_within_what_a_consumer_takes(server: Server, topic: str) -> None:
-    """librdkafka hangs up on a response larger than `receive.message.max.bytes`, and would ask for the same again."""
+def test_responses_stay_within_the_limit_of_the_consumer(server: Server, topic: str) -> None:
+    """librdkafka disconnects on a response larger than `receive.message.max.bytes`, and would repeat the request."""
     value = bytes(921_600)
     create(server, [topic], partitions=2)
     send(server, topic, [{"value": value, "partition": index} for index in (0, 1)])

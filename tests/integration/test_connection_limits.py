@@ -37,7 +37,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def limited(request: pytest.FixtureRequest, certificates: Certificates, tmp_path: Path) -> Iterator[Limited]:
     """A broker with low limits, with TLS if the parameter says so.
 
-    It has not been connected to: one that has, counts each connection until it notices that it was closed.
+    It is new: one that was connected to counts each connection until it notices that it was closed.
     """
     is_encrypted = request.param == "encrypted"
     limits = {"connections-per-principal-max": PER_PRINCIPAL, "connections-per-address-max": PER_ADDRESS}
@@ -58,13 +58,13 @@ both_kinds = pytest.mark.parametrize("limited", ["encrypted", "clear"], indirect
 
 
 def connect(limited: Limited) -> socket.socket:
-    """Connect, without the handshake of TLS."""
+    """Connect, without the TLS handshake."""
     host, port = limited.address.rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the broker closes a connection on which nothing is asked; it has nothing to say otherwise."""
+    """Whether the broker closes an idle connection; it sends nothing otherwise."""
     connection.settimeout(0.5)
     try:
         return connection.recv(1) == b""
@@ -79,7 +79,7 @@ def frame(body: bytes) -> bytes:
 
 
 def sign_in(connection: socket.socket, user: str, password: str = "") -> bool:
-    """Authenticate by PLAIN; False if the broker refuses."""
+    """Authenticate with PLAIN; return False if the broker refuses."""
     try:
         connection.sendall(frame(struct.pack(">hhih", 17, 0, 1, -1) + b"\0\x05PLAIN"))
         (size,) = struct.unpack(">i", connection.recv(4))
@@ -114,7 +114,7 @@ def until_admitted(limited: Limited, user: str, stack: ExitStack) -> None:
 
 
 @both_kinds
-def test_an_address_has_few_connections_that_have_not_authenticated(limited: Limited) -> None:
+def test_unauthenticated_connections_per_address_are_limited(limited: Limited) -> None:
     with ExitStack() as stack:
         # With TLS these are in the middle of a handshake, which counts.
         silent = [stack.enter_context(connect(limited)) for _ in range(UNKNOWN_MAX)]
@@ -127,8 +127,8 @@ def test_an_address_has_few_connections_that_have_not_authenticated(limited: Lim
 
 
 @both_kinds
-def test_a_client_that_has_authenticated_counts_once_and_as_known(limited: Limited) -> None:
-    # More than may be without authentication, and counted twice they would be more than an address may have.
+def test_an_authenticated_client_is_counted_once(limited: Limited) -> None:
+    # More than may be unauthenticated; counted twice they would exceed the limit per address.
     users = ("alice", "bob") * PER_PRINCIPAL
     assert len(users) > UNKNOWN_MAX
     assert 2 * len(users) > PER_ADDRESS
@@ -140,7 +140,7 @@ def test_a_client_that_has_authenticated_counts_once_and_as_known(limited: Limit
 
 
 @pytest.mark.parametrize("limited", ["clear"], indirect=True)
-def test_a_principal_has_only_so_many_connections(limited: Limited) -> None:
+def test_connections_per_principal_are_limited(limited: Limited) -> None:
     with ExitStack() as stack:
         for _ in range(PER_PRINCIPAL):
             assert admitted(limited, "alice", stack)
@@ -151,11 +151,11 @@ def test_a_principal_has_only_so_many_connections(limited: Limited) -> None:
 
 
 @pytest.mark.parametrize("limited", ["clear"], indirect=True)
-def test_an_address_has_only_so_many_connections(limited: Limited) -> None:
+def test_connections_per_address_are_limited(limited: Limited) -> None:
     with ExitStack() as stack:
         users = ("alice", "bob") * PER_PRINCIPAL
         assert all(admitted(limited, user, stack) for user in users)
-        # The rest up to the limit may be connected, but not more.
+        # The rest up to the limit may connect, but no more.
         others = [stack.enter_context(connect(limited)) for _ in range(PER_ADDRESS)]
         deadline = time.monotonic() + WAIT_S
         while len(users) + sum(not is_closed(one) for one in others) > PER_ADDRESS:

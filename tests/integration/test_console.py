@@ -103,7 +103,7 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
 
 @pytest.fixture(autouse=True)
 def close_pages(console: Console) -> Iterator[None]:
-    """Close what a test has opened: pages refresh themselves for as long as they are open."""
+    """Close the pages of a test: open pages keep refreshing."""
     yield
     for context in console.browser.contexts:
         context.close()
@@ -157,7 +157,7 @@ def test_the_navigation_opens_every_page(console: Console) -> None:
     assert watched.problems == []
 
 
-def test_pages_are_accessible_fit_on_a_phone_and_run_nothing_of_others(console: Console) -> None:
+def test_pages_are_accessible_fit_on_a_phone_and_run_no_foreign_code(console: Console) -> None:
     watched = console.page()
     page = watched.page
     for path in PAGES:
@@ -171,7 +171,7 @@ def test_pages_are_accessible_fit_on_a_phone_and_run_nothing_of_others(console: 
     assert watched.problems == []
 
 
-def test_pages_can_be_read_without_scripts(console: Console) -> None:
+def test_pages_are_readable_without_scripts(console: Console) -> None:
     page = console.page("/topics", java_script_enabled=False).page
     page.get_by_label("Search by name").fill("pay")
     page.get_by_role("button", name="Search").click()
@@ -183,7 +183,7 @@ def test_pages_can_be_read_without_scripts(console: Console) -> None:
     expect(page.locator("#rows tr")).to_have_count(1)
 
 
-def test_topics_are_searched_as_one_types(console: Console) -> None:
+def test_topics_are_searched_while_typing(console: Console) -> None:
     watched = console.page("/topics")
     watched.page.get_by_label("Search by name").press_sequentially("orde")
     expect(watched.page.get_by_role("rowheader")).to_have_text(["orders"])
@@ -195,7 +195,7 @@ def test_topics_are_searched_as_one_types(console: Console) -> None:
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-def test_a_keyboard_is_enough(console: Console) -> None:
+def test_the_keyboard_is_sufficient(console: Console) -> None:
     watched = console.page("/topics")
     page = watched.page
     focused = page.locator("*:focus")
@@ -229,7 +229,7 @@ _UNREACHABLE = """() => [...document.querySelectorAll("a, button, input:not([typ
   .filter((one) => one.checkVisibility() && one.tabIndex !== 0).map((one) => one.outerHTML)"""
 
 
-def test_a_filter_selects_messages_and_a_wrong_one_says_why(console: Console) -> None:
+def test_a_filter_selects_messages_and_an_invalid_one_is_explained(console: Console) -> None:
     watched = console.page("/topics/orders/messages")
     page = watched.page
     page.get_by_label("Filter").fill("payload.total >= 5500 AND headers['region'] = 'eu'")
@@ -246,7 +246,7 @@ def test_a_filter_selects_messages_and_a_wrong_one_says_why(console: Console) ->
 
 
 @pytest.mark.parametrize("text", ["o'brien", "C:\\new", "KeyError: 'city'\n\\'"])
-def test_keys_and_reasons_are_selected_whatever_they_contain(console: Console, topic: str, text: str) -> None:
+def test_keys_and_reasons_are_selected_with_any_content(console: Console, topic: str, text: str) -> None:
     with console.api() as api, httpx.Client(base_url=console.url, timeout=WAIT_S) as pages:
         made = api.post("/subscriptions", json={"name": f"{topic}-s", "topics": [topic], "start": "start"})
         assert made.status_code == 201, made.text
@@ -315,7 +315,7 @@ def test_publishing_to_an_internal_topic_is_not_offered(console: Console) -> Non
     assert ("internal" in page, page.count("<textarea"), page.count(">Publish</a>")) == (True, 0, 0)
 
 
-def test_a_message_is_published_again_as_its_page_says(console: Console, topic: str) -> None:
+def test_a_message_is_republished_as_edited_on_its_page(console: Console, topic: str) -> None:
     with console.api() as api, httpx.Client(base_url=console.url, timeout=WAIT_S) as pages:
         sent = {"value": "it's 5 > 4", "key": "o'brien", "headers": {"region": "eu"}}
         path = f"/topics/{topic}/messages"
@@ -356,13 +356,13 @@ def test_a_message_is_published_again_as_its_page_says(console: Console, topic: 
         ),
     ],
 )
-def test_what_is_wrong_is_said_where_it_is(console: Console, path: str, status: int, said: str) -> None:
+def test_an_error_is_shown_at_its_place(console: Console, path: str, status: int, said: str) -> None:
     page = httpx.get(console.url + path, timeout=WAIT_S)
     assert page.status_code == status
     assert re.search(said, unescape(page.text), re.DOTALL), page.text
 
 
-def test_messages_are_shown_as_their_schema_decodes_them(console: Console) -> None:
+def test_messages_are_shown_as_decoded_by_their_schema(console: Console) -> None:
     with console.api() as api:
         sent = api.post("/topics/parcels-typed/messages?schema=parcels-value", json={"to": "Utrecht"})
         assert sent.is_success, sent.text
@@ -376,7 +376,7 @@ def test_messages_are_shown_as_their_schema_decodes_them(console: Console) -> No
     assert watched.problems == []
 
 
-def test_a_search_that_goes_on_counts_what_its_page_has_found(console: Console, topic: str) -> None:
+def test_a_continued_search_counts_the_messages_found(console: Console, topic: str) -> None:
     with console.api() as api:
         for at in range(0, 600, 100):
             orders = [{"json": {"order": at + number}} for number in range(100)]
@@ -408,7 +408,7 @@ def test_messages_are_downloaded_as_lines(console: Console) -> None:
 # -- the story -------------------------------------------------------------------------------------------------------
 
 
-def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Console) -> None:
+def test_a_new_user_finds_why_orders_are_stuck_and_redrives_them(console: Console) -> None:
     with console.api() as api:
         assert api.post("/subscriptions/billing/pause").is_success
     watched = console.page()
@@ -429,13 +429,13 @@ def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Conso
     expect(page.get_by_role("status")).to_contain_text(
         "3 letters would be redriven (3 in billing); nothing was changed"
     )
-    # What was counted stays selected.
+    # The counted letters stay selected.
     expect(page.get_by_label("Filter")).to_have_value(re.compile("the bank did not respond"))
     page.get_by_text("Redrive 3 letters").click()
     page.get_by_role("button", name="Redrive").click()
     expect(page.get_by_role("status")).to_contain_text("3 messages delivered again (3 to billing)")
     expect(page.get_by_role("status")).to_contain_text("millstream dlq redrive billing-dlq --filter")
-    # The bank responds again: the worker gets the messages, and their pages say so.
+    # The bank responds again: the worker gets the messages, and their pages show it.
     with console.api() as api:
         pulled = api.post("/subscriptions/billing/messages:pull", json={"max": 100, "wait_ms": 5000}).json()["messages"]
         accept = [one["lease"] for one in pulled]
@@ -460,7 +460,7 @@ def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Conso
     assert watched.problems == []
 
 
-def test_the_oldest_message_is_a_click_away(console: Console) -> None:
+def test_the_oldest_message_is_one_click_away(console: Console) -> None:
     with console.api() as api:
         assert api.post("/topics", json={"topic": "returns"}).is_success
         made = {"name": "refunds", "topics": ["returns"], "start": "start", "ledger": True}
@@ -496,7 +496,7 @@ def test_the_oldest_message_is_a_click_away(console: Console) -> None:
     assert watched.problems == []
 
 
-def test_a_topic_shows_the_size_of_each_partition_and_the_lag_that_is_known(console: Console) -> None:
+def test_a_topic_shows_partition_sizes_and_the_known_lag(console: Console) -> None:
     watched = console.page("/topics/orders")
     page = watched.page
     for partition in range(2):
@@ -507,9 +507,9 @@ def test_a_topic_shows_the_size_of_each_partition_and_the_lag_that_is_known(cons
     assert watched.problems == []
 
 
-def test_who_holds_a_message_is_shown_there_and_on_its_page(console: Console) -> None:
+def test_the_holder_of_a_message_is_shown_there_and_on_its_page(console: Console) -> None:
     with console.api() as api:
-        # Others may have skipped what was published before.
+        # Others may have skipped earlier messages.
         assert api.post("/topics/orders/messages", json={"id": 99, "total": 1}).is_success
         wanted = {"max": 1, "wait_ms": 20_000, "worker": "slow-worker"}
         (held,) = api.post("/subscriptions/shipping/messages:pull", json=wanted).json()["messages"]
@@ -525,7 +525,7 @@ def test_who_holds_a_message_is_shown_there_and_on_its_page(console: Console) ->
     assert watched.problems == []
 
 
-def test_a_seek_shows_what_it_does_before_it_does_it(console: Console) -> None:
+def test_a_seek_shows_its_effect_before_it_is_applied(console: Console) -> None:
     watched = console.page("/subscriptions/shipping")
     page = watched.page
     page.get_by_text("Deliver messages again, or skip ahead").click()
@@ -761,7 +761,7 @@ def test_a_quota_is_set_and_removed(console: Console) -> None:
     assert watched.problems == []
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 _FILL = """([at, wrong]) => {
@@ -783,7 +783,7 @@ _KEPT = """() => Object.fromEntries(
 
 
 @pytest.mark.parametrize("path", [*PAGES, "/subscriptions/billing?to=start", "/groups/reporting?to=start"])
-def test_a_refused_form_comes_back_with_what_was_entered(console: Console, path: str) -> None:
+def test_a_refused_form_keeps_its_input(console: Console, path: str) -> None:
     watched = console.page(path)
     page = watched.page
     forms = page.locator('main form[method="post"]')
@@ -803,7 +803,7 @@ def test_a_refused_form_comes_back_with_what_was_entered(console: Console, path:
     assert watched.problems == []
 
 
-def test_secret_settings_are_not_typed_into_a_page_that_shows_them(console: Console, topic: str) -> None:
+def test_secret_settings_are_not_entered_on_a_page_that_shows_them(console: Console, topic: str) -> None:
     with console.api() as api, httpx.Client(timeout=WAIT_S) as client:
         made = api.post(
             "/pipelines", json={"name": topic, "kind": "land", "settings": {"topics": topic}, "wanted": False}
@@ -840,14 +840,14 @@ def test_live_tails_are_bounded_and_end_with_their_browsers(console: Console) ->
         return stack.enter_context(client.stream("GET", path)).iter_lines()
 
     with httpx.Client(timeout=WAIT_S) as client, ExitStack() as stack:
-        # Kept: an iterator that is given up closes its connection.
+        # Kept: a dropped iterator closes its connection.
         kept = [follow(client, stack) for _ in range(TAILS_PER_PERSON_MAX)]
         assert [next(one) for one in kept] == [": listening"] * TAILS_PER_PERSON_MAX
         refused = list(islice(follow(client, stack), 4))
         assert "live tails per user" in refused[-1], refused
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
-        # The server learns of closed connections in its own time.
+        # The server notices closed connections later.
         with (
             httpx.Client(timeout=httpx.Timeout(WAIT_S, read=1.0)) as client,
             ExitStack() as stack,

@@ -1,5 +1,5 @@
-"""The console in a real browser where something large or broken is at work: hanging transactions, runs of jobs, a
-redrive of many letters, a search through a million messages.
+"""The console in a real browser with large or broken content: hanging transactions, job runs, a redrive of many
+letters, a search through a million messages.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_a_hanging_transaction_is_found_and_ended(tmp_path: Path) -> None:
         assert writer.flush(WAIT_S) == 0
         coordinators = command("topic", "describe", "__transaction_state", "--json").document["id"]
         server.stop()
-        # A coordinator that has lost its state never ends what it has begun.
+        # A coordinator that has lost its state never ends its transactions.
         shutil.rmtree(server.data / "partitions" / coordinators)
         server.start()
         with running_browser() as browser:
@@ -101,7 +101,7 @@ def test_a_job_is_run_followed_and_its_log_read(tmp_path: Path) -> None:
         check_look(page, "pipelines-running")
         page.get_by_role("link", name="nightly").click()
         _open_run(page)
-        # What a run in progress prints, and its end, come by themselves.
+        # The output of a run in progress, and its end, appear without a reload.
         expect(page.locator("#run")).to_contain_text("counting the orders of yesterday", timeout=SPARK_MS)
         check_look(page, "run-running")
         expect(page.locator("#run")).to_contain_text("part 3 of 3: 1000 rows", timeout=SPARK_MS)
@@ -182,7 +182,7 @@ def test_a_large_redrive_shows_its_progress_on_every_page(full_server: Server) -
         expect(page.get_by_role("status")).to_contain_text(
             f"{LETTERS:,} letters would be redriven ({LETTERS:,} in billing); nothing was changed", timeout=300_000
         )
-        # A count of so many holds letters back for others for a minute; the page says so.
+        # Such a count holds letters back for a minute; the page says so.
         expect(page.get_by_role("status")).to_contain_text("after a minute")
         _wait_for_letters(full_server)
         page.goto(f"http://{full_server.http}/console/dead-letters/billing-dlq")
@@ -207,7 +207,7 @@ def test_a_large_redrive_shows_its_progress_on_every_page(full_server: Server) -
 
 
 def _wait_for_letters(server: Server) -> None:
-    """Wait until letters that a count held back can be redriven."""
+    """Wait until letters held back by a count can be redriven."""
 
     async def wait() -> None:
         async with Client.connect(server.kafka) as client:
@@ -238,7 +238,7 @@ def test_a_search_through_very_many_messages_shows_progress_and_stops(full_serve
         page.get_by_role("button", name="Stop").click()
         expect(page.locator("[data-state]")).to_contain_text("Stopped.")
         expect(page.get_by_role("button", name="Stop")).to_be_hidden()
-        # Nothing evaluates filters any more.
+        # No filter is evaluated any more.
         before = _filter_cpu_s(full_server.pid)
         time.sleep(2)
         assert _filter_cpu_s(full_server.pid) - before < 1

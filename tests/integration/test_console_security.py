@@ -1,4 +1,4 @@
-"""Signing in to the console: passwords, tokens, OpenID Connect; what a person may not do; read-only."""
+"""Logging in to the console: passwords, tokens, OpenID Connect; missing permissions; read-only."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def sign_in(client: httpx.Client, user: str, form: dict[str, str] | None = None)
     return client.post("/console/login", data={"csrf": _token(page), **given})
 
 
-def test_a_person_signs_in_sees_what_it_may_and_signs_out(guarded: Guarded) -> None:
+def test_a_user_signs_in_sees_what_is_permitted_and_signs_out(guarded: Guarded) -> None:
     with guarded.client() as client:
         refused = client.get("/console/topics?search=a")
         assert refused.status_code == 303
@@ -201,7 +201,7 @@ def test_a_person_signs_in_sees_what_it_may_and_signs_out(guarded: Guarded) -> N
 
 
 @pytest.mark.parametrize("form", [{"user": "alice", "password": "wrong"}, {"token": "mst_wrong.wrong"}, {}])
-def test_who_proves_nothing_is_not_signed_in(guarded: Guarded, form: dict[str, str]) -> None:
+def test_invalid_credentials_are_refused(guarded: Guarded, form: dict[str, str]) -> None:
     with guarded.client() as client:
         response = sign_in(client, "alice", form)
         assert response.status_code == 401
@@ -212,7 +212,7 @@ def test_who_proves_nothing_is_not_signed_in(guarded: Guarded, form: dict[str, s
         assert client.post("/console/login", data={"user": "alice", "password": "alice-password"}).status_code == 403
 
 
-def test_a_link_leads_nowhere_else_after_signing_in(guarded: Guarded) -> None:
+def test_a_link_does_not_redirect_elsewhere_after_signing_in(guarded: Guarded) -> None:
     for to in ("https://evil.example/", "//evil.example", "/console/../v1/topics\\evil", "/v1/topics"):
         with guarded.client() as client:
             page = client.get("/console/login", params={"next": to})
@@ -220,7 +220,7 @@ def test_a_link_leads_nowhere_else_after_signing_in(guarded: Guarded) -> None:
             assert client.post("/console/login", data=form).headers["location"] == "/console"
 
 
-def test_what_a_person_may_not_do_is_not_offered_and_refused(guarded: Guarded) -> None:
+def test_actions_without_permission_are_not_offered_and_refused(guarded: Guarded) -> None:
     with guarded.client() as alice, guarded.client() as bob:
         assert sign_in(alice, "alice").status_code == 303
         assert sign_in(bob, "bob").status_code == 303
@@ -238,7 +238,7 @@ def test_what_a_person_may_not_do_is_not_offered_and_refused(guarded: Guarded) -
         assert bob.get("/console/topics/alice-orders/publish").text.count("<textarea") == 0
 
 
-def test_aborting_a_transaction_is_offered_to_those_who_may(guarded: Guarded) -> None:
+def test_aborting_a_transaction_is_offered_only_with_permission(guarded: Guarded) -> None:
     connection = {
         "bootstrap.servers": guarded.server.kafka,
         "security.protocol": "SASL_SSL",
@@ -268,7 +268,7 @@ def test_aborting_a_transaction_is_offered_to_those_who_may(guarded: Guarded) ->
         assert alice.post(f"{path}/abort", data={**form, "csrf": _token(offered)}).status_code == 303
 
 
-def test_what_the_pages_link_can_be_opened(guarded: Guarded) -> None:
+def test_linked_pages_can_be_opened(guarded: Guarded) -> None:
     with guarded.client() as bob:
         assert sign_in(bob, "bob").status_code == 303
         seen: set[str] = set()
@@ -298,7 +298,7 @@ def test_reading_messages_is_audited(guarded: Guarded) -> None:
                     entity = event.get("entity", {})
                     is_hers = entity.get("type") == "messages" and event["actor"]["user"]["name"] == "alice"
                     assert not (is_hers and entity["name"] == "secret")
-                    # Other tests read other topics, and as others.
+                    # Other tests read other topics, and as other users.
                     if is_hers and entity["name"] == "alice-orders":
                         read = entity["data"]
                         if read["how"] == "message" and (read["partition"], read["offset"]) == (0, 0):
@@ -352,7 +352,7 @@ def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
         assert refused.status_code == 403
 
 
-def test_a_count_of_dead_letters_says_which_rights_a_redrive_lacks(guarded: Guarded) -> None:
+def test_a_count_of_dead_letters_names_the_permissions_a_redrive_lacks(guarded: Guarded) -> None:
     with guarded.client(follow_redirects=True) as alice, guarded.client(auth=("admin", "admin-password")) as admin:
         for topic, name in (("alice-crates", "alice-crating"), ("secret", "alice-spying")):
             settings = {"attempts": 1, "dead_letter_topic": "alice-dead", "start": "start"}
@@ -385,7 +385,7 @@ def _reject(client: httpx.Client, name: str, number: int, reason: str) -> None:
     wait_until(lambda: len(client.get(f"/v1/dead-letters/{name}").json()["letters"]) >= number)
 
 
-def test_a_dry_run_reads_with_the_rights_of_the_person(guarded: Guarded) -> None:
+def test_a_dry_run_reads_with_the_permissions_of_the_user(guarded: Guarded) -> None:
     with guarded.client(auth=("admin", "admin-password")) as admin:
         for name, topic in (("land-orders", "alice-orders"), ("land-secret", "secret")):
             admin.post(f"/v1/topics/{topic}/messages", json={"kept": topic}).raise_for_status()
@@ -417,11 +417,11 @@ def test_a_dry_run_reads_with_the_rights_of_the_person(guarded: Guarded) -> None
         assert re.search(r"(not authorized|may not|READ).*secret|secret.*(not authorized|may not|READ)", refused), (
             refused
         )
-        # A token that was made for a dry run is gone with it.
+        # A token created for a dry run is deleted with it.
         assert set(re.findall("mst_[0-9a-f]+", otto.get("/console/access").text)) == tokens
 
 
-def test_someone_new_signs_in_finds_why_orders_are_stuck_and_fixes_it(guarded: Guarded) -> None:
+def test_a_new_user_signs_in_finds_why_orders_are_stuck_and_fixes_it(guarded: Guarded) -> None:
     chromium()
     with guarded.client(auth=("admin", "admin-password")) as admin:
         settings = {"name": "alice-shipping", "topics": ["alice-parcels"], "start": "start", "attempts": 2}
@@ -440,7 +440,7 @@ def test_someone_new_signs_in_finds_why_orders_are_stuck_and_fixes_it(guarded: G
             expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
             expect(page.get_by_text("alice-shipping is paused, and 3 messages wait")).to_be_visible()
             check_look(page, "overview-of-a-person")
-            # Why do orders not arrive? It is paused: resume it.
+            # Why do orders not arrive? The subscription is paused: resume it.
             page.get_by_role("listitem").filter(has_text="alice-shipping is paused").get_by_role("link").click()
             page.get_by_role("button", name="Resume").click()
             expect(page.get_by_role("status")).to_contain_text("millstream subscription resume alice-shipping")
@@ -460,7 +460,7 @@ def test_someone_new_signs_in_finds_why_orders_are_stuck_and_fixes_it(guarded: G
             accept = {"accept": [one["lease"] for one in pulled]}
             assert len(pulled) == 8
             assert admin.post("/v1/subscriptions/alice-shipping/messages:settle", json=accept).is_success
-            # Confirmed: the page of the message says who has it, and nothing waits.
+            # Confirmed: the page of the message shows its holder, and the backlog is empty.
             page.goto(f"https://{guarded.server.http}{parcel}")
             expect(page.get_by_role("row").filter(has_text="alice-shipping")).to_contain_text("accepted")
             page.get_by_role("link", name="Subscriptions", exact=True).click()
@@ -489,7 +489,7 @@ def test_openid_connect_signs_in_with_pkce(guarded: Guarded) -> None:
         assert client.get(back).status_code in (403, 422, 502), "a code works once"
 
 
-def test_a_browser_signs_in_at_the_openid_provider_and_says_why_it_cannot(
+def test_a_browser_signs_in_at_the_openid_provider_or_shows_the_reason(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chromium()
@@ -509,14 +509,14 @@ def test_a_browser_signs_in_at_the_openid_provider_and_says_why_it_cannot(
         page.get_by_role("link", name="Sign in with your organization").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("Topics")
         expect(page.get_by_text("User:oauth:alice")).to_be_visible()
-        # A link of another site leads to a page, and the session is still there.
+        # A link from another site opens a page, and the session is still there.
         page.goto(guarded.provider.url + "/.well-known/openid-configuration")
         page.evaluate("address => { location = address }", f"{console}/subscriptions")
         expect(page.get_by_role("heading", level=1)).to_have_text("Subscriptions")
         assert watched.problems == []
 
 
-def test_a_browser_signs_in_with_a_token_and_says_why_one_is_refused(guarded: Guarded) -> None:
+def test_a_browser_signs_in_with_a_token_or_shows_the_reason(guarded: Guarded) -> None:
     chromium()
     with guarded.client(follow_redirects=True) as admin, running_browser() as browser:
         assert sign_in(admin, "admin").status_code == 200
@@ -542,7 +542,7 @@ def test_a_browser_signs_in_with_a_token_and_says_why_one_is_refused(guarded: Gu
         assert watched.problems == []
 
 
-def test_a_refused_form_comes_back_without_its_password(guarded: Guarded) -> None:
+def test_a_refused_form_keeps_its_input_except_the_password(guarded: Guarded) -> None:
     with guarded.client() as admin, guarded.client() as bob:
         assert sign_in(admin, "admin").status_code == 303
         form = {"csrf": _token(admin.get("/console/access")), "back": "/console/access", "what": "create"}
@@ -569,7 +569,7 @@ def test_a_refused_form_comes_back_without_its_password(guarded: Guarded) -> Non
             assert (refused.status_code, "<h1>Forbidden" in refused.text) == (403, True), back
 
 
-def test_another_password_ends_the_session(guarded: Guarded) -> None:
+def test_a_changed_password_ends_the_session(guarded: Guarded) -> None:
     with guarded.client() as client:
         assert sign_in(client, "bob").status_code == 303
         assert client.get("/console/topics").status_code == 200
@@ -580,7 +580,7 @@ def test_another_password_ends_the_session(guarded: Guarded) -> None:
                 await put_user(admin, "bob", password)
 
         asyncio.run(change("another-password"))
-        # The node closes connections of the old password at once, and the gateway notices that.
+        # The node closes connections of the old password at once, and the gateway notices.
         wait_until(lambda: client.get("/console/topics").status_code in (303, 401))
         # Other tests sign in as bob, too.
         asyncio.run(change(PASSWORDS["bob"]))

@@ -26,7 +26,7 @@ ALL = set(range(PARTITIONS))
 
 
 class Member:
-    """One member of a group, which notes what it holds and what it reads."""
+    """A member of a group that records its partitions and messages."""
 
     def __init__(self, server: Server, topic: str, **settings: Any) -> None:
         self.held: set[int] = set()
@@ -152,7 +152,7 @@ def test_a_member_dies(server: Server, topic: str) -> None:
     first.close()
 
 
-def test_a_static_member_comes_back_without_a_rebalance(server: Server, topic: str) -> None:
+def test_a_static_member_returns_without_a_rebalance(server: Server, topic: str) -> None:
     create(server, topic)
     one = Member(server, topic, **{"group.instance.id": "one"})
     two = Member(server, topic, **{"group.instance.id": "two"})
@@ -169,7 +169,7 @@ def test_a_static_member_comes_back_without_a_rebalance(server: Server, topic: s
     again.close()
 
 
-def test_two_groups_read_everything_each(server: Server, topic: str) -> None:
+def test_two_groups_each_read_everything(server: Server, topic: str) -> None:
     create(server, topic)
     send(server, topic, 30)
     members = [Member(server, topic, **{"group.id": f"{topic}-{name}"}) for name in ("a", "b")]
@@ -179,7 +179,7 @@ def test_two_groups_read_everything_each(server: Server, topic: str) -> None:
         member.close()
 
 
-def test_what_a_group_commits_can_be_asked_for(server: Server, topic: str) -> None:
+def test_committed_offsets_can_be_queried(server: Server, topic: str) -> None:
     create(server, topic)
     send(server, topic, 10)
     member = Member(server, topic)
@@ -199,7 +199,7 @@ def syncs(server: Server) -> float:
 
 
 def test_commits_that_arrive_together_share_a_sync_and_fetches_need_none(server: Server, topic: str) -> None:
-    """A commit that waits for the one before it, or a fetch for a write, takes many times what Produce takes."""
+    """A commit that waits for the previous one, or a fetch for a write, takes many times as long as Produce."""
     create(server, topic)
     groups = [f"{topic}-{number}" for number in range(200)]
     commits = [
@@ -216,7 +216,7 @@ def test_commits_that_arrive_together_share_a_sync_and_fetches_need_none(server:
         return [response["topics"][0]["partitions"][0] for response in responses]
 
     with Broker(server.kafka).connected() as connection:
-        # The topic of the offsets is made and loaded.
+        # The offsets topic is created and loaded.
         Broker(server.kafka).ask(10, 2, {"key": topic, "key_type": 0})
         while {response["error_code"] for response in ask(8, 8, commits)} != {"none"}:
             pass

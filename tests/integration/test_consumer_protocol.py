@@ -1,4 +1,4 @@
-"""The newer group protocol (KIP-848) with confluent-kafka: members come, go and die, and so does the broker."""
+"""The newer group protocol (KIP-848) with confluent-kafka: members join, leave and die, and the broker restarts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose members send heartbeats often, and are missed soon."""
+    """A server with short heartbeat intervals and session timeouts."""
     with Server(tmp_path_factory.mktemp("consumer-groups") / "data", settings=SETTINGS) as started:
         yield started
 
 
 class Member:
-    """One member of a group, which notes what it holds and what it reads."""
+    """A member of a group that records its partitions and messages."""
 
     def __init__(self, server: Server, *topics: str, group: str = "", **settings: Any) -> None:
         self.held: set[tuple[str, int]] = set()
@@ -51,7 +51,7 @@ class Member:
                 "group.protocol": "consumer",
                 "auto.offset.reset": "earliest",
                 "enable.auto.commit": False,
-                # Metadata is fetched again soon after a broker comes back.
+                # Refresh metadata soon after a broker returns.
                 "reconnect.backoff.max.ms": 500,
                 **settings,
             }
@@ -70,13 +70,13 @@ class Member:
         self.held -= {(one.topic, one.partition) for one in partitions}
 
     def step(self) -> None:
-        """Read what is there."""
+        """Read available messages."""
         for message in self.client.consume(100, 0.05):
             if message.error() is None:
                 self.read[_number(message.partition())].append(_number(message.offset()))
 
     def commit(self) -> None:
-        """Commit, again where the epoch has changed meanwhile."""
+        """Commit, and retry where the epoch has changed meanwhile."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             try:
@@ -138,7 +138,7 @@ def read_by(partition: int, *members: Member) -> set[int]:
 
 
 def evenly(*members: Member) -> Callable[[], bool]:
-    """Whether the members hold every partition between them, each once, and no two differ by more than one."""
+    """Whether the members hold every partition exactly once, and no two differ by more than one."""
 
     def check() -> bool:
         counts = [len(member.partitions) for member in members]
@@ -173,7 +173,7 @@ def test_members_join_and_leave(server: Server, topic: str, assignor: str) -> No
     third.close()
 
 
-def test_the_next_member_goes_on_where_the_last_committed(server: Server, topic: str) -> None:
+def test_the_next_member_continues_at_the_committed_offset(server: Server, topic: str) -> None:
     create(server, topic)
     send(server, topic, 10)
     first = Member(server, topic)
@@ -218,7 +218,7 @@ def test_a_member_dies(server: Server, topic: str) -> None:
     first.close()
 
 
-def test_a_static_member_comes_back_to_what_it_had(server: Server, topic: str) -> None:
+def test_a_static_member_returns_to_its_partitions(server: Server, topic: str) -> None:
     create(server, topic)
     one = Member(server, topic, **{"group.instance.id": "one"})
     two = Member(server, topic, **{"group.instance.id": "two"})
@@ -248,7 +248,7 @@ def test_topics_grow_and_match_an_expression(server: Server, topic: str) -> None
     member.close()
 
 
-def test_a_live_group_moves_over_and_back(server: Server, topic: str) -> None:
+def test_a_live_group_migrates_to_the_new_protocol_and_back(server: Server, topic: str) -> None:
     create(server, topic)
     send(server, topic, 10)
     classic: dict[str, Any] = {"group.protocol": "classic", "heartbeat.interval.ms": 200, "session.timeout.ms": 60_000}
@@ -270,7 +270,7 @@ def test_a_live_group_moves_over_and_back(server: Server, topic: str) -> None:
     old.close()
 
 
-def test_the_commands_know_the_type(server: Server, topic: str) -> None:
+def test_the_commands_show_the_group_type(server: Server, topic: str) -> None:
     millstream = CommandLine(server.kafka)
     create(server, topic)
     send(server, topic, 3)
@@ -299,13 +299,13 @@ def test_the_commands_know_the_type(server: Server, topic: str) -> None:
 
 
 @pytest.mark.parametrize("crash", [False, True], ids=["stopped", "killed"])
-def test_the_broker_comes_back_in_the_middle(start_server: Callable[..., Server], topic: str, crash: bool) -> None:
+def test_the_broker_restarts_while_members_read(start_server: Callable[..., Server], topic: str, crash: bool) -> None:
     server = start_server(**{name.replace("-", "_"): value for name, value in SETTINGS.items()})
     create(server, topic)
     send(server, topic, 20)
     members = [Member(server, topic) for _ in range(2)]
     step_until(evenly(*members), *members)
-    # Whoever was first may have read some of it before it was given to the other, who reads it again.
+    # The first member may have read some of it before the other got the partition and reads it again.
     step_until(lambda: all(len(read_by(partition, *members)) == 20 for partition in ALL), *members)
     for member in members:
         member.commit()
@@ -320,7 +320,7 @@ def test_the_broker_comes_back_in_the_middle(start_server: Callable[..., Server]
             member.step()
     send(server, topic, 20)
     step_until(lambda: all(len(read_by(partition, *members)) == 40 for partition in ALL), *members)
-    # Whoever was there before is there again, with what it had.
+    # The earlier members are there again, with their partitions.
     assert [set(member.held) for member in members] == held
     joining = Member(server, topic)
     step_until(evenly(*members, joining), *members, joining)

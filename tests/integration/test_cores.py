@@ -101,7 +101,7 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="another data folder"), serving(data, 1):
             pass
 
-        # HTTP goes on without the first broker.
+        # HTTP keeps working without the first broker.
         os.kill(machine["nodes"][0]["pid"], signal.SIGKILL)
         messages = f"http://{machine['http']}/v1/topics/t/messages"
         published = httpx.post(messages, content=b"100", timeout=DEADLINE_S)
@@ -111,7 +111,7 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
         wait_until(lambda: CommandLine(machine["kafka"])("doctor").code == 0)
         wait_until(lambda: ready(machine))
 
-        # A process that hangs is reported through any other.
+        # A hanging process is reported through any other.
         os.kill(machine["nodes"][1]["pid"], signal.SIGSTOP)
         said = CommandLine(machine["kafka"])("doctor", "--timeout", "6").out
         os.kill(machine["nodes"][1]["pid"], signal.SIGCONT)
@@ -131,7 +131,7 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
 
 @pytest.mark.trial
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_others_get_the_logs_of_a_process_that_cannot_start(tmp_path: Path, number: int) -> None:
+def test_the_logs_of_a_process_that_cannot_start_are_handed_to_the_others(tmp_path: Path, number: int) -> None:
     data = tmp_path / "data"
     with serving(data, 3) as (machine, _), ExitStack() as stack:
         create(machine["kafka"])
@@ -154,7 +154,7 @@ def test_the_others_get_the_logs_of_a_process_that_cannot_start(tmp_path: Path, 
 
 
 @pytest.mark.trial
-def test_a_locked_machine_serves_everyone_at_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_machine_serves_all_clients_at_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificates = Certificates(tmp_path / "certs")
     declare_security(tmp_path / "data", dict((ADMIN, MALLORY)))
     flags = ["--auth", "required", "--tls-cert", str(certificates.node), "--tls-key", str(certificates.node_key)]
@@ -201,7 +201,7 @@ def test_a_locked_machine_serves_everyone_at_every_process(tmp_path: Path, monke
 
 @contextmanager
 def taken(address: str) -> Iterator[None]:
-    """Have a port that a process has just given up."""
+    """Occupy a port that a process has just released."""
     host, _, port = address.rpartition(":")
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

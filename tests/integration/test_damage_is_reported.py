@@ -1,4 +1,4 @@
-"""Files that somebody removed while the broker was stopped: every way to look at the node says what is lost."""
+"""Files removed while the broker was stopped: every interface reports what is lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_removed_segments_are_reported_and_the_rest_is_served(start_server: Star
     assert f"{lost[0]}; continuing at {end_of_first}" in shown.err
     assert f"--to {end_of_first}" in shown.err
     assert "not everything could be shown" in shown.err
-    # The console passes over it, too, from a position on and from the end.
+    # The console skips it, too, from a position on and from the end.
     for query in ("from=start", ""):
         page = httpx.get(f"http://{server.http}/console/topics/harmed/messages?{query}", timeout=60).text
         offsets = {int(found) for found in re.findall(r"/topics/harmed/messages/0/(\d+)", page)}

@@ -1,4 +1,4 @@
-"""Bytes that change under a running broker, after they were read once: never served, reported everywhere, skipped."""
+"""Bytes that change under a running broker after they were read once: never served, reported everywhere, skipped."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def truncate(descriptor: int, frame: Frame) -> None:
 
 
 def harm(path: Path, how: Harm) -> range:
-    """Damage one batch of a segment and return its offsets: the last for a file that is cut, or the fourth."""
+    """Damage one batch of a segment and return its offsets: the last for a truncated file, else the fourth."""
     found = list(frames(path))
     frame = found[-1 if how is truncate else 3]
     descriptor = os.open(path, os.O_RDWR)
@@ -85,7 +85,7 @@ def harm(path: Path, how: Harm) -> range:
 
 
 def consume(address: str, start: int, end: int) -> tuple[dict[int, bytes], int]:
-    """What a default consumer gets from an offset on, up to the end or to an error, and the offset of that."""
+    """The messages that a default consumer gets from an offset on, and the offset of the end or the error."""
     consumer = confluent_kafka.Consumer({"bootstrap.servers": address, "group.id": "reader"})
     consumer.assign([confluent_kafka.TopicPartition(TOPIC, 0, start)])
     found: dict[int, bytes] = {}
@@ -167,7 +167,7 @@ def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: P
         assert server.stop() == 0
 
 
-def test_what_the_disk_cannot_read_is_found_and_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_sectors_are_found_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_at = DiskFiles.read_at
     bad: dict[str, range] = {}
 
@@ -201,7 +201,7 @@ def test_what_the_disk_cannot_read_is_found_and_passed_over(tmp_path: Path, monk
         broker.stop_and_wait()
 
 
-def test_the_scrub_finds_what_no_one_reads(tmp_path: Path) -> None:
+def test_the_scrub_finds_damage_in_unread_batches(tmp_path: Path) -> None:
     settings = {"scrub-interval-ms": 100, "scrub-bytes-per-s": 100_000_000}
     with Server(tmp_path / "data", settings=settings) as server:
         millstream = CommandLine(server.kafka)
@@ -214,7 +214,7 @@ def test_the_scrub_finds_what_no_one_reads(tmp_path: Path) -> None:
         checked = millstream("doctor", "--json")
         details = [one["detail"] for one in checked.document["findings"] if one["check"] == "damage"]
         assert details == [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
-        # What is put right again is served again.
+        # Repaired data is served again.
         harm(first, flip_payload)
         wait_for_damage(server, 1)
         assert server.stop() == 0

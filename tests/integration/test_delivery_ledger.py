@@ -53,7 +53,7 @@ def job(spark: SparkSession, server: Server, tmp_path: Path) -> Iterator[LedgerJ
 
 @pytest.fixture
 def local_job(server: Server, tmp_path: Path) -> LedgerJob:
-    """The job as `millstream audit` has it for a small ledger: without Spark."""
+    """The job as used by `millstream audit` for a small ledger: without Spark."""
     from millstream.pipelines.jobs.job import JobContext
     from millstream.pipelines.jobs.ledger.audit import LocalTasks
     from millstream.pipelines.jobs.ledger.job import LedgerJob
@@ -107,7 +107,7 @@ def _row(report: Any, name: str) -> dict[str, Any]:
     return dict(row)
 
 
-def test_a_ledger_is_landed_once_and_adds_up_and_tampering_shows_in_spark(
+def test_a_ledger_is_landed_once_and_adds_up_and_tampering_is_detected(
     server: Server, millstream_command: CommandLine, topic: str, job: LedgerJob
 ) -> None:
     name = f"{topic}-ledger"
@@ -121,7 +121,7 @@ def test_a_ledger_is_landed_once_and_adds_up_and_tampering_shows_in_spark(
     assert report.adds_up, (report.findings, report.damage)
     assert (row["published"], row["accepted"], row["dead_lettered"], row["waiting"]) == (10, 6, 1, 3)
     assert (row["lost"], row["doubled"], row["delivery"]) == (0, 0, "exactly-once")
-    # Everything again, and only what is new is landed.
+    # After another run, only new events are landed.
     table = job._table
     events = sum(batch.num_rows for batch in table.events())
     again = job.audit([name])
@@ -141,7 +141,7 @@ def test_a_ledger_is_landed_once_and_adds_up_and_tampering_shows_in_spark(
     assert (letter["offset"], letter["letter_topic"]) == (6, f"{name}-dlq")
     assert all(one["published"] is not None for one in rows if one["kind"] == "scanned")
 
-    # Someone changes how a message ended.
+    # The outcome of a message is tampered with.
     (changed,) = {one for one in _files(table) if any(kind == "dead_lettered" for kind in _kinds(one))}
     content = pq.read_table(changed).to_pylist()
     for one in content:
@@ -161,7 +161,7 @@ def _kinds(path: Path) -> list[str]:
     return found
 
 
-def test_the_views_are_the_same_in_duckdb_and_in_spark(
+def test_the_views_agree_in_duckdb_and_in_spark(
     server: Server, millstream_command: CommandLine, topic: str, job: LedgerJob, spark: SparkSession
 ) -> None:
     import duckdb
@@ -203,7 +203,7 @@ def test_the_views_are_the_same_in_duckdb_and_in_spark(
         assert int(row[0]) == 2
 
 
-def test_a_trace_goes_on_in_the_table_and_finds_ids(
+def test_a_trace_continues_in_the_table_and_finds_ids(
     server: Server,
     millstream_command: CommandLine,
     topic: str,
@@ -230,7 +230,7 @@ def test_a_trace_goes_on_in_the_table_and_finds_ids(
     assert local_job.size_bytes() > 0
     lake = local_job._lake
     live = command("message", "trace", f"{topic}/0/0", "--json").document
-    # As a restarted node responds: it knows that the message is done, and not how.
+    # As a restarted node responds: it knows that the message is done, but not how.
     forgotten = {"events": [], "state": "done", "attempts": 0, "ended_ms": 0, "is_complete": False, "unknown": "it"}
     document = {**live, "subscriptions": [{**one, **forgotten} for one in live["subscriptions"]]}
     history = subprocess.run(
@@ -249,7 +249,7 @@ def test_a_trace_goes_on_in_the_table_and_finds_ids(
     try:
         over_http = httpx.get(f"http://{server.http}/v1/topics/{topic}/partitions/0/messages/0/trace", timeout=WAIT_S)
         assert [one["state"] for one in over_http.json()["subscriptions"]] == ["accepted"]
-        # The subscription is gone, and the table still has it.
+        # The subscription is deleted, and the table still has it.
         assert command("subscription", "delete", name, "--force", "--yes").code == 0
         found = command("message", "trace", f"{topic}-7", "--topic", topic, "--since", "1h", "--lake", lake, "--json")
         (gone,) = found.document["subscriptions"]
@@ -259,7 +259,7 @@ def test_a_trace_goes_on_in_the_table_and_finds_ids(
 
 
 def _expression(alert: str) -> tuple[str, re.Pattern[str], float]:
-    """Return the metric of an alert, which of its `what` it selects, and the value above which it fires."""
+    """Return the metric of an alert, its `what` selector, and the value above which it fires."""
     text = (Path(__file__).parents[2] / "deploy" / "prometheus" / "millstream.rules.yml").read_text()
     (expression,) = re.findall(rf"- alert: {alert}\n +expr: (.+)\n", text)
     found = re.fullmatch(r'max by \(pipeline, what\) \((\w+)\{what=~"([^"]+)"\}\) > (\d+)', expression)
@@ -268,7 +268,7 @@ def _expression(alert: str) -> tuple[str, re.Pattern[str], float]:
 
 
 def _firing(exposed: str) -> set[tuple[str, str]]:
-    """Evaluate the alert on what a node exposes; return the pipelines and what fires."""
+    """Evaluate the alert on the metrics of a node; return the pipelines and what fires."""
     metric, what, above = _expression("MillstreamAuditFindsFaults")
     lines = re.findall(rf'^{metric}\{{pipeline="([^"]+)",what="([^"]+)"\}} (\S+)$', exposed, re.MULTILINE)
     assert lines, f"{metric} is not exposed"
@@ -276,7 +276,7 @@ def _firing(exposed: str) -> set[tuple[str, str]]:
 
 
 def _tamper(lake: Path) -> None:
-    """Change when something happened, in the first file that was landed."""
+    """Change a time in the first landed file."""
     changed = min((lake / "__ledger").rglob("*.parquet"))
     content = pq.read_table(changed)
     at = content.schema.get_field_index("timestamp")
@@ -284,7 +284,7 @@ def _tamper(lake: Path) -> None:
     pq.write_table(content.set_column(at, content.schema.field(at), earlier), changed)
 
 
-def test_what_the_daily_audit_finds_stays_a_metric_until_it_is_not_found(
+def test_a_finding_of_the_daily_audit_stays_a_metric_until_it_is_resolved(
     server: Server, millstream_command: CommandLine, topic: str, local_job: LedgerJob
 ) -> None:
     from millstream.broker.pipelines.report_board import PipelineBoard, PipelineReport
@@ -311,7 +311,7 @@ def test_what_the_daily_audit_finds_stays_a_metric_until_it_is_not_found(
     assert millstream_command("subscription", "pull", name, "--accept").code == 0
     assert _firing(exposed(local_job)) == set()
     _tamper(Path(local_job._lake))
-    # Not due again before tomorrow; a driver that starts later reports what is known.
+    # Not due again before tomorrow; a driver that starts later reports the known result.
     assert _firing(exposed(local_job)) == set()
     overrides = {**local_job._pipeline.overrides, "audit.every.ms": "1000"}
     often = LedgerJob(replace(local_job._pipeline, overrides=overrides), local_job._context, LocalTasks())
@@ -320,7 +320,7 @@ def test_what_the_daily_audit_finds_stays_a_metric_until_it_is_not_found(
     assert ("ledger", "audit_faults") in _firing(exposed(local_job))
 
 
-def test_a_damaged_table_is_reported_and_landing_goes_on(
+def test_a_damaged_table_is_reported_and_landing_continues(
     millstream_command: CommandLine, topic: str, local_job: LedgerJob
 ) -> None:
     from millstream.pipelines.jobs.ledger.audit import LocalTasks
@@ -360,7 +360,7 @@ def test_a_damaged_table_is_reported_and_landing_goes_on(
     traced = command("message", "trace", f"{topic}/0/0", "--lake", local_job._lake)
     assert (traced.code, "Traceback" in traced.err) == (1, False)
 
-    # Without one commit, nothing can be read or landed; that is said, and the driver does not fail again and again.
+    # With a commit missing, nothing can be read or landed; that is reported, and the driver does not keep failing.
     for path, content in kept.items():
         path.write_bytes(content)
     commit = Path(str(table.storage.folder)) / "_delta_log" / f"{2:020}.json"

@@ -1,4 +1,4 @@
-"""`millstream demo`: it must hold, and it must leave nothing behind, however it ends."""
+"""`millstream demo` succeeds, and leaves nothing behind, however it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient
 
 
 class RunningDemo:
-    """The command as a process; `folder` is where it makes its temporary files."""
+    """The command as a process; `folder` holds its temporary files."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ def demo_folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     assert list(tmp_path.iterdir()) == []
     started = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
-    # Processes end by themselves once they notice that the one that started them has ended.
+    # Processes exit by themselves once they notice that their parent has ended.
     _, left = psutil.wait_procs(started, timeout=60)
     for process in left:
         process.kill()
@@ -65,7 +65,7 @@ def demo_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(900)
-def test_the_whole_story_holds_and_can_be_kept(demo_folder: Path) -> None:
+def test_the_whole_demo_succeeds_and_can_be_kept(demo_folder: Path) -> None:
     with RunningDemo(demo_folder, DEMO_KEEP="1") as demo:
         demo.read_until("keeps running")
         address = re.search(r"127\.0\.0\.1:\d+", demo.read_until("Kafka clients:"))
@@ -78,7 +78,7 @@ def test_the_whole_story_holds_and_can_be_kept(demo_folder: Path) -> None:
     assert "Everything held" in demo.text
 
 
-def test_nothing_is_left_when_it_is_interrupted(demo_folder: Path) -> None:
+def test_nothing_is_left_after_an_interrupt(demo_folder: Path) -> None:
     with RunningDemo(demo_folder) as demo:
         demo.read_until("A topic with")
         assert demo.end(signal.SIGTERM) == 130

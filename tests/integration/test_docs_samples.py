@@ -51,7 +51,7 @@ NODE = {"group-initial-delay-ms": 100, "push-private-addresses": "true", "pipeli
 # `pipeline run` handles signals, which only the main thread of a process can.
 PLAIN = re.compile(r"""millstream (?!pipeline run )(?:[^|<>$&;"'#]|"[^"$`]*"|'[^']*')*(?:#.*)?""")
 
-# What a page takes as given.
+# The prerequisites of each page.
 BEFORE = {
     "embedded.md": "async def bill(message): ...",
     "tracing.md": "order = {'order_id': 1}",
@@ -102,7 +102,7 @@ SAID_BESIDE = {
 
 
 class Reader:
-    """Whoever follows a page: one sample after the other, with programs in terminals beside it."""
+    """A reader of a page: runs one sample after another, with programs in terminals beside it."""
 
     def __init__(self, folder: Path, kafka: str, http: str) -> None:
         self.folder = folder
@@ -125,7 +125,7 @@ class Reader:
             "postgresql://app@db/shop": f"sqlite:///{folder}/shop.db",
             # Java has its own current folder.
             **{f'"{name}"': f'"{folder / name}"' for name in ("orders-table", "orders-checkpoint", "shout-checkpoint")},
-            # Samples for Spark leave out where the broker is.
+            # Samples for Spark omit the address of the broker.
             'format("millstream")': f'format("millstream").option("kafka.bootstrap.servers", "{kafka}")',
             # Newer versions of curl know a short word for JSON; a stream is listened to for no longer than it takes.
             "--json '": "-H content-type:application/json -d '",
@@ -149,7 +149,7 @@ class Reader:
 
     def __exit__(self, *exception: object) -> None:
         for process in self._beside.values():
-            # A node ends its own processes, too.
+            # A node also stops its child processes.
             process.terminate()
         for process in self._beside.values():
             process.wait(COMMAND_S_MAX)
@@ -158,7 +158,7 @@ class Reader:
         (self.folder / name).write_text(self._here(text))
 
     def start_beside(self, command: str) -> None:
-        """Start a program; if it runs already, it is first ended with Ctrl-C, as the page says."""
+        """Start a program; if it already runs, end it first with Ctrl-C, as the page says."""
         if command in self._beside:
             self._beside[command].send_signal(signal.SIGINT)
             assert self._beside[command].wait(COMMAND_S_MAX) == 0
@@ -176,7 +176,7 @@ class Reader:
             self._wait_until_listening(self._beside[command], self._instead[SECOND_KAFKA])
 
     def run(self, script: str) -> str:
-        """Run a script; commands that need no shell are run in this process, which is quicker."""
+        """Run a script; commands that need no shell run in this process, which is faster."""
         commands = filter(None, re.sub(r"\\\n\s*", " ", script).splitlines())
         parts = groupby(commands, lambda command: PLAIN.fullmatch(command) is not None)
         return "".join(
@@ -205,7 +205,7 @@ class Reader:
         return ended.out
 
     async def execute(self, sample: Sample) -> None:
-        """Run a sample of Python, which may await things, with the names that those before it have left."""
+        """Run a Python sample, which may await, with the names defined by earlier samples."""
         text = self._here(sample.text)
         code = compile(text, str(sample), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         if "asyncio.run(" in text:
@@ -215,14 +215,14 @@ class Reader:
             await running
 
     def run_until(self, command: str, expected: str) -> str:
-        """Run a command, and again if what it should show has not happened yet."""
+        """Run a command, and repeat it until its expected output has appeared."""
         deadline = time.monotonic() + COMMAND_S_MAX
         while expected not in (said := self.run(command)):
             assert time.monotonic() < deadline, f"{command}: {said}\n{self._said.read_text()}"
         return said
 
     def _wait_until_listening(self, process: subprocess.Popen[bytes], where: str) -> None:
-        """A reader types more slowly than a program starts; what is pushed before is pushed again only later."""
+        """Wait for a program to listen: early pushes would be retried only later."""
         host, _, port = where.rpartition(":")
         address = (host, int(port))
         deadline = time.monotonic() + COMMAND_S_MAX
@@ -246,27 +246,27 @@ class Reader:
         return re.sub("|".join(map(re.escape, self._instead)), lambda found: self._instead[found[0]], text)
 
     async def prepare(self, page: str) -> None:
-        """Have what a page takes as given."""
+        """Set up the prerequisites of a page."""
         if page in BEFORE:
             await self.execute(Sample(Path(page), 0, "python", "", BEFORE[page]))
 
     def begin(self, **names: Any) -> dict[str, Any]:
-        """Forget what samples have named, but for these."""
+        """Forget the names that samples have defined, except these."""
         self._names = {"asyncio": asyncio, "millstream": millstream, "__name__": "page", **names}
         return self._names
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Have a connection under the name that pages have for it."""
+        """Provide a connection under the name that pages use."""
         async with millstream.connect(os.environ["MILLSTREAM_BROKERS"]) as self._names["ms"]:
             yield
 
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Reader]:
-    """A reader in a folder that has nothing yet, with a broker that has nothing yet.
+    """A reader in an empty folder, with an empty broker.
 
-    Where a page needs no gateway the broker runs in this process, which starts much sooner.
+    Where a page needs no gateway the broker runs in this process, which starts much faster.
     """
     folder = tmp_path / "reader"
     folder.mkdir()
@@ -284,7 +284,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 
 class GuidedServer(Server):
-    """A node that is started as a guide says: by its settings file alone."""
+    """A node started as a guide says: by its settings file alone."""
 
     config = Path()
 
@@ -294,7 +294,7 @@ class GuidedServer(Server):
 
 @pytest.mark.timeout(300)
 def test_the_production_guide_works_as_written(tmp_path: Path) -> None:
-    """Everything but what needs root or systemd, with folders and addresses of this test."""
+    """Everything except steps that need root or systemd, with folders and addresses of this test."""
     folder = tmp_path / "machine"
     folder.mkdir()
     server = GuidedServer(folder / "data")
@@ -373,7 +373,7 @@ def test_samples_run_in_spark(spark: SparkSession, reader: Reader) -> None:
             before = list(names.values())
             asyncio.run(reader.execute(sample))
             for frame in [value for value in names.values() if isinstance(value, DataFrame)]:
-                # Nothing is read until somebody asks for it, as some samples do.
+                # Nothing is read until it is requested, as some samples do.
                 if ".show()" not in sample.text and not any(frame is other for other in before):
                     frame.count()
             for query in spark.streams.active:
@@ -382,7 +382,7 @@ def test_samples_run_in_spark(spark: SparkSession, reader: Reader) -> None:
 
 
 def make_lake(lake: Path) -> None:
-    """Tables under the names that pages have."""
+    """Create tables under the names that pages use."""
     wider = extended(RAW, pa.schema([("amount", pa.int64())]))
     for name, kind in (("orders", "delta"), ("events", "parquet")):
         table = open_table(str(lake / name), format=kind)
@@ -399,7 +399,7 @@ def make_lake(lake: Path) -> None:
 
 
 def check_sql(sample: Sample, reader: Reader) -> None:
-    """Have a filter compiled, or a statement declared as a pipeline."""
+    """Compile a filter, or declare a statement as a pipeline."""
     statements = re.split(r"\n(?=\S)", sample.text.strip())
     for number, statement in enumerate(statements):
         if sample.page.name == "filters.md":

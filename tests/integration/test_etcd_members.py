@@ -1,4 +1,4 @@
-"""A cluster on an etcd of three members, which are stopped one after the other: clients notice nothing."""
+"""A cluster on an etcd of three members, which are stopped one after another without client errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 class Load:
-    """An idempotent producer that notes what was acknowledged, and every error that reached it."""
+    """An idempotent producer that records acknowledged messages, and every error."""
 
     def __init__(self, brokers: str, topic: str) -> None:
         self._topic = topic
@@ -62,7 +62,7 @@ def read_all(brokers: str, topic: str, number: int) -> list[bytes]:
 
 
 @pytest.mark.trial
-def test_a_member_of_etcd_that_stops_is_nothing_that_clients_notice(tmp_path: Path, postgres: PostgresServer) -> None:
+def test_stopping_a_member_of_etcd_causes_no_client_errors(tmp_path: Path, postgres: PostgresServer) -> None:
     with EtcdGroup() as etcd, ServerGroup(tmp_path, etcd.url, postgres.new_database()) as cluster:
         admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
 
@@ -72,12 +72,12 @@ def test_a_member_of_etcd_that_stops_is_nothing_that_clients_notice(tmp_path: Pa
         create("orders")
         load = Load(cluster.kafka, "orders")
         load.more(100)
-        # First the one that all nodes talk to, then the one that leads the others, if that is another one.
+        # First the member that all nodes use, then the leader, if that is another one.
         for is_first in (True, False):
             stopped = etcd.members[0] if is_first else etcd.leader()
             stopped.stop()
             load.more(300)
-            # What needs etcd works too.
+            # Operations that need etcd work too.
             create(f"without-{stopped.name}-{len(load.acknowledged)}")
             load.more(100)
             stopped.start()

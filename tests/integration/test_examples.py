@@ -36,12 +36,12 @@ def run(folder: Path, *command: str, environment: dict[str, str] | None = None) 
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_an_example_says_what_it_should(tmp_path: Path, name: str) -> None:
+def test_an_example_prints_its_expected_output(tmp_path: Path, name: str) -> None:
     assert run(tmp_path, "-W", "error", str(EXAMPLES / name)).stdout == SAYS[name]
 
 
 def run_pytest(folder: Path, *arguments: str) -> str:
-    """Run pytest with our plugin and no other, as most of those that are installed here take seconds to load."""
+    """Run pytest with our plugin only: other installed ones take seconds to load."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     plugin = ("-p", "millstream.pytest_plugin", "-p", "no:cacheprovider")
     return run(folder, "-m", "pytest", "-q", "-W", "error", *plugin, *arguments, environment=environment).stdout
@@ -52,7 +52,7 @@ def test_the_tests_of_a_program_pass_with_the_fixtures(tmp_path: Path) -> None:
     assert "3 passed" in run_pytest(tmp_path, "test_shop.py")
 
 
-def test_the_plugin_costs_a_run_without_it_nothing(tmp_path: Path) -> None:
+def test_the_unused_plugin_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text(
         "import sys\n\ndef test_nothing_is_loaded():\n"
         "    ours = {name for name in sys.modules if name.startswith('millstream')}\n"
@@ -61,10 +61,10 @@ def test_the_plugin_costs_a_run_without_it_nothing(tmp_path: Path) -> None:
     assert "1 passed" in run_pytest(tmp_path, "test_other.py")
 
 
-def test_pytest_finds_the_plugin_and_leaves_the_rest_alone(request: pytest.FixtureRequest) -> None:
+def test_pytest_finds_the_plugin_and_nothing_else_changes(request: pytest.FixtureRequest) -> None:
     assert request.config.pluginmanager.has_plugin("millstream")
     assert "_pytest" not in type(sandbox.__spec__.loader).__module__
 
 
-def test_no_example_is_forgotten() -> None:
+def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*SAYS, "test_shop.py"}

@@ -1,4 +1,4 @@
-"""A real server on a real file system that is full: clear errors, reads go on, writes resume, nothing is lost."""
+"""A real server on a full file system: clear errors, reads continue, writes resume, nothing is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server(disk: Path, tmp_path: Path) -> Iterator[Server]:
 
 
 class Sender:
-    """Sends numbered messages one after the other and remembers which were acknowledged."""
+    """Sends numbered messages one by one and records which were acknowledged."""
 
     def __init__(self, server: Server) -> None:
         self._producer = Producer(
@@ -98,7 +98,7 @@ def commit(server: Server, offset: int) -> None:
 
 
 def commit_until_refused(server: Server, first: int) -> int:
-    """Returns the last offset that was taken."""
+    """Commit until refused; return the last accepted offset."""
     for offset in range(first, first + 1000):
         try:
             commit(server, offset)
@@ -115,7 +115,7 @@ def committed(server: Server) -> int:
 
 
 def fill_up(disk: Path) -> Path:
-    """Take all the space that is left."""
+    """Use up the remaining space."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
@@ -127,23 +127,23 @@ def fill_up(disk: Path) -> Path:
     return ballast
 
 
-def test_a_full_disk_refuses_writes_and_heals(disk: Path, server: Server) -> None:
+def test_a_full_disk_refuses_writes_and_recovers(disk: Path, server: Server) -> None:
     while readiness(server)[0] != 200:
-        continue  # The first response has to wait for what the gateway imports.
+        continue  # The first response waits for the imports of the gateway.
     sender = Sender(server)
     for _ in range(20):
         assert sender.send() is None
     commit(server, 5)
     ballast = fill_up(disk)
     error = sender.send_until(lambda error: error is not None)
-    # What librdkafka shows: Kafka's own error for a disk that fails a broker.
+    # As shown by librdkafka: Kafka's own error for a failed disk.
     assert error is not None
     assert error.code() == KafkaError.KAFKA_STORAGE_ERROR, error
     assert read_numbers(server) == sender.acknowledged
     status, said = readiness(server)
     assert status == 503
     assert TOPIC in said
-    # Some commits fit into what the file system has given to the log already; the first that does not is refused.
+    # Some commits fit into space already allocated to the log; the first that does not is refused.
     stored = commit_until_refused(server, 6)
     assert committed(server) == stored
 
@@ -164,7 +164,7 @@ def test_a_start_on_a_full_disk_serves_reads(disk: Path, server: Server, clean: 
     ballast = fill_up(disk)
     assert sender.send_until(lambda error: error is not None) is not None
     if clean:
-        # Its exit code says whether the full disk let it note that the stop was clean; both must do.
+        # Its exit code tells whether the full disk allowed marking the stop as clean; both are fine.
         server.stop()
     else:
         server.kill()

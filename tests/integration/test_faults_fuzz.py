@@ -23,7 +23,7 @@ def test_a_short_run_finds_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "version", "body"), [(23, 3, b"\xff" * 8), (23, 4, b"\xff\xff\xff\xff\x00\x00")])
-def test_null_where_a_list_has_to_be_is_refused(key: int, version: int, body: bytes) -> None:
+def test_null_instead_of_a_list_is_refused(key: int, version: int, body: bytes) -> None:
     # Found by the fuzzer of requests: the handler of OffsetForLeaderEpoch was given None for its topics.
     with pytest.raises(ProtocolViolation, match="null"):
         codec.read_request(key, version, body, 0)

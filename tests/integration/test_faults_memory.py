@@ -1,4 +1,4 @@
-"""A real server under abuse: what it holds in memory stays bounded, and clients beside the abuser are served."""
+"""A real server under abuse: its memory stays bounded, and other clients are served."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROWTH_BYTES_MAX = 3 * BUDGET_BYTES
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = {"inflight-bytes-max": BUDGET_BYTES, "group-initial-delay-ms": 100}
     with Server(tmp_path_factory.mktemp("faults") / "data", settings=settings) as started:
-        # What a broker loads when it is first used is no growth.
+        # What a broker loads on first use is not counted as growth.
         for number in range(20):
             still_works(started, f"warm-up-{number % 3}")
         yield started
@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def bounded(server: Server) -> Iterator[None]:
-    """The memory of the server grows by no more than is allowed while the test runs, at any moment."""
+    """Check that the memory of the server grows by no more than is allowed at any moment of the test."""
     Path(f"/proc/{server.pid}/clear_refs").write_text("5", encoding="ascii")
     before = memory_bytes(server, "VmRSS")
     yield
@@ -47,7 +47,7 @@ def bounded(server: Server) -> Iterator[None]:
 
 
 def memory_bytes(server: Server, which: str) -> int:
-    """A number of the process, in bytes: VmRSS is what it has now, VmHWM the most it had since the mark was reset."""
+    """A field of the process status, in bytes: VmRSS is the current memory, VmHWM the peak since the last reset."""
     for line in Path(f"/proc/{server.pid}/status").read_text(encoding="ascii").splitlines():
         if line.startswith(which):
             return int(line.split()[1]) * 1024
@@ -80,7 +80,7 @@ def receive(peer: socket.socket) -> bytes:
 
 
 def send_what_is_taken(peer: socket.socket, data: bytes) -> None:
-    """Send until the server takes no more or hangs up."""
+    """Send until the server accepts no more or disconnects."""
     peer.setblocking(False)
     try:
         while data:
@@ -91,7 +91,7 @@ def send_what_is_taken(peer: socket.socket, data: bytes) -> None:
 
 
 def still_works(server: Server, topic: str, count: int = 1) -> None:
-    """A producer and a consumer are served."""
+    """Check that a producer and a consumer are served."""
     errors: list[object] = []
     producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
     for _ in range(count):
@@ -120,7 +120,7 @@ def fetch_request(topic: str, max_bytes: int) -> bytes:
 
 
 @pytest.mark.usefixtures("bounded")
-def test_half_frames_of_many_connections(server: Server, topic: str) -> None:
+def test_partial_frames_of_many_connections(server: Server, topic: str) -> None:
     with ExitStack() as stack:
         for number in range(300):
             peer = stack.enter_context(connect(server))
@@ -170,7 +170,7 @@ def test_random_bytes(server: Server, topic: str) -> None:
 
 
 @pytest.mark.usefixtures("bounded")
-def test_a_bomb_is_not_decompressed(server: Server, topic: str) -> None:
+def test_a_decompression_bomb_is_not_decompressed(server: Server, topic: str) -> None:
     Producer({"bootstrap.servers": server.kafka}).list_topics(topic, timeout=WAIT_S)
     batch = encode_batch([NewRecord(None, bytes(300_000_000), (), 10)], compression=COMPRESSION_GZIP)
     name = struct.pack(">ih", 1, len(topic)) + topic.encode()
@@ -178,14 +178,14 @@ def test_a_bomb_is_not_decompressed(server: Server, topic: str) -> None:
         body = struct.pack(">hhi", -1, -1, 10_000) + name + struct.pack(">iii", 1, 0, len(batch))
         peer.sendall(frame(header(PRODUCE, 7) + body + bytes(batch)))
         receive(peer)
-        # Looking for a time makes the broker look into the batch.
+        # A look-up by time makes the broker search the batch.
         peer.sendall(frame(header(LIST_OFFSETS, 1) + struct.pack(">i", -1) + name + struct.pack(">iiq", 1, 0, 5)))
         receive(peer)
     still_works(server, topic + "-other")
 
 
 def settled(server: Server) -> None:
-    """Wait until the server has let go of the connections of other tests, and of what they had sent."""
+    """Wait until the server has released the connections and data of other tests."""
     seen: list[tuple[int, int]] = []
     while len(set(seen[-5:])) != 1 or len(seen) < 5:
         seen.append((len(os.listdir(f"/proc/{server.pid}/fd")), memory_bytes(server, "VmRSS")))

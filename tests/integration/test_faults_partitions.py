@@ -1,4 +1,4 @@
-"""Thousands of partitions on one node: made in bulk, started again after a stop and a kill, idle at no cost."""
+"""Thousands of partitions on one node: created in bulk, restarted after a stop and a kill, idle at no cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESIDENT_BYTES_MAX = 300 * 1024 * 1024
 
 
 def cpu_s(server: Server) -> float:
-    """Processor time of the server so far; unlike the clock, other processes do not change it."""
+    """CPU time of the server so far; unlike wall time, it does not depend on other processes."""
     fields = Path(f"/proc/{server.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -70,8 +70,8 @@ def test_thousands_of_partitions(tmp_path: Path, topics: int, settle_s: float) -
 
 
 def idle_for_a_while(server: Server, settle_s: float) -> None:
-    """Look at it a few seconds apart: next to nothing may have been burnt in between."""
-    time.sleep(settle_s)  # Checkpoints of what was written last.
+    """Check CPU time a few seconds apart: next to nothing may have been used in between."""
+    time.sleep(settle_s)  # Checkpoints of the last writes.
     before = cpu_s(server)
     time.sleep(3)
     assert cpu_s(server) - before < CPU_S_IDLE_MAX

@@ -1,4 +1,4 @@
-"""Bytes that are not Kafka's affect only their sender."""
+"""Malformed input affects only its sender."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def header(key: int, version: int, correlation: int = 7) -> bytes:
 
 
 def is_closed(peer: socket.socket) -> bool:
-    """Whether the server hangs up; a response before it is fine."""
+    """Whether the server disconnects; a response before that is fine."""
     try:
         while peer.recv(65536):
             pass
@@ -68,7 +68,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("name", sorted(GARBAGE))
-def test_garbage_ends_its_own_connection_only(server: Server, topic: str, name: str, peer: socket.socket) -> None:
+def test_garbage_closes_only_its_own_connection(server: Server, topic: str, name: str, peer: socket.socket) -> None:
     with connect(server) as other:
         peer.sendall(GARBAGE[name])
         assert is_closed(peer)
@@ -99,7 +99,7 @@ def test_random_bytes_in_well_framed_requests(server: Server, topic: str) -> Non
     assert server.is_running()
 
 
-def test_a_request_may_come_byte_by_byte_and_many_at_once(peer: socket.socket) -> None:
+def test_requests_may_be_sent_byte_by_byte_and_pipelined(peer: socket.socket) -> None:
     request = frame(header(API_VERSIONS, 0))
     for index in range(len(request)):
         peer.sendall(request[index : index + 1])

@@ -1,6 +1,6 @@
 """Late responses: no worker handles a message that another one may have, and no lease stays without a holder.
 
-A proxy stands between clients and broker, and keeps the broker's responses to requests for messages for a while.
+A proxy between clients and broker delays the broker's responses to requests for messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 
 
 class Proxy:
-    """Passes everything on, except responses to one client's requests for messages while they are held."""
+    """Forwards everything, except responses to one client's requests for messages while they are held."""
 
     def __init__(self, address: str, host: str, port: int) -> None:
         self.address = address
@@ -49,7 +49,7 @@ class Proxy:
         self._open = 0
 
     async def hold(self, client_id: str) -> None:
-        """Keep the response to the request that the client has sent, or sends next."""
+        """Hold the response to the current or next request of the client."""
         self._client_id = client_id
         self._released.clear()
         await self._asked.setdefault(client_id, asyncio.Event()).wait()
@@ -119,7 +119,7 @@ class Proxy:
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hidden]:
-    """A server that sends its clients to the port at which each test has a proxy."""
+    """A server that advertises the port at which each test has a proxy."""
     port = ReservedPort()
     settings = {"advertise": port.address, "pipelines-enabled": "false"}
     with Server(tmp_path_factory.mktemp("hidden") / "data", settings=settings) as server:
@@ -141,7 +141,7 @@ async def proxied(hidden: Hidden) -> AsyncIterator[tuple[Proxy, Server]]:
 
 
 class Http:
-    """One request over HTTP, which can be hung up on at any time."""
+    """One HTTP request, which can be disconnected at any time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -181,11 +181,11 @@ def pull(server: Server, name: str, wait_ms: int = 60_000) -> Awaitable[Http]:
     return Http.send(server, "POST", f"subscriptions/{name}/messages:pull", {"wait_ms": wait_ms})
 
 
-# -- no worker handles what another one may have ------------------------------------------------------------------
+# -- no worker handles a message that another one may have ---------------------------------------------------------
 
 
 async def overtake(proxy: Proxy, server: Server, topic: str, client_id: str, **wanted: object) -> None:
-    """Have another worker accept a message whose response to the client is kept, then let the response go."""
+    """Have another worker accept a message whose response to the client is held, then release the response."""
     handled = asyncio.Event()
 
     async def handle(_message: millstream.Message) -> None:
@@ -225,7 +225,7 @@ async def test_a_handler_gets_no_message_that_another_worker_has_accepted(
         assert handled == ["last"]
 
 
-async def test_an_iteration_without_a_loop_gets_none_either(hidden: Hidden, topic: str) -> None:
+async def test_a_blocking_iteration_gets_none_either(hidden: Hidden, topic: str) -> None:
     def first(address: str) -> str:
         with millstream.connect_sync(address, client_id="late") as ms:
             for message in ms.subscription(topic, name=topic, lease=SHORT_S, start="earliest"):
@@ -270,7 +270,7 @@ async def test_an_event_stream_gets_none_either(hidden: Hidden, topic: str) -> N
         await stream.hang_up()
 
 
-async def test_what_a_worker_accepted_while_its_response_was_held_is_not_handled_again(
+async def test_messages_accepted_while_their_response_was_held_are_not_handled_again(
     start_server: Callable[..., Server], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restarted broker leases again what the worker still holds; more is accepted than the worker remembers."""
@@ -297,7 +297,7 @@ async def test_what_a_worker_accepted_while_its_response_was_held_is_not_handled
         await ms.subscribe(topic, handle, name=topic, start="earliest", concurrency=8)
         while len(handled) < len(gates):
             await asyncio.sleep(0.001)
-        # At once, before the leases are written down.
+        # At once, before the leases are durable.
         server.kill()
         await proxy.hold("late")
         await asyncio.to_thread(server.start)
@@ -322,7 +322,7 @@ async def declare(server: Server, topic: str, lease_s: float) -> None:
 
 
 async def taken(server: Server, topic: str, count: int = 1) -> list[int]:
-    """The attempts with which a worker gets messages, whose leases do not end during the test."""
+    """The attempts with which a worker gets messages, whose leases do not expire during the test."""
     attempts: list[int] = []
     async with millstream.connect(server.kafka, client_id="next") as ms, ms.subscription(topic, name=topic) as stream:
         async for message in stream:
@@ -334,7 +334,7 @@ async def taken(server: Server, topic: str, count: int = 1) -> list[int]:
 
 
 @pytest.mark.parametrize("path", ["pull", "events"])
-async def test_what_is_leased_for_a_client_that_hung_up_goes_back(hidden: Hidden, topic: str, path: str) -> None:
+async def test_messages_leased_for_a_disconnected_client_are_returned(hidden: Hidden, topic: str, path: str) -> None:
     async with proxied(hidden) as (proxy, server):
         await declare(server, topic, LONG_S)
         asked = await (
@@ -345,12 +345,12 @@ async def test_what_is_leased_for_a_client_that_hung_up_goes_back(hidden: Hidden
             await ms.publish(topic, "first")
         await proxy.is_held.wait()
         await asked.hang_up()
-        # The gateway hears of that at about the time at which the response arrives.
+        # The gateway notices that at about the time at which the response arrives.
         proxy.release()
         assert await taken(server, topic) == [1]
 
 
-async def test_what_is_leased_while_a_worker_leaves_goes_back(hidden: Hidden, topic: str) -> None:
+async def test_messages_leased_while_a_worker_leaves_are_returned(hidden: Hidden, topic: str) -> None:
     async with proxied(hidden) as (proxy, server):
         await declare(server, topic, LONG_S)
         async with millstream.connect(proxy.address, client_id="late") as ms:
@@ -368,14 +368,12 @@ async def test_what_is_leased_while_a_worker_leaves_goes_back(hidden: Hidden, to
         assert await taken(server, topic) == [1]
 
 
-async def test_what_a_broker_has_leased_for_a_client_that_reads_no_response_goes_back(
-    server: Server, topic: str
-) -> None:
+async def test_messages_leased_for_a_client_that_never_reads_are_returned(server: Server, topic: str) -> None:
     create = CommandLine(server.kafka)
     await asyncio.to_thread(create, "topic", "create", topic, "--set", "max.message.bytes=33554432")
     await declare(server, topic, LONG_S)
     async with asyncio.timeout(HANG_S), millstream.connect(server.kafka) as ms:
-        # One batch, since cold reads are short, and larger than what the kernel takes for a client that reads nothing.
+        # One batch, since cold reads are short, and larger than the kernel buffers for a client that reads nothing.
         await ms.publish(topic, b"x" * 24_000_000)
         host, _, port = server.kafka.rpartition(":")
         asking = socket.create_connection((host, int(port)))

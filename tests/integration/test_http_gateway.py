@@ -1,4 +1,4 @@
-"""The HTTP gateway of a real server: publish in every form, pull, settle, and what it refuses."""
+"""The HTTP gateway of a real server: publish in every form, pull, settle, and refusals."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def stored(http: httpx.Client, topic: str, offset: int) -> dict[str, Any]:
     return message
 
 
-def test_events_are_stored_alike_in_every_mode(http: httpx.Client, topic: str) -> None:
+def test_events_are_stored_equally_in_every_mode(http: httpx.Client, topic: str) -> None:
     attributes = {"specversion": "1.0", "id": "e-1", "source": "/shop", "type": "order.created", "partitionkey": "c7"}
     binary = {f"ce-{name}": value for name, value in attributes.items()} | {"content-type": "application/json"}
     document = {**attributes, "datacontenttype": "application/json", "data": {"total": 7}}
@@ -127,7 +127,7 @@ def test_events_are_stored_alike_in_every_mode(http: httpx.Client, topic: str) -
     assert messages[0]["headers"]["ce_type"] == "order.created"
 
 
-def test_what_was_published_already_is_reported_and_not_stored_again(http: httpx.Client, topic: str) -> None:
+def test_a_duplicate_publish_is_reported_and_not_stored_again(http: httpx.Client, topic: str) -> None:
     def once(message_id: str) -> httpx.Response:
         path = f"/topics/{topic}/messages?deduplicate=true"
         return http.post(path, content=b"x", headers={"message-id": message_id})
@@ -149,7 +149,7 @@ def test_an_old_lease_does_not_settle_a_newer_one_of_the_same_worker(http: httpx
     assert [one.get("status", 200) for one in reported["results"]] == [409, 200]
 
 
-def test_released_rejected_and_extended(http: httpx.Client, topic: str) -> None:
+def test_messages_are_released_rejected_and_extended(http: httpx.Client, topic: str) -> None:
     for value in (b"again", b"never", b"longer"):
         publish(http, topic, value)
     name = subscribe(http, topic, dead_letter_topic=f"{topic}.dead")
@@ -173,7 +173,7 @@ def test_released_rejected_and_extended(http: httpx.Client, topic: str) -> None:
     assert topic in {one["topic"].removesuffix(".dead") for one in http.get("/dead-letters").json()["dead_letters"]}
 
 
-def test_every_verb_takes_a_lease_alone_or_an_object(http: httpx.Client, topic: str) -> None:
+def test_every_verb_accepts_a_lease_or_an_object(http: httpx.Client, topic: str) -> None:
     for number in range(8):
         publish(http, topic, b"%d" % number)
     name = subscribe(http, topic)
@@ -184,7 +184,7 @@ def test_every_verb_takes_a_lease_alone_or_an_object(http: httpx.Client, topic: 
     assert (reported["failed"], [one["lease"] for one in reported["results"]]) == (0, leases)
 
 
-def test_open_letters_are_not_deleted_without_force(http: httpx.Client, topic: str) -> None:
+def test_open_letters_are_deleted_only_with_force(http: httpx.Client, topic: str) -> None:
     publish(http, topic)
     name = subscribe(http, topic)
     (message,) = pull(http, name)
@@ -203,7 +203,7 @@ def test_open_letters_are_not_deleted_without_force(http: httpx.Client, topic: s
 
 
 @pytest.mark.parametrize("body", [b'{"total":', b"", b"nonsense", b'{"a":1}}', b'"\xff"'])
-def test_json_that_is_none_is_refused(http: httpx.Client, topic: str, body: bytes) -> None:
+def test_invalid_json_is_refused(http: httpx.Client, topic: str, body: bytes) -> None:
     path = f"/topics/{topic}/messages"
     for kind in ("application/json; charset=utf-8", "application/vnd.shop.order+json"):
         refused = http.post(path, content=body, headers={"content-type": kind})
@@ -222,7 +222,7 @@ CONTEXT = {
 OWN_BAGGAGE = {"baggage": "own"}
 
 
-def test_what_a_request_says_of_its_messages_is_kept_with_each(http: httpx.Client, topic: str) -> None:
+def test_request_headers_are_stored_with_each_message(http: httpx.Client, topic: str) -> None:
     event = {"specversion": "1.0", "id": "e", "source": "/s", "type": "t", "data": 1}
     bodies: list[tuple[str, Any]] = [
         (
@@ -243,7 +243,7 @@ def test_what_a_request_says_of_its_messages_is_kept_with_each(http: httpx.Clien
         assert stored(http, topic, offset)["headers"].items() >= {**CONTEXT, **own}.items()
 
 
-def test_responds_end_their_line_and_docs_are_a_page_of_their_own(http: httpx.Client, topic: str) -> None:
+def test_responses_end_with_a_newline_and_docs_are_a_separate_page(http: httpx.Client, topic: str) -> None:
     root = str(http.base_url).removesuffix("/v1/").removesuffix("/v1")
     pages = [
         f"{root}/",
@@ -265,7 +265,7 @@ def test_responds_end_their_line_and_docs_are_a_page_of_their_own(http: httpx.Cl
     assert not re.search(r"(src|href)=.?(https?:)?//", docs.text), "nothing is fetched from elsewhere"
 
 
-def test_a_client_that_hangs_up_leases_nothing(http: httpx.Client, topic: str) -> None:
+def test_a_client_that_disconnects_leases_nothing(http: httpx.Client, topic: str) -> None:
     publish(http, topic, b"first")
     name = subscribe(http, topic)
     (first,) = pull(http, name)
@@ -289,7 +289,7 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, str]]:
             event = {}
 
 
-def test_a_stream_of_a_topic_goes_on_where_it_ended(http: httpx.Client, topic: str) -> None:
+def test_a_stream_of_a_topic_resumes_where_it_ended(http: httpx.Client, topic: str) -> None:
     publish(http, topic, b"one")
     publish(http, topic, b'{\n"two": 2}', content_type="application/json")
     with http.stream("GET", f"/topics/{topic}/events?from=start") as response:
@@ -309,7 +309,7 @@ def test_a_stream_of_a_topic_goes_on_where_it_ended(http: httpx.Client, topic: s
         assert next(heard) == second
 
 
-def test_a_stream_of_a_subscription_is_settled_like_what_is_pulled(http: httpx.Client, topic: str) -> None:
+def test_messages_of_a_stream_are_settled_like_pulled_ones(http: httpx.Client, topic: str) -> None:
     name = subscribe(http, topic)
     with http.stream("GET", f"/subscriptions/{name}/events") as response:
         heard = events(response.iter_lines())
@@ -407,7 +407,7 @@ def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Clien
         ("POST", "/topics", {"json": {"topic": "a", "name": "a"}}, 422),
     ],
 )
-def test_what_is_refused_is_a_problem_that_says_why(
+def test_a_refusal_is_a_problem_with_its_reason(
     http: httpx.Client, method: str, path: str, sent: dict[str, Any], status: int
 ) -> None:
     response = http.request(method, path, **sent)
@@ -420,7 +420,7 @@ def test_what_is_refused_is_a_problem_that_says_why(
 @pytest.mark.parametrize(
     ("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000, 431)]
 )
-def test_what_is_no_request_is_a_problem_too(server: Server, sent: bytes, status: int) -> None:
+def test_a_malformed_request_is_a_problem_too(server: Server, sent: bytes, status: int) -> None:
     host, port = server.http.rsplit(":", 1)
     with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
         connection.sendall(sent)
@@ -433,7 +433,7 @@ def test_what_is_no_request_is_a_problem_too(server: Server, sent: bytes, status
     assert json.loads(body)["status"] == status
 
 
-def test_a_server_that_stops_keeps_no_one_waiting(start_server: Callable[..., Server], topic: str) -> None:
+def test_a_stopping_server_ends_long_polls(start_server: Callable[..., Server], topic: str) -> None:
     server = start_server()
     with httpx.Client(base_url=f"http://{server.http}/v1", timeout=PATIENCE_S) as http:
         publish(http, topic)
@@ -448,7 +448,7 @@ def test_a_server_that_stops_keeps_no_one_waiting(start_server: Callable[..., Se
             assert waiting.result() == []
 
 
-def test_stalled_bodies_keep_neither_health_nor_others_out(server: Server, http: httpx.Client, topic: str) -> None:
+def test_stalled_bodies_block_neither_health_nor_others(server: Server, http: httpx.Client, topic: str) -> None:
     address = server.http.rsplit(":", 1)
     stalled_number = 2100
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -462,7 +462,7 @@ def test_stalled_bodies_keep_neither_health_nor_others_out(server: Server, http:
             response = httpx.get(f"http://{server.http}{path}", timeout=PATIENCE_S)
             assert response.status_code == 200, response.text
         deadline = time.monotonic() + PATIENCE_S
-        # Others are let in as soon as the stalled ones have been silent for a few seconds.
+        # Others are admitted once the stalled ones have been silent for a few seconds.
         while True:
             with suppress(httpx.HTTPError):
                 if httpx.get(f"http://{server.http}/v1/cluster", timeout=PATIENCE_S).status_code == 200:
@@ -472,12 +472,12 @@ def test_stalled_bodies_keep_neither_health_nor_others_out(server: Server, http:
     publish(http, topic)
 
 
-def test_a_broker_that_is_busy_for_a_while_is_healthy(start_server: Callable[..., Server]) -> None:
+def test_a_briefly_busy_broker_is_healthy(start_server: Callable[..., Server]) -> None:
     server = start_server()
     assert httpx.get(f"http://{server.http}/healthz", timeout=PATIENCE_S).status_code == 200
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        # The first may use a response that is still fresh.
+        # The first may use a cached response.
         while not (response := httpx.get(f"http://{server.http}/healthz", timeout=PATIENCE_S)).json()["warnings"]:
             assert response.status_code == 200
         assert response.status_code == 200
@@ -490,7 +490,7 @@ def test_a_broker_that_is_busy_for_a_while_is_healthy(start_server: Callable[...
 
 
 def gateway_peak_bytes(server: Server) -> int:
-    """The most memory that the gateway's process has had."""
+    """The peak memory of the gateway's process."""
     for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
         if b"millstream.gateway.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
@@ -507,7 +507,7 @@ def produce_batches(server: Server, topic: str, batches: list[bytes]) -> None:
     asyncio.run(produce())
 
 
-def test_batches_that_decompress_to_much_stay_within_the_memory_of_the_gateway(
+def test_large_decompressed_batches_stay_within_the_memory_of_the_gateway(
     start_server: Callable[..., Server], topic: str
 ) -> None:
     server = start_server(forked=False, decompressed_bytes_max=128 * MIB, compression_ratio_max=1_000_000)
@@ -524,7 +524,7 @@ def test_batches_that_decompress_to_much_stay_within_the_memory_of_the_gateway(
             pulls = [pool.submit(pull, http, name, max=1) for _ in range(3)]
             pulled = [message for one in pulls for message in one.result()]
         assert sorted(message["offset"] for message in pulled) == [0, 3, 4]
-        # More are leased than fit into the bytes that are asked for; the rest goes back, and counts as not delivered.
+        # More are leased than fit into the requested bytes; the rest is returned, and counts as not delivered.
         (again,) = pull(http, name, max=50, max_bytes=MIB)
         assert (again["offset"], again["attempt"]) == (5, 1)
         with http.stream("GET", f"/topics/{topic}/events?from=start") as stream:

@@ -1,4 +1,4 @@
-"""The API does what its OpenAPI page says, whatever is sent to it."""
+"""The API behaves as its OpenAPI page says for arbitrary requests."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PATIENCE_S = 60.0
 
 schema = schemathesis.openapi.from_dict(openapi_document(ROUTES))
 schema.config.phases.update(phases=["fuzzing"])
-# A stream ends when its reader goes, which no request of this test does.
+# A stream ends when its reader disconnects, which no request of this test does.
 finite = schema.exclude(path_regex="/events$")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of their own: any name may be created, changed and deleted by these requests."""
+    """A separate server: these requests may create, change and delete any name."""
     with Server(tmp_path_factory.mktemp("openapi") / "data", settings={"pipelines-enabled": "false"}) as started:
         yield started
 
@@ -51,7 +51,7 @@ def test_every_response_is_documented(case: schemathesis.Case[Any], server: Serv
     )
 
 
-def test_a_request_with_a_large_head_is_refused_as_documented(server: Server) -> None:
+def test_an_oversized_header_is_refused_as_documented(server: Server) -> None:
     case = finite["/v1/dead-letters/{name}"]["GET"].Case(
         path_parameters={"name": "orders"}, query={"filter": "x" * 70_000}
     )

@@ -1,4 +1,4 @@
-"""HTTP on a locked node: who calls, what they may do, and what is tried against it, with a real server process."""
+"""HTTP on a locked node: authentication, authorization and attacks, with a real server process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Locked(NamedTuple):
         return f"https://{self.server.http}"
 
     def client(self, who: tuple[str, str] | str | None = None, **more: Any) -> httpx.Client:
-        """A client that shows a user and a password, a bearer token, or nothing."""
+        """A client with a user and a password, a bearer token, or no credential."""
         if isinstance(who, str):
             more["headers"] = {"authorization": f"Bearer {who}", **more.get("headers", {})}
         elif who is not None:
@@ -73,7 +73,7 @@ class Locked(NamedTuple):
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
-    """A node with TLS and authentication; alice and bob may use what begins with their names and with `shared`."""
+    """A node with TLS and authentication; alice and bob may use names that begin with theirs and with `shared`."""
     folder = tmp_path_factory.mktemp("locked-http")
     certificates, issuer = Certificates(folder / "certs"), Issuer(folder / "jwks.json")
     everything, topic, group = acl.Operation.ALL, acl.ResourceType.TOPIC, acl.ResourceType.GROUP
@@ -130,7 +130,7 @@ def pulled(client: httpx.Client, subscription: str) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_user_that_was_created_again_is_accepted_at_once(locked: Locked, admin: Client) -> None:
+async def test_a_recreated_user_is_accepted_at_once(locked: Locked, admin: Client) -> None:
     carl = ("carl", "carl-password")
     await add_acls(admin, [rule("User:carl", acl.ResourceType.TOPIC, "carl", acl.Operation.ALL)])
     with locked.client(carl) as client:
@@ -152,7 +152,7 @@ def settle(client: httpx.Client, subscription: str, verb: str, lease: str) -> di
     return result
 
 
-# -- who calls -------------------------------------------------------------------------------------------------------
+# -- authentication --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["password", "jwt"])
@@ -172,7 +172,7 @@ def test_a_caller_publishes_and_receives_with_its_own_rights(locked: Locked, how
 
 
 @pytest.mark.parametrize("how", ["bearer", "basic"])
-def test_an_api_token_is_cut_to_its_scope(locked: Locked, how: str) -> None:
+def test_an_api_token_is_limited_to_its_scope(locked: Locked, how: str) -> None:
     token_id, _, secret = locked.token.partition(".")
     with locked.client(ALICE) as alice:
         for topic in ("alice-narrow", "alice-wide"):
@@ -211,7 +211,7 @@ NO_CREDENTIALS = (
 )
 
 
-async def test_who_is_not_known_is_challenged(locked: Locked) -> None:
+async def test_unknown_callers_are_challenged(locked: Locked) -> None:
     issuer = locked.issuer
     tokens = (
         issuer.token("alice", lasts_s=-3600),
@@ -237,7 +237,7 @@ async def test_who_is_not_known_is_challenged(locked: Locked) -> None:
                 assert "Basic realm=" in response.headers["www-authenticate"]
                 assert "Bearer" in response.headers["www-authenticate"]
 
-        # At once, since each of them gets a response late.
+        # Concurrently, since each of them gets a delayed response.
         await asyncio.gather(*map(ask, (*NO_CREDENTIALS, *(f"Bearer {token}" for token in tokens))))
         metrics = (await client.get("/metrics", auth=ADMIN)).text
     (failures,) = re.findall(r"^millstream_authentication_failures_total (\S+)", metrics, re.MULTILINE)
@@ -247,7 +247,7 @@ async def test_who_is_not_known_is_challenged(locked: Locked) -> None:
     assert set(re.findall(r"`(millstream_\w+)`", page)) <= served
 
 
-# -- what they may do ------------------------------------------------------------------------------------------------
+# -- authorization ---------------------------------------------------------------------------------------------------
 
 
 def test_a_refusal_names_the_operation_and_the_resource(locked: Locked) -> None:
@@ -281,7 +281,7 @@ def test_names_of_others_are_not_revealed(locked: Locked) -> None:
     "path",
     ["/metrics", "/v1/cluster", "/v1/clients"],
 )
-def test_what_is_about_the_cluster_needs_the_right_to_describe_it(locked: Locked, path: str) -> None:
+def test_cluster_routes_require_describe_on_the_cluster(locked: Locked, path: str) -> None:
     with locked.client(ADMIN) as admin, locked.client(ALICE) as alice:
         assert admin.get(path).status_code == 200
         refused = alice.get(path)
@@ -315,7 +315,7 @@ PATH = {
 
 
 def body_of(method: str, path: str, lease: str) -> Any:
-    """A valid body, so that nothing but the missing rights stands in the way."""
+    """A valid body, so that the request fails only for missing permissions."""
     own_rule = {"name": "r", "topic": "closed", "targets": ["closed"]}
     return {
         ("POST", "/subscriptions/{subscription}/messages:settle"): {"accept": [lease]},
@@ -336,7 +336,7 @@ def body_of(method: str, path: str, lease: str) -> Any:
     }.get((method, path), {})
 
 
-def test_no_route_does_anything_for_a_caller_without_rights(locked: Locked) -> None:
+def test_no_route_has_an_effect_without_permission(locked: Locked) -> None:
     with locked.client(ADMIN) as admin, locked.client(EVE) as eve:
         assert publish(admin, "closed").status_code == 201
         made = admin.post("/v1/subscriptions", json={"name": "closed", "topics": ["closed"], "start": "start"})
@@ -354,14 +354,14 @@ def test_no_route_does_anything_for_a_caller_without_rights(locked: Locked) -> N
             if path.startswith("/subscriptions") and path.endswith(":settle"):
                 assert [one["status"] for one in response.json()["results"]] == [403]
                 continue
-            # What a caller may not describe does not exist for it.
+            # A resource that a caller may not describe does not exist for it.
             is_described = method == "GET" and path.startswith("/pipelines/") and "/runs" not in path
             is_hidden = path == "/hanging-transactions" or is_described
             assert response.status_code == (404 if is_hidden else 403), (method, path, response.text)
         assert settle(admin, "closed", "accept", message["lease"]).get("error") is None
 
 
-def test_the_registry_acts_for_its_caller(locked: Locked) -> None:
+def test_the_registry_checks_the_permissions_of_its_caller(locked: Locked) -> None:
     schema = {"schema": '{"type":"record","name":"AliceOrder","fields":[]}'}
     path = "/registry/subjects/alice-orders-value/versions"
     with locked.client(ALICE) as alice, locked.client(BOB) as bob, locked.client() as nobody:
@@ -381,14 +381,14 @@ def test_the_registry_acts_for_its_caller(locked: Locked) -> None:
         assert alice.get(f"https://{locked.registry}/subjects/alice-orders-value/versions").json() == [1]
         assert nobody.get(f"https://{locked.registry}/subjects").status_code == 401
         assert alice.get(f"https://{locked.registry}/v1/topics").json()["error_code"] == 404
-        # What is deleted can still be read by its id, by those who could before.
+        # A deleted schema can still be read by its id, by callers who could before.
         assert alice.delete(path.removesuffix("/versions")).json() == [1]
         assert alice.get(f"/registry/schemas/ids/{number}").json()["schema"] == schema["schema"]
         assert bob.get(f"/registry/schemas/ids/{number}").json()["error_code"] == 40403
         assert alice.post(path, json=schema).json()["id"] == number
 
 
-def test_import_mode_deletes_nothing_without_the_right_to(locked: Locked) -> None:
+def test_import_mode_deletes_nothing_without_permission(locked: Locked) -> None:
     subject = "/registry/subjects/configured-value"
     with locked.client(ADMIN) as admin, locked.client(EVE) as eve:
         admin.post(f"{subject}/versions", json={"schema": '"int"'})
@@ -402,7 +402,7 @@ OPEN_IN_THE_REGISTRY = {"/", "/v1/metadata/id", "/v1/metadata/version", "/schema
 """What says nothing of what is registered."""
 
 
-def test_no_route_of_the_registry_does_anything_for_a_caller_without_rights(locked: Locked) -> None:
+def test_no_route_of_the_registry_has_an_effect_without_permission(locked: Locked) -> None:
     closed = {"schema": '{"type":"record","name":"Closed","fields":[]}'}
     with locked.client(ADMIN) as admin, locked.client(EVE) as eve, locked.client() as nobody:
         made = admin.post("/registry/subjects/closed-value/versions", json=closed).json()
@@ -419,7 +419,7 @@ def test_no_route_of_the_registry_does_anything_for_a_caller_without_rights(lock
                 if route.path in OPEN_IN_THE_REGISTRY:
                     assert response.status_code == 200
                 elif response.status_code == 200:
-                    # A list leaves out what the caller may not know.
+                    # A list omits what the caller may not know.
                     assert response.json() in ([], ["."]), (route.method, prefix + path, response.text)
                 else:
                     assert response.status_code in (403, 404), (route.method, prefix + path, response.text)
@@ -429,7 +429,7 @@ def test_no_route_of_the_registry_does_anything_for_a_caller_without_rights(lock
         assert admin.get("/registry/mode").json() == {"mode": "READWRITE"}
 
 
-def test_neither_an_alias_nor_a_reference_gives_rights_on_another_subject(locked: Locked) -> None:
+def test_neither_an_alias_nor_a_reference_grants_access_to_another_subject(locked: Locked) -> None:
     hidden = {"schema": '{"type":"record","name":"Hidden","fields":[{"name":"salary","type":"double"}]}'}
     referring = {
         "schema": '{"type":"record","name":"Leak","fields":[{"name":"hidden","type":"Hidden"}]}',
@@ -462,14 +462,14 @@ def test_neither_an_alias_nor_a_reference_gives_rights_on_another_subject(locked
         assert bob.post("/registry/subjects/bob-leak/versions", json=referring).json()["error_code"] == 42201
 
 
-def test_a_node_that_authenticates_has_the_metrics_of_the_page(locked: Locked) -> None:
+def test_a_node_with_authentication_has_the_documented_metrics(locked: Locked) -> None:
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     with locked.client(ADMIN) as admin:
         served = set(re.findall(r"^# HELP (\S+)", admin.get("/metrics").text, re.MULTILINE))
     assert set(re.findall(r"`(millstream_\w+_(?:total|waiting))`", page)) <= served
 
 
-def test_health_is_public_and_nothing_else_is(locked: Locked) -> None:
+def test_only_health_is_public(locked: Locked) -> None:
     with locked.client() as nobody:
         for path in ("/", "/healthz", "/readyz", "/openapi.json", "/docs"):
             assert nobody.get(path).status_code == 200
@@ -478,12 +478,12 @@ def test_health_is_public_and_nothing_else_is(locked: Locked) -> None:
     assert document["security"]
 
 
-def test_rules_for_an_address_are_evaluated_with_that_of_the_caller(locked: Locked) -> None:
+def test_rules_for_an_address_apply_to_that_of_the_caller(locked: Locked) -> None:
     with locked.client(EVE, headers={"x-forwarded-for": "203.0.113.9", "forwarded": "for=203.0.113.9"}) as eve:
         assert publish(eve, "elsewhere").status_code == 403
 
 
-async def test_callers_that_publish_at_the_same_time_are_kept_apart(locked: Locked) -> None:
+async def test_concurrent_publishers_are_kept_separate(locked: Locked) -> None:
     async with httpx.AsyncClient(
         base_url=locked.url, verify=client_tls(locked.certificates.ca), timeout=WAIT_S
     ) as client:
@@ -514,10 +514,10 @@ def test_a_lease_is_settled_by_its_principal_only(locked: Locked, verb: str) -> 
         assert settle(alice, name, "accept", message["lease"]).get("error") is None
 
 
-# -- what ends ------------------------------------------------------------------------------------------------------
+# -- revocation -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_deleted_user_is_out_and_its_stream_ends(locked: Locked, admin: Client) -> None:
+async def test_a_deleted_user_is_refused_and_its_stream_ends(locked: Locked, admin: Client) -> None:
     topic = "alice-stream"
     place = f"/v1/topics/{topic}/partitions/0/messages/0"
     with locked.client(ALICE) as alice:
@@ -544,8 +544,8 @@ async def test_a_deleted_user_is_out_and_its_stream_ends(locked: Locked, admin: 
                 assert response.status_code == 503, "a caller that cannot be verified is never let through"
 
 
-def test_while_a_node_moves_to_authentication_callers_may_be_anonymous(tmp_path: Path) -> None:
-    """The listener `default` is open and another one is not: rules hold for everyone, also over HTTP."""
+def test_callers_may_be_anonymous_while_a_node_migrates_to_authentication(tmp_path: Path) -> None:
+    """The listener `default` is open and another one is not: rules apply to all callers, also over HTTP."""
     rules = (
         rule("User:ANONYMOUS", acl.ResourceType.TOPIC, "open", acl.Operation.ALL),
         rule("User:alice", acl.ResourceType.TOPIC, "alice", acl.Operation.ALL),
@@ -570,11 +570,11 @@ def test_while_a_node_moves_to_authentication_callers_may_be_anonymous(tmp_path:
             assert response.status_code == status, (who, topic, response.text)
 
 
-# -- tricks ----------------------------------------------------------------------------------------------------------
+# -- attacks ---------------------------------------------------------------------------------------------------------
 
 
 def raw(locked: Locked, request: bytes) -> tuple[int, bytes]:
-    """Send bytes over TLS; return the status and everything that came back."""
+    """Send bytes over TLS; return the status and the whole response."""
     host, port = locked.server.http.rsplit(":", 1)
     context = client_tls(locked.certificates.ca)
     with (
@@ -617,7 +617,9 @@ ADMIN_HEADER = f"authorization: {basic(*(part.encode() for part in ADMIN))}\r\n"
         ("/v1/topics", f"authorization: Bearer {'x' * 70_000}\r\n", {431}),
     ],
 )
-def test_tricks_with_paths_and_headers(locked: Locked, target: str, headers: str, expected: set[int]) -> None:
+def test_attacks_with_paths_and_headers_are_refused(
+    locked: Locked, target: str, headers: str, expected: set[int]
+) -> None:
     request = f"GET {target} HTTP/1.1\r\nhost: {locked.server.http}\r\nconnection: close\r\n{headers}\r\n"
     status, response = raw(locked, request.encode())
     assert status in expected, response[:300]
@@ -676,7 +678,7 @@ def test_a_renewed_certificate_is_used_from_the_next_connection_on(locked: Locke
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_tls_1_2_and_1_3_are_spoken(locked: Locked, version: ssl.TLSVersion) -> None:
+def test_tls_1_2_and_1_3_are_supported(locked: Locked, version: ssl.TLSVersion) -> None:
     context = client_tls(locked.certificates.ca)
     context.minimum_version = context.maximum_version = version
     with httpx.Client(base_url=locked.url, verify=context, timeout=WAIT_S) as client:

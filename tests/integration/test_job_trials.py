@@ -1,4 +1,4 @@
-"""Jobs that real nodes run on a real Spark: a node that dies in the middle of a run, and the rights of owners."""
+"""Jobs that real nodes run on a real Spark: a node that dies during a run, and the permissions of owners."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(spark, millstream):
 
 
 class Jobs:
-    """A cluster whose jobs copy a topic, seen from outside."""
+    """A cluster whose jobs copy a topic."""
 
     def __init__(self, brokers: str, topic: str) -> None:
         self.brokers = brokers
@@ -78,7 +78,7 @@ class Jobs:
         return len(self.copied(name)) >= self.published
 
 
-def test_a_node_dies_in_the_middle_of_a_run_and_at_a_scheduled_time(
+def test_a_node_dies_during_a_run_and_at_a_scheduled_time(
     tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer, topic: str
 ) -> None:
     settings = {
@@ -93,7 +93,7 @@ def test_a_node_dies_in_the_middle_of_a_run_and_at_a_scheduled_time(
         for name in (topic, f"{topic}-slow", f"{topic}-tick"):
             jobs.run("topic", "create", name, "--partitions", "2")
         jobs.publish(500)
-        # One that is in the middle of its run for a minute after its write, and one that is due every minute.
+        # One that keeps running for a minute after its write, and one that is due every minute.
         jobs.create(tmp_path, "slow", 60, "--every", "1h")
         jobs.create(tmp_path, "tick", 0, "--cron", "* * * * *")
         wait_until(lambda: jobs.has_all("slow"))
@@ -101,7 +101,7 @@ def test_a_node_dies_in_the_middle_of_a_run_and_at_a_scheduled_time(
         assert slow["state"] == "running"
         owner, attempts = slow["node"], slow["attempt"]
         others = [number for number in cluster.nodes if number != owner]
-        # The takeover takes longer than what is left of the minute.
+        # The takeover takes longer than the rest of the minute.
         tick_ms = (int(time.time() * 1000) // MINUTE_MS + 1) * MINUTE_MS
         time.sleep(max(0.0, tick_ms / 1000 - 2 - time.time()))
         assert jobs.runs("slow")[0]["state"] == "running", "the machine is too slow for this trial"
@@ -125,7 +125,7 @@ def test_a_node_dies_in_the_middle_of_a_run_and_at_a_scheduled_time(
         assert jobs.copied("tick") == Counter(range(1000))
 
 
-async def test_a_job_has_the_rights_of_its_owner(tmp_path: Path) -> None:
+async def test_a_job_has_the_permissions_of_its_owner(tmp_path: Path) -> None:
     declare_security(tmp_path / "data", {"admin": PASSWORD})
     settings = {
         "auth": "required",
@@ -167,7 +167,7 @@ async def test_a_job_has_the_rights_of_its_owner(tmp_path: Path) -> None:
                 await PipelineClient(jo).create("jo-leaks", PipelineKind.JOB, leaked)
                 refused = await until_result(lambda: run_of("jo-leaks"))
                 assert refused["state"] == "failed", refused
-            # The same code with the rights of another owner.
+            # The same code with the permissions of another owner.
             await PipelineClient(admin).request_run("jo-steals")
 
             async def second_run() -> dict[str, Any] | None:

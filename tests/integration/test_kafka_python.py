@@ -62,7 +62,7 @@ def test_every_kind_of_acknowledgement(server: Server, topic: str, acks: int | s
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
-def test_every_compression_that_the_client_has(server: Server, topic: str, codec: str) -> None:
+def test_every_compression_of_the_client(server: Server, topic: str, codec: str) -> None:
     if not CODECS[codec]():
         pytest.skip(f"kafka-python has no {codec} on this machine")
     values = [b"value %d " % number * 10 for number in range(100)]
@@ -82,7 +82,7 @@ def test_headers_null_keys_and_tombstones(server: Server, topic: str) -> None:
 
 
 def test_a_message_beyond_the_limit_is_refused(server: Server, topic: str) -> None:
-    # An idempotent producer of this client gives up for good once a message of it was refused.
+    # An idempotent producer of this client fails permanently once a message was refused.
     with producer_of(server, max_request_size=4_000_000, enable_idempotence=False) as producer:
         with pytest.raises(MessageSizeTooLargeError):
             producer.send(topic, bytes(2_000_000)).get(WAIT_S)

@@ -1,4 +1,4 @@
-"""Topics become tables: every message once, offset by offset, in a real Spark with a real broker."""
+"""Topics become tables: every message once, offset by offset, with a real Spark and a real broker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 LAKE_PAGE = Path(__file__).resolve().parents[2] / "docs" / "lake.md"
 WAIT_S = 60.0
 STEPS_MAX = 100
-# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+# An interrupted call into the JVM leaves the session unusable, and the first calls take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
 
 Row = tuple[int, int, bytes | None, bytes | None]
@@ -63,7 +63,7 @@ class Shore:
         self.admin.delete_topics([topic])[topic].result(WAIT_S)
 
     def publish(self, topic: str, values: list[Any], **more: Any) -> list[Row]:
-        """Publish, and return where each message is."""
+        """Publish, and return the position of each message."""
         reported: list[Row] = []
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
 
@@ -95,7 +95,7 @@ class Shore:
             job.close()
 
     def rows(self, topic: str, ending: str = "") -> list[dict[str, Any]]:
-        """A table as Delta readers see it."""
+        """A table as seen by Delta readers."""
         table = deltalake.DeltaTable(str(self.lake / (topic + ending))).to_pyarrow_table()
         return sorted(table.to_pylist(), key=lambda row: (row["partition"], row["offset"]))
 
@@ -140,14 +140,14 @@ def test_every_message_is_landed_once(shore: Shore, topic: str) -> None:
     assert shore.landed(topic) == sorted(published + more)
 
 
-def test_a_topic_that_is_not_there_is_reported(shore: Shore, topic: str) -> None:
+def test_a_missing_topic_is_reported(shore: Shore, topic: str) -> None:
     with pytest.raises(UnknownTopic, match=f"millstream topic create {topic}"):
         shore.land(topics=topic)
     with pytest.raises(InvalidSetting):
         shore.job(topics=topic, decode="json", schema="no schema at all")
 
 
-def test_a_topic_that_gets_partitions_goes_on(shore: Shore, topic: str) -> None:
+def test_landing_continues_with_added_partitions(shore: Shore, topic: str) -> None:
     shore.create(topic)
     job = shore.job(topics=topic)
     published = shore.publish(topic, numbered(10))
@@ -188,7 +188,7 @@ def test_payloads_become_columns_that_grow(shore: Shore, topic: str) -> None:
     }
 
 
-def test_columns_of_whole_numbers_take_fractions_later(shore: Shore, topic: str) -> None:
+def test_integer_columns_are_widened_for_fractions(shore: Shore, topic: str) -> None:
     shore.create(topic, partitions=2)
     other = shore.create(f"{topic}-other")
     job = shore.job(pattern=f"{topic}.*", decode="json", batch_max_messages="50")
@@ -234,7 +234,7 @@ def test_a_changed_schema_widens_the_table(shore: Shore, topic: str) -> None:
     settings = {"topics": topic, "decode": "json", "format": "parquet"}
     shore.land(schema="total long, buyer struct<age long>", **settings)
     shore.publish(topic, [{"total": 1.5}])
-    # A table that is too large for it stays, and says so.
+    # A table that is too large is not widened, and that is reported.
     wide = "total double, buyer struct<age double, name string>"
     shore.land(schema=wide, widen_max_bytes="10", **settings)
     assert shore.land(schema=wide, **settings)[0].counts["widened"] == 2
@@ -249,7 +249,7 @@ def test_a_changed_schema_widens_the_table(shore: Shore, topic: str) -> None:
     assert {type(row["total"]) for row in rows} == {float}
 
 
-def test_payloads_become_the_columns_that_are_given(shore: Shore, topic: str) -> None:
+def test_payloads_become_the_given_columns(shore: Shore, topic: str) -> None:
     shore.create(topic)
     published = shore.publish(
         topic,
@@ -283,7 +283,7 @@ def test_every_topic_of_a_pattern_is_landed(shore: Shore, topic: str) -> None:
     assert {path.name for path in shore.lake.iterdir()} == set(published)
 
 
-def test_both_lives_of_a_topic_are_landed(shore: Shore, topic: str) -> None:
+def test_messages_before_and_after_a_topic_is_recreated_are_landed(shore: Shore, topic: str) -> None:
     job = shore.job(topics=topic)
     shore.create(topic)
     first = shore.publish(topic, numbered(30))
@@ -300,7 +300,7 @@ def test_both_lives_of_a_topic_are_landed(shore: Shore, topic: str) -> None:
     assert sorted(count["counts"] for count in ids.value_counts().to_pylist()) == [20, 30]
 
 
-def test_a_topic_that_is_made_again_while_it_is_read_is_not_taken_for_the_old_one(
+def test_a_topic_recreated_while_it_is_read_is_not_mistaken_for_the_old_one(
     shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shore.create(topic)
@@ -322,7 +322,7 @@ def test_a_topic_that_is_made_again_while_it_is_read_is_not_taken_for_the_old_on
     assert [value for _, _, _, value in shore.landed(topic)] == numbered(50, 100)
 
 
-def test_of_two_runs_at_once_one_is_refused(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_concurrent_runs_one_is_refused(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shore.create(topic, partitions=2)
     published = shore.publish(topic, numbered(100))
     late, early = shore.job(topics=topic), shore.job(topics=topic)
@@ -344,11 +344,11 @@ def test_of_two_runs_at_once_one_is_refused(shore: Shore, topic: str, monkeypatc
     assert shore.landed(topic) == sorted(published)
 
 
-def test_files_of_a_batch_that_failed_are_deleted(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_failed_batch_are_deleted(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lake = shore.lake
 
     class Failing(LandTasks):
-        """Of two tasks the second fails when the first has a file."""
+        """Of two tasks the second fails when the first has written a file."""
 
         def _land(self, topic: str, topic_ranges: Iterable[Range]) -> Report:
             given = list(topic_ranges)
@@ -374,7 +374,7 @@ def test_files_of_a_batch_that_failed_are_deleted(shore: Shore, topic: str, monk
     assert len(list(lake.rglob("*.parquet"))) == len(deltalake.DeltaTable(str(lake / topic)).file_uris())
 
 
-def test_landing_can_begin_with_the_latest(shore: Shore, topic: str) -> None:
+def test_landing_can_start_at_the_latest_offset(shore: Shore, topic: str) -> None:
     shore.create(topic)
     shore.publish(topic, numbered(10))
     assert shore.land(topics=topic, **{"from": "latest"})[-1].rows == 0
@@ -383,7 +383,7 @@ def test_landing_can_begin_with_the_latest(shore: Shore, topic: str) -> None:
     assert shore.landed(topic) == published
 
 
-def test_a_topic_that_comes_between_two_runs_begins_with_its_first_message(shore: Shore, topic: str) -> None:
+def test_a_topic_created_between_two_runs_starts_with_its_first_message(shore: Shore, topic: str) -> None:
     shore.create(topic)
     shore.publish(topic, numbered(10))
     first = shore.job(pattern=f"{topic}.*", **{"from": "latest"})
@@ -396,7 +396,7 @@ def test_a_topic_that_comes_between_two_runs_begins_with_its_first_message(shore
     assert (shore.landed(topic), shore.landed(f"{topic}-new")) == ([], published)
 
 
-def test_what_retention_took_before_it_was_landed_is_counted(
+def test_messages_deleted_by_retention_before_landing_are_counted(
     shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shore.create(topic)
@@ -413,7 +413,7 @@ def test_what_retention_took_before_it_was_landed_is_counted(
     assert step.counts["lost"] == 15
     assert shore.landed(topic) == published[:10] + published[25:]
     job.close()
-    # It may also be faster than the tasks, after it was planned what they read.
+    # Retention may also delete after the tasks were planned.
     published += shore.publish(topic, numbered(10, 30))
     job = shore.job(topics=topic)
     share = job._share
@@ -429,7 +429,7 @@ def test_what_retention_took_before_it_was_landed_is_counted(
     assert shore.landed(topic) == published[:10] + published[25:30] + published[35:]
 
 
-def test_a_message_that_retention_took_keeps_none_with_its_id_from_the_table(
+def test_a_message_deleted_by_retention_hides_no_other_with_its_id(
     shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shore.create(topic)
@@ -449,9 +449,9 @@ def test_a_message_that_retention_took_keeps_none_with_its_id_from_the_table(
     assert shore.landed(topic) == kept
 
 
-def test_only_what_is_committed_is_landed(shore: Shore, topic: str) -> None:
+def test_only_committed_messages_are_landed(shore: Shore, topic: str) -> None:
     shore.create(topic)
-    # On a slow machine Spark works for longer than the minute that transactions have by default.
+    # On a slow machine Spark takes longer than the default transaction timeout of a minute.
     settings = {"transactional.id": topic, "transaction.timeout.ms": 600_000, "log_level": 0}
     producer = Producer({"bootstrap.servers": shore.server.kafka, **settings})
     producer.init_transactions(WAIT_S)
@@ -472,7 +472,7 @@ def test_only_what_is_committed_is_landed(shore: Shore, topic: str) -> None:
     assert [value for _, _, _, value in shore.landed(topic)] == [b"0", b"2", b"4", b"open"]
 
 
-def test_messages_with_an_id_that_was_landed_are_left_out(shore: Shore, topic: str) -> None:
+def test_messages_with_an_already_landed_id_are_skipped(shore: Shore, topic: str) -> None:
     shore.create(topic, partitions=2)
 
     def publish(name: str, partition: int) -> Row:
@@ -500,9 +500,7 @@ def test_messages_with_an_id_that_was_landed_are_left_out(shore: Shore, topic: s
     assert shore.landed(topic) == sorted(kept)
 
 
-def test_small_files_of_hours_that_are_over_become_large(
-    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_files_of_past_hours_are_compacted(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shore.create(topic)
     job = shore.job(topics=topic)
     write, moment = job._reports, datetime.now(UTC) - timedelta(hours=1)
@@ -540,7 +538,7 @@ def test_tables_can_be_partitioned_by_event_time(shore: Shore, topic: str) -> No
     assert shore.landed(topic) == published
     found = {row["n"]: str(row["event_day"]) for row in shore.rows(topic)}
     assert [found[number] for number in range(4)] == ["2026-11-14", "2026-11-15", "2026-11-15", "2026-11-16"]
-    # Late messages, one that widens a column, and those that have no time.
+    # Late messages, one that widens a column, and some without a time.
     late = shore.publish(topic, [{"n": 0.5, "created_at": "2024-02-29T00:00:00Z"}])
     shore.publish(topic, [{"n": 1}, {"n": 2, "created_at": "soon"}, {"n": 3, "created_at": 17}, None])
     counts = shore.land(**settings)[-1].counts
@@ -593,7 +591,7 @@ def test_tables_can_be_in_an_object_store(
         store.stop()
 
 
-def test_common_readers_read_the_table_as_it_is(shore: Shore, topic: str) -> None:
+def test_common_readers_read_the_table(shore: Shore, topic: str) -> None:
     shore.create(topic)
     shore.publish(topic, [{"id": number, "buyer": {"name": f"n{number}"}} for number in range(10)])
     shore.land(topics=topic, decode="json")

@@ -1,4 +1,4 @@
-"""Landing that goes on for long while everything it is made of is killed: every message is landed once, as it was."""
+"""Long-running landing while all of its processes are killed: every message is landed once, unchanged."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ LANDED = re.compile(rb"^\[Step\(rows=[1-9]", re.MULTILINE)
 # Of 40 messages for each topic.
 LIFE_PORTIONS = 60
 STEP_PORTIONS = 10
-# A fault that nothing leads to, such as one in a vacuum that nothing is left for, is not waited for any longer.
+# A fault that is never reached, such as one in a vacuum without work, is not waited for any longer.
 FAULT_S = 90.0
 Row = tuple[int, int, bytes]
 
 
 class Publisher(threading.Thread):
-    """Publishes to all topics until it is stopped; it waits for an unavailable broker.
+    """Publishes to all topics until it is stopped, and waits for an unavailable broker.
 
-    How much that is depends on what is landed, and not on how long it takes.
+    The amount depends on what is landed, not on the time.
     """
 
     def __init__(self, brokers: str, decoded: list[str], raw: list[str], portions: Callable[[], int]) -> None:
@@ -73,7 +73,7 @@ class Publisher(threading.Thread):
         self._producer.flush(300)
 
     def publish(self) -> None:
-        """Some more messages to each topic."""
+        """Publish some more messages to each topic."""
         for _ in range(40):
             self._number += 1
             for name in self._decoded:
@@ -83,7 +83,7 @@ class Publisher(threading.Thread):
         self._producer.poll(0)
 
     def flush(self) -> None:
-        """Wait until all of them are there."""
+        """Wait until all of them are stored."""
         assert self._producer.flush(300) == 0
 
     def end(self) -> None:
@@ -103,7 +103,7 @@ class Publisher(threading.Thread):
             self.published[message.topic()].append((message.partition(), message.offset(), message.value()))
 
     def _document(self, number: int) -> bytes:
-        """New fields every now and then, also inside of others; some that do not fit, and some that are no JSON."""
+        """A document with new fields every now and then, also nested; some do not fit, and some are not JSON."""
         document: dict[str, Any] = {"id": number, "text": f"é{number}", "inner": {"a": number / 2}}
         document[f"field_{number // 3000}"] = number
         document["inner"][f"deep_{number // 5000}"] = [number, None]
@@ -154,7 +154,7 @@ class LongTrial:
         return self.folder / "driver.log"
 
     def tear(self) -> None:
-        """One life of a program, until something that it is made of is killed; kills that it survives come before."""
+        """Run a program until one of its processes is killed; kills that it survives come before."""
         fault = self._random.choice((*NAMED, "", "", "", ""))
         with ExitStack() as stack:
             process = stack.enter_context(self.driver(fault))
@@ -169,7 +169,7 @@ class LongTrial:
         self._age()
 
     def _strike_in_passing(self, process: Popen[bytes]) -> None:
-        """Kill what a program lives on without: workers, and the broker."""
+        """Kill processes that a program can do without: workers, and the broker."""
         for _ in range(self._random.randrange(1, 4)):
             begun = self._steps()
             with suppress(ProcessFailed):
@@ -188,18 +188,18 @@ class LongTrial:
                     self._note("worker")
 
     def _steps(self) -> int:
-        """How many batches were landed so far, by all programs."""
+        """The number of batches landed so far, by all programs."""
         return self._said().count(b"[Step(")
 
     def portions(self) -> int:
-        """How much may be published by now: something for each program, and for each batch that it lands."""
+        """The amount that may be published by now: some for each program, and for each batch that it lands."""
         return LIFE_PORTIONS * self._lives + STEP_PORTIONS * len(LANDED.findall(self._said()))
 
     def _said(self) -> bytes:
         return self.log.read_bytes() if self.log.exists() else b""
 
     def _wait(self, process: Popen[bytes]) -> None:
-        """Until a fault has come, or others were faster."""
+        """Wait until a fault has struck, or others were faster."""
         deadline = time.monotonic() + FAULT_S
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -219,7 +219,7 @@ class LongTrial:
             self._note("driver")
 
     def _age(self) -> None:
-        """Nobody runs now: half of the files are old, so that the vacuum has something to do."""
+        """Make half of the files old while nothing runs, so that the vacuum has work."""
         long_ago = time.time() - timedelta(days=9).total_seconds()
         for path in sorted(self.lake.rglob("*.parquet")):
             if self._random.random() < 0.5:
@@ -230,7 +230,7 @@ class LongTrial:
         print(f"{time.strftime('%H:%M:%S')} {len(self.kills)} {what}", flush=True)
 
     def finish(self) -> None:
-        """Land what is left; a program that finds the broker just restarted may need another try."""
+        """Land the rest; a program that finds the broker just restarted may need another attempt."""
         self._until.touch()
         for _ in range(3):
             with self.driver() as process:
@@ -240,7 +240,7 @@ class LongTrial:
         pytest.fail(self.log.read_text(errors="replace")[-3000:])
 
     def _end_of(self, process: Popen[bytes]) -> int:
-        """How a program ended, which may take as long as it gets on."""
+        """How a program ended, for as long as it makes progress."""
         while True:
             steps = self._steps()
             try:
@@ -249,7 +249,7 @@ class LongTrial:
                 if self._steps() == steps:
                     raise
 
-    # -- what came of it ------------------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------------------------
 
     def check(self, published: dict[str, list[Row]]) -> None:
         for name in self.raw:
@@ -273,7 +273,7 @@ class LongTrial:
         return list(zip(found["partition"], found["offset"], found["value"], strict=True))
 
     def _check_columns(self, name: str) -> None:
-        """What was decoded is what was published; fields that came later are null."""
+        """Check that decoded values are as published; fields added later are null."""
         for row in pa.table(self._table(name).to_pyarrow_table()).to_pylist():
             document = json.loads(row["value"])
             inner = {key: value for key, value in row["inner"].items() if value is not None}
@@ -281,7 +281,7 @@ class LongTrial:
             assert all(row[key] is None for key in row if key.startswith("field_") and key not in document)
 
     def _check_readers(self, name: str) -> None:
-        """Everybody reads the same."""
+        """Check that all readers agree."""
         expected = sorted(self._rows(name))
         table, columns = self._table(name), ["partition", "offset", "value"]
         data = table.to_pyarrow_dataset()
@@ -305,11 +305,11 @@ def command_of(process: psutil.Process) -> list[str]:
     return []
 
 
-def test_everything_is_killed_again_and_again_while_it_lands(tmp_path: Path) -> None:
+def test_landing_survives_repeated_kills_of_everything(tmp_path: Path) -> None:
     with Server(tmp_path / "data") as server:
         trial = LongTrial(server, tmp_path)
         publisher = Publisher(server.kafka, trial.decoded, trial.raw, trial.portions)
-        # What is landed first decides of which types columns are.
+        # The first landed messages decide the types of columns.
         publisher.publish()
         publisher.flush()
         trial.finish()
@@ -322,7 +322,7 @@ def test_everything_is_killed_again_and_again_while_it_lands(tmp_path: Path) -> 
         assert not publisher.failures
         admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
         with suppress(Exception):
-            # What the group says is for show.
+            # The committed offsets of the group are informational.
             admin.delete_consumer_groups(["pipeline-trial"])["pipeline-trial"].result(60)
         trial.finish()
         trial.check(publisher.published)

@@ -1,4 +1,4 @@
-"""Landing through kills at the worst moments, two runs at once and on a cluster: every message is landed once."""
+"""Landing through kills at the worst moments, concurrent runs and on a cluster: every message is landed once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Row = tuple[int, int, bytes]
 
 
 class Trial:
-    """Topics whose payloads change all the time, landed by the program beside this file."""
+    """Topics whose payloads keep changing, landed by the program beside this file."""
 
     def __init__(self, server: Server, topic: str, folder: Path) -> None:
         self.server = server
@@ -45,7 +45,7 @@ class Trial:
             future.result(60)
 
     def publish(self, count: int = 2000, size: int = 100, fraction: float = 0) -> None:
-        """More messages in every topic: new fields each time, or fractions in the last, and some that do not fit."""
+        """Publish to every topic: new fields each time, or fractions in the last, and some that do not fit."""
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
 
         def print_line(error: object, message: Any) -> None:
@@ -58,7 +58,7 @@ class Trial:
         for name in self.topics:
             for number in range(self._sent, self._sent + count):
                 document: dict[str, Any] = {"id": number, "text": "x" * size, self._new: {"a": number + fraction}}
-                # The first batch makes columns that take everything in it; later ones have to fit.
+                # The first batch creates columns that accept everything in it; later ones have to fit.
                 if number > 2000 and number % 50 == 7:
                     document["id"] = "no number"
                 value = json.dumps(document).encode()
@@ -98,7 +98,7 @@ class Trial:
             assert code == -signal.SIGKILL, self.log(fault).read_text(errors="replace")[-3000:]
 
     def check(self) -> None:
-        """Every message is in the table or in its quarantine, once, and decoded as it was published."""
+        """Check that every message is in the table or its quarantine once, decoded as published."""
         for name, published in self.published.items():
             rows = self._rows(name)
             refused = self._rows(f"{name}__quarantine")
@@ -120,7 +120,7 @@ class Trial:
         return rows
 
     def doubles(self, name: str) -> list[str]:
-        """The fields of a table that take fractions."""
+        """The double fields of a table."""
         schema = pa.schema(deltalake.DeltaTable(str(self.folder / "lake" / name)).schema().to_arrow())
         return [field for field in self.fields if schema.field(field).type == pa.struct([("a", pa.float64())])]
 
@@ -133,7 +133,7 @@ def trial(server: Server, topic: str, tmp_path: Path) -> Trial:
     return Trial(server, topic, tmp_path)
 
 
-def test_a_driver_that_is_killed_anywhere_leaves_every_message_to_be_landed_once(trial: Trial) -> None:
+def test_a_driver_killed_anywhere_lands_every_message_once(trial: Trial) -> None:
     trial.publish()
     trial.land()
     trial.check()
@@ -146,14 +146,14 @@ def test_a_driver_that_is_killed_anywhere_leaves_every_message_to_be_landed_once
     assert [trial.files(name) for name in trial.topics] == [1, 1]
 
 
-def test_a_task_that_is_killed_with_its_files_written_is_repeated(trial: Trial) -> None:
+def test_a_task_killed_after_writing_its_files_is_repeated(trial: Trial) -> None:
     trial.publish(4000)
     trial.land("kill-worker")
     assert (trial.folder / "struck-kill-worker").exists()
     trial.check()
 
 
-def test_a_driver_that_is_killed_while_columns_are_widened_loses_and_doubles_nothing(trial: Trial) -> None:
+def test_a_driver_killed_while_columns_are_widened_loses_and_duplicates_nothing(trial: Trial) -> None:
     trial.publish()
     trial.land()
     for fault in ("after-look", "after-rewriting", "before-widening", "after-widening"):
@@ -167,7 +167,7 @@ def test_a_driver_that_is_killed_while_columns_are_widened_loses_and_doubles_not
         assert trial.doubles(name) == trial.fields[1:]
 
 
-def test_a_task_that_is_killed_while_it_rewrites_files_is_repeated(trial: Trial) -> None:
+def test_a_task_killed_while_it_rewrites_files_is_repeated(trial: Trial) -> None:
     trial.publish()
     trial.land()
     trial.publish(fraction=0.5)
@@ -177,7 +177,7 @@ def test_a_task_that_is_killed_while_it_rewrites_files_is_repeated(trial: Trial)
     assert [trial.doubles(name) for name in trial.topics] == [trial.fields, trial.fields]
 
 
-def test_two_runs_at_once_widen_columns_once(trial: Trial) -> None:
+def test_two_concurrent_runs_widen_columns_once(trial: Trial) -> None:
     for _ in range(3):
         trial.publish(3000)
         trial.land()
@@ -190,7 +190,7 @@ def test_two_runs_at_once_widen_columns_once(trial: Trial) -> None:
     assert [trial.doubles(name) for name in trial.topics] == [trial.fields, trial.fields]
 
 
-def test_two_runs_at_once_land_every_message_once(trial: Trial) -> None:
+def test_two_concurrent_runs_land_every_message_once(trial: Trial) -> None:
     trial.publish(6000)
     with trial.driver("one", **{"batch.max.messages": "1000"}) as one, trial.driver("two") as two:
         trial.publish(2000)
@@ -200,7 +200,7 @@ def test_two_runs_at_once_land_every_message_once(trial: Trial) -> None:
     trial.check()
 
 
-def test_a_cluster_lands_through_the_loss_of_an_executor(trial: Trial, tmp_path: Path) -> None:
+def test_landing_on_a_cluster_survives_the_loss_of_an_executor(trial: Trial, tmp_path: Path) -> None:
     trial.publish(4000, size=4000)
     with spark_cluster(tmp_path) as master:
         trial.land("kill-executor", master=master)

@@ -1,4 +1,4 @@
-"""Tables with one row per key, in a real Spark with a real broker, against a model that applies changes one by one."""
+"""Tables with one row per key, with a real Spark and a real broker, against a model that applies changes one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 60.0
 STEPS_MAX = 100
-# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+# An interrupted call into the JVM leaves the session unusable, and the first calls take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
 
 Message = tuple[Any, Any]
@@ -215,7 +215,7 @@ def test_grown_topics_need_an_order(keys: Keys) -> None:
     assert [(row["id"], row["at"]) for row in keys.rows()] == [(1, 2)]
 
 
-def test_a_table_of_every_message_is_not_taken_over(keys: Keys) -> None:
+def test_an_append_table_is_not_taken_over(keys: Keys) -> None:
     keys.create()
     keys.publish([(b"1", {"id": 1})])
     keys.land(mode="append")
@@ -223,7 +223,7 @@ def test_a_table_of_every_message_is_not_taken_over(keys: Keys) -> None:
         keys.land(key="id")
 
 
-def test_types_do_not_depend_on_batches_and_what_happens_is_counted(keys: Keys) -> None:
+def test_types_do_not_depend_on_batches_and_changes_are_counted(keys: Keys) -> None:
     keys.create()
     keys.publish(
         [
@@ -263,7 +263,7 @@ def test_expectations_count_or_fail(keys: Keys) -> None:
 
 
 @pytest.mark.parametrize("partition_by", ["", "hour(timestamp)"])
-def test_a_backfill_lands_what_the_table_does_not_have(keys: Keys, partition_by: str) -> None:
+def test_a_backfill_lands_missing_messages(keys: Keys, partition_by: str) -> None:
     keys.create(partitions=2)
     now = time.time_ns() // 1_000_000
     hour = 3_600_000
@@ -295,7 +295,7 @@ def test_a_backfill_lands_what_the_table_does_not_have(keys: Keys, partition_by:
         assert len(hours) >= 5
 
 
-def test_a_backfill_of_keys_changes_nothing_that_is_newer(keys: Keys) -> None:
+def test_a_backfill_of_keys_changes_nothing_newer(keys: Keys) -> None:
     keys.create()
     keys.publish([(b"a", {"id": 1, "v": 1}), (b"a", {"id": 1, "v": 2}), (b"b", {"id": 2, "v": 3}), (b"b", None)])
     keys.land(decode="json", order_by="v", delete_when="v = 0")
@@ -319,7 +319,7 @@ def test_a_backfill_quarantines_nothing_twice(keys: Keys, mode: str, dedupe_ms: 
     assert sorted(row["id"] for row in keys.rows()) == [1, 4]
 
 
-def test_a_backfill_leaves_repeated_messages_out(keys: Keys) -> None:
+def test_a_backfill_skips_duplicate_messages(keys: Keys) -> None:
     keys.create()
     keys.publish([(b"a", {"id": 1}), (b"a", {"id": 1})], headers={"message-id": "1"})
     how: dict[str, Any] = {"mode": "append", "dedupe_ms": "60000"}

@@ -1,4 +1,4 @@
-"""Mirrors between two real brokers: the same bytes and offsets, failover, and the way back."""
+"""Mirrors between two real brokers: identical bytes and offsets, failover, and failback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sites:
         self.both(Server.start)
 
     def both(self, work: Callable[[Server], object]) -> None:
-        """Do something with both at the same time."""
+        """Do something with both concurrently."""
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(work, (self.paris, self.berlin)))
 
@@ -81,7 +81,7 @@ def publish(brokers: str, topic: str, values: list[str], **settings: object) -> 
 
 
 def read(brokers: str, topic: str, count: int, *, isolation: str = "read_committed") -> list[tuple[int, int, str]]:
-    """Read so many messages of a topic; fail if they do not come."""
+    """Read so many messages of a topic, or fail."""
     consumer = Consumer(
         {
             "bootstrap.servers": brokers,
@@ -100,7 +100,7 @@ def read(brokers: str, topic: str, count: int, *, isolation: str = "read_committ
         consumer.assign([TopicPartition(topic, partition, 0) for partition in partitions])
         while len(found) < count and time.monotonic() < deadline:
             message = consumer.poll(0.5)
-            # The client may have heard of the topic before it was there, and reports that now.
+            # The client may have requested the topic before it existed, and reports that now.
             if message is not None and message.error() is None:
                 found.append((message.partition() or 0, message.offset() or 0, (message.value() or b"").decode()))
         assert len(found) >= count, f"{len(found)} of {count} messages"
@@ -116,7 +116,7 @@ def commit(brokers: str, group: str, offset: TopicPartition) -> None:
 
 
 def committed(site: CommandLine, group: str) -> list[int]:
-    """Return the offsets that a group has committed in the partitions of its only topic."""
+    """Return the committed offsets of a group in the partitions of its only topic."""
     found = site("group", "describe", group, "--json")
     offsets = [one["committed"] for one in found.document["offsets"]] if found.code == 0 else []
     return [offset for offset in offsets if offset is not None]
@@ -128,7 +128,7 @@ def lag_of(berlin: CommandLine, name: str) -> int | None:
 
 
 def caught_up(berlin: CommandLine, name: str, topic: str, paris: CommandLine) -> bool:
-    """Whether a copy is exposed up to where the original ends."""
+    """Whether a copy is exposed up to the end of the original."""
     original = paris("topic", "describe", topic, "--json").document
     copy = berlin("topic", "describe", topic, "--json")
     if copy.code != 0:
@@ -150,7 +150,7 @@ def cuts_of(site: CommandLine, mirror: str) -> dict[str, dict[int, int]]:
 def check_repeated(
     site: CommandLine, mirror: str, cuts: dict[str, dict[int, int]], topic_ids: list[UUID], removed: list[Any]
 ) -> None:
-    """Repeat a reverse whose response was lost: it names the same, and nothing that was copied since."""
+    """Repeat a reverse whose response was lost: it names the same records, and none copied since."""
     settings = described(site, mirror)["overrides"]
     asked = AdoptRequest(name=mirror, step="follow", settings=settings, cuts=cuts, topic_ids=topic_ids)
     found = [(one.topic, one.start, one.end) for one in adopt(site, asked).removed]
@@ -158,7 +158,7 @@ def check_repeated(
 
 
 def check_refused(paris: CommandLine, berlin: CommandLine, mirror: str, topic: str) -> None:
-    """Let paris follow in ways that cannot work, none of which changes anything."""
+    """Request invalid ways for paris to follow, none of which changes anything."""
     for address in ("127.0.0.1:1", paris.brokers):
         unreached = berlin("mirror", "reverse", mirror, "--address", address)
         assert f"does not reach this cluster at {address}" in unreached.err
@@ -233,7 +233,7 @@ def test_a_mirror_resumes_after_both_sides_were_killed(
     publish(paris.brokers, topic, [f"c-{number}" for number in range(500)])
     wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up again")
     assert read(berlin.brokers, topic, 1500) == read(paris.brokers, topic, 1500)
-    # The mirror has applied it, so it follows back too.
+    # The mirror applied it, so it follows back too.
     commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 5))
     wait_for(lambda: committed(berlin, f"{topic}-group") == [5], what="the group's earlier offset is here")
     berlin("mirror", "failover", name)
@@ -289,7 +289,7 @@ def subscribe(site: CommandLine, name: str, topic: str, *flags: str) -> None:
 
 
 def switch_back(paris: CommandLine, berlin: CommandLine, mirror: str, topic: str) -> None:
-    """Let paris lead again, as planned, while berlin holds a to d."""
+    """Switch back to paris as planned, while berlin holds a to d."""
     publish(berlin.brokers, topic, ["e"])
     switched = paris("mirror", "switch", mirror, "--json")
     assert switched.code == 0, switched.err
@@ -300,7 +300,7 @@ def switch_back(paris: CommandLine, berlin: CommandLine, mirror: str, topic: str
     assert [value for _, _, value in read(berlin.brokers, topic, len(values))] == values
 
 
-def test_state_comes_along_and_the_way_back_names_what_it_drops(
+def test_state_is_mirrored_and_failback_names_the_records_it_drops(
     paris: CommandLine, berlin: CommandLine, topic: str
 ) -> None:
     other = f"{topic}-other"
@@ -317,7 +317,7 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 2))
     taken = paris("subscription", "pull", f"{topic}-workers", "-n", "2", "--accept", "--json")
     assert taken.code == 0, taken.err
-    # Another one rejects a message, which becomes a dead letter, and releases one, which has then failed once.
+    # Another worker rejects a message, which becomes a dead letter, and releases one, which has then failed once.
     failing = ("subscription", "pull", f"{topic}-failing", "-n", "1", "--wait", "20", "--json")
     assert [one["value"] for one in paris(*failing, "--reject", "bad").documents] == ["a"]
     assert [one["attempt"] for one in paris(*failing, "--release").documents] == [1]
@@ -340,14 +340,14 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     assert {one["dropped"] for one in repeated["partitions"]} == {None}
     publish(berlin.brokers, topic, ["d"])
     assert [value for _, _, value in read(berlin.brokers, topic, 4)] == ["a", "b", "c", "d"]
-    # What was accepted in paris is not delivered again, and nothing new is taken for accepted.
+    # Messages accepted in paris are not redelivered, and new ones do not count as accepted.
     pulled = berlin("subscription", "pull", f"{topic}-workers", "--accept", "--wait", "20", "-n", "2", "--json")
     assert [one["value"] for one in pulled.documents] == ["c", "d"], pulled.out
 
     again = berlin(*failing, "--accept")
     assert [(one["value"], one["attempt"]) for one in again.documents] == [("b", 2)], again.out + again.err
 
-    # Paris did not notice, and has records that exist only there, or were committed only there.
+    # Paris did not notice, and has records that exist or were committed only there.
     hanging.abort_transaction(PATIENCE_S)
     late.commit_transaction(PATIENCE_S)
     publish(paris.brokers, topic, ["lost-1", "lost-2"])
@@ -372,7 +372,7 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
 
 
 def backlog_of(site: CommandLine, name: str) -> int:
-    """Return the backlog of a subscription; -1 if it is listed with another than it is described with."""
+    """Return the backlog of a subscription; -1 if listing and description differ."""
     listed = site("subscription", "list", "--internal", "--json").document["subscriptions"]
     shown = site("subscription", "describe", name, "--json")
     assert shown.code == 0, shown.err
@@ -386,7 +386,7 @@ def letters_in(site: CommandLine, topic: str) -> int:
 
 
 @pytest.mark.parametrize("is_tracked", [True, False], ids=["letters redriven at the source", "letters never looked at"])
-def test_backlogs_and_letters_are_those_of_the_source_before_and_after_a_failover(
+def test_backlogs_and_letters_equal_those_of_the_source_before_and_after_a_failover(
     paris: CommandLine, berlin: CommandLine, topic: str, is_tracked: bool
 ) -> None:
     workers, dead = f"{topic}-workers", f"{topic}-dead"
@@ -396,7 +396,7 @@ def test_backlogs_and_letters_are_those_of_the_source_before_and_after_a_failove
     pull = ("subscription", "pull", workers, "--wait", "20", "--json")
     assert len(paris(*pull, "-n", "3", "--reject", "bad").documents) == 3
     wait_for(lambda: letters_in(paris, dead) == 3, what="the letters are written")
-    # The letters come along although nobody has named their topic.
+    # The letters are mirrored although their topic was not named.
     mirror = mirrored(paris, berlin, topic, "--topics", topic)
     for name in (topic, dead):
         wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what=f"{name} has caught up")  # type: ignore[misc]
@@ -431,14 +431,14 @@ def test_backlogs_and_letters_are_those_of_the_source_before_and_after_a_failove
     assert berlin("mirror", "delete", mirror, "--force").code == 0
 
 
-def test_a_mirror_of_a_source_that_does_not_respond_is_created_with_a_warning(berlin: CommandLine, topic: str) -> None:
+def test_a_mirror_of_a_silent_source_is_created_with_a_warning(berlin: CommandLine, topic: str) -> None:
     made = berlin("mirror", "create", topic, "--from", "127.0.0.1:1")
     assert made.code == 0
     assert "not connected to its source yet" in made.err
     assert berlin("mirror", "delete", topic).code == 0
 
 
-def test_what_is_deleted_here_comes_back_with_its_state(paris: CommandLine, berlin: CommandLine, topic: str) -> None:
+def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berlin: CommandLine, topic: str) -> None:
     workers, group = f"{topic}-workers", f"{topic}-group"
     paris("topic", "create", topic)
     publish(paris.brokers, topic, ["a", "b", "c"])
@@ -525,7 +525,7 @@ def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: C
     refused = berlin("mirror", "switch", f"r-{topic}")
     assert "other names" in refused.err
 
-    # What is deleted on the source stays, unless the mirror says otherwise; then it goes.
+    # A topic deleted on the source stays, unless the mirror is set to delete it.
     paris("topic", "delete", f"paris.{topic}", "--yes")
     wait_for(
         lambda: any("is gone from the source" in note for note in described(berlin, f"m-{topic}")["notes"]),
@@ -534,7 +534,8 @@ def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: C
     assert berlin("mirror", "update", f"m-{topic}", "--set", "deletions=true").code == 0
     wait_for(lambda: berlin("topic", "describe", f"paris.{topic}").code != 0, what="the copy is deleted, too")
     assert read(berlin.brokers, f"copy-of-paris.{topic}", 1) == [(0, 0, "p")]
-    # What berlin takes over came from paris, which does not copy it back, although its mirror matches the name.
+    # Topics that berlin takes over came from paris, which does not copy them back, although its mirror matches the
+    # name.
     berlin("mirror", "failover", f"r-{topic}")
     publish(berlin.brokers, f"copy-of-paris.{topic}", ["mine"])
     wait_for(
@@ -542,7 +543,7 @@ def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: C
         what="paris says that it does not copy back",
     )
     assert paris("topic", "describe", f"copy-of-paris.{topic}").code != 0
-    # Unless that is wanted.
+    # Unless that is requested.
     assert paris("mirror", "update", f"m-{topic}", "--set", "returning=true").code == 0
     assert [value for _, _, value in read(paris.brokers, f"copy-of-paris.{topic}", 2)] == ["p", "mine"]
     paris("mirror", "failover", f"m-{topic}")
@@ -555,7 +556,7 @@ def described(site: CommandLine, name: str) -> Any:
     return site("mirror", "describe", name, "--json").document
 
 
-def test_changes_of_topics_follow_and_http_and_metrics_report(
+def test_topic_changes_are_mirrored_and_reported_over_http_and_in_metrics(
     sites: Sites, paris: CommandLine, berlin: CommandLine, topic: str
 ) -> None:
     name = f"m-{topic}"
@@ -605,7 +606,7 @@ def test_changes_of_topics_follow_and_http_and_metrics_report(
         assert http.get(f"/v1/mirrors/{name}").status_code == 404
 
 
-def test_a_source_takes_writers_again_when_the_side_that_takes_over_is_lost(
+def test_a_source_accepts_writes_again_when_the_new_primary_is_lost(
     paris: CommandLine, berlin: CommandLine, topic: str
 ) -> None:
     other = f"{topic}-other"
@@ -627,7 +628,7 @@ def test_a_source_takes_writers_again_when_the_side_that_takes_over_is_lost(
     with pytest.raises(AssertionError, match="POLICY_VIOLATION"):
         publish(paris.brokers, other, ["refused"])
 
-    # The switch was only slow: what was written since is not dropped by the rest of it.
+    # The switch was only slow: its remainder does not drop what was written since.
     follow = msgspec.structs.replace(fence, step="follow", cuts={topic: {0: 1}, other: {0: 0}}, is_fenced=True)
     assert "accepts writers again" in (adopt(paris, follow).message or "")
     assert len(read(paris.brokers, topic, 2)) == 2
@@ -636,9 +637,7 @@ def test_a_source_takes_writers_again_when_the_side_that_takes_over_is_lost(
     assert paris("mirror", "describe", topic).code != 0
 
 
-def test_a_switch_takes_topics_along_that_were_failed_over_before(
-    paris: CommandLine, berlin: CommandLine, topic: str
-) -> None:
+def test_a_switch_includes_topics_failed_over_before(paris: CommandLine, berlin: CommandLine, topic: str) -> None:
     early, late = f"{topic}-early", f"{topic}-late"
     for name in (early, late):
         paris("topic", "create", name)
@@ -658,7 +657,7 @@ def test_a_switch_takes_topics_along_that_were_failed_over_before(
     publish(paris.brokers, early, ["lost, too"])
     wait_for(lambda: caught_up(berlin, mirror, late, paris), what="the other copy is continued")
 
-    # Paris gives up what only it has of one topic; then a switch takes both along.
+    # Paris gives up the records that only it has of one topic; then a switch includes both.
     assert berlin("mirror", "failover", mirror).code == 0
     reversed_ = berlin("mirror", "reverse", mirror, "--json")
     assert [(one["topic"], one["start"], one["end"]) for one in reversed_.document["removed"]] == [(early, 1, 3)]
@@ -707,7 +706,7 @@ def test_offsets_of_groups_without_transactions_are_mirrored_after_a_failover_of
     transform(2)
     commit(paris.brokers, plain, TopicPartition(topic, 0, 2))
     wait_for(lambda: committed(berlin, plain) == [2], what="the group without transactions is mirrored")
-    # Its later offsets build on the transaction, whoever commits them.
+    # Its later offsets depend on the transaction, whichever client commits them.
     commit(paris.brokers, exact, TopicPartition(topic, 0, 3))
     commit(paris.brokers, plain, TopicPartition(topic, 0, 3))
     wait_for(lambda: committed(berlin, plain) == [3], what="the group without transactions is mirrored")
@@ -732,14 +731,14 @@ COMPACTED = tuple(
 
 
 def put_value(site: CommandLine, topic: str, *pairs: tuple[str, str]) -> None:
-    """Publish values by key, each in a batch of its own."""
+    """Publish values by key, each in its own batch."""
     producer = Producer({"bootstrap.servers": site.brokers, "linger.ms": 0})
     for key, value in pairs:
         producer.produce(topic, value, key=key)
         assert producer.flush(PATIENCE_S) == 0
 
 
-def test_a_failover_goes_back_to_where_no_value_of_a_compacted_topic_is_missing(
+def test_a_failover_cuts_where_no_value_of_a_compacted_topic_is_missing(
     paris: CommandLine, berlin: CommandLine, topic: str
 ) -> None:
     """The source has removed a value that was not copied, because of a newer one that is not copied either."""
@@ -771,10 +770,10 @@ def test_a_failover_goes_back_to_where_no_value_of_a_compacted_topic_is_missing(
     assert paris("mirror", "delete", mirror, "--force").code == 0
 
 
-def test_compaction_beyond_the_cut_costs_no_key_on_the_way_back(
+def test_compaction_beyond_the_cut_loses_no_key_on_failback(
     paris: CommandLine, berlin: CommandLine, topic: str
 ) -> None:
-    """The old source has replaced a value that both sides had by one that it gives up."""
+    """The old source has replaced a value that both sides had by one that it drops."""
     paris("topic", "create", topic, *COMPACTED)
 
     def put(site: CommandLine, key: str, value: str) -> None:
@@ -808,7 +807,7 @@ def may_read(principal: str) -> Acl:
 
 
 def acls_of(server: Server) -> frozenset[Acl]:
-    """Return the access rules in a catalog; the node itself does not list those that it does not enforce."""
+    """Return the access rules in a catalog; the node itself does not list rules that it does not enforce."""
     catalog = Catalog(f"sqlite:///{server.data / CATALOG_NAME}")
     try:
         return catalog.security().acls
@@ -876,7 +875,7 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         refused = berlin("mirror", "create", f"{name}-2", "--from", locked.server.kafka, *wrong)
         assert "registry here has" in refused.err
 
-        # A rule that is revoked while berlin is down is deleted there afterwards; one of berlin's own is not.
+        # A rule revoked while berlin is down is deleted there afterwards; one of berlin's own is not.
         sites.berlin.kill()
         declare_security(sites.berlin.data, {}, frozenset({may_read("User:berlin")}))
         as_admin("acl", "remove", "User:guest", "read", "topic:*")

@@ -1,4 +1,4 @@
-"""A move from Apache Kafka to Millstream: records, transactions, compaction, headers, codecs and offsets."""
+"""Migration from Apache Kafka to Millstream: records, transactions, compaction, headers, codecs and offsets."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_all(brokers: str, topic: str, count: int) -> list[tuple[Any, ...]]:
 
 
 def fill(peer: Server) -> int:
-    """Publish to `moved` and `moved-kept` with every codec and in transactions; return what `moved` has for readers."""
+    """Publish to `moved` and `moved-kept` with every codec and in transactions; return what readers of `moved` see."""
     admin = AdminClient({"bootstrap.servers": peer.kafka})
     topics = [NewTopic("moved", 3, 1), NewTopic("moved-kept", 1, 1, config={"cleanup.policy": "compact"})]
     for creating in admin.create_topics(topics).values():
@@ -82,7 +82,7 @@ def fill(peer: Server) -> int:
     return total
 
 
-def test_consumers_move_over_and_miss_and_repeat_nothing(peer: Server, server: Server) -> None:
+def test_migrated_consumers_miss_and_repeat_nothing(peer: Server, server: Server) -> None:
     millstream = CommandLine(server.kafka)
     total = fill(peer)
     settings = {"group.id": "movers", "auto.offset.reset": "earliest", "enable.auto.commit": False}
@@ -105,7 +105,7 @@ def test_consumers_move_over_and_miss_and_repeat_nothing(peer: Server, server: S
     while millstream("mirror", "describe", "kafka", "--json").document["lag"] != 0:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    # What is committed just before the cutover is carried over by the cutover itself.
+    # Offsets committed just before the cutover are transferred by the cutover itself.
     consume(total // 2)
     consumer.close()
     cut = millstream("mirror", "cutover", "kafka", "--still", "0", "--json")

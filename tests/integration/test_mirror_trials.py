@@ -1,4 +1,4 @@
-"""Two clusters that mirror each other through faults, failover, the way back and a switch; the long form is a trial."""
+"""Two clusters that mirror each other through faults, failover, failback and a switch; the long form is a trial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.trial, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_a_round_breaks_no_promise(tmp_path: Path, nodes: int) -> None:
+def test_a_round_violates_no_guarantee(tmp_path: Path, nodes: int) -> None:
     said: list[str] = []
     trial = MirrorTrial(tmp_path, seed=nodes, faults=2, line=Line(nodes, stalls=0.01), say=said.append)
     try:

@@ -1,4 +1,4 @@
-"""The short form of `make chaos-overload`: floods at once, and nothing is timed, but every client is served."""
+"""The short form of `make chaos-overload`: concurrent floods, without timing assertions, but every client is served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AT_ONCE = (PRODUCE, FETCH, METADATA, HEARTBEAT, SHARE_FETCH, CONNECT)
 @pytest.fixture
 def server(tmp_path: Path) -> Server:
     started = Server(tmp_path / "data")
-    # The memory of its children is looked at.
+    # The memory of its children is checked.
     started.forked = False
     return started
 
@@ -35,14 +35,14 @@ async def chaos(server: Server) -> AsyncIterator[Chaos]:
 
 
 def wrong(chaos: Chaos) -> list[str]:
-    """What was wrong but for times, which depend on the machine: stuck doors, refusals, health and memory do not."""
+    """The findings without durations, which depend on the machine."""
     return [each for each in chaos.wrong if "waited" not in each]
 
 
 async def test_a_bystander_and_health_are_served_beside_floods(chaos: Chaos, server: Server) -> None:
     before = resident_of(server.pid)
     seen = await chaos.flood(AT_ONCE, CONNECTIONS, SECONDS)
-    # Beside all others, too little of it gets a response to be sure of one response in this time.
+    # Beside all others, too few of its requests get a response to be sure of one in this time.
     await chaos.flood([HTTP], CONNECTIONS, SECONDS)
     assert seen.times_ms
     assert seen.connects_ms

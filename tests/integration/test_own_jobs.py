@@ -1,4 +1,4 @@
-"""What a job's code is given, on a real Spark and a real broker: what a run takes, and what it writes when repeated."""
+"""The environment of a job's code, on a real Spark and a real broker: its input, and the output of repeated runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def surroundings(
     )
 
 
-def test_a_repeated_run_takes_the_same_messages_and_writes_only_what_is_missing(
+def test_a_repeated_run_takes_the_same_messages_and_writes_only_missing_output(
     spark: SparkSession, server: Server, topic: str, link: Link, tmp_path: Path
 ) -> None:
     millstream = CommandLine(server.kafka)
@@ -94,7 +94,7 @@ def test_a_repeated_run_takes_the_same_messages_and_writes_only_what_is_missing(
     first = JobApi(around)
     with pytest.raises(ValueError, match="after the first write"):
         run(spark, first)
-    # More arrives before the second attempt, which leaves it alone.
+    # More arrives before the second attempt, which ignores it.
     publish(server, topic, range(20, 30))
     second = JobApi(replace(around, attempt=2, pin=pins[-1]))
     assert queries_of(run(spark, second)) == []
@@ -118,7 +118,7 @@ def test_a_repeated_run_takes_the_same_messages_and_writes_only_what_is_missing(
         queries_of(7)
 
 
-def test_a_run_whose_messages_retention_has_deleted_continues_only_if_it_says_so(
+def test_a_run_whose_messages_were_deleted_by_retention_continues_only_if_configured(
     spark: SparkSession, server: Server, topic: str, link: Link, tmp_path: Path
 ) -> None:
     from pyspark.errors import PySparkException
@@ -141,7 +141,7 @@ def test_a_run_whose_messages_retention_has_deleted_continues_only_if_it_says_so
 
 
 @pytest.mark.trial
-def test_a_dry_run_prints_what_it_would_write_and_nothing_of_spark(server: Server, topic: str, tmp_path: Path) -> None:
+def test_a_dry_run_prints_its_output_and_nothing_of_spark(server: Server, topic: str, tmp_path: Path) -> None:
     assert CommandLine(server.kafka)("topic", "create", topic, "--partitions", "2").code == 0
     publish(server, topic, range(1000))
     code = (

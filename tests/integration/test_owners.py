@@ -1,4 +1,4 @@
-"""Pipelines and push act with the rights of their owners: who changed them last, as the rules are when they run."""
+"""Pipelines and push act with the current permissions of their owner, the user who changed them last."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def publish(client: Client, topic: str, value: bytes) -> None:
     await client.produce(topic, 0, encode_batch([NewRecord(None, value)]))
 
 
-async def test_a_pipeline_runs_as_its_owner_and_is_parked_when_the_owner_is_gone(locked: Locked) -> None:
+async def test_a_pipeline_runs_as_its_owner_and_is_parked_when_the_owner_is_deleted(locked: Locked) -> None:
     async with locked.connected("admin") as admin:
         await put_user(admin, "olga", PASSWORD)
         await add_acls(admin, owner_rules("olga", "olga"))
@@ -143,7 +143,7 @@ async def test_push_is_parked_while_its_owner_may_not_read(locked: Locked) -> No
         await hook.until(lambda: len(hook.requests) >= 2, wait_s=WAIT_S)
 
 
-async def test_push_of_a_deleted_user_is_not_resumed_by_another_one_of_that_name(locked: Locked) -> None:
+async def test_push_of_a_deleted_user_is_not_resumed_for_a_new_user_of_that_name(locked: Locked) -> None:
     rules = [
         Acl(resource_type=kind, resource_name=name, principal="User:rita", operation=Operation.ALL)
         for kind, name in ((ResourceType.TOPIC, "rita-in"), (ResourceType.GROUP, "rita-hook"))

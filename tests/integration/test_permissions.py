@@ -1,5 +1,4 @@
-"""Every API × each missing permission gets the response of Apache Kafka; and private requests of those who may
-not."""
+"""Every API with each missing permission gets the response of Apache Kafka; private requests need permission, too."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from millstream_testing.security import declare_security
 
 CLUSTER_DENIED = ErrorCode.cluster_authorization_failed
 ADMIN = Credentials(user="admin", password="admin-password")
-NOBODY = Credentials(user="nobody", password="nobody-password")
+UNAUTHORIZED = Credentials(user="unauthorized", password="unauthorized-password")
 OPEN: Final = frozenset({17, 18, 36})
 """SaslHandshake, ApiVersions and SaslAuthenticate are for everybody."""
 
@@ -32,7 +31,7 @@ OPEN: Final = frozenset({17, 18, 36})
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]:
     data: Path = tmp_path_factory.mktemp("locked") / "data"
-    declare_security(data, {"admin": "admin-password", "nobody": "nobody-password"})
+    declare_security(data, {"admin": "admin-password", "unauthorized": "unauthorized-password"})
     settings = {"auth": "required", "super-users": "admin"}
     started = EmbeddedBroker(data, kafka="127.0.0.1:0", http="", settings=settings)
     started.start_and_wait()
@@ -48,32 +47,32 @@ async def admin(broker: EmbeddedBroker) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-async def nobody(broker: EmbeddedBroker, admin: Client) -> AsyncIterator[Client]:
-    async with Client.connect(broker.kafka_address, credentials=NOBODY) as client:
+async def unauthorized(broker: EmbeddedBroker, admin: Client) -> AsyncIterator[Client]:
+    async with Client.connect(broker.kafka_address, credentials=UNAUTHORIZED) as client:
         yield client
 
 
-def test_every_api_is_asked() -> None:
+def test_every_api_is_covered() -> None:
     asked = {int(question.key) for question in permission_table.QUESTIONS}
     assert asked == (guarded_keys() | AUTHORIZE_THEMSELVES) - OPEN
 
 
-def test_those_who_may_not_get_a_response_as_by_kafka(tmp_path: Path) -> None:
-    # Those who lack one permission, and those who have all or none; `make compare` asks as those with one, too.
+def test_denied_requests_get_the_responses_of_kafka(tmp_path: Path) -> None:
+    # Users without one permission, with all, or with none; `make compare` also checks users with a single one.
     users = [user for user in permission_table.USERS if not user.startswith("only-")]
     responses = permission_table.millstream_responses(tmp_path / "data", users)
     recorded = permission_table.recorded()
     expected = {name: {user: by_user[user] for user in users} for name, by_user in recorded.items()}
     differing = permission_table.differences(expected, responses)
     assert not differing, "\n".join(differing)
-    # What differs on purpose still does; else there is nothing to accept.
+    # The intended differences still exist; otherwise they need no exception.
     accepted = {*permission_table.ACCEPTED, *permission_table.OTHERWISE}
     assert not [name for name in sorted(accepted) if responses[name] == expected[name]]
 
 
-async def test_nobody_may_make_private_requests(nobody: Client, admin: Client) -> None:
+async def test_private_requests_are_denied_without_permission(unauthorized: Client, admin: Client) -> None:
     await SubscriptionClient(admin).create("g", ["t"], {})
-    subscriptions = SubscriptionClient(nobody)
+    subscriptions = SubscriptionClient(unauthorized)
     with pytest.raises(NotAuthorized):
         await subscriptions.create("g2", ["t"], {})
     with pytest.raises(NotAuthorized):
@@ -82,9 +81,9 @@ async def test_nobody_may_make_private_requests(nobody: Client, admin: Client) -
     with pytest.raises(NotAuthorized):
         await subscriptions.describe(["g"])
     with pytest.raises(MillstreamError):
-        await publish_once(nobody, "t", 0, [NewRecord(None, b"x")])
+        await publish_once(unauthorized, "t", 0, [NewRecord(None, b"x")])
     for key in (32000, 32001):
-        response = msgspec.msgpack.decode(bytes(await nobody.private(None, key, b"")))
+        response = msgspec.msgpack.decode(bytes(await unauthorized.private(None, key, b"")))
         assert response["error"] == int(CLUSTER_DENIED)
         assert set(response) == {"error", "message"}
     assert not msgspec.msgpack.decode(bytes(await admin.private(None, 32001, b"")))["error"]

@@ -1,4 +1,4 @@
-"""Drivers of pipelines whose Java hangs: they are replaced, or end with their broker, and nothing stays behind."""
+"""Pipeline drivers whose Java hangs are replaced, or end with their broker, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
 
 
 def group_of(driver: int) -> list[int]:
-    """The processes of a driver, as long as they are there."""
+    """The live processes of a driver."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
@@ -47,7 +47,7 @@ def test_a_driver_whose_broker_dies_while_spark_starts_ends_with_its_java(server
     assert millstream("topic", "create", topic, "--land").code == 0
     (driver,) = wait_until(lambda: children(server.pid, "millstream.pipelines.runtime.driver"))
     java = wait_until(lambda: java_of(driver))
-    # From here on Spark never comes up.
+    # From here on Spark never starts.
     os.kill(java, signal.SIGSTOP)
     try:
         server.kill()
@@ -57,7 +57,7 @@ def test_a_driver_whose_broker_dies_while_spark_starts_ends_with_its_java(server
             os.killpg(driver, signal.SIGKILL)
 
 
-def test_a_driver_whose_java_hangs_is_replaced_and_no_one_is_blamed(server: Server, topic: str) -> None:
+def test_a_driver_with_a_hanging_java_is_replaced_and_no_pipeline_is_blamed(server: Server, topic: str) -> None:
     millstream = CommandLine(server.kafka)
     assert millstream("topic", "create", topic).code == 0
     settings = ("--set", "every.ms=1000", "--set", "stall.ms=60000")
@@ -73,7 +73,7 @@ def test_a_driver_whose_java_hangs_is_replaced_and_no_one_is_blamed(server: Serv
     (driver,) = children(server.pid, "millstream.pipelines.runtime.driver")
     os.kill(wait_until(lambda: java_of(driver)), signal.SIGSTOP)
     publish(server, topic, 10)
-    # One that must end does not wait either.
+    # A bounded run does not wait either.
     assert millstream("pipeline", "update", topic, "--set", "every.ms=2000").code == 0
     wait_until(lambda: landed(20))
     assert (reported["report"]["rows"], reported["report"]["stalls"], reported["parked"]) == (20, 0, "")

@@ -1,4 +1,4 @@
-"""How many messages wait for pipelines, on a real server, including pipelines that no node runs."""
+"""The lag of pipelines on a real server, including pipelines that no node runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def of_kinds(topic: str) -> list[Pipeline]:
     return [landing(f"{topic}-land", topics=topic), route, transform]
 
 
-async def test_what_waits_is_what_lies_between_the_group_and_the_end(server: Server, topic: str) -> None:
+async def test_the_lag_is_the_distance_between_the_group_and_the_end(server: Server, topic: str) -> None:
     kinds = of_kinds(topic)
     newest = landing(f"{topic}-newest", topics=topic, **{"from": "latest"})
     fitting = Pipeline(
@@ -72,7 +72,7 @@ async def test_what_waits_is_what_lies_between_the_group_and_the_end(server: Ser
         assert list((await lags(client, *kinds, newest)).values()) == [2, 0, 0, 1]
 
 
-async def test_what_is_not_committed_waits_for_no_one(server: Server, topic: str) -> None:
+async def test_uncommitted_messages_do_not_count(server: Server, topic: str) -> None:
     producer = Producer({"bootstrap.servers": server.kafka, "transactional.id": topic})
     producer.init_transactions(WAIT_S)
     producer.begin_transaction()
@@ -86,7 +86,7 @@ async def test_what_is_not_committed_waits_for_no_one(server: Server, topic: str
         assert await backlogs.lags([reader]) == {"mine": 3}
         assert await backlogs.in_topic([reader], found) == {"mine": (0, 3)}
         producer.commit_transaction(WAIT_S)
-        # The markers, which have offsets too, may come a moment later.
+        # The markers, which have offsets too, may arrive a moment later.
         async with asyncio.timeout(WAIT_S):
             while await backlogs.lags([reader]) != {"mine": 7}:
                 await asyncio.sleep(0.05)
@@ -98,7 +98,7 @@ async def test_what_is_not_committed_waits_for_no_one(server: Server, topic: str
 
 
 class CountingClient(Client):
-    """Counts what is asked by messages."""
+    """Counts requests by message type."""
 
     sent: ClassVar[Counter[str]] = Counter()
 
@@ -108,7 +108,7 @@ class CountingClient(Client):
         return await super().send(node, request, timeout_s=timeout_s)
 
 
-async def test_many_pipelines_are_asked_about_at_once(server: Server, topic: str) -> None:
+async def test_many_pipelines_share_requests(server: Server, topic: str) -> None:
     fitting = landing("fit", topics="", pattern=f"{topic}.*", **{"from": "latest"})
     others = [landing(f"{topic}-{at}", topics=topic) for at in range(30)]
     async with CountingClient.connect(server.kafka) as client:
@@ -116,11 +116,11 @@ async def test_many_pipelines_are_asked_about_at_once(server: Server, topic: str
     assert client.sent == {"MetadataRequest": 1, "FindCoordinatorRequest": 1, "OffsetFetchRequest": 1}
 
 
-def test_one_that_is_stopped_has_a_lag_in_lists_and_metrics(server: Server, topic: str) -> None:
+def test_a_stopped_pipeline_has_a_lag_in_lists_and_metrics(server: Server, topic: str) -> None:
     millstream = CommandLine(server.kafka)
     assert millstream("pipeline", "create", "land", topic, "--topic", topic, "--stopped").code == 0
     sample = re.compile(rf'^millstream_pipeline_lag\{{pipeline="{topic}"\}} 3(?:\.0)?$', re.MULTILINE)
-    # After a measurement that took long, the next one comes half a minute later.
+    # After a slow measurement, the next one comes half a minute later.
     wait_until(lambda: sample.search(server.metrics()))
     shown = httpx.get(f"http://{server.http}/v1/pipelines/{topic}", timeout=WAIT_S).json()
     assert (shown["state"], shown["lag"], shown["report"]) == ("stopped", 3, None)

@@ -1,4 +1,4 @@
-"""A pipeline that is run manually, with a real Spark, ends in order on request."""
+"""A manual pipeline run with a real Spark stops cleanly on request."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def processes(*parts: str) -> list[int]:
-    """The processes whose command lines have all of these parts."""
+    """The processes whose command lines contain all of these parts."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -56,7 +56,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Land:
-    """One topic that is landed, seen from outside."""
+    """One landed topic."""
 
     def __init__(self, brokers: str, topic: str, lake: Path) -> None:
         self.brokers = brokers
@@ -92,12 +92,12 @@ class Land:
         return len(self.landed()) >= self.published
 
     def check(self) -> None:
-        """Everything that was published is in the table, once."""
+        """Check that everything published is in the table once."""
         assert self.landed() == list(range(self.published))
 
 
 def committed(brokers: str, topic: str) -> list[int]:
-    """The payloads in a topic, as far as they are committed."""
+    """The committed payloads of a topic."""
     return sorted(map(int, committed_messages(brokers, topic)))
 
 
@@ -109,7 +109,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.trial
-def test_a_topic_made_to_be_landed_is_a_table_soon_and_a_second_run_is_refused(server: Server, topic: str) -> None:
+def test_a_landed_topic_becomes_a_table_soon_and_a_second_run_is_refused(server: Server, topic: str) -> None:
     land = Land(server.kafka, topic, server.data / "lake")
     assert land.millstream("topic", "create", topic, "--land").code == 0
     land.publish(500)
@@ -122,7 +122,7 @@ def test_a_topic_made_to_be_landed_is_a_table_soon_and_a_second_run_is_refused(s
     assert "it is being run by 'pipelines-node-1' at 127.0.0.1" in second.err
     (driver,) = children(server.pid, DRIVER)
     (java,) = children(driver, "java")
-    # Its group goes with it, although the driver is a member when it is deleted.
+    # Its group is deleted with it, although the driver is still a member.
     assert land.millstream("pipeline", "delete", f"land-{topic}").code == 0
     wait_until(lambda: not is_alive(driver) and not is_alive(java))
     assert land.millstream("group", "describe", f"pipeline-land-{topic}").code == 3
@@ -131,7 +131,7 @@ def test_a_topic_made_to_be_landed_is_a_table_soon_and_a_second_run_is_refused(s
 
 
 @pytest.mark.trial
-def test_kills_of_the_driver_and_of_its_java_lose_and_double_nothing(server: Server, topic: str) -> None:
+def test_kills_of_the_driver_and_of_its_java_lose_and_duplicate_nothing(server: Server, topic: str) -> None:
     land = Land(server.kafka, topic, server.data / "lake")
     land.publish(2000)
     create = ("pipeline", "create", "land", f"land-{topic}", "--topic", topic, "--every", "0.1")
@@ -193,7 +193,7 @@ def test_pipelines_of_all_kinds_share_a_driver_and_a_broken_one_is_parked(server
 
 
 @pytest.mark.trial
-def test_a_run_by_hand_takes_what_is_there_or_goes_on_until_it_is_interrupted(
+def test_a_manual_run_processes_the_backlog_or_continues_until_interrupted(
     server: Server, topic: str, tmp_path: Path
 ) -> None:
     land = Land(server.kafka, topic, tmp_path / "lake")
@@ -202,7 +202,7 @@ def test_a_run_by_hand_takes_what_is_there_or_goes_on_until_it_is_interrupted(
     command += ["--brokers", server.kafka, "--lake", str(tmp_path / "lake"), "--set", "batch.max.messages=300"]
     once = subprocess.run([*command, "--once", "--json"], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert once.returncode == 0, once.stderr
-    # Where no terminal is, each stage is a line beside the response, and so is how far it came every now and then.
+    # Without a terminal, each stage is a line, and so is the progress every now and then.
     stages = once.stderr.splitlines()
     assert stages[:2] == [f"land-{topic}: starting Spark …", f"land-{topic}: running"]
     assert all(line.startswith(f"land-{topic}: ") for line in stages)
@@ -262,7 +262,7 @@ def test_another_node_takes_over_when_the_owner_dies(
         wait_until(lambda: not is_alive(driver))
         land.check()
         wait_until(lambda: land.landed(keyed) == land.newest())
-        # One that stops in order hands over too.
+        # A node that stops cleanly hands over too.
         second = land.report()["node"]
         assert cluster[second].stop() == 0
         cluster[owner].start()
@@ -276,7 +276,7 @@ def test_another_node_takes_over_when_the_owner_dies(
 
 
 @pytest.mark.trial
-def test_pipelines_of_all_kinds_go_on_when_a_worker_of_their_cluster_is_killed(tmp_path: Path, topic: str) -> None:
+def test_pipelines_of_all_kinds_continue_when_a_worker_of_their_cluster_is_killed(tmp_path: Path, topic: str) -> None:
     with spark_cluster(tmp_path) as master:
         settings = {"group-initial-delay-ms": 100, "pipelines-master": master, "pipelines-lake": tmp_path / "lake"}
         with Server(tmp_path / "data", settings=settings) as server:
@@ -300,7 +300,7 @@ def test_pipelines_of_all_kinds_go_on_when_a_worker_of_their_cluster_is_killed(t
 
             names = (f"land-{topic}", "third", "director")
             wait_until(lambda: all(report(name).get("rows", 0) > 0 for name in names))
-            # In the middle of it one of the two machines is lost, with all that runs there.
+            # Midway, one of the two machines is lost with all of its processes.
             (worker,) = processes("deploy.worker.Worker", str(tmp_path), WORKER)
             os.killpg(worker, signal.SIGKILL)
             land.publish(2000)

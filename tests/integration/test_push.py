@@ -1,4 +1,4 @@
-"""Push on a real server and to a real endpoint: slow, failing, away, and after the broker was killed."""
+"""Push from a real server to a real endpoint: slow, failing, unreachable, and after a kill of the broker."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-class Desk:
-    """A topic whose messages are pushed to an endpoint of the test's own."""
+class PushedTopic:
+    """A topic whose messages are pushed to an endpoint of the test."""
 
     def __init__(self, client: Client, hook: Webhook, name: str) -> None:
         self.client = client
@@ -61,7 +61,7 @@ class Desk:
         return (await delivery_state(self.client, self.name, self.name, 0, offset, wait_ms=wait_ms)).state
 
     async def ended(self, count: int) -> list[str]:
-        """How the first messages have ended, once they have."""
+        """The outcomes of the first messages, once they are settled."""
         found = []
         async with asyncio.timeout(WAIT_S):
             for offset in range(count):
@@ -90,10 +90,12 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(server: Server, name: str, settings: Mapping[str, str] | None = None) -> AsyncIterator[Desk]:
+async def pushed_topic(
+    server: Server, name: str, settings: Mapping[str, str] | None = None
+) -> AsyncIterator[PushedTopic]:
     async with Webhook() as hook, Client.connect(server.kafka) as client:
         await client.metadata([name], create=True)
-        made = Desk(client, hook, name)
+        made = PushedTopic(client, hook, name)
         await made.subscriptions.create(name, [name], {URL: hook.url, **(settings or {})})
         try:
             yield made
@@ -102,7 +104,9 @@ async def desk(server: Server, name: str, settings: Mapping[str, str] | None = N
 
 
 async def test_a_message_is_pushed_signed_and_accepted(server: Server) -> None:
-    async with desk(server, "signed", {SECRET_NAME: SECRET, HEADERS: '{"Authorization": "Bearer t0p"}'}) as work:
+    async with pushed_topic(
+        server, "signed", {SECRET_NAME: SECRET, HEADERS: '{"Authorization": "Bearer t0p"}'}
+    ) as work:
         await work.publish('{"total": 7}', headers=(("message-id", b"o-1"),))
         await work.hook.until(lambda: bool(work.hook.requests), wait_s=WAIT_S)
         (request,) = work.hook.requests
@@ -138,9 +142,9 @@ async def test_secrets_are_never_shown(server: Server, tmp_path: Path) -> None:
         await asyncio.to_thread(command, "subscription", "delete", "hidden", "--yes")
 
 
-async def test_failures_are_tried_again_and_then_dead_lettered(server: Server) -> None:
+async def test_failures_are_retried_and_then_dead_lettered(server: Server) -> None:
     settings = {ATTEMPTS: "3", BACKOFF_MIN: "10", DEAD_LETTER_TOPIC: "failing-dead"}
-    async with desk(server, "failing", settings) as work:
+    async with pushed_topic(server, "failing", settings) as work:
         tries: dict[bytes, int] = {}
 
         def respond(request: Request) -> Response:
@@ -159,8 +163,8 @@ async def test_failures_are_tried_again_and_then_dead_lettered(server: Server) -
         await work.pushed(refused=3, failed=1, state="up")
 
 
-async def test_a_message_too_large_to_be_pushed_is_given_up_and_others_go_on(server: Server) -> None:
-    async with desk(server, "large", {ATTEMPTS: "2", BACKOFF_MIN: "10", DEAD_LETTER_TOPIC: "none"}) as work:
+async def test_a_message_too_large_to_push_is_dead_lettered_and_others_continue(server: Server) -> None:
+    async with pushed_topic(server, "large", {ATTEMPTS: "2", BACKOFF_MIN: "10", DEAD_LETTER_TOPIC: "none"}) as work:
         value = os.urandom(MESSAGE_BYTES_MAX // 64) + bytes(MESSAGE_BYTES_MAX)
         large = encode_batch([NewRecord(None, value)], compression=COMPRESSION_ZSTD)
         assert len(large) < 1024 * 1024
@@ -171,8 +175,8 @@ async def test_a_message_too_large_to_be_pushed_is_given_up_and_others_go_on(ser
         assert "message cannot be pushed: the message has " in server.log.read_text()
 
 
-async def test_an_endpoint_that_is_away_is_waited_for_and_reported(server: Server) -> None:
-    async with desk(server, "away", {ATTEMPTS: "3"}) as work:
+async def test_an_unreachable_endpoint_is_retried_and_reported(server: Server) -> None:
+    async with pushed_topic(server, "away", {ATTEMPTS: "3"}) as work:
         await work.hook.stop()
         await work.publish(*map(str, range(20)))
         down = await work.pushed(state="down")
@@ -181,10 +185,10 @@ async def test_an_endpoint_that_is_away_is_waited_for_and_reported(server: Serve
         metrics = await asyncio.to_thread(server.metrics)
         assert 'millstream_push_endpoint_up{subscription="away"} 0.0' in metrics
         await work.hook.start()
-        # None has used up its attempts, and there is no dead letter topic that would take one.
+        # No message has used up its attempts, and no dead letter topic would receive one.
         assert await work.ended(20) == ["accepted"] * 20
         assert (await work.pushed(state="up"))["concurrency"] > 1
-        # However much it took before, a single message finds out that it is away again, and loses no attempt by it.
+        # However many it accepted before, a single message finds out that it is unreachable again, at no attempt.
         await work.hook.stop()
         await work.publish("20")
         await work.pushed(state="down")
@@ -208,10 +212,10 @@ ELSEWHERE = (
 )
 
 
-async def test_nothing_is_pushed_to_private_addresses_however_they_are_written(
+async def test_nothing_is_pushed_to_private_addresses_in_any_notation(
     start_server: Callable[..., Server],
 ) -> None:
-    """The endpoint would get the requests to any of the first ones."""
+    """The endpoint would receive the requests to any of the first ones."""
     guarded = start_server()
     async with Webhook() as hook, httpx.AsyncClient(base_url=f"http://{guarded.http}/v1", timeout=WAIT_S) as http:
         port = hook.url.partition("//")[2].partition("/")[0].rpartition(":")[2]
@@ -232,15 +236,15 @@ async def test_nothing_is_pushed_to_private_addresses_however_they_are_written(
 
 
 async def test_a_slow_endpoint_keeps_its_leases(server: Server) -> None:
-    async with desk(server, "slow", {LEASE: "4000"}) as work:
+    async with pushed_topic(server, "slow", {LEASE: "4000"}) as work:
         work.hook.respond = lambda _request: Response(after_s=5.0)
         await work.publish("once")
         assert await work.ended(1) == ["accepted"]
         assert len(work.hook.requests) == 1
 
 
-async def test_settings_change_while_messages_come(server: Server) -> None:
-    async with desk(server, "changing") as work, Webhook() as other:
+async def test_settings_change_during_delivery(server: Server) -> None:
+    async with pushed_topic(server, "changing") as work, Webhook() as other:
         await work.publish("before")
         await work.ended(1)
         await work.subscriptions.alter(work.name, {URL: other.url, "millstream.push.format": "cloudevents-structured"})
@@ -250,7 +254,7 @@ async def test_settings_change_while_messages_come(server: Server) -> None:
         assert work.hook.bodies == [b"before"]
 
 
-async def test_the_endpoint_of_the_documentation(server: Server, tmp_path: Path) -> None:
+async def test_the_documented_endpoint_works(server: Server, tmp_path: Path) -> None:
     (program,) = (one for one in samples_of(Path(__file__).parents[2] / "docs" / "push.md") if one.file)
     (tmp_path / "hook.py").write_text(program.text)
     secret = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
@@ -258,7 +262,7 @@ async def test_the_endpoint_of_the_documentation(server: Server, tmp_path: Path)
         sys.executable, str(tmp_path / "hook.py"), env={"WEBHOOK_SECRET": secret, "PORT": "0"}, stdout=PIPE, stderr=PIPE
     )
     try:
-        async with desk(server, "documented", {SECRET_NAME: secret}) as work, asyncio.timeout(WAIT_S):
+        async with pushed_topic(server, "documented", {SECRET_NAME: secret}) as work, asyncio.timeout(WAIT_S):
             assert process.stdout is not None
             url = f"http://127.0.0.1:{(await process.stdout.readline()).split()[-1].decode()}/"
             await work.subscriptions.alter(work.name, {URL: url})
@@ -274,7 +278,7 @@ async def test_the_endpoint_of_the_documentation(server: Server, tmp_path: Path)
 
 
 async def test_the_same_message_published_again_is_pushed_once(server: Server) -> None:
-    async with desk(server, "once") as work:
+    async with pushed_topic(server, "once") as work:
         record = NewRecord(None, b"x", (("message-id", b"m-1"),), int(time.time() * 1000))
         first = await publish_once(work.client, work.name, 0, [record])
         again = await publish_once(work.client, work.name, 0, [record])
@@ -284,8 +288,8 @@ async def test_the_same_message_published_again_is_pushed_once(server: Server) -
         assert work.hook.bodies == [b"x"]
 
 
-async def test_the_process_is_there_only_while_something_is_pushed(server: Server) -> None:
-    async with desk(server, "process") as work:
+async def test_the_push_process_runs_only_while_something_is_pushed(server: Server) -> None:
+    async with pushed_topic(server, "process") as work:
         await work.publish("x")
         await work.ended(1)
         assert len(push_processes(server.pid)) == 1
@@ -294,8 +298,8 @@ async def test_the_process_is_there_only_while_something_is_pushed(server: Serve
             await asyncio.sleep(0.05)
 
 
-async def test_what_a_killed_process_held_comes_again_at_once(server: Server) -> None:
-    async with desk(server, "held", {LEASE: "600000"}) as work:
+async def test_messages_held_by_a_killed_process_are_redelivered_at_once(server: Server) -> None:
+    async with pushed_topic(server, "held", {LEASE: "600000"}) as work:
         work.hook.respond = lambda request: Response(after_s=WAIT_S if request.headers["ce-attempt"] == "1" else 0)
         await work.publish("x")
         await work.hook.until(lambda: work.hook.under_way == 1, wait_s=WAIT_S)
@@ -306,12 +310,12 @@ async def test_what_a_killed_process_held_comes_again_at_once(server: Server) ->
 
 
 async def test_an_endpoint_gets_no_message_that_another_worker_has_accepted_meanwhile(server: Server) -> None:
-    """The process is stopped with its response unread, until the lease is over and the message accepted elsewhere."""
-    async with desk(server, "late", {LEASE: "1000"}) as work, asyncio.timeout(WAIT_S):
+    """The process is stopped with its response unread, until another worker has accepted the message."""
+    async with pushed_topic(server, "late", {LEASE: "1000"}) as work, asyncio.timeout(WAIT_S):
         await work.publish("before")
         await work.ended(1)
         offset, attempt = 0, 1
-        while attempt == 1:  # The process had not asked for more yet.
+        while attempt == 1:  # The process had not requested more yet.
             (pid,) = push_processes(server.pid)
             os.kill(pid, signal.SIGSTOP)
             try:
@@ -326,9 +330,9 @@ async def test_an_endpoint_gets_no_message_that_another_worker_has_accepted_mean
         assert set(work.hook.bodies) == {b"before", b"last"}
 
 
-async def test_every_message_arrives_when_the_broker_is_killed(tmp_path: Path) -> None:
+async def test_every_message_arrives_although_the_broker_is_killed(tmp_path: Path) -> None:
     with Server(tmp_path / "data", settings={"push-private-addresses": "true"}) as killed:
-        async with desk(killed, "killed", {LEASE: "2000"}) as work:
+        async with pushed_topic(killed, "killed", {LEASE: "2000"}) as work:
             await work.publish(*map(str, range(60)))
             await work.hook.until(lambda: len(work.hook.requests) >= 10, wait_s=WAIT_S)
             orphans = push_processes(killed.pid)

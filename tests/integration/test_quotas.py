@@ -30,19 +30,19 @@ WAIT_S = 60.0
 PRODUCER, CONSUMER = "producer_byte_rate", "consumer_byte_rate"
 MESSAGES = 40
 MESSAGE_BYTES = 10_000
-# Half of all messages may go at once (ten seconds' worth); the other half is in debt for as long as that takes.
+# Half of all messages may go at once (ten seconds' worth); the other half goes into debt.
 RATE = MESSAGES * MESSAGE_BYTES / 20
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of their own: some of the quotas hold for all clients of the gateway, and its refusals are counted."""
+    """A separate server: some quotas apply to all clients of the gateway, and its refusals are counted."""
     with Server(tmp_path_factory.mktemp("quotas") / "data", settings={"group-initial-delay-ms": 100}) as started:
         yield started
 
 
 def set_quota(server: Server, client_id: str, **limits: float | None) -> None:
-    """Set limits of a client id as an admin client of Java does."""
+    """Set quotas of a client id as Java's admin client does."""
     from kio.schema.alter_client_quotas.v1 import request
 
     messages: Any = request
@@ -75,7 +75,7 @@ def send(server: Server, request: Any) -> Any:
 
 
 def throttled(server: Server, quota: str) -> float:
-    """How many requests the broker has throttled, as its metrics say."""
+    """The number of requests the broker has throttled, by its metrics."""
 
     async def ask() -> Any:
         async with Client.connect(server.kafka) as client:
@@ -87,7 +87,7 @@ def throttled(server: Server, quota: str) -> float:
 
 
 class Throttles:
-    """What librdkafka says about throttling, from its events and its statistics."""
+    """What librdkafka reports about throttling, in its events and statistics."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -120,7 +120,7 @@ def test_a_producer_is_throttled_and_loses_nothing(server: Server, topic: str) -
         assert consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=WAIT_S) == (0, MESSAGES)
 
 
-def test_a_user_is_throttled_whatever_its_client_ids_are(tmp_path: Path) -> None:
+def test_a_user_is_throttled_across_client_ids(tmp_path: Path) -> None:
     declare_security(tmp_path / "data", {"admin": "admin-password", "eve": "eve-password"})
     broker = EmbeddedBroker(tmp_path / "data", settings={"auth": "required", "super-users": "admin,eve"})
     broker.start_and_wait()
@@ -191,7 +191,7 @@ def largest_throttle_ms(producer: KafkaProducer) -> float:
     return max((group["throttle-time-max"] for group in groups if "throttle-time-max" in group), default=0.0)
 
 
-async def test_an_asyncio_consumer_reads_on_under_a_quota(server: Server, topic: str) -> None:
+async def test_an_asyncio_consumer_keeps_reading_under_a_quota(server: Server, topic: str) -> None:
     await asyncio.to_thread(fill, server, topic)
     await asyncio.to_thread(set_quota, server, topic, consumer_byte_rate=RATE * 10)
     settings: dict[str, Any] = {"bootstrap_servers": server.kafka, "client_id": topic}
@@ -202,7 +202,7 @@ async def test_an_asyncio_consumer_reads_on_under_a_quota(server: Server, topic:
     await asyncio.to_thread(set_quota, server, topic, consumer_byte_rate=None)
 
 
-def test_other_clients_are_not_held_up(server: Server, topic: str) -> None:
+def test_other_clients_are_not_throttled(server: Server, topic: str) -> None:
     set_quota(server, topic, producer_byte_rate=1.0)
     held = Producer({"bootstrap.servers": server.kafka, "client.id": topic, "log_level": 0})
     held.produce(topic, bytes(1000), partition=0)
@@ -211,8 +211,8 @@ def test_other_clients_are_not_held_up(server: Server, topic: str) -> None:
     set_quota(server, topic, producer_byte_rate=None)
 
 
-def test_publish_and_pull_over_http_say_when_to_retry(server: Server, topic: str) -> None:
-    # So little that the debt outlives the test: whatever waited for it would not get a response at all.
+def test_publish_and_pull_over_http_get_retry_after(server: Server, topic: str) -> None:
+    # So small that the debt outlives the test: a request that waited for it would get no response at all.
     set_quota(server, GATEWAY, producer_byte_rate=10.0, consumer_byte_rate=10.0)
     with httpx.Client(base_url=f"http://{server.http}/v1", timeout=WAIT_S) as http:
         once = {"params": {"deduplicate": "true"}, "headers": {"message-id": "1"}}
@@ -234,7 +234,7 @@ def test_publish_and_pull_over_http_say_when_to_retry(server: Server, topic: str
     assert "millstream_http_turned_away_total 4" in counted
 
 
-def test_quotas_outlive_a_restart(start_server: Any) -> None:
+def test_quotas_survive_a_restart(start_server: Any) -> None:
     server: Server = start_server()
     set_quota(server, "kept", producer_byte_rate=1000.0, consumer_byte_rate=2000.0)
     server.restart(clean=False)

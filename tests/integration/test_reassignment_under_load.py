@@ -1,4 +1,4 @@
-"""Partitions move between nodes, by hand and by plans, while clients write and read: nothing is lost or doubled."""
+"""Partitions move between nodes, by hand and by plans, while clients write and read: nothing is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cluster(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> Itera
     settings = {"leader-balance-ms": 500, "lease-ms": 2000}
     group = ServerGroup(tmp_path, etcd.url, postgres.new_database(), nodes=3, settings=settings)
     for number, node in group.nodes.items():
-        # Each stands for a machine of its own.
+        # Each node simulates a separate machine.
         node.settings["rack"] = f"machine-{number}"
     with group as started:
         yield started
@@ -76,13 +76,13 @@ class Writer(threading.Thread):
             try:
                 self._producer.produce(self._topic, value, partition=partition, on_delivery=self._delivered)
             except BufferError:
-                # As many wait already as the client keeps; on a busy machine a failover takes that long.
+                # The client's buffer is full; on a busy machine a failover takes that long.
                 self._producer.poll(0.1)
             else:
                 return
 
     def finish(self) -> None:
-        """Wait for everything that is on its way."""
+        """Wait for all messages in flight."""
         self._ended.set()
         self.join(2 * WAIT_S)
 
@@ -140,7 +140,7 @@ def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: 
     identity = topic_id(admin, topic)
     wait_until(lambda: not any((cluster[1].data / "partitions" / str(identity)).glob("[0-9]*")))
     remove_by_a_plan(cluster, admin, topic)
-    # The node that they left is not needed for them any more, and nothing of them is left on it.
+    # The node that they left is no longer needed for them, and holds nothing of them.
     wait_until(lambda: not any((cluster[3].data / "partitions" / str(identity)).glob("[0-9]*")))
     cluster[3].kill()
     moved = list(writer.acknowledged)
@@ -149,7 +149,7 @@ def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: 
     assert writer.errors == []
     reader.wanted = writer.acknowledged
     reader.join(2 * WAIT_S)
-    # Nothing is lost, doubled or out of order.
+    # Nothing is lost, duplicated or reordered.
     assert reader.seen == [list(range(count)) for count in writer.acknowledged]
     for number in (1, 2):
         cluster[number].stop()
@@ -158,7 +158,7 @@ def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: 
 
 
 def remove_by_a_plan(cluster: ServerGroup, admin: AdminClient, topic: str) -> None:
-    """Plan to remove node 3, and apply that while the controller dies."""
+    """Plan to remove node 3, and apply the plan while the controller dies."""
     millstream = CommandLine(",".join(cluster[number].kafka for number in (1, 2)))
     assert "node 9" in millstream("cluster", "plan", "drain", 9).err
     refused = millstream("topic", "replicate", topic, "--to", 4)
@@ -186,7 +186,7 @@ def remove_by_a_plan(cluster: ServerGroup, admin: AdminClient, topic: str) -> No
     shown = millstream("cluster", "plan", "show", "--json").document
     assert (shown["moved"], shown["overtaken"], shown["drained"]) == (len(plan["moves"]), 0, [3])
     assert all(3 not in now and now_in_sync == set(now) for now, now_in_sync in replicas(admin, topic))
-    # A drained node gets nothing.
+    # A drained node gets no replicas.
     assert millstream("topic", "create", f"{topic}-later", "--partitions", 6, "--replication", 2).code == 0
     assert all(3 not in now for now, _ in replicas(admin, f"{topic}-later"))
     assert "not drained" in millstream("cluster", "undrain", 1).err

@@ -1,4 +1,4 @@
-"""What was acknowledged to a publisher that keeps a book is held against the log, also through a kill and a loss."""
+"""The receipts of a publisher are checked against the log, also after a kill and a loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def _found(findings: list[Finding]) -> list[tuple[int, str]]:
     return [(one.kept.offset, one.kind) for one in findings]
 
 
-async def test_a_book_reports_what_the_log_has_lost(start_server: Callable[..., Server], tmp_path: Path) -> None:
+async def test_a_book_reports_messages_that_the_log_has_lost(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
     server, book = start_server(), tmp_path / "receipts.jsonl"
     async with millstream.connect(server.kafka, receipts=book) as ms:
         await ms.publish("orders", {"order_id": 0})
@@ -44,7 +46,7 @@ async def test_a_book_reports_what_the_log_has_lost(start_server: Callable[..., 
     assert "'named'" in findings[4].problem
     assert [one.is_fault for one in findings] == [False, False, False, True, True]
 
-    # A topic that was deleted and created again has other messages at these offsets.
+    # A recreated topic has other messages at these offsets.
     async with millstream.connect(server.kafka) as ms:
         (gone,) = admin.delete_topics(["orders"]).values()
         gone.result(60)
@@ -58,7 +60,7 @@ async def _publish(server: Server, book: Path, numbers: range) -> None:
             await ms.publish("orders", {"order_id": number})
 
 
-def test_an_audit_names_acknowledged_messages_that_are_gone(
+def test_an_audit_names_acknowledged_messages_that_are_lost(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:
     server, book, backup = start_server(), tmp_path / "receipts.jsonl", tmp_path / "backup"
@@ -72,7 +74,7 @@ def test_an_audit_names_acknowledged_messages_that_are_gone(
     shutil.copytree(server.data, backup)
     server.start()
     asyncio.run(_publish(server, book, range(3, 5)))
-    # Someone restores an old copy of the disk.
+    # An old copy of the disk is restored.
     server.stop()
     shutil.rmtree(server.data)
     shutil.copytree(backup, server.data)

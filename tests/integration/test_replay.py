@@ -1,4 +1,4 @@
-"""`millstream replay` at a real broker: what arrives, in which order, and what one that was killed leaves to do."""
+"""`millstream replay` on a real broker: the messages, their order, and how a killed replay is resumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Headers = st.lists(st.tuples(st.sampled_from(["a", "message-id"]), st.none() | s
 
 
 @given(st.lists(st.none() | Headers, max_size=5))
-def test_headers_are_kept_and_the_origin_and_a_missing_id_are_added(given_headers: list[Any]) -> None:
+def test_headers_are_kept_and_origin_and_a_missing_id_are_added(given_headers: list[Any]) -> None:
     kind = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
     listed = [None if one is None else [{"key": key, "value": value} for key, value in one] for one in given_headers]
     names = [f"{at}".encode() for at in range(len(listed))]
@@ -53,7 +53,7 @@ def topics(server: Server, topic: str) -> tuple[str, str]:
     producer = Producer({"bootstrap.servers": server.kafka})
     now_ms = int(time.time() * 1000)
     for number in range(3000):
-        # Of two days, in no order.
+        # Of two days, unordered.
         sent_ms = now_ms - number * 7919 % 48 * 3_600_000
         headers: list[tuple[str, str | bytes | None]] = [("h", str(number))]
         producer.produce(topic, f'{{"n": {number}}}', str(number % KEYS), headers=headers, timestamp=sent_ms)
@@ -62,7 +62,7 @@ def topics(server: Server, topic: str) -> tuple[str, str]:
 
 
 def check(server: Server, topics: tuple[str, str], numbers: list[int]) -> None:
-    """Exactly these messages arrived, in the order of their keys, with their origin."""
+    """Check that exactly these messages arrived, in key order, with their origin."""
     source = {f"{topics[0]}/{one.partition}/{one.offset}": one for one in committed_records(server.kafka, topics[0])}
     arrived = committed_records(server.kafka, topics[1])
     seen: dict[bytes | None, list[int]] = {}
@@ -81,7 +81,7 @@ def number_of(one: Committed) -> int:
     return int((one.value or b"").split(b":")[1].rstrip(b"}"))
 
 
-def test_a_replay_that_is_interrupted_goes_on_and_publishes_everything_once(
+def test_an_interrupted_replay_resumes_and_publishes_everything_once(
     server: Server, topics: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millstream.pipelines.jobs.replay.STEP_MESSAGES", 400)
@@ -95,7 +95,7 @@ def test_a_replay_that_is_interrupted_goes_on_and_publishes_everything_once(
 
     with pytest.raises(KeyboardInterrupt):
         Replay(order, server.kafka).run(interrupt)
-    # What is published meanwhile is not part of it.
+    # Messages published meanwhile are not part of it.
     producer = Producer({"bootstrap.servers": server.kafka})
     producer.produce(topics[0], '{"n": 5000}', "0", headers=[("h", "5000")])
     assert producer.flush(WAIT_S) == 0
@@ -110,7 +110,7 @@ def test_a_replay_that_is_interrupted_goes_on_and_publishes_everything_once(
 @pytest.mark.parametrize(
     ("source", "partition_by"), [("--from-topic", ""), ("--from-table", ""), ("--from-table", "hour(timestamp)")]
 )
-def test_a_replay_that_is_killed_again_and_again_publishes_everything_once(
+def test_a_repeatedly_killed_replay_publishes_everything_once(
     server: Server, topics: tuple[str, str], tmp_path: Path, source: str, partition_by: str
 ) -> None:
     millstream = CommandLine(server.kafka)
@@ -125,7 +125,7 @@ def test_a_replay_that_is_killed_again_and_again_publishes_everything_once(
     while kills < KILLS:
         before = len(committed_records(server.kafka, topics[1]))
         with subprocess.Popen(command) as process:
-            # The machine may be slow, so a process is killed once it has got somewhere.
+            # The machine may be slow, so a process is killed once it has made progress.
             while process.poll() is None and len(committed_records(server.kafka, topics[1])) == before:
                 time.sleep(0.2)
             time.sleep(random.random())
@@ -140,7 +140,7 @@ def test_a_replay_that_is_killed_again_and_again_publishes_everything_once(
     check(server, topics, list(range(3000)))
 
 
-def test_a_replay_that_cannot_work_is_refused(server: Server, topics: tuple[str, str]) -> None:
+def test_an_invalid_replay_is_refused(server: Server, topics: tuple[str, str]) -> None:
     with pytest.raises(InvalidRequest, match="into the same topic"):
         Replay(ReplayOrder(topic=topics[0], into=topics[0]), server.kafka)
     with pytest.raises(NotFound, match="does not exist"):

@@ -1,4 +1,4 @@
-"""What must still be there after a stop and after a kill: topics, records, offsets, groups and producer state."""
+"""State that survives a stop and a kill: topics, records, offsets, groups and producer state."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Client:
 
 
 def all_values(server: Server, topic: str, count: int) -> list[list[int]]:
-    """What a stranger finds in each partition, read from the start."""
+    """The content of each partition, as read by another consumer from the start."""
     consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": "stranger", **QUIET})
     found: list[list[int]] = [[] for _ in range(PARTITIONS)]
     try:
@@ -90,7 +90,7 @@ def expected_values(count: int) -> list[list[int]]:
     return [list(range(index, count, PARTITIONS)) for index in range(PARTITIONS)]
 
 
-def test_everything_is_there_after_a_stop_and_after_a_kill(start_server: Any, topic: str) -> None:
+def test_everything_survives_a_stop_and_a_kill(start_server: Any, topic: str) -> None:
     server: Server = start_server()
     client = Client(server, topic)
     client.create()
@@ -106,13 +106,13 @@ def test_everything_is_there_after_a_stop_and_after_a_kill(start_server: Any, to
         resource = ConfigResource(ResourceType.TOPIC, topic)
         (settings,) = client.admin.describe_configs([resource]).values()
         assert settings.result(WAIT_S)["retention.ms"].value == "86400000"
-        # The producer goes on with its id and sequence: no gap, no second copy, dense offsets.
+        # The producer continues with its id and sequence: no gap, no duplicate, dense offsets.
         client.send(range(sent, sent + 300))
         sent += 300
         assert sorted(client.offsets) == [
             (index, offset) for index in range(PARTITIONS) for offset in range(sent // PARTITIONS)
         ]
-        # The group goes on where it committed, with the member that it knows.
+        # The group continues at its committed offset, with its known member.
         assert len({*client.read(sent - read)}) == sent - read
         client.consumer.commit(asynchronous=False)
         read = sent
@@ -156,7 +156,7 @@ def test_children_end_with_the_server_and_a_start_waits_for_a_port_that_one_stil
 
 
 def children_of(server: Server) -> list[psutil.Process]:
-    """The processes that the server started; the gateway responds once its process is there."""
+    """The child processes of the server; the gateway responds once its process is there."""
     httpx.get(f"http://{server.http}/healthz", timeout=WAIT_S)
     children: list[psutil.Process] = psutil.Process(server.pid).children(recursive=True)
     assert children
@@ -175,7 +175,7 @@ def _is_gone(process: psutil.Process) -> bool:
     return False
 
 
-def test_nothing_acknowledged_is_lost_when_a_loaded_broker_is_killed(tmp_path: Path) -> None:
+def test_no_acknowledged_message_is_lost_when_a_loaded_broker_is_killed(tmp_path: Path) -> None:
     """The short form of `make kill-trial`."""
     with KillTrial(Server(tmp_path / "data"), Plan(kills=1, load_s=(0.2, 0.6))) as trial:
         outcome = trial.run()
@@ -186,7 +186,7 @@ def test_nothing_acknowledged_is_lost_when_a_loaded_broker_is_killed(tmp_path: P
 
 
 class ForgetfulServer(Server):
-    """A server whose disk loses its logs, and all that could repair them, when it starts again.
+    """A server whose disk loses its logs, and everything that could repair them, on restart.
 
     All of them: of half a log, only unacknowledged messages may be missing.
     """
@@ -199,7 +199,7 @@ class ForgetfulServer(Server):
         return super().start()
 
 
-def test_the_kill_trial_notices_a_broker_that_forgets(tmp_path: Path) -> None:
+def test_the_kill_trial_detects_a_broker_that_loses_its_logs(tmp_path: Path) -> None:
     server = ForgetfulServer(tmp_path / "data")
     with KillTrial(server, Plan(kills=1, producers=0, members=0, load_s=(0.1, 0.2))) as trial:
         assert trial.run().report.counts[Kind.LOST] > 0

@@ -64,7 +64,7 @@ def key_of(number: int) -> bytes | None:
 
 
 class Load(threading.Thread):
-    """Publishes for as long as it is given messages to publish, so that nothing piles up on a slow machine."""
+    """Publishes as much as it is given, so that nothing piles up on a slow machine."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(name="load")
@@ -100,7 +100,7 @@ class Seen:
 
 
 class Director:
-    """A route, its rules in all their versions, and what was seen of them."""
+    """A route, all versions of its rules, and the observed output."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -114,7 +114,7 @@ class Director:
         """Rules that all sets have from now on."""
         self._random = random.Random(23)
 
-    # -- what is done to it ---------------------------------------------------------------------------------------
+    # -- actions --------------------------------------------------------------------------------------------------
 
     def create(self) -> None:
         self.versions.append(self._new_rules())
@@ -127,7 +127,7 @@ class Director:
         self._ask(declare)
 
     def change(self) -> None:
-        """Replace some rules, add and delete others: in one step."""
+        """Replace some rules, add and delete others, in one step."""
         before, after = self.versions[-1], self._new_rules()
         self.versions.append(after)
         put = [rule for name, rule in after.items() if before.get(name) != rule]
@@ -135,7 +135,7 @@ class Director:
         self._ask(lambda client: PipelineClient(client).change_rules(NAME, put, gone=gone))
 
     def change_filter(self) -> None:
-        """Give the subscription another filter, and wait until it is used."""
+        """Change the filter of the subscription, and wait until it is used."""
         self.lane += 1
         self._ask(lambda client: SubscriptionClient(client).alter("theirs", self._filter()))
         until(lambda: self._has_seen("theirs", lambda found: found["lane"] == self.lane), self)
@@ -148,7 +148,7 @@ class Director:
         self.seen.append(Seen(newest, self.load.number))
 
     def kill(self, what: str) -> None:
-        """Kill -9: the driver, its Java, or the broker with both."""
+        """Kill -9 the driver, its Java, or the broker with both."""
         if what == "server":
             self.server.restart(clean=False)
             return
@@ -164,11 +164,11 @@ class Director:
         return self._ask(lambda client: PipelineClient(client).describe([NAME]))
 
     def finish(self) -> None:
-        """Wait until what was published last is routed as well."""
+        """Wait until the last published messages are routed as well."""
         self.wait_for("all", self.load.number)
 
     def wait_for(self, target: str, messages: int) -> list[int]:
-        """Wait until so many messages are in a topic; the numbers of all that are."""
+        """Wait until so many messages are in a topic; return the numbers of all of them."""
         deadline = time.monotonic() + WAIT_S
         while len(found := self.records(target)) < messages:
             assert time.monotonic() < deadline, self.report()
@@ -179,7 +179,7 @@ class Director:
         return committed_records(self.server.kafka, target)
 
     def _new_rules(self) -> dict[str, Rule]:
-        """Some rules by chance, and those that every set has."""
+        """Some random rules, and those that every set has."""
         topic, version = self.source.topic, len(self.versions)
         chosen = {
             f"chosen-{number}": (
@@ -213,7 +213,7 @@ class Director:
 
         return asyncio.run(ask())
 
-    # -- what came of it ------------------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         assert self.load.failure is None
@@ -230,7 +230,7 @@ class Director:
         self._check_doomed()
 
     def _stamps(self) -> dict[Place, int]:
-        """By which rules every message was routed."""
+        """The set of rules by which every message was routed."""
         found: dict[Place, int] = {}
         for version in range(len(self.versions)):
             records = self.records(stamp(version))
@@ -247,7 +247,7 @@ class Director:
         return {target for rule in holding for target in rule.targets} - {"doomed", stamp(version)}
 
     def _faults_of_versions(self, stamps: dict[Place, int]) -> list[str]:
-        """Messages that were routed by older rules than one before them, or than were in use when they came."""
+        """Messages routed by older rules than an earlier message, or than those in use when they arrived."""
         reported = []
         for partition in range(PARTITIONS):
             before = 0
@@ -260,7 +260,7 @@ class Director:
         return reported
 
     def _check_filters(self) -> None:
-        """The messages for the subscription are those of its filters, one after the other."""
+        """Check that the messages of the subscription match its filters, one after another."""
         records = self.records("theirs")
         found = {self.source.place_of(one) for one in records}
         assert self.source.faults(records, found) == []
@@ -275,7 +275,7 @@ class Director:
                 assert lane <= self.lane, f"{place} is in line with no filter"
 
     def _check_doomed(self) -> None:
-        """What was deleted in between has everything from some offset on."""
+        """Check that a topic deleted meanwhile has everything from some offset on."""
         records = self.records("doomed")
         found = {self.source.place_of(one) for one in records}
         assert self.source.faults(records, found) == []
@@ -291,7 +291,7 @@ def stamp(version: int) -> str:
 
 
 def until(condition: Callable[[], bool], director: Director) -> None:
-    """Wait until something is so, and have messages come meanwhile."""
+    """Wait for a condition while messages keep arriving."""
     deadline = time.monotonic() + WAIT_S
     while True:
         director.load.give()
@@ -315,7 +315,7 @@ def director(tmp_path: Path) -> Iterator[Director]:
             made.load.end()
 
 
-def test_every_message_is_routed_by_one_set_of_rules_whatever_happens(director: Director) -> None:
+def test_every_message_is_routed_by_exactly_one_set_of_rules(director: Director) -> None:
     chance = random.Random(5)
     director.create()
     director.settle()
@@ -328,7 +328,7 @@ def test_every_message_is_routed_by_one_set_of_rules_whatever_happens(director: 
             if what and number == changes // 2:
                 director.kill(what)
         if phase in (PHASES // 2 - 1, PHASES // 2):
-            # Under a job that runs, and when there is none.
+            # With a running job, and without one.
             director.delete_topic("doomed")
         if phase % 3 == 1:
             director.change_filter()
@@ -339,19 +339,19 @@ def test_every_message_is_routed_by_one_set_of_rules_whatever_happens(director: 
     director.check()
 
 
-def test_rules_of_topics_that_are_missing_or_deleted_hold_up_no_others(director: Director) -> None:
+def test_rules_of_missing_or_deleted_topics_block_no_others(director: Director) -> None:
     director.create()
     director.settle()
     director.more["later"] = Rule(name="later", topic="later", targets=("late",))
     director.change()
-    # It goes on without that topic, and takes it up when it comes.
+    # It continues without that topic, and includes it once it exists.
     director.settle()
     publish_later(director, range(500))
     assert director.wait_for("late", 500) == list(range(500))
     director.delete_topic("later")
     director.change()
     director.settle()
-    # Another one of the same name begins with its first message.
+    # A recreated topic starts with its first message.
     publish_later(director, range(500, 1000))
     assert director.wait_for("late", 1000) == list(range(1000))
     director.load.end()

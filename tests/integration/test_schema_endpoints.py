@@ -90,7 +90,7 @@ def test_the_sdk_encodes_by_subject_and_decodes_by_id(server: Server, command: C
                 await ms.publish_many(
                     topic, [millstream.NewMessage({**VALUE, "id": 10}, schema=subject), millstream.NewMessage("no")]
                 )
-            # One that does not conform does not take the others along.
+            # An invalid message does not fail the others.
             assert [type(one).__name__ for one in caught.value.outcomes] == ["Receipt", "InvalidBatch"]
             found = []
             async for message in stream:

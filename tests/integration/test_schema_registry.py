@@ -54,7 +54,7 @@ def context_of(topic: str) -> SerializationContext:
     return SerializationContext(topic, MessageField.VALUE)
 
 
-def test_avro_messages_travel_through_a_topic(server: Server, registry: Any, topic: str) -> None:
+def test_avro_messages_round_trip_through_a_topic(server: Server, registry: Any, topic: str) -> None:
     serializer = AvroSerializer(registry, ORDER)
     producer = Producer({"bootstrap.servers": server.kafka})
     producer.produce(topic, serializer({"id": 7, "note": "now"}, context_of(topic)))
@@ -109,7 +109,7 @@ def test_protobuf_messages_travel_with_imports(registry: Any, rest: httpx.Client
     found = registry.get_latest_version(f"{topic}-value")
     assert found.schema.references == [SchemaReference("shop_address.proto", "shop_address.proto", 1)]
     assert 'import "shop_address.proto";' in found.schema.schema_str
-    # What the client sent as a descriptor is found again as text, and the other way round.
+    # A schema sent as a descriptor is found as text, and the other way round.
     text = Schema(found.schema.schema_str, "PROTOBUF", found.schema.references)
     assert registry.lookup_schema(f"{topic}-value", text).schema_id == found.schema_id
     serialized = rest.get(f"/subjects/{topic}-value/versions/1", params={"format": "serialized"}).json()["schema"]
@@ -156,7 +156,7 @@ def test_the_latest_version_is_used_on_request(registry: Any, topic: str) -> Non
     assert value[1:5] == registry.get_latest_version(f"{topic}-value").schema_id.to_bytes(4, "big")
 
 
-def test_ids_travel_in_headers_as_guids(registry: Any, topic: str) -> None:
+def test_ids_in_headers_are_guids(registry: Any, topic: str) -> None:
     headers: dict[str, str | bytes | None] = {}
     where = SerializationContext(topic, MessageField.VALUE, headers)
     serializer = AvroSerializer(registry, ORDER, conf={"schema.id.serializer": header_schema_id_serializer})
@@ -296,11 +296,11 @@ def test_deletion_is_soft_first(rest: httpx.Client, topic: str) -> None:
     assert refusal(rest.delete(f"/subjects/{topic}")) == (404, 40404)
     assert topic not in rest.get("/subjects").json()
     assert topic in rest.get("/subjects?deleted=true").json()
-    # A deleted schema that is registered again has its id, as a new version.
+    # A deleted schema that is registered again keeps its id, as a new version.
     again = register(rest, topic, first).json()
     assert (again["id"], again["version"]) == (number, 3)
     rest.delete(f"/subjects/{topic}")
-    # It has taken the place of the deleted one.
+    # It has replaced the deleted one.
     assert rest.delete(f"/subjects/{topic}?permanent=true").json() == [2, 3]
     assert refusal(rest.get(f"/schemas/ids/{number}")) == (404, 40403)
     renewed = register(rest, topic, first).json()
@@ -308,7 +308,7 @@ def test_deletion_is_soft_first(rest: httpx.Client, topic: str) -> None:
     assert renewed["id"] > number
 
 
-def test_what_is_referred_to_is_not_deleted(rest: httpx.Client, topic: str) -> None:
+def test_a_referenced_schema_is_not_deleted(rest: httpx.Client, topic: str) -> None:
     register(rest, f"{topic}-inner", record("a", name="Inner"))
     outer = '{"type":"record","name":"Outer","fields":[{"name":"in","type":"Inner"}]}'
     references = [{"name": "Inner", "subject": f"{topic}-inner", "version": 1}]
@@ -323,7 +323,7 @@ def test_what_is_referred_to_is_not_deleted(rest: httpx.Client, topic: str) -> N
     assert rest.delete(f"/subjects/{topic}-inner").json() == [1]
 
 
-def test_contexts_have_ids_of_their_own(rest: httpx.Client, topic: str) -> None:
+def test_contexts_have_separate_ids(rest: httpx.Client, topic: str) -> None:
     context = f".{topic}"
     qualified = f":{context}:orders"
     made = register(rest, qualified, record("a")).json()
@@ -354,7 +354,7 @@ def test_import_mode_keeps_ids(rest: httpx.Client, topic: str) -> None:
     assert rest.get(f"/subjects/{path}/versions").json() == [3, 4]
     rest.delete(f"/mode/{path}")
     rest.delete(f"/subjects/{path}")
-    # Deleted versions give way to what is imported.
+    # Deleted versions are replaced by imported ones.
     assert rest.put(f"/mode/{path}", json={"mode": "IMPORT"}).status_code == 200
     assert refusal(rest.get(f"/subjects/{path}/versions", params={"deleted": True})) == (404, 40401)
 
@@ -421,7 +421,7 @@ def test_values_of_another_type_are_refused(rest: httpx.Client, topic: str) -> N
     broken = rest.post(f"/subjects/{topic}/versions", content="{", headers={"content-type": "application/json"})
     assert refusal(broken) == (400, 400)
     assert refusal(rest.post(f"/subjects/{topic}/versions")) == (422, 422)
-    # A group of its own: no version of it to be compatible with.
+    # A separate group: without a version to be compatible with.
     assert register(rest, topic, '"string"', metadata={"properties": {"major": 2}}).json()["version"] == 2
     assert latest(rest, topic)["metadata"] == {"properties": {"major": "2"}}
 
@@ -458,11 +458,11 @@ def test_metadata_alone_makes_a_version(rest: httpx.Client, topic: str) -> None:
     assert rest.post(f"/subjects/{topic}", json={"schema": record("a")}).json()["version"] == 1
 
 
-def test_a_version_can_be_asked_for_by_its_number(rest: httpx.Client, topic: str) -> None:
+def test_a_version_can_be_requested_by_number(rest: httpx.Client, topic: str) -> None:
     assert register(rest, topic, record("a"), version=1).json()["version"] == 1
     assert latest(rest, topic)["metadata"] == {"properties": {"confluent:version": "1"}}
     assert refusal(register(rest, topic, record("a", "b=0"), version=5)) == (422, 42201)
-    # Once a version says its number, the following ones do.
+    # Once a version states its number, the following ones do.
     assert register(rest, topic, record("a", "b=0")).json()["version"] == 2
     assert latest(rest, topic)["metadata"] == {"properties": {"confluent:version": "2"}}
     for version in (None, -1):
@@ -493,7 +493,7 @@ def test_deleting_the_last_version_resets_the_subject(rest: httpx.Client, topic:
     assert refusal(rest.get(f"/mode/{topic}")) == (404, 40409)
 
 
-def test_an_id_is_looked_for_where_its_subject_uses_it(rest: httpx.Client, topic: str) -> None:
+def test_an_id_is_looked_up_in_the_context_of_its_subject(rest: httpx.Client, topic: str) -> None:
     mine, other = f":.{topic}:{topic}-a", f":.{topic}:{topic}-b"
     assert register(rest, mine, record("a", name="Mine")).json()["id"] == 1
     assert register(rest, other, record("a", name="Other")).json()["id"] == 2
@@ -505,9 +505,9 @@ def test_an_id_is_looked_for_where_its_subject_uses_it(rest: httpx.Client, topic
     in_context = found(f":.{topic}:")
     assert json.loads(in_context[1])["name"] == "Mine"
     assert found(mine) == found(f"{topic}-a") == in_context
-    # A subject that is named with its context has to use the schema.
+    # A subject named with its context has to use the schema.
     assert refusal(rest.get("/schemas/ids/1", params={"subject": other})) == (404, 40403)
-    # Any other subject stands for the default context, whatever its id 1 is there.
+    # Any other subject refers to the default context, whatever its id 1 is there.
     assert found(f"{topic}-c") == found("")
     version = rest.get(f"/subjects/{topic}-b/versions/latest").json()
     assert (version["subject"], version["id"]) == (other, 2)
@@ -542,7 +542,7 @@ def test_normalized_schemas_are_equal(rest: httpx.Client, topic: str) -> None:
     assert made[0] == made[1]
 
 
-def test_concurrent_registrants_get_one_id_per_schema(rest: httpx.Client, topic: str) -> None:
+def test_concurrent_registrations_get_one_id_per_schema(rest: httpx.Client, topic: str) -> None:
     def registered(number: int) -> tuple[int, int]:
         schema = record(*(f"f{index}=0" for index in range(number % 10)), name="Shared")
         return number % 10, register(rest, f"{topic}-{number % 5}-{number % 10}", schema).json()["id"]
@@ -578,7 +578,7 @@ def test_hostile_schemas_get_an_error(rest: httpx.Client, topic: str, kind: str)
     assert rest.get("/schemas/types").status_code == 200
 
 
-def test_a_pattern_that_explodes_does_not_stall(rest: httpx.Client, topic: str) -> None:
+def test_a_catastrophic_pattern_does_not_block(rest: httpx.Client, topic: str) -> None:
     """The patterns of a schema are matched with the names that are removed from it."""
     name = "a" * 64
     before = {"type": "object", "properties": {name: {"type": "string"}}, "additionalProperties": False}

@@ -97,7 +97,7 @@ def test_records_without_an_id_of_the_subject_are_refused_and_nothing_is_stored(
     (good,) = avro(registry, topic, 1)
     assert send(server, topic, [good] * count, compression=compression) == 0
     (other,) = avro(registry, f"{topic}-other", 1)
-    # The same schema has the same id in both subjects; another one has not.
+    # The same schema has the same id in both subjects; another one does not.
     assert other == good
     foreign = JSONSerializer(PAID, registry)({"id": 1}, of(f"{topic}-json")) or b""
     mixed = [good] * count + [foreign, b"plain text", b"", None]
@@ -109,8 +109,8 @@ def test_records_without_an_id_of_the_subject_are_refused_and_nothing_is_stored(
     assert send(server, topic, [None], compression=compression) == count
 
 
-def test_only_nodes_write_what_does_not_conform(server: Server, millstream: CommandLine, topic: str) -> None:
-    """Letters are exempt from the rule of a dead letter topic; what a client calls itself does not make it a node."""
+def test_only_nodes_may_write_nonconforming_records(server: Server, millstream: CommandLine, topic: str) -> None:
+    """Letters are exempt from the rule of a dead letter topic; a client cannot become a node by its client id."""
     rule(millstream, topic, validate="id")
     assert refused(server, topic, [b"plain text"], client_id="dead-letters")
     assert "1 of 1 record does not conform" in millstream("publish", topic, "plain text").err
@@ -127,7 +127,7 @@ def test_only_nodes_write_what_does_not_conform(server: Server, millstream: Comm
     assert send(server, topic, [None]) == 0
 
 
-def test_content_has_to_decode_and_to_satisfy_the_schema(
+def test_content_must_decode_and_satisfy_the_schema(
     server: Server, millstream: CommandLine, registry: Any, topic: str
 ) -> None:
     rule(millstream, topic, validate="content")
@@ -200,7 +200,7 @@ def test_a_client_library_reports_the_refusal(
     assert producer.flush(30) == 0
     assert isinstance(KafkaException(outcomes[0]), KafkaException)
     assert outcomes[0].code() == INVALID_RECORD
-    # Off again, everything is taken.
+    # Without the rule, everything is accepted.
     millstream("topic", "alter", topic, "--validate", "off")
     producer.produce(topic, b"no schema", on_delivery=lambda error, _message: outcomes.append(error))
     assert producer.flush(30) == 0
@@ -242,7 +242,7 @@ def test_decompression_bombs_cost_bounded_memory_and_delay_no_other_client(
     before = process.memory_info().rss
     outcomes, quick = asyncio.run(run())
     assert all(isinstance(one, InvalidBatch) for one in outcomes), outcomes
-    # Others are served meanwhile, and the broker itself never holds what was decompressed.
+    # Others are served meanwhile, and the broker itself never holds the decompressed data.
     assert quick > 0
     assert process.memory_info().rss - before < 200 * 1024 * 1024
     assert send(server, topic, [good]) == 0

@@ -77,7 +77,7 @@ async def test_messages_of_a_recreated_topic_have_its_id(ms: millstream.Connecti
         await delete_topic(ms.client, topic)
 
 
-async def test_values_are_stored_as_what_they_are(ms: millstream.Connection, topic: str) -> None:
+async def test_values_are_stored_by_type(ms: millstream.Connection, topic: str) -> None:
     values: list[Any] = [b"raw", "text", {"a": [1, None]}, 5, None, bytearray(b"x")]
     many = [*values, millstream.NewMessage(value="named", key="k", id="m-1", correlation_id="c-1")]
     await ms.publish(topic, "first")
@@ -92,7 +92,7 @@ async def test_values_are_stored_as_what_they_are(ms: millstream.Connection, top
         await ms.publish(topic, object())
 
 
-async def test_what_a_handler_does_settles_its_message(ms: millstream.Connection, topic: str) -> None:
+async def test_the_result_of_a_handler_settles_its_message(ms: millstream.Connection, topic: str) -> None:
     seen: dict[str, list[int]] = {}
     done = asyncio.Event()
 
@@ -122,7 +122,7 @@ async def test_what_a_handler_does_settles_its_message(ms: millstream.Connection
     done.set()
 
 
-async def test_plain_functions_run_in_threads_and_what_they_publish_belongs_together(
+async def test_plain_functions_run_in_threads_and_publish_with_their_context(
     ms: millstream.Connection, topic: str
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -163,7 +163,7 @@ async def test_iterating_and_settling_by_hand(ms: millstream.Connection, topic: 
         await again.ack()
 
 
-async def test_a_stream_that_ends_gives_back_what_no_one_saw(ms: millstream.Connection, topic: str) -> None:
+async def test_a_closed_stream_returns_unseen_messages(ms: millstream.Connection, topic: str) -> None:
     await ms.publish_many(topic, [str(at) for at in range(20)])
     async with ms.subscription(topic, name=topic, start="earliest", lease=600) as stream:
         for _ in range(4):
@@ -175,7 +175,7 @@ async def test_a_stream_that_ends_gives_back_what_no_one_saw(ms: millstream.Conn
     assert sorted(int(one.text) for one in rest) == list(range(4, 20))
 
 
-async def test_a_loop_that_is_left_gives_back_what_no_one_saw(ms: millstream.Connection, topic: str) -> None:
+async def test_leaving_a_loop_returns_unseen_messages(ms: millstream.Connection, topic: str) -> None:
     await ms.publish_many(topic, ["one", "two", "three"], partition=0)
     async for message in ms.subscription(topic, name=topic, start="start", in_flight=10):
         assert message.text == "one"
@@ -189,14 +189,14 @@ async def test_a_loop_that_is_left_gives_back_what_no_one_saw(ms: millstream.Con
             if len(got) == 3:
                 break
     assert sorted(got) == ["four", "three", "two"]
-    # What the first loop has got is its own while the lease lasts.
+    # The messages of the first loop are leased until they expire.
     await message.ack()
     async with asyncio.timeout(HANG_S):
         while ms._leaving:
             await asyncio.wait(list(ms._leaving))
 
 
-async def test_batches_that_are_left_are_given_back(ms: millstream.Connection, topic: str) -> None:
+async def test_leaving_a_loop_over_batches_returns_them(ms: millstream.Connection, topic: str) -> None:
     await ms.publish_many(topic, range(100), partition=0)
     async for messages in ms.subscription(topic, name=topic, start="start").batches(10):
         first = {message.offset for message in messages}
@@ -211,7 +211,7 @@ async def test_batches_that_are_left_are_given_back(ms: millstream.Connection, t
                 break
 
 
-def test_a_loop_without_await_may_be_left_as_well(server: Server, topic: str) -> None:
+def test_a_blocking_loop_may_be_left_as_well(server: Server, topic: str) -> None:
     with millstream.connect_sync(server.kafka) as ms:
         ms.publish_many(topic, ["one", "two", "three"], partition=0)
         for message in ms.subscription(topic, name=topic, start="start"):
@@ -227,7 +227,7 @@ def test_a_loop_without_await_may_be_left_as_well(server: Server, topic: str) ->
         message.ack()
 
 
-async def test_the_end_of_a_connection_ends_a_loop_that_was_left(server: Server, topic: str) -> None:
+async def test_closing_the_connection_ends_an_abandoned_loop(server: Server, topic: str) -> None:
     async with millstream.connect(server.kafka) as ms:
         await ms.publish(topic, "one")
         async for _ in ms.subscription(topic, name=topic, start="start"):
@@ -235,7 +235,7 @@ async def test_the_end_of_a_connection_ends_a_loop_that_was_left(server: Server,
     assert ms._leaving == {}
 
 
-async def test_listening_gets_what_comes_and_keeps_nothing(ms: millstream.Connection, topic: str) -> None:
+async def test_listening_gets_new_messages_and_keeps_none(ms: millstream.Connection, topic: str) -> None:
     await ms.publish(topic, "before")
     got = Gathering(1)
     subscriber = await ms.subscribe(topic, got, live=True)
@@ -251,7 +251,7 @@ async def test_listening_gets_what_comes_and_keeps_nothing(ms: millstream.Connec
             pass
 
 
-async def test_draining_finishes_what_is_handled_and_gives_back_the_rest(ms: millstream.Connection, topic: str) -> None:
+async def test_draining_completes_running_handlers_and_returns_the_rest(ms: millstream.Connection, topic: str) -> None:
     started, gate = asyncio.Event(), asyncio.Event()
     handled: list[str] = []
 
@@ -277,7 +277,7 @@ async def test_draining_finishes_what_is_handled_and_gives_back_the_rest(ms: mil
         await ms.delivery(receipt, subscription=topic)
 
 
-async def test_what_is_not_drained_in_time_is_delivered_again(ms: millstream.Connection, topic: str) -> None:
+async def test_messages_not_drained_in_time_are_redelivered(ms: millstream.Connection, topic: str) -> None:
     started = asyncio.Event()
 
     async def stuck(message: millstream.Message) -> None:
@@ -299,7 +299,7 @@ async def test_leases_are_renewed_while_a_handler_works(ms: millstream.Connectio
 
     async def slow(message: millstream.Message) -> None:
         attempts.append(message.attempt)
-        # Many times the lease; what waits behind it has to keep its lease, too.
+        # Many times the lease; messages queued behind it must keep their lease, too.
         await asyncio.sleep(0.7 if message.text == "slow" else 0)
         if len(attempts) == 3:
             done.set()
@@ -308,11 +308,11 @@ async def test_leases_are_renewed_while_a_handler_works(ms: millstream.Connectio
     subscriber = await ms.subscribe(topic, slow, name=topic, start="earliest", lease=0.3, concurrency=1, in_flight=3)
     await done.wait()
     await subscriber.drain()
-    # A machine that is too busy to renew in time is no failure of the lease: it is delivered again then.
+    # A machine too busy to renew in time is not a failure: the message is redelivered then.
     assert len(attempts) >= 3
 
 
-async def test_a_lease_that_is_shortened_counts_for_what_comes_later(ms: millstream.Connection, topic: str) -> None:
+async def test_a_shortened_lease_applies_to_later_messages(ms: millstream.Connection, topic: str) -> None:
     held: dict[str, millstream.Message] = {}
     gate = asyncio.Event()
 
@@ -336,7 +336,7 @@ async def test_a_lease_that_is_shortened_counts_for_what_comes_later(ms: millstr
     receipts.append(await ms.publish(topic, "new"))
     new = await until_held("new")
     assert left(new) <= timedelta(seconds=2) < timedelta(seconds=300) < left(old)
-    # It is renewed as often as the new lease asks for.
+    # It is renewed as often as the new lease requires.
     first = new.deadline
     while held["new"].deadline == first:
         await asyncio.sleep(0.01)
@@ -346,7 +346,7 @@ async def test_a_lease_that_is_shortened_counts_for_what_comes_later(ms: millstr
     await subscriber.drain()
 
 
-async def test_a_subscription_that_is_declared_otherwise_is_reported(ms: millstream.Connection, topic: str) -> None:
+async def test_a_differently_declared_subscription_is_reported(ms: millstream.Connection, topic: str) -> None:
     async def handle(message: millstream.Message) -> None: ...
 
     await ms.publish(topic, "a")
@@ -366,7 +366,7 @@ async def test_a_subscription_that_is_declared_otherwise_is_reported(ms: millstr
 
 
 @pytest.mark.parametrize("delivery", ["at-most-once", "exactly-once"])
-async def test_the_guarantee_is_one_argument(ms: millstream.Connection, topic: str, delivery: str) -> None:
+async def test_the_delivery_guarantee_is_one_argument(ms: millstream.Connection, topic: str, delivery: str) -> None:
     async def fail(message: millstream.Message) -> None:
         attempts.append(message.attempt)
         if len(attempts) == 2:
@@ -382,7 +382,7 @@ async def test_the_guarantee_is_one_argument(ms: millstream.Connection, topic: s
     assert attempts == [1, 1]
 
 
-async def test_a_delayed_message_comes_when_it_is_due(ms: millstream.Connection, topic: str) -> None:
+async def test_a_delayed_message_is_delivered_when_due(ms: millstream.Connection, topic: str) -> None:
     await ms.publish(topic, "later", delay=0.2)
     await ms.publish(topic, "at", delay=datetime.now(UTC) + timedelta(seconds=0.1))
     await ms.publish(topic, "now")
@@ -404,7 +404,7 @@ async def test_a_message_is_published_once_by_its_id(ms: millstream.Connection, 
         await ms.publish(topic, "a", deduplicate=True)
 
 
-async def test_a_subscription_that_is_deleted_ends_its_handlers(ms: millstream.Connection, topic: str) -> None:
+async def test_a_deleted_subscription_ends_its_handlers(ms: millstream.Connection, topic: str) -> None:
     async def handle(message: millstream.Message) -> None: ...
 
     await ms.publish(topic, "a")
@@ -429,10 +429,10 @@ async def test_a_subscriber_may_be_stopped_twice(ms: millstream.Connection, topi
 # -- a handler that fails for everything -------------------------------------------------------------------------
 
 
-async def test_a_handler_that_is_down_for_a_while_uses_up_no_message(
+async def test_an_outage_of_a_handler_uses_up_no_message(
     server: Server, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each message has two attempts, and one of them at most is used, however long the outage lasts."""
+    """Each message has two attempts, at most one of which is used, however long the outage lasts."""
     monkeypatch.setattr(subscriber_module, "REST_S_MIN", 0.01)
     monkeypatch.setattr(subscriber_module, "REST_S_MAX", 0.01)
     monkeypatch.setattr(subscriber_module, "DELAY_S_MAX", 0.01)
@@ -451,11 +451,11 @@ async def test_a_handler_that_is_down_for_a_while_uses_up_no_message(
         await ms.subscribe(topic, handle, name=topic, start="earliest", **settings)
         messages = await accepted.enough()
         assert {message.text for message in messages} == {str(number) for number in range(count)}
-        # What was tried and what waited here while nothing succeeded does not count as delivered.
+        # Messages tried or buffered while nothing succeeded do not count as delivered.
         assert sum(message.attempt > 1 for message in messages) <= subscriber_module.FAILED_MESSAGES_MAX
 
 
-async def test_bad_messages_in_front_do_not_hide_the_good_ones(
+async def test_bad_messages_at_the_front_do_not_block_good_ones(
     server: Server, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber_module, "REST_S_MIN", 0.01)
@@ -473,7 +473,7 @@ async def test_bad_messages_in_front_do_not_hide_the_good_ones(
         assert len(await accepted.enough()) == 20
 
 
-async def test_a_worker_whose_handler_fails_leaves_the_messages_to_others(
+async def test_a_worker_with_a_failing_handler_leaves_messages_to_others(
     server: Server, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber_module, "REST_S_MIN", HANG_S)
@@ -508,14 +508,14 @@ async def test_a_handler_without_parameters_is_refused(ms: millstream.Connection
 # -- partitions that are added -----------------------------------------------------------------------------------
 
 
-async def test_partitions_that_were_added_are_published_to(
+async def test_added_partitions_are_published_to(
     ms: millstream.Connection, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher_module, "_REFRESH_S", 0.05)
     await create_topic(ms.client, topic, partitions=1, replication=-1, settings={})
     assert (await ms.publish(topic, "a")).partition == 0
     await grow_topic(ms.client, topic, 2)
-    # One that is named is looked for at once, others are found soon.
+    # A named partition is looked up at once, others are found soon.
     assert (await ms.publish(topic, "b", partition=1)).partition == 1
     assert [one.partition for one in await ms.publish_many(topic, ["c"], partition=1)] == [1]
     with pytest.raises(UnknownTopic, match="has no partition 5; the last is 1"):
@@ -526,7 +526,7 @@ async def test_partitions_that_were_added_are_published_to(
             await asyncio.sleep(0.01)
 
 
-def test_without_a_loop_a_subscription_is_a_block(server: Server, topic: str) -> None:
+def test_in_the_blocking_client_a_subscription_is_a_context_manager(server: Server, topic: str) -> None:
     with millstream.connect_sync(server.kafka) as ms:
         ms.publish(topic, "before")
         with ms.subscription(topic, name=topic) as messages:

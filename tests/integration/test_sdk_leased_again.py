@@ -12,7 +12,7 @@ HANG_S = 150
 COUNT = 4
 
 
-async def test_what_is_leased_again_after_a_restart_goes_on_and_is_not_handled_twice(
+async def test_messages_leased_again_after_a_restart_are_not_handled_twice(
     start_server: Callable[..., Server], topic: str
 ) -> None:
     server = start_server()
@@ -22,7 +22,7 @@ async def test_what_is_leased_again_after_a_restart_goes_on_and_is_not_handled_t
     async def handle(message: millstream.Message) -> None:
         handled.append(message.text)
         if len(handled) == COUNT:
-            # At once, before the leases are written down.
+            # At once, before the leases are durable.
             server.kill()
         if message.text == "last":
             last.set()
@@ -35,7 +35,7 @@ async def test_what_is_leased_again_after_a_restart_goes_on_and_is_not_handled_t
             await asyncio.sleep(0.001)
         await asyncio.to_thread(server.start)
         receipts.append(await ms.publish(topic, "last"))
-        # The others stand before it, so they were given again by now.
+        # The others precede it, so they were redelivered by now.
         await last.wait()
         gate.set()
         for receipt in receipts:

@@ -6,7 +6,7 @@ import millstream
 from millstream_testing.server import Server
 
 
-async def test_leaving_again_and_again_uses_up_no_message(server: Server, topic: str) -> None:
+async def test_leaving_repeatedly_uses_up_no_attempts(server: Server, topic: str) -> None:
     async with millstream.connect(server.kafka) as ms:
         await ms.publish_many(topic, [{"number": number} for number in range(120)])
         seen: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""A broker that is killed under publishers and handlers: nothing acknowledged is lost, nothing is doubled."""
+"""A broker killed under publishers and handlers: nothing acknowledged is lost, nothing is duplicated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def stored(address: str, topic: str) -> list[bytes]:
     return values
 
 
-async def test_nothing_acknowledged_is_lost_and_nothing_is_published_twice(
+async def test_no_acknowledged_message_is_lost_and_none_is_published_twice(
     start_server: Callable[..., Server], topic: str
 ) -> None:
     server = start_server()

@@ -1,4 +1,4 @@
-"""Secrets at rest on a real server: nowhere in clear, opened with the key, parked without it, sealed again."""
+"""Secrets at rest on a real server: never in plain text, opened with the key, parked without it, resealed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPARK_WORD = "a-secret-of-spark"
 WAIT_S = 120.0
 
 
-class Desk:
+class PushingServer:
     """A server that pushes, with keys beside its data folder."""
 
     def __init__(self, folder: Path, server: Server, hook: Webhook) -> None:
@@ -55,7 +55,7 @@ class Desk:
             await client.produce(topic, 0, encode_batch([record]))
 
     async def arrived(self, value: str) -> None:
-        """Wait for a message at the endpoint; it has its signature and its header."""
+        """Wait for a message at the endpoint, with its signature and header."""
         await self.hook.until(lambda: value.encode() in self.hook.bodies, wait_s=WAIT_S)
         (request,) = (one for one in self.hook.requests if one.body == value.encode())
         assert request.is_signed_by(WORD.encode())
@@ -73,39 +73,39 @@ class Desk:
 
 
 @asynccontextmanager
-async def pushing(folder: Path, **settings: object) -> AsyncIterator[Desk]:
+async def pushing(folder: Path, **settings: object) -> AsyncIterator[PushingServer]:
     given = {"push-private-addresses": "true", "pipelines-enabled": "false"} | settings
     async with Webhook() as hook:
         with Server(folder / "data", settings=given) as server:
-            yield Desk(folder, server, hook)
+            yield PushingServer(folder, server, hook)
 
 
 def everything_in(*folders: Path) -> bytes:
     return b"".join(path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file())
 
 
-async def test_a_secret_is_nowhere_in_clear(tmp_path: Path) -> None:
+async def test_a_secret_is_never_stored_in_plain_text(tmp_path: Path) -> None:
     settings = {"pipelines-spark": f"spark.hadoop.fs.s3a.secret.key={SPARK_WORD}", "log-level": "debug"}
-    async with pushing(tmp_path, **settings) as desk:
-        assert not desk.keys.exists()
-        await desk.create("sealed")
-        assert desk.keys.stat().st_mode & 0o777 == 0o600
-        await desk.publish("sealed", "one")
-        await desk.arrived("one")
+    async with pushing(tmp_path, **settings) as node:
+        assert not node.keys.exists()
+        await node.create("sealed")
+        assert node.keys.stat().st_mode & 0o777 == 0o600
+        await node.publish("sealed", "one")
+        await node.arrived("one")
 
-        main = psutil.Process(desk.server.pid)
+        main = psutil.Process(node.server.pid)
         children = main.children(recursive=True)
         arguments = " ".join(part for process in children for part in process.cmdline())
         assert "push" in arguments
         shown = [
             arguments,
-            str(await desk.run("subscription", "describe", "sealed", "--json")),
-            str(await desk.run("subscription", "list", "--json")),
-            str(await desk.run("secrets", "list", "--json")),
+            str(await node.run("subscription", "describe", "sealed", "--json")),
+            str(await node.run("subscription", "list", "--json")),
+            str(await node.run("secrets", "list", "--json")),
         ]
-        async with httpx.AsyncClient(base_url=f"http://{desk.server.http}", timeout=WAIT_S) as http:
+        async with httpx.AsyncClient(base_url=f"http://{node.server.http}", timeout=WAIT_S) as http:
             shown += [(await http.get(path)).text for path in ("/metrics", "/v1/subscriptions/sealed")]
-        admin = AdminClient({"bootstrap.servers": desk.server.kafka})
+        admin = AdminClient({"bootstrap.servers": node.server.kafka})
         for resource in (
             ConfigResource(ConfigResource.Type.BROKER, "1"),
             ConfigResource(ConfigResource.Type.GROUP, "sealed"),
@@ -117,42 +117,42 @@ async def test_a_secret_is_nowhere_in_clear(tmp_path: Path) -> None:
             assert hidden <= {SECRET, HEADERS, "pipelines-spark"}
             assert hidden
             assert all(entries[name].value is None for name in hidden)
-        assert desk.hook.url in "".join(shown)
-        desk.server.stop()
-        stored = everything_in(desk.server.data)
-        assert desk.hook.url.encode() in stored
-        everywhere = stored + desk.server.log.read_bytes() + "".join(shown).encode()
+        assert node.hook.url in "".join(shown)
+        node.server.stop()
+        stored = everything_in(node.server.data)
+        assert node.hook.url.encode() in stored
+        everywhere = stored + node.server.log.read_bytes() + "".join(shown).encode()
         for secret in (WORD, BEARER, SPARK_WORD):
             assert secret.encode() not in everywhere
 
 
-async def test_without_its_key_a_secret_parks_push_and_nothing_else(tmp_path: Path) -> None:
-    async with pushing(tmp_path) as desk:
-        await desk.create("lost")
-        await desk.publish("lost", "before")
-        await desk.arrived("before")
-        desk.server.stop()
-        kept = desk.keys.rename(desk.keys.with_name("elsewhere"))
+async def test_a_missing_key_parks_only_push_with_that_secret(tmp_path: Path) -> None:
+    async with pushing(tmp_path) as node:
+        await node.create("lost")
+        await node.publish("lost", "before")
+        await node.arrived("before")
+        node.server.stop()
+        kept = node.keys.rename(node.keys.with_name("elsewhere"))
         key_id = kept.read_text().splitlines()[-1].split()[0]
-        assert call_command(["secrets", "init", "--file", str(desk.keys)]).code == 0
-        desk.server.start()
-        reason = await desk.parked("lost")
+        assert call_command(["secrets", "init", "--file", str(node.keys)]).code == 0
+        node.server.start()
+        reason = await node.parked("lost")
         assert key_id in reason
-        assert str(desk.keys) in reason
-        (warning,) = (await desk.run("cluster", "status", "--json")).document["warnings"]
+        assert str(node.keys) in reason
+        (warning,) = (await node.run("cluster", "status", "--json")).document["warnings"]
         assert warning.startswith("subscription 'lost': ")
         assert SECRET in warning
-        # Endpoints whose secret is not lost are pushed to; other changes keep what is sealed.
-        await desk.create("other")
-        await desk.publish("other", "next")
-        await desk.arrived("next")
-        await desk.run("subscription", "update", "lost", "--attempts", 3)
-        await desk.publish("lost", "after")
-        assert b"after" not in desk.hook.bodies
-        # The key comes back beside the new one, without a restart.
-        desk.keys.write_bytes(kept.read_bytes() + desk.keys.read_bytes())
-        await desk.arrived("after")
-        listed = (await desk.run("secrets", "list", "--json")).document
+        # Endpoints with available secrets are pushed to; other changes keep sealed ones.
+        await node.create("other")
+        await node.publish("other", "next")
+        await node.arrived("next")
+        await node.run("subscription", "update", "lost", "--attempts", 3)
+        await node.publish("lost", "after")
+        assert b"after" not in node.hook.bodies
+        # The key is restored beside the new one, without a restart.
+        node.keys.write_bytes(kept.read_bytes() + node.keys.read_bytes())
+        await node.arrived("after")
+        listed = (await node.run("secrets", "list", "--json")).document
         assert {(one["name"], one["problem"]) for one in listed["secrets"]} == {("lost", ""), ("other", "")}
         assert key_id in {one["key"] for one in listed["secrets"]}
 
@@ -161,23 +161,23 @@ async def test_keys_are_rotated_while_messages_are_pushed(tmp_path: Path) -> Non
     keys = tmp_path / "keys"
     first = call_command(["secrets", "init", "--file", str(keys), "--json"]).document["key"]
     assert call_command(["secrets", "init", "--file", str(keys)]).code == 5
-    async with pushing(tmp_path, **{"secrets-key-file": keys}) as desk:
-        await desk.create("rotated")
-        assert {one["key"] for one in (await desk.run("secrets", "list", "--json")).document["secrets"]} == {first}
+    async with pushing(tmp_path, **{"secrets-key-file": keys}) as node:
+        await node.create("rotated")
+        assert {one["key"] for one in (await node.run("secrets", "list", "--json")).document["secrets"]} == {first}
         second = call_command(["secrets", "rotate", "--file", str(keys), "--json"]).document["key"]
-        await desk.publish("rotated", "one")
-        await desk.arrived("one")
-        done = (await desk.run("secrets", "reseal", "--json")).document
+        await node.publish("rotated", "one")
+        await node.arrived("one")
+        done = (await node.run("secrets", "reseal", "--json")).document
         assert (done["newest"], done["resealed"]) == (second, 2)
         assert {one["key"] for one in done["secrets"]} == {second}
         keys.write_text(keys.read_text().splitlines()[-1] + "\n")
-        desk.server.restart()
-        await desk.publish("rotated", "two")
-        await desk.arrived("two")
-        assert "Sealed 0 secrets" in (await desk.run("secrets", "reseal")).out
+        node.server.restart()
+        await node.publish("rotated", "two")
+        await node.arrived("two")
+        assert "Sealed 0 secrets" in (await node.run("secrets", "reseal")).out
 
 
-def test_a_secret_is_never_an_argument(server: Server) -> None:
+def test_a_secret_is_never_a_process_argument(server: Server) -> None:
     command = CommandLine(server.kafka)
     create = ("subscription", "create", "argued", "--topic", "argued", "--push", "https://example.com")
     for given in (
@@ -205,7 +205,7 @@ def test_a_secret_is_never_an_argument(server: Server) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
-def test_a_node_refuses_keys_that_others_can_read(tmp_path: Path, mode: int) -> None:
+def test_a_node_refuses_keys_readable_by_others(tmp_path: Path, mode: int) -> None:
     keys = tmp_path / "keys"
     assert call_command(["secrets", "init", "--file", str(keys)]).code == 0
     keys.chmod(mode)

@@ -76,7 +76,7 @@ def confluent(locked: Locked, who: tuple[str, str], mechanism: str = "SCRAM-SHA-
 
 
 def send(settings: dict[str, Any], topic: str, value: bytes) -> KafkaError | None:
-    """Produce one message; returns what the broker says against it."""
+    """Produce one message; return the error of the broker."""
     errors: list[KafkaError | None] = []
     producer = Producer({**settings, "message.timeout.ms": 20_000})
     producer.produce(topic, value, on_delivery=lambda error, _message: errors.append(error))
@@ -137,7 +137,7 @@ def test_confluent_kafka_with_a_certificate(locked: Locked, certificate: tuple[s
 
 @pytest.fixture(scope="module")
 def certificate(locked: Locked) -> tuple[str, str]:
-    """One of alice's."""
+    """A certificate of alice."""
     certificate, key = locked.certificates.client("alice")
     return str(certificate), str(key)
 
@@ -214,7 +214,7 @@ def test_kafka_python(locked: Locked, mechanism: str) -> None:
 
 
 def run_cli(locked: Locked, who: tuple[str, str], *arguments: str, exit_code: int = 0) -> Any:
-    """Run a command in its own process, by a password or, without a user, a token; returns what it prints."""
+    """Run a command in its own process with a password or, without a user, a token; return its output."""
     variables = ("MILLSTREAM_USER", "MILLSTREAM_PASSWORD" if who[0] else "MILLSTREAM_TOKEN")
     done = subprocess.run(
         [sys.executable, "-m", "millstream.cli.main", *arguments, "--json", "--brokers", locked.server.kafka],
@@ -228,7 +228,7 @@ def run_cli(locked: Locked, who: tuple[str, str], *arguments: str, exit_code: in
     return json.loads(done.stdout or "null")
 
 
-async def test_an_api_token_is_its_owner_within_its_scope_until_it_is_revoked(locked: Locked) -> None:
+async def test_an_api_token_acts_as_its_owner_within_its_scope_until_revoked(locked: Locked) -> None:
     allowed = ("--allow", "write,create", "topic:alice-token*", "--allow", "all", "topic:another")
     made = await asyncio.to_thread(run_cli, locked, ALICE, "token", "create", "--expires", "2h", *allowed)
     settings = confluent(locked, (made["id"], made["secret"]), "PLAIN")
@@ -297,7 +297,7 @@ async def test_the_sdk_and_a_subscription(locked: Locked) -> None:
             await ms.subscribe("alice-sdk", handle, name="alice-worker")
 
 
-def test_responds_carry_the_address_of_the_listener_that_was_asked(locked: Locked) -> None:
+def test_responses_contain_the_address_of_the_listener_used(locked: Locked) -> None:
     async def addresses(brokers: str, credentials: Credentials) -> set[str]:
         async with Client.connect(brokers, credentials=credentials) as client:
             return {f"{node.host}:{node.port}" for node in (await client.metadata()).nodes.values()}
@@ -310,10 +310,10 @@ def test_responds_carry_the_address_of_the_listener_that_was_asked(locked: Locke
     assert reported == {locked.clear}
 
 
-# -- who may not ----------------------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_what_no_rule_allows_is_denied_and_hidden(locked: Locked) -> None:
+def test_requests_without_an_allow_rule_are_denied_and_hidden(locked: Locked) -> None:
     assert send(confluent(locked, ADMIN), "alice-secret", b"x") is None
     error = send(confluent(locked, MALLORY), "alice-secret", b"x")
     assert error is not None
@@ -327,7 +327,7 @@ def test_what_no_rule_allows_is_denied_and_hidden(locked: Locked) -> None:
     assert "alice-secret" in AdminClient(confluent(locked, ALICE)).list_topics(timeout=WAIT_S).topics
 
 
-def test_rules_are_managed_by_an_admin_client_and_hold_at_once(locked: Locked) -> None:
+def test_rules_are_managed_by_an_admin_client_and_apply_at_once(locked: Locked) -> None:
     binding = AclBinding(
         ResourceType.TOPIC,
         "shared",
@@ -387,13 +387,13 @@ async def test_users_are_managed_by_an_admin_client_and_lose_their_connections(l
 
 
 async def test_publishing_without_a_credential_is_refused_at_once(locked: Locked) -> None:
-    # The time that is given would fail the test if it were used up.
+    # Using up the timeout would fail the test.
     async with millstream.connect(locked.server.kafka, tls=locked.certificates.ca, publish_timeout=3600) as ms:
         with pytest.raises(AuthenticationFailed, match=r"requires authentication.*\(user= and password=, or token=\)"):
             await ms.publish("orders", 1)
 
 
-def test_a_command_says_what_a_locked_node_may_expect(locked: Locked, tmp_path: Path) -> None:
+def test_a_command_explains_how_to_authenticate(locked: Locked, tmp_path: Path) -> None:
     millstream = CommandLine(locked.server.kafka)
     (tmp_path / "word").write_text("not the password")
     tls = ("--tls-ca", locked.certificates.ca)
@@ -428,7 +428,7 @@ def test_a_wrong_password_is_an_authentication_error(locked: Locked) -> None:
     ],
     ids=["nobody", "unknown", "token", "node", "untrusted", "in clear"],
 )
-async def test_who_is_not_known_gets_nothing(locked: Locked, credentials: Callable[[Locked], Credentials]) -> None:
+async def test_unknown_clients_are_refused(locked: Locked, credentials: Callable[[Locked], Credentials]) -> None:
     with pytest.raises(MillstreamError):
         async with Client.connect(locked.server.kafka, timeout_s=3, credentials=credentials(locked)) as client:
             await client.metadata()
@@ -438,11 +438,11 @@ async def test_who_is_not_known_gets_nothing(locked: Locked, credentials: Callab
 
 
 def ask_raw(address: str, *frames: bytes) -> bytes:
-    """Send frames in clear and read until the broker hangs up."""
+    """Send frames in plain text and read until the broker disconnects."""
     host, port = address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         response = b""
-        # It may hang up before it has read everything; the end is a reset then.
+        # It may disconnect before it has read everything; the end is a reset then.
         with suppress(ConnectionError):
             connection.sendall(b"".join(struct.pack(">i", len(frame)) + frame for frame in frames))
             while piece := connection.recv(65536):
@@ -462,20 +462,20 @@ def request(key: int, version: int, body: bytes = b"") -> bytes:
         pytest.param([request(32000, 0)], id="private"),
     ],
 )
-def test_requests_before_authentication_end_the_connection(locked: Locked, frames: list[bytes]) -> None:
+def test_requests_before_authentication_close_the_connection(locked: Locked, frames: list[bytes]) -> None:
     response = ask_raw(locked.clear, *frames)
     assert b"alice" not in response
     assert len(response) < 200
 
 
-def test_a_large_frame_before_authentication_ends_the_connection(locked: Locked) -> None:
+def test_a_large_frame_before_authentication_closes_the_connection(locked: Locked) -> None:
     host, port = locked.clear.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         connection.sendall(struct.pack(">i", 1024 * 1024))
         assert connection.recv(1) == b""
 
 
-def test_many_requests_before_authentication_end_the_connection(locked: Locked) -> None:
+def test_many_requests_before_authentication_close_the_connection(locked: Locked) -> None:
     response = ask_raw(locked.clear, *[request(17, 1, b"\0\x05PLAIN")] * 40)
     assert response.count(b"SCRAM-SHA-256") <= 16
 

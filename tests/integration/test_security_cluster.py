@@ -1,4 +1,4 @@
-"""A locked cluster: nodes know each other by certificates, and what is declared at one holds at all."""
+"""A locked cluster: nodes authenticate each other by certificates, and declarations apply on all nodes."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ async def test_nodes_replicate_and_work_together(locked: Locked) -> None:
             assert (await handled.get()).value == b'{"n":1}'
 
 
-async def test_a_token_of_one_node_is_good_at_the_other_at_once(locked: Locked) -> None:
+async def test_a_token_created_on_one_node_is_valid_on_the_other_at_once(locked: Locked) -> None:
     stem = locked.certificates / "node"
     of_node = node_by_certificate(f"{stem}.pem", f"{stem}.key", str(locked.ca), CLUSTER)
     async with Client.connect(locked.nodes[0].kafka, credentials=of_node) as node:
         made = await create_token(node, owner="User:admin")
-    # As a pipeline's tasks connect: to nodes, whatever they are reached by, but not as a node.
+    # As the tasks of a pipeline connect: to any node, but not as a node.
     access = replace(connection_access(of_node), token=made.token)
     assert access.cluster == CLUSTER
     async with Client.connect(locked.nodes[1].kafka, credentials=access.credentials()) as client:
@@ -153,7 +153,7 @@ async def test_a_token_of_one_node_is_good_at_the_other_at_once(locked: Locked) 
         await until_result(is_refused)
 
 
-async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -> None:
+async def test_declarations_on_one_node_apply_on_the_other(locked: Locked) -> None:
     rule = Acl(
         resource_type=ResourceType.TOPIC,
         resource_name="alice",
@@ -242,7 +242,7 @@ async def test_a_gateway_acts_for_its_caller_at_every_node(locked: Locked) -> No
         assert refused.status_code == 403
 
 
-async def test_assertions_that_no_node_has_signed_are_refused(locked: Locked, tmp_path: Path) -> None:
+async def test_assertions_not_signed_by_a_node_are_refused(locked: Locked, tmp_path: Path) -> None:
     async with Client.connect(locked.nodes[0].kafka, credentials=locked.credentials(ADMIN)) as client:
         cluster_id = (await client.metadata([])).cluster_id
     assert cluster_id
@@ -261,7 +261,7 @@ async def test_assertions_that_no_node_has_signed_are_refused(locked: Locked, tm
                 await open_with(locked, node, text, **locked.node_files)
 
 
-async def test_only_nodes_have_callers_authenticated(locked: Locked) -> None:
+async def test_only_nodes_may_authenticate_callers(locked: Locked) -> None:
     asked = encode(AuthenticateRequest(scheme="basic", host="10.9.9.9", user=ADMIN[0], secret=ADMIN[1]))
     folder = locked.certificates
     node = node_by_certificate(str(folder / "node.pem"), str(folder / "node.key"), str(locked.ca), CLUSTER)
@@ -275,7 +275,7 @@ async def test_only_nodes_have_callers_authenticated(locked: Locked) -> None:
         channel = await open_with(locked, one, response.assertion, **locked.node_files)
         await channel.close()
         with pytest.raises(AuthenticationFailed, match=ASSERTION):
-            # Only nodes show it: who can write to etcd could have replaced the key that verifies it.
+            # Only nodes accept it: with write access to etcd, the verifying key could have been replaced.
             await open_with(locked, one, response.assertion)
     dave = locked.credentials(("dave", "dave-password"))
     async with Client.connect(locked.nodes[0].kafka, credentials=dave) as client:
@@ -284,7 +284,7 @@ async def test_only_nodes_have_callers_authenticated(locked: Locked) -> None:
 
 
 @pytest.mark.parametrize("who", ["client", "another node", "another cluster"])
-async def test_a_certificate_of_the_same_authority_does_not_make_a_follower(locked: Locked, who: str) -> None:
+async def test_a_client_certificate_of_the_same_authority_cannot_act_as_a_follower(locked: Locked, who: str) -> None:
     folder = locked.certificates
     if who == "client":
         certs.client("eve", folder, as_json=True)
@@ -340,7 +340,7 @@ async def test_each_node_writes_to_the_audit_log(locked: Locked) -> None:
     assert await asyncio.to_thread(read) == {"node 1", "node 2"}
 
 
-async def test_a_node_opens_secrets_of_others_as_soon_as_it_has_their_key(locked: Locked) -> None:
+async def test_a_node_opens_secrets_of_others_once_it_has_their_key(locked: Locked) -> None:
     first, second = locked.nodes
     keys = [Path(str(node.settings["secrets-key-file"])) for node in locked.nodes]
     (key,) = read_keys(keys[0])

@@ -53,7 +53,7 @@ WAIT_S = 60.0
 ACCEPT = 1
 QUIET_S = 0.5
 CLUSTER = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000, "subscriptions-partitions": 3}
-# Takes messages, says so, and never acknowledges them.
+# Receives messages, reports it, and never acknowledges them.
 DIES = """
 import sys, time
 from confluent_kafka import ShareConsumer
@@ -104,12 +104,12 @@ class Work:
 
 
 def poll(consumer: ShareConsumer, timeout: float = 0.2) -> list[Message]:
-    """What comes, less what the client says about itself."""
+    """Poll for messages, without the client's own events."""
     return [message for message in consumer.poll(timeout) if message.error() is None]
 
 
 def take(consumer: ShareConsumer, number: int) -> list[Message]:
-    """The next messages; with implicit acknowledgement those of the polls before are accepted."""
+    """The next messages; with implicit acknowledgement those of earlier polls are accepted."""
     taken: list[Message] = []
     deadline = time.monotonic() + WAIT_S
     while len(taken) < number:
@@ -127,7 +127,7 @@ def numbers(first: int, end: int) -> list[str]:
 
 
 def committed(consumer: ShareConsumer) -> None:
-    """Send what was acknowledged, and see that it was taken."""
+    """Send the acknowledgements, and check that they were accepted."""
     for place, error in consumer.commit_sync(WAIT_S).items():
         assert error is None, f"{place}: {error}"
 
@@ -170,7 +170,7 @@ def test_accept_release_and_reject_of_single_messages(server: Server) -> None:
 
 
 async def pulled(address: str, name: str) -> tuple[list[str], list[str]]:
-    """The topics of a group as they are shown, and what another worker than a share consumer gets of it."""
+    """The topics of a group as shown, and the messages that another kind of worker gets."""
     async with Client.connect(address) as client:
         subscriptions = SubscriptionClient(client)
         (reported,) = await subscriptions.describe([name])
@@ -179,7 +179,7 @@ async def pulled(address: str, name: str) -> tuple[list[str], list[str]]:
     return reported["topics"], [(message.record.value or b"").decode() for message in messages]
 
 
-def test_a_group_that_its_members_have_declared_is_shown_with_their_topics_and_can_be_pulled(server: Server) -> None:
+def test_a_group_declared_by_its_members_is_shown_with_their_topics_and_can_be_pulled(server: Server) -> None:
     work = Work(server.kafka)
     work.publish("a", "b")
     with closing(work.consumer()) as consumer:
@@ -199,7 +199,7 @@ def test_several_consumers_of_one_partition_share_its_messages(server: Server) -
         busy: set[int] = set()
         published = 0
         deadline = time.monotonic() + WAIT_S
-        # Goes on until each has got something, so that all are in the group.
+        # Continues until each has received something, so that all are in the group.
         while len(busy) < 3 or seen.total() < published:
             assert time.monotonic() < deadline, f"{busy} of three got {seen.total()} of {published} messages"
             if len(busy) < 3:
@@ -212,7 +212,7 @@ def test_several_consumers_of_one_partition_share_its_messages(server: Server) -
     assert seen == Counter(numbers(0, published))
 
 
-def test_what_a_killed_consumer_held_goes_to_others_at_once(server: Server) -> None:
+def test_messages_held_by_a_killed_consumer_are_redelivered_at_once(server: Server) -> None:
     work = Work(server.kafka, {LEASE: "60000"})
     work.publish(*numbers(0, 5))
     command = [sys.executable, "-c", DIES, server.kafka, work.name, work.name]
@@ -222,7 +222,7 @@ def test_what_a_killed_consumer_held_goes_to_others_at_once(server: Server) -> N
         with closing(work.consumer(explicit=True)) as lives:
             assert poll(lives, QUIET_S) == []
             dies.kill()
-            # Long before the lease of a minute runs out.
+            # Long before the lease of a minute expires.
             messages = take(lives, 5)
             assert texts(messages) == numbers(0, 5)
             assert {message.delivery_count() for message in messages} == {2}
@@ -230,7 +230,7 @@ def test_what_a_killed_consumer_held_goes_to_others_at_once(server: Server) -> N
                 lives.acknowledge(message)
 
 
-def test_a_lease_that_runs_out_and_deliveries_that_are_used_up(server: Server) -> None:
+def test_expired_leases_and_exhausted_deliveries(server: Server) -> None:
     work = Work(server.kafka, {LEASE: "1000", ATTEMPTS: "2"})
     work.publish("poison")
     with closing(work.consumer(explicit=True)) as slow, closing(work.consumer(explicit=True)) as other:
@@ -250,14 +250,14 @@ def test_a_lease_that_runs_out_and_deliveries_that_are_used_up(server: Server) -
         assert texts(found) == ["fine"]
 
 
-def test_settings_that_cannot_be(server: Server) -> None:
+def test_invalid_settings_are_refused(server: Server) -> None:
     work = Work(server.kafka)
     for settings in ({LEASE: "1"}, {START: "never"}, {"share.nothing": "1"}):
         with pytest.raises(KafkaException):
             work.set(settings)
 
 
-def test_only_what_comes_later_is_delivered_by_default(server: Server) -> None:
+def test_only_later_messages_are_delivered_by_default(server: Server) -> None:
     work = Work(server.kafka)
     work.set({START: "latest"})
     work.publish("before")
@@ -290,7 +290,7 @@ def test_aborted_messages_are_not_delivered(server: Server) -> None:
         assert poll(consumer, QUIET_S) == []
 
 
-def test_after_a_kill_nothing_is_lost_and_nothing_accepted_comes_back(tmp_path: Path) -> None:
+def test_after_a_kill_nothing_is_lost_and_no_accepted_message_is_redelivered(tmp_path: Path) -> None:
     with Server(tmp_path / "data") as server:
         work = Work(server.kafka, {DELIVERY: EXACTLY_ONCE, LEASE: "2000"})
         work.publish(*numbers(0, 20))
@@ -320,7 +320,7 @@ def accept_until(consumer: ShareConsumer, accepted: Counter[str], number: int) -
             accepted.update(texts(messages))
 
 
-def test_the_commands_and_pages_about_groups_know_share_groups(server: Server) -> None:
+def test_commands_and_pages_about_groups_include_share_groups(server: Server) -> None:
     millstream = CommandLine(server.kafka)
     work = Work(server.kafka)
     work.publish(*numbers(0, 5))
@@ -358,7 +358,7 @@ def until_at(address: str, name: str, offset: int) -> None:
     wait_until(lambda: asyncio.run(start_of(address, name)) == offset)
 
 
-def test_another_node_goes_on_with_the_queue(
+def test_another_node_continues_the_queue(
     tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer, postgres: PostgresServer
 ) -> None:
     folder = tmp_path_factory.mktemp("share-cluster")

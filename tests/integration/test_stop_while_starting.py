@@ -1,4 +1,4 @@
-"""A node that is stopped while clients wait for it to get ready: they get a response, and it ends at once."""
+"""A node stopped while clients wait for it to become ready responds to them and exits at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream_testing.server import Server
 StartServer = Callable[..., Server]
 
 
-def test_clients_that_came_early_are_served(start_server: StartServer) -> None:
+def test_early_clients_are_served(start_server: StartServer) -> None:
     server = start_server()
     server.forked = False  # A forked server has loaded the APIs before it starts.
     request = codec.load_request_class(18, 0)()

@@ -1,4 +1,4 @@
-"""A node whose etcd and PostgreSQL take TLS, certificates and passwords only, which change under it."""
+"""A node whose etcd and PostgreSQL require TLS, certificates and passwords, which are rotated while it runs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
 
 
 async def _lock(server: EncryptedEtcdServer) -> None:
-    """Have etcd ask for passwords, and let the nodes' user reach the keys of their cluster and no others."""
+    """Enable authentication in etcd, and restrict the user of the nodes to the keys of their cluster."""
     address = EtcdAddress.parse(server.url, ca=server.ca, certificate=server.certificate, key=server.key)
     store = EtcdStore(address, CLUSTER, SystemClock())
 
@@ -99,7 +99,7 @@ def node(stores: Stores, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def create_topic(server: Server, name: str) -> None:
-    """Create a topic; an attempt that meets a connection which has just been cut is repeated."""
+    """Create a topic; retry if the connection has just been cut."""
     admin, deadline = AdminClient({"bootstrap.servers": server.kafka}), time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         (made,) = admin.create_topics([NewTopic(name, 1, 1)], request_timeout=WAIT_S).values()
@@ -109,7 +109,7 @@ def create_topic(server: Server, name: str) -> None:
     raise AssertionError(f"the topic {name} could not be created")
 
 
-def test_passwords_are_read_again_and_never_shown(stores: Stores, node: Server) -> None:
+def test_passwords_are_reloaded_and_never_shown(stores: Stores, node: Server) -> None:
     create_topic(node, "before")
     with psycopg.connect(stores.postgres.url, autocommit=True) as connection:
         changed = CATALOG_WORD + "-changed"
@@ -156,7 +156,7 @@ def test_a_cluster_without_a_key_refuses_secrets(node: Server, tmp_path: Path) -
         ("etcd", "millstream:pass-of-url@host:1", "addresses"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once_and_without_passwords(
+def test_an_invalid_configuration_is_refused_at_once_without_revealing_passwords(
     stores: Stores, tmp_path: Path, name: str, value: str, reason: str
 ) -> None:
     (tmp_path / "exposed").write_text(ETCD_WORD)
@@ -177,7 +177,7 @@ def test_the_first_users_are_created_through_tls(
     create = ("user", "create", "--password-file", str(tmp_path / "word"), "--catalog", stores.catalog)
     made = call_command([*create, "admin", "--catalog-password-file", str(file)])
     assert made.code == 0, made.err
-    # The file that other clients of PostgreSQL have.
+    # The file used by other clients of PostgreSQL.
     passwords = tmp_path / "pgpass"
     passwords.touch(mode=0o600)
     passwords.write_text(f"*:*:*:*:{file.read_text()}")

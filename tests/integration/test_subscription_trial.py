@@ -33,13 +33,13 @@ async def run(folder: Path, cluster: TrialCluster, plan: Plan) -> Outcome:
 
 
 @pytest.mark.trial
-async def test_one_node_and_workers_are_killed_while_it_delivers(tmp_path: Path) -> None:
+async def test_one_node_and_workers_are_killed_during_delivery(tmp_path: Path) -> None:
     outcome = await run(tmp_path, TrialSolo(tmp_path, settings=SETTINGS), short(11))
     assert outcome.ok
 
 
 @pytest.mark.trial
-async def test_nodes_of_a_cluster_are_killed_and_cut_off_while_they_deliver(tmp_path: Path) -> None:
+async def test_nodes_of_a_cluster_are_killed_and_isolated_during_delivery(tmp_path: Path) -> None:
     settings = SETTINGS | {"lease-ms": 2000, "replica-lag-ms": 3000}
     cluster = TrialCluster(tmp_path, RelayNetwork(3), nodes=3, settings=settings)
     plan = short(12, faults=4, node_kinds={"kill": 1, "cut-from-all": 1}, node_lease_s=2.0)
@@ -49,7 +49,7 @@ async def test_nodes_of_a_cluster_are_killed_and_cut_off_while_they_deliver(tmp_
 
 @pytest.mark.trial
 @pytest.mark.parametrize("bug", sorted(BUGS))
-async def test_a_bug_is_found(tmp_path: Path, bug: str) -> None:
+async def test_a_planted_bug_is_found(tmp_path: Path, bug: str) -> None:
     cluster = TrialSolo(tmp_path, settings=SETTINGS, program=planted(bug))
     plan = short(13, faults=4, load_s=(1.0, 2.0), delayed_share=0.2, drain_s_max=20.0)
     outcome = await run(tmp_path, cluster, plan)

@@ -54,7 +54,7 @@ from millstream_testing.server import Server
 WAIT_MS = 60_000
 
 
-class Desk:
+class SubscribedTopic:
     """A client that publishes to one topic and works on one subscription of it."""
 
     def __init__(self, client: Client, topic: str, name: str) -> None:
@@ -69,7 +69,7 @@ class Desk:
         await self.client.produce(self.topic, 0, encode_batch(records))
 
     async def receive(self, count: int, worker: str = "one", *, wait_ms: int = WAIT_MS) -> list[LeasedMessage]:
-        """Exactly so many messages; the server may give them in several responses."""
+        """Receive exactly so many messages; the server may send them in several responses."""
         found: list[LeasedMessage] = []
         while len(found) < count:
             more = await self.subscriptions.receive(self.name, worker, max_records=count - len(found), wait_ms=wait_ms)
@@ -92,7 +92,7 @@ class Desk:
     async def letters(self, count: int) -> list[Record]:
         found: list[Record] = []
         async with asyncio.timeout(60):
-            # The topic is made for the first letter.
+            # The topic is created for the first letter.
             while f"{self.topic}-dead" not in (await self.client.metadata()).topics:
                 await asyncio.sleep(0.05)
         while len(found) < count:
@@ -108,19 +108,21 @@ def values(messages: list[LeasedMessage]) -> list[str]:
 
 
 @asynccontextmanager
-async def desk(server: Server, name: str, settings: Mapping[str, str], *before: str) -> AsyncIterator[Desk]:
+async def subscribed_topic(
+    server: Server, name: str, settings: Mapping[str, str], *before: str
+) -> AsyncIterator[SubscribedTopic]:
     async with Client.connect(server.kafka) as client:
         topic = f"topic-{name}"
         await client.metadata([topic], create=True)
-        made = Desk(client, topic, name)
+        made = SubscribedTopic(client, topic, name)
         if before:
             await made.publish(*before)
         await made.subscriptions.create(name, [topic], settings)
         yield made
 
 
-async def test_each_message_goes_to_one_worker_until_it_is_accepted(server: Server) -> None:
-    async with desk(server, "plain", {LEASE: "600000"}, "published before") as work:
+async def test_each_message_goes_to_one_worker_until_accepted(server: Server) -> None:
+    async with subscribed_topic(server, "plain", {LEASE: "600000"}, "published before") as work:
         await work.publish("a", "b", "c", "d")
         first = await work.receive(2, "one")
         second = await work.receive(2, "two")
@@ -139,9 +141,9 @@ async def test_each_message_goes_to_one_worker_until_it_is_accepted(server: Serv
         assert (queue["backlog"], queue["leased"], queue["accepted"], queue["released"]) == (0, 0, 4, 2)
 
 
-async def test_acceptances_that_are_sent_without_waiting_are_stored_together(server: Server) -> None:
+async def test_pipelined_accepts_are_stored_together(server: Server) -> None:
     count = 60
-    async with desk(server, "pipelined", {LEASE: "600000"}) as work:
+    async with subscribed_topic(server, "pipelined", {LEASE: "600000"}) as work:
         await work.publish(*map(str, range(count)))
         held = await work.receive(count)
         requests = b""
@@ -167,14 +169,14 @@ async def test_acceptances_that_are_sent_without_waiting_are_stored_together(ser
 
 
 async def stored_records(client: Client) -> int:
-    """How many records the log of queue states has had."""
+    """The number of records appended to the log of queue states."""
     partitions = (await client.metadata([SUBSCRIPTIONS])).topics[SUBSCRIPTIONS].partitions
     ends = await client.list_offsets(SUBSCRIPTIONS, dict.fromkeys(partitions, -1))
     return sum(end.offset for end in ends.values())
 
 
-async def test_a_lease_that_runs_out_gives_the_message_to_another(server: Server) -> None:
-    async with desk(server, "expiry", {LEASE: "200"}) as work:
+async def test_a_message_with_an_expired_lease_goes_to_another_worker(server: Server) -> None:
+    async with subscribed_topic(server, "expiry", {LEASE: "200"}) as work:
         await work.publish("a")
         held = await work.receive(1, "dies")
         assert values(await work.receive(1, "lives")) == ["a"]
@@ -182,9 +184,9 @@ async def test_a_lease_that_runs_out_gives_the_message_to_another(server: Server
         assert late is not None
 
 
-async def test_what_fails_for_good_is_dead_lettered_with_its_story(server: Server) -> None:
+async def test_a_message_that_keeps_failing_is_dead_lettered_with_its_history(server: Server) -> None:
     settings = {ATTEMPTS: "2", DEAD_LETTER_TOPIC: "topic-poison-dead", BACKOFF_MIN: "1"}
-    async with desk(server, "poison", settings) as work:
+    async with subscribed_topic(server, "poison", settings) as work:
         await work.publish("bad", key=b"k", headers=(("colour", b"red"),))
         await work.publish("good")
         for _ in range(2):
@@ -204,8 +206,8 @@ async def test_what_fails_for_good_is_dead_lettered_with_its_story(server: Serve
         await work.nothing()
 
 
-async def test_a_rejected_message_dies_at_once_and_holds_nothing_up(server: Server) -> None:
-    async with desk(server, "reject", {DEAD_LETTER_TOPIC: "topic-reject-dead"}) as work:
+async def test_a_rejected_message_is_dead_lettered_at_once_and_blocks_nothing(server: Server) -> None:
+    async with subscribed_topic(server, "reject", {DEAD_LETTER_TOPIC: "topic-reject-dead"}) as work:
         await work.publish("bad", "good")
         bad, good = await work.receive(2)
         await work.settle([bad], Verb.REJECT)
@@ -214,8 +216,10 @@ async def test_a_rejected_message_dies_at_once_and_holds_nothing_up(server: Serv
         assert letter.value == b"bad"
 
 
-async def test_a_filter_lets_through_what_matches(server: Server) -> None:
-    async with desk(server, "filtered", {FILTER: "payload.total > 1000 AND headers['region'] = 'eu'"}) as work:
+async def test_a_filter_selects_matching_messages(server: Server) -> None:
+    async with subscribed_topic(
+        server, "filtered", {FILTER: "payload.total > 1000 AND headers['region'] = 'eu'"}
+    ) as work:
         await work.publish('{"total": 1}', '{"total": 1500}', "no json", headers=(("region", b"eu"),))
         await work.publish('{"total": 2000}', headers=(("region", b"us"),))
         await work.publish('{"total": 3000}', headers=(("region", b"eu"),))
@@ -241,7 +245,7 @@ async def test_a_payload_is_parsed_once_for_the_filters_of_all_subscriptions(
     try:
         async with Client.connect(broker.kafka_address) as client:
             await client.metadata(["orders"], create=True)
-            works = [Desk(client, "orders", f"above-{least}") for least in range(30)]
+            works = [SubscribedTopic(client, "orders", f"above-{least}") for least in range(30)]
             for least, work in enumerate(works):
                 await work.subscriptions.create(work.name, ["orders"], {FILTER: f"payload.total >= {least}"})
             # Every queue is open once it has delivered.
@@ -258,14 +262,14 @@ async def test_a_payload_is_parsed_once_for_the_filters_of_all_subscriptions(
     assert sum(parsed) == 30
 
 
-async def test_a_filter_that_cannot_be_read_is_refused_with_its_place(server: Server) -> None:
+async def test_an_invalid_filter_is_refused_with_its_position(server: Server) -> None:
     async with Client.connect(server.kafka) as client:
         with pytest.raises(InvalidRequest, match=r"\^"):
             await SubscriptionClient(client).create("broken", ["x"], {FILTER: "payload.total >> 3 AND"})
 
 
-async def test_messages_of_a_key_come_one_after_the_other(server: Server) -> None:
-    async with desk(server, "ordered", {ORDERED: "true", LEASE: "600000"}) as work:
+async def test_messages_of_a_key_are_delivered_one_at_a_time(server: Server) -> None:
+    async with subscribed_topic(server, "ordered", {ORDERED: "true", LEASE: "600000"}) as work:
         await work.publish("a1", "a2", key=b"a")
         await work.publish("b1", key=b"b")
         await work.publish("a3", key=b"a")
@@ -282,8 +286,8 @@ async def test_messages_of_a_key_come_one_after_the_other(server: Server) -> Non
             await work.settle(after, Verb.ACCEPT, "two")
 
 
-async def test_a_handler_that_fails_for_everything_loses_nothing_by_default(server: Server) -> None:
-    async with desk(server, "default", {}) as work:
+async def test_a_handler_that_always_fails_loses_nothing_by_default(server: Server) -> None:
+    async with subscribed_topic(server, "default", {}) as work:
         await work.publish(*map(str, range(50)))
         for attempt in (1, 2):
             held = await work.receive(50)
@@ -303,9 +307,9 @@ async def test_a_handler_that_fails_for_everything_loses_nothing_by_default(serv
                 await asyncio.sleep(0.05)
 
 
-async def test_dropping_is_asked_for_by_name_counted_listed_and_logged(server: Server) -> None:
+async def test_dropping_is_explicit_counted_listed_and_logged(server: Server) -> None:
     settings = {ATTEMPTS: "1", DEAD_LETTER_TOPIC: "none"}
-    async with desk(server, "dropping", settings) as work:
+    async with subscribed_topic(server, "dropping", settings) as work:
         await work.publish("a", "b", "c")
         await work.settle(await work.receive(3), Verb.RELEASE)
         command = CommandLine(server.kafka)
@@ -320,8 +324,8 @@ async def test_dropping_is_asked_for_by_name_counted_listed_and_logged(server: S
         assert "3 messages are dropped" in deleted.err
 
 
-async def test_a_delayed_message_lets_others_pass(server: Server) -> None:
-    async with desk(server, "delayed", {}) as work:
+async def test_a_delayed_message_does_not_block_others(server: Server) -> None:
+    async with subscribed_topic(server, "delayed", {}) as work:
         at_ms = int(time.time() * 1000) + 5000
         await work.publish("later", headers=(("deliver-at", str(at_ms).encode()),))
         await work.publish("now")
@@ -331,14 +335,14 @@ async def test_a_delayed_message_lets_others_pass(server: Server) -> None:
 
 
 async def test_a_worker_waits_and_is_woken_by_a_message(server: Server) -> None:
-    async with desk(server, "woken", {}) as work, Client.connect(server.kafka) as other:
+    async with subscribed_topic(server, "woken", {}) as work, Client.connect(server.kafka) as other:
         waiting = asyncio.ensure_future(SubscriptionClient(other).receive("woken", "w", max_records=1, wait_ms=60_000))
         await asyncio.sleep(0.2)
         await work.publish("a")
         assert values(await waiting) == ["a"]
 
 
-async def test_a_worker_that_waits_is_given_messages_of_a_topic_and_of_partitions_that_come_later(
+async def test_a_waiting_worker_gets_messages_of_topics_and_partitions_created_later(
     server: Server,
 ) -> None:
     async with Client.connect(server.kafka) as client, Client.connect(server.kafka) as other:
@@ -351,7 +355,7 @@ async def test_a_worker_that_waits_is_given_messages_of_a_topic_and_of_partition
         first = waiting()
         await asyncio.sleep(0.2)
         await client.metadata(["topic-ahead"], create=True)
-        await Desk(client, "topic-ahead", "ahead").publish("a")
+        await SubscribedTopic(client, "topic-ahead", "ahead").publish("a")
         assert values(await first) == ["a"]
         second = waiting()
         await asyncio.sleep(0.2)
@@ -360,8 +364,8 @@ async def test_a_worker_that_waits_is_given_messages_of_a_topic_and_of_partition
         assert values(await second) == ["b"]
 
 
-async def test_a_topic_that_is_deleted_and_recreated_is_delivered_from_its_start(server: Server) -> None:
-    async with desk(server, "anew", {}, "old 1", "old 2") as work:
+async def test_a_recreated_topic_is_delivered_from_its_start(server: Server) -> None:
+    async with subscribed_topic(server, "anew", {}, "old 1", "old 2") as work:
         await work.publish("old 3")
         assert values(await work.receive(1)) == ["old 3"]
         await delete_topic(work.client, work.topic)
@@ -370,10 +374,10 @@ async def test_a_topic_that_is_deleted_and_recreated_is_delivered_from_its_start
         assert values(await work.receive(2)) == ["new 1", "new 2"]
 
 
-async def test_the_page_lists_every_metric(server: Server) -> None:
+async def test_the_documentation_lists_every_metric(server: Server) -> None:
     page = Path(__file__).parents[2] / "docs" / "subscriptions.md"
     documented = set(re.findall(r"`(millstream_subscription_\w+)`", page.read_text(encoding="utf-8")))
-    async with desk(server, "metered", {}) as work:
+    async with subscribed_topic(server, "metered", {}) as work:
         await work.publish("a")
         await work.settle(await work.receive(1), Verb.ACCEPT)
     text = await asyncio.to_thread(server.metrics)
@@ -387,7 +391,7 @@ async def test_the_page_lists_every_metric(server: Server) -> None:
 
 
 async def test_a_subscription_is_paused_sought_changed_and_deleted(server: Server) -> None:
-    async with desk(server, "moved", {START: "earliest"}, "old") as work:
+    async with subscribed_topic(server, "moved", {START: "earliest"}, "old") as work:
         admin = work.subscriptions
         with pytest.raises(SubscriptionExists):
             await admin.create("moved", [work.topic], {})
@@ -409,10 +413,10 @@ async def test_a_subscription_is_paused_sought_changed_and_deleted(server: Serve
             await work.receive(1)
 
 
-async def test_nothing_is_lost_or_doubled_by_a_kill(tmp_path: Path) -> None:
+async def test_nothing_is_lost_or_duplicated_by_a_kill(tmp_path: Path) -> None:
     settings = {DELIVERY: EXACTLY_ONCE, LEASE: "600000", DEAD_LETTER_TOPIC: "topic-killed-dead", ATTEMPTS: "5"}
     with Server(tmp_path / "data") as server:
-        async with desk(server, "killed", settings) as work:
+        async with subscribed_topic(server, "killed", settings) as work:
             await work.publish(*(f"v{number}" for number in range(20)))
             messages = sorted(await work.receive(20), key=lambda message: message.record.offset)
             await work.settle(messages[:8], Verb.ACCEPT)
@@ -421,11 +425,11 @@ async def test_nothing_is_lost_or_doubled_by_a_kill(tmp_path: Path) -> None:
         server.kill()
         server.start()
         async with Client.connect(server.kafka) as client:
-            work = Desk(client, "topic-killed", "killed")
+            work = SubscribedTopic(client, "topic-killed", "killed")
             back = await work.receive(2, "other")
             assert sorted(values(back)) == ["v8", "v9"]
             assert [message.attempt for message in back] == [2, 2]
-            # The leases of the others have held.
+            # The leases of the others are still valid.
             await work.nothing("other")
             await work.settle(messages[13:], Verb.ACCEPT, "one")
             await work.settle(back, Verb.ACCEPT, "other")

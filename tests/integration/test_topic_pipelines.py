@@ -548,7 +548,7 @@ def test_a_broken_statement_says_where(shop: Shop) -> None:
         shop.run("SELECT id FROM orders WHERE WHERE id > 1 1")
 
 
-class Office:
+class RoutedTopic:
     """A topic, and a route from it."""
 
     def __init__(self, spark: SparkSession, server: Server, name: str) -> None:
@@ -597,50 +597,50 @@ class Office:
 
 
 @pytest.fixture
-def office(spark: SparkSession, server: Server, topic: str) -> Office:
-    return Office(spark, server, topic[-40:])
+def routed(spark: SparkSession, server: Server, topic: str) -> RoutedTopic:
+    return RoutedTopic(spark, server, topic[-40:])
 
 
-def test_every_target_has_its_messages_once_and_rules_change_between_batches(office: Office) -> None:
-    office.publish(0, 60)
-    europe = office.rule("europe", "payload.region = 'eu'", "europe", "both")
-    gold = office.rule("gold", "headers['tier'] = 'gold' AND payload.id >= 30", "gold", "both")
-    everything = office.rule("all", "", "all")
-    assert office.run(europe, gold, everything) == 60
-    assert office.ids("europe") == list(range(0, 60, 3))
-    assert office.ids("gold") == list(range(31, 60, 2))
-    assert office.ids("both") == sorted({*range(0, 60, 3), *range(31, 60, 2)})
-    assert office.ids("all") == list(range(60))
-    first = next(one for one in office.messages("gold") if one.key == b"31")
+def test_every_target_has_its_messages_once_and_rules_change_between_batches(routed: RoutedTopic) -> None:
+    routed.publish(0, 60)
+    europe = routed.rule("europe", "payload.region = 'eu'", "europe", "both")
+    gold = routed.rule("gold", "headers['tier'] = 'gold' AND payload.id >= 30", "gold", "both")
+    everything = routed.rule("all", "", "all")
+    assert routed.run(europe, gold, everything) == 60
+    assert routed.ids("europe") == list(range(0, 60, 3))
+    assert routed.ids("gold") == list(range(31, 60, 2))
+    assert routed.ids("both") == sorted({*range(0, 60, 3), *range(31, 60, 2)})
+    assert routed.ids("all") == list(range(60))
+    first = next(one for one in routed.messages("gold") if one.key == b"31")
     assert (first.headers, first.timestamp_ms) == ((("tier", b"gold"),), 1_700_000_000_031)
-    office.publish(60, 30)
-    asia = office.rule("asia", "payload.region = 'asia'", "asia")
+    routed.publish(60, 30)
+    asia = routed.rule("asia", "payload.region = 'asia'", "asia")
     # A topic that is missing holds up no other.
-    later = Rule(name="later", topic=f"{office.name}-later", targets=(f"{office.name}-late",))
+    later = Rule(name="later", topic=f"{routed.name}-later", targets=(f"{routed.name}-late",))
     # A new job with other rules, as the driver makes one when they change.
-    assert office.run(asia, gold, later, steps=2) == 30
-    assert office.ids("asia") == list(range(62, 90, 3))
-    assert office.ids("gold") == list(range(31, 90, 2))
-    assert office.ids("all") == list(range(60))
+    assert routed.run(asia, gold, later, steps=2) == 30
+    assert routed.ids("asia") == list(range(62, 90, 3))
+    assert routed.ids("gold") == list(range(31, 90, 2))
+    assert routed.ids("all") == list(range(60))
 
 
-async def test_a_rule_can_have_the_filter_of_a_subscription(office: Office) -> None:
-    office.publish(0, 12)
-    async with Client.connect(office.server.kafka) as client:
+async def test_a_rule_can_have_the_filter_of_a_subscription(routed: RoutedTopic) -> None:
+    routed.publish(0, 12)
+    async with Client.connect(routed.server.kafka) as client:
         settings = {"millstream.filter": "payload.region = 'us'"}
-        await SubscriptionClient(client).create(f"{office.name}-sub", [office.orders], settings)
-    assert office.run(office.rule("theirs", "", "theirs", subscription=f"{office.name}-sub")) == 12
-    assert office.ids("theirs") == [1, 4, 7, 10]
+        await SubscriptionClient(client).create(f"{routed.name}-sub", [routed.orders], settings)
+    assert routed.run(routed.rule("theirs", "", "theirs", subscription=f"{routed.name}-sub")) == 12
+    assert routed.ids("theirs") == [1, 4, 7, 10]
     with pytest.raises(UnknownGroup, match="nobody"):
-        office.run(office.rule("theirs", "", "theirs", subscription="nobody"))
+        routed.run(routed.rule("theirs", "", "theirs", subscription="nobody"))
     with pytest.raises(UnknownTopic, match="later"):
-        office.run(Rule(name="later", topic=f"{office.name}-later", targets=(f"{office.name}-late",)))
+        routed.run(Rule(name="later", topic=f"{routed.name}-later", targets=(f"{routed.name}-late",)))
 
 
-def test_a_broken_condition_is_reported_before_anything_is_routed(office: Office) -> None:
-    office.publish(0, 3)
+def test_a_broken_condition_is_reported_before_anything_is_routed(routed: RoutedTopic) -> None:
+    routed.publish(0, 3)
     with pytest.raises(FilterError, match="did you mean 'key'"):
-        office.run(office.rule("broken", "kye = 'a'", "never"))
+        routed.run(routed.rule("broken", "kye = 'a'", "never"))
 
 
 PRICES = """from __future__ import annotations

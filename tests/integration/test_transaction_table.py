@@ -1,4 +1,4 @@
-"""Every state of a transactional id × every transactional request gets the response of Apache Kafka."""
+"""Every state of a transactional id with every transactional request gets the response of Apache Kafka."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def test_responses_are_those_of_kafka(tmp_path: Path) -> None:
     responses, expected = millstream_responses(tmp_path / "data"), recorded()
     differing = differences(expected, responses)
     assert not differing, "\n".join(differing)
-    # What differs on purpose still does; else there is nothing to accept.
+    # The intended differences still exist; otherwise they need no exception.
     assert all(responses[pair] != expected[pair] for pair in ACCEPTED)

@@ -1,4 +1,4 @@
-"""The short form of `make chaos-transactions`: programs and nodes are killed, and each effect is there once."""
+"""The short form of `make chaos-transactions`: programs and nodes are killed, and each effect happens exactly once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(trial: TransactionTrial, plan: Plan, lines: list[str]) -> None:
 
 
 @pytest.mark.trial
-def test_each_effect_is_there_once_although_a_node_and_its_programs_are_killed(tmp_path: Path) -> None:
+def test_each_effect_happens_once_although_a_node_and_its_programs_are_killed(tmp_path: Path) -> None:
     plan = Plan(
         kills=3,
         node_kinds={"kill": 1},
@@ -42,7 +42,7 @@ def test_each_effect_is_there_once_although_a_node_and_its_programs_are_killed(t
 
 
 @pytest.mark.trial
-def test_each_effect_is_there_once_although_nodes_of_a_cluster_are_killed(tmp_path: Path) -> None:
+def test_each_effect_happens_once_although_nodes_of_a_cluster_are_killed(tmp_path: Path) -> None:
     plan = Plan(
         kills=2,
         node_kinds={"kill": 1},

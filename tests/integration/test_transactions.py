@@ -62,7 +62,7 @@ def consumer_of(server: Server, isolation: str, group: str = "readers") -> Consu
 
 
 def read_all(server: Server, out: str, isolation: str, *, stop: bytes) -> list[bytes]:
-    """Everything in a topic up to a last message that a plain producer adds to each partition."""
+    """Everything in a topic up to a final message that a plain producer adds to each partition."""
     producer = producer_of(server, None)
     for partition in range(2):
         producer.produce(out, stop, partition=partition)
@@ -80,7 +80,7 @@ def read_all(server: Server, out: str, isolation: str, *, stop: bytes) -> list[b
     return [one for one in got if one != stop]
 
 
-def test_what_is_committed_is_read_and_what_is_aborted_is_not(server: Server, out: str) -> None:
+def test_committed_records_are_read_and_aborted_ones_are_not(server: Server, out: str) -> None:
     producer = producer_of(server, "writer-1")
     for number in range(6):
         producer.begin_transaction()
@@ -98,7 +98,7 @@ def test_what_is_committed_is_read_and_what_is_aborted_is_not(server: Server, ou
     assert {*read_all(server, out, "read_uncommitted", stop=b"end 2")} - {b"end"} == committed | aborted
 
 
-def test_a_newer_producer_fences_the_older_one_and_aborts_what_it_left_open(server: Server, out: str) -> None:
+def test_a_newer_producer_fences_the_older_one_and_aborts_its_open_transaction(server: Server, out: str) -> None:
     older = producer_of(server, "writer-2")
     older.begin_transaction()
     older.produce(out, b"never", partition=0)
@@ -114,7 +114,7 @@ def test_a_newer_producer_fences_the_older_one_and_aborts_what_it_left_open(serv
     with pytest.raises(KafkaException) as fenced:
         older.commit_transaction(WAIT_S)
     assert fenced.value.args[0].fatal()
-    # The one that is refused is named, too.
+    # The refused producer is named, too.
     wait_until(lambda: any("client=127.0.0.1:" in line and "client_id=rdkafka" in line for line in fencings()))
     newer.begin_transaction()
     newer.produce(out, b"once", partition=0)
@@ -123,7 +123,7 @@ def test_a_newer_producer_fences_the_older_one_and_aborts_what_it_left_open(serv
     assert read_all(server, out, "read_committed", stop=b"end") == [b"once"]
 
 
-def test_a_restart_in_the_middle_of_a_transaction(server: Server, out: str) -> None:
+def test_a_restart_during_a_transaction(server: Server, out: str) -> None:
     producer = producer_of(server, "writer-3")
     producer.begin_transaction()
     producer.produce(out, b"before", partition=0)

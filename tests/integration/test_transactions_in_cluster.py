@@ -1,4 +1,4 @@
-"""Transactions over three nodes: leaders and coordinators are killed in the middle, and nothing is torn."""
+"""Transactions over three nodes: leaders and coordinators are killed midway, and no transaction is torn."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def coordinator_of(cluster: ServerGroup, topic: str, name: str) -> int:
 
 
 def within(seconds: float, call: Callable[[], bool]) -> bool:
-    """Call in its own thread, which is left behind with a `TimeoutError` if it does not come back."""
+    """Call in a separate thread, which is abandoned with a `TimeoutError` if it does not return."""
     response: Future[bool] = Future()
 
     def run() -> None:
@@ -70,7 +70,7 @@ def within(seconds: float, call: Callable[[], bool]) -> bool:
 
 
 def end(producer: Producer, *, commit: bool) -> bool:
-    """Commit or abort, again as long as the client says that it may help; False if it could only be aborted."""
+    """Commit or abort, and retry while the client says that it may help; return False if it could only be aborted."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -89,7 +89,7 @@ def end(producer: Producer, *, commit: bool) -> bool:
 
 
 class Writer:
-    """A transactional producer, and a new one in its place when the client does not come back from a call."""
+    """A transactional producer, replaced by a new one when the client does not return from a call."""
 
     def __init__(self, cluster: ServerGroup, topic: str) -> None:
         self._cluster = cluster
@@ -100,7 +100,7 @@ class Writer:
         self._producer = self._begun()
 
     def write(self, value: bytes, offset: int) -> None:
-        """Write to every partition and commit an offset; what one client hangs in, the next one aborts."""
+        """Write to every partition and commit an offset; if a client hangs, the next one aborts."""
         try:
             within(HANGS_S, lambda: self._write(self._producer, value, offset))
         except TimeoutError:
@@ -151,14 +151,14 @@ def read_committed(cluster: ServerGroup, topic: str) -> Counter[tuple[int, bytes
 
 
 @pytest.mark.timeout(300)
-def test_nothing_is_torn_when_nodes_are_killed(cluster: ServerGroup, topic: str) -> None:
+def test_no_transaction_is_torn_when_nodes_are_killed(cluster: ServerGroup, topic: str) -> None:
     admin = AdminClient({"bootstrap.servers": cluster.kafka, **CLIENT})
     admin.create_topics([NewTopic(topic, PARTITIONS, 3)], operation_timeout=WAIT_S)[topic].result()
     writer = Writer(cluster, topic)
     committed: list[bytes] = []
     for number in range(16):
         value = str(number).encode()
-        # Who coordinates is looked up before, so that the kill comes while messages are under way to that node too.
+        # The coordinator is looked up before, so that the kill comes while messages to that node are in flight too.
         victim = None
         if number == 4:
             victim = coordinator_of(cluster, "__transaction_state", TRANSACTIONAL_ID)
