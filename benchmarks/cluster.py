@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def targets(results: Results, failovers: Sequence[float], many: Numbers) -> list[Target]:
-    """What was to be reached, and whether it was."""
+    """The targets, and whether they were reached."""
     shares = [found for line in results.lines(PRODUCED) if (found := _share(line)) is not None]
     worst = results.extreme(_share, PRODUCED, least=True)
     share = Target("replication 3, acks=all", f"at least {SHARE_MIN:.0%} of one node", None, "")

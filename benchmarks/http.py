@@ -90,7 +90,7 @@ def gateway_of(server: Server) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """What a process has used."""
+    """The CPU seconds that a process has used."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 

@@ -11,7 +11,7 @@ _END: Final = b"\r\n\r\n"
 
 
 class Failed(Exception):
-    """A response was not the one that is wanted."""
+    """A response was not the expected one."""
 
 
 class Load(asyncio.Protocol):

@@ -107,7 +107,7 @@ def _wait(target: Target, noted: Notes, count: int) -> None:
 
 
 class _Loop:
-    """Does the same again and again in a thread, until it is left."""
+    """Repeats a function in a thread until the context is left."""
 
     def __init__(self, step: Callable[[], object]) -> None:
         self._step = step

@@ -182,7 +182,7 @@ def sync_files(files: list[int]) -> None:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Receives into one buffer that is used again and again, so no byte is copied between socket and file."""
+    """Receives into one reused buffer, so no byte is copied between socket and file."""
 
     def __init__(self, store: Store, address: tuple[str, int]) -> None:
         self.store = store

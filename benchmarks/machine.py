@@ -15,7 +15,7 @@ TOUCHED_BYTES_MAX = 8 * 1024**3
 
 
 def facts() -> dict[str, Any]:
-    """What a reader has to know to judge the numbers."""
+    """The facts about the machine that a reader needs to judge the numbers."""
     folder = tempfile.gettempdir()
     return {
         "cores": os.cpu_count(),

@@ -143,7 +143,7 @@ class Flooder(asyncio.Protocol):
         self.lost = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to send, and go on whenever the socket takes more."""
+        """Start sending, and continue whenever the socket accepts more."""
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         self._transport = transport  # type: ignore[assignment]
         if not self._reads:

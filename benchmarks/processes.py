@@ -21,7 +21,7 @@ class Cpu(NamedTuple):
     system_s: float
 
     def since(self, earlier: Cpu) -> Cpu:
-        """What was used after an earlier reading."""
+        """The usage since an earlier reading."""
         return Cpu(self.user_s - earlier.user_s, self.system_s - earlier.system_s)
 
 

@@ -47,7 +47,7 @@ class Found:
 
 
 def summary(found: Found, line: str) -> str:
-    """One line for those who wait."""
+    """One line of progress."""
     is_timed = line.endswith("/s")
     cells = []
     for subject in found.subjects:

@@ -419,7 +419,7 @@ def describe(name: str, seen: Seen) -> str:
 
 
 def verdict(name: str, seen: Seen, before: tuple[int, int]) -> tuple[str, list[str]]:
-    """One line of what happened, and what was wrong with it."""
+    """One line about a kind of overload, and its findings."""
     times = seen.times_ms or [float("inf")]
     p99, worst = percentile(times, 99), max(times)
     growth = seen.peak_bytes - before[0]

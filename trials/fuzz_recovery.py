@@ -48,7 +48,7 @@ class Written(NamedTuple):
 
 
 class Damage:
-    """What was done to the files."""
+    """The damage done to the files."""
 
     def __init__(self) -> None:
         self.removed: set[str] = set()
@@ -206,7 +206,7 @@ def _checked(content: bytes) -> bytes:
 
 
 def compare(log: Log, written: list[Written], committed: int, damage: Damage) -> dict[int, bytes]:
-    """Hold what is read against what was written; returns what was read."""
+    """Compare what is read with what was written; return what was read."""
     found = read_all(log)
     by_offset = {batch.base_offset: batch for batch in written}
     for base_offset, content in found.items():
@@ -224,7 +224,7 @@ def compare(log: Log, written: list[Written], committed: int, damage: Damage) ->
 
 
 def write_again(store: LogStore, log: Log, damage: Damage) -> dict[int, bytes]:
-    """A log that came back must take writes and give them back; returns what was written, by its offset."""
+    """Check that a recovered log accepts writes and returns them; return what was written, by its offset."""
     batch = encode_batch([NewRecord(None, b"after", (), 1)])
     try:
         appended = log.append(batch, leader_epoch=Epoch(0))

@@ -93,7 +93,7 @@ def mutate(chance: random.Random, frame: bytes) -> bytes:
 
 
 class Trial:
-    """One broker and what is sent to it."""
+    """One broker and the requests sent to it."""
 
     def __init__(self, broker: Broker, chance: random.Random) -> None:
         self._chance = chance

@@ -53,7 +53,7 @@ SERVER_SETTINGS = {"retention-check-ms": 2000, "group-initial-delay-ms": 100}
 
 @dataclass(slots=True)
 class Samples:
-    """What was seen, each with its time in seconds since the start."""
+    """Samples, each with its time in seconds since the start."""
 
     began: float = field(default_factory=time.monotonic)
     interval: int = 0
@@ -265,7 +265,7 @@ def judge(samples: Samples) -> list[str]:
 
 
 def table(samples: Samples) -> list[str]:
-    """What was seen, minute by minute."""
+    """The samples, minute by minute."""
     lines = ["minute  interval  memory MB  handles  p50 ms  p99 ms"]
     for minute in range(int(samples.resident_mb[-1][0] // 60) + 1) if samples.resident_mb else ():
         memory = [point for point in samples.resident_mb if point[0] // 60 == minute]

@@ -227,7 +227,7 @@ def _write_properties(arguments: argparse.Namespace, files: Sequence[Path]) -> N
 
 
 def _advertised(properties: Path) -> str:
-    """Where the node listens, which it goes on doing after a restart."""
+    """The address of the node, which it keeps after a restart."""
     found = re.search(
         r"^advertised\.listeners=PLAINTEXT://([^,\s]+)", properties.read_text(encoding="utf-8"), re.MULTILINE
     )

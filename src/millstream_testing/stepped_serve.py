@@ -50,7 +50,7 @@ def step(file: Path, off_ms: int) -> None:
 
 
 def main() -> None:
-    """Run the command with brokers that use such a clock."""
+    """Run the command with brokers that use a stepped clock."""
     faulthandler.register(signal.SIGUSR2)
     clock = SteppedClock(Path(sys.argv.pop(1)))
 

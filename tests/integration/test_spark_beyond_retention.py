@@ -1,4 +1,4 @@
-"""Queries that begin before the log does: older messages come from the landed table, without a gap or a double."""
+"""Queries that start before the log does: older messages come from the landed table, without gaps or duplicates."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 WAIT_S = 60.0
 FIRST_MS = 1_700_000_000_000
-# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+# An interrupted call into the JVM leaves the session unusable, and the first calls take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
 
 Place = tuple[int, int]
 
 
 class Landed:
-    """A topic of two partitions that a pipeline lands, and whose log is cut."""
+    """A landed topic of two partitions whose log is truncated."""
 
     def __init__(self, spark: SparkSession, server: Server, topic: str, lake: Path) -> None:
         self.spark = spark
@@ -46,7 +46,7 @@ class Landed:
         self.admin.create_topics([NewTopic(topic, 2, 1)])[topic].result(WAIT_S)
 
     def publish(self, count: int) -> None:
-        """Numbered messages, one second after the other; every seventh is no JSON, and goes to the quarantine."""
+        """Publish numbered messages, one second apart; every seventh is not JSON, and is quarantined."""
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0})
 
         def delivered(error: object, message: Any) -> None:
@@ -74,7 +74,7 @@ class Landed:
             await PipelineClient(client).create(f"land-{self.topic}", PipelineKind.LAND, self.settings)
 
     def cut(self, offset: int) -> None:
-        """Take the beginning of both partitions out of the log, as retention does."""
+        """Delete the start of both partitions, as retention does."""
         wanted = [TopicPartition(self.topic, number, offset) for number in range(2)]
         for done in self.admin.delete_records(wanted).values():
             done.result(WAIT_S)
@@ -84,7 +84,7 @@ class Landed:
         return frame
 
     def stream(self, folder: Path, **options: str) -> list[Any]:
-        """What a stream that takes all there is now finds, in as many batches as it wants."""
+        """Everything that a bounded stream reads, in as many batches as it wants."""
         frame = self._options(self.spark.readStream, **options).load()
         found: list[Any] = []
         query = (
@@ -110,7 +110,7 @@ def landed(spark: SparkSession, server: Server, topic: str, tmp_path: Path) -> L
     return Landed(spark, server, topic, tmp_path / "lake")
 
 
-def test_what_the_log_has_no_more_comes_from_the_table(landed: Landed, tmp_path: Path) -> None:
+def test_messages_no_longer_in_the_log_come_from_the_table(landed: Landed, tmp_path: Path) -> None:
     from pyspark.errors import PySparkException
 
     landed.publish(200)
@@ -136,7 +136,7 @@ def test_what_the_log_has_no_more_comes_from_the_table(landed: Landed, tmp_path:
     late = landed.read(startingTimestamp=str(FIRST_MS + 1000 * 50)).collect()
     assert places(late) == [one for one in everything if one[0][1] >= 25]
     assert len(landed.read(startingTimestamp=str(FIRST_MS + 1000 * 200)).collect()) == 40
-    # The end may lie before what the log has, too.
+    # The end may precede the start of the log, too.
     until = {"endingTimestamp": str(FIRST_MS + 1000 * 80)}
     early = landed.read(startingTimestamp=str(FIRST_MS + 1000 * 50), **until).collect()
     assert places(early) == [one for one in everything if 25 <= one[0][1] < 40]
@@ -151,7 +151,7 @@ def test_what_the_log_has_no_more_comes_from_the_table(landed: Landed, tmp_path:
     landed.publish(10)
     assert len(landed.stream(tmp_path / "checkpoint", startingOffsets="earliest-landed")) == 10
 
-    # Retention has taken everything, and the table has it.
+    # Retention has deleted everything, and the table has it.
     landed.land()
     landed.cut(125)
     everything = sorted(landed.messages.items())
@@ -160,7 +160,7 @@ def test_what_the_log_has_no_more_comes_from_the_table(landed: Landed, tmp_path:
         landed.read(startingTimestamp=str(FIRST_MS + 1000 * 250)).collect()
 
 
-def test_what_was_lost_before_it_was_landed_is_reported(landed: Landed) -> None:
+def test_messages_lost_before_landing_are_reported(landed: Landed) -> None:
     from pyspark.errors import PySparkException
 
     landed.publish(40)
@@ -174,7 +174,7 @@ def test_what_was_lost_before_it_was_landed_is_reported(landed: Landed) -> None:
     assert places(rows) == [one for one in sorted(landed.messages.items()) if not 20 <= one[0][1] < 30]
 
 
-async def test_a_replay_of_the_table_has_what_the_log_has_lost(landed: Landed, topic: str) -> None:
+async def test_a_replay_of_the_table_has_the_messages_that_the_log_has_lost(landed: Landed, topic: str) -> None:
     landed.publish(40)
     await asyncio.to_thread(landed.land)
     await landed.declare()
@@ -188,7 +188,7 @@ async def test_a_replay_of_the_table_has_what_the_log_has_lost(landed: Landed, t
     origins = {(dict(one.headers)["replayed-from"] or b"").decode(): one.value for one in arrived}
     expected = {place: value for place, value in landed.messages.items() if 4 <= number_of(value) < 30}
     assert origins == {f"{topic}/{number}/{offset}": value for (number, offset), value in expected.items()}
-    # The condition is about the messages of the table as it is about those of the log.
+    # The condition applies to the messages of the table as to those of the log.
     some = ReplayOrder(topic=topic, into=into, from_table=True, where="payload.n < 10 AND offset > 0", name="some")
     counted = await asyncio.to_thread(lambda: Replay(some, landed.server.kafka).run(dry=True))
     assert counted.written == len([one for one in range(2, 10) if one % 7 != 3])

@@ -54,7 +54,7 @@ print(json.dumps({"found": found, "listed": listed, "kind": type(spark).__module
 
 @pytest.fixture
 def client_packages(tmp_path: Path) -> str:
-    """A folder with what the client needs and Millstream does not."""
+    """A folder with the packages that the client needs and Millstream does not."""
     folder = str(tmp_path / "packages")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
     if subprocess.run([*command, "grpcio-status", "zstandard"], check=False).returncode:
@@ -81,7 +81,7 @@ def connect_server(tmp_path: Path) -> Iterator[str]:
         yield f"sc://{held.address}"
 
 
-def test_rows_and_streams_and_tables_go_through_a_connect_server(
+def test_rows_streams_and_tables_work_through_a_connect_server(
     server: Server, topic: str, tmp_path: Path, client_packages: str, connect_server: str
 ) -> None:
     millstream = CommandLine(server.kafka)

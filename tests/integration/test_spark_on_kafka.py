@@ -1,4 +1,4 @@
-"""`format("millstream")` on Apache Kafka, which does not know the batch commit: rows come at least once."""
+"""`format("millstream")` on Apache Kafka, which lacks the batch commit: rows are written at least once."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def written(frame: DataFrame, peer: Server, topic: str) -> None:
     writer.option("topic", topic).mode("append").save()
 
 
-async def test_rows_come_and_go(spark: SparkSession, peer: Server, topic: str, tmp_path: Path) -> None:
+async def test_rows_are_written_and_read(spark: SparkSession, peer: Server, topic: str, tmp_path: Path) -> None:
     rows = spark.range(ROWS).selectExpr("cast(id as string) as key", "cast(id as string) as value")
-    # Kafka makes the topics, which takes it a moment.
+    # Kafka creates the topics, which takes a moment.
     written(rows, peer, f"{topic}-source")
     assert values(spark, peer, f"{topic}-source") == list(range(ROWS))
     stream = spark.readStream.format("millstream").option("kafka.bootstrap.servers", peer.kafka)
@@ -58,7 +58,7 @@ async def test_rows_come_and_go(spark: SparkSession, peer: Server, topic: str, t
         assert sum((await committed_offsets(client, topic)).values()) == ROWS
 
 
-def test_rows_of_a_batch_that_fails_stay(spark: SparkSession, peer: Server, topic: str) -> None:
+def test_rows_of_a_failed_batch_stay(spark: SparkSession, peer: Server, topic: str) -> None:
     from pyspark.errors import PySparkException
 
     rows = spark.range(0, ROWS, 1, 1).selectExpr("cast(id as string) as value")

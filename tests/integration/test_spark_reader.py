@@ -1,4 +1,4 @@
-"""What drivers and tasks of Spark ask of a real broker when a stream is read, without Spark around it."""
+"""The requests of Spark drivers and tasks to a real broker when a stream is read, without Spark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MakeReader = Callable[..., TopicStreamReader]
 
 
 class Topics:
-    """What happens to topics meanwhile."""
+    """Changes of topics during a test."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -43,7 +43,7 @@ class Topics:
         assert producer.flush(WAIT_S) == 0
 
     def cut(self, name: str, offset: int) -> None:
-        """What retention does: what lies before an offset is gone."""
+        """Delete the records before an offset, as retention does."""
         (cut,) = self._admin.delete_records([TopicPartition(name, 0, offset)]).values()
         cut.result(WAIT_S)
 
@@ -78,7 +78,7 @@ def offsets(reader: TopicStreamReader, start: dict[str, Any], end: dict[str, Any
     return found
 
 
-def test_what_retention_took_from_a_running_stream_is_reported_exactly_once(
+def test_records_deleted_by_retention_from_a_running_stream_are_reported_once(
     caplog: pytest.LogCaptureFixture, topics: Topics, topic: str, reader: MakeReader
 ) -> None:
     topics.make(topic, 40)
@@ -99,7 +99,7 @@ def test_what_retention_took_from_a_running_stream_is_reported_exactly_once(
     assert lost == [f"{topic}-0: offsets 10 to 19", f"{topic}-0: offsets 20 to 24"]
 
 
-def test_what_is_cut_off_between_plan_and_task_is_reported_too(
+def test_records_deleted_between_plan_and_task_are_reported_too(
     caplog: pytest.LogCaptureFixture, topics: Topics, topic: str, reader: MakeReader
 ) -> None:
     topics.make(topic, 40)
@@ -115,7 +115,7 @@ def test_what_is_cut_off_between_plan_and_task_is_reported_too(
     assert f"{topic}-0: offsets 10 to 16" in caplog.text
 
 
-def test_a_topic_of_a_pattern_that_is_deleted_is_reported_and_the_others_go_on(
+def test_a_deleted_topic_of_a_pattern_is_reported_and_the_others_continue(
     caplog: pytest.LogCaptureFixture, topics: Topics, topic: str, reader: MakeReader
 ) -> None:
     gone, kept = f"{topic}-gone", f"{topic}-kept"
@@ -138,7 +138,7 @@ def test_a_topic_of_a_pattern_that_is_deleted_is_reported_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("limit", [ReadAllAvailable(), ReadMaxRows(4)])
-def test_progress_is_seen_as_the_lag_of_a_group(
+def test_progress_is_visible_as_the_lag_of_a_group(
     topics: Topics, topic: str, server: Server, reader: MakeReader, limit: ReadLimit
 ) -> None:
     topics.make(topic, 10)
@@ -154,9 +154,7 @@ def test_progress_is_seen_as_the_lag_of_a_group(
     assert (progress["topic"], progress["committed"], progress["lag"]) == (topic, end[topic]["0"], 17 - end[topic]["0"])
 
 
-def test_a_task_says_what_is_wrong_and_nothing_of_what_lies_below(
-    topics: Topics, topic: str, reader: MakeReader
-) -> None:
+def test_the_error_of_a_task_has_no_internals(topics: Topics, topic: str, reader: MakeReader) -> None:
     topics.make(topic, 20)
     stream = reader()
     (planned,) = stream.partitions(at(topic, 0), at(topic, 20))
@@ -168,7 +166,7 @@ def test_a_task_says_what_is_wrong_and_nothing_of_what_lies_below(
     assert "rows.py" not in frames
 
 
-def test_a_filter_that_no_task_could_use_is_said_on_the_driver(topic: str) -> None:
+def test_an_invalid_filter_is_reported_on_the_driver(topic: str) -> None:
     source = MillstreamSource({"subscribe": topic, "filter": "payload.total >"})
     for make in (source.reader, source.streamReader):
         with pytest.raises(FilterError, match=r"payload\.total >"):

@@ -1,4 +1,4 @@
-"""Spark against brokers that authenticate: the driver signs in, tasks get tokens, and secrets stay with the driver."""
+"""Spark with brokers that authenticate: the driver logs in, tasks get tokens, and secrets stay with the driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from millstream_testing.server import Server
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+# An interrupted call into the JVM leaves the session unusable, and the first calls take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
 
 USER, PASSWORD = "alice", "alice-password"
@@ -40,7 +40,7 @@ class Locked(NamedTuple):
 
     @property
     def options(self) -> dict[str, str]:
-        """As a job that reads Kafka has them."""
+        """Options as in a job that reads Kafka."""
         module = "org.apache.kafka.common.security.scram.ScramLoginModule"
         return {
             "kafka.bootstrap.servers": self.server.kafka,
@@ -100,7 +100,7 @@ def scopes(tokens: list[TokenDescription]) -> set[tuple[str, str, str]]:
     return {(rule.operation, rule.type, rule.name) for token in tokens for rule in token.scope}
 
 
-def test_tables_are_written_and_read_with_the_options_of_kafka(spark: SparkSession, locked: Locked) -> None:
+def test_tables_are_written_and_read_with_kafka_options(spark: SparkSession, locked: Locked) -> None:
     frame = spark.createDataFrame([("a", "1"), ("b", "2")], "key string, value string")
     writing = frame.write.format("millstream").options(topic="alice-table", **locked.options)
     writing.option("txnAppId", "nightly").option("txnVersion", "1").mode("append").save()
@@ -116,7 +116,9 @@ def test_tables_are_written_and_read_with_the_options_of_kafka(spark: SparkSessi
     assert ("read", "topic", "*") not in scopes(tokens), "a token of a task may do what its query does, and no more"
 
 
-def test_a_stream_signs_in_by_a_file_and_tasks_by_tokens(spark: SparkSession, locked: Locked, tmp_path: Path) -> None:
+def test_a_stream_logs_in_by_a_file_and_its_tasks_by_tokens(
+    spark: SparkSession, locked: Locked, tmp_path: Path
+) -> None:
     made = locked.ask(create_token)
     file = tmp_path / "token"
     file.write_text(made.token, encoding="utf-8")
@@ -137,7 +139,7 @@ def test_a_stream_signs_in_by_a_file_and_tasks_by_tokens(spark: SparkSession, lo
     assert len(sink) < len(query.recentProgress), "processes that plan batches keep their tokens"
 
 
-def test_bulk_jobs_get_what_the_driver_has_made(spark: SparkSession, locked: Locked) -> None:
+def test_bulk_jobs_use_the_token_of_the_driver(spark: SparkSession, locked: Locked) -> None:
     frame = spark.createDataFrame([("1",), ("2",)], "value string")
     frame.write.format("millstream").options(topic="alice-bulk", **locked.options).mode("append").save()
     brokers, access = locked.server.kafka, task_access(locked.server.kafka, ["alice-bulk"], options=locked.options)
@@ -152,14 +154,14 @@ def test_bulk_jobs_get_what_the_driver_has_made(spark: SparkSession, locked: Loc
     assert ranges.mapInArrow(sizes, "rows long").groupBy().sum().collect()[0][0] == 2
 
 
-def test_a_topic_that_the_user_may_not_read_is_refused(spark: SparkSession, locked: Locked) -> None:
+def test_a_topic_without_read_permission_is_refused(spark: SparkSession, locked: Locked) -> None:
     table = spark.read.format("millstream").options(subscribe="others", **locked.options)
     with pytest.raises(Exception, match="others") as refused:
         table.load().count()
     assert PASSWORD not in str(refused.value)
 
 
-def test_what_a_driver_signs_in_by_is_not_sent_anywhere(locked: Locked) -> None:
+def test_the_credentials_of_a_driver_are_not_sent_anywhere(locked: Locked) -> None:
     access = parse_access({name: text for name, text in locked.options.items() if name != "kafka.bootstrap.servers"})
     assert PASSWORD not in repr(access)
     with pytest.raises(InvalidRequest, match="cannot be pickled"):

@@ -1,4 +1,4 @@
-"""`format("millstream")` in a real Spark: rows in, rows out, restarts, failures, and what is said when it cannot be."""
+"""`format("millstream")` in a real Spark: reads, writes, restarts, failures, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 WAIT_S = 60.0
-# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+# An interrupted call into the JVM leaves the session unusable, and the first calls take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -69,7 +69,7 @@ class Bench:
         return reader.options(**{"subscribe": name, "startingOffsets": "earliest", **options}).load()
 
     def copy(self, frame: DataFrame, checkpoint: str = "checkpoint", **options: str) -> StreamingQuery:
-        """Write what a stream has now to the topic."""
+        """Write the current messages of a stream to the topic."""
         writer = frame.writeStream.format("millstream").option("kafka.bootstrap.servers", self.server.kafka)
         writer = writer.options(topic=self.topic, checkpointLocation=str(self.folder / checkpoint), **options)
         query = writer.trigger(availableNow=True).start()
@@ -90,7 +90,7 @@ def numbered(count: int) -> list[dict[str, Any]]:
     return [{"value": b"%d" % number, "key": b"k%d" % (number % 5)} for number in range(count)]
 
 
-def test_everything_that_a_record_has_is_in_its_row(bench: Bench) -> None:
+def test_a_row_has_every_field_of_its_record(bench: Bench) -> None:
     bench.create(partitions=2)
     headers: list[tuple[str, bytes | None]] = [("region", b"eu"), ("empty", None)]
     bench.produce(
@@ -148,7 +148,7 @@ def test_columns_formats_filters_positions_and_tasks(bench: Bench) -> None:
     assert bench.read(mode="ranges", maxRecordsPerPartition="40").count() == 3
 
 
-def test_conditions_on_coordinates_are_taken_over_by_the_fetch(bench: Bench) -> None:
+def test_conditions_on_coordinates_are_pushed_down(bench: Bench) -> None:
     bench.create(partitions=3)
     bench.produce([{"value": b"%d" % n, "partition": n % 3, "timestamp": 1000 * (n + 1)} for n in range(90)])
     few = bench.read().where("partition = 1 and offset >= 10 and offset < 12")
@@ -159,7 +159,7 @@ def test_conditions_on_coordinates_are_taken_over_by_the_fetch(bench: Bench) -> 
     assert bench.read().where("topic = 'another'").count() == 0
 
 
-def test_ranges_are_fetched_where_the_jvm_never_sees_the_records(bench: Bench) -> None:
+def test_ranges_are_fetched_without_records_in_the_jvm(bench: Bench) -> None:
     bench.create(partitions=2)
     bench.produce([{"value": b"%d" % n, "partition": n % 2} for n in range(90)])
     brokers = bench.server.kafka
@@ -191,7 +191,7 @@ def test_an_empty_topic_has_no_rows(bench: Bench) -> None:
         ({"kafka.security.protocol": "SASL_SSL"}, "there is nothing to sign in by"),
     ],
 )
-def test_what_cannot_be_read_is_said_at_once(bench: Bench, options: dict[str, str], said: str) -> None:
+def test_an_invalid_read_is_refused_at_once(bench: Bench, options: dict[str, str], said: str) -> None:
     from pyspark.errors import PySparkException
 
     bench.create()
@@ -199,7 +199,7 @@ def test_what_cannot_be_read_is_said_at_once(bench: Bench, options: dict[str, st
         bench.read(**options).count()
 
 
-def test_a_schema_that_does_not_fit_is_said_at_once(bench: Bench) -> None:
+def test_an_incompatible_schema_is_refused_at_once(bench: Bench) -> None:
     from pyspark.errors import PySparkException
 
     reader = bench.spark.read.format("millstream").options(subscribe=bench.topic)
@@ -211,7 +211,7 @@ def test_a_schema_that_does_not_fit_is_said_at_once(bench: Bench) -> None:
             bench.write(frame.selectExpr(columns))
 
 
-def test_offsets_that_retention_deleted_are_reported_exactly(bench: Bench) -> None:
+def test_offsets_deleted_by_retention_are_reported_exactly(bench: Bench) -> None:
     from pyspark.errors import PySparkException
 
     bench.create()
@@ -275,7 +275,7 @@ def test_a_session_keeps_what_spark_submit_was_given(tmp_path: Path) -> None:
     assert ran.stdout.split("\n")[:2] == ["local[3] nightly false 5 true", "false"], ran.stderr
 
 
-async def test_a_stream_goes_on_where_it_was_and_sees_new_partitions(bench: Bench) -> None:
+async def test_a_stream_resumes_and_sees_new_partitions(bench: Bench) -> None:
     source = bench.create(f"{bench.topic}-source")
     bench.create()
     bench.produce(numbered(30), source)
@@ -292,7 +292,7 @@ async def test_a_stream_goes_on_where_it_was_and_sees_new_partitions(bench: Benc
     assert {(where.partition, offset) for where, offset in committed.items()} == {(0, 30), (1, 1)}
 
 
-def test_keys_go_where_kafkas_clients_send_them_and_headers_arrive(bench: Bench) -> None:
+def test_keys_map_to_the_partitions_of_kafka_clients_and_headers_arrive(bench: Bench) -> None:
     bench.create(partitions=5)
     frame = bench.spark.range(200).selectExpr(
         "concat('key-', id) as key",
@@ -330,7 +330,7 @@ def test_rows_may_name_topic_and_partition(bench: Bench) -> None:
         bench.write(bench.spark.range(1).selectExpr("'x' as value", "7 as partition"))
 
 
-def test_a_batch_that_spark_repeats_is_there_once(bench: Bench) -> None:
+def test_a_batch_repeated_by_spark_is_stored_once(bench: Bench) -> None:
     source = bench.create(f"{bench.topic}-source")
     bench.create()
     bench.produce(numbered(30), source)
@@ -378,11 +378,11 @@ async def test_offsets_are_committed_with_the_rows_or_not_at_all(bench: Bench) -
     assert (len(bench.values()), await committed()) == (8, {30})
 
 
-def test_nothing_of_a_batch_that_fails_is_visible(bench: Bench) -> None:
+def test_nothing_of_a_failed_batch_is_visible(bench: Bench) -> None:
     from pyspark.errors import PySparkException
 
     bench.create(partitions=2)
-    # The last of its rows cannot be made, when everything before it is written.
+    # The last of its rows cannot be computed, when everything before it is written.
     frame = bench.spark.range(0, 20_000, 1, 2).selectExpr(
         "if(id = 19999, raise_error('bad'), cast(id as string)) as value"
     )
@@ -393,7 +393,7 @@ def test_nothing_of_a_batch_that_fails_is_visible(bench: Bench) -> None:
     assert sorted(bench.values()) == [b"0", b"1", b"2"]
 
 
-def test_a_task_that_outlives_its_failed_write_holds_nothing_up(bench: Bench) -> None:
+def test_a_task_that_outlives_its_failed_write_blocks_nothing(bench: Bench) -> None:
     bench.create()
     options = write_options({"kafka.bootstrap.servers": bench.server.kafka, "topic": bench.topic})
     given_up, again = TopicWriter(options), TopicWriter(options)
@@ -406,7 +406,7 @@ def test_a_task_that_outlives_its_failed_write_holds_nothing_up(bench: Bench) ->
 
 
 @pytest.mark.trial
-def test_a_broker_that_is_killed_under_a_running_query_costs_a_retry(bench: Bench) -> None:
+def test_a_broker_killed_under_a_running_query_costs_a_retry(bench: Bench) -> None:
     source = bench.create(f"{bench.topic}-source", partitions=2)
     bench.create(partitions=2)
     bench.produce(numbered(2000), source)
@@ -423,7 +423,7 @@ def test_a_broker_that_is_killed_under_a_running_query_costs_a_retry(bench: Benc
 
 @pytest.mark.trial
 @pytest.mark.parametrize("is_strict", [True, False])
-def test_what_retention_takes_from_a_running_stream(bench: Bench, is_strict: bool) -> None:
+def test_records_deleted_by_retention_from_a_running_stream(bench: Bench, is_strict: bool) -> None:
     from pyspark.errors import StreamingQueryException
 
     bench.create()
@@ -449,7 +449,7 @@ def test_what_retention_takes_from_a_running_stream(bench: Bench, is_strict: boo
         assert found == [*range(10), *range(25, 40)]
 
 
-def test_rows_of_a_table_in_sparks_catalog_are_written_where_they_are_sent(bench: Bench) -> None:
+def test_rows_of_a_catalog_table_are_written_to_the_given_topic(bench: Bench) -> None:
     bench.create(partitions=1)
     other, third = bench.create(f"{bench.topic}-other"), bench.create(f"{bench.topic}-third")
     sql, first, second = bench.spark.sql, *(f"table{n}_{bench.topic.replace('-', '_')}" for n in (1, 2))
@@ -459,7 +459,7 @@ def test_rows_of_a_table_in_sparks_catalog_are_written_where_they_are_sent(bench
     sql(f"CREATE TABLE {second} USING millstream OPTIONS ({brokers}, subscribe '{other}', {columns})")
     try:
         sql(f"INSERT INTO {first} (key, value) VALUES ('a', 'one')")
-        # The columns of the first table have its options, which say nothing about where their rows go.
+        # The columns of the first table have its options, which do not determine where their rows go.
         sql(f"INSERT INTO {second} SELECT * FROM {first}")
         assert bench.values(other) == [b"one"]
         bench.spark.sql("SELECT 'x' AS topic, 'b' AS key, 'two' AS value, 7L AS offset").createOrReplaceTempView(
@@ -479,7 +479,7 @@ def test_rows_of_a_table_in_sparks_catalog_are_written_where_they_are_sent(bench
         assert bench.values() == [b"one"]
         with pytest.raises(Exception, match="needs a column of text"):
             sql(f"CREATE TABLE {first}_b USING millstream OPTIONS ({brokers}, subscribe '{other}', columns 'value')")
-        # A schema that was taken from a table does not decide what is read.
+        # A schema taken from a table does not decide what is read.
         read = bench.spark.read.format("millstream").schema(rows.schema)
         found = read.options(**there, subscribePattern=f"{third}|none").load().collect()
         assert {row.topic for row in found} == {third}
@@ -488,7 +488,7 @@ def test_rows_of_a_table_in_sparks_catalog_are_written_where_they_are_sent(bench
         sql(f"DROP TABLE {second}")
 
 
-def test_a_table_of_sparks_catalog_is_read_and_inserted_into(bench: Bench) -> None:
+def test_a_catalog_table_is_read_and_inserted_into(bench: Bench) -> None:
     bench.create(partitions=2)
     sql, table = bench.spark.sql, f"table_{bench.topic.replace('-', '_')}"
     options = f"subscribe '{bench.topic}', `kafka.bootstrap.servers` '{bench.server.kafka}'"

@@ -1,4 +1,4 @@
-"""Streams from topic to topic on a real cluster of Spark while tasks, executors and drivers die: every row, once."""
+"""Streams from topic to topic on a real Spark cluster while tasks, executors and drivers die: every row once."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ class Trial:
 
     @property
     def events(self) -> Path:
-        """What Spark writes down about its tasks."""
+        """The task events that Spark logs."""
         folder = self.folder / "events"
         folder.mkdir(exist_ok=True)
         return folder
 
     def happened(self, pattern: str) -> list[str]:
-        """What the program left behind."""
+        """The marks that the program left."""
         return sorted(file.name for file in self.folder.iterdir() if re.fullmatch(pattern, file.name))
 
     def count_of_tasks(self, mark: str) -> int:
-        """How many ends of tasks in Spark's own record have a mark."""
+        """The number of ended tasks in Spark's log that have a mark."""
         files = [file for file in self.events.rglob("*") if file.is_file()]
         ends = [
             line for file in files for line in file.read_text().splitlines() if '"Event":"SparkListenerTaskEnd"' in line
@@ -107,7 +107,7 @@ class Trial:
         return sum(mark in line for line in ends)
 
     def values(self, isolation: str = "read_committed") -> list[bytes]:
-        """What a plain client reads of the copy."""
+        """The copy as read by a plain client."""
         settings = {"bootstrap.servers": self.server.kafka, "group.id": "trial", "log_level": 0}
         consumer = Consumer({**settings, "enable.partition.eof": True, "isolation.level": isolation})
         consumer.assign([TopicPartition(self.target, number, 0) for number in range(PARTITIONS)])
@@ -131,37 +131,37 @@ def trial(server: Server, topic: str, tmp_path: Path) -> Trial:
     return Trial(server, topic, tmp_path)
 
 
-def test_of_two_attempts_that_really_ran_one_counts(trial: Trial, cluster: str) -> None:
+def test_of_two_attempts_that_ran_one_counts(trial: Trial, cluster: str) -> None:
     trial.copy(cluster, "slow", **_SPECULATION)
-    # In the first batch at least; in a later one the second attempt may win before the first has come so far.
+    # In the first batch at least; in a later one the second attempt may win before the first has come that far.
     assert "struck-0-1-0" in trial.happened("struck-.*")
     assert "passed-0-1-1" in trial.happened("passed-.*")
     assert trial.count_of_tasks('"Speculative":true') >= 1
     assert trial.values() == trial.wanted
-    # The attempts that lost had written something, or this would have been easy.
+    # The losing attempts had written something, or this would have been easy.
     assert len(trial.values("read_uncommitted")) > ROWS
 
 
 @pytest.mark.parametrize("fault", ["kill-worker", "kill-executor"])
-def test_a_task_that_is_killed_in_mid_batch_is_repeated_without_a_trace(trial: Trial, cluster: str, fault: str) -> None:
+def test_a_task_killed_in_mid_batch_is_repeated_without_a_trace(trial: Trial, cluster: str, fault: str) -> None:
     trial.copy(cluster, fault)
     assert trial.happened("struck-.*") == ["struck-0-1-0", "struck-1-1-0"]
     assert trial.values() == trial.wanted
 
 
 @pytest.mark.parametrize("fault", ["before-commit", "after-commit"])
-def test_a_driver_that_is_killed_around_its_commit_goes_on_where_it_was(trial: Trial, fault: str) -> None:
+def test_a_driver_killed_around_its_commit_resumes(trial: Trial, fault: str) -> None:
     paused = trial.folder / f"paused-{fault}"
     with trial.driver("local[2]", fault) as process:
         wait_until(paused.exists, process, trial.log)
         kill(process)
-    # The batch that hangs between its end and the word of the driver shows, or does not, but never a part of it.
+    # The batch that hangs between its end and the driver's commit is visible or not, but never in part.
     assert len(trial.values()) == (ROWS if fault == "after-commit" else ROWS_PER_BATCH)
     trial.copy("local[2]", "no-commit")
     assert trial.values() == trial.wanted
 
 
-async def test_a_stream_that_fails_holds_no_one_up_and_goes_on_where_it_was(trial: Trial) -> None:
+async def test_a_failing_stream_blocks_nothing_and_resumes(trial: Trial) -> None:
     with trial.driver("local[2]", "kill-writer") as process:
         assert process.wait(WAIT_S) != 0
     assert trial.happened("struck-.*") == ["struck-writer"]

@@ -1,4 +1,4 @@
-"""What tasks and drivers of Spark ask of a real broker when rows are written, without Spark around it."""
+"""The requests of Spark tasks and drivers to a real broker when rows are written, without Spark."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def of_task(monkeypatch: pytest.MonkeyPatch, query: str, batch: int, run: str) -> None:
-    """Let what runs here be a task of a stream."""
+    """Make this process look like a task of a stream."""
     reported = {"sql.streaming.queryId": query, "streaming.sql.batchId": str(batch), "spark.jobGroup.id": run}
     context = SimpleNamespace(getLocalProperty=reported.get, partitionId=lambda: 0)
     monkeypatch.setattr(TaskContext, "get", lambda: context)
 
 
 def left_open(options: WriteOptions, batch: Batch) -> None:
-    """Write as a task does that is killed in the middle."""
+    """Write as a task that is killed midway."""
     link = _link(options)
     identity = link.call(Transactions(link.client).begin(batch.new_attempt(0)))
     producer = RowProducer(link, options, identity, transactional=True)
@@ -94,7 +94,7 @@ def values(options: WriteOptions, count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("is_returned", [False, True])
-def test_a_batch_of_a_stream_that_fails_leaves_nothing_open(
+def test_a_failed_batch_of_a_stream_leaves_nothing_open(
     monkeypatch: pytest.MonkeyPatch, options: WriteOptions, topic: str, is_returned: bool
 ) -> None:
     query = f"query-of-{topic}"
@@ -103,7 +103,7 @@ def test_a_batch_of_a_stream_that_fails_leaves_nothing_open(
     killed = Batch(query, 3, "thisrun", writer._stream)
     for batch in (Batch(query, 3, "before", writer._stream), killed, other):
         left_open(options, batch)
-    # All that a driver receives: the number of the batch, and the parts of the tasks that ended.
+    # All that a driver receives: the number of the batch, and the parts of the finished tasks.
     of_driver.abort([None, Part(killed, 3, None) if is_returned else None], 3)
     assert open_transactions(options, query) == []
     assert len(open_transactions(options, other.query)) == 1
@@ -111,7 +111,7 @@ def test_a_batch_of_a_stream_that_fails_leaves_nothing_open(
     of_task(monkeypatch, query, 3, "this-run")
     with pytest.raises(ProducerFenced):
         writer.write(iter([ROWS]))
-    # The run that takes the batch up again is another one.
+    # The batch is resumed by another run.
     of_task(monkeypatch, query, 3, "next-run")
     of_driver.commit([writer.write(iter([ROWS]))], 3)
     again = writer.write(iter([ROWS]))
@@ -121,14 +121,14 @@ def test_a_batch_of_a_stream_that_fails_leaves_nothing_open(
     link.call(Transactions(link.client).abort_batch(other.query, 3))
 
 
-def test_streams_are_distinguished_by_the_places_of_their_checkpoints(topic: str) -> None:
+def test_streams_are_distinguished_by_their_checkpoint_locations(topic: str) -> None:
     names = [TopicStreamWriter(write_options({"checkpointLocation": place}))._stream for place in ("a", "a", "b")]
     assert names[0] == names[1] != names[2]
     assert TopicStreamWriter(write_options({}))._stream == ""
 
 
 @pytest.mark.usefixtures("stranger")
-def test_a_broker_without_the_batch_commit_gets_rows_at_least_once_and_the_log_says_so(
+def test_a_broker_without_the_batch_commit_gets_rows_at_least_once_and_that_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: WriteOptions, topic: str
 ) -> None:
     source = MillstreamSource({"kafka.bootstrap.servers": options.brokers, "topic": topic})
@@ -145,7 +145,7 @@ def test_a_broker_without_the_batch_commit_gets_rows_at_least_once_and_the_log_s
     assert values(options, 9) == [b"one", b"two", b"three"] * 3
 
 
-def test_what_cannot_be_written_to_is_said_before_there_is_a_task(server: Server, topic: str) -> None:
+def test_an_invalid_target_is_refused_before_any_task_runs(server: Server, topic: str) -> None:
     nowhere = MillstreamSource({"kafka.bootstrap.servers": "127.0.0.1:1", "topic": topic})
     with pytest.raises(
         BrokerUnreachable, match=r"check that it is running and that the option kafka\.bootstrap\.servers is right"
@@ -166,7 +166,9 @@ def test_a_missing_topic_is_reported_before_any_task_runs(
         source.writer(SCHEMA, False)
 
 
-def test_a_task_begins_when_the_broker_is_there_again(monkeypatch: pytest.MonkeyPatch, options: WriteOptions) -> None:
+def test_a_task_starts_when_the_broker_is_available_again(
+    monkeypatch: pytest.MonkeyPatch, options: WriteOptions
+) -> None:
     away = [1, 2, 3]
 
     async def reach(self: Client, node: NodeId | None) -> Pool:

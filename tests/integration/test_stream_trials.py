@@ -46,7 +46,7 @@ TOTALS = "SELECT region AS key, region, count(*) AS n, sum(id) AS total FROM `{0
 
 
 class Run:
-    """A driver that runs, and the folder in which it leaves marks."""
+    """A running driver, and the folder in which it leaves marks."""
 
     def __init__(self, process: subprocess.Popen[bytes], marks: Path) -> None:
         self.process = process
@@ -85,7 +85,7 @@ def _members(group: int) -> list[Path]:
 
 
 class StreamTrial:
-    """A statement that remembers, run by the program beside this file."""
+    """A stateful statement, run by the program beside this file."""
 
     def __init__(self, server: Server, name: str, folder: Path, sql: str) -> None:
         self.server = server
@@ -122,7 +122,7 @@ class StreamTrial:
         assert producer.flush(60) == 0
 
     def say(self, sql: str) -> None:
-        """Change the statement, for those who are started from now on."""
+        """Change the statement for drivers started from now on."""
         self.pipeline["settings"]["sql"] = sql.format(self.source)
 
     def start(self, pause: str = "", batch: int = 0) -> Run:
@@ -175,7 +175,7 @@ class StreamTrial:
         run.kill()
 
     def finish(self, rows: int) -> list[dict[str, Any]]:
-        """Run it until there are so many rows and nothing more happens; what is there then, in order."""
+        """Run it until there are so many rows and nothing more happens; return them in order."""
         run = self.start()
         self.until(lambda: len(self.read()) >= rows, run)
         run.print_line("enough")
@@ -188,12 +188,12 @@ class StreamTrial:
             run.kill()
 
     def read(self) -> list[dict[str, Any]]:
-        """What is committed, in the order of each partition."""
+        """The committed rows, in the order of each partition."""
         return [json.loads(value) for value in committed_messages(self.server.kafka, self.into)]
 
 
 def check_windows(trial: StreamTrial) -> None:
-    """Every window that is over is there once, with all of its messages."""
+    """Check that every finished window is stored once, with all of its messages."""
     wanted = []
     for first in range(0, ROWS - LATE_S - WINDOW_S, WINDOW_S):
         at = f"{FIRST + timedelta(seconds=first):%Y-%m-%dT%H:%M:%S}.000Z"
@@ -203,7 +203,7 @@ def check_windows(trial: StreamTrial) -> None:
 
 
 def check_totals(trial: StreamTrial) -> None:
-    """Every region has a row of every batch, and the last one counts everything."""
+    """Check that every region has a row of every batch, and that the last one counts everything."""
     batches = ROWS // BATCH
     found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for row in trial.finish(batches * REGIONS):
@@ -228,7 +228,7 @@ def trial(server: Server, topic: str, tmp_path: Path, request: pytest.FixtureReq
 ScriptedTrial = tuple[StreamTrial, Callable[[StreamTrial], None]]
 
 
-def test_a_driver_that_is_killed_around_the_commits_of_a_batch(trial: ScriptedTrial) -> None:
+def test_a_driver_killed_around_the_commits_of_a_batch(trial: ScriptedTrial) -> None:
     stream, check = trial
     # Twice at the same batch, and once more when it is committed, which Spark does not know.
     stream.kill_at("before-commit", 1)
@@ -239,9 +239,9 @@ def test_a_driver_that_is_killed_around_the_commits_of_a_batch(trial: ScriptedTr
     check(stream)
 
 
-def test_a_driver_that_is_killed_while_spark_writes(trial: ScriptedTrial) -> None:
+def test_a_driver_killed_while_spark_writes(trial: ScriptedTrial) -> None:
     stream, check = trial
-    # The offsets of a batch that nothing is done for yet, the state of one task, what a file is made of, and the end.
+    # The offsets of a batch without any work yet, the state of one task, a temporary file, and the commit.
     stream.kill_when_there_is("offsets/1")
     stream.kill_when_there_is("state/0/*/3.delta")
     stream.kill_when_there_is("state/0/*/.*5.delta*.tmp")
@@ -249,40 +249,40 @@ def test_a_driver_that_is_killed_while_spark_writes(trial: ScriptedTrial) -> Non
     check(stream)
 
 
-def test_a_jvm_that_is_killed_around_a_commit(trial: ScriptedTrial) -> None:
+def test_a_jvm_killed_around_a_commit(trial: ScriptedTrial) -> None:
     stream, check = trial
     for pause, batch in (("before-commit", 1), ("after-commit", 3)):
         run = stream.start(pause, batch)
         stream.until(lambda run=run: run.has("paused"), run)  # type: ignore[misc]
         run.kill_java()
         run.print_line("go")
-        # It commits what is written, or does not, and ends for want of a JVM.
+        # It commits the written rows, or does not, and ends without a JVM.
         assert run.process.wait(WAIT_S) != 0
         run.kill()
     check(stream)
 
 
-def test_a_driver_that_comes_back_when_another_has_taken_its_place(trial: ScriptedTrial) -> None:
+def test_a_driver_that_returns_after_it_was_replaced(trial: ScriptedTrial) -> None:
     stream, check = trial
     old = stream.start("before-commit", 2)
     stream.until(lambda: old.has("paused"), old)
-    # Another one takes back what is promised and not decided, before it goes on from there.
+    # Another one aborts what is prepared and not decided, before it continues from there.
     stream.kill_at("before-commit", 2)
     old.print_line("go")
     assert old.process.wait(WAIT_S) != 0
     check(stream)
 
 
-def test_a_statement_that_is_changed_begins_where_the_rows_of_the_one_before_end(
+def test_a_changed_statement_starts_where_the_rows_of_the_previous_one_end(
     server: Server, topic: str, tmp_path: Path
 ) -> None:
     stream = StreamTrial(server, topic[-40:], tmp_path, TOTALS)
     try:
-        # Spark does not know what is committed, and prepared transactions are undecided.
+        # Spark does not know the commit, and prepared transactions are undecided.
         stream.kill_at("after-commit", 2)
         stream.say(TOTALS.replace("count(*)", "sum(1)"))
         stream.kill_at("before-commit", 1)
-        # The first statement again, whose checkpoint is an old one by now.
+        # The first statement again, whose checkpoint is stale by now.
         stream.say(TOTALS)
         rows = stream.finish((3 + 1 + 4) * REGIONS)
     finally:

@@ -1,4 +1,4 @@
-"""Transforms and routes whose driver, workers or broker are killed at the worst moments: every message, once.
+"""Transforms and routes whose driver, workers or broker are killed at the worst moments: every message once.
 
 Each target is compared with its source offset by offset, and the messages of each key in their order.
 """
@@ -24,7 +24,7 @@ from millstream_testing.spark_cluster import WAIT_S, environment, kill, running,
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(7200)]
 
-# A batch is worth two tasks, one of which reads two partitions.
+# A batch makes two tasks, one of which reads two partitions.
 BATCH = 7000
 ROWS = 4 * BATCH
 PARTITIONS = 3
@@ -35,12 +35,12 @@ CONDITIONS = {"eu": "payload.region = 'eu'", "us": "payload.region = 'us' AND pa
 
 
 def key_of(number: int) -> bytes | None:
-    """Keys come again and again, in all partitions; some messages have none."""
+    """Keys repeat in all partitions; some messages have none."""
     return None if number % 41 == 0 else b"key-%d" % (number % KEYS)
 
 
 class Run:
-    """A driver that runs, and the folder in which it leaves marks."""
+    """A running driver, and the folder in which it leaves marks."""
 
     def __init__(self, process: Popen[bytes], marks: Path, log: Path) -> None:
         self._process = process
@@ -59,7 +59,7 @@ class Run:
         self._marks.joinpath(mark).touch()
 
     def end(self) -> None:
-        """Wait for its end, which has to be a good one."""
+        """Wait for its end, which has to be a success."""
         assert self._process.wait(WAIT_S) == 0, self._log.read_text(errors="replace")[-3000:]
 
     def kill(self) -> None:
@@ -132,7 +132,7 @@ class Trial:
             run.end()
 
     def check(self) -> None:
-        """Every target has what belongs there, once, and in the order of each key."""
+        """Check that every target has its messages once, in the order of each key."""
         source = self.source
         assert source.read() == []
         europe = source.where(lambda document: document["region"] == "eu")
@@ -144,7 +144,7 @@ class Trial:
             assert source.faults(committed_records(self.server.kafka, self.target(name)), wanted) == []
 
     def _faults_of_rows(self, wanted: Collection[Place]) -> list[str]:
-        """What is wrong with the rows of the statement, which say themselves where they come from."""
+        """The faults in the rows of the statement, which contain their own origin."""
         found = []
         reported = []
         for one in committed_records(self.server.kafka, self.target("eu")):
@@ -159,11 +159,11 @@ class Trial:
 @pytest.mark.parametrize("size", [BATCH, ROWS_HERE_MAX], ids=["tasks", "driver"])
 @pytest.mark.parametrize("kind", ["route", "transform"])
 @pytest.mark.parametrize("pause", ["before-commit", "after-commit"])
-def test_a_driver_that_is_killed_around_a_commit(
+def test_a_driver_killed_around_a_commit(
     server: Server, topic: str, tmp_path: Path, kind: str, pause: str, size: int
 ) -> None:
     trial = Trial(server, topic[-40:], tmp_path, kind, size)
-    # At the first batch, of which nothing is known before; then in the middle, twice at the same one.
+    # At the first batch, before which nothing is known; then in the middle, twice at the same one.
     for batch in (0, 2, 2) if pause == "before-commit" else (0, 2):
         trial.kill_at(pause, batch)
     trial.finish()
@@ -172,24 +172,24 @@ def test_a_driver_that_is_killed_around_a_commit(
 
 @pytest.mark.parametrize("size", [BATCH, ROWS_HERE_MAX], ids=["tasks", "driver"])
 @pytest.mark.parametrize("kind", ["route", "transform"])
-def test_a_driver_that_comes_back_when_another_has_taken_its_place(
+def test_a_driver_that_returns_after_it_was_replaced(
     server: Server, topic: str, tmp_path: Path, kind: str, size: int
 ) -> None:
     trial = Trial(server, topic[-40:], tmp_path, kind, size)
     with trial.driver("before-commit", 1) as old:
         old.until("paused")
         with trial.driver("before-commit", 2) as new:
-            # It has taken back what the other one promised, and done the batch itself.
+            # It has aborted what the other one prepared, and done the batch itself.
             new.until("paused")
             old.print_line("go")
-            # The older one finds its batch done, takes back the next one that the other has promised, and goes on.
+            # The older one finds its batch done, aborts the next one that the other has prepared, and continues.
             old.end()
             new.print_line("go")
             new.end()
     trial.check()
 
 
-def test_a_worker_that_is_killed_when_its_rows_are_written(server: Server, topic: str, tmp_path: Path) -> None:
+def test_a_worker_killed_after_its_rows_are_written(server: Server, topic: str, tmp_path: Path) -> None:
     trial = Trial(server, topic[-40:], tmp_path, "route")
     with trial.driver("kill-worker") as run:
         run.end()
@@ -199,12 +199,12 @@ def test_a_worker_that_is_killed_when_its_rows_are_written(server: Server, topic
 
 @pytest.mark.parametrize("kind", ["route", "transform"])
 @pytest.mark.parametrize("size", [BATCH, ROWS_HERE_MAX], ids=["tasks", "driver"])
-def test_a_broker_that_is_killed_between_promise_and_commit(tmp_path: Path, topic: str, kind: str, size: int) -> None:
+def test_a_broker_killed_between_prepare_and_commit(tmp_path: Path, topic: str, kind: str, size: int) -> None:
     with Server(tmp_path / "data") as server:
         trial = Trial(server, topic[-40:], tmp_path, kind, size)
         trial.kill_at("before-commit", 1)
         server.restart(clean=False)
-        # And once more while a driver runs that has promised, and commits when the broker is back.
+        # And once more while a driver runs that has prepared, and commits when the broker is back.
         with trial.driver("before-commit", 2) as run:
             run.until("paused")
             server.restart(clean=False)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 WAIT_S = 60.0
-# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+# An interrupted call into the JVM leaves the session unusable, and the first calls take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -76,7 +76,7 @@ class Shop:
         return JobContext(spark=self.spark, brokers=self.server.kafka, lake=folder, folder=folder)
 
     def run(self, sql: str, steps: int = 1, **settings: str) -> int:
-        """Run some steps of a new job, and say how many messages they took."""
+        """Run some steps of a new job; return the number of messages processed."""
         job = TransformJob(self.pipeline(sql, **settings), self.context())
         try:
             return sum(job.step().rows for _ in range(steps))
@@ -84,7 +84,7 @@ class Shop:
             job.close()
 
     def read(self) -> list[dict[str, Any]]:
-        """What is in the topic that was written, as far as it is committed."""
+        """The committed content of the target topic."""
         messages = committed_records(self.server.kafka, self.into)
         return [{"key": message.key, **json.loads(message.value or b"")} for message in messages]
 
@@ -117,7 +117,7 @@ def contents(messages: Iterable[Committed]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("sql", SMALL_STATEMENTS)
-def test_small_batches_are_evaluated_in_the_driver_as_by_a_job(
+def test_small_batches_are_evaluated_in_the_driver_like_in_a_job(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, sql: str
 ) -> None:
     rows: list[dict[str, Any]] = orders(0, 6)
@@ -142,11 +142,13 @@ def test_small_batches_are_evaluated_in_the_driver_as_by_a_job(
     assert len(evaluated) == 1
 
 
-def test_what_the_driver_cannot_evaluate_is_left_to_a_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statements_that_the_driver_cannot_evaluate_are_left_to_a_job(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shop.publish(shop.orders, orders(0, 4))
     sql = "SELECT id, explode(sequence(1, IF(id = 3, 40000, 1))) AS n, 1 / (id - 5) AS x FROM orders"
     job = TransformJob(shop.pipeline(sql), shop.context())
-    # Too many rows come out of a few.
+    # A few rows produce too many.
     assert job.step().counts == {"written": 40_003, "undecoded": 0}
 
     def changed(_plan: LocalPlan, _batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -157,7 +159,7 @@ def test_what_the_driver_cannot_evaluate_is_left_to_a_job(shop: Shop, monkeypatc
     assert job.step().counts == {"written": 1, "undecoded": 0}
     monkeypatch.undo()
     shop.publish(shop.orders, orders(5, 1))
-    # An error of the statement is the job's own.
+    # An error of the statement is reported by the job.
     with pytest.raises(PySparkException, match="DIVIDE_BY_ZERO"):
         job.step()
     job.close()
@@ -174,7 +176,7 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     sql = "SELECT o.id, c.discount FROM orders o JOIN customers c ON o.customer.tier = c.tier"
     tables = json.dumps({"customers": table})
     job = TransformJob(shop.pipeline(sql, tables=tables), shop.context())
-    # It may be landed only later: that is waited for as a topic is.
+    # It may be landed only later, and is waited for like a topic.
     with pytest.raises(FileNotFoundError, match=r"table 'customers' does not exist at .* yet"):
         job.step()
     DeltaTable.create(table, pa.schema([("tier", pa.string()), ("discount", pa.int64())]))
@@ -183,14 +185,14 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     shop.publish(shop.orders, orders(1, 3))
     assert job.step().rows == 3
     assert sorted((row["id"], row["discount"]) for row in shop.read()) == [(1, 10), (2, 10)]
-    # From here on it is too large to be handed over by the driver.
+    # From here on it is too large to be broadcast by the driver.
     monkeypatch.setattr("millstream.pipelines.jobs.transform.prepared_query.HANDED_BYTES_MAX", 0)
     write_deltalake(table, pa.table({"tier": ["silver"], "discount": [5]}), mode="append")
     shop.publish(shop.orders, orders(6, 1))
     assert job.step().rows == 1
     assert (6, 5) in [(row["id"], row["discount"]) for row in shop.read()]
     job.close()
-    # What is remembered of a table is no reason to run as a stream, however large it is. Files will do, too.
+    # State kept for a table is no reason to run as a stream, at any size. Files work, too.
     files = shop.folder / "files"
     files.mkdir()
     pq.write_table(pa.table({"tier": ["gold"], "discount": [20]}), files / "one.parquet")
@@ -231,9 +233,9 @@ def test_small_batches_are_planned_once_unless_that_would_change_their_rows(
     assert len({row["at"] for row in rows if "at" in row}) == 2
 
 
-def test_a_dry_run_reports_everything_and_does_nothing(shop: Shop) -> None:
+def test_a_dry_run_reports_everything_and_changes_nothing(shop: Shop) -> None:
     shop.publish(shop.orders, orders(0, 10))
-    # What the second condition names makes no difference, and has to be there all the same.
+    # The column in the second condition makes no difference, but has to exist.
     sql = "SELECT key, id, total FROM orders WHERE id < 3 AND (customer.tier IS NULL OR 1 = 1)"
     reported = dry_run(shop.pipeline(sql), shop.context())
     assert (reported.output, reported.sampled, reported.has_state) == (
@@ -254,7 +256,7 @@ def test_a_dry_run_reports_everything_and_does_nothing(shop: Shop) -> None:
     assert shop.run(sql) == 10
 
 
-def test_all_columns_of_a_topic_are_its_messages_as_they_are(shop: Shop) -> None:
+def test_all_columns_of_a_topic_are_its_messages_unchanged(shop: Shop) -> None:
     shop.create(shop.into)
     shop.publish(shop.orders, [{"id": number, "total": number * 10} for number in range(4)])
     assert shop.run("SELECT * FROM orders WHERE total > 10") == 4
@@ -274,7 +276,7 @@ RECORD = "value, topic, partition, offset, timestamp, timestampType, headers, pa
         ("SELECT DISTINCT id < 9 AS small FROM orders", ['{"small":true}']),
     ],
 )
-def test_statements_that_remember_are_known(shop: Shop, sql: str, wanted: list[str]) -> None:
+def test_stateful_statements_are_recognised(shop: Shop, sql: str, wanted: list[str]) -> None:
     shop.publish(shop.orders, orders(0, 6))
     reported = dry_run(shop.pipeline(sql), shop.context())
     assert (reported.has_state, [row["value"] for row in reported.rows]) == (True, wanted)
@@ -296,16 +298,16 @@ def test_totals_without_a_watermark_are_written_as_they_grow(shop: Shop) -> None
     totals: dict[bytes, list[tuple[int, float]]] = {}
     for row in shop.read():
         totals.setdefault(row["key"], []).append((row["n"], row["total"]))
-    # How messages fall into batches is not known, but each row counts more of them than the one before it.
+    # The division into batches is not known, but each row counts more messages than the one before it.
     assert all(rows == sorted(set(rows)) for rows in totals.values())
     # The message that is left out is silver.
     assert {tier: rows[-1] for tier, rows in totals.items()} == {b"gold": (8, 72.0), b"silver": (3, 27.0)}
 
 
 @pytest.mark.trial
-def test_distinct_means_of_all_messages_that_ever_came(shop: Shop) -> None:
+def test_distinct_applies_to_all_messages_ever_received(shop: Shop) -> None:
     job = TransformJob(shop.pipeline("SELECT DISTINCT customer.tier AS tier FROM orders"), shop.context())
-    # The second batch has what the first had, and the third something new.
+    # The second batch repeats the first, and the third has something new.
     for rows in (orders(1, 4), orders(1, 4), [{"id": 9, "customer": {"tier": "bronze"}}]):
         shop.publish(shop.orders, rows)
         taken = 0
@@ -333,14 +335,14 @@ def test_rows_of_a_table_without_a_message_are_refused(shop: Shop, sql: str) -> 
         shop.run(sql, tables=json.dumps({"customers": table}), schemas=schemas)
 
 
-def test_columns_that_no_one_names_are_seen_when_they_come(shop: Shop) -> None:
+def test_unnamed_columns_are_seen_when_they_appear(shop: Shop) -> None:
     shop.publish(shop.orders, [{"id": 1, "total": 2, "tier": "gold"}])
     job = TransformJob(shop.pipeline(f"SELECT * EXCEPT ({RECORD}, tier) FROM orders"), shop.context())
     assert job.step().rows == 1
     shop.publish(shop.orders, [{"id": 2, "total": 3, "tier": "gold", "note": {"by": "me"}}, {"id": 3}])
     taken = 0
     while taken < 2:
-        # The batch that has a field for the first time is done again.
+        # The first batch with a new field is repeated.
         taken += job.step().rows
     job.close()
     assert taken == 2
@@ -367,7 +369,7 @@ def test_a_backfill_uses_the_columns_of_its_pipeline(shop: Shop) -> None:
     assert sorted(found) == [b'{"id":1,"n":2}', b'{"id":1,"n":2}', b'{"id":2}']
 
 
-def test_what_cannot_be_read_and_values_of_another_type_are_counted(shop: Shop) -> None:
+def test_unreadable_messages_and_values_of_another_type_are_counted(shop: Shop) -> None:
     shop.publish(shop.orders, [{"id": 1, "code": 7}, {"id": 2, "code": "x7"}])
     producer = Producer({"bootstrap.servers": shop.server.kafka, "log_level": 0})
     producer.produce(shop.orders, b"no json", key=b"broken", partition=0)
@@ -384,7 +386,7 @@ def test_what_cannot_be_read_and_values_of_another_type_are_counted(shop: Shop) 
     ]
 
 
-def test_messages_that_are_joined_with_a_table_keep_the_order_of_their_keys(shop: Shop) -> None:
+def test_messages_joined_with_a_table_keep_the_order_of_their_keys(shop: Shop) -> None:
     import pyarrow as pa
     from deltalake import write_deltalake
 
@@ -404,7 +406,7 @@ def test_messages_that_are_joined_with_a_table_keep_the_order_of_their_keys(shop
 
 
 @pytest.mark.trial
-def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
+def test_windows_are_written_once_when_they_are_finished(shop: Shop) -> None:
     shop.create(shop.into)
     sql = "SELECT window.start AS at, count(*) AS n FROM orders GROUP BY window(at, '1 minute')"
     settings = {
@@ -424,7 +426,7 @@ def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
     # In its own thread, as the driver does it.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(run, rows=6, windows=1).result()
-    # A new job goes on with the state that the one before it left.
+    # A new job continues with the state of the previous one.
     shop.publish(shop.orders, [{"at": "2026-11-15 12:01:59"}, {"at": "2026-11-15 12:10:00"}])
     run(rows=2, windows=3)
     found = sorted((row["at"], row["n"]) for row in shop.read())
@@ -448,7 +450,7 @@ def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
         ("SELECT id FROM orders JOIN identifier('text.`/etc/passwd`') USING (id)", "backquotes"),
     ],
 )
-def test_statements_that_cannot_be_run(shop: Shop, sql: str, message: str) -> None:
+def test_invalid_statements_are_refused(shop: Shop, sql: str, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         shop.run(sql, schemas=json.dumps({shop.orders: "id long, total double"}))
 
@@ -523,8 +525,8 @@ def simple_type(kind: ColumnType) -> str:
     return f"{kind.name}<{parts}>" if parts else kind.name
 
 
-async def test_rows_and_offsets_are_one(shop: Shop) -> None:
-    # A statement that a file holds may end as statements do.
+async def test_rows_and_offsets_are_committed_together(shop: Shop) -> None:
+    # A statement in a file may end with a semicolon.
     sql = "SELECT key, id, total * 2 AS double, customer.tier AS tier, payload_key FROM orders WHERE id % 2 = 0;"
     shop.publish(shop.orders, orders(0, 100))
     assert shop.run(sql) == 100
@@ -532,7 +534,7 @@ async def test_rows_and_offsets_are_one(shop: Shop) -> None:
     assert [row["id"] for row in found] == list(range(0, 100, 2))
     assert found[1] == {"key": b"2", "id": 2, "double": 6.0, "tier": "gold", "payload_key": "own"}
     shop.publish(shop.orders, orders(100, 50))
-    # A new job, as after a crash: it goes on where the one before it ended.
+    # A new job, as after a crash: it continues where the previous one ended.
     assert shop.run(sql, steps=2) == 50
     assert sorted(row["id"] for row in shop.read()) == list(range(0, 150, 2))
     async with Client.connect(shop.server.kafka) as client:
@@ -540,7 +542,7 @@ async def test_rows_and_offsets_are_one(shop: Shop) -> None:
     assert sum(committed.values()) == 150
 
 
-def test_a_broken_statement_says_where(shop: Shop) -> None:
+def test_an_invalid_statement_is_reported_with_its_position(shop: Shop) -> None:
     shop.publish(shop.orders, orders(0, 2))
     with pytest.raises(InvalidSetting, match=r"(?s)UNRESOLVED_COLUMN.*line 1, column 8"):
         shop.run("SELECT totl FROM orders")
@@ -580,7 +582,7 @@ class RoutedTopic:
         return Rule(name=name, topic=self.orders, targets=named, condition=condition, subscription=subscription)
 
     def run(self, *rules: Rule, steps: int = 1) -> int:
-        """Run some steps of a new job, and say how many messages they took."""
+        """Run some steps of a new job; return the number of messages processed."""
         pipeline = Pipeline(pipeline_id=self.id, name=self.name, kind=PipelineKind.ROUTE, overrides={})
         context = JobContext(spark=self.spark, brokers=self.server.kafka, lake="", folder="", rules=rules)
         job = RouteJob(pipeline, context)
@@ -615,16 +617,16 @@ def test_every_target_has_its_messages_once_and_rules_change_between_batches(rou
     assert (first.headers, first.timestamp_ms) == ((("tier", b"gold"),), 1_700_000_000_031)
     routed.publish(60, 30)
     asia = routed.rule("asia", "payload.region = 'asia'", "asia")
-    # A topic that is missing holds up no other.
+    # A missing topic blocks no other.
     later = Rule(name="later", topic=f"{routed.name}-later", targets=(f"{routed.name}-late",))
-    # A new job with other rules, as the driver makes one when they change.
+    # A new job with other rules, as the driver creates when they change.
     assert routed.run(asia, gold, later, steps=2) == 30
     assert routed.ids("asia") == list(range(62, 90, 3))
     assert routed.ids("gold") == list(range(31, 90, 2))
     assert routed.ids("all") == list(range(60))
 
 
-async def test_a_rule_can_have_the_filter_of_a_subscription(routed: RoutedTopic) -> None:
+async def test_a_rule_can_use_the_filter_of_a_subscription(routed: RoutedTopic) -> None:
     routed.publish(0, 12)
     async with Client.connect(routed.server.kafka) as client:
         settings = {"millstream.filter": "payload.region = 'us'"}
@@ -637,7 +639,7 @@ async def test_a_rule_can_have_the_filter_of_a_subscription(routed: RoutedTopic)
         routed.run(Rule(name="later", topic=f"{routed.name}-later", targets=(f"{routed.name}-late",)))
 
 
-def test_a_broken_condition_is_reported_before_anything_is_routed(routed: RoutedTopic) -> None:
+def test_an_invalid_condition_is_reported_before_anything_is_routed(routed: RoutedTopic) -> None:
     routed.publish(0, 3)
     with pytest.raises(FilterError, match="did you mean 'key'"):
         routed.run(routed.rule("broken", "kye = 'a'", "never"))

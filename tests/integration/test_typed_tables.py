@@ -32,7 +32,7 @@ from millstream_testing.server import Server
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+# An interrupted call into the JVM leaves the session unusable, and the first calls take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
 
 DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 10, "scale": 2}
@@ -144,7 +144,7 @@ def test_a_table_has_the_types_of_the_schemas_and_follows_their_versions(
     assert "schema id 65536: Schema 65536 not found" in refused[1]["reason"]
     assert "does not decode as Avro" in refused[2]["reason"]
 
-    # A later version adds a field; what was landed stays as it is.
+    # A later version adds a field; landed rows are unchanged.
     note = {"name": "note", "type": ["null", "string"], "default": None}
     wider = AvroSerializer(registry, avro(note).replace('"name": "id", "type": "int"', '"name": "id", "type": "long"'))
     publish(server, topic, wider({**ORDER, "id": 2**40, "note": "new"}, of(topic)), first)

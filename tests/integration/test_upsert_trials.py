@@ -30,7 +30,7 @@ FIELDS = 2000
 
 
 class Trial:
-    """Debezium's events in any order, some of them twice, and what the table should be."""
+    """Debezium events in any order, some of them twice, and the expected table."""
 
     def __init__(self, server: Server, topic: str, folder: Path) -> None:
         self.server = server
@@ -124,15 +124,15 @@ def test_kills_at_the_worst_moments(server: Server, topic: str, tmp_path: Path, 
     trial.check()
 
 
-def test_a_task_dies_when_its_bucket_is_written(server: Server, topic: str, tmp_path: Path) -> None:
+def test_a_task_that_dies_after_writing_its_bucket(server: Server, topic: str, tmp_path: Path) -> None:
     trial = Trial(server, topic, tmp_path)
     trial.publish()
-    # Spark starts the task again.
+    # Spark restarts the task.
     trial.land("kill-rewriting")
     trial.check()
 
 
-def test_two_runs_at_once(server: Server, topic: str, tmp_path: Path) -> None:
+def test_two_concurrent_runs(server: Server, topic: str, tmp_path: Path) -> None:
     trial = Trial(server, topic, tmp_path)
     trial.publish(6000)
     with trial.driver("") as one, trial.driver("second") as other:

@@ -46,7 +46,7 @@ class Over(Exception):
 
 
 class Writer(Caller):
-    """What every producer does: begin, and write to partitions."""
+    """The common part of all producers: begin, and write to partitions."""
 
     def __init__(self, name: str, stage: Stage, transactional_id: str, *, instance: int, version: int) -> None:
         super().__init__(name, stage, may_be_late=version == SECOND)
