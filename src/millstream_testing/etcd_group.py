@@ -21,7 +21,7 @@ class EtcdGroupMember(LocalEtcd):
     def __init__(self, group: EtcdGroup, folder: Path) -> None:
         held = ReservedPort()
         super().__init__(folder, port=held.number, durable=False)
-        self._held = held
+        self._reserved_port = held
         self._group = group
         self.name = folder.name
         self.peer = f"http://{self._peer.address}"

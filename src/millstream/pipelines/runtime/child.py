@@ -176,7 +176,7 @@ class PipelineChild(SupervisedChild):
     def _is_called_for(self) -> bool:
         return bool(self._due) and self._owner.is_mine and not self._idle_reason and not self._stopping.is_set()
 
-    async def _wanted(self) -> None:
+    async def _wait_until_needed(self) -> None:
         while not self._is_called_for and not self._stopping.is_set():
             self._news.clear()
             try:
@@ -240,7 +240,7 @@ class PipelineChild(SupervisedChild):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    async def _ended(self, process: Process) -> int:
+    async def _wait_for_exit(self, process: Process) -> int:
         self._stepped.clear()
         self._settled.clear()
         sending = asyncio.get_running_loop().create_task(
