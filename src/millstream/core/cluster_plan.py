@@ -36,6 +36,14 @@ _EVEN: Final = 0.05
 """A replica stays if the node that it would leave had, without it, at most this share of an average load more than the
 node that it would go to: less is not worth the bytes."""
 
+_UNEVEN: Final = 2 * _EVEN
+"""The same for the first replica to move, so that a cluster that was just balanced is left alone while loads vary."""
+
+_SIZE_MIN: Final = 64 * 1024 * 1024
+_RATE_MIN: Final = 1024 * 1024
+"""An average load counts as at least this many bytes, and bytes per second: differences of less than a twentieth of it
+are no reason to move. Rates, which are measured over one second, vary by as much."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
@@ -322,8 +330,8 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
         for node in targets[id(partition)]:
             if node in hosted:
                 hosted[node][id(partition)] = partition
-    total_size = sum(weights.size[node] for node in takers) or 1
-    total_rate = sum(weights.rate[node] for node in takers) or 1.0
+    total_size = max(sum(weights.size[node] for node in takers), len(takers) * _SIZE_MIN)
+    total_rate = max(sum(weights.rate[node] for node in takers), len(takers) * _RATE_MIN)
     total_count = sum(weights.replicas[node] for node in takers) or 1
     # The number of replicas matters least: it decides only between loads that are otherwise even.
     scales = ((1.0, total_size), (1.0, total_rate), (0.05, total_count))
@@ -332,7 +340,7 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
         loads = (weights.size[node] + size, weights.rate[node] + rate, weights.replicas[node] + count)
         return sum(scale * (one / total) ** 2 for (scale, total), one in zip(scales, loads, strict=True))
 
-    gain_min = 2 * _EVEN / len(takers)
+    gain_min = 2 * _UNEVEN / len(takers)
     sources, has_moved = set(takers), False
     for _ in range(_STEPS_MAX):
         if not sources:
@@ -368,7 +376,7 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
         weights.replace(partition, before, target)
         targets[id(partition)] = target
         hosted[node][id(partition)] = hosted[source].pop(id(partition))
-        has_moved = True
+        gain_min, has_moved = 2 * _EVEN / len(takers), True
 
 
 def _spread_leaders(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weights, targets: _Targets) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from random import Random
 from uuid import UUID
 
 import pytest
@@ -239,6 +240,30 @@ def test_a_balanced_cluster_is_left_unchanged() -> None:
     # Only the preferred leaders differ, which costs nothing.
     assert plan.moved_bytes == 0
     assert plan.seconds(1) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_light_load_is_balanced_once(seed: int) -> None:
+    """Rates that are measured over one second vary, which is no reason to move partitions again."""
+    random = Random(seed)
+    load = even(3, 20, 1)
+    means = [random.choice((0, 0, 200, 1_000, 4_000)) for _ in load.partitions]
+    sizes = [random.choice((0, 20_000, random.randrange(30_000_000))) for _ in load.partitions]
+    moves = []
+    for _ in range(4):
+        partitions = []
+        for partition, mean, size in zip(load.partitions, means, sizes, strict=True):
+            rate = mean * random.uniform(0, 3)
+            partitions.append(dataclasses.replace(partition, size_bytes=size, bytes_per_s=rate))
+        load = dataclasses.replace(load, partitions=partitions)
+        plan = plan_balance(load)
+        moves.append(len(plan.moves))
+        after = replicas_after(load, plan)
+        partitions = [dataclasses.replace(one, replicas=after[one.index]) for one in load.partitions]
+        load = dataclasses.replace(load, partitions=partitions)
+        sizes = [size + 30 * mean for size, mean in zip(sizes, means, strict=True)]
+    assert moves[0] > 0
+    assert moves[1:] == [0, 0, 0]
 
 
 def test_the_estimate_is_that_of_the_busiest_receiver() -> None:
