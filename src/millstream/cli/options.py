@@ -95,7 +95,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Any other setting; may be repeated. A secret is given as NAME=@FILE.",
+        help="Any other setting; may be repeated. Secrets and long texts are read from a file: NAME=@FILE.",
         show_default=False,
     ),
 ]
@@ -195,19 +195,19 @@ def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:
     return values
 
 
-def parse_settings(given: list[str], *, secret: Collection[str]) -> dict[str, str]:
-    """Split the texts of --set; the values of `secret` settings are read from files."""
+def parse_settings(given: list[str], *, secret: Collection[str], files: Collection[str] = ()) -> dict[str, str]:
+    """Split the texts of --set; those of `secret` settings must be in files, and those of `files` may be."""
     values = parse_assignments(given, flag="--set")
-    return {
-        name: given_secret(value, flag=f"--set {name}=") if name in secret and value else value
-        for name, value in values.items()
-    }
+    for name, value in values.items():
+        if name in secret and value:
+            values[name] = given_secret(value, flag=f"--set {name}=")
+        elif name in files:
+            values[name] = given_text(value, flag=f"--set {name}=")
+    return values
 
 
 def given_secret(text: str, *, flag: str) -> str:
     """Return a secret from the file named as @FILE, or from the standard input as @-; never one from a flag."""
-    if text == "@-":
-        return sys.stdin.read().strip()
     if not text.startswith("@"):
         raise CommandFailed(
             f"{flag}: every user of a machine sees the arguments of its processes; pass @FILE, or @- to read the "
@@ -218,9 +218,11 @@ def given_secret(text: str, *, flag: str) -> str:
 
 
 def given_text(text: str, *, flag: str) -> str:
-    """Return the text of a flag, or the contents of the file named as @FILE."""
+    """Return the text of a flag, or the contents of the file named as @FILE; @- is the standard input."""
     if not text.startswith("@"):
         return text
+    if text == "@-":
+        return sys.stdin.read().strip()
     return read_text_file(Path(text.removeprefix("@")), flag=flag).strip()
 
 

@@ -23,7 +23,6 @@ from millstream.cli.options import (
     Yes,
     confirm,
     flag,
-    parse_settings,
     spread,
 )
 from millstream.cli.output import (
@@ -37,7 +36,7 @@ from millstream.cli.output import (
     print_result,
     print_settings,
 )
-from millstream.cli.pipeline_options import Flags, Name, flags_not_for
+from millstream.cli.pipeline_options import Flags, Name, Program, Requirements, flags_not_for
 from millstream.cli.pipeline_rule import read_rules
 from millstream.cli.pipeline_run import ByHand, Folder, Master, Memory, look_up, refuse_without_spark
 from millstream.core.errors import InvalidPipeline, PipelineExists
@@ -237,14 +236,19 @@ def _run_row(run: dict[str, Any]) -> list[Any]:
 
 
 @app.command("update")
-def update(name: Name, settings: Settings = None, unset: Unset = None, common: Common = COMMON) -> None:
+def update(
+    name: Name,
+    settings: Settings = None,
+    unset: Unset = None,
+    file: Program = None,
+    requirements: Requirements = None,
+    common: Common = COMMON,
+) -> None:
     """Change settings of a pipeline, which continues with them; a parked pipeline is retried."""
-    changes: dict[str, str | None] = {
-        **parse_settings(settings or [], secret=SECRET_SETTINGS),
-        **dict.fromkeys(unset or []),
-    }
+    flags = Flags(file=file, requirements=requirements, settings=settings)
+    changes: dict[str, str | None] = {**flags.settings_of(PipelineKind.JOB), **dict.fromkeys(unset or [])}
     if not changes:
-        raise typer.BadParameter("nothing to change; give --set or --unset")
+        raise typer.BadParameter("nothing to change; give --set or --unset, or --file or --requirements for a job")
     notes = call_pipelines(common, lambda pipelines: pipelines.alter(name, changes))
     text = f"Changed pipeline {one_line(name)}."
     shown = {setting: HIDDEN if value and setting in SECRET_SETTINGS else value for setting, value in changes.items()}

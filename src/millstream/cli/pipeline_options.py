@@ -30,6 +30,14 @@ Lake = Annotated[
     ),
 ]
 
+Program = Annotated[
+    str | None, flag("--file", "FILE", "The program of a job: Python that defines run(spark, millstream).")
+]
+Requirements = Annotated[
+    str | None,
+    flag("--requirements", "FILE", "The packages that the program needs, as in a requirements.txt; wheels only."),
+]
+
 _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     PipelineKind.LAND: frozenset(
         {
@@ -60,6 +68,13 @@ _SPELLED_OTHERWISE: Final = {
     "timeout.ms": "--run-timeout",
 }
 """Settings whose names are not those of their flags."""
+_FROM_FILES: Final = frozenset(
+    {
+        *("code", "functions.code", "requirements", "sql", "schema", "schemas"),
+        *("tables", "watermarks", "expect", "parameters", "spark"),
+    }
+)
+"""Texts that people keep in files: `--set NAME=@FILE` reads them, as it reads secrets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +209,8 @@ class Flags:
             "pipeline, or of a package in --requirements; may be repeated.",
         ),
     ] = None
-    file: Annotated[
-        str | None, flag("--file", "FILE", "The program of a job: Python that defines run(spark, millstream).")
-    ] = None
-    requirements: Annotated[
-        str | None,
-        flag("--requirements", "FILE", "The packages that the program needs, as in a requirements.txt; wheels only."),
-    ] = None
+    file: Program = None
+    requirements: Requirements = None
     pace: Annotated[
         str | None, flag("--every", "TIME", "Run at once and then at this interval, as in 90s, 15m or 1h.")
     ] = None
@@ -251,7 +261,7 @@ class Flags:
             PipelineKind.LEDGER: self._ledger,
         }[kind]()
         flags = {**of_kind, "from": self.start, **({} if self.decode is None else {"decode": self.decode})}
-        named = parse_settings(self.settings or [], secret=SECRET_SETTINGS)
+        named = parse_settings(self.settings or [], secret=SECRET_SETTINGS, files=_FROM_FILES)
         # Settings given by name take precedence.
         return {**{name: text for name, text in flags.items() if text is not None}, **named}
 

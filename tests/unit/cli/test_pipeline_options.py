@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -9,6 +11,7 @@ import pytest
 import typer
 
 from millstream.cli import pipeline
+from millstream.cli.exit_code import CommandFailed
 from millstream.cli.pipeline_options import Flags
 from millstream.cli.pipeline_run import ByHand, _refuse_changes
 from millstream.client.admin.pipelines import PipelineStorage
@@ -85,6 +88,33 @@ def test_flags_become_settings() -> None:
 def test_flags_without_effect_are_refused(kind: PipelineKind, flags: Flags, message: str) -> None:
     with pytest.raises(typer.BadParameter, match=message):
         flags.settings_of(kind)
+
+
+def test_long_texts_may_be_in_files(tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text("def run(spark, millstream): ...\n")
+    for name in ("code", "functions.code", "requirements", "sql", "schema"):
+        flags = Flags(settings=[f"{name}=@{program}"])
+        assert flags.settings_of(PipelineKind.JOB) == {name: "def run(spark, millstream): ..."}
+    assert Flags(settings=["cron=@hourly"]).settings_of(PipelineKind.JOB) == {"cron": "@hourly"}
+    missing = tmp_path / "missing.py"
+    with pytest.raises(CommandFailed, match=re.escape(f"--set code=: there is no file {missing}")):
+        Flags(settings=[f"code=@{missing}"]).settings_of(PipelineKind.JOB)
+
+
+def test_an_update_takes_a_program_as_its_creation_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: dict[str, Any] = {}
+
+    class Pipelines:
+        def alter(self, name: str, changes: dict[str, Any]) -> list[str]:
+            changed.update(changes)
+            return []
+
+    monkeypatch.setattr(pipeline, "call_pipelines", lambda _common, question: question(Pipelines()))
+    for name in ("job.py", "packages.txt"):
+        (tmp_path / name).write_text(name)
+    pipeline.update("mine", file=str(tmp_path / "job.py"), requirements=str(tmp_path / "packages.txt"), unset=["cron"])
+    assert changed == {"code": "job.py", "requirements": "packages.txt", "cron": None}
 
 
 def test_a_declared_pipeline_is_run_as_declared() -> None:
