@@ -262,11 +262,12 @@ class JobApi:
         return cast("DataFrame", reader.load())
 
     def _place(self, topic: str) -> tuple[str, str]:
-        from millstream.pipelines.source.landed_history import landings
+        from millstream.pipelines.source.landed_history import all_landings
 
         if "/" in topic:
             return topic, "delta"
-        for settings, lake in landings(self._around.link):
+        # A table with every message precedes one with a row per key.
+        for settings, lake in sorted(all_landings(self._around.link), key=lambda found: found[0].mode):
             if settings.takes(topic):
                 return f"{lake}/{topic}", settings.format
         raise NotFound(

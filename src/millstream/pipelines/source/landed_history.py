@@ -114,7 +114,7 @@ class LandedHistory:
     @cached_property
     def _landings(self) -> list[tuple[LandSettings, str]]:
         """Return the landing pipelines and their lakes."""
-        return self._link.call(_landings(self._link, self._options.lake))
+        return landings(self._link, self._options.lake)
 
     @cached_property
     def _topic_ids(self) -> Mapping[str, str]:
@@ -135,8 +135,8 @@ class LandedHistory:
                 return None if opened.schema() is None else (table, opened)
         if isinstance(self._options.starting, FromLake):
             raise InvalidSetting(
-                f"startingOffsets is earliest-landed, but no pipeline lands topic {topic!r}; declare one with: "
-                f"millstream pipeline create land NAME --topic {topic}"
+                f"startingOffsets is earliest-landed, but no pipeline lands topic {topic!r} message by message; "
+                f"declare one with: millstream pipeline create land NAME --topic {topic}"
             )
         return None
 
@@ -154,9 +154,14 @@ def _first_in(one: Range, time_ms: int | None) -> int | None:
     return None
 
 
-def landings(link: Link) -> list[tuple[LandSettings, str]]:
-    """Return the settings of the landing pipelines, each with its lake."""
-    return link.call(_landings(link, None))
+def landings(link: Link, lake: str | None = None) -> list[tuple[LandSettings, str]]:
+    """Return the settings of the pipelines that land every message, each with its lake."""
+    return [found for found in all_landings(link, lake) if found[0].mode != UPSERT]
+
+
+def all_landings(link: Link, lake: str | None = None) -> list[tuple[LandSettings, str]]:
+    """Return the settings of the landing pipelines, also of those with one row per key, each with its lake."""
+    return link.call(_landings(link, lake))
 
 
 async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, str]]:
@@ -169,9 +174,6 @@ async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, st
         if described["kind"] != PipelineKind.LAND:
             continue
         settings = LandSettings.from_strings(described["overrides"])
-        if settings.mode == UPSERT:
-            # It has one row per key, not every message.
-            continue
         if not settings.lake and root is None:
             root = (await storage_of(client)).lake
         found.append((settings, (lake or settings.lake or root or "").rstrip("/")))
