@@ -260,7 +260,7 @@ def test_handshakes_in_the_wrong_order_end_as_in_kafka(tmp_path: Path) -> None:
     ],
     ids=["unsigned", "expired"],
 )
-async def test_a_token_for_another_audience_is_refused(locked: Locked, token: Callable[[Issuer], str]) -> None:
+async def test_an_invalid_token_is_refused(locked: Locked, token: Callable[[Issuer], str]) -> None:
     tls = client_tls(locked.certificates.ca)
     who = Credentials(tls=tls, token=lambda: token(locked.issuer), mechanism=OAUTHBEARER)
     with pytest.raises(AuthenticationFailed):

@@ -95,7 +95,7 @@ def test_millstreams_own_clients_report_their_version(millstream: CommandLine) -
 
 
 @pytest.mark.usefixtures("consumer")
-def test_the_table_lists_all_clients_on_request(millstream: CommandLine, topic: str) -> None:
+def test_the_table_omits_millstreams_own_clients_unless_all_is_given(millstream: CommandLine, topic: str) -> None:
     shown = millstream("client", "list", "--interval", 0)
     header = "CLIENT ID NODE ADDRESS SOFTWARE VERSION ROLE IN/S OUT/S IDLE"
     assert shown.lines[0].split() == header.split()

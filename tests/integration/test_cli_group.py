@@ -124,7 +124,7 @@ def test_a_group_is_deleted(millstream: CommandLine) -> None:
         (("reset", "nobody"), 2, "--to"),
     ],
 )
-def test_invalid_resets_and_deletions_are_refused(
+def test_invalid_group_commands_are_refused(
     millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str
 ) -> None:
     refused = millstream("group", *arguments)

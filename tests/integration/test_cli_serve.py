@@ -207,7 +207,7 @@ def test_a_node_on_all_addresses_advertises_the_one_the_client_used(start_server
         ),
     ],
 )
-def test_an_unreachable_address_is_not_advertised(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_serve_refuses_to_advertise_an_unusable_address(tmp_path: Path, flags: tuple[str, ...]) -> None:
     refused = call_command(["serve", "--data", str(tmp_path), *FREE, *flags])
     assert (refused.code, "--advertise" in refused.err) == (2, True)
 

@@ -132,7 +132,9 @@ def test_an_unknown_state_is_refused(millstream: CommandLine) -> None:
     assert "PrepareCommit" in listed.err
 
 
-def test_only_an_open_transaction_has_a_timeout(millstream: CommandLine, writer: Producer, topic: str) -> None:
+def test_the_timeout_is_shown_only_for_an_open_transaction(
+    millstream: CommandLine, writer: Producer, topic: str
+) -> None:
     described = millstream("transaction", "describe", f"of {topic}").out
     assert re.search(r"begun \d+ s ago, aborted after 60 s", described)
     writer.commit_transaction(WAIT_S)

@@ -315,7 +315,7 @@ def test_publishing_to_an_internal_topic_is_not_offered(console: Console) -> Non
     assert ("internal" in page, page.count("<textarea"), page.count(">Publish</a>")) == (True, 0, 0)
 
 
-def test_a_message_is_republished_as_edited_on_its_page(console: Console, topic: str) -> None:
+def test_the_samples_on_the_page_of_a_message_republish_it(console: Console, topic: str) -> None:
     with console.api() as api, httpx.Client(base_url=console.url, timeout=WAIT_S) as pages:
         sent = {"value": "it's 5 > 4", "key": "o'brien", "headers": {"region": "eu"}}
         path = f"/topics/{topic}/messages"

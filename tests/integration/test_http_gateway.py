@@ -222,7 +222,7 @@ CONTEXT = {
 OWN_BAGGAGE = {"baggage": "own"}
 
 
-def test_request_headers_are_stored_with_each_message(http: httpx.Client, topic: str) -> None:
+def test_context_headers_of_a_request_are_stored_with_each_message(http: httpx.Client, topic: str) -> None:
     event = {"specversion": "1.0", "id": "e", "source": "/s", "type": "t", "data": 1}
     bodies: list[tuple[str, Any]] = [
         (

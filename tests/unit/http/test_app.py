@@ -73,7 +73,7 @@ async def test_the_index_lists_the_endpoints() -> None:
     }
 
 
-async def test_health_requires_a_response_of_the_broker() -> None:
+async def test_health_is_ok_when_the_broker_responds() -> None:
     response = await get("/healthz", responding(reasons=["the node is starting"]))
     assert (response.status_code, response.json()) == (
         200,

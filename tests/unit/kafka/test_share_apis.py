@@ -454,7 +454,7 @@ async def test_the_requested_bytes_are_not_exceeded(one: Sharer) -> None:
     assert sorted(served) == [0, 1]
 
 
-async def test_unknown_sessions_and_those_of_other_connections_are_refused(one: Sharer) -> None:
+async def test_unknown_sessions_and_wrong_session_epochs_are_refused(one: Sharer) -> None:
     assert (await one.fetch(share_session_epoch=5)).error_code == ErrorCode.share_session_not_found
     assert (await one.fetch(share_session_epoch=-1)).error_code == ErrorCode.share_session_not_found
     assert await one.codes((0, 0, ACCEPT), share_session_epoch=3) == ["share_session_not_found"]

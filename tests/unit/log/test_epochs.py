@@ -50,7 +50,7 @@ def test_both_ends_can_be_truncated() -> None:
     assert history.latest == -1
 
 
-def test_gaps_between_epochs_are_handled() -> None:
+def test_large_epoch_jumps_are_found() -> None:
     history = EpochHistory([(1000, 0), (1001, 4), (2001, 9), (2005, 12), (3004, 20), (4010, 30)])
     assert history.jumps(1000) == [0, 9, 30]
     assert EpochHistory().jumps(1000) == []

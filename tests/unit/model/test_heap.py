@@ -14,7 +14,7 @@ from millstream.core import heap
 MIB = 1024 * 1024
 
 
-def test_memory_is_returned_on_every_request() -> None:
+def test_memory_can_be_returned_repeatedly() -> None:
     heap.give_back()
     heap.give_back()
 

@@ -47,7 +47,7 @@ def test_a_backoff_doubles_up_to_its_maximum_with_at_most_a_fifth_of_jitter() ->
     assert SubscriptionSettings().backoff_ms(7, 1) == 0
 
 
-def test_by_default_a_subscription_never_expires_and_keeps_failed_messages() -> None:
+def test_default_retries_span_more_than_an_hour_and_end_as_dead_letters() -> None:
     settings = SubscriptionSettings.from_strings(settings_of_new({}, "x-dlq"))
     shortest_ms = sum(
         min(settings.backoff_ms(attempt, now_ms) for now_ms in range(1000)) for attempt in range(1, settings.attempts)

@@ -82,7 +82,7 @@ async def test_an_assertion_without_a_proof_of_its_own_principal_is_refused(stat
             await signer.verify_session(signer.open_session(forged, 30)[0].encode())
 
 
-async def test_assertions_of_other_clusters_are_refused(state: SecurityState) -> None:
+async def test_assertions_of_untrusted_signers_are_refused(state: SecurityState) -> None:
     verifier, public_key = node(state)
     foreign, foreign_key = node(state, cluster_id="b", node_id=2)
     unknown, _ = node(state, node_id=3)

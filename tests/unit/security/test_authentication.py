@@ -273,7 +273,7 @@ async def test_a_token_names_a_principal_of_its_own_kind(issuer: Issuer, tokens:
     ],
     ids=str,
 )
-async def test_a_token_for_another_audience_is_refused(
+async def test_a_token_with_invalid_claims_is_refused(
     issuer: Issuer, tokens: TokenChecker, claims: dict[str, Any]
 ) -> None:
     with pytest.raises(AuthenticationFailed):

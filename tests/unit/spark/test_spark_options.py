@@ -122,7 +122,7 @@ def test_unsupported_options_are_refused(name: str, text: str, said: str) -> Non
         assert "secret" not in str(refused.value)
 
 
-def test_plaintext_is_the_default_protocol() -> None:
+def test_plaintext_is_accepted_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_options({"subscribe": "a", "kafka.security.protocol": "plaintext"})
@@ -136,7 +136,7 @@ def test_a_protocol_without_authentication_is_refused_with_credentials(protocol:
     read_options({**signed_in, "kafka.security.protocol": f"SASL_{protocol}"})
 
 
-def test_options_of_spark_itself_are_ignored() -> None:
+def test_options_of_spark_itself_cause_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_options({"path": "orders", "checkpointLocation": "/somewhere"})

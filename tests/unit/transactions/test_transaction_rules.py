@@ -283,7 +283,7 @@ def test_unknown_producers_and_wrong_ids_are_refused(coordinator: Coordinator) -
         coordinator.add(Initialized(ProducerId(7), 3))
 
 
-def test_the_partitions_of_a_transaction(coordinator: Coordinator) -> None:
+def test_verification_refuses_partitions_outside_the_transaction(coordinator: Coordinator) -> None:
     who = coordinator.init()
     coordinator.add(who)
     responses = coordinator.run(lambda shard: shard.verify(ProducerRef(ID, *who), (PARTITION, OTHER)))
