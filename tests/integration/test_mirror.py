@@ -637,6 +637,38 @@ def test_a_source_accepts_writes_again_when_the_new_primary_is_lost(
     assert paris("mirror", "describe", topic).code != 0
 
 
+def test_an_interrupted_switch_is_reported_on_both_sides_and_can_be_repeated(
+    sites: Sites, paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    paris("topic", "create", topic)
+    publish(paris.brokers, topic, ["a"])
+    mirror = mirrored(paris, berlin, topic)
+    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
+    # Berlin is killed right after the first step.
+    fence = AdoptRequest(name=mirror, step="fence", settings={"from": berlin.brokers}, topic_ids=ids_of(paris, [topic]))
+    assert adopt(paris, fence).error == 0
+    sites.berlin.kill()
+    sites.berlin.start()
+
+    def reports(site: CommandLine, text: str) -> bool:
+        listed = site("mirror", "list", "--json").document["mirrors"]
+        found = [one["error"] for one in listed if one["mirror"] == mirror]
+        findings = [one["detail"] for one in site("doctor", "--json").document["findings"]]
+        return len(found) == 1 and text in found[0] and any(found[0] in detail for detail in findings)
+
+    again = f"`millstream mirror switch {mirror}`"
+    wait_for(lambda: reports(berlin, f"Run {again} again"), what="berlin reports the switch")
+    assert described(berlin, mirror)["notes"] == []
+    assert reports(paris, f"run {again} there again")
+    switched = berlin("mirror", "switch", mirror, "--address", berlin.brokers, "--json")
+    assert switched.code == 0, switched.err
+    publish(berlin.brokers, topic, ["b"])
+    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows")
+    wait_for(lambda: described(paris, mirror)["error"] == "", what="nothing is reported any more")
+    assert paris("mirror", "failover", mirror).code == 0
+    assert paris("mirror", "delete", mirror, "--force").code == 0
+
+
 def test_a_switch_includes_topics_failed_over_before(paris: CommandLine, berlin: CommandLine, topic: str) -> None:
     early, late = f"{topic}-early", f"{topic}-late"
     for name in (early, late):

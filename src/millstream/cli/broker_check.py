@@ -60,7 +60,8 @@ async def check_mirrors(client: Client) -> list[Finding]:
         warning(
             "mirrors",
             f"mirror {one['mirror']} is {one['state']}: {one['error']}",
-            f"check its source; millstream mirror describe {one['mirror']} shows its copies",
+            ("" if one["interrupted"] else "check its source; ")
+            + f"millstream mirror describe {one['mirror']} shows its copies",
         )
         for one in mirrors
         if one["error"]

@@ -21,7 +21,7 @@ from millstream.broker.cluster.membership import NO_CONTROLLER
 from millstream.broker.kafka.apis.mirror_apis import MirrorAdopt, MirrorFailover
 from millstream.broker.mirror import failover
 from millstream.broker.mirror.declared import Mirrors
-from millstream.broker.mirror.service import MirrorService
+from millstream.broker.mirror.service import MirrorRun, MirrorService
 from millstream.core.backoff import Backoff
 from millstream.core.clock import SystemClock
 from millstream.core.errors import (
@@ -50,6 +50,7 @@ from millstream.protocol.private.mirror_messages import (
     CutPartition,
     FailoverRequest,
     FailoverResponse,
+    OfferRequest,
     RemovedRange,
     ReverseRequest,
 )
@@ -137,6 +138,10 @@ class Target:
     async def notes(self) -> list[str]:
         notes: list[str] = self.service.describe(await self.mirror())["notes"]
         return notes
+
+    async def interruption(self) -> str:
+        text: str = self.service.describe(await self.mirror())["interrupted"]
+        return text
 
     @property
     def copies(self) -> list[str]:
@@ -231,21 +236,20 @@ async def test_a_paused_mirror_stays_paused(target: Target) -> None:
 
 
 async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Target) -> None:
-    assert await target.notes() == []
+    assert await target.interruption() == ""
     target.has_leaders = False
     with pytest.raises(NotLeader):
         await target.fail_over(PATTERN)
-    (note,) = await target.notes()
-    assert f"`millstream mirror failover {NAME} --topics '{PATTERN}'`" in note
+    assert f"`millstream mirror failover {NAME} --topics '{PATTERN}'`" in await target.interruption()
     assert compile_regex(PATTERN).fullmatch(EU)
     assert not compile_regex(PATTERN).fullmatch(EUX)
     with pytest.raises(NotLeader):
         await target.fail_over()
-    (note,) = await target.notes()
-    assert f"`millstream mirror failover {NAME}`" in note
+    assert f"`millstream mirror failover {NAME}`" in await target.interruption()
     target.has_leaders = True
     await target.fail_over()
     assert not (await target.mirror()).is_wanted
+    assert await target.interruption() == ""
     (note,) = await target.notes()
     # The source was never reached, so it is not known to be one that can follow.
     assert "delete the mirror" in note
@@ -259,9 +263,10 @@ async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Tar
 
 async def test_topics_fenced_by_a_switch_are_named_with_the_remedy(target: Target) -> None:
     await target.topics.set_mirror(US, NAME, is_draining=True)
-    (note,) = await target.notes()
-    assert note.startswith(f"clients cannot write to {US}, because a switch")
-    assert f"`millstream mirror failover {NAME}`" in note
+    interruption = await target.interruption()
+    assert interruption.startswith(f"clients cannot write to {US}, because a switch")
+    assert f"`millstream mirror failover {NAME}`" in interruption
+    assert (await target.service.offer(OfferRequest())).fenced == {US: NAME}
 
 
 async def test_a_copy_that_cannot_be_read_to_its_end_is_named(target: Target) -> None:
@@ -517,6 +522,29 @@ async def test_a_switch_whose_old_source_does_not_follow_advises_to_save_its_rec
     assert str(refused) in str(raised.value)
     assert "--save-to TOPIC`" in str(raised.value)
     assert f"reverse {NAME}`" not in str(raised.value)
+    interruption = await target.interruption()
+    assert interruption.startswith(f"clients can write to {EUX}, {EU}, {US} here since a switch")
+    assert f"`millstream mirror reverse {NAME}`" in interruption
+
+
+async def test_only_a_switch_that_is_not_running_is_reported_as_unfinished(
+    target: Target, other_side: OtherSide
+) -> None:
+    run = MirrorRun(await target.mirror(), target.service)
+    run.fenced = [EU]
+    target.service._runs[NAME] = run
+    reported = [await target.interruption()]
+
+    async def drain(*_: Any) -> None:
+        reported.append(await target.interruption())
+        raise RequestTimedOut("too slow")
+
+    other_side.drain = drain  # type: ignore[method-assign]
+    with pytest.raises(RequestTimedOut, match="too slow"):
+        await failover.switch(target.service, SWITCH)
+    reported.append(await target.interruption())
+    assert f"Run `millstream mirror switch {NAME}` again" in reported[0]
+    assert reported == [reported[0], "", reported[0]]
 
 
 async def test_a_switch_that_cannot_cut_every_copy_gives_the_source_its_role_back(

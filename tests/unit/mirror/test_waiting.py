@@ -267,10 +267,12 @@ def test_a_complete_copy_has_no_known_lag_while_its_source_fails(
 async def test_a_failing_mirror_is_a_finding_of_doctor() -> None:
     healthy, failing = described_by(0, 1, 0), described_by(0, 1, 0)
     failing["report"] |= {"state": "retrying", "error": "refused"}
-    clients: list[Any] = [Nodes(healthy), Nodes(failing), Nodes(None)]
+    interrupted = {**described_by(0, 1, 0), "interrupted": "a switch has not finished"}
+    clients: list[Any] = [Nodes(healthy), Nodes(failing), Nodes(healthy, interrupted), Nodes(None)]
     found = [one for client in clients for one in await check_mirrors(client)]
-    assert [one.severity for one in found] == [Severity.OK, Severity.WARNING, Severity.WARNING]
+    assert [one.severity for one in found] == [Severity.OK, *[Severity.WARNING] * 3]
     assert found[1].detail == "mirror paris is retrying: refused"
+    assert found[2].detail == "mirror paris is running: a switch has not finished"
 
 
 async def test_unknown_lags_are_counted() -> None:

@@ -317,6 +317,14 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
 
     The source also follows topics that were failed over earlier. It must not have records of them that this side lacks.
     """
+    service.switching.add(request.name)
+    try:
+        return await _switch(service, request)
+    finally:
+        service.switching.discard(request.name)
+
+
+async def _switch(service: MirrorService, request: ReverseRequest) -> ReverseResponse:
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
     _check_reversible(service, mirror)

@@ -206,10 +206,15 @@ class Follower:
         if checks_configs:
             self._configs_at = now + CONFIGS_S
         letters = self._wanted_letters(offer.letters)
+        fenced = {topic for topic, mirror in offer.fenced.items() if mirror == self._run.mirror.name}
+        self._run.fenced = sorted(fenced & {topic.name for topic in self._service.copied_topics(self._run.mirror.name)})
         for name, topic in sorted(metadata.topics.items()):
             if not self._is_mirrored(topic, letters):
                 continue
             key = f"topic {name}"
+            if name in self._run.fenced:
+                self._run.notes.pop(key, None)
+                continue
             if name in mirrored:
                 self._run.notes[key] = f"topic {name!r} is a mirror's copy on the source, and is not mirrored again"
                 continue

@@ -105,6 +105,8 @@ class MirrorRun:
         """Set when this node may lead other copies than before."""
         self.wants_barrier = asyncio.Event()
         """On the owner: set when clients of any node wait at a commit, or offsets of groups wait to be applied."""
+        self.fenced: list[str] = []
+        """On the owner: the originals that refuse writers, because a switch of this mirror has begun."""
         self._commit_waits = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -259,6 +261,8 @@ class MirrorService:
         self.clock = clock
         self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
         """The cuts of copies that are not writable yet, by the mirror's id; None while one is being cut."""
+        self.switching: set[str] = set()
+        """On the owner: the mirrors whose switch is running."""
         self.adopting = asyncio.Lock()
         """On the owner: held by a step in which this cluster becomes the target of its own mirror."""
         self.peers = WirePeers(membership.node, me=membership.me.node_id)
@@ -449,6 +453,7 @@ class MirrorService:
             "copies": {topic.name: topic.partitions for topic in copied if not topic.is_draining},
             "cuts": {topic: dict(offsets) for topic, offsets in mirror.cuts.items()},
             "cutting": self.unfinished_cuts(mirror),
+            "interrupted": self._interruption(mirror),
             "notes": list(self._notes(mirror)),
             "report": None if run is None else run.describe(self.clock.now_ms()),
         }
@@ -470,24 +475,43 @@ class MirrorService:
             )
         await self.mirrors.delete(name)
 
-    def _notes(self, mirror: Mirror) -> Iterator[str]:
-        """Yield what an operator should know of a mirror, and what to do about it."""
+    def _interruption(self, mirror: Mirror) -> str:
+        """Return which failover or switch has begun and not finished, and how to finish it; empty if none."""
+        name, run = mirror.name, self._runs.get(mirror.name)
         if unfinished := self.unfinished_cuts(mirror):
-            yield (
+            return (
                 f"a failover of {', '.join(unfinished)} has not finished, and nothing is copied there any more; run "
                 f"`{self.failover_command(mirror)}` again"
             )
+        if fenced := [topic.name for topic in self.copied_topics(name) if topic.is_draining]:
+            return (
+                f"clients cannot write to {listed(fenced)}, because a switch on the other side has not finished; if "
+                f"none is running there, run `millstream mirror switch {name}` there again, or `millstream mirror "
+                f"reverse {name}` if clients can write there already. To go back, `millstream mirror failover {name}` "
+                "lets clients write here again"
+            )
+        if name in self.switching:
+            return ""
+        if mirror.is_reversible and (taken_over := self.taken_over(mirror.cut_epochs)):
+            return (
+                f"clients can write to {listed(taken_over)} here since a switch or failover that has not finished; "
+                f"`millstream mirror reverse {name}` lets the old source follow"
+            )
+        if run is not None and run.fenced and self.is_owner:
+            return (
+                f"a switch has not finished: neither side lets clients write to {listed(run.fenced)}. Run `millstream "
+                f"mirror switch {name}` again, or go back with `millstream mirror failover {name}` on the source"
+            )
+        return ""
+
+    def _notes(self, mirror: Mirror) -> Iterator[str]:
+        """Yield what an operator should know of a mirror, and what to do about it."""
         if taken_over := self.taken_over(mirror.cuts):
             what = f"clients can write to {listed(taken_over)} here since a failover"
             if not mirror.is_reversible:
                 yield f"{what}; delete the mirror once its source is not needed any more"
             else:
                 yield f"{what}; `millstream mirror reverse {mirror.name}` lets the old source follow"
-        if fenced := [topic.name for topic in self.copied_topics(mirror.name) if topic.is_draining]:
-            yield (
-                f"clients cannot write to {listed(fenced)}, because a switch on the other side is taking over; if "
-                f"none is running there, `millstream mirror failover {mirror.name}` lets clients write here again"
-            )
         if unselected := mirror.unselected(self.copied_topics(mirror.name), self.subscriptions.letter_topics()):
             yield (
                 f"{listed(unselected)} is still copied, although the mirror's topics and exclude no longer select "
@@ -822,7 +846,8 @@ class MirrorService:
             mirrored = [topic.name for topic in self.topics.all() if topic.mirror]
             origins = {topic.name: list(topic.origins) for topic in self.topics.all() if topic.origins}
             letters = {name: sorted(topics) for name, topics in self.subscriptions.letter_origins().items()}
-            return OfferResponse(mirrored=mirrored, origins=origins, letters=letters)
+            fenced = {topic.name: topic.mirror for topic in self.topics.all() if topic.is_draining}
+            return OfferResponse(mirrored=mirrored, origins=origins, letters=letters, fenced=fenced)
         wanted = set(request.topics)
         names = {topic.name for topic in self.topics.all() if topic.topic_id in wanted}
         known = {

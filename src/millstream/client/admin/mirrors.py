@@ -114,7 +114,8 @@ class MirrorClient:
             if described["copies"].keys() <= set(described["cutting"]) and (described["copies"] or described["cuts"]):
                 return None
             now = {(one["topic"], one["partition"]): one["source_end"] for one in described["partitions"]}
-            if now != ends or not now or described["lag"] or described["lag_unknown"] or described["error"]:
+            failing = described["error"] and not described["interrupted"]
+            if now != ends or not now or described["lag"] or described["lag_unknown"] or failing:
                 ends, still_since = now, loop.time()
             elif loop.time() - still_since >= still_s:
                 return loop.time() - started
@@ -187,6 +188,7 @@ def _merge_reports(found: list[dict[str, Any]], silent: list[str]) -> dict[str, 
         (partition for report in reports for partition in report["partitions"]),
         key=lambda partition: (partition["topic"], partition["partition"]),
     )
+    interrupted = next((text for one in found if (text := one.get("interrupted", ""))), "")
     errors = sorted({report["error"] for report in reports if report["error"]})
     ages = [one["lag_ms"] for one in partitions if one["lag_ms"] is not None]
     states = {report["state"] for report in reports}
@@ -202,8 +204,10 @@ def _merge_reports(found: list[dict[str, Any]], silent: list[str]) -> dict[str, 
         "from": newest["settings"]["from"],
         "source_cluster": next((report["source_cluster"] for report in reports if report["source_cluster"]), ""),
         "error": newest["problem"]
+        or interrupted
         or "; ".join(errors)
         or next((one["error"] for one in partitions if one["error"]), ""),
+        "interrupted": interrupted,
         "topics": newest["topics"],
         "copies": newest["copies"],
         **_lags(newest["copies"], partitions),

@@ -243,6 +243,8 @@ class OfferResponse(Response, frozen=True, kw_only=True):
     """Without topics in the request: those that a mirror writes there, and which are therefore not mirrored again."""
     origins: dict[str, list[str]] = msgspec.field(default_factory=dict)
     """Without topics in the request: the ids of the clusters from which the records of topics came."""
+    fenced: dict[str, str] = msgspec.field(default_factory=dict)
+    """Without topics in the request: those that refuse writers during a switch, with the name of its mirror."""
     letters: dict[str, list[str]] = msgspec.field(default_factory=dict)
     """Without topics in the request: dead letter topics, each with the topics whose messages it may hold."""
     subscriptions: Sequence[OfferedSubscription] = ()

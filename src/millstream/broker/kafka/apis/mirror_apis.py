@@ -178,13 +178,13 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
         {"names": ["paris"]}, or null for all
         response: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
         "wanted": true, "problem": "", "version": …, "topics": […], "copies": {"orders": 3}, "cuts": {…},
-        "cutting": ["orders"], "notes": […],
+        "cutting": ["orders"], "interrupted": "", "notes": […],
         "report": {"node": 1, "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "notes": […],
         "partitions": [{"topic": …, "partition": …, "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …,
         "epoch": …, "error": ""}]}}]}
 
-    `cutting` are copies whose failover has begun. Every node knows all mirrors and reports on the partitions that it
-    leads, so a client asks all nodes.
+    `cutting` are copies whose failover has begun; `interrupted` says which failover or switch has not finished.
+    Every node knows all mirrors and reports on the partitions that it leads, so a client asks all nodes.
     """
 
     key = LIST_KEY
@@ -269,10 +269,11 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
         response: {"error": 0, "message": null, "subscriptions": [{"name": …, …}],
         "queues": [[subscription id, topic id, partition, sequence, snapshot], …], "has_more": false}
         without topics: {"error": 0, "message": null, "mirrored": ["paris.orders"], "origins": {"orders": ["Q3k…"]},
-        "letters": {"billing-dlq": ["orders"]}}
+        "fenced": {"orders": "paris"}, "letters": {"billing-dlq": ["orders"]}}
 
     `mirrored` are topics that are copies themselves, which are not mirrored again; `origins` are the ids of the
-    clusters from which the records of a topic came; `letters` are dead letter topics, with the topics whose messages
+    clusters from which the records of a topic came; `fenced` are topics that refuse writers during a switch, with the
+    name of its mirror; `letters` are dead letter topics, with the topics whose messages
     they may hold. Queues whose last write the caller has seen are left out.
     """
 
