@@ -21,9 +21,12 @@ from playwright.sync_api import expect
 
 from millstream.client.admin.security import put_user
 from millstream.core import acl
+from millstream.core.errors import TopicNotAuthorized
+from millstream.protocol.private.subscriptions import SubscriptionClient, mark_ledger
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
 from millstream_testing.browser import check_look, chromium, open_page, running_browser
+from millstream_testing.command import CommandLine
 from millstream_testing.security import AUDIENCE, Certificates, Issuer, declare_security
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
@@ -236,6 +239,65 @@ def test_actions_without_permission_are_not_offered_and_refused(guarded: Guarded
         resumed = alice.post(address.replace("pause", "resume"), data={"csrf": _token(offered)})
         assert resumed.status_code == 303
         assert bob.get("/console/topics/alice-orders/publish").text.count("<textarea") == 0
+
+
+def test_a_subscription_hides_topics_that_the_user_may_not_describe(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same over HTTP, in the console, on the command line and for private requests."""
+
+    async def ask_privately(name: str, topics: list[str]) -> None:
+        tls = client_tls(guarded.certificates.ca)
+        credentials = Credentials(tls=tls, user="alice", password=PASSWORDS["alice"])
+        async with Client.connect(guarded.server.kafka, credentials=credentials) as client:
+            marked = await mark_ledger(client, "now", [name])
+            assert [queue.topic for queue in marked] == topics
+            with pytest.raises(TopicNotAuthorized):
+                await SubscriptionClient(client).describe([name], [("classified", 0)])
+
+    run = CommandLine(guarded.server.kafka)
+    monkeypatch.setenv("MILLSTREAM_TLS_CA", str(guarded.certificates.ca))
+    monkeypatch.setenv("MILLSTREAM_USER", "alice")
+    monkeypatch.setenv("MILLSTREAM_PASSWORD", PASSWORDS["alice"])
+    with guarded.client(auth=("admin", "admin-password")) as admin, guarded.client() as alice:
+        assert admin.post("/v1/topics", json={"topic": "classified"}).status_code == 201
+        for name, topics in {"alice-partly": ["classified", "alice-orders"], "alice-hidden": ["classified"]}.items():
+            new = {"name": name, "topics": topics, "settings": {"millstream.ledger": "true"}}
+            made = admin.post("/v1/subscriptions", json=new)
+            assert made.status_code == 201, made.text
+        try:
+            assert admin.post("/v1/topics/classified/messages", json={"plan": 1}).status_code == 201
+            for name in ("alice-partly", "alice-hidden"):
+                taken = {"max": 1, "wait_ms": 20_000, "worker": "w"}
+                assert admin.post(f"/v1/subscriptions/{name}/messages:pull", json=taken).json()["messages"]
+                seen = admin.get(f"/v1/subscriptions/{name}").json()
+                assert [(queue["topic"], queue["backlog"]) for queue in seen["queues"] if queue["backlog"]] == [
+                    ("classified", 1)
+                ]
+                assert not seen["has_hidden_topics"]
+            sign_in(alice, "alice")
+            for name, topics in {"alice-partly": ["alice-orders"], "alice-hidden": []}.items():
+                own: Any = {"auth": ("alice", PASSWORDS["alice"])}
+                over_http = alice.get(f"/v1/subscriptions/{name}", **own).json()
+                listed = alice.get("/v1/subscriptions", **own).json()["subscriptions"]
+                for shown in (over_http, run("subscription", "describe", name, "--json").document):
+                    assert (shown["topics"], shown["has_hidden_topics"]) == (topics, True)
+                    assert {queue["topic"] for queue in shown["queues"]} <= set(topics)
+                for rows in (listed, run("subscription", "list", "--json").document["subscriptions"]):
+                    (row,) = (one for one in rows if one["subscription"] == name)
+                    assert (row["topics"], row["has_hidden_topics"]) == (topics, True)
+                    assert (row["backlog"], row["leased"]) == (0, 0)
+                assert alice.get(f"/v1/subscriptions/{name}/leases", **own).json() == {"leases": [], "left_out": 0}
+                page = alice.get(f"/console/subscriptions/{name}").text
+                printed = run("subscription", "describe", name)
+                for text in (page, printed.out, run("subscription", "list").out):
+                    assert "topics that you may not describe" in text
+                    assert "classified" not in text
+                assert "Change a setting" not in page
+                asyncio.run(ask_privately(name, topics))
+        finally:
+            for name in ("alice-partly", "alice-hidden"):
+                assert admin.delete(f"/v1/subscriptions/{name}").is_success
 
 
 def test_aborting_a_transaction_is_offered_only_with_permission(guarded: Guarded) -> None:

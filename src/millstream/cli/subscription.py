@@ -45,7 +45,7 @@ from millstream.cli.output import (
     print_table,
 )
 from millstream.client.admin.position import POSITION_HELP
-from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of
+from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of, topics_text
 from millstream.core.errors import MillstreamError, SubscriptionExists
 from millstream.core.push import HEADERS, SECRET, URL
 from millstream.core.setting import milliseconds_text, named_by_caller, secret_names
@@ -379,7 +379,7 @@ def list_(
     ]
     keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "dropped", "paused")
     listed = [summary_of(described) for described in found]
-    rows = [[", ".join(row[key]) if key == "topics" else row[key] for key in keys] for row in listed]
+    rows = [[topics_text(row) if key == "topics" else row[key] for key in keys] for row in listed]
     empty = "No subscriptions yet; create one with: millstream subscription create"
     print_list({"subscriptions": listed}, keys, rows, empty=empty, as_json=common.as_json)
 
@@ -391,7 +391,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
     if common.as_json:
         print_json(described)
         return
-    print_line(f"{one_line(name)} on {', '.join(described['topics']) or 'what its members subscribe to'}")
+    print_line(f"{one_line(name)} on {topics_text(described) or 'what its members subscribe to'}")
     print_settings(described["settings"], described["overrides"])
     print_line()
     keys = ("topic", "partition", "oldest", "backlog", "available", "leased", "parked", "blocked", "accepted")
@@ -399,7 +399,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
     queues = sorted(described["queues"], key=lambda queue: (queue["topic"], queue["partition"]))
     if queues:
         print_table((*keys, *more), [[queue[key] for key in (*keys, *more)] for queue in queues])
-    else:
+    elif not described["has_hidden_topics"]:
         print_line("No queue is open; its topics may not exist yet.")
     for reason in sorted({queue["letter_refusal"] for queue in queues if queue["refused_letters"]}):
         count = sum(queue["refused_letters"] for queue in queues if queue["letter_refusal"] == reason)

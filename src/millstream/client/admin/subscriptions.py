@@ -19,9 +19,16 @@ def summary_of(described: dict[str, Any]) -> dict[str, Any]:
     return {
         "subscription": described["name"],
         "topics": described["topics"],
+        "has_hidden_topics": described["has_hidden_topics"],
         **sums,
         "paused": described["settings"][PAUSED] == "true",
     }
+
+
+def topics_text(described: Mapping[str, Any]) -> str:
+    """Return the topics of a subscription or of its row, and whether it has others."""
+    hidden = ["(topics that you may not describe)"] if described["has_hidden_topics"] else []
+    return ", ".join([*described["topics"], *hidden])
 
 
 def differences(
@@ -49,7 +56,8 @@ def differences(
         if name != START and known.get(name) != value
     ]
     if set(topics) != set(described["topics"]):
-        found.append(f"its topics are {', '.join(sorted(described['topics']))}, not {', '.join(sorted(topics))}")
+        known_topics = {**described, "topics": sorted(described["topics"])}
+        found.append(f"its topics are {topics_text(known_topics)}, not {', '.join(sorted(topics))}")
     return found
 
 

@@ -422,6 +422,7 @@ class SubscriptionClient:
                         known[part] += described[part]
                     # Each node knows some topics of a share group.
                     known["topics"] += [topic for topic in described["topics"] if topic not in known["topics"]]
+                    known["has_hidden_topics"] |= described["has_hidden_topics"]
         return found
 
     async def seek(

@@ -241,7 +241,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
         "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}], "owner": "User:alice",
         "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "left_ms": …,
-        "worker": …, "client_id": …, "address": …}]}]}
+        "worker": …, "client_id": …, "address": …}], "has_hidden_topics": false}]}
 
     Every node knows all subscriptions, but lists only the queues that it leads and has open, and those of a mirror's
     copies whose states it stores, so a client asks all nodes. `kept` are the queues whose states it stores, for named
@@ -249,7 +249,8 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
     are those of `kept`, and those that members subscribe to, if the node coordinates the group. `push` is the state of
     the node's push process for the subscription's endpoint. `leases` holds the oldest leased ranges, at most as many as
     requested; client id and address are those of the last connection of the worker, empty if it has not connected since
-    the node leads the queue. Values of secret settings are never returned.
+    the node leads the queue. Values of secret settings are never returned. `has_hidden_topics` is true if topics
+    that the client may not describe are left out, with their queues and leases, and the state of push.
     """
 
     key = LIST_KEY
@@ -257,11 +258,19 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
 
     async def needs(self, request: ListSubscriptionsRequest) -> Sequence[Need]:
         """DESCRIBE on the subscriptions that are named; a list of all contains those the client may describe."""
-        return [(Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names or ()]
+        opened = sorted({topic for topic, _ in request.open})
+        return [
+            *((Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names or ()),
+            *((Operation.DESCRIBE, ResourceType.TOPIC, topic) for topic in opened),
+        ]
 
     def redact(self, response: ListSubscriptionsResponse, rights: Rights) -> ListSubscriptionsResponse:
-        """Leave out the subscriptions that the client may not describe."""
-        visible = [one for one in response.subscriptions if rights.group(Operation.DESCRIBE, one["name"])]
+        """Leave out the subscriptions that the client may not describe, and such topics of the others."""
+        visible = [
+            _without_hidden_topics(one, rights)
+            for one in response.subscriptions
+            if rights.group(Operation.DESCRIBE, one["name"])
+        ]
         return msgspec.structs.replace(response, subscriptions=visible)
 
     async def handle(self, request: ListSubscriptionsRequest) -> ListSubscriptionsResponse:
@@ -367,7 +376,27 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             "kept": kept,
             "push": self._push_status(subscription),
             "owner": subscription.owner.principal,
+            "has_hidden_topics": False,
         }
+
+
+def _without_hidden_topics(described: dict[str, Any], rights: Rights) -> dict[str, Any]:
+    """Leave out of a subscription everything about topics that the client may not describe."""
+
+    def is_visible(topic: str) -> bool:
+        return rights.topic(Operation.DESCRIBE, topic)
+
+    shown = {
+        **described,
+        "topics": [topic for topic in described["topics"] if is_visible(topic)],
+        "kept": [place for place in described["kept"] if is_visible(place[0])],
+    }
+    for part in described.keys() & {"queues", "leases"}:
+        shown[part] = [one for one in described[part] if is_visible(one["topic"])]
+    if len(shown["topics"]) < len(described["topics"]):
+        # The counts of push are of all topics.
+        shown |= {"has_hidden_topics": True, "push": []}
+    return shown
 
 
 def _describe_lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[str, Any]:
@@ -667,6 +696,11 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
         if request.names is None:
             return [(Operation.DESCRIBE, ResourceType.CLUSTER, CLUSTER_NAME)]
         return [(Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names]
+
+    def redact(self, response: LedgerMarkResponse, rights: Rights) -> LedgerMarkResponse:
+        """Leave out the queues of topics that the client may not describe."""
+        visible = [queue for queue in response.queues if rights.topic(Operation.DESCRIBE, queue.topic)]
+        return msgspec.structs.replace(response, queues=visible)
 
     async def handle(self, request: LedgerMarkRequest) -> LedgerMarkResponse:
         """Mark one queue after the other."""

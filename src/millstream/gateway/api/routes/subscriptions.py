@@ -103,6 +103,8 @@ class SubscriptionSummary(msgspec.Struct, frozen=True):
 
     subscription: str
     topics: list[str]
+    has_hidden_topics: bool
+    """Whether it has topics that the caller may not describe; their messages are not counted."""
     backlog: int
     leased: int
     parked: int
@@ -159,6 +161,8 @@ class SubscriptionDescription(msgspec.Struct, frozen=True):
     name: str
     subscription_id: str
     topics: list[str]
+    has_hidden_topics: bool
+    """Whether it has topics that the caller may not describe; they and their queues are left out."""
     settings: dict[str, str]
     overrides: dict[str, str]
     created_ms: int

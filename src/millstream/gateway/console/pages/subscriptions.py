@@ -118,7 +118,9 @@ async def show(visit: Visit) -> Response:
         *((one, _GROUP, name) for one in (Operation.READ, Operation.ALTER_CONFIGS, Operation.DELETE)),
         *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
     )
-    reads = all([await visit.may(Operation.READ, ResourceType.TOPIC, topic) for topic in topics])
+    reads = not described["has_hidden_topics"] and all(
+        [await visit.may(Operation.READ, ResourceType.TOPIC, topic) for topic in topics]
+    )
     settings = [
         {
             "name": key,
