@@ -157,7 +157,7 @@ class Callers:
         Raise `Refused` unless the refusal was temporary, as by a node that does not know a change yet.
         """
         shown = self.read(headers, host)
-        self._remembered.pop(self._mark(shown), None)
+        self._remembered.pop(self._credential_digest(shown), None)
         await self._find(shown)
 
     async def _renew(self, caller: Caller) -> None:
@@ -165,7 +165,7 @@ class Callers:
         shown = caller.shown
         if shown is None:
             return
-        mark = self._mark(shown)
+        mark = self._credential_digest(shown)
         remembered = self._remembered.get(mark)
         if remembered is not None and remembered.caller.assertion == caller.assertion:
             del self._remembered[mark]
@@ -204,11 +204,11 @@ class Callers:
             return Shown(NO_CREDENTIAL, "", "", host)
         return _parse(given[0], host)
 
-    def _mark(self, shown: Shown) -> bytes:
+    def _credential_digest(self, shown: Shown) -> bytes:
         return hmac.digest(self._key, "\0".join(shown).encode(), "sha256")
 
     async def _find(self, shown: Shown) -> _Remembered:
-        mark = self._mark(shown)
+        mark = self._credential_digest(shown)
         found = self._remembered.get(mark)
         if found is not None and asyncio.get_running_loop().time() < found.until:
             self._callers.move_to_end(found.identity)
@@ -217,7 +217,7 @@ class Callers:
         if verifying is None:
             self._admit(shown.host)
             verifying = self._verifying[mark] = asyncio.ensure_future(self._verify(mark, shown))
-            verifying.add_done_callback(lambda done: self._verified(mark, shown.host, done))
+            verifying.add_done_callback(lambda done: self._on_verified(mark, shown.host, done))
         # Shielded, since requests with the same credential wait for one response.
         return await asyncio.shield(verifying)
 
@@ -236,7 +236,7 @@ class Callers:
         if not self._pending[host]:
             del self._pending[host]
 
-    def _verified(self, mark: bytes, host: str, done: asyncio.Task[_Remembered]) -> None:
+    def _on_verified(self, mark: bytes, host: str, done: asyncio.Task[_Remembered]) -> None:
         del self._verifying[mark]
         self._release(host)
         if not done.cancelled():

@@ -35,7 +35,7 @@ class OriginCheck:
     """The names of one gateway."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self._names = frozenset(_bare(name.strip()) for name in names if name.strip())
+        self._names = frozenset(_strip_port(name.strip()) for name in names if name.strip())
         self._is_any = ANY in self._names
 
     def check(self, headers: Mapping[bytes, bytes], *, is_page: bool = False) -> None:
@@ -64,7 +64,7 @@ class OriginCheck:
         if self._is_any or b"sec-fetch-site" in headers or headers.get(b"origin", b"").startswith(b"https://"):
             # Browsers send the fetch metadata only over TLS or to the machine itself.
             return
-        host = _bare(headers.get(b"host", b"").decode("latin-1"))
+        host = _strip_port(headers.get(b"host", b"").decode("latin-1"))
         if not self._is_own(host):
             raise Refused(
                 HTTPStatus.FORBIDDEN,
@@ -93,7 +93,7 @@ def _is_own_request(headers: Mapping[bytes, bytes]) -> bool:
     return source.lower() == headers.get(b"host", b"").lower()
 
 
-def _bare(host: str) -> str:
+def _strip_port(host: str) -> str:
     """Strip the port from a host."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"

@@ -67,7 +67,7 @@ class Pressure:
         """Admit a request or refuse it."""
         number = self.requests[lane]
         if number >= self._requests_max[lane]:
-            raise self._refused(f"{number} requests of this kind are in progress")
+            raise self._refusal(f"{number} requests of this kind are in progress")
         self.requests[lane] = number + 1
 
     def count(self, status: int) -> None:
@@ -84,7 +84,7 @@ class Pressure:
         """Reserve memory for a body or a response, or refuse the request."""
         taken = self.bytes[lane]
         if taken + size > self._bytes_max[lane]:
-            raise self._refused(f"requests in progress hold {taken} bytes")
+            raise self._refusal(f"requests in progress hold {taken} bytes")
         self.bytes[lane] = taken + size
 
     def give_back(self, lane: Lane, size: int) -> None:
@@ -94,9 +94,9 @@ class Pressure:
     def check_pause(self, pause_s: float) -> None:
         """Refuse a publisher that would have to wait for long because the broker throttles it."""
         if pause_s > PAUSE_S_MAX:
-            raise self._refused("the broker throttles publishers", int(pause_s) + 1)
+            raise self._refusal("the broker throttles publishers", int(pause_s) + 1)
 
-    def _refused(self, why: str, retry_s: int = RETRY_S) -> Refused:
+    def _refusal(self, why: str, retry_s: int = RETRY_S) -> Refused:
         return Refused(HTTPStatus.TOO_MANY_REQUESTS, f"{why}; try again later", headers={"retry-after": str(retry_s)})
 
 

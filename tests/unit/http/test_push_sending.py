@@ -563,7 +563,7 @@ async def test_push_ends_when_lease_renewal_fails(hook: Webhook, monkeypatch: py
     async def breaks(_pusher: Pusher) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(Pusher, "_keep_leases", breaks)
+    monkeypatch.setattr(Pusher, "_extend_leases", breaks)
     run = Run(hook, 0)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(run.running, WAIT_S)

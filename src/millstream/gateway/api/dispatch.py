@@ -76,7 +76,7 @@ class PathTree(Generic[S]):
                 raise _not_found(raw_path)
             raise Refused(
                 HTTPStatus.METHOD_NOT_ALLOWED,
-                f"{method} is not supported at {_shown(raw_path)}",
+                f"{method} is not supported at {_path_text(raw_path)}",
                 headers={"allow": ", ".join(sorted(node.routes))},
             )
         return route, names
@@ -108,10 +108,12 @@ def _text(segment: bytes) -> str:
 
 
 def _not_found(raw_path: bytes) -> Refused:
-    return Refused(HTTPStatus.NOT_FOUND, f"there is no route {_shown(raw_path)}; GET /openapi.json lists all routes")
+    return Refused(
+        HTTPStatus.NOT_FOUND, f"there is no route {_path_text(raw_path)}; GET /openapi.json lists all routes"
+    )
 
 
-def _shown(raw_path: bytes) -> str:
+def _path_text(raw_path: bytes) -> str:
     return PREFIX + raw_path.decode("ascii", "backslashreplace")
 
 
@@ -172,7 +174,7 @@ class Api:
         except MillstreamError as error:
             refused = refusal_of(error)
             if self._callers is not None and isinstance(error, (AuthenticationFailed, BrokerUnreachable)):
-                refused = await self._still_known(self._callers, scope, refused)
+                refused = await self._reauthenticate(self._callers, scope, refused)
             if refused.status is HTTPStatus.INTERNAL_SERVER_ERROR:
                 _logger.exception("a request failed", extra={"path": scope["path"]})
             await self._send_problem(scope, send, refused)
@@ -196,7 +198,7 @@ class Api:
         async with self._callers.acting_for(scope["headers"], _host(scope)) as caller:
             await self._serve_with(caller.services, reader, path, exchange)
 
-    async def _still_known(self, callers: Callers, scope: Scope, refused: Refused) -> Refused:
+    async def _reauthenticate(self, callers: Callers, scope: Scope, refused: Refused) -> Refused:
         """Authenticate the caller of a failed request again: its session may have ended, as by a password change."""
         try:
             await callers.verify_again(scope["headers"], _host(scope))

@@ -68,14 +68,14 @@ class Leasing:
         messages: list[LeasedMessage] = []
         refused: list[MillstreamError] = []
         if len(nodes) > 1 or not request.wait_ms:
-            nodes, at_once = self._from_any(nodes), msgspec.structs.replace(request, wait_ms=0)
-            messages = await self._confirmed(request, await self._at_once(nodes, at_once, refused))
+            nodes, at_once = self._receive_from_any(nodes), msgspec.structs.replace(request, wait_ms=0)
+            messages = await self._confirm_leases(request, await self._receive_available(nodes, at_once, refused))
         while not messages and (left_s := deadline - loop.time()) > 0:
             asked_at = loop.time()
             waiting = msgspec.structs.replace(request, wait_ms=int(left_s * 1000) + 1)
             nodes = await self._all_nodes()
             refused.clear()
-            messages = await self._confirmed(request, await self._first(nodes, waiting, refused))
+            messages = await self._confirm_leases(request, await self._receive_first(nodes, waiting, refused))
             if not messages and loop.time() - asked_at < PAUSE_S:
                 # Leaders may have moved: the nodes reported at once that they have nothing.
                 self._nodes = []
@@ -101,7 +101,7 @@ class Leasing:
                 async with asyncio.timeout(GIVE_BACK_S):
                     await self._subscriptions.settle(subscription, worker, messages, Verb.RETURN, delay_ms=0)
 
-    async def _confirmed(self, request: Receive, messages: list[LeasedMessage]) -> list[LeasedMessage]:
+    async def _confirm_leases(self, request: Receive, messages: list[LeasedMessage]) -> list[LeasedMessage]:
         """Keep the messages whose leases still hold, however long the responses were on their way."""
         try:
             return await self._subscriptions.confirmed(request.subscription, request.worker, messages)
@@ -109,7 +109,7 @@ class Leasing:
             await self.give_back(request.subscription, request.worker, messages)
             raise
 
-    async def _at_once(
+    async def _receive_available(
         self, nodes: Sequence[NodeId], request: Receive, refused: list[MillstreamError]
     ) -> list[LeasedMessage]:
         """Ask one node after the other for messages that are available, up to the limits of the request."""
@@ -121,16 +121,16 @@ class Leasing:
                 if rest is None:
                     break
                 try:
-                    messages += await self._from(node, rest)
+                    messages += await self._receive_from(node, rest)
                 except (QuotaExceeded, *_PASSING) as error:
                     refused.append(error)
-            wanted = _fitting(messages, request)
+            wanted = _count_fitting(messages, request)
         finally:
             # Surplus messages, or all of them if the client has gone or another node refuses.
             await self.give_back(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 
-    def _from_any(self, nodes: Sequence[NodeId]) -> list[NodeId]:
+    def _receive_from_any(self, nodes: Sequence[NodeId]) -> list[NodeId]:
         """Rotate the nodes at random, leaving out those that hang unless all do.
 
         In turn, requests for several subscriptions that alternate would each begin with the same node.
@@ -141,11 +141,11 @@ class Leasing:
         turned = [*nodes[first:], *nodes[:first]]
         return [node for node in turned if node not in self._hung_until] or turned
 
-    async def _first(
+    async def _receive_first(
         self, nodes: Sequence[NodeId], request: Receive, refused: list[MillstreamError]
     ) -> list[LeasedMessage]:
         """Ask all nodes at once and return the first messages; nothing if none has any."""
-        asking = [asyncio.ensure_future(self._from(node, request)) for node in nodes]
+        asking = [asyncio.ensure_future(self._receive_from(node, request)) for node in nodes]
         is_wanted = False
         messages: list[LeasedMessage] = []
         try:
@@ -162,12 +162,12 @@ class Leasing:
             await asyncio.wait(asking)
             received = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
             messages += chain.from_iterable(received)
-            wanted = _fitting(messages, request) if is_wanted else 0
+            wanted = _count_fitting(messages, request) if is_wanted else 0
             # Surplus messages, or all of them if the client has gone.
             await self.give_back(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 
-    async def _from(self, node: NodeId, request: Receive) -> list[LeasedMessage]:
+    async def _receive_from(self, node: NodeId, request: Receive) -> list[LeasedMessage]:
         pool = await self._client.pool_for(node)
         try:
             leased = await self._requests.ask(pool, request, timeout_s=RESPONSE_S + request.wait_ms / 1000)
@@ -176,7 +176,7 @@ class Leasing:
             raise
         response = leased.response
         if response.error:
-            raise _refused(response, request.subscription)
+            raise _refusal_error(response, request.subscription)
         if (held_back := response.held_back) is not None:
             raise held_back
         try:
@@ -211,7 +211,7 @@ class Leasing:
         return self._nodes
 
 
-def _fitting(messages: Sequence[LeasedMessage], request: Receive) -> int:
+def _count_fitting(messages: Sequence[LeasedMessage], request: Receive) -> int:
     """Count the messages within the request's limits, at least one; compressed batches hold more than their size."""
     left_bytes = request.max_bytes
     for count, message in enumerate(messages[: request.max_records]):
@@ -221,7 +221,7 @@ def _fitting(messages: Sequence[LeasedMessage], request: Receive) -> int:
     return min(len(messages), request.max_records)
 
 
-def _refused(response: ReceiveResponse, subscription: str) -> MillstreamError:
+def _refusal_error(response: ReceiveResponse, subscription: str) -> MillstreamError:
     error = error_from_code(response.error, response.message)
     return (
         error if response.message or not isinstance(error, NotFound) else NotFound(f"no subscription {subscription!r}")

@@ -217,7 +217,7 @@ class ConsoleApp:
         if self._callers is None:
             yield self._services, ""
             return
-        shown = self._shown(exchange, signed_in)
+        shown = self._credential_of(exchange, signed_in)
         async with self._callers.acting_as(shown) as caller:
             yield caller.services, caller.principal
 
@@ -227,7 +227,7 @@ class ConsoleApp:
         async with self._acting_for(exchange, signed_in) as (services, _):
             lapsed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             if self._callers is not None:
-                lapsed = asyncio.ensure_future(self._callers.until_lapsed(self._shown(exchange, signed_in)))
+                lapsed = asyncio.ensure_future(self._callers.until_lapsed(self._credential_of(exchange, signed_in)))
             try:
                 yield Acting(services, lapsed)
             finally:
@@ -239,7 +239,7 @@ class ConsoleApp:
         host = exchange.headers.get(b"host", b"").decode("ascii", "replace")
         return f"{'https' if self._is_tls else 'http'}://{host}"
 
-    def _shown(self, exchange: _Exchange, signed_in: SignedIn) -> Shown:
+    def _credential_of(self, exchange: _Exchange, signed_in: SignedIn) -> Shown:
         host = host_of(exchange.scope)
         return signed_in.shown(host) or self._callers_required().read(exchange.scope["headers"], host)
 
@@ -300,7 +300,7 @@ class ConsoleApp:
 
     async def _wait(self, exchange: _Exchange, route: PageRoute, visit: Visit, signed_in: SignedIn) -> None:
         """Serve a stream while the browser is connected and the user may see it."""
-        gone = asyncio.ensure_future(_disconnected(exchange.receive))
+        gone = asyncio.ensure_future(_wait_for_disconnect(exchange.receive))
         lapsed: asyncio.Future[bytes] | None = None
         if self._callers is not None:
             lapsed = asyncio.ensure_future(self._until_lapsed(exchange, signed_in, self._callers))
@@ -319,7 +319,7 @@ class ConsoleApp:
                         await one
 
     async def _until_lapsed(self, exchange: _Exchange, signed_in: SignedIn, callers: Callers) -> bytes:
-        await callers.until_lapsed(self._shown(exchange, signed_in))
+        await callers.until_lapsed(self._credential_of(exchange, signed_in))
         return b"event: ended\ndata: {}\n\n"
 
     # -- responses ------------------------------------------------------------------------------------------
@@ -489,7 +489,7 @@ def _pairs(text: bytes) -> dict[str, str]:
 async def _unless_gone(exchange: _Exchange, route: PageRoute, visit: Visit) -> Response:
     """Prepare a page; stop when the browser has disconnected."""
     working = asyncio.ensure_future(route.handle(visit))
-    gone = asyncio.ensure_future(_disconnected(exchange.receive))
+    gone = asyncio.ensure_future(_wait_for_disconnect(exchange.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -501,6 +501,6 @@ async def _unless_gone(exchange: _Exchange, route: PageRoute, visit: Visit) -> R
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -267,7 +267,7 @@ class Sessions:
         return bool(self._settings.oidc_client_id and self._settings.oidc_issuer)
 
     async def _begin_oidc(self, exchange: Any, app: ConsoleApp) -> None:
-        provider = await self._discovered()
+        provider = await self._discover()
         query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1")))
         verifier, state, nonce = (secrets.token_urlsafe(48), secrets.token_urlsafe(24), secrets.token_urlsafe(24))
         challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
@@ -318,7 +318,7 @@ class Sessions:
         await app.send_page(exchange, HTTPStatus.OK, "continue.html", {"to": _own_page(str(to)) or PREFIX}, headers)
 
     async def _exchange_code(self, exchange: Any, code: str, verifier: str) -> dict[str, Any]:
-        provider = await self._discovered()
+        provider = await self._discover()
         form = {
             "grant_type": "authorization_code",
             "code": code,
@@ -329,18 +329,18 @@ class Sessions:
         if self._settings.oidc_client_secret_file:
             secret = await asyncio.to_thread(Path(self._settings.oidc_client_secret_file).read_text, "utf-8")
             form["client_secret"] = secret.strip()
-        return await self._ask_provider("POST", str(provider["token_endpoint"]), form)
+        return await self._request_provider("POST", str(provider["token_endpoint"]), form)
 
-    async def _discovered(self) -> dict[str, Any]:
+    async def _discover(self) -> dict[str, Any]:
         if self._provider is None:
             issuer = self._settings.oidc_issuer.rstrip("/")
-            found = await self._ask_provider("GET", f"{issuer}/.well-known/openid-configuration", None)
+            found = await self._request_provider("GET", f"{issuer}/.well-known/openid-configuration", None)
             if str(found.get("issuer", "")).rstrip("/") != issuer or "token_endpoint" not in found:
                 raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider at {issuer} describes another issuer")
             self._provider = found
         return self._provider
 
-    async def _ask_provider(self, method: str, url: str, form: dict[str, str] | None) -> dict[str, Any]:
+    async def _request_provider(self, method: str, url: str, form: dict[str, str] | None) -> dict[str, Any]:
         try:
             async with httpx.AsyncClient(timeout=OIDC_S, follow_redirects=False) as client:
                 response = await client.request(method, url, data=form)

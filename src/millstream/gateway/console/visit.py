@@ -86,7 +86,7 @@ class Visit:
         """Return a parameter of the query, or a field of the form."""
         found = (self.form if self.method == "POST" else self.query).get(name, default)
         if len(found) > length_max:
-            raise _wrong(name, f"{name} has more than {length_max} characters")
+            raise _field_error(name, f"{name} has more than {length_max} characters")
         return found.strip() if name != "value" else found
 
     def number(self, name: str, default: int, *, low: int = 0, high: int = 2**31 - 1) -> int:
@@ -95,14 +95,14 @@ class Visit:
         if not text:
             return default
         if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-            raise _wrong(name, f"{name} must be a number from {low} to {high}, not {text!r}")
+            raise _field_error(name, f"{name} must be a number from {low} to {high}, not {text!r}")
         return int(text)
 
     def choice(self, name: str, allowed: Sequence[str]) -> str:
         """Return one of some values; the first is the default."""
         found = self.text(name, allowed[0]) or allowed[0]
         if found not in allowed:
-            raise _wrong(name, f"{name} must be one of {', '.join(allowed)}, not {found!r}")
+            raise _field_error(name, f"{name} must be one of {', '.join(allowed)}, not {found!r}")
         return found
 
     @property
@@ -124,7 +124,7 @@ class Visit:
     def confirm(self, name: str) -> None:
         """Refuse a destructive change unless its form repeats the name of the resource."""
         if self.text("confirm") != name:
-            raise _wrong("confirm", f"type {name!r} to confirm; nothing was changed")
+            raise _field_error("confirm", f"type {name!r} to confirm; nothing was changed")
 
     def here(self, **changes: object) -> str:
         """Return the address of this page with other parameters; None removes one."""
@@ -268,7 +268,7 @@ def _quoted(word: str) -> str:
     return shlex.quote(word)
 
 
-def _wrong(field: str, detail: str) -> Refused:
+def _field_error(field: str, detail: str) -> Refused:
     """Refuse a request because of one field."""
     return Refused(HTTPStatus.UNPROCESSABLE_ENTITY, detail, field=field)
 

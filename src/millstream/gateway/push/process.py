@@ -124,7 +124,7 @@ class PushProcess:
         for known, declared in wanted.items():
             pusher = self._pushers.get(known)
             if pusher is None:
-                self._begin(known, declared)
+                self._start_pusher(known, declared)
             elif pusher.declared != declared:
                 await pusher.change(declared, self._sender(declared))
         self._news.set()
@@ -152,7 +152,7 @@ class PushProcess:
         self._has_rates = any(one.accepted_per_s or one.failed_per_s for one in reports)
         return msgspec.json.encode(Reports(reports)) + b"\n"
 
-    def _begin(self, known: str, declared: PushSubscription) -> None:
+    def _start_pusher(self, known: str, declared: PushSubscription) -> None:
         worker = self._options.worker
         pusher = Pusher(
             declared,
@@ -165,7 +165,7 @@ class PushProcess:
         self._pushers[known] = pusher
         task = asyncio.get_running_loop().create_task(pusher.run(), name=f"push {declared.name}")
         self._running[task] = pusher
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_pusher_done)
 
     def _sender(self, declared: PushSubscription) -> Sender:
         target = Target(
@@ -177,7 +177,7 @@ class PushProcess:
         )
         return Sender(target, self._trust, private_allowed=self._options.private_addresses)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_pusher_done(self, task: asyncio.Task[None]) -> None:
         pusher = self._running.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:

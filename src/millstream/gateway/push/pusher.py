@@ -205,7 +205,7 @@ class Pusher:
     async def run(self) -> None:
         """Push until `stop`; then settle or return what is in flight."""
         loop = asyncio.get_running_loop()
-        extending = loop.create_task(self._keep_leases(), name=f"leases of {self.declared.name}")
+        extending = loop.create_task(self._extend_leases(), name=f"leases of {self.declared.name}")
         pushing = loop.create_task(self._push(), name=f"messages of {self.declared.name}")
         try:
             await asyncio.wait((extending, pushing), return_when=asyncio.FIRST_COMPLETED)
@@ -240,7 +240,7 @@ class Pusher:
                 await self._wait(self._endpoint.rest_left(self._now) or None)
                 continue
             try:
-                messages = await self._confirmed(await self._readable(await self._lease(room)))
+                messages = await self._confirm_leases(await self._select_readable(await self._lease(room)))
             except MillstreamError as error:
                 # The partition moves to another node, or the broker is stopping; a new declaration wakes this loop.
                 _logger.debug(
@@ -250,7 +250,7 @@ class Pusher:
                 continue
             backoff.reset()
             for message in messages:
-                self._begin(message)
+                self._start_delivery(message)
 
     def _room(self) -> int:
         if self._bytes >= IN_FLIGHT_BYTES_MAX:
@@ -275,7 +275,7 @@ class Pusher:
             return await taking
         return ReadRecords([], [], [])
 
-    async def _readable(self, taken: ReadRecords) -> list[LeasedMessage]:
+    async def _select_readable(self, taken: ReadRecords) -> list[LeasedMessage]:
         """Return messages leased beyond the requested bytes, release those that cannot be read, and keep the rest."""
         name = self.declared.name
         for message, reason in taken.unreadable:
@@ -290,14 +290,14 @@ class Pusher:
         )
         return taken.messages
 
-    async def _confirmed(self, messages: list[LeasedMessage]) -> list[LeasedMessage]:
+    async def _confirm_leases(self, messages: list[LeasedMessage]) -> list[LeasedMessage]:
         """Keep the messages whose leases still hold, however long the response was on its way."""
         if all(message.is_fresh for message in messages):
             return messages
-        extended = await asyncio.gather(*map(self._extended, messages))
+        extended = await asyncio.gather(*map(self._extend_lease, messages))
         return [message for message in extended if message is not None]
 
-    async def _extended(self, message: LeasedMessage) -> LeasedMessage | None:
+    async def _extend_lease(self, message: LeasedMessage) -> LeasedMessage | None:
         """Extend a message's lease; return None if it is lost."""
         sent_at = monotonic()
         is_held = await self._settler.settle(message, Verb.EXTEND, delay_ms=message.lease_ms)
@@ -312,14 +312,14 @@ class Pusher:
 
     # -- sending them ----------------------------------------------------------------------------------------
 
-    def _begin(self, message: LeasedMessage) -> None:
+    def _start_delivery(self, message: LeasedMessage) -> None:
         task = asyncio.get_running_loop().create_task(self._deliver(message))
         self._in_flight[task] = message
         self._bytes += _size(message)
         self._busy.set()
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_delivery_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_delivery_done(self, task: asyncio.Task[None]) -> None:
         self._bytes -= _size(self._in_flight.pop(task))
         if not self._in_flight:
             self._busy.clear()
@@ -345,18 +345,18 @@ class Pusher:
                 self._record_response(endpoint, message, response, began)
                 if sent >= PROBES_MAX or not self._is_kept(endpoint, response):
                     break
-                await self._rest(endpoint)
+                await self._await_rest(endpoint)
                 if self._stopping.is_set() and not sent:
-                    await self._give_back(message, sent)
+                    await self._return_message(message, sent)
                     return
                 if not await self._is_held():
                     # Another worker has it.
                     return
             await self._settle(endpoint, message, response)
         except asyncio.CancelledError:
-            await self._give_back(message, sent)
+            await self._return_message(message, sent)
 
-    async def _give_back(self, message: LeasedMessage, sent: int) -> None:
+    async def _return_message(self, message: LeasedMessage, sent: int) -> None:
         """Return a message; one that was never sent does not count as delivered."""
         verb = Verb.RELEASE if sent else Verb.RETURN
         await self._settler.settle(message, verb, delay_ms=0, reason="the node stops")
@@ -394,7 +394,7 @@ class Pusher:
             self._probe = asyncio.current_task()
         return self._probe is asyncio.current_task()
 
-    async def _rest(self, endpoint: Endpoint) -> None:
+    async def _await_rest(self, endpoint: Endpoint) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(endpoint.rest_left(self._now)):
                 await self._stopping.wait()
@@ -421,7 +421,7 @@ class Pusher:
 
     # -- holding them ----------------------------------------------------------------------------------------
 
-    async def _keep_leases(self) -> None:
+    async def _extend_leases(self) -> None:
         """Extend the leases of messages that take long to send."""
         while True:
             await self._busy.wait()
@@ -435,7 +435,7 @@ class Pusher:
             soon = monotonic() + self.declared.lease_ms / 2000
             # The lease duration may have changed.
             due = {
-                task: self._extended(message._replace(lease_ms=self.declared.lease_ms))
+                task: self._extend_lease(message._replace(lease_ms=self.declared.lease_ms))
                 for task, message in self._in_flight.items()
                 if message.fresh_until < soon
             }
@@ -448,7 +448,7 @@ class Pusher:
         task = asyncio.current_task()
         if task is None or self._in_flight[task].is_fresh:
             return True
-        extended = await self._extended(self._in_flight[task])
+        extended = await self._extend_lease(self._in_flight[task])
         if extended is not None:
             self._in_flight[task] = extended
         return extended is not None

@@ -164,7 +164,7 @@ class Sender:
         """Send a message; failures are part of the response."""
         try:
             async with asyncio.timeout(self._target.timeout_s):
-                return await self._follow(content)
+                return await self._send_following_redirects(content)
         except TimeoutError:
             return EndpointResponse(0, f"no response within {self._target.timeout_s:g} s")
         except PolicyViolation as refused:
@@ -173,7 +173,7 @@ class Sender:
             self._addresses.forget()
             return EndpointResponse(0, _line(str(error) or type(error).__name__), is_unsent=isinstance(error, _UNSENT))
 
-    async def _follow(self, content: Content) -> EndpointResponse:
+    async def _send_following_redirects(self, content: Content) -> EndpointResponse:
         url = self._url
         for _ in range(REDIRECTS_MAX + 1):
             response, location = await self._send(url, content)
@@ -225,7 +225,7 @@ class Sender:
         timeout_s = self._target.timeout_s
         return httpx.Request(
             "POST",
-            self._at(url, address),
+            self._with_address(url, address),
             headers=headers,
             content=content.body,
             extensions={
@@ -235,7 +235,7 @@ class Sender:
             },
         )
 
-    def _at(self, url: httpx.URL, address: str) -> httpx.URL:
+    def _with_address(self, url: httpx.URL, address: str) -> httpx.URL:
         """Replace the host of a URL by an address."""
         found = self._placed.get((url, address))
         if found is None:

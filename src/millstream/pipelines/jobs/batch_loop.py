@@ -144,13 +144,13 @@ class BatchLoop:
         self._context = context
         self._settings = settings
         self._query = query_of(pipeline.pipeline_id)
-        self._known: _CommittedState | None = None
+        self._committed_state: _CommittedState | None = None
         self._is_alone = False
         """Whether undecided transactions of earlier runs have been searched for and aborted."""
         self._sources: tuple[Sequence[str], Partitions] = (), {}
         self._targets: dict[str, int] = {}
         """The number of partitions of topics that are written here."""
-        self._looked = -PARTITIONS_S
+        self._looked_up_at = -PARTITIONS_S
         self._is_idle = False
         self.options = WriteOptions(
             brokers=context.brokers, access=context.access, client_id=CLIENT_ID, timeout_s=TIMEOUT_S
@@ -175,27 +175,27 @@ class BatchLoop:
     def plan(self, topics: Sequence[str]) -> Plan:
         """Plan the next batch of some topics; it has no rows if there are no messages."""
         survey = self.survey(topics)
-        known = self._known or self._ask()
+        known = self._committed_state or self._fetch_committed()
         partitions = self._partitions(survey, topics)
         try:
-            return self._planned(survey, known, partitions)
+            return self._build_plan(survey, known, partitions)
         except BaseException:
-            self._looked = -PARTITIONS_S
+            self._looked_up_at = -PARTITIONS_S
             raise
 
     def _partitions(self, survey: OffsetResolver, topics: Sequence[str]) -> Partitions:
         """Return the partitions of topics, as of now or a moment ago."""
         now, named = time.monotonic(), tuple(topics)
-        if self._known is None or self._sources[0] != named or now - self._looked >= PARTITIONS_S:
+        if self._committed_state is None or self._sources[0] != named or now - self._looked_up_at >= PARTITIONS_S:
             self._sources = named, survey.partitions()
             self._targets.clear()
-            self._looked = now
+            self._looked_up_at = now
         return self._sources[1]
 
-    def _planned(self, survey: OffsetResolver, known: _CommittedState, partitions: Partitions) -> Plan:
+    def _build_plan(self, survey: OffsetResolver, known: _CommittedState, partitions: Partitions) -> Plan:
         latest = self._at_time(survey, partitions, survey.latest(partitions), is_end=True)
         start, lost = self._start(survey, known, partitions, latest)
-        self._known = known
+        self._committed_state = known
         end = admitted(start, latest, self._settings.batch_max)
         batch = Batch(self._query, known.number, uuid4().hex[:12])
         ranges = tuple(ranges_between(start, end))
@@ -238,7 +238,7 @@ class BatchLoop:
 
         Otherwise a later run that starts at the end would skip messages that arrive before the first batch.
         """
-        known = self._known.offsets if self._known is not None else {}
+        known = self._committed_state.offsets if self._committed_state is not None else {}
         return any(number not in known.get(topic, {}) for topic, numbers in plan.end.items() for number in numbers)
 
     def commit(
@@ -282,9 +282,9 @@ class BatchLoop:
         give_up: Callable[[], None],
     ) -> int | None:
         """Prepare and commit the members of a batch; return how many rows they have, None if already committed."""
-        known, self._is_idle = self._known, False
+        known, self._is_idle = self._committed_state, False
         # The state is unknown until the commit has succeeded.
-        self._known = None
+        self._committed_state = None
         link = self.link
         try:
             prepared = prepare()
@@ -300,8 +300,8 @@ class BatchLoop:
             raise
         if done and known is not None:
             merged = {topic: {**known.offsets.get(topic, {}), **numbers} for topic, numbers in plan.end.items()}
-            self._known = _CommittedState(plan.batch.number + 1, {**known.offsets, **merged})
-        elif not done and not self._was_done(plan):
+            self._committed_state = _CommittedState(plan.batch.number + 1, {**known.offsets, **merged})
+        elif not done and not self._is_committed(plan):
             return None
         return rows
 
@@ -318,7 +318,7 @@ class BatchLoop:
 
     def committed(self) -> Offsets:
         """Return the group's committed offsets, after aborting undecided transactions of earlier runs."""
-        return self._ask().offsets
+        return self._fetch_committed().offsets
 
     async def prepare_offsets(self, batch: Batch, end: Offsets) -> TransactionalProducer:
         """Prepare the member of a batch that commits its end offsets, if this run still owns the pipeline."""
@@ -346,15 +346,15 @@ class BatchLoop:
 
     # -- internals ------------------------------------------------------------------------------------------------
 
-    def _ask(self) -> _CommittedState:
+    def _fetch_committed(self) -> _CommittedState:
         if not self._is_alone:
             # An undecided transaction of an earlier stream would block the offsets forever.
             self._is_alone = abort_undecided(self.options, stream_of(self._pipeline.pipeline_id))
         return self.link.call(self._fetch_state(self.link))
 
-    def _was_done(self, plan: Plan) -> bool:
+    def _is_committed(self, plan: Plan) -> bool:
         """Whether the committed batch is this one: the response to its commit may have been lost."""
-        self._known = known = self._ask()
+        self._committed_state = known = self._fetch_committed()
         ends = {topic: known.offsets.get(topic, {}) for topic in plan.end}
         return known.number == plan.batch.number + 1 and all(
             ends[topic].get(number) == offset

@@ -33,7 +33,7 @@ def place_error(text: str) -> str | None:
     plain = _COLOUR.sub("", text)
     stores = list(_STORE.finditer(plain))
     if stores:
-        return _of_store(plain[stores[-1].start() :])
+        return _explain_store_error(plain[stores[-1].start() :])
     disk = _DISK.search(plain)
     if disk is None:
         return None
@@ -41,7 +41,7 @@ def place_error(text: str) -> str | None:
     return f"folder {path!r} cannot be written or read: {reason}; set another one with `lake` or `pipelines-lake`"
 
 
-def _of_store(text: str) -> str | None:
+def _explain_store_error(text: str) -> str | None:
     request = _REQUEST.search(text)
     if request is None:
         return None
@@ -134,10 +134,10 @@ def headline(reason: str) -> str:
         if not text.endswith(":"):
             break
         text = f"{text} {line}"
-    return text if len(text) <= HEADLINE_LENGTH_MAX else _cut(text)
+    return text if len(text) <= HEADLINE_LENGTH_MAX else _shorten(text)
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     for end in _ENDS:
         at = text.rfind(end, HEADLINE_LENGTH_MAX // 2, HEADLINE_LENGTH_MAX)
         if at > 0:

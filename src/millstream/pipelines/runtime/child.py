@@ -153,7 +153,7 @@ class PipelineChild(SupervisedChild):
         """Run the driver while it is needed, until `stop`; a background task of the broker."""
         try:
             async with asyncio.TaskGroup() as group:
-                parking = group.create_task(self._keep_parking(), name="park pipelines")
+                parking = group.create_task(self._store_parked(), name="park pipelines")
                 looking = group.create_task(self._lags.run(), name="lag of pipelines")
                 tidying = group.create_task(self._groups.run(), name="groups of deleted pipelines")
                 await super().run()
@@ -207,7 +207,7 @@ class PipelineChild(SupervisedChild):
             env={**(child_environment() or os.environ), **options.environment},
         )
 
-    async def _keep_spare(self) -> None:
+    async def _maintain_spare(self) -> None:
         """Start a driver without pipelines once the other one has settled, and again if it ends.
 
         Its few bytes of heartbeats stay in the pipe and are read when it takes over.
@@ -246,7 +246,7 @@ class PipelineChild(SupervisedChild):
         sending = asyncio.get_running_loop().create_task(
             self._send_wanted(process), name="send pipelines to the driver"
         )
-        sparing = asyncio.get_running_loop().create_task(self._keep_spare(), name="keep a spare driver")
+        sparing = asyncio.get_running_loop().create_task(self._maintain_spare(), name="keep a spare driver")
         code, is_over = -1, True
         try:
             await self._read_events(process)
@@ -296,7 +296,7 @@ class PipelineChild(SupervisedChild):
             return
         while True:
             try:
-                line = await self._line(process, process.stdout)
+                line = await self._read_line(process, process.stdout)
                 if not line:
                     return
                 event = msgspec.json.decode(line, type=DriverEvent)
@@ -316,7 +316,7 @@ class PipelineChild(SupervisedChild):
                 self._update_board(is_running=True)
                 self._lags.look()
 
-    async def _line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
+    async def _read_line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
         """Return the driver's next line; kill a driver that stays silent."""
         # Checked several times, so that a broker that was itself suspended reads what was sent meanwhile.
         for _ in range(SILENT_LOOKS):
@@ -387,7 +387,7 @@ class PipelineChild(SupervisedChild):
             self._to_park.set()
             self._refresh()
 
-    async def _keep_parking(self) -> None:
+    async def _store_parked(self) -> None:
         while True:
             await self._to_park.wait()
             self._to_park.clear()
@@ -465,12 +465,12 @@ class LagWatch:
                 await self._wait(None)
             try:
                 async with Client.connect(self._brokers, client_id=LAG_CLIENT_ID, timeout_s=TIMEOUT_S) as client:
-                    await self._keep_looking(client)
+                    await self._measure_lags(client)
             except (MillstreamError, OSError) as error:
                 _logger.debug("the lag of pipelines is unknown", extra={"error": str(error)})
                 await asyncio.sleep(LAG_LOOK_S)
 
-    async def _keep_looking(self, client: Client) -> None:
+    async def _measure_lags(self, client: Client) -> None:
         backlogs = Backlogs(client)
         while declared := self._declared():
             began = time.monotonic()
@@ -598,7 +598,7 @@ class DriverReports:
             reports = {one.name: one for one in event.reports}
             for name, known in self._reports.items():
                 if name not in reports or _was_restarted(known, reports[name]):
-                    self._keep(known)
+                    self._carry_counts(known)
             self._reports = reports
             self._ended = ("", 0)
             self._down_ms = 0
@@ -612,7 +612,7 @@ class DriverReports:
             self._failed = event.failed
             self._stuck = event.stuck
 
-    def _keep(self, report: PipelineReport) -> None:
+    def _carry_counts(self, report: PipelineReport) -> None:
         """Keep the counts of a run that was stopped, parked or restarted."""
         if self._kept is None or report.name in self._kept:
             self._earlier[report.name] = self._with_earlier(report)
@@ -630,7 +630,7 @@ class DriverReports:
         elif is_death:
             self._deaths = Counter({name: self._deaths[name] + 1 for name in under_way})
         if is_death:
-            self._ended = (reason or _end(code), int(time.time() * 1000))
+            self._ended = (reason or _describe_exit(code), int(time.time() * 1000))
             self._down_ms = self._down_ms or self._ended[1]
         for name, report in self._reports.items():
             total = self._with_earlier(report)
@@ -717,7 +717,7 @@ def _was_restarted(known: PipelineReport, report: PipelineReport) -> bool:
     )
 
 
-def _end(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code == DIED:
         return "the driver's Java died: killed, or out of memory; spark.log in the node's data folder may say why"
     return f"the driver ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"

@@ -94,8 +94,8 @@ class Claim:
 
     def take(self) -> None:
         """Become the member; raise `GroupNotEmpty`, which names the current one, if the pipeline is being run."""
-        self._link.call(self._take())
-        self._keeping = self._link.start(self._keep())
+        self._link.call(self._acquire())
+        self._keeping = self._link.start(self._send_heartbeats())
 
     def leave(self) -> None:
         """Leave the group; never raises if the broker is unreachable, since the session expires anyway."""
@@ -105,13 +105,13 @@ class Claim:
         if self.is_held:
             self._is_held = False
             with suppress(MillstreamError, TimeoutError):
-                self._link.call(within(LEAVE_S, self._leave()))
+                self._link.call(within(LEAVE_S, self._leave_group()))
                 if self._is_declared:
                     self._link.call(within(LEAVE_S, self._forget()))
 
     # -- on the loop ----------------------------------------------------------------------------------------
 
-    async def _take(self) -> None:
+    async def _acquire(self) -> None:
         await self._refuse_others()
         await self._join_alone()
         self._is_held = True
@@ -123,7 +123,7 @@ class Claim:
             with suppress(RebalanceInProgress, InconsistentProtocol, *_PUT_OUT):
                 if await self._join():
                     return
-        await self._leave()
+        await self._leave_group()
         await self._refuse_others()
         raise GroupNotEmpty(f"group {self._group!r} has members that come and go; try again")
 
@@ -132,7 +132,7 @@ class Claim:
 
         messages: Any = request
         asked = messages.DescribeGroupsRequest(groups=(self._group,), include_authorized_operations=False)
-        response = await self._ask(asked, lambda response: response.groups[0].error_code, _GROUP_ID_NOT_FOUND)
+        response = await self._send(asked, lambda response: response.groups[0].error_code, _GROUP_ID_NOT_FOUND)
         for other in response.groups[0].members:
             if self._me.instance_id is None or other.group_instance_id != self._me.instance_id:
                 host = other.client_host.removeprefix("/")
@@ -155,7 +155,7 @@ class Claim:
             protocols=(messages.JoinGroupRequestProtocol(name=_PROTOCOL, metadata=b""),),
         )
         try:
-            joined = await self._ask(asked, lambda response: response.error_code, _MEMBER_ID_REQUIRED)
+            joined = await self._send(asked, lambda response: response.error_code, _MEMBER_ID_REQUIRED)
         except (*_PUT_OUT, InconsistentProtocol):
             self._me = GroupMember(instance_id=self._me.instance_id)
             raise
@@ -164,7 +164,7 @@ class Claim:
             return False
         if joined.leader != joined.member_id:
             # Both joined at the same moment, and one has to give way.
-            await self._leave()
+            await self._leave_group()
             await self._refuse_others()
             raise GroupNotEmpty(f"another run has just started, as a member of group {self._group!r}")
         await self._sync()
@@ -184,15 +184,15 @@ class Claim:
             protocol_name=_PROTOCOL,
             assignments=(share,),
         )
-        await self._ask(asked, lambda response: response.error_code)
+        await self._send(asked, lambda response: response.error_code)
 
-    async def _keep(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Send heartbeats until the group fences this member."""
         try:
             while True:
                 await asyncio.sleep(BEAT_S)
                 try:
-                    await self._beat()
+                    await self._send_heartbeat()
                 except RebalanceInProgress:
                     await self._join_alone()
                 except _PUT_OUT:
@@ -207,7 +207,7 @@ class Claim:
             _logger.warning("another run has taken over a pipeline", extra={"group": self._group, "error": str(error)})
             self._on_lost()
 
-    async def _beat(self) -> None:
+    async def _send_heartbeat(self) -> None:
         from kio.schema.heartbeat.v4 import request
 
         messages: Any = request
@@ -217,23 +217,23 @@ class Claim:
             member_id=self._me.member_id,
             group_instance_id=self._me.instance_id,
         )
-        await self._ask(asked, lambda response: response.error_code)
+        await self._send(asked, lambda response: response.error_code)
 
-    async def _leave(self) -> None:
+    async def _leave_group(self) -> None:
         from kio.schema.leave_group.v5 import request
 
         messages: Any = request
         me = messages.MemberIdentity(member_id=self._me.member_id, group_instance_id=self._me.instance_id)
         self._me = GroupMember(instance_id=self._me.instance_id)
         with suppress(*_PUT_OUT):
-            await self._ask(
+            await self._send(
                 messages.LeaveGroupRequest(group_id=self._group, members=(me,)), lambda response: response.error_code
             )
 
     async def _forget(self) -> None:
         await PipelineClient(self._link.client).forget_deleted(self._group.removeprefix(GROUP_PREFIX))
 
-    async def _ask(self, request: Any, code_of: Callable[[Any], int], *fine: int) -> Any:
+    async def _send(self, request: Any, code_of: Callable[[Any], int], *fine: int) -> Any:
         async def attempt(coordinator: NodeId) -> Any:
             response = await self._link.client.send(coordinator, request)
             code = code_of(response)

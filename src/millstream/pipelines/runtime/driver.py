@@ -189,7 +189,7 @@ class Driver:
         self._thread = threading.local()
         self._news = threading.Event()
         self._over = threading.Event()
-        self._reporter = threading.Thread(target=self._keep_reporting, name="reports", daemon=True)
+        self._reporter = threading.Thread(target=self._report_periodically, name="reports", daemon=True)
         self._reporter.start()
         watch = Watch(self._runners, self._activity, self._request_replacement, look_s=look_s, cancel_s=cancel_s)
         threading.Thread(target=watch.run, args=(self._over,), name="watch", daemon=True).start()
@@ -198,14 +198,14 @@ class Driver:
         """Run exactly these pipelines from now on."""
         by_name = {one.pipeline.name: one for one in wanted}
         for name in [name for name in self._running if name not in by_name]:
-            self._end(name)
+            self._stop_pipeline(name)
         for name, one in by_name.items():
             running = self._running.get(name)
             if running is not None and _is_another(running, one):
-                self._end(name)
+                self._stop_pipeline(name)
                 running = None
             if running is None:
-                self._begin(one)
+                self._start_pipeline(one)
             elif running.runner.declared != one.pipeline:
                 running.runner.change(one.pipeline)
         self._news.set()
@@ -215,12 +215,12 @@ class Driver:
         self._over.set()
         self._news.set()
         for name in list(self._running):
-            self._end(name)
+            self._stop_pipeline(name)
         deadline = time.monotonic() + END_S
         for thread in (*(running.thread for running in self._ending.values()), self._reporter):
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _begin(self, one: Wanted) -> None:
+    def _start_pipeline(self, one: Wanted) -> None:
         name = one.pipeline.name
         if one.is_suspect:
             self._turns.suspect(name)
@@ -229,7 +229,7 @@ class Driver:
         self._running[name] = running
         running.thread.start()
 
-    def _end(self, name: str) -> None:
+    def _stop_pipeline(self, name: str) -> None:
         running = self._running.pop(name)
         running.runner.stop()
         self._ending = {known: one for known, one in self._ending.items() if one.thread.is_alive()}
@@ -242,8 +242,8 @@ class Driver:
             context=self._context,
             claim=self._claim,
             turn=lambda: self._turns.take(name),
-            begun=lambda: self._begun(name),
-            ended=lambda is_well: self._ended(name, is_well),
+            begun=lambda: self._on_step_begun(name),
+            ended=lambda is_well: self._on_step_ended(name, is_well),
             lost=lambda: self._turns.give_back(name, is_well=False),
             cancel=lambda: self._cancel(name),
             changed=self._news.set,
@@ -262,7 +262,7 @@ class Driver:
             folder=options.folder,
         )
 
-    def _begun(self, name: str) -> None:
+    def _on_step_begun(self, name: str) -> None:
         if self._spark is not None and not hasattr(self._thread, "is_grouped"):
             # Both are properties of the thread, and a pool per pipeline makes the scheduler fair.
             self._spark.sparkContext.setJobGroup(name, f"pipeline {name}", interruptOnCancel=True)
@@ -270,7 +270,7 @@ class Driver:
             self._thread.is_grouped = True
         self._send(DriverEvent(begun=name))
 
-    def _ended(self, name: str, is_well: bool) -> None:
+    def _on_step_ended(self, name: str, is_well: bool) -> None:
         self._send(DriverEvent(ended=name, is_well=is_well))
         self._turns.give_back(name, is_well=is_well)
 
@@ -299,7 +299,7 @@ class Driver:
         self._send(DriverEvent(failed=f"the driver was replaced: {about}{reason}", stuck=name))
         self._leave(STUCK)
 
-    def _keep_reporting(self) -> None:
+    def _report_periodically(self) -> None:
         while not self._over.is_set():
             self._news.wait(RATES_S)
             self._news.clear()

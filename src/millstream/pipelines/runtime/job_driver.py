@@ -96,9 +96,9 @@ def run(order: JobOrder, pipes: Pipes) -> None:
     link = Link(
         order.kafka, f"{DRIVER_CLIENT}{order.node}", RESPONSE_S, patience_s=RESPONSE_S, credentials=access.credentials()
     )
-    claim = Claim(link, pipeline.group, instance_id=DRIVER_INSTANCE, on_lost=_leave_at_once)
+    claim = Claim(link, pipeline.group, instance_id=DRIVER_INSTANCE, on_lost=_exit_at_once)
     if order.sample is None and order.kind is PipelineKind.JOB:
-        _take(claim)
+        _acquire_claim(claim)
     spark = open_session(
         order.master,
         memory=settings.memory,
@@ -203,7 +203,7 @@ def _packages(order: JobOrder) -> dict[str, str]:
     return {"spark.executorEnv.PYTHONPATH": order.packages} if order.packages else {}
 
 
-def _take(claim: Any) -> None:
+def _acquire_claim(claim: Any) -> None:
     """Take the job's group; an attempt that was just killed still counts as its member for a while."""
     deadline = time.monotonic() + CLAIM_S
     while True:
@@ -216,7 +216,7 @@ def _take(claim: Any) -> None:
             time.sleep(1.0)
 
 
-def _leave_at_once() -> None:
+def _exit_at_once() -> None:
     _logger.error("another attempt has taken over this job; this one ends")
     for handler in logging.getLogger().handlers:
         handler.flush()

@@ -52,10 +52,10 @@ async def resolve(requirements: str) -> str:
     locked = []
     for one in found:
         name, number = one["metadata"]["name"], one["metadata"]["version"]
-        if have.get(_normal(name)) == number:
+        if have.get(_normalize_name(name)) == number:
             continue
         digest = one["download_info"]["archive_info"]["hashes"]["sha256"]
-        locked.append(f"{_normal(name)}=={number} --hash=sha256:{digest}")
+        locked.append(f"{_normalize_name(name)}=={number} --hash=sha256:{digest}")
     return "\n".join([*options, *sorted(locked)]) + "\n"
 
 
@@ -73,7 +73,7 @@ async def install(lock: str, root: Path, *, needed: Collection[str] = ()) -> str
             target = scratch / "packages"
             given = ["--target", str(target), "-r", str(scratch / _LOCK)]
             await _pip(["install", "--no-deps", "--require-hashes", *given])
-            await asyncio.to_thread(_put, target, folder)
+            await asyncio.to_thread(_move_into_place, target, folder)
         finally:
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
     await asyncio.to_thread(_discard_unused, root, folder, {folder.name, *map(folder_of, needed)})
@@ -87,7 +87,7 @@ def _make_scratch(root: Path, lock: str) -> Path:
     return scratch
 
 
-def _put(target: Path, folder: Path) -> None:
+def _move_into_place(target: Path, folder: Path) -> None:
     """Put a whole folder in its place, unless another run has just done so."""
     (target / _COMPLETE).touch()
     if not (folder / _COMPLETE).exists():
@@ -114,7 +114,7 @@ def _installed() -> dict[str, str]:
     found: dict[str, str] = {}
     waiting = ["millstream", "pyspark", "pyarrow", "pandas", "deltalake"]
     while waiting:
-        name = _normal(waiting.pop())
+        name = _normalize_name(waiting.pop())
         if name in found:
             continue
         with suppress(PackageNotFoundError):
@@ -127,7 +127,7 @@ def _installed() -> dict[str, str]:
     return found
 
 
-def _normal(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -148,7 +148,7 @@ async def _pip(arguments: Sequence[str]) -> None:
             await process.wait()
     if process.returncode:
         whole = output.decode(errors="replace")
-        conflict = _conflict(whole)
+        conflict = _find_conflict(whole)
         if conflict:
             raise InvalidSetting(conflict)
         # What pip has done before it failed is of no use.
@@ -165,7 +165,7 @@ _CONSTRAINED: Final = "The user requested (constraint) "
 _REQUESTED: Final = "The user requested "
 
 
-def _conflict(output: str) -> str:
+def _find_conflict(output: str) -> str:
     """Return, as a sentence, which requirements conflict according to pip; empty if none do."""
     found = _CONFLICT.search(output)
     if found is None:

@@ -167,7 +167,7 @@ class JobsChild:
         async with asyncio.TaskGroup() as group:
             while not self._stopping.is_set():
                 self._news.clear()
-                self._follow(group)
+                self._apply_declared(group)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S if self._idle_reason else None):
                         await self._news.wait()
@@ -217,7 +217,7 @@ class JobsChild:
     def _due(self) -> list[Pipeline]:
         return [one for one in self.declared.all() if one.has_own_driver and one.is_due]
 
-    def _follow(self, group: asyncio.TaskGroup) -> None:
+    def _apply_declared(self, group: asyncio.TaskGroup) -> None:
         """Start, change and end tasks after a change of the pipelines or their owner."""
         due = {one.pipeline_id: one for one in self._due()}
         self._idle_reason = self._missing() if due else ""
@@ -349,14 +349,14 @@ class _Job:
         try:
             while not self._is_over:
                 try:
-                    await self._turn()
+                    await self._await_and_run()
                     failures = 0
                 except UnknownPipeline:
                     return
                 except Exception as error:
                     # The catalog may be unavailable; no error of a job may end the node.
                     known = isinstance(error, MillstreamError | OSError)
-                    self._note(str(error))
+                    self._record_error(str(error))
                     _logger.warning(
                         "a job has to wait",
                         extra={"pipeline": self.pipeline.name, "error": str(error)},
@@ -373,7 +373,7 @@ class _Job:
     def _is_over(self) -> bool:
         return self._is_stopped or self.is_leaving
 
-    async def _turn(self) -> None:
+    async def _await_and_run(self) -> None:
         """Wait for the next run, and make it."""
         pipeline, settings = self.pipeline, self._settings
         if self._child.security is not None:
@@ -455,13 +455,13 @@ class _Job:
                     why = "cancelled" if self._is_cancelled else "stopped" if self._is_stopped else "changed"
                     await self._finish(self._run, RunState.CANCELLED, f"it was {why}")
                 else:
-                    await self._failed(self._run, settings, outcome, time.monotonic() - started)
+                    await self._handle_failure(self._run, settings, outcome, time.monotonic() - started)
         finally:
             self._run = None
 
-    async def _failed(self, run: JobRun, settings: JobSettings, outcome: _Outcome, took_s: float) -> None:
+    async def _handle_failure(self, run: JobRun, settings: JobSettings, outcome: _Outcome, took_s: float) -> None:
         """Decide whether a failed run is tried again, and wait until then."""
-        self._note(outcome.error)
+        self._record_error(outcome.error)
         self._restarts += 1
         _logger.warning(
             "a run of a job failed",
@@ -707,7 +707,7 @@ class _Job:
             async with asyncio.timeout(seconds):
                 await awaited.wait()
 
-    def _note(self, error: str) -> None:
+    def _record_error(self, error: str) -> None:
         self._error = error[:ERROR_LENGTH_MAX]
         self._error_ms = self._child.now_ms()
         self._failing_ms = self._failing_ms or self._error_ms
@@ -768,14 +768,14 @@ class _Watching:
             if event.report is not None:
                 self._job.take_report(event.report)
             if event.pin is not None:
-                await self._keep_pin(event.pin)
+                await self._store_pin(event.pin)
             if event.progress is not None:
-                await self._take_progress(event.progress)
+                await self._store_progress(event.progress)
             if event.succeeded or event.failed:
                 self._ended = event
                 return
 
-    async def _keep_pin(self, pin: dict[str, Any]) -> None:
+    async def _store_pin(self, pin: dict[str, Any]) -> None:
         run, is_kept = self._job.current, False
         if run is not None and len(msgspec.json.encode(pin)) <= PROGRESS_BYTES_MAX:
             try:
@@ -787,7 +787,7 @@ class _Watching:
                 self._process.stdin.write(msgspec.json.encode(JobResponse(pinned=is_kept)) + b"\n")
                 await self._process.stdin.drain()
 
-    async def _take_progress(self, progress: dict[str, Any]) -> None:
+    async def _store_progress(self, progress: dict[str, Any]) -> None:
         run = self._job.current
         if run is None or len(msgspec.json.encode(progress)) > PROGRESS_BYTES_MAX // 16:
             return

@@ -81,11 +81,11 @@ class ManualRun:
             self._on_step(self.tally)
             if once and (not step.lag or self.tally.rows >= there > 0):
                 return
-            self._rest(step.wait_s)
+            self._pause(step.wait_s)
         if not self._claim.is_held:
             raise GroupNotEmpty(f"another run has taken over pipeline {self._pipeline.name!r}")
 
-    def _rest(self, seconds: float) -> None:
+    def _pause(self, seconds: float) -> None:
         if seconds:
             self.progress.rest()
             self._context.stopping.wait(seconds)
@@ -144,7 +144,9 @@ class ManualRunWatch:
         self._spark = spark
         self._leave = leave
         self._over = threading.Event()
-        self._watch = Watch(lambda: [running], lambda: activity_of(spark), self._end, look_s=look_s, cancel_s=cancel_s)
+        self._watch = Watch(
+            lambda: [running], lambda: activity_of(spark), self._end_run, look_s=look_s, cancel_s=cancel_s
+        )
 
     def __enter__(self) -> None:
         threading.Thread(target=self._watch.run, args=(self._over,), name="watch", daemon=True).start()
@@ -152,7 +154,7 @@ class ManualRunWatch:
     def __exit__(self, *_: object) -> None:
         self._over.set()
 
-    def _end(self, _name: str, reason: str) -> None:
+    def _end_run(self, _name: str, reason: str) -> None:
         self._running.request_end(reason)
         kill_java(self._spark)
         if not self._over.wait(END_S):

@@ -301,12 +301,12 @@ class Runner:
                 self._claim.take()
             job = self._around.make(pipeline, self._context(pipeline, stopping))
         except GroupNotEmpty as occupied:
-            self._note(occupied)
+            self._record_error(occupied)
             self._set_state("waiting")
-            self._rest(stopping, self._around.occupied_s)
+            self._pause(stopping, self._around.occupied_s)
             return
         except Exception as error:
-            self._failed(error, stopping)
+            self._handle_failure(error, stopping)
             return
         try:
             self._steps(job, stopping)
@@ -318,9 +318,9 @@ class Runner:
             while not stopping.is_set():
                 wait_s = self._step(job)
                 if wait_s:
-                    self._rest(stopping, wait_s)
+                    self._pause(stopping, wait_s)
         except Exception as error:
-            self._failed(error, stopping)
+            self._handle_failure(error, stopping)
 
     def _step(self, job: Job) -> float:
         self.progress.is_working = False
@@ -361,7 +361,7 @@ class Runner:
             self._is_begun = False
             self._around.ended(is_well)
 
-    def _failed(self, error: Exception, stopping: threading.Event) -> None:
+    def _handle_failure(self, error: Exception, stopping: threading.Event) -> None:
         if self._ended.is_set():
             # The runner was asked to end, and its work was cancelled.
             return
@@ -369,11 +369,11 @@ class Runner:
             # A cancelled step's own error explains nothing.
             error, self._given_up = Stalled(self._given_up), ""
         self.progress.sign()
-        self._note(error)
+        self._record_error(error)
         if isinstance(error, UnknownTopic):
             # The topic may be created later.
             self._set_state("waiting")
-            self._rest(stopping, self._around.occupied_s)
+            self._pause(stopping, self._around.occupied_s)
             return
         self._restarts += 1
         self._tries += 1
@@ -392,9 +392,9 @@ class Runner:
         )
         self._set_state("retrying")
         around = self._around
-        self._rest(stopping, delay_after(self._tries - 1, first_s=around.backoff_s, max_s=around.backoff_max_s))
+        self._pause(stopping, delay_after(self._tries - 1, first_s=around.backoff_s, max_s=around.backoff_max_s))
 
-    def _rest(self, stopping: threading.Event, seconds: float) -> None:
+    def _pause(self, stopping: threading.Event, seconds: float) -> None:
         self.progress.rest()
         stopping.wait(seconds)
         self.progress.work()
@@ -418,7 +418,7 @@ class Runner:
         with self._lock:
             self._job_ends.set()
 
-    def _note(self, error: Exception) -> None:
+    def _record_error(self, error: Exception) -> None:
         self._error = reason_of(error, name=self.name)
         self._error_ms = int(time.time() * 1000)
 

@@ -55,11 +55,11 @@ def activity_of(spark: SparkSession) -> Activity:
         if mine:
             pool = mine[0].schedulingPool()
             tasks[pool] = tasks.get(pool, 0) + sum(stage.numActiveTasks() for stage in mine)
-            seen.setdefault(pool, set()).update((*map(_moved, mine), _counted(spark, job_and_sql._2())))
-    return Activity({pool: frozenset(moved) for pool, moved in seen.items()}, tasks, _orphaned(spark, store))
+            seen.setdefault(pool, set()).update((*map(_stage_progress, mine), _query_metrics(spark, job_and_sql._2())))
+    return Activity({pool: frozenset(moved) for pool, moved in seen.items()}, tasks, _orphaned_tasks(spark, store))
 
 
-def _orphaned(spark: SparkSession, store: Any) -> dict[str, int]:
+def _orphaned_tasks(spark: SparkSession, store: Any) -> dict[str, int]:
     """Return the tasks of cancelled stages; a task that ignores the cancellation keeps its slot."""
     session: Any = spark
     jvm, gateway = session._jvm, session.sparkContext._gateway
@@ -74,7 +74,7 @@ def _orphaned(spark: SparkSession, store: Any) -> dict[str, int]:
     return found
 
 
-def _moved(stage: Any) -> tuple[int, ...]:
+def _stage_progress(stage: Any) -> tuple[int, ...]:
     return (
         stage.stageId(),
         stage.attemptId(),
@@ -87,7 +87,7 @@ def _moved(stage: Any) -> tuple[int, ...]:
     )
 
 
-def _counted(spark: SparkSession, number: Any) -> Hashable:
+def _query_metrics(spark: SparkSession, number: Any) -> Hashable:
     """Return the metrics of a query, if there is one."""
     session: Any = spark
     plans = session._jsparkSession.sharedState().statusStore()
@@ -197,13 +197,13 @@ class Watch:
         self._looked = now
         self._seen = {one: self._seen.get(one, _Seen()) for one in self._working()}
         if any(one.progress.is_working and one.progress.signs == seen.signs for one, seen in self._seen.items()):
-            self._ask(passed_s)
-            self._look_for_orphans(passed_s)
+            self._refresh_activity(passed_s)
+            self._check_orphans(passed_s)
         for one, seen in self._seen.items():
             # While Java does not respond, the culprit is unknown.
-            self._judge(one, seen, 0.0 if self._silent_s else passed_s)
+            self._check_progress(one, seen, 0.0 if self._silent_s else passed_s)
 
-    def _ask(self, passed_s: float) -> None:
+    def _refresh_activity(self, passed_s: float) -> None:
         """Ask Java for its activity; if it does not respond, the last response holds."""
         if self._response is None:
             self._response = self._asking.submit(self._activity)
@@ -220,7 +220,7 @@ class Watch:
         self._response = None
         self._silent_s = 0.0
 
-    def _judge(self, one: Working, seen: _Seen, passed_s: float) -> None:
+    def _check_progress(self, one: Working, seen: _Seen, passed_s: float) -> None:
         progress = one.progress
         now = (progress.signs, self._known.seen.get(one.name))
         if not progress.is_working or now != (seen.signs, seen.spark):
@@ -241,7 +241,7 @@ class Watch:
             seen.is_given_up = True
             one.give_up(f"{reason} and was cancelled")
 
-    def _look_for_orphans(self, passed_s: float) -> None:
+    def _check_orphans(self, passed_s: float) -> None:
         """Replace the driver if cancelled tasks run on and other pipelines need their slots."""
         remains = self._known.orphaned if any(not running for running in self._known.tasks.values()) else {}
         self._orphaned_s = {name: self._orphaned_s.get(name, 0.0) + passed_s for name in remains}

@@ -49,7 +49,7 @@ class LandedHistory:
     def lowered(self, start: Offsets, there: Partitions) -> dict[str, dict[int, int]]:
         """Return the start offsets including landed messages: never later than in the log alone."""
         position = self._options.starting
-        lowered = self._lowered(start, there, position)
+        lowered = self._lower(start, there, position)
         if isinstance(position, ByTime | Timestamps) and not position.or_latest:
             self._check_some(start, lowered)
         return lowered
@@ -57,9 +57,9 @@ class LandedHistory:
     def lowered_end(self, end: dict[str, dict[int, int]], there: Partitions) -> dict[str, dict[int, int]]:
         """Return the end offsets: for a time before the log start, the table knows the offset."""
         position = self._options.ending
-        return self._lowered(end, there, position) if isinstance(position, ByTime | Timestamps) else end
+        return self._lower(end, there, position) if isinstance(position, ByTime | Timestamps) else end
 
-    def _lowered(self, places: Offsets, there: Partitions, position: Position | None) -> dict[str, dict[int, int]]:
+    def _lower(self, places: Offsets, there: Partitions, position: Position | None) -> dict[str, dict[int, int]]:
         first = self._survey.earliest(there)
         lowered = {topic: dict(offsets) for topic, offsets in places.items()}
         for topic, offsets in lowered.items():
@@ -210,7 +210,7 @@ def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
         place = (table.topic_id, one.partition, one.start, one.end)
         odd = tuple(name for name in dict.fromkeys((*columns, "reason")) if name in QUARANTINE.names)
         sources = (opened.scan(*place, columns), _messages(opened.scan_quarantined(*place, odd)))
-        yield from _merged([_completed(source, columns) for source in sources])
+        yield from _merge_by_offset([_add_missing_columns(source, columns) for source in sources])
     except OSError as error:
         raise MillstreamError(
             f"the table {table.url} cannot be read: {error}; if it has another path on this machine, give it with the "
@@ -226,7 +226,7 @@ def _messages(quarantined: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]
             yield messages
 
 
-def _completed(batches: Iterator[pa.RecordBatch], columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+def _add_missing_columns(batches: Iterator[pa.RecordBatch], columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     """Add missing columns; the quarantine has no timestamp type, which is then that of creation."""
     for batch in batches:
         yield pa.RecordBatch.from_arrays(
@@ -238,7 +238,7 @@ def _completed(batches: Iterator[pa.RecordBatch], columns: tuple[str, ...]) -> I
         )
 
 
-def _merged(sources: list[Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
+def _merge_by_offset(sources: list[Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
     """Merge batches that are ordered by offset."""
     waiting = [(source, batch) for source in sources if (batch := next(source, None)) is not None]
     while len(waiting) > 1:

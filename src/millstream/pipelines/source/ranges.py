@@ -66,7 +66,7 @@ def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: i
     As in Spark, `min_partitions` is met approximately, by dividing each range in proportion to its size.
     """
     pieces = [
-        piece for one in ranges for piece in _cut(one, 1 if records_max is None else ceil(len(one) / records_max))
+        piece for one in ranges for piece in _split(one, 1 if records_max is None else ceil(len(one) / records_max))
     ]
     if min_partitions is None or len(pieces) >= min_partitions:
         return pieces
@@ -79,11 +79,11 @@ def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: i
     return [
         part
         for piece in pieces
-        for part in _cut(piece, 1 if id(piece) in kept else max(1, round(len(piece) / large_total * wished)))
+        for part in _split(piece, 1 if id(piece) in kept else max(1, round(len(piece) / large_total * wished)))
     ]
 
 
-def _cut(one: Range, parts: int) -> Iterator[Range]:
+def _split(one: Range, parts: int) -> Iterator[Range]:
     parts = min(parts, max(1, len(one)))
     bounds = [one.start + len(one) * part // parts for part in range(parts + 1)]
     for first, last in pairwise(bounds):

@@ -122,13 +122,13 @@ class RowProducer:
             raise InvalidBatch("a row has no topic; give every row one, or set the option topic")
         named = topics.dictionary_encode()
         names = named.dictionary.to_pylist()
-        self._learn(names)
+        self._look_up_topics(names)
         order, bounds = _sorted(named.indices.to_numpy(), len(names))
         rows = batch.take(pa.array(order)) if len(names) > 1 else batch
         for number, name in enumerate(names):
             yield name, rows.slice(int(bounds[number]), int(bounds[number + 1] - bounds[number]))
 
-    def _learn(self, topics: Sequence[str]) -> None:
+    def _look_up_topics(self, topics: Sequence[str]) -> None:
         """Look up all new topics at once, since one after the other takes long."""
         unknown = [topic for topic in topics if topic not in self._partitions]
         if len(unknown) > 1:

@@ -111,7 +111,7 @@ def _parse_together(values: pa.Array, schema: pa.Schema) -> list[pa.Array] | Non
 def _parse_singly(values: pa.Array, schema: pa.Schema) -> list[pa.Array]:
     documents = [_document(value) for value in values.to_pylist()]
     return [
-        pa.array([_fitting(document.get(field.name), field.type) for document in documents], field.type)
+        pa.array([_value_if_fitting(document.get(field.name), field.type) for document in documents], field.type)
         for field in schema
     ]
 
@@ -127,7 +127,7 @@ def _document(value: bytes | None) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _fitting(value: Any, kind: pa.DataType) -> Any:
+def _value_if_fitting(value: Any, kind: pa.DataType) -> Any:
     """Return the value if its type fits, else None."""
     if value is None:
         return None
@@ -184,7 +184,7 @@ def read_columns(
     """
     link = task_link(options)
     skip = skip or partial(_skip_unreadable, one, options)
-    for batches, start, response in _fetched(link, one, options, skip):
+    for batches, start, response in _fetch_range(link, one, options, skip):
         yield from decode_columns(
             batches,
             fields=fields,
@@ -257,7 +257,7 @@ def _cast(array: pa.Array, column: Column) -> pa.Array:
         return pa.array(texts, column.kind)
 
 
-def _fetched(
+def _fetch_range(
     link: Link, one: Range, options: ReadOptions, skip: Skip
 ) -> Iterator[tuple[Batches, int, FetchedPartition]]:
     """Yield the responses of a range, each with the offset from which it counts: batches may start before it.
@@ -266,7 +266,7 @@ def _fetched(
     """
     position = one.start
     deadline = time.monotonic() + options.timeout_s
-    coming = _ask(link, one, position, options)
+    coming = _fetch_async(link, one, position, options)
     while True:
         try:
             response = coming.result()
@@ -277,7 +277,7 @@ def _fetched(
                 position = _skip_lost(link, one, position, options)
             if position >= one.end:
                 return
-            coming = _ask(link, one, position, options)
+            coming = _fetch_async(link, one, position, options)
             continue
         batches = find_batches(response.records)
         reached = batches.next_offset
@@ -290,13 +290,13 @@ def _fetched(
                     f"{one.topic}-{one.partition} ends at {_limit(response, options)}, but {one.end} was planned"
                 )
             # A new leader may not know the followers' progress yet.
-            coming = _ask(link, one, position, options)
+            coming = _fetch_async(link, one, position, options)
             continue
         deadline = time.monotonic() + options.timeout_s
         start, position = position, max(position, reached)
         is_last = position >= one.end
         if not is_last:
-            coming = _ask(link, one, position, options)
+            coming = _fetch_async(link, one, position, options)
         yield batches, start, response
         if is_last:
             return
@@ -306,7 +306,7 @@ def _limit(response: FetchedPartition, options: ReadOptions) -> int:
     return response.last_stable if options.isolation == READ_COMMITTED else response.high_watermark
 
 
-def _ask(link: Link, one: Range, offset: int, options: ReadOptions) -> Future[FetchedPartition]:
+def _fetch_async(link: Link, one: Range, offset: int, options: ReadOptions) -> Future[FetchedPartition]:
     return link.start(
         link.client.fetch(
             one.topic,

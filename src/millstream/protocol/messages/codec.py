@@ -103,7 +103,7 @@ def _value_writer(field: Field[Any], flexible: bool, *, tagged: bool) -> Write:
 
 def _primitive(kafka_type: str, flexible: bool) -> Write:
     if kafka_type in _FORMATS:
-        return _number(_itself, struct.Struct(">" + _FORMATS[kafka_type]).pack)
+        return _number(_identity, struct.Struct(">" + _FORMATS[kafka_type]).pack)
     if kafka_type == "string":
         return _compact_text if flexible else _legacy_text
     if kafka_type in ("bytes", "records"):
@@ -111,7 +111,7 @@ def _primitive(kafka_type: str, flexible: bool) -> Write:
     return _CONVERTED[kafka_type]
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 

@@ -101,10 +101,10 @@ class LeaseRequests:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(asking.task)
         except TimeoutError:
-            self._give_up(asking)
+            self._abandon(asking)
             raise RequestTimedOut(f"{pool.address} did not respond within {timeout_s:g} s") from None
         except asyncio.CancelledError:
-            self._give_up(asking)
+            self._abandon(asking)
             raise
         finally:
             self._open.discard(asking)
@@ -126,16 +126,16 @@ class LeaseRequests:
         for task in self._returning:
             task.cancel()
 
-    def _give_up(self, asking: _Asking) -> None:
+    def _abandon(self, asking: _Asking) -> None:
         asking.withdraw()
         self._begin(_return_late(asking))
 
     def _begin(self, returning: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(returning)
         self._returning.add(task)
-        task.add_done_callback(self._returned)
+        task.add_done_callback(self._on_returned)
 
-    def _returned(self, task: asyncio.Task[None]) -> None:
+    def _on_returned(self, task: asyncio.Task[None]) -> None:
         self._returning.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("leases could not be returned", exc_info=error)

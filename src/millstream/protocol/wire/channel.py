@@ -211,7 +211,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def _write(self, api_key: int, version: int, body: list[Buffer]) -> int:
         if self._transport is None or not self.is_open:
-            raise self._gone()
+            raise self._closed_error()
         self._last_id = (self._last_id + 1) & 0x7FFFFFFF
         head = codec.request_head(api_key, version, self._last_id, self._client_id)
         size = len(head) + sum(map(len, body))
@@ -219,9 +219,9 @@ class Channel(asyncio.BufferedProtocol):
         return self._last_id
 
     async def _negotiate(self, timeout_s: float) -> None:
-        response = await self._ask_versions(_API_VERSIONS_SENT, timeout_s)
+        response = await self._send_api_versions(_API_VERSIONS_SENT, timeout_s)
         if response.error_code == _UNSUPPORTED_VERSION:
-            response = await self._ask_versions(0, timeout_s)
+            response = await self._send_api_versions(0, timeout_s)
         if response.error_code:
             raise BrokerUnreachable(f"{self.address} refused ApiVersions: {response.error_code.name}")
         self.versions = {served.api_key: (served.min_version, served.max_version) for served in response.api_keys}
@@ -270,7 +270,7 @@ class Channel(asyncio.BufferedProtocol):
     def _ssl_object(self) -> ssl.SSLObject | None:
         return None if self._transport is None else self._transport.get_extra_info("ssl_object")
 
-    async def _ask_versions(self, version: int, timeout_s: float) -> Any:
+    async def _send_api_versions(self, version: int, timeout_s: float) -> Any:
         request_class = codec.load_request_class(codec.API_VERSIONS_KEY, version)
         named = {"client_software_name": "millstream", "client_software_version": __version__} if version >= 3 else {}
         body = codec.write_entity(request_class(**named))
@@ -295,7 +295,7 @@ class Channel(asyncio.BufferedProtocol):
                 # TLS cannot end one side only.
                 self._transport.close()
 
-    def _gone(self) -> MillstreamError:
+    def _closed_error(self) -> MillstreamError:
         return BrokerUnreachable(f"the connection to {self.address} was lost ({self._cause}); is the broker running?")
 
     # -- callbacks of asyncio -------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class Channel(asyncio.BufferedProtocol):
         self._writable.set()
         for response in self._pending.values():
             if not response.done():
-                response.set_exception(self._gone())
+                response.set_exception(self._closed_error())
         self._pending.clear()
         if not self._lost.done():
             self._lost.set_result(None)
@@ -345,14 +345,14 @@ class Channel(asyncio.BufferedProtocol):
         self._filled += nbytes
         try:
             if self._frame is None:
-                self._split()
+                self._split_frames()
             elif self._filled == len(self._frame):
                 frame, self._frame, self._filled = self._frame, None, 0
                 self._deliver(frame)
         except ProtocolViolation as error:
             self.abort(str(error))
 
-    def _split(self) -> None:
+    def _split_frames(self) -> None:
         """Cut whole frames out of the scratch buffer; a larger frame gets its own buffer."""
         position = 0
         while self._filled - position >= _SIZE.size:
@@ -475,7 +475,7 @@ class Pool:
     async def borrowed(self, *, by_member: bool = False) -> AsyncIterator[Channel]:
         """Borrow a connection for one request that may wait, possibly of a group's member."""
         async with self._member_slots if by_member else self._slots:
-            channel = self._take_free() or await self._open()
+            channel = self._acquire_free() or await self._open()
             self._lent.add(channel)
             try:
                 yield channel
@@ -520,7 +520,7 @@ class Pool:
         for channel in channels:
             await channel.close()
 
-    def _take_free(self) -> Channel | None:
+    def _acquire_free(self) -> Channel | None:
         while self._free:
             channel = self._free.pop()
             if channel.is_open:

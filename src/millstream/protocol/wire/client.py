@@ -212,11 +212,11 @@ class Client:
         topics.
         """
         wanted = topics if topics is None else tuple(topics)
-        return await self._retrying(lambda: self._ask_metadata(wanted, create=create))
+        return await self._retrying(lambda: self._fetch_metadata(wanted, create=create))
 
     async def leader_of(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
         """Return the leader of a partition, from the cache or by asking."""
-        return await self._retrying(lambda: self._leader(topic, partition, create=create))
+        return await self._retrying(lambda: self._find_leader(topic, partition, create=create))
 
     def forget_leaders(self) -> None:
         """Look up every leader again when it is next needed."""
@@ -256,7 +256,7 @@ class Client:
         """Call a function with the leader of a partition, again with the new one if it moves or a response is lost."""
 
         async def once() -> T:
-            return await attempt(await self._leader(topic, partition, create=create))
+            return await attempt(await self._find_leader(topic, partition, create=create))
 
         return await self._retrying(once)
 
@@ -290,7 +290,7 @@ class Client:
 
         async def attempt() -> Produced:
             nonlocal deadline
-            pool = await self._reach(await self._leader(topic, partition, create=True))
+            pool = await self._reach(await self._find_leader(topic, partition, create=True))
             # A pause that the broker requests is not a failure.
             deadline += await pool.unmuted()
             left_s = max(PRODUCE_S_MIN, deadline - loop.time())
@@ -326,7 +326,7 @@ class Client:
         limits = FetchLimits(max_bytes, max_wait_ms, min_bytes, isolation)
 
         async def attempt() -> FetchedPartition:
-            leader = await self._leader(topic, partition)
+            leader = await self._find_leader(topic, partition)
             return fetch.only(await self.fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
 
         return await self._retrying(attempt)
@@ -373,7 +373,7 @@ class Client:
         async def attempt() -> dict[int, ListedOffset]:
             by_leader: dict[NodeId, dict[TopicPartition, int]] = {}
             for number, time_ms in times_ms.items():
-                wanted = by_leader.setdefault(await self._leader(topic, number), {})
+                wanted = by_leader.setdefault(await self._find_leader(topic, number), {})
                 wanted[TopicPartition(topic, PartitionIndex(number))] = time_ms
             listed: dict[int, ListedOffset] = {}
             for leader, wanted in by_leader.items():
@@ -408,7 +408,7 @@ class Client:
 
     # -- one attempt ----------------------------------------------------------------------------------------
 
-    async def _ask_metadata(self, topics: Collection[str] | None, *, create: bool = False) -> ClusterMetadata:
+    async def _fetch_metadata(self, topics: Collection[str] | None, *, create: bool = False) -> ClusterMetadata:
         from kio.schema.metadata.v13.request import MetadataRequest, MetadataRequestTopic
         from kio.schema.types import TopicName
 
@@ -419,15 +419,15 @@ class Client:
             topics=named, allow_auto_topic_creation=create, include_topic_authorized_operations=False
         )
         response = from_response(await self.send(None, request))
-        self._remember(response, topics)
+        self._cache_metadata(response, topics)
         return response
 
-    async def _leader(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
+    async def _find_leader(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
         wanted = TopicPartition(topic, PartitionIndex(partition))
         known = self._leaders.get(wanted)
         if known is not None:
             return known
-        response = await self._ask_metadata([topic], create=create)
+        response = await self._fetch_metadata([topic], create=create)
         if topic in response.errors:
             raise error_from_code(response.errors[topic], None, about=f"topic {topic!r}")
         partitions = response.topics[topic].partitions if topic in response.topics else {}
@@ -518,9 +518,9 @@ class Client:
 
     async def _reach(self, node: NodeId | None) -> Pool:
         if node is None:
-            return await self._anywhere()
+            return await self._connect_to_any()
         if node not in self._nodes:
-            await self._ask_metadata([])
+            await self._fetch_metadata([])
         known = self._nodes.get(node)
         if known is None:
             raise BrokerUnreachable(f"node {node} is not in the cluster now; its nodes are {sorted(self._nodes)}")
@@ -541,7 +541,7 @@ class Client:
         backoff = Backoff(max_s=BACKOFF_S_MAX)
         while True:
             try:
-                await self._anywhere(f" within {self._connect_s:g} s" if self._connect_s else "")
+                await self._connect_to_any(f" within {self._connect_s:g} s" if self._connect_s else "")
                 return
             except BrokerUnreachable as error:
                 is_silent = isinstance(error.__cause__, RequestTimedOut)
@@ -550,13 +550,13 @@ class Client:
                     raise
                 if not is_silent and not backoff.failures:
                     _logger.warning(
-                        "no broker responds at %s yet; retrying for %.3g s", _places(self._bootstrap), left_s
+                        "no broker responds at %s yet; retrying for %.3g s", _join_addresses(self._bootstrap), left_s
                     )
             # A silent broker has been waited for already.
             delay_s = backoff.take_s()
             await asyncio.sleep(0.0 if is_silent else min(delay_s, left_s))
 
-    async def _anywhere(self, within: str = "") -> Pool:
+    async def _connect_to_any(self, within: str = "") -> Pool:
         """Return a pool whose shared connection is open: an existing one, otherwise the first that can be opened."""
         nodes = [(node.host, node.port) for node in self._nodes.values()]
         # The given address is the nearest: for a gateway its own node. Another node may hang without being detected
@@ -575,7 +575,7 @@ class Client:
                 silent = error if isinstance(error, RequestTimedOut) else silent
             else:
                 return self._pool(host, port)
-        tried = _places(addresses) + ("" if silent else within)
+        tried = _join_addresses(addresses) + ("" if silent else within)
         raise BrokerUnreachable(
             f"no broker responded at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
             f"or give the address of a running one {self._given_as}"
@@ -598,7 +598,7 @@ class Client:
             self._pools[host, port] = pool
         return pool
 
-    def _remember(self, response: ClusterMetadata, wanted: Collection[str] | None) -> None:
+    def _cache_metadata(self, response: ClusterMetadata, wanted: Collection[str] | None) -> None:
         self._nodes = dict(response.nodes)
         asked = None if wanted is None else set(wanted)
         self._leaders = {
@@ -645,5 +645,5 @@ class _ResponseLost(MillstreamError):
     """The connection broke after a request was sent and before its response arrived."""
 
 
-def _places(addresses: Iterable[tuple[str, int]]) -> str:
+def _join_addresses(addresses: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{host}:{port}" for host, port in addresses)

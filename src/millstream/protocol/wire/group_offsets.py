@@ -56,7 +56,7 @@ async def committed_offsets(client: Client, name: str) -> Committed:
 
 async def commits_of(client: Client, name: str) -> Commits:
     """Return what a group has committed."""
-    return _commits(await _ask_offsets(client, await client.coordinator(name), [name]), name)
+    return _commits(await _send_offset_fetch(client, await client.coordinator(name), [name]), name)
 
 
 async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
@@ -76,7 +76,7 @@ async def commits_by_group(client: Client, names: Sequence[str]) -> dict[str, Co
     """
     by_node: dict[NodeId, list[str]] = {}
     found: dict[str, Commits | MillstreamError] = {}
-    for name, where in (await _coordinators(client, names)).items():
+    for name, where in (await _find_coordinators(client, names)).items():
         if isinstance(where, MillstreamError):
             found[name] = where
         else:
@@ -87,7 +87,7 @@ async def commits_by_group(client: Client, names: Sequence[str]) -> dict[str, Co
     return found
 
 
-async def _coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeId | MillstreamError]:
+async def _find_coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeId | MillstreamError]:
     from kio.schema.find_coordinator.v6 import request
 
     messages: Any = request
@@ -108,7 +108,7 @@ async def _commits_or_errors(
     client: Client, node: NodeId, names: Sequence[str]
 ) -> dict[str, Commits | MillstreamError]:
     try:
-        responses = await _ask_offsets(client, node, names)
+        responses = await _send_offset_fetch(client, node, names)
     except MillstreamError as error:
         return dict.fromkeys(names, error)
     found: dict[str, Commits | MillstreamError] = {}
@@ -120,7 +120,7 @@ async def _commits_or_errors(
     return found
 
 
-async def _ask_offsets(client: Client, node: NodeId, names: Sequence[str]) -> dict[str, Any]:
+async def _send_offset_fetch(client: Client, node: NodeId, names: Sequence[str]) -> dict[str, Any]:
     from kio.schema.offset_fetch.v9 import request
 
     messages: Any = request

@@ -61,7 +61,7 @@ class BrokerStatusPipe:
         self._status: dict[str, Any] = {}
         self._responded_at = 0.0
         self._asked_at: float | None = None
-        self._responded = asyncio.Event()
+        self._on_response = asyncio.Event()
 
     def feed(self, piece: bytes) -> None:
         """Process what the broker has written."""
@@ -74,7 +74,7 @@ class BrokerStatusPipe:
                 self._status = document["status"]
                 self._responded_at = asyncio.get_running_loop().time()
                 self._asked_at = None
-                self._responded.set()
+                self._on_response.set()
 
     async def health(self) -> Health:
         """Send a request, unless the last response is recent or one is pending, and wait a moment for the response."""
@@ -85,12 +85,12 @@ class BrokerStatusPipe:
             return Health(self._status, 0.0)
         if self._asked_at is None:
             self._asked_at = now()
-            self._responded.clear()
+            self._on_response.clear()
             # The socket accepts a request at any time; if the broker is gone, this process ends.
             with suppress(OSError):
                 self._line.send(QUESTION)
         with suppress(TimeoutError):
-            await within(HEALTH_S, self._responded.wait())
+            await within(HEALTH_S, self._on_response.wait())
         return Health(self._status, 0.0 if self._asked_at is None else now() - self._asked_at)
 
 
@@ -123,7 +123,7 @@ class BrokerStatus:
         """Return the broker's status, as `broker/kafka/apis/node_status.py` describes it."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._request_status())
-            self._asking.add_done_callback(self._responded)
+            self._asking.add_done_callback(self._on_response)
         # Shielded, since other callers may wait for the same response.
         return await asyncio.shield(self._asking)
 
@@ -134,7 +134,7 @@ class BrokerStatus:
             await asyncio.wait([self._asking])
         await self._connection.aclose()
 
-    def _responded(self, done: asyncio.Task[dict[str, Any]]) -> None:
+    def _on_response(self, done: asyncio.Task[dict[str, Any]]) -> None:
         self._asking = None
         if not done.cancelled():
             # Retrieved, so that asyncio does not log an error whose callers have all gone.
@@ -143,17 +143,17 @@ class BrokerStatus:
     async def _request_status(self) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self._response_s):
-                client = await self._connected()
+                client = await self._connect()
                 status = decode_document(await client.private(None, NODE_STATUS_KEY, encode(Nothing())))
         except TimeoutError:
             raise RequestTimedOut(f"no response from {self._kafka_address} within {self._response_s:g} s") from None
         others = [NodeId(node) for node in status["machine"] if node != status["node_id"]]
         if others:
-            responses = await asyncio.gather(*(self._ask_other(client, node) for node in others))
+            responses = await asyncio.gather(*(self._fetch_other(client, node) for node in others))
             status["metrics"] = of_all_nodes([status, *(one for one in responses if one is not None)])
         return status
 
-    async def _ask_other(self, client: Client, node: NodeId) -> dict[str, Any] | None:
+    async def _fetch_other(self, client: Client, node: NodeId) -> dict[str, Any] | None:
         """Return the status of another node of the machine; None if it does not respond, as while it restarts."""
         try:
             async with asyncio.timeout(self._response_s):
@@ -161,7 +161,7 @@ class BrokerStatus:
         except (MillstreamError, TimeoutError):
             return None
 
-    async def _connected(self) -> Client:
+    async def _connect(self) -> Client:
         if self._client is None:
             connecting = Client.connect(
                 self._kafka_address,

@@ -168,18 +168,18 @@ async def create(services: Services, request: Request[NoFields, NewMirror]) -> M
     """Declare a mirror."""
     new = request.body
     await MirrorClient(services.client).create(new.name, texts_of(new.settings), is_wanted=new.wanted)
-    return await _described(services, new.name)
+    return await _describe(services, new.name)
 
 
 async def describe(services: Services, request: Request[Any, Any]) -> MirrorDescription:
-    return await _described(services, request.path["mirror"])
+    return await _describe(services, request.path["mirror"])
 
 
 async def change(services: Services, request: Request[NoFields, MirrorChanges]) -> MirrorDescription:
     """Change a mirror's settings and describe it."""
     name = request.path["mirror"]
     await MirrorClient(services.client).alter(name, changes_of(request.body.settings))
-    return await _described(services, name)
+    return await _describe(services, name)
 
 
 async def delete(services: Services, request: Request[Deletion, NoFields]) -> None:
@@ -189,13 +189,13 @@ async def delete(services: Services, request: Request[Deletion, NoFields]) -> No
 
 async def pause(services: Services, request: Request[Any, Any]) -> MirrorDescription:
     await MirrorClient(services.client).want(request.path["mirror"], is_wanted=False)
-    return await _described(services, request.path["mirror"])
+    return await _describe(services, request.path["mirror"])
 
 
 async def resume(services: Services, request: Request[Any, Any]) -> MirrorDescription:
     """Let a mirror continue."""
     await MirrorClient(services.client).want(request.path["mirror"], is_wanted=True)
-    return await _described(services, request.path["mirror"])
+    return await _describe(services, request.path["mirror"])
 
 
 async def fail_over(services: Services, request: Request[NoFields, Failover]) -> FailoverReport:
@@ -207,15 +207,15 @@ async def fail_over(services: Services, request: Request[NoFields, Failover]) ->
 
 async def reverse(services: Services, request: Request[NoFields, Reversal]) -> ReversalReport:
     """Let the old source follow this cluster."""
-    return await _turned(services, request, is_planned=False)
+    return await _reverse(services, request, is_planned=False)
 
 
 async def switch(services: Services, request: Request[NoFields, Reversal]) -> ReversalReport:
     """Turn a mirror around."""
-    return await _turned(services, request, is_planned=True)
+    return await _reverse(services, request, is_planned=True)
 
 
-async def _turned(services: Services, request: Request[NoFields, Reversal], *, is_planned: bool) -> ReversalReport:
+async def _reverse(services: Services, request: Request[NoFields, Reversal], *, is_planned: bool) -> ReversalReport:
     name, body = request.path["mirror"], request.body
     asked = ReverseRequest(
         name=name, address=body.address, settings=texts_of(body.settings), save_to=body.save_to, timeout_ms=10_000
@@ -234,7 +234,7 @@ def _cuts(cuts: Any) -> list[Cut]:
     ]
 
 
-async def _described(services: Services, name: str) -> MirrorDescription:
+async def _describe(services: Services, name: str) -> MirrorDescription:
     (described,) = await MirrorClient(services.client).describe([name])
     return msgspec.convert({**described, "source": described["from"]}, MirrorDescription)
 

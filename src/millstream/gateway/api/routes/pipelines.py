@@ -250,10 +250,10 @@ async def create(services: Services, request: Request[NoFields, NewPipeline]) ->
 
 
 async def describe(services: Services, request: Request[Any, Any]) -> PipelineDescription:
-    return await _described(services, request.path["pipeline"], [])
+    return await _describe(services, request.path["pipeline"], [])
 
 
-async def _described(services: Services, name: str, notes: list[str]) -> PipelineDescription:
+async def _describe(services: Services, name: str, notes: list[str]) -> PipelineDescription:
     (described,) = await PipelineClient(services.client).describe([name])
     found = await tables_of(services.client, described)
     tables = [one._asdict() for one in found.tables]
@@ -267,7 +267,7 @@ async def change(services: Services, request: Request[NoFields, PipelineChanges]
         raise invalid("nothing to change; give `settings`")
     name = request.path["pipeline"]
     notes = await PipelineClient(services.client).alter(name, changes_of(request.body.settings))
-    return await _described(services, name, notes)
+    return await _describe(services, name, notes)
 
 
 async def delete(services: Services, request: Request[NoFields, NoFields]) -> None:

@@ -107,13 +107,13 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
         if not (request.query.deduplicate or request.query.schema):
             check_topic_name(topic)
             key, value, stored, _ = placed.record
-            return _published(await services.publisher.send(topic, key, value, stored, partition=placed.partition))
+            return _to_published(await services.publisher.send(topic, key, value, stored, partition=placed.partition))
         placeds = [placed]
     else:
         placeds = [with_request(placed, headers) for placed in reader(request.body)]
     check_topic_name(topic)
     if request.query.schema:
-        placeds = [await _encoded(services, request.query.schema, placed) for placed in placeds]
+        placeds = [await _encode(services, request.query.schema, placed) for placed in placeds]
     if request.query.deduplicate:
         published = await _publish_once(services, topic, placeds)
     else:
@@ -123,7 +123,7 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
     return Response(HTTPStatus.OK, content) if is_old else content
 
 
-async def _encoded(services: Services, subject: str, placed: Placed) -> Placed:
+async def _encode(services: Services, subject: str, placed: Placed) -> Placed:
     """Encode the JSON document of a message with the latest schema of a subject."""
     value = placed.record.value
     if value is None:
@@ -153,8 +153,8 @@ async def publish_messages(services: Services, topic: str, placeds: Sequence[Pla
         for at, receipt in zip(places, receipts, strict=True):
             outcomes[at] = receipt
 
-    await _together(publish_some, by_partition)
-    return _all_published([one if isinstance(one, MillstreamError) else _published(one) for one in outcomes])
+    await _publish_concurrently(publish_some, by_partition)
+    return _all_published([one if isinstance(one, MillstreamError) else _to_published(one) for one in outcomes])
 
 
 async def _publish_once(services: Services, topic: str, placeds: Sequence[Placed]) -> list[Published]:
@@ -174,7 +174,7 @@ async def _publish_once(services: Services, topic: str, placeds: Sequence[Placed
 
     async def publish_some(partition: int, places: list[int]) -> None:
         records = [placeds[at].record._replace(timestamp_ms=now_ms) for at in places]
-        for at, one in zip(places, await _placed_once(services, topic, partition, records), strict=True):
+        for at, one in zip(places, await _publish_to(services, topic, partition, records), strict=True):
             if isinstance(one, MillstreamError):
                 outcomes[at] = one
                 continue
@@ -183,11 +183,11 @@ async def _publish_once(services: Services, topic: str, placeds: Sequence[Placed
                 name, topic, partition, one.offset, utc(one.timestamp_ms) or "", duplicate=not one.is_new
             )
 
-    await _together(publish_some, by_partition)
+    await _publish_concurrently(publish_some, by_partition)
     return _all_published(outcomes)
 
 
-async def _placed_once(
+async def _publish_to(
     services: Services, topic: str, partition: int, records: Sequence[NewRecord]
 ) -> list[PlacedOnce | MillstreamError]:
     """Publish to one partition; what is too large for one batch is halved, in order."""
@@ -198,14 +198,16 @@ async def _placed_once(
             return [error]
         half = len(records) // 2
         return [
-            *await _placed_once(services, topic, partition, records[:half]),
-            *await _placed_once(services, topic, partition, records[half:]),
+            *await _publish_to(services, topic, partition, records[:half]),
+            *await _publish_to(services, topic, partition, records[half:]),
         ]
     except MillstreamError as error:
         return [error] * len(records)
 
 
-async def _together(publish_some: Callable[[K, list[int]], Awaitable[None]], shares: Mapping[K, list[int]]) -> None:
+async def _publish_concurrently(
+    publish_some: Callable[[K, list[int]], Awaitable[None]], shares: Mapping[K, list[int]]
+) -> None:
     """Publish to several partitions concurrently, within a limit."""
     room = asyncio.Semaphore(PARTITIONS_AT_ONCE)
 
@@ -235,7 +237,7 @@ def _all_published(outcomes: Sequence[Published | MillstreamError]) -> list[Publ
     )
 
 
-def _published(receipt: Receipt) -> Published:
+def _to_published(receipt: Receipt) -> Published:
     return Published(receipt.id, receipt.topic, receipt.partition, receipt.offset, utc(receipt.timestamp_ms) or "")
 
 

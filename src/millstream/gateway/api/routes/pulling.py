@@ -228,11 +228,11 @@ async def receive_until(services: Services, receive: Receive, gone: asyncio.Futu
         is_wanted = leasing in done and gone not in done
     finally:
         if not is_wanted:
-            await _take_back(services, receive, leasing)
+            await _return_leased(services, receive, leasing)
     return leasing.result() if is_wanted else []
 
 
-async def _take_back(services: Services, receive: Receive, leasing: asyncio.Future[list[LeasedMessage]]) -> None:
+async def _return_leased(services: Services, receive: Receive, leasing: asyncio.Future[list[LeasedMessage]]) -> None:
     """Return what was leased at the last moment, since no client waits for it."""
     leasing.cancel()
     with suppress(asyncio.CancelledError, MillstreamError):

@@ -75,7 +75,7 @@ class _Wanted(msgspec.Struct):
         return " AND ".join(terms)
 
 
-async def _wanted(visit: Visit) -> _Wanted:
+async def _parse_wanted(visit: Visit) -> _Wanted:
     topic = await find_topic(visit.services.client, visit.names["topic"])
     chosen = visit.text("partition")
     partitions: list[int] = [*sorted(topic.partitions)]
@@ -108,7 +108,7 @@ async def _forward(visit: Visit, wanted: _Wanted) -> dict[int, OffsetRange]:
     """Return the offsets to search, from the position on, or from where an earlier page stopped."""
     bounds = await _bounds(visit, wanted)
     if at := visit.text("at", length_max=200_000):
-        places = _places(at)
+        places = _parse_places(at)
         return {index: OffsetRange(max(start, places.get(index, end)), end) for index, (start, end) in bounds.items()}
     if not wanted.starts_at:
         return bounds
@@ -122,14 +122,14 @@ async def _forward(visit: Visit, wanted: _Wanted) -> dict[int, OffsetRange]:
     return {index: OffsetRange(min(starts[index], end), end) for index, (_, end) in bounds.items()}
 
 
-def _places(text: str) -> dict[int, int]:
+def _parse_places(text: str) -> dict[int, int]:
     try:
         return {int(index): int(offset) for index, _, offset in (one.partition(":") for one in text.split(","))}
     except ValueError:
         raise invalid("at is not a list of partition:offset") from None
 
 
-def _at(places: Mapping[int, int]) -> str:
+def _format_places(places: Mapping[int, int]) -> str:
     return ",".join(f"{index}:{offset}" for index, offset in places.items())
 
 
@@ -180,7 +180,7 @@ async def _newest(visit: Visit, wanted: _Wanted) -> _Reading:
     """Read the last messages before the end, or before where another page began; the newest first."""
     bounds = await _bounds(visit, wanted)
     if before := visit.text("before", length_max=200_000):
-        places = _places(before)
+        places = _parse_places(before)
         bounds = {
             index: OffsetRange(start, min(end, max(start, places.get(index, end))))
             for index, (start, end) in bounds.items()
@@ -236,7 +236,7 @@ async def _search(visit: Visit, wanted: _Wanted, limit: int) -> _Reading:
 
 async def browse(visit: Visit) -> Response:
     """Show messages of a topic: the newest, from a position on, or those that match."""
-    wanted = await _wanted(visit)
+    wanted = await _parse_wanted(visit)
     name = wanted.topic.name
     reading = _Reading()
     is_forward = wanted.is_search or bool(wanted.starts_at) or bool(visit.text("at", length_max=200_000))
@@ -251,9 +251,9 @@ async def browse(visit: Visit) -> Response:
         "progress": reading.progress,
         "is_forward": is_forward,
         "is_done": reading.is_done,
-        "next": "" if reading.is_done else _at(reading.places),
-        "older": _at(reading.older),
-        "state": _said(reading.progress, is_done=reading.is_done),
+        "next": "" if reading.is_done else _format_places(reading.places),
+        "older": _format_places(reading.older),
+        "state": _describe_progress(reading.progress, is_done=reading.is_done),
         "words": _words(wanted),
     }
     status = HTTPStatus.UNPROCESSABLE_ENTITY if wanted.problem else HTTPStatus.OK
@@ -272,22 +272,22 @@ def _words(wanted: _Wanted) -> str:
     return command(*words)
 
 
-def _said(progress: Progress, *, is_done: bool) -> str:
+def _describe_progress(progress: Progress, *, is_done: bool) -> str:
     looked = f"{number(progress.matched)} found in {number(progress.read)} of {number(progress.total)} messages"
     return f"{looked}." if is_done else f"{looked} so far."
 
 
 async def search(visit: Visit) -> Response:
     """Continue a search as a stream of rows."""
-    wanted = await _wanted(visit)
+    wanted = await _parse_wanted(visit)
     if wanted.problem:
         raise invalid(wanted.problem)
     ranges = await _forward(visit, wanted)
     await visit.note_reading(wanted.topic.name, "search", filter=wanted.selects)
-    return Download(_found(visit, wanted, ranges), EVENT_STREAM)
+    return Download(_search_events(visit, wanted, ranges), EVENT_STREAM)
 
 
-async def _found(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
+async def _search_events(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
     # What the page has found counts.
     progress = Progress(read=visit.number("read", 0, high=2**63 - 1), matched=visit.number("matched", 0))
     places = {index: start for index, (start, _) in ranges.items()}
@@ -303,30 +303,30 @@ async def _found(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) 
                     shown = await rows_of(visit, wanted.topic.name, found)
                     said = {
                         "rows": rows.render(topic=wanted.topic.name, rows=shown) if shown else "",
-                        "state": _said(progress, is_done=False),
+                        "state": _describe_progress(progress, is_done=False),
                         "share": progress.read / max(1, progress.total),
-                        "at": _at(places),
+                        "at": _format_places(places),
                     }
                     yield event("rows", msgspec.json.encode(said))
         more = progress.matched >= SEARCH_ROWS_MAX
         end = f" Stopped after {SEARCH_ROWS_MAX} messages; narrow the filter, or download all." if more else ""
-        at = _at(places) if more else ""
-        yield event("done", msgspec.json.encode({"state": _said(progress, is_done=True) + end, "at": at}))
+        at = _format_places(places) if more else ""
+        yield event("done", msgspec.json.encode({"state": _describe_progress(progress, is_done=True) + end, "at": at}))
     except (MillstreamError, Refused) as error:
         yield event("done", msgspec.json.encode({"state": f"The search failed: {error}"}))
 
 
 async def tail(visit: Visit) -> Response:
     """Follow a topic as a stream of rows, for as long as the browser listens."""
-    wanted = await _wanted(visit)
+    wanted = await _parse_wanted(visit)
     if wanted.problem:
         raise invalid(wanted.problem)
     bounds = await _bounds(visit, wanted)
     await visit.note_reading(wanted.topic.name, "tail", filter=wanted.selects)
-    return Download(_followed(visit, wanted, {index: end for index, (_, end) in bounds.items()}), EVENT_STREAM)
+    return Download(_tail_events(visit, wanted, {index: end for index, (_, end) in bounds.items()}), EVENT_STREAM)
 
 
-async def _followed(visit: Visit, wanted: _Wanted, starts: dict[int, int]) -> AsyncGenerator[bytes, None]:
+async def _tail_events(visit: Visit, wanted: _Wanted, starts: dict[int, int]) -> AsyncGenerator[bytes, None]:
     progress = Progress()
     rows = environment().get_template("message_rows.html")
     tailer = Tailer(
@@ -353,7 +353,7 @@ async def _followed(visit: Visit, wanted: _Wanted, starts: dict[int, int]) -> As
 
 async def download(visit: Visit) -> Response:
     """Send everything that the form selects as JSON lines."""
-    wanted = await _wanted(visit)
+    wanted = await _parse_wanted(visit)
     if wanted.problem:
         raise invalid(wanted.problem)
     ranges = await _forward(visit, wanted)

@@ -32,15 +32,15 @@ async def show(visit: Visit) -> Response:
 
 async def pause(visit: Visit) -> Response:
     """Stop copying for now."""
-    return await _want(visit, "pause", "is paused; its copies stay readable", is_wanted=False)
+    return await _set_wanted(visit, "pause", "is paused; its copies stay readable", is_wanted=False)
 
 
 async def resume(visit: Visit) -> Response:
     """Continue copying."""
-    return await _want(visit, "resume", "copies again", is_wanted=True)
+    return await _set_wanted(visit, "resume", "copies again", is_wanted=True)
 
 
-async def _want(visit: Visit, verb: str, said: str, *, is_wanted: bool) -> Response:
+async def _set_wanted(visit: Visit, verb: str, said: str, *, is_wanted: bool) -> Response:
     name = visit.names["mirror"]
     await MirrorClient(visit.services.client).want(name, is_wanted=is_wanted)
     return done(address("mirrors", name), f"Mirror {name} {said}", "mirror", verb, name)

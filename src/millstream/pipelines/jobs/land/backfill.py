@@ -141,10 +141,10 @@ class _Backfill(_PastJob):
 
     def _run(self, batches: Sequence[TopicBatch]) -> None:
         for batch in batches:
-            self._leave_out(batch)
+            self._skip_landed(batch)
         super()._run(batches)
 
-    def _leave_out(self, batch: TopicBatch) -> None:
+    def _skip_landed(self, batch: TopicBatch) -> None:
         """Skip the messages that the table or its quarantine has."""
         topic_id = batch.source.topic_id
         found = {}

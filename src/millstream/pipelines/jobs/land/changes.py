@@ -113,7 +113,7 @@ class ChangeRule:
         ignored = np.zeros(len(batch), np.bool_)
         reasons: dict[int, str] = {}
         if self.is_debezium:
-            values, deletes, ignored, reasons = self._opened(batch)
+            values, deletes, ignored, reasons = self._open_envelopes(batch)
         elif self.key and deletes.any():
             rows = np.flatnonzero(deletes)
             documents = [_key_document(key) for key in batch.column("key").take(pa.array(rows)).to_pylist()]
@@ -123,7 +123,7 @@ class ChangeRule:
             deletes = deletes | holds(self.delete_when, batch.set_column(at, "value", values), self.topic)
         return Payloads(values, deletes, ignored, reasons)
 
-    def _opened(self, batch: pa.RecordBatch) -> tuple[pa.Array, Flags, Flags, dict[int, str]]:
+    def _open_envelopes(self, batch: pa.RecordBatch) -> tuple[pa.Array, Flags, Flags, dict[int, str]]:
         """Open Debezium's envelopes."""
         values: list[bytes | None] = []
         deletes = np.zeros(len(batch), np.bool_)
@@ -156,7 +156,7 @@ class ChangeRule:
             found = after
         else:
             raise _NotAChange(f"op is {event.op!r}; rows come with c, u, r and d")
-        return found if self.lifted is None else _with_field(found, self.lifted[1], _lifted(event, self.lifted[0]))
+        return found if self.lifted is None else _with_field(found, self.lifted[1], _read_field(event, self.lifted[0]))
 
     def apply(
         self, rows: pa.RecordBatch, opened: Payloads, reasons: pa.Array
@@ -243,7 +243,7 @@ def _object(raw: msgspec.Raw) -> bytes | None:
     return text
 
 
-def _lifted(event: _Event, path: str) -> bytes:
+def _read_field(event: _Event, path: str) -> bytes:
     """Return the JSON of a field of the envelope."""
     name, _, rest = path.partition(".")
     raw: Any = getattr(event, name, msgspec.Raw(_NO_VALUE))

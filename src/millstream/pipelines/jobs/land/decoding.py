@@ -151,7 +151,7 @@ def _unquoted(text: str) -> str:
 
 def _patterns(names: Iterable[str]) -> Iterator[str]:
     """Return patterns that find the names in any spelling but their own."""
-    pieces = [piece for name in sorted(names) if (piece := _otherwise(name))]
+    pieces = [piece for name in sorted(names) if (piece := _other_case_pattern(name))]
     while pieces:
         size = count = 0
         while count < len(pieces) and (not count or size + len(pieces[count]) <= _PATTERN_MAX):
@@ -161,7 +161,7 @@ def _patterns(names: Iterable[str]) -> Iterator[str]:
         pieces = pieces[count:]
 
 
-def _otherwise(name: str) -> str:
+def _other_case_pattern(name: str) -> str:
     """Return a pattern for a name with at least one letter in the other case; empty if it has no letter."""
     pattern = ""
     rest = ""
@@ -237,7 +237,7 @@ def parsed(value: bytes | None) -> dict[str, Any]:
     except ValueError as error:
         raise Misfit(f"the payload is not JSON: {error}" if value.strip() else "the payload is empty") from None
     if not isinstance(document, dict):
-        raise Misfit(f"the payload is not a JSON object but {_shown(document)}")
+        raise Misfit(f"the payload is not a JSON object but {_quote_value(document)}")
     return document
 
 
@@ -352,13 +352,13 @@ def _as_json(value: Any) -> str:
     return value.text if isinstance(value, _Number) else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def _shown(value: Any) -> str:
+def _quote_value(value: Any) -> str:
     text = _as_json(value)
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
 
 
 def _refuse(value: Any, name: str, path: str) -> NoReturn:
-    raise Misfit(f"{path}: {_shown(value)} is not of type {name}")
+    raise Misfit(f"{path}: {_quote_value(value)} is not of type {name}")
 
 
 _APART_MAX: Final = 32
@@ -412,7 +412,7 @@ class Decoder:
         if not len(values):
             empty = pa.array([], self._kind)
             return Decoded(empty, pa.array([], pa.string()), self._fields)
-        whole = self._together(values)
+        whole = self._decode_together(values)
         if whole is not None:
             return whole
         if len(values) <= _APART_MAX:
@@ -428,14 +428,14 @@ class Decoder:
 
     # -- all at once ----------------------------------------------------------------------------------------------
 
-    def _together(self, values: pa.Array) -> Decoded | None:
+    def _decode_together(self, values: pa.Array) -> Decoded | None:
         """Decode everything at once; None if Arrow's parser refuses a payload."""
         texts = _texts(values)
         text = None if texts is None else _lines(texts)
         if text is None:
             return None
         others = self._spellings.in_texts(texts) if self._spellings is not None else frozenset()
-        decoded = self._parsed(text, len(values), others)
+        decoded = self._decode_text(text, len(values), others)
         return decoded if decoded is None or not self._maps else self._with_maps(decoded, values)
 
     def _with_maps(self, decoded: Decoded, values: pa.Array) -> Decoded | None:
@@ -456,7 +456,7 @@ class Decoder:
         whole = pa.StructArray.from_arrays(columns, fields=list(self._fields))
         return replace(decoded, columns=whole, dropped=decoded.dropped - maps.keys())
 
-    def _parsed(self, text: pa.Buffer, rows: int, others: frozenset[str]) -> Decoded | None:
+    def _decode_text(self, text: pa.Buffer, rows: int, others: frozenset[str]) -> Decoded | None:
         if len(others) > _OTHERS_MAX:
             return None
         schema = pa.schema(with_others(self._parsed_as, others)) if others else self._parsed_as
@@ -464,7 +464,7 @@ class Decoder:
         if table is None or table.num_rows != rows:
             return None
         if self._evolves and (more := others | others_in(self._fields, table.schema)) != others:
-            return self._parsed(text, rows, more)
+            return self._decode_text(text, rows, more)
         found = grown(self._fields, table.schema) if self._evolves else self._fields
         dropped = frozenset(dropped_fields(found, table.schema)) if self._evolves else frozenset()
         wanted = table.select(schema.names)
@@ -503,7 +503,7 @@ class Decoder:
         found: list[pa.Schema] = []
         wide: set[Place] = set()
         for value in values.to_pylist():
-            row, reason = self._one(value, found, wide)
+            row, reason = self._decode_one(value, found, wide)
             rows.append(row)
             reasons.append(reason)
         if not found:
@@ -513,7 +513,7 @@ class Decoder:
         dropped = frozenset(dropped_fields(fields, everything))
         return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), fields, dropped)
 
-    def _one(
+    def _decode_one(
         self, value: bytes | None, found: list[pa.Schema], wide: set[Place]
     ) -> tuple[dict[str, object], str | None]:
         """Decode one row and return what is wrong with it; fields that fit are kept."""
@@ -531,13 +531,13 @@ class Decoder:
                 reason = reason or str(misfit)
         places: set[Place] = set()
         if reason is not None:
-            reason, places = self._widened(document, reason)
+            reason, places = self._widen_for(document, reason)
             wide |= places
         if self._evolves and (reason is None or places):
             found.append(pa.schema(list(type_of(document))))
         return row, reason
 
-    def _widened(self, document: dict[str, object], reason: str) -> tuple[str, set[Place]]:
+    def _widen_for(self, document: dict[str, object], reason: str) -> tuple[str, set[Place]]:
         """Return why a payload does not fit, and the paths that have to become double for it to fit, if that is all."""
         places = set(wider(document, self._kind))
         fixed = sorted(places & self._fixed.keys())

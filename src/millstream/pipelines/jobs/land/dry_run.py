@@ -106,7 +106,7 @@ class LandedSample:
             "deletes": self.rows.deletes,
             "rows": self.rows.shown,
             "quarantined": self.quarantined.count,
-            "reasons": {_cut(reason): count for reason, count in self.quarantined.reasons.most_common(SHOWN)},
+            "reasons": {_shorten(reason): count for reason, count in self.quarantined.reasons.most_common(SHOWN)},
         }
 
 
@@ -115,10 +115,10 @@ def shown_row(row: dict[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     left = ROW_BYTES_MAX
     for name, value in row.items():
-        part = _shown(value)
+        part = _displayed_value(value)
         size = len(name) + len(json.dumps(part))
         if size > left and isinstance(part, dict | list):
-            part = _cut(json.dumps(part, ensure_ascii=False))
+            part = _shorten(json.dumps(part, ensure_ascii=False))
             size = len(name) + len(json.dumps(part))
         left -= size
         if left < 0:
@@ -128,19 +128,19 @@ def shown_row(row: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _shown(value: Any) -> Any:
+def _displayed_value(value: Any) -> Any:
     if isinstance(value, bytes | bytearray):
         # A character has at most four bytes.
-        return _cut(bytes(value[: 4 * (CHARACTERS_MAX + 1)]).decode("utf-8", "replace"))
+        return _shorten(bytes(value[: 4 * (CHARACTERS_MAX + 1)]).decode("utf-8", "replace"))
     if isinstance(value, dict):
         # If field names are data, most fields of an object are null.
-        return {name: _shown(part) for name, part in value.items() if part is not None}
+        return {name: _displayed_value(part) for name, part in value.items() if part is not None}
     if isinstance(value, list) and value and isinstance(value[0], tuple):
-        return {str(name): _shown(part) for name, part in value}
+        return {str(name): _displayed_value(part) for name, part in value}
     if isinstance(value, list):
-        return [_shown(part) for part in value]
-    return value if value is None or isinstance(value, int | float | bool) else _cut(str(value))
+        return [_displayed_value(part) for part in value]
+    return value if value is None or isinstance(value, int | float | bool) else _shorten(str(value))
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= CHARACTERS_MAX else f"{text[:CHARACTERS_MAX]}…"

@@ -62,8 +62,8 @@ class EventTimeRule:
         """Add the partition columns, and reasons for rows that have no event time."""
         values = self._values(rows)
         times = event_times(values)
-        hours = _floored(times, _HOUR_US)
-        days = pc.cast(_floored(times, 24 * _HOUR_US), pa.int32()).cast(pa.date32())
+        hours = _floor(times, _HOUR_US)
+        days = pc.cast(_floor(times, 24 * _HOUR_US), pa.int32()).cast(pa.date32())
         columns = {EVENT_DAY: days}
         if self.event_time.unit == HOUR:
             by_day = np.asarray(hours.fill_null(0).to_numpy()) % 24
@@ -83,7 +83,7 @@ class EventTimeRule:
         lacking = pc.and_(pc.is_null(times), pc.is_null(reasons))
         texts: list[str | None] = [None] * len(times)
         for row in np.flatnonzero(lacking.to_numpy(zero_copy_only=False)).tolist():
-            texts[row] = f"{self.event_time.column}{_trouble(values[row].as_py())}{NO_TIME}"
+            texts[row] = f"{self.event_time.column}{_describe_problem(values[row].as_py())}{NO_TIME}"
         return reasons if lacking.true_count == 0 else pc.coalesce(reasons, pa.array(texts, pa.string()))
 
 
@@ -115,7 +115,7 @@ class EventFolders:
         return pc.if_else(pa.array(is_refused), pa.scalar(text, pa.string()), reasons)
 
 
-def _trouble(value: Any) -> str:
+def _describe_problem(value: Any) -> str:
     if value is None:
         return " is missing or null"
     text = json.dumps(value, default=str, ensure_ascii=False)
@@ -162,7 +162,7 @@ def _from_text(texts: pa.Array) -> pa.Array:
     return pc.coalesce(zoned, unzoned).cast(_UTC)
 
 
-def _floored(times: pa.Array, unit_us: int) -> pa.Array:
+def _floor(times: pa.Array, unit_us: int) -> pa.Array:
     """Return the number of whole units since 1970, also of earlier times."""
     numbers = times.cast(pa.int64())
     floored = np.floor_divide(numbers.fill_null(0).to_numpy(), unit_us)

@@ -54,18 +54,18 @@ def type_of(value: Any) -> pa.DataType:
 
 def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """Return a type that holds the values of both: elements of one array."""
-    return _joined(one, other, pa.string())
+    return _join_types(one, other, pa.string())
 
 
 def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
     """Merge the schemas of messages in their order; of incompatible types the first stays."""
     found: pa.DataType = pa.struct([])
     for schema in schemas:
-        found = _joined(found, pa.struct(list(schema)), None)
+        found = _join_types(found, pa.struct(list(schema)), None)
     return pa.schema(list(found))
 
 
-def _joined(one: pa.DataType, other: pa.DataType, mixed: pa.DataType | None) -> pa.DataType:
+def _join_types(one: pa.DataType, other: pa.DataType, mixed: pa.DataType | None) -> pa.DataType:
     """Return a type that holds the values of both; if no such type exists, `mixed`, or else the first."""
     if one == other or pa.types.is_null(other):
         return one
@@ -78,7 +78,7 @@ def _joined(one: pa.DataType, other: pa.DataType, mixed: pa.DataType | None) -> 
         digits = max(one.precision - one.scale, other.precision - other.scale)
         return pa.decimal128(digits + scale, scale) if digits + scale <= _DIGITS_MAX else pa.string()
     if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(pa.field("element", _joined(one.value_type, other.value_type, mixed)))
+        return pa.list_(pa.field("element", _join_types(one.value_type, other.value_type, mixed)))
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         return pa.struct(_joined_fields([*one, *other], mixed))
     return one if mixed is None else mixed
@@ -120,7 +120,7 @@ def _grown_fields(known: list[pa.Field], found: list[pa.Field], room: int, depth
             kind, room = _grown_type(have.type, field.type, room, depth)
             fields[field.name.lower()] = have.with_type(kind)
         elif is_legal(field.name):
-            kind = _settled(field.type, depth)
+            kind = _settle_type(field.type, depth)
             if not pa.types.is_null(kind) and (size := _leaves(kind)) <= room:
                 fields[field.name.lower()] = pa.field(field.name, kind)
                 room -= size
@@ -137,7 +137,7 @@ def _grown_type(known: pa.DataType, found: pa.DataType, room: int, depth: int) -
     return known, room
 
 
-def _settled(found: pa.DataType, depth: int) -> pa.DataType:
+def _settle_type(found: pa.DataType, depth: int) -> pa.DataType:
     """Return the type of a new column, with nothing undecided in it; null if nothing is known yet."""
     if pa.types.is_timestamp(found) and found.tz is None:
         # Text that looks like a time to Arrow's JSON parser; schemas have times with a zone.
@@ -149,7 +149,7 @@ def _settled(found: pa.DataType, depth: int) -> pa.DataType:
     if pa.types.is_map(found):
         return found
     if pa.types.is_list(found):
-        element = _settled(found.value_type, depth - 1)
+        element = _settle_type(found.value_type, depth - 1)
         return element if pa.types.is_null(element) else pa.list_(pa.field("element", element))
     fields, _ = _grown_fields([], list(found), LEAVES_MAX, depth - 1)
     return pa.struct(fields) if fields else NOTHING
@@ -161,7 +161,7 @@ def _joined_fields(every: Iterable[pa.Field], mixed: pa.DataType | None = None) 
     for field in every:
         have = fields.setdefault(field.name.lower(), field)
         if have is not field:
-            fields[field.name.lower()] = have.with_type(_joined(have.type, field.type, mixed))
+            fields[field.name.lower()] = have.with_type(_join_types(have.type, field.type, mixed))
     return list(fields.values())
 
 

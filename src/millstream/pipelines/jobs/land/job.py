@@ -213,7 +213,7 @@ class LandJob:
             return Step(lag=sum(batch.lag for batch in batches) or 1, wait_s=REPLAN_S)
         self._replans = 0
         for batch in batches:
-            self._note_dropped(batch)
+            self._report_dropped(batch)
         landed = self._commit(batches)
         self._commit_group_offsets(landed)
         self._remember(landed)
@@ -509,7 +509,7 @@ class LandJob:
             rows = numbers.mapInArrow(landing, REPORT_COLUMNS).collect()
         return from_rows(tuple(row) for row in rows)
 
-    def _note_dropped(self, batch: TopicBatch) -> None:
+    def _report_dropped(self, batch: TopicBatch) -> None:
         """Report fields without a column once."""
         known = self._dropped.setdefault(batch.topic, set())
         found = {name for report in batch.reports for name in report.dropped} - known

@@ -65,7 +65,7 @@ class Sources:
 
     def now(self) -> list[Source]:
         """Return the existing topics by name."""
-        return self.link.call(_found(self.link.client, self._names, self._pattern))
+        return self.link.call(_find_sources(self.link.client, self._names, self._pattern))
 
     def missing(self, found: Iterable[Source]) -> list[str]:
         """Return the named topics that do not exist."""
@@ -97,7 +97,7 @@ class Sources:
         return max(1.0, len(response.records) / (batches.next_offset - start))
 
 
-async def _found(client: Client, names: list[str], pattern: re.Pattern[str] | None) -> list[Source]:
+async def _find_sources(client: Client, names: list[str], pattern: re.Pattern[str] | None) -> list[Source]:
     response = await client.metadata(None if pattern is not None else names)
     for name in names:
         if name in response.errors:
@@ -113,11 +113,11 @@ async def _found(client: Client, names: list[str], pattern: re.Pattern[str] | No
     firsts = await client.list_offsets_of(dict.fromkeys(places, OFFSET_EARLIEST))
     ends = await client.list_offsets_of(dict.fromkeys(places, OFFSET_LATEST), isolation=READ_COMMITTED)
     limit = asyncio.Semaphore(_CONCURRENT_LOOKUPS)
-    found = await asyncio.gather(*(_source(client, topic, firsts, ends, limit) for topic in wanted))
+    found = await asyncio.gather(*(_build_source(client, topic, firsts, ends, limit) for topic in wanted))
     return [source for source in found if source is not None]
 
 
-async def _source(
+async def _build_source(
     client: Client, topic: TopicMetadata, firsts: Listed, ends: Listed, limit: asyncio.Semaphore
 ) -> Source | None:
     first, end = _offsets(topic, firsts), _offsets(topic, ends)

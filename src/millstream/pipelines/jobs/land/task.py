@@ -292,7 +292,7 @@ class Landing:
         if self._decode is not None:
             values = batch.column("value") if opened is None else opened.values
             decoded = self._decode(values, batch)
-            self._note_dropped(decoded.dropped)
+            self._record_dropped(decoded.dropped)
             if decoded.found != self._work.fields:
                 self._found = grown_by(self._work.fields, [self._found, decoded.found])
             if self._found != self._work.fields:
@@ -313,9 +313,9 @@ class Landing:
             return
         fits = pc.is_null(reasons)
         self._work.writer.write(rows.filter(fits))
-        self._refuse(batch, reasons)
+        self._quarantine(batch, reasons)
 
-    def _note_dropped(self, names: Iterable[str]) -> None:
+    def _record_dropped(self, names: Iterable[str]) -> None:
         """Remember fields without a column, up to a bound."""
         if len(self._dropped) < _DROPPED_MAX:
             self._dropped.update(names)
@@ -340,7 +340,7 @@ class Landing:
                 reasons = _first_of(reasons, violated, f"{VIOLATES}{expected}")
         return reasons
 
-    def _refuse(self, batch: pa.RecordBatch, reasons: pa.Array) -> None:
+    def _quarantine(self, batch: pa.RecordBatch, reasons: pa.Array) -> None:
         """Put messages that have a reason into the quarantine, and count them by its kind."""
         refused = batch.select(_QUARANTINED).append_column("reason", reasons).filter(pc.is_valid(reasons))
         if len(refused):
@@ -350,7 +350,7 @@ class Landing:
     def _write_changes(self, batch: pa.RecordBatch, changes: pa.RecordBatch, reasons: pa.Array, fits: Flags) -> None:
         """Write changes to be merged, and messages that are not changes to the quarantine."""
         self._work.writer.write(changes.filter(pa.array(fits)))
-        self._refuse(batch, reasons)
+        self._quarantine(batch, reasons)
 
     def quarantine(self, partition: int, unreadable: UnreadableBatch) -> None:
         """Put a row for a batch that cannot be read into the quarantine, so that its offsets are accounted for."""

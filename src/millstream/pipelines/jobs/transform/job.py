@@ -279,7 +279,7 @@ class StreamLoop:
         if self._query is None:
             self._query = self._start()
         self._wait(self._query)
-        rows = self._take_progress(self._query)
+        rows = self._record_progress(self._query)
         lag = sum(map(len, ranges_between(self._ends, self._latest())))
         if rows or not lag:
             self._follow_tables()
@@ -384,7 +384,7 @@ class StreamLoop:
         if time.monotonic() - self._began > TABLES_S and any(table.has_changed() for table in self._prepared.tables):
             self.close()
 
-    def _take_progress(self, query: StreamingQuery) -> int:
+    def _record_progress(self, query: StreamingQuery) -> int:
         new = [one for one in query.recentProgress if one.batchId > self._seen]
         rows = 0
         for one in new:
@@ -493,13 +493,13 @@ class _Batches:
             is_idle = not plan.ranges and not self._loop.is_new(plan)
             rows = None if is_idle or plan.rows > ROWS_HERE_MAX else prepared.rows_here(plan)
             if rows is not None:
-                is_good = self._saw_everything()
+                is_good = self._has_all_fields()
                 return self._done(plan, self._loop.commit_here(plan, prepared.options, rows) if is_good else None)
         if is_idle:
             return self._loop.wait(plan)
         prepared.accumulator.clear()
         return self._done(
-            plan, self._loop.commit(plan, lambda: self._parts(plan) if plan.ranges else [], self._saw_everything)
+            plan, self._loop.commit(plan, lambda: self._parts(plan) if plan.ranges else [], self._has_all_fields)
         )
 
     def _done(self, plan: Plan, sent: int | None) -> Step:
@@ -521,7 +521,7 @@ class _Batches:
                 return parts_of(kept)
         return parts_of(written(as_messages(prepared.result(plan), prepared.options), prepared.options, plan.batch))
 
-    def _saw_everything(self) -> bool:
+    def _has_all_fields(self) -> bool:
         """Whether the batch had no new field that its rows should contain; otherwise it is repeated."""
         found = self._prepared.accumulator.read()
         return not self._prepared.grow({topic: one.fields for topic, one in found.items() if one.fields is not None})

@@ -260,7 +260,7 @@ def decoding(
             parts = {(Origin.RECORD, name): batch.column(name) for name in batch.schema.names}
             if payloads is not None:
                 decoded = payloads(batch)
-                _note(decoded, known, view.topic, accumulator)
+                _record_findings(decoded, known, view.topic, accumulator)
                 parts |= {(Origin.ERROR, ERROR): decoded.reasons, (Origin.DOCUMENT, DOCUMENT): decoded.columns}
                 fields = zip(known.names, decoded.columns.flatten(), strict=True)
                 parts |= {(Origin.FIELD, name): array for name, array in fields}
@@ -274,7 +274,7 @@ def _has_fields(kind: DataType) -> bool:
     return isinstance(kind, StructType) or (isinstance(kind, ArrayType) and _has_fields(kind.elementType))
 
 
-def _note(decoded: Decoded, known: pa.Schema, topic: str, accumulator: FindingsAccumulator) -> None:
+def _record_findings(decoded: Decoded, known: pa.Schema, topic: str, accumulator: FindingsAccumulator) -> None:
     undecoded = len(decoded.reasons) - decoded.reasons.null_count
     is_new = decoded.found != known
     if undecoded or is_new:
