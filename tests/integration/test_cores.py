@@ -195,7 +195,8 @@ def test_a_locked_machine_serves_all_clients_at_every_process(tmp_path: Path, mo
             assert sent.is_success, sent.text
         assert http.post("/v1/topics/t/messages", content=b"x", auth=MALLORY).status_code == 403
         wait_until(lambda: millstream("doctor").code == 0)
-        assert http.get("/readyz").status_code == 200
+        response = http.get("/readyz")
+        assert (response.status_code, response.json()["nodes"]) == (200, [one["id"] for one in machine["nodes"]])
         http.close()
 
 

@@ -422,6 +422,7 @@ class Machine:
                 warnings.update(dict.fromkeys(broker.health["warnings"]))
         return {
             "node_id": self._config.node_id,
+            "nodes": [broker.node_id for broker in self.brokers],
             "version": __version__,
             "reasons": list(reasons),
             "warnings": list(warnings),

@@ -157,7 +157,7 @@ class _Pages:
         status = health.status
         if health.silent_s >= STUCK_S or not status:
             return self._unavailable(request, [_silent(health)])
-        healthy = {"status": "ok", "node": status["node_id"], "version": status["version"]}
+        healthy = {"status": "ok", **_nodes(status), "version": status["version"]}
         return JSONLine({**healthy, "warnings": self._warnings(health)}, headers=_NO_STORE)
 
     async def readyz(self, request: Request) -> Response:
@@ -167,7 +167,7 @@ class _Pages:
             reasons.append(_silent(health))
         if reasons:
             return self._unavailable(request, reasons)
-        ready = {"status": "ready", "node": health.status["node_id"], "warnings": self._warnings(health)}
+        ready = {"status": "ready", **_nodes(health.status), "warnings": self._warnings(health)}
         return JSONLine(ready, headers=_NO_STORE)
 
     async def metrics(self, request: Request) -> Response:
@@ -193,6 +193,11 @@ class _Pages:
             reasons = ["`millstream doctor` and the log of the node say why"]
         detail = f"the broker is not ready: {'; '.join(reasons)}"
         return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, detail, reasons=reasons)
+
+
+def _nodes(status: dict[str, Any]) -> dict[str, Any]:
+    """Name the nodes that a status is about: a machine may have several."""
+    return {"node": status["node_id"], "nodes": status.get("nodes", [status["node_id"]])}
 
 
 def _silent(health: Health) -> str:

@@ -77,7 +77,7 @@ async def test_health_is_ok_when_the_broker_responds() -> None:
     response = await get("/healthz", responding(reasons=["the node is starting"]))
     assert (response.status_code, response.json()) == (
         200,
-        {"status": "ok", "node": 7, "version": "0.1.0", "warnings": []},
+        {"status": "ok", "node": 7, "nodes": [7], "version": "0.1.0", "warnings": []},
     )
     assert response.headers["cache-control"] == "no-store"
 
@@ -110,7 +110,14 @@ async def test_a_busy_broker_is_alive_and_a_stuck_one_is_not(silent_s: float, he
 
 async def test_ready_without_reasons_against_it() -> None:
     response = await get("/readyz", responding())
-    assert (response.status_code, response.json()) == (200, {"status": "ready", "node": 7, "warnings": []})
+    assert response.status_code == 200
+    assert response.json() == {"status": "ready", "node": 7, "nodes": [7], "warnings": []}
+
+
+async def test_health_checks_of_a_machine_name_all_its_nodes() -> None:
+    for path in ("/healthz", "/readyz"):
+        body = (await get(path, responding(nodes=[7, 1007]))).json()
+        assert (body["node"], body["nodes"]) == (7, [7, 1007])
 
 
 async def test_not_ready_lists_the_reasons() -> None:

@@ -126,6 +126,25 @@ async def test_the_last_status_is_used_while_a_busy_broker_does_not_respond(monk
         assert await line.health() == ({**STATUS, "node_id": 8}, 0.0)
 
 
+async def test_a_status_that_was_not_requested_is_replaced_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker writes its status when it starts the gateway, which reads it when it is up, perhaps seconds later."""
+    monkeypatch.setattr(broker_status, "FRESH_S", 60.0)
+    monkeypatch.setattr(broker_status, "HEALTH_S", 60.0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(10)
+        line = BrokerStatusPipe(ours)
+        old = {**STATUS, "warnings": ["11 partitions have no leader"]}
+        line.feed(json.dumps({"starting": None, "status": old}).encode() + b"\n")
+        asking = asyncio.create_task(line.health())
+        await asyncio.sleep(0)
+        assert not asking.done()
+        assert theirs.recv(100) == QUESTION
+        line.feed(json.dumps({"starting": None, "status": STATUS}).encode() + b"\n")
+        assert await asking == (STATUS, 0.0)
+        assert await line.health() == (STATUS, 0.0)
+
+
 async def get(address: tuple[str, int], path: str) -> bytes:
     reader, writer = await asyncio.open_connection(*address)
     try:

@@ -72,7 +72,9 @@ class BrokerStatusPipe:
             self.starting = starting if self._says_why or starting is None else "its log says how far it is"
             if document["status"] is not None:
                 self._status = document["status"]
-                self._responded_at = asyncio.get_running_loop().time()
+                if self._asked_at is not None:
+                    # Without a request it may be old: it may have waited in the socket while this process started.
+                    self._responded_at = asyncio.get_running_loop().time()
                 self._asked_at = None
                 self._on_response.set()
 
