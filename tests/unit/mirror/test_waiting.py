@@ -16,7 +16,7 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.mirror import follower
-from millstream.broker.mirror.copier import SILENT_MS, Copier, Copy
+from millstream.broker.mirror.copier import GONE_S, SILENT_MS, Copier, Copy
 from millstream.broker.mirror.follower import Follower
 from millstream.broker.mirror.service import MirrorService
 from millstream.cli import mirror as mirror_commands
@@ -26,7 +26,14 @@ from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import Common
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.core.clock import SystemClock
-from millstream.core.errors import BrokerUnreachable, InvalidMirror, RequestTimedOut, TopicExists
+from millstream.core.errors import (
+    BrokerUnreachable,
+    InvalidMirror,
+    MillstreamError,
+    RequestTimedOut,
+    TopicExists,
+    UnknownTopic,
+)
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import encode
@@ -44,6 +51,7 @@ from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
 from millstream.protocol.wire.fetch import FetchedPartition
 from millstream.protocol.wire.group_offsets import Commit
+from millstream_testing.clock import ManualClock
 
 ORDERS = Topic(name="orders", topic_id=UUID(int=1), partitions=1, replication=1, overrides={}, created_ms=0)
 WHERE = TopicPartition("orders", PartitionIndex(0))
@@ -262,6 +270,26 @@ def test_a_complete_copy_has_no_known_lag_while_its_source_fails(
         now_ms += SILENT_MS + 1
     assert copy.lag(now_ms) == lag
     assert copy.lag_ms(1000 + SILENT_MS + 1) == 1000 + SILENT_MS + 1 - (0 if is_behind else 1000)
+
+
+def test_a_copy_whose_original_is_gone_neither_fails_nor_lags() -> None:
+    partition: Any = SimpleNamespace(high_watermark=10, log=SimpleNamespace(partition=WHERE))
+    copy, clock = Copy(partition, WHERE, source_end=15), ManualClock()
+    make: Any = Copier
+    copier = make(None, None, clock, rate=0, gates=False, cut_of=None, note_gaps=None, on_commit=None)
+
+    def held(error: MillstreamError) -> tuple[str, int | None, bool]:
+        copier._suspend(copy, error)
+        return copy.error, copy.lag(clock.now_ms()), copy.lag_ms(clock.now_ms()) == 0
+
+    unknown, unreachable = UnknownTopic("no such topic"), BrokerUnreachable("no broker responded")
+    # A node of the source that has just started may not know it yet.
+    assert held(unknown) == ("no such topic", 5, False)
+    clock.advance_ms(int(GONE_S * 1000))
+    assert held(unknown) == ("", 0, True)
+    assert held(unreachable) == ("no broker responded", 5, False)
+    clock.advance_ms(int(GONE_S * 1000))
+    assert held(unknown) == ("no such topic", 5, False)
 
 
 async def test_a_failing_mirror_is_a_finding_of_doctor() -> None:

@@ -41,6 +41,8 @@ from millstream.core.errors import (
     NotLeader,
     OffsetOutOfRange,
     RequestTimedOut,
+    UnknownTopic,
+    UnknownTopicId,
 )
 from millstream.core.ids import Epoch, NodeId, Offset
 from millstream.core.mirror import TopicOffsets
@@ -67,6 +69,8 @@ RATE_S: Final = 10.0
 RATE_STEP_S: Final = 0.5
 SILENT_MS: Final = 3000
 """A source that has not responded for longer than this may have more than is known here."""
+GONE_S: Final = 10.0
+"""After how long a topic that the source does not know was deleted there; a node that has just started knows none."""
 HELD_FIRST_S: Final = 0.1
 HELD_MAX_S: Final = 10.0
 MARKERS_MAX: Final = 1_000_000
@@ -100,6 +104,10 @@ class Copy:
     heard_ms: int = 0
     """When the source last responded."""
     error: str = ""
+    unknown_since: float | None = None
+    """Since when the source does not know the topic; None if it does."""
+    is_gone: bool = False
+    """Whether the original was deleted: the copy stays as it is, and neither fails nor lags."""
     failures: int = 0
     held_until: float = 0.0
     bytes_copied: int = 0
@@ -133,11 +141,15 @@ class Copy:
 
         A source that does not respond may have more than it had when the copy had everything.
         """
+        if self.is_gone:
+            return 0
         is_silent = bool(self.error) or now_ms - self.heard_ms > SILENT_MS
         return None if self.source_end < 0 or (not self._behind and is_silent) else self._behind
 
     def lag_ms(self, now_ms: int) -> int | None:
         """For how long the copy has been behind, or the source has not said whether it is; None before it has."""
+        if self.is_gone:
+            return 0
         if self.source_end < 0:
             return None
         if self._behind:
@@ -301,14 +313,21 @@ class Copier:
 
     def _suspend(self, copy: Copy, error: MillstreamError) -> None:
         """Suspend a partition for a while."""
-        level = logging.DEBUG if copy.error == str(error) else logging.WARNING
+        now = self._clock.monotonic()
+        was_gone = copy.is_gone
+        if isinstance(error, UnknownTopic | UnknownTopicId):
+            copy.unknown_since = now if copy.unknown_since is None else copy.unknown_since
+            copy.is_gone = now - copy.unknown_since >= GONE_S
+        else:
+            copy.unknown_since, copy.is_gone = None, False
+        level = logging.DEBUG if copy.error == str(error) or was_gone else logging.WARNING
         _logger.log(
             level,
             "a partition could not be mirrored; retrying",
             extra={"partition": str(copy.partition.log.partition), "error": str(error)},
         )
-        copy.error = str(error)
-        copy.held_until = self._clock.monotonic() + delay_after(copy.failures, first_s=HELD_FIRST_S, max_s=HELD_MAX_S)
+        copy.error = "" if copy.is_gone else str(error)
+        copy.held_until = now + delay_after(copy.failures, first_s=HELD_FIRST_S, max_s=HELD_MAX_S)
         copy.failures += 1
         self._changed.set()
 
@@ -455,7 +474,7 @@ class Copier:
                 copy.checked_epoch = -2
                 self._suspend(copy, error)
             else:
-                copy.failures, copy.error = 0, ""
+                copy.failures, copy.error, copy.unknown_since, copy.is_gone = 0, "", None, False
                 if stored is not None:
                     syncing.append((copy, stored))
             await asyncio.sleep(0)

@@ -333,8 +333,11 @@ class Follower:
 
     async def _sync_deletions(self, originals: Mapping[str, TopicMetadata]) -> None:
         """Delete copies of deleted topics, if that is wanted; otherwise they stay as they are."""
-        for copy in self._service.copied_topics(self._run.mirror.name):
-            name = self._run.mirror.source_name(copy)
+        copies = {self._run.mirror.source_name(one): one for one in self._service.copied_topics(self._run.mirror.name)}
+        for name in self._absent.keys() - copies.keys():
+            del self._absent[name]
+            self._run.notes.pop(f"topic {name}", None)
+        for name, copy in copies.items():
             if name in originals:
                 self._absent.pop(name, None)
                 continue
