@@ -43,7 +43,7 @@ CHANGES = pa.schema([*SCHEMA, pa.field(KEY, pa.binary()), pa.field(ORDER, pa.int
 @dataclass(frozen=True)
 class Change:
     key: int
-    order: int
+    order: int | None
     is_delete: bool
     text: str
 
@@ -71,7 +71,7 @@ def rule(*, is_ordered: bool = True, now_ms: int = 0, remembered_ms: int = 10**9
     )
 
 
-def keyed(rows: pa.Table, orders: dict[int, int]) -> pa.Table:
+def keyed(rows: pa.Table, orders: dict[int, int | None]) -> pa.Table:
     """Stored rows as read back: key and order come from their columns."""
     names = rows.column("name").to_pylist()
     keys = canonical_keys([rows.column("name").combine_chunks()]) if len(rows) else pa.array([], pa.binary())
@@ -80,17 +80,27 @@ def keyed(rows: pa.Table, orders: dict[int, int]) -> pa.Table:
     return rows.append_column(KEY, keys).append_column(ORDER, order)
 
 
-def model(changes: Sequence[tuple[int, Change]], *, is_ordered: bool) -> dict[int, str]:
+def model(changes: Sequence[tuple[int, Change]], *, is_ordered: bool) -> tuple[dict[int, str], int, int]:
+    """Return the rows, how many deletes removed one, and how many changes were late."""
     best: dict[int, tuple[tuple[int, int], Change]] = {}
+    deleted = late = 0
     for offset, change in changes:
-        place = (change.order if is_ordered else 0, offset)
-        if change.key not in best or place > best[change.key][0]:
-            best[change.key] = (place, change)
-    return {key: change.text for key, (_place, change) in best.items() if not change.is_delete}
+        newest = best.get(change.key)
+        order = change.order if is_ordered else 0
+        if order is None:
+            order = -1 if newest is None else newest[0][0]
+        if newest is not None and (order, offset) < newest[0]:
+            late += 1
+            continue
+        deleted += change.is_delete and newest is not None and not newest[1].is_delete
+        best[change.key] = ((order, offset), change)
+    return {key: change.text for key, (_place, change) in best.items() if not change.is_delete}, deleted, late
 
 
 change_lists = st.lists(
-    st.builds(Change, st.integers(0, 6), st.integers(0, 5), st.booleans(), st.text(max_size=3)), max_size=40
+    st.builds(Change, st.integers(0, 6), st.integers(0, 5), st.booleans(), st.text(max_size=3))
+    | st.builds(Change, st.integers(0, 6), st.none(), st.just(True), st.just("")),
+    max_size=40,
 )
 
 
@@ -107,12 +117,15 @@ def test_the_rows_equal_the_model_for_any_division_of_the_changes(
     steps = [numbered[start:end] for start, end in itertools.pairwise(bounds)] + [again]
     rows, tombstones = SCHEMA.empty_table(), tombstone_schema(pa.int64()).empty_table()
     merging = rule(is_ordered=is_ordered)
+    counts = []
     for step in steps:
         merged = merging.merge(SCHEMA, keyed(rows, orders), tombstones, table_of(step))
         rows, tombstones = merged.rows, merged.tombstones
+        counts.append((merged.deleted, merged.late))
     found = {int(row["name"]): row["text"] for row in rows.to_pylist()}
     assert len(found) == len(rows)
-    assert found == model(numbered, is_ordered=is_ordered)
+    deleted, late = (sum(numbers) for numbers in zip(*counts[:-1], strict=True)) if numbered else (0, 0)
+    assert (found, deleted, late) == model(numbered, is_ordered=is_ordered)
 
 
 def test_the_result_counts_changes() -> None:
@@ -124,6 +137,22 @@ def test_the_result_counts_changes() -> None:
     merged = rule().merge(SCHEMA, stored, merged.tombstones, second)
     assert (merged.upserted, merged.deleted, merged.late) == (1, 1, 1)
     assert [row["text"] for row in merged.rows.to_pylist()] == ["b", "c"]
+
+
+def test_a_delete_without_an_order_deletes_what_precedes_it_in_its_partition() -> None:
+    row, bare = Change(1, 5, False, "a"), Change(1, None, True, "")
+    merged = merge_all(table_of([(0, row), (1, bare)]))
+    assert len(merged.rows) == 0
+    assert merged.tombstones.column(ORDER).to_pylist() == [5]
+    late = rule().merge(SCHEMA, keyed(merged.rows, {}), merged.tombstones, table_of([(2, Change(1, 4, False, "b"))]))
+    assert (len(late.rows), late.late) == (0, 1)
+    elsewhere = merge_all(table_of([(0, row)]))
+    bare_elsewhere = table_of([(9, bare)]).set_column(0, "partition", pa.array([2], pa.int32()))
+    kept = rule().merge(SCHEMA, keyed(elsewhere.rows, {0: 5}), elsewhere.tombstones, bare_elsewhere)
+    assert (len(kept.rows), kept.deleted, kept.late) == (1, 0, 1)
+    recreated = table_of([(0, bare)], topic_id="t2").set_column(0, "partition", pa.array([2], pa.int32()))
+    gone = rule(topic_id="t2").merge(SCHEMA, keyed(elsewhere.rows, {0: 5}), elsewhere.tombstones, recreated)
+    assert (len(gone.rows), gone.deleted) == (0, 1)
 
 
 def merge_all(changes: pa.Table, merging: MergeRule | None = None) -> Merged:

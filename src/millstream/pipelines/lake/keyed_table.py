@@ -416,7 +416,8 @@ class BucketMerge:
                 reader = pa.ipc.open_file(opened)
                 batches += [reader.get_batch(number) for number in numbers]
         if not batches:
-            order = pa.int64() if self.order is None else _type_at(self.schema, self.order)
+            found = None if self.order is None else values_at(pa.array([], pa.struct(list(self.schema))), self.order)
+            order = pa.int64() if found is None else found.type
             extra = [pa.field(KEY, pa.binary()), pa.field(ORDER, order), pa.field(DELETED, pa.bool_())]
             return pa.schema([*self.schema, *extra]).empty_table()
         return pa.Table.from_batches(batches)
@@ -432,7 +433,9 @@ class BucketMerge:
         rows = pa.concat_tables(tables).combine_chunks()
         whole = pa.StructArray.from_arrays([_whole(column) for column in rows.columns], fields=list(rows.schema))
         keys = canonical_keys([_value_at(whole, place) for place in self.key])
-        values = pa.nulls(len(rows), order) if self.order is None else _value_at(whole, self.order).cast(order)
+        # Without a row, a table has no column for it yet.
+        found = None if self.order is None else values_at(whole, self.order)
+        values = pa.nulls(len(rows), order) if found is None else found.cast(order)
         rows = rows.append_column(KEY, keys).append_column(pa.field(ORDER, order), values)
         tombstones = tombstone_schema(order).empty_table()
         if unit.stored.path.endswith(_REMEMBERS):
@@ -495,10 +498,6 @@ def _value_at(rows: pa.StructArray, place: Place) -> pa.Array:
     if found is None:
         raise InvalidSetting(f"the table has no column {'.'.join(place)}")
     return found
-
-
-def _type_at(schema: pa.Schema, place: Place) -> pa.DataType:
-    return _value_at(pa.array([], pa.struct(list(schema))), place).type
 
 
 def _delete_old(storage: Storage, folder: str, before: datetime, *, kept: set[str]) -> int:

@@ -2,7 +2,9 @@
 
 Of the stored row and all changes to a key, the one with the greatest (order value, offset, partition) wins. A delete is
 a change like any other: its position is kept as a tombstone for a while, so that a late update does not revive the key.
-The result depends only on the set of changes, not on how they were divided into batches.
+A delete without an order value, such as a message without a payload, takes the greatest order value of its key before
+it in its partition, so it deletes what it follows. The result depends only on the set of changes, not on how they were
+divided into batches.
 
 Keys are divided into buckets by hash. A bucket is a range of hashes that shares its first bits, so it can be split
 in two without touching the others.
@@ -124,9 +126,9 @@ class Merged:
     upserted: int = 0
     """Keys whose row is new or another one."""
     deleted: int = 0
-    """Keys whose row was deleted."""
+    """Deletes of a row that was there, stored or earlier in the same partition of the batch."""
     late: int = 0
-    """Changes that came after a newer one of their key."""
+    """Changes that came after a newer one of their key, stored or in the same partition of the batch."""
 
 
 def tombstone_schema(order: pa.DataType) -> pa.Schema:
@@ -177,20 +179,27 @@ class MergeRule:
         source = np.repeat(np.array([0, 0, 1], np.int8), [present, gone, new])
         if not self.is_ordered:
             self._check_one_partition(every, codes, partitions, is_current)
-        ranks = _ranks(every.column(ORDER)) if self.is_ordered else np.zeros(len(every), np.int64)
-        order = np.lexsort((source, partitions, offsets, is_current, ranks, codes))
-        sorted_codes = codes[order]
-        is_last = np.append(sorted_codes[1:] != sorted_codes[:-1], True)
-        winners = order[is_last]
-        winner_of = np.empty(int(codes.max()) + 1, np.int64)
-        winner_of[codes[winners]] = winners
         deleted = np.concatenate(
             [np.zeros(present, np.bool_), np.ones(gone, np.bool_), changes.column(DELETED).to_numpy()]
         )
+        arrivals = _Arrivals(codes, np.lexsort((source, offsets, is_current, partitions, codes)), partitions)
+        ranks, values = np.zeros(len(every), np.int64), every.column(ORDER)
+        if self.is_ordered:
+            ranks, values = _ranked(values, deleted, arrivals, ~is_current)
+        order = np.lexsort((source, partitions, offsets, is_current, ranks, codes))
+        sorted_codes = codes[order]
+        is_last = np.append(sorted_codes[1:] != sorted_codes[:-1], True)
         has_won = np.zeros(len(every), np.bool_)
-        has_won[winners] = True
+        has_won[order[is_last]] = True
+        position = np.empty(len(every), np.int64)
+        position[order] = np.arange(len(every))
+        before = np.maximum(arrivals.greatest_before(position), arrivals.greatest_of(position, source == 0))
+        is_late = before > position
+        deletes_row = deleted & ~is_late & (before >= 0) & ~deleted[order[before]]
         moments = pa.chunked_array([pa.repeat(pa.scalar(self.now_ms, pa.int64()), new)])
-        deletes = changes.append_column(DELETED_MS, moments)
+        at = changes.schema.get_field_index(ORDER)
+        deletes = changes.set_column(at, changes.schema.field(at), values.slice(present + gone))
+        deletes = deletes.append_column(DELETED_MS, moments)
         of_stored, of_tombstones, of_changes = np.split(has_won, [present, present + gone])
         is_delete = deleted[present + gone :]
         return Merged(
@@ -199,8 +208,8 @@ class MergeRule:
                 _kept(tombstones.schema.names, (tombstones, recalled, of_tombstones), (deletes, of_changes & is_delete))
             ),
             upserted=int(np.count_nonzero(of_changes & ~is_delete)),
-            deleted=int(np.count_nonzero(deleted[winner_of[codes[:present]]])),
-            late=_late(every, winner_of[codes], first=present + gone),
+            deleted=int(np.count_nonzero(deletes_row[present + gone :])),
+            late=int(np.count_nonzero(is_late[present + gone :])),
         )
 
     def _remembered(self, tombstones: pa.Table) -> pa.Table:
@@ -257,18 +266,54 @@ def _codes(keys: pa.ChunkedArray) -> npt.NDArray[np.int64]:
     return np.asarray(encoded.indices.to_numpy(zero_copy_only=False)).astype(np.int64)
 
 
-def _ranks(values: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """Return the position of each value in their order; equal values have the same."""
+class _Arrivals:
+    """The order in which rows of each key arrived in each partition."""
+
+    def __init__(
+        self, codes: npt.NDArray[np.int64], order: npt.NDArray[np.int64], partitions: npt.NDArray[np.int32]
+    ) -> None:
+        self._codes = codes
+        self._order = order
+        ordered, of = codes[order], partitions[order]
+        self._is_first = np.append(True, (ordered[1:] != ordered[:-1]) | (of[1:] != of[:-1]))
+
+    def greatest_until(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return for each row the greatest of the values, none negative, up to it in its key and partition."""
+        groups = np.cumsum(self._is_first) * (int(values.max()) + 1)
+        found = np.empty_like(values)
+        found[self._order] = np.maximum.accumulate(values[self._order] + groups) - groups
+        return found
+
+    def greatest_before(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return for each row the greatest of the values before it in its key and partition; -1 if it is the first."""
+        until = self.greatest_until(values)[self._order]
+        found = np.empty_like(values)
+        found[self._order] = np.where(self._is_first, -1, np.append(-1, until[:-1]))
+        return found
+
+    def greatest_of(self, values: npt.NDArray[np.int64], some: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return for each row the greatest of the values of some rows of its key; -1 if there are none."""
+        found = np.full(int(self._codes.max()) + 1, -1, np.int64)
+        np.maximum.at(found, self._codes[some], values[some])
+        return found[self._codes]
+
+
+def _ranked(
+    values: pa.ChunkedArray, deleted: npt.NDArray[np.bool_], arrivals: _Arrivals, is_old: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int64], pa.ChunkedArray]:
+    """Return the ranks of order values, equal ones for equal values, and the values.
+
+    A delete without a value takes that of what it deletes: rows before it in its partition, or of an earlier topic.
+    """
     ranked = pc.rank(values.combine_chunks(), sort_keys="ascending", tiebreaker="dense")
-    return np.asarray(ranked.to_numpy(zero_copy_only=False)).astype(np.int64)
-
-
-def _late(every: pa.Table, winners: npt.NDArray[np.int64], *, first: int) -> int:
-    """Count changes that lost against something that came before them; the same message again does not count."""
-    changed = np.arange(first, len(every))
-    won = winners[first:]
-    offsets = every.column("offset").to_numpy()
-    partitions = every.column("partition").to_numpy()
-    came_before = (won < first) | ((partitions[won] == partitions[changed]) & (offsets[won] < offsets[changed]))
-    is_same = (partitions[won] == partitions[changed]) & (offsets[won] == offsets[changed])
-    return int(np.count_nonzero((won != changed) & came_before & ~is_same))
+    ranks = np.asarray(ranked.to_numpy(zero_copy_only=False)).astype(np.int64)
+    is_null = np.asarray(values.is_null().to_numpy())
+    ranks[is_null] = 0
+    lacks = deleted & is_null
+    if not lacks.any():
+        return ranks, values
+    holder = np.zeros(int(ranks.max()) + 1, np.int64)
+    holder[ranks] = np.arange(len(ranks))
+    taken = np.maximum(arrivals.greatest_until(ranks), arrivals.greatest_of(ranks, is_old))
+    ranks = np.where(lacks, taken, ranks)
+    return ranks, values.take(pa.array(holder[ranks]))

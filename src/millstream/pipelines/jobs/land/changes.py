@@ -64,6 +64,8 @@ class Payloads:
     values: pa.Array
     deletes: Flags
     """Which messages delete their key."""
+    empty: Flags
+    """Which messages have no payload, and so no order value."""
     ignored: Flags
     """Which messages are not changes: the tombstones that follow Debezium's deletes."""
     reasons: dict[int, str]
@@ -109,19 +111,19 @@ class ChangeRule:
     def open(self, batch: pa.RecordBatch) -> Payloads:
         """Return the payloads to decode, one per message."""
         values = batch.column("value")
-        deletes = np.asarray(pc.is_null(values).to_numpy(zero_copy_only=False))
+        empty = deletes = np.asarray(pc.is_null(values).to_numpy(zero_copy_only=False))
         ignored = np.zeros(len(batch), np.bool_)
         reasons: dict[int, str] = {}
         if self.is_debezium:
             values, deletes, ignored, reasons = self._open_envelopes(batch)
         elif self.key and deletes.any():
             rows = np.flatnonzero(deletes)
-            documents = [_key_document(key) for key in batch.column("key").take(pa.array(rows)).to_pylist()]
+            documents = [self._key_document(key) for key in batch.column("key").take(pa.array(rows)).to_pylist()]
             values = pc.replace_with_mask(values, pa.array(deletes), pa.array(documents, pa.binary()))
         if self.delete_when:
             at = batch.schema.get_field_index("value")
             deletes = deletes | holds(self.delete_when, batch.set_column(at, "value", values), self.topic)
-        return Payloads(values, deletes, ignored, reasons)
+        return Payloads(values, deletes, empty, ignored, reasons)
 
     def _open_envelopes(self, batch: pa.RecordBatch) -> tuple[pa.Array, Flags, Flags, dict[int, str]]:
         """Open Debezium's envelopes."""
@@ -144,11 +146,11 @@ class ChangeRule:
             # A tombstone follows a delete event, which has the order value; the tombstone itself has only the key.
             ignored[row] = self.order is not None
             deletes[row] = True
-            return (_key_document(keys[row].as_py()) if self.key else None) or _EMPTY
+            return self._key_document(keys[row].as_py()) or _EMPTY
         event = _event(value)
         if event.op == "d":
             deletes[row] = True
-            found = _object(event.before) or (_key_document(keys[row].as_py()) if self.key else None) or _EMPTY
+            found = _object(event.before) or self._key_document(keys[row].as_py()) or _EMPTY
         elif event.op in ("c", "u", "r"):
             after = _object(event.after)
             if after is None:
@@ -157,6 +159,20 @@ class ChangeRule:
         else:
             raise _NotAChange(f"op is {event.op!r}; rows come with c, u, r and d")
         return found if self.lifted is None else _with_field(found, self.lifted[1], _read_field(event, self.lifted[0]))
+
+    def _key_document(self, key: bytes | None) -> bytes | None:
+        """Return the fields of `key` that a message key holds: an object, or the value of the only field."""
+        if key is None or not self.key:
+            return None
+        document = _object_in_key(key)
+        if document is not None or len(self.key) > 1:
+            return document
+        value = _plain_value(key)
+        if value is None:
+            return None
+        for name in reversed(self.key[0]):
+            value = b"{" + msgspec.json.encode(name) + b":" + value + b"}"
+        return value
 
     def apply(
         self, rows: pa.RecordBatch, opened: Payloads, reasons: pa.Array
@@ -173,7 +189,7 @@ class ChangeRule:
         why = _first_reason(reasons, pc.is_null(keys), no_key)
         if self.order is not None:
             missing = f"{path_text(self.order)}{NO_ORDER}"
-            why = _first_reason(why, pc.is_null(order), missing)
+            why = _first_reason(why, pc.and_(pc.is_null(order), pa.array(~opened.empty)), missing)
         if opened.reasons:
             texts = [opened.reasons.get(row) for row in range(len(rows))]
             why = pc.coalesce(pa.array(texts, pa.string()), why)
@@ -261,10 +277,20 @@ def _with_field(row: bytes, name: str, value: bytes) -> bytes:
     return b'{"' + name.encode() + b'":' + value + comma + rest
 
 
-def _key_document(key: bytes | None) -> bytes | None:
+def _plain_value(key: bytes) -> bytes | None:
+    """Return a message key that is a number or text as JSON; None for anything else."""
+    try:
+        value = msgspec.json.decode(key)
+    except msgspec.MsgspecError:
+        try:
+            return msgspec.json.encode(key.decode())
+        except UnicodeDecodeError:
+            return None
+    return None if value is None or isinstance(value, bool | list | dict) else key
+
+
+def _object_in_key(key: bytes) -> bytes | None:
     """Return the object in a message key, with or without its schema; None if it is not an object."""
-    if key is None:
-        return None
     try:
         fields = _documents.decode(key)
     except msgspec.MsgspecError:

@@ -1,0 +1,84 @@
+"""Messages as changes: which key a message without a payload deletes, and when it needs an order value."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from millstream.core.pipeline import LandSettings
+from millstream.pipelines.jobs.land.changes import ChangeRule
+from millstream.pipelines.jobs.land.decoding import Decoder
+from millstream.pipelines.lake.merging import DELETED, KEY, ORDER
+
+NUMBERS = pa.schema([pa.field("id", pa.int64()), pa.field("ver", pa.int64())])
+TEXTS = pa.schema([pa.field("id", pa.string()), pa.field("ver", pa.int64())])
+
+
+def changes_of(
+    messages: list[tuple[bytes | None, bytes | None]], fields: pa.Schema, **settings: str
+) -> tuple[pa.RecordBatch, list[str | None], list[bool]]:
+    """Open, decode and apply messages, given as pairs of key and value."""
+    batch = pa.RecordBatch.from_pydict(
+        {
+            "partition": pa.array([0] * len(messages), pa.int32()),
+            "offset": pa.array(range(len(messages)), pa.int64()),
+            "key": pa.array([key for key, _ in messages], pa.binary()),
+            "value": pa.array([value for _, value in messages], pa.binary()),
+        }
+    )
+    parsed = LandSettings.from_strings({"topics": "t", "mode": "upsert", "decode": "json", **settings})
+    rule = ChangeRule.of(parsed, "t")
+    opened = rule.open(batch)
+    decoded = Decoder(fields, evolves=False).decode(opened.values)
+    rows = pa.RecordBatch.from_arrays(
+        [batch.column("key"), *decoded.columns.flatten()], names=["message_key", *fields.names]
+    )
+    changes, reasons, fits = rule.apply(rows, opened, decoded.reasons)
+    return changes, reasons.to_pylist(), np.asarray(fits).tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "deleted"),
+    [
+        (NUMBERS, b"5", b"5"),
+        (NUMBERS, b'{"id": 5}', b"5"),
+        (TEXTS, b"5", b"5"),
+        (TEXTS, b"ada", b"ada"),
+        (TEXTS, b'"ada"', b"ada"),
+        (TEXTS, b"007", b"007"),
+    ],
+)
+def test_a_message_without_a_payload_deletes_the_key_in_its_message_key(
+    fields: pa.Schema, key: bytes, deleted: bytes
+) -> None:
+    changes, reasons, fits = changes_of([(key, None)], fields, key="id")
+    assert (reasons, fits) == ([None], [True])
+    assert changes.column(KEY).to_pylist() == [deleted]
+    assert changes.column(DELETED).to_pylist() == [True]
+
+
+def test_a_plain_message_key_is_not_one_of_several_fields() -> None:
+    for key in (b"5", None, b"null", b"[5]", b"\xff"):
+        assert changes_of([(key, None)], NUMBERS, key="id,ver")[1] == ["the key id, ver is missing or null"]
+    for key in (None, b"null", b"true", b"[5]", b"\xff"):
+        assert changes_of([(key, None)], NUMBERS, key="id")[1] == ["the key id is missing or null"]
+
+
+def test_only_a_message_without_a_payload_needs_no_order_value() -> None:
+    deletes = json.dumps({"id": 5, "op": "d"}).encode()
+    settings = {"key": "id", "order.by": "ver", "delete.when": "op = 'd'"}
+    changes, reasons, fits = changes_of([(b"5", None), (b"5", deletes)], NUMBERS, **settings)
+    assert reasons == [None, "ver, which orders the changes of a key, is missing or null"]
+    assert fits == [True, False]
+    assert changes.column(ORDER).to_pylist() == [None, None]
+
+
+def test_the_tombstone_after_a_delete_event_of_debezium_is_ignored_if_there_is_an_order() -> None:
+    event = json.dumps({"op": "d", "before": {"id": 5}, "source": {"lsn": 7}}).encode()
+    fields = pa.schema([pa.field("id", pa.int64()), pa.field("__source_lsn", pa.int64())])
+    settings = {"key": "id", "order.by": "source.lsn", "decode": "debezium"}
+    _, reasons, fits = changes_of([(b'{"id": 5}', event), (b'{"id": 5}', None)], fields, **settings)
+    assert (reasons, fits) == ([None, None], [True, False])
