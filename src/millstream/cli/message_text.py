@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Final
+
+import msgspec
 
 from millstream.cli.output import one_line
 from millstream.client.admin.messages import DecodedRecord, moment_of
 from millstream.protocol.records.record import Record
+
+_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+"""A string in JSON."""
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -30,10 +37,15 @@ def readable_value(value: bytes | None) -> str:
         return "(null)"
     if value[:1] in (b"{", b"["):
         try:
-            return harmless(json.dumps(json.loads(value), indent=2, ensure_ascii=False))
-        except ValueError:
+            # Numbers stay as they were published: as floats, they would lose digits.
+            return harmless(_STRING.sub(_unescaped, msgspec.json.format(value, indent=2).decode()))
+        except (msgspec.DecodeError, ValueError, RecursionError):
             pass
     return readable(value)
+
+
+def _unescaped(text: re.Match[str]) -> str:
+    return json.dumps(json.loads(text[0]), ensure_ascii=False)
 
 
 def readable(value: bytes | None) -> str:

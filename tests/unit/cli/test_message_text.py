@@ -52,7 +52,13 @@ def test_invalid_timestamps_are_reported_as_such(timestamp_ms: int) -> None:
         (b"text", "text"),
         (b"17", "17"),
         (b'{"a":1}', '{\n  "a": 1\n}'),
+        (
+            b'{"a":12345678901234567890.12,"b":[1E+5,-0]}',
+            '{\n  "a": 12345678901234567890.12,\n  "b": [\n    1E+5,\n    -0\n  ]\n}',
+        ),
+        (b'["gr\\u00fcn\\n"]', '[\n  "grün\\n"\n]'),
         (b"{not json", "{not json"),
+        (b"[" * 9999 + b"]" * 9999, "[" * 9999 + "]" * 9999),
         (b"\xff\x07", "\\xff\\x07"),
         ("grün\ttab".encode(), "grün\ttab"),
     ],
