@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import counted, one_line, print_result
 from millstream.cli.pipeline_run import Stages, refuse_without_spark, signed_in, unwound_by_sigterm
 from millstream.client.admin.position import Kind, parse_age_ms, parse_position
+from millstream.core.errors import InvalidRequest
 from millstream.core.scratch import temporary_folder
 
 FromTopic = Annotated[
@@ -64,6 +66,9 @@ def replay(
     topic = from_topic or from_table
     if topic is None or (from_topic and from_table):
         raise typer.BadParameter("give either --from-topic or --from-table")
+    since_ms, until_ms = _time_ms(since, "--since"), _time_ms(until, "--until")
+    if since_ms is not None and until_ms is not None and since_ms >= until_ms:
+        raise typer.BadParameter("--since must be before --until")
     refuse_without_spark()
     from millstream.core.topic import check_topic_name
     from millstream.pipelines.jobs.replay import Replay, ReplayOrder
@@ -73,8 +78,8 @@ def replay(
         into=into,
         from_table=from_table is not None,
         where=where,
-        since_ms=_time_ms(since, "--since"),
-        until_ms=_time_ms(until, "--until"),
+        since_ms=since_ms,
+        until_ms=until_ms,
         rate=_rate(rate),
         name=name,
     )
@@ -114,10 +119,11 @@ def _time_ms(text: str | None, flag: str) -> int | None:
         return None
     if parse_age_ms(text.strip()) is not None:
         raise typer.BadParameter(f"{flag} {text} would change when the replay resumes; give an absolute time")
-    position = parse_position(text)
-    if position.kind is not Kind.TIME:
-        raise typer.BadParameter(f"{flag} is a time such as 2026-01-31T12:00:00Z, not {text!r}")
-    return position.value
+    with suppress(InvalidRequest):
+        position = parse_position(text)
+        if position.kind is Kind.TIME:
+            return position.value
+    raise typer.BadParameter(f"{flag} is a time such as 2026-01-31T12:00:00Z, not {text!r}")
 
 
 def _rate(text: str | None) -> float:

@@ -45,6 +45,8 @@ STEP_MESSAGES: Final = 50_000
 """How many offsets one commit covers at most."""
 REFUSALS_MAX: Final = 5
 """How often another process may have taken a step's number before the replay gives up."""
+STEP_S: Final = 0.25
+"""How long a step takes when the rate is bounded; also how much lost time the next steps make up for."""
 _COLUMNS: Final = "key,value,headers,timestamp,offset"
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -90,6 +92,19 @@ class Progress(NamedTuple):
     """Offsets that are not examined yet."""
 
 
+class Pace:
+    """Bounds the messages of any second, not their average: after a stall, only `STEP_S` of it is made up for."""
+
+    def __init__(self, rate: float, now_s: float) -> None:
+        self._rate = rate
+        self._due_s = now_s
+
+    def pause_s(self, written: int, now_s: float) -> float:
+        """Return how long to wait after a step that has just been committed."""
+        self._due_s = max(self._due_s, now_s - STEP_S) + written / self._rate
+        return max(0.0, self._due_s - now_s)
+
+
 class Replay:
     """One replay; all of its methods block."""
 
@@ -128,7 +143,7 @@ class Replay:
             for topic, numbers in first.items()
         }
         examined = written = refusals = 0
-        began = time.monotonic()
+        pace = Pace(self.order.rate, time.monotonic())
         while ranges_between(at, end):
             until = admitted(at, end, self._step_size)
             rows = self._rows(at, until)
@@ -149,15 +164,15 @@ class Replay:
             at = until
             report(Progress(examined, written, sum(map(len, ranges_between(at, end)))))
             if self.order.rate and not dry:
-                time.sleep(max(0.0, began + written / self.order.rate - time.monotonic()))
+                time.sleep(pace.pause_s(count, time.monotonic()))
         return Progress(examined, written, 0)
 
     # -- internals ------------------------------------------------------------------------------------------------
 
     @property
     def _step_size(self) -> int:
-        """Steps of about a second when the rate is bounded, so that messages arrive evenly."""
-        return min(STEP_MESSAGES, max(1, round(self.order.rate))) if self.order.rate else STEP_MESSAGES
+        """Short steps when the rate is bounded, so that messages arrive evenly."""
+        return min(STEP_MESSAGES, max(1, round(self.order.rate * STEP_S))) if self.order.rate else STEP_MESSAGES
 
     def _known(self, link: Link) -> tuple[int, Offsets]:
         """Return the number of the next step and the position, after aborting open transactions of an earlier run."""
