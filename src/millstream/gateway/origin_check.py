@@ -50,9 +50,13 @@ class OriginCheck:
         ):
             raise Refused(HTTPStatus.FORBIDDEN, "cross-origin requests are not allowed")
         if headers.get(b"authorization", b"")[:6].lower() == b"basic " and not _is_own_request(headers):
+            page = _page_host(headers).decode("latin-1")
             raise Refused(
                 HTTPStatus.FORBIDDEN,
-                "the password of a browser is accepted only over TLS, on this machine, or from a page of this gateway",
+                f"a page of another site, {page!r}, caused this request, so the password of the browser is not accepted"
+                if page
+                else "the browser does not name the page that caused this request, so its password is not accepted; "
+                "browsers do over TLS, on this machine, and for pages of this gateway",
             )
         self.check_name(headers)
 
@@ -89,8 +93,12 @@ def _is_own_request(headers: Mapping[bytes, bytes]) -> bool:
         return True
     if b"sec-fetch-site" in headers or b"origin" in headers:
         return True
-    source = headers.get(b"referer", b"").partition(b"://")[2].partition(b"/")[0]
-    return source.lower() == headers.get(b"host", b"").lower()
+    return _page_host(headers).lower() == headers.get(b"host", b"").lower()
+
+
+def _page_host(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the host of the page that caused a request, if the browser names it."""
+    return headers.get(b"referer", b"").partition(b"://")[2].partition(b"/")[0]
 
 
 def _strip_port(host: str) -> str:

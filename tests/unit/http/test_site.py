@@ -67,6 +67,18 @@ def test_links_from_other_sites_may_open_pages() -> None:
         OriginCheck().check({**opened, b"origin": b"http://evil.example"}, is_page=True)
 
 
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({b"referer": b"https://evil.example/x"}, "a page of another site, 'evil.example', caused this request"),
+        (BROWSER, "the browser does not name the page that caused this request"),
+    ],
+)
+def test_a_refused_password_names_the_page_that_sent_it(headers: dict[bytes, bytes], reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        OriginCheck().check({b"host": b"127.0.0.1:8080", b"authorization": b"Basic YTpi", **headers})
+
+
 async def test_a_refusal_names_the_setting_to_change() -> None:
     async def ask() -> Any:
         raise AssertionError("nobody asks the broker")
