@@ -112,6 +112,16 @@ def test_creating_a_topic_does_not_require_describe(run: Run, monkeypatch: pytes
     assert (again["created"], again["partitions"]) == (False, None)
 
 
+def test_deleting_a_group_names_the_right_that_it_needs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _add_user(run, "gus", "allow User:gus read group:known")
+    _become(monkeypatch, "gus")
+    for group in ("known", "unknown"):
+        refused = run("group", "delete", group)
+        assert (refused.code, f"needs DELETE on group:{group}" in refused.err) == (1, True)
+    _become(monkeypatch, "admin")
+    assert "group 'known' does not exist" in run("group", "delete", "known").err
+
+
 def test_a_name_that_looks_like_a_pattern_is_refused(run: Run) -> None:
     for resource in ("topic:ord*", "group:ord*"):
         refused = run("acl", "allow", "User:pat", "read", resource)

@@ -261,6 +261,8 @@ def test_a_refusal_names_the_operation_and_the_resource(locked: Locked) -> None:
         made = alice.post("/v1/subscriptions", json={"name": "alice-s", "topics": ["secret-topic"]})
         assert made.status_code == 403
         assert made.json()["detail"] == "User:alice may not read topic 'secret-topic'"
+        deleted = alice.delete("/v1/groups/secret-group")
+        assert (deleted.status_code, "needs DELETE on group:secret-group" in deleted.text) == (403, True)
 
 
 def test_names_of_others_are_not_revealed(locked: Locked) -> None:

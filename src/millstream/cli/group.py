@@ -106,9 +106,8 @@ def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     confirm(f"Delete group {name} and its committed offsets?", unless=yes or common.as_json)
 
     async def question(client: Client) -> None:
-        from millstream.client.admin.groups import delete_group, describe_group
+        from millstream.client.admin.groups import delete_group
 
-        await describe_group(client, name)
         await delete_group(client, name)
 
     call_broker(common, question)

@@ -11,6 +11,7 @@ from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
 from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import (
+    GroupNotAuthorized,
     GroupNotEmpty,
     InvalidRequest,
     MillstreamError,
@@ -180,8 +181,12 @@ async def describe_group(client: Client, name: str) -> Group:
     found = await _describe_classic(client, name) or await _describe_consumers(client, name)
     found = found or await _describe_shares(client, name)
     if found is None:
-        raise UnknownGroup(f"group {name!r} does not exist; millstream group list shows those that do")
+        raise _unknown_group(name)
     return found
+
+
+def _unknown_group(name: str) -> UnknownGroup:
+    return UnknownGroup(f"group {name!r} does not exist; millstream group list shows those that do")
 
 
 async def _describe_consumers(client: Client, name: str) -> Group | None:
@@ -321,10 +326,16 @@ async def delete_group(client: Client, name: str) -> None:
 
     messages: Any = request
     asked = messages.DeleteGroupsRequest(groups_names=(name,))
-    result = (await client.send(await client.coordinator(name), asked)).results[0]
-    if result.error_code:
-        error = error_from_code(result.error_code, None, about=f"delete group {name!r}")
-        raise GroupNotEmpty(busy_sentence(name)) if isinstance(error, GroupNotEmpty) else error
+    try:
+        result = (await client.send(await client.coordinator(name), asked)).results[0]
+        if result.error_code:
+            raise error_from_code(result.error_code, None, about=f"delete group {name!r}")
+    except GroupNotEmpty:
+        raise GroupNotEmpty(busy_sentence(name)) from None
+    except UnknownGroup:
+        raise _unknown_group(name) from None
+    except GroupNotAuthorized:
+        raise GroupNotAuthorized(f"not authorized; deleting a group needs DELETE on group:{name}") from None
 
 
 async def plan_reset(
