@@ -223,7 +223,7 @@ class Config:
         "cores",
         "1",
         "How many broker processes this machine runs, each with its own node id, Kafka port and folder; "
-        "`auto` means one for each core.",
+        "`auto` means one for each core. In a cluster, a number above 1 can be raised, but not lowered.",
     )
     node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)
     etcd: str = setting(

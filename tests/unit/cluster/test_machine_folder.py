@@ -149,6 +149,20 @@ def test_a_machine_in_a_cluster_may_not_change_its_number_of_processes(
     Layout.of(FOLDER, first, int(flags[-1])).check_owner(files, in_cluster=True)
 
 
+@pytest.mark.parametrize(("cores", "added"), [(2, []), (3, ["[2007]"]), (4, ["[2007, 3007]"])])
+def test_a_machine_in_a_cluster_is_warned_that_more_processes_are_for_good(
+    cores: int, added: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    files = new_files()
+    Layout.of(FOLDER, 7, cores).check_owner(files, in_cluster=True)
+    assert not caplog.records
+    for folder in ("node-7", "node-1007"):
+        files.make_directory(f"{FOLDER}/{folder}/partitions")
+    Layout.of(FOLDER, 7, cores).check_owner(files, in_cluster=True)
+    warned = [one for one in caplog.records if "cannot be lowered again" in one.getMessage()]
+    assert [one.new_nodes for one in warned] == added  # type: ignore[attr-defined]
+
+
 async def test_a_retired_node_of_a_machine_is_no_longer_drained(tmp_path: Path) -> None:
     files, clock = DiskFiles(), SystemClock()
     async with single_node(tmp_path) as topics:

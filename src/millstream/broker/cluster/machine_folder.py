@@ -117,6 +117,13 @@ class Layout:
                     f"{self.data} has the logs of nodes {nodes}, and in a cluster logs are not moved between the "
                     f"processes of a machine; give {self.used_flags(files)} as before, or another --data"
                 )
+            present = self.present(files).values()
+            added = [int(node) for node in self.nodes if present and node > max(present)]
+            if added:
+                _logger.warning(
+                    "--cores was raised, and cannot be lowered again in a cluster; the new nodes start empty",
+                    extra={"new_nodes": str(added)},
+                )
         elif any(FolderOwner.read(files, folder).cluster for folder in self.present(files)):
             raise ClusterMismatch(
                 f"{self.data} belongs to a node of a cluster; give --etcd and --catalog too, or another --data"
