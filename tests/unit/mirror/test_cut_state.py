@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import uuid
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.broker.kafka.apis.subscription_apis import SubscriptionList
 from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED
 from millstream.broker.subscriptions.fold import Fold
 from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.broker.subscriptions.snapshot import cut_snapshot, read_snapshot, write_snapshot
-from millstream.core.errors import InvalidMirror, InvalidSetting
+from millstream.core.errors import InvalidMirror, InvalidSetting, NotLeader
 from millstream.core.ids import PartitionIndex, first_producer_id
 from millstream.core.mirror import check_mirror
 from millstream.core.subscription import QueueKey
+from millstream.core.topic import TopicPartition
+from millstream_testing.clock import ManualClock
 
 KEY = QueueKey(uuid.UUID(int=1), uuid.UUID(int=2), PartitionIndex(0))
 SCANNED = 40
@@ -58,6 +64,25 @@ def test_a_cut_queue_keeps_everything_below_the_cut_and_nothing_above(
     # It continues as if the rest had never been scanned.
     fold.apply(happened(DeltaKind.SCANNED, fold.window.end, fold.window.end + 1))
     assert fold.state_of(fold.window.end - 1) == AVAILABLE
+
+
+def test_delays_in_the_queue_of_a_copy_pass_with_time() -> None:
+    fold, clock = scanned({0, 1}, {2}), ManualClock()
+    for offset, delay_ms in ((3, 1000), (4, 1000), (5, 5000)):
+        fold.apply(Delta(DeltaKind.PARKED, offset, offset, 0, clock.now_ms() + delay_ms, "", clock.now_ms()))
+    api: Any = SubscriptionList
+    listing = object.__new__(api)
+    listing._service = SimpleNamespace(clock=clock, topics=SimpleNamespace(partition=Mock(side_effect=NotLeader(""))))
+
+    def counts() -> tuple[int, int, int]:
+        row = listing._copied_queue(TopicPartition("orders", PartitionIndex(0)), fold, SCANNED + 10)
+        return row["parked"], row["available"], row["backlog"]
+
+    assert counts() == (3, 44, 48)
+    clock.advance_ms(1000)
+    assert counts() == (1, 46, 48)
+    clock.advance_ms(4000)
+    assert counts() == (0, 47, 48)
 
 
 @given(one=st.text(min_size=1), other=st.text(min_size=1))

@@ -230,6 +230,16 @@ class Fold:
                     place = columns.states.find(state, stop, end)
         return found
 
+    def count_due(self, now_ms: int) -> int:
+        """Count the parked messages whose time has come; only the leader's queue makes them available."""
+        if not self.counts[PARKED]:
+            return 0
+        return sum(
+            int(np.count_nonzero(np.frombuffer(columns.dues, np.int64)[states == PARKED] <= now_ms))
+            for columns in (self.stragglers, self.window)
+            for states in (np.frombuffer(columns.states, np.uint8),)
+        )
+
     def leased_to(self, worker: str) -> list[WaitingRun]:
         """Return every message that a worker holds."""
         number = self.workers.number(worker)

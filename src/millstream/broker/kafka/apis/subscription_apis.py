@@ -335,14 +335,17 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         from millstream.broker.subscriptions.delivery import age_ms
         from millstream.broker.subscriptions.log_scan import failover_marks
 
-        oldest_age_ms = 0
+        now_ms, oldest_age_ms = self._service.clock.now_ms(), 0
         # A node without a replica knows neither.
         with suppress(MillstreamError):
             partition = self._service.topics.partition(place.topic, place.partition)
             end -= failover_marks(partition, fold.window.end, end)
-            oldest_age_ms = age_ms(partition, fold.oldest, self._service.clock.now_ms())
+            oldest_age_ms = age_ms(partition, fold.oldest, now_ms)
         row = _queue_row(place, fold, max(0, end - fold.window.end))
-        return {**row, "oldest_age_ms": oldest_age_ms if row["backlog"] else 0}
+        # The source writes nothing when a delay has passed.
+        due = fold.count_due(now_ms)
+        moved = {"parked": row["parked"] - due, "available": row["available"] + due}
+        return {**row, **moved, "oldest_age_ms": oldest_age_ms if row["backlog"] else 0}
 
     def _push_status(self, subscription: Subscription) -> list[dict[str, Any]]:
         """Return the push status on this node; a client combines those of all nodes."""
