@@ -177,6 +177,11 @@ async def test_a_repeated_failover_of_some_copies_continues_with_the_others(targ
     mirror = await target.mirror()
     assert (mirror.is_wanted, mirror.resumes, mirror.cut_epochs) == (True, False, {})
     assert target.copies == [EUX, US]
+    await target.mirrors.note_gated(mirror)
+    (note,) = await target.notes()
+    # A reverse is refused while there are other copies.
+    assert f"`millstream mirror switch {NAME}`" in note
+    assert "once the other copies are failed over" in note
     # Its response was lost.
     assert places(await target.fail_over(PATTERN)) == places(done) == [(EU, 0, 41), (EU, 1, 42)]
     assert (await target.mirror()).is_wanted

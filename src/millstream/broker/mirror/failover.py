@@ -408,9 +408,11 @@ async def _release(source: Source, release: AdoptRequest) -> None:
 def _would_drop(mirror: Mirror, removed: Sequence[RemovedRange]) -> InvalidMirror:
     """Return the error of a switch that would drop records of a topic that was failed over before."""
     first = removed[0]
+    last = first.end - 1
+    offsets = f"offset {last}" if first.start == last else f"offsets {first.start} to {last}"
     return InvalidMirror(
         f"topic {first.topic!r} was failed over before, and written at the source since (partition "
-        f"{first.partition}, offsets {first.start} to {first.end - 1}), so a switch would lose these records. Run "
+        f"{first.partition}, {offsets}), so a switch would lose these records. Run "
         f"`millstream mirror failover {mirror.name}` and `millstream mirror reverse {mirror.name} --save-to TOPIC`"
     )
 
@@ -566,7 +568,8 @@ async def _check_reachable(request: AdoptRequest) -> None:
     """Raise `InvalidMirror` unless this cluster reaches the one that takes over at the address of a request."""
     settings = check_mirror(request.name, request.settings)
     try:
-        async with asyncio.timeout(REACH_S), Source(settings, name=request.name) as source:
+        connecting = Source(settings, name=request.name, given_as="with --address HOST:PORT")
+        async with asyncio.timeout(REACH_S), connecting as source:
             problem = "" if source.cluster_id == request.cluster_id else "another cluster responds"
     except TimeoutError:
         problem = f"no response within {REACH_S:g} s"

@@ -510,6 +510,11 @@ class MirrorService:
             what = f"clients can write to {listed(taken_over)} here since a failover"
             if not mirror.is_reversible:
                 yield f"{what}; delete the mirror once its source is not needed any more"
+            elif self.copied_topics(mirror.name):
+                yield (
+                    f"{what}; `millstream mirror switch {mirror.name}` lets the old source follow with all topics, or "
+                    f"`millstream mirror reverse {mirror.name}` once the other copies are failed over too"
+                )
             else:
                 yield f"{what}; `millstream mirror reverse {mirror.name}` lets the old source follow"
         if unselected := mirror.unselected(self.copied_topics(mirror.name), self.subscriptions.letter_topics()):

@@ -46,13 +46,13 @@ def credentials_of(settings: MirrorSettings) -> Credentials:
 class Source:
     """A connection to the source; use it as a context manager."""
 
-    def __init__(self, settings: MirrorSettings, *, name: str) -> None:
+    def __init__(self, settings: MirrorSettings, *, name: str, given_as: str = "") -> None:
         self.client = Client.connect(
             settings.source,
             client_id=f"mirror-{name}",
             timeout_s=TIMEOUT_S,
             credentials=credentials_of(settings),
-            given_as="with --from HOST:PORT",
+            given_as=given_as or f"with `millstream mirror update {name} --set from=HOST:PORT`",
             waiting_max=64,
         )
         self.cluster_id = ""
