@@ -61,6 +61,8 @@ _OF_NODES: Final = frozenset({"requirements", "pace", "cron", "timezone", "conti
 _SPELLED_OTHERWISE: Final = {
     "every.ms": "--every",
     "dedupe.ms": "--dedupe",
+    # Only in quotation marks: it is also a word of its own.
+    "`key`": "`--key`",
     "order.by": "--order-by",
     "delete.when": "--delete-when",
     "on.violation": "--on-violation",
@@ -245,7 +247,11 @@ class Flags:
     def flags_of_settings(self) -> dict[str, str]:
         """Return the given flags by setting, but for settings that were also given by name."""
         given, named = self.given(), parse_assignments(self.settings or [], flag="--set")
-        return {name: flag for name, flag in _SPELLED_OTHERWISE.items() if flag in given and name not in named}
+        return {
+            name: flag
+            for name, flag in _SPELLED_OTHERWISE.items()
+            if flag.strip("`") in given and name.strip("`") not in named
+        }
 
     def settings_of(self, kind: PipelineKind) -> dict[str, str]:
         """Convert to settings; a flag of another kind of pipeline is rejected."""
@@ -338,6 +344,10 @@ class Flags:
             raise typer.BadParameter(f"{' and '.join(given)} are given; a job has one of them, or none")
         if (every_ms := _duration(self.pace, "every.ms")) == "0":
             raise typer.BadParameter("--every is longer than 0s; leave it out for a job that runs when it is started")
+        if (timeout_ms := _duration(self.run_timeout, "timeout.ms")) == "0":
+            raise typer.BadParameter("--run-timeout is longer than 0s; --set timeout.ms=0 runs without a limit")
+        if self.timezone and not self.cron and "cron" not in parse_assignments(self.settings or [], flag="--set"):
+            raise typer.BadParameter("--timezone is for --cron, which is not given")
         return {
             "code": None if self.file is None else given_text(f"@{self.file}", flag="--file"),
             "requirements": self._requirements(),
@@ -346,7 +356,7 @@ class Flags:
             "timezone": self.timezone,
             "continuous": "true" if self.continuous else None,
             "parameters": _by_name(self.param, flag="--param"),
-            "timeout.ms": _duration(self.run_timeout, "timeout.ms"),
+            "timeout.ms": timeout_ms,
         }
 
 

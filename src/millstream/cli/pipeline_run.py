@@ -591,8 +591,10 @@ class ByHand:
         from millstream.pipelines.jobs.error_reason import reason_of
         from millstream.pipelines.runtime.runner import Stalled
 
+        ended = "interrupted after "
         try:
             running.run(once=once)
+            ended = ""
         except Stalled as stalled:
             raise CommandFailed(self._stall_message(str(stalled)), ExitCode.TIMED_OUT) from None
         except MillstreamError:
@@ -601,7 +603,7 @@ class ByHand:
             raise CommandFailed(reason_of(error)) from error
         finally:
             self._stages.end()
-            self._summarize(running.tally, as_json=as_json)
+            self._summarize(running.tally, ended, as_json=as_json)
 
     def _exit_stalled(self, claim: Claim, scratch: str, reason: str) -> None:
         """Clean up and end the process, whose main thread hangs; called by the watchdog."""
@@ -617,7 +619,7 @@ class ByHand:
         about = f"pipeline {self._pipeline.name!r} was stopped: {reason}"
         return f"{about}; the next run repeats what was not committed, and stall.ms sets how long a batch may stall"
 
-    def _summarize(self, tally: Tally, *, as_json: bool) -> None:
+    def _summarize(self, tally: Tally, ended: str, *, as_json: bool) -> None:
         pipeline = self._pipeline
         seconds = round(time.monotonic() - self._began, 1)
         document = {
@@ -631,7 +633,8 @@ class ByHand:
         }
         counts = "".join(f", {name} {number:,}" for name, number in sorted(tally.counts.items()) if number)
         batches = counted(tally.batches, "batch")
-        text = f"{one_line(pipeline.name)}: {counted(tally.rows, 'message')} in {batches} and {seconds:g} s{counts}"
+        messages = counted(tally.rows, "message")
+        text = f"{one_line(pipeline.name)}: {ended}{messages} in {batches} and {seconds:g} s{counts}"
         print_result(document, f"{text}; {tally.lag:,} left." if tally.lag else f"{text}.", as_json=as_json)
 
     def _on_step(self, tally: Tally) -> None:

@@ -445,9 +445,9 @@ class LandSettings(PipelineSettings):
             raise InvalidSetting("with decode=schema the registry says which columns there are; leave `schema` out")
         if self.mode == UPSERT:
             self._check_upsert()
-        elif self.key or self.order_by or self.delete_when or self.decode == DEBEZIUM:
-            named = "decode=debezium" if self.decode == DEBEZIUM else "`key`, `order.by` and `delete.when`"
-            raise InvalidSetting(f"{named} need a table with one row per key: set mode=upsert (--mode upsert)")
+        elif self._upsert_settings or self.decode == DEBEZIUM:
+            named = self._upsert_settings or "decode=debezium"
+            raise InvalidSetting(f"a table with one row per key is needed for {named}: set mode=upsert (--mode upsert)")
         event_time = self.event_time
         if event_time is not None and self.decode == NO_DECODING and event_time.column != MESSAGE_TIME:
             raise InvalidSetting(
@@ -463,20 +463,21 @@ class LandSettings(PipelineSettings):
         if self.partition_by:
             raise InvalidSetting(
                 "mode=upsert stores rows by their key, and a change can give a row another time; leave `partition.by` "
-                "(--partition-by) out"
+                "out"
             )
-        if self.decode == NO_DECODING and (self.key or self.order_by or self.delete_when):
+        if self._upsert_settings and self.decode in (NO_DECODING, BY_SCHEMA):
             raise InvalidSetting(
-                "`key`, `order.by` and `delete.when` name payload fields: set decode=json (--decode json), or leave "
-                "them out to keep the newest payload of each message key"
-            )
-        if self.decode == BY_SCHEMA and (self.key or self.order_by or self.delete_when):
-            raise InvalidSetting(
-                "`key`, `order.by` and `delete.when` read JSON payloads: with decode=schema, leave them out to keep "
-                "the newest payload of each message key"
+                f"JSON payloads are needed for {self._upsert_settings}: set decode=json (--decode json), or keep the "
+                "newest payload of each message key without naming fields"
             )
         if len(set(self.key_fields)) != len(self.key_fields) or "" in self.key_fields:
             raise InvalidSetting(f"`key` names distinct fields, separated by commas, not {self.key!r}")
+
+    @property
+    def _upsert_settings(self) -> str:
+        """Return the given settings that name payload fields for upserts."""
+        values = {"key": self.key, "order.by": self.order_by, DELETE_WHEN: self.delete_when}
+        return " and ".join(f"`{name}`" for name, value in values.items() if value)
 
     @property
     def event_time(self) -> EventTime | None:
@@ -673,12 +674,11 @@ class TransformSettings(MovingSettings):
         topics = self.topics()
         if not topics and statement.is_clear:
             raise InvalidSetting("the statement reads no topic: name topics as tables")
-        for what, names in statement.endless:
+        for what, instead, names in statement.endless:
             of_topics = sorted(names.intersection(topics))
             if of_topics:
                 raise InvalidSetting(
-                    f"{what} needs all messages of {of_topics[0]!r} at once, and a topic never ends; take a window "
-                    "(GROUP BY window(…)), or a job"
+                    f"{what} needs all messages of {of_topics[0]!r} at once, and a topic never ends; {instead}"
                 )
         if self.into in topics:
             raise InvalidSetting(f"the statement reads the topic {self.into!r} that it writes, and would never end")

@@ -110,8 +110,10 @@ class SelectStatement:
     """The topics and tables that it reads, in order; not the names that WITH gives to queries."""
     is_clear: bool
     """Whether `reads` is complete."""
-    endless: tuple[tuple[str, frozenset[str]], ...] = ()
-    """Operations that need all messages at once, and so never end over a topic, each with the names that it reads."""
+    endless: tuple[tuple[str, str, frozenset[str]], ...] = ()
+    """Operations that need all messages at once, and so never end over a topic, each with what to use instead and the
+    names that it reads.
+    """
 
 
 def sql_tokens(about: str, text: str) -> list[Token]:
@@ -256,18 +258,22 @@ def _adapted(raw: Sequence[sqlglot.Token]) -> Iterator[sqlglot.Token]:
         before = kind
 
 
-def _endless(tree: exp.Query) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the operations that need all rows at once, with the names that they read."""
+def _endless(tree: exp.Query) -> Iterator[tuple[str, str, frozenset[str]]]:
+    """Yield the operations that need all rows at once, with what to use instead and the names that they read."""
     from sqlglot import exp
 
     kinds = {"OVER": exp.Window, "ORDER BY": exp.Order, "EXCEPT": exp.Except, "INTERSECT": exp.Intersect}
     for what, kind in kinds.items():
         for node in tree.find_all(kind):
             if not (kind is exp.Order and node.find_ancestor(exp.Window, exp.AggFunc, exp.WithinGroup)):
-                yield what, _names_read(node)
+                instead = "aggregate with GROUP BY window(…), or use a job" if kind is exp.Window else "use a job"
+                yield what, instead, _names_read(node)
     for count in tree.find_all(exp.AggFunc):
         if isinstance(count.this, exp.Distinct):
-            yield f"{count.sql_name().lower()}(DISTINCT …)", _names_read(count)
+            instead = "use a job"
+            if isinstance(count, exp.Count):
+                instead = "use approx_count_distinct(…), size(collect_set(…)) if there are few values, or a job"
+            yield f"{count.sql_name().lower()}(DISTINCT …)", instead, _names_read(count)
 
 
 def _names_read(node: Any) -> frozenset[str]:

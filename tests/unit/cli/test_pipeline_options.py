@@ -13,10 +13,12 @@ import typer
 from millstream.cli import pipeline
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.pipeline_options import Flags
-from millstream.cli.pipeline_run import ByHand, _refuse_changes
+from millstream.cli.pipeline_run import ByHand, Terminated, _refuse_changes
 from millstream.client.admin.pipelines import PipelineStorage
-from millstream.core.errors import GroupNotEmpty
+from millstream.core.errors import GroupNotEmpty, InvalidSetting
 from millstream.core.pipeline import Pipeline, PipelineKind, check_pipeline
+from millstream.core.setting import named_by_caller
+from millstream.pipelines.runtime.runner import Tally
 
 LAND, TRANSFORM, ROUTE = PipelineKind.LAND, PipelineKind.TRANSFORM, PipelineKind.ROUTE
 DECLARED_ONLY = {
@@ -83,11 +85,45 @@ def test_flags_become_settings() -> None:
         (LAND, Flags(schema=["a int", "b int"]), "given once for land"),
         (TRANSFORM, Flags(schema=["id long"]), "--schema takes NAME=VALUE"),
         (PipelineKind.JOB, Flags(pace="0s"), "--every is longer than 0s"),
+        (PipelineKind.JOB, Flags(run_timeout="0s"), "--run-timeout is longer than 0s"),
+        (PipelineKind.JOB, Flags(timezone="Europe/Berlin"), "--timezone is for --cron, which is not given"),
     ],
 )
 def test_flags_without_effect_are_refused(kind: PipelineKind, flags: Flags, message: str) -> None:
     with pytest.raises(typer.BadParameter, match=message):
         flags.settings_of(kind)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            Flags(topic=["t"], key=["id"], order_by="ver"),
+            "a table with one row per key is needed for `--key` and `--order-by`: set mode=upsert (--mode upsert)",
+        ),
+        (Flags(topic=["t"], decode="debezium"), "a table with one row per key is needed for decode=debezium: set"),
+        (Flags(topic=["t"], mode="upsert", partition_by="day(at)"), "another time; leave `--partition-by` out"),
+        (Flags(topic=["t"], mode="upsert", key=["id"], decode="schema"), "JSON payloads are needed for `--key`: set"),
+    ],
+)
+def test_errors_name_only_the_given_flags(flags: Flags, message: str) -> None:
+    with pytest.raises(InvalidSetting, match=re.escape(message)), named_by_caller(flags.flags_of_settings()):
+        check_pipeline("mine", LAND, flags.settings_of(LAND))
+
+
+def test_the_summary_of_an_interrupted_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted:
+        tally = Tally()
+
+        def run(self, *, once: bool) -> None:
+            raise Terminated
+
+    declared = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=LAND, overrides={"topics": "a"})
+    by_hand = ByHand(declared, PipelineStorage("", "", "/data"), "", is_declared=True, lake="", folder="")
+    running: Any = Interrupted()
+    with pytest.raises(Terminated):
+        by_hand._drive(running, once=True, as_json=False)
+    assert capsys.readouterr().out.startswith("mine: interrupted after 0 messages in 0 batches")
 
 
 def test_long_texts_may_be_in_files(tmp_path: Path) -> None:

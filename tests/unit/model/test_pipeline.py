@@ -182,11 +182,16 @@ def test_an_operation_over_all_messages_is_refused_on_declaration(statement: str
     tables = {"tables": '{"customers": "/lake/customers"}', "into": "out"}
     with pytest.raises(InvalidSetting, match=f"{what} needs all messages of 'orders' at once"):
         check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": statement})
+    if "DISTINCT" in what:
+        with pytest.raises(InvalidSetting, match=r"use approx_count_distinct\(…\)"):
+            check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": statement})
     of_table = (
         "SELECT o.id FROM orders o JOIN (SELECT id, count(DISTINCT x) n FROM customers GROUP BY id) c ON o.id = c.id"
     )
     check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": of_table})
     check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": "SELECT DISTINCT id FROM orders"})
+    approximate = "SELECT approx_count_distinct(id), size(collect_set(id)) FROM orders GROUP BY window(at, '1 hour')"
+    check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": approximate})
 
 
 @pytest.mark.parametrize("line", ["git+https://example.com/x.git", "x @ https://example.com/x.whl", "-e .", "-r more"])

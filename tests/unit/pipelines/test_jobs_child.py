@@ -19,7 +19,7 @@ from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
-from millstream.core.errors import InvalidSetting
+from millstream.core.errors import InvalidPipeline, InvalidSetting
 from millstream.core.job import JobRun, RunState
 from millstream.core.pipeline import PipelineKind
 from millstream.pipelines.runtime import jobs_child
@@ -90,6 +90,14 @@ async def nodes(tmp_path: Path) -> JobNodes:
     made = JobNodes(tmp_path)
     await made.pipelines.load()
     return made
+
+
+async def test_only_jobs_are_triggered(nodes: JobNodes) -> None:
+    await nodes.pipelines.create("copies", PipelineKind.TRANSFORM, {"sql": "SELECT * FROM a", "into": "b"})
+    with pytest.raises(
+        InvalidPipeline, match="of the kind transform, which runs continuously; only jobs are triggered"
+    ):
+        await nodes.pipelines.request_run("copies")
 
 
 async def test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_log(nodes: JobNodes) -> None:

@@ -178,7 +178,9 @@ class Pipelines(NamedHolder[Pipeline]):
         def changed(now: Pipeline) -> Pipeline:
             settings = now.settings
             if not isinstance(settings, JobSettings):
-                raise InvalidPipeline(f"pipeline {name!r} is of the kind {now.kind}, which has no runs; start it")
+                raise InvalidPipeline(
+                    f"pipeline {name!r} is of the kind {now.kind}, which runs continuously; only jobs are triggered"
+                )
             if settings.continuous:
                 raise InvalidPipeline(f"job {name!r} is continuous and has one run without end; start it")
             return dataclasses.replace(
