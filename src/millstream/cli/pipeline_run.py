@@ -591,7 +591,8 @@ class ByHand:
         from millstream.pipelines.jobs.error_reason import reason_of
         from millstream.pipelines.runtime.runner import Stalled
 
-        ended = "interrupted after "
+        # Without `once`, an interruption is the usual end.
+        ended = "interrupted after " if once else ""
         try:
             running.run(once=once)
             ended = ""

@@ -111,7 +111,7 @@ def test_errors_name_only_the_given_flags(flags: Flags, message: str) -> None:
         check_pipeline("mine", LAND, flags.settings_of(LAND))
 
 
-def test_the_summary_of_an_interrupted_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_of_an_interrupted_run_says_so_unless_it_has_no_end(capsys: pytest.CaptureFixture[str]) -> None:
     class Interrupted:
         tally = Tally()
 
@@ -124,6 +124,9 @@ def test_the_summary_of_an_interrupted_run_says_so(capsys: pytest.CaptureFixture
     with pytest.raises(Terminated):
         by_hand._drive(running, once=True, as_json=False)
     assert capsys.readouterr().out.startswith("mine: interrupted after 0 messages in 0 batches")
+    with pytest.raises(Terminated):
+        by_hand._drive(running, once=False, as_json=False)
+    assert capsys.readouterr().out.startswith("mine: 0 messages in 0 batches")
 
 
 def test_long_texts_may_be_in_files(tmp_path: Path) -> None:
