@@ -107,7 +107,7 @@ def _row(report: Any, name: str) -> dict[str, Any]:
     return dict(row)
 
 
-def test_a_ledger_is_landed_once_and_adds_up_and_tampering_is_detected(
+def test_a_ledger_is_landed_once_and_tampering_is_detected_in_spark(
     server: Server, millstream_command: CommandLine, topic: str, job: LedgerJob
 ) -> None:
     name = f"{topic}-ledger"
