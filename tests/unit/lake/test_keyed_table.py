@@ -27,16 +27,17 @@ SCHEMA = pa.schema(
     + [pa.field("name", pa.string()), pa.field("at", pa.int64())]
 )
 BUCKET_BYTES = 3000
-Change = tuple[int, int, bool]
-"""A key, its order value, and whether it is a delete; its offset is its position."""
+Change = tuple[int, int | None, bool]
+"""A key, its order value if it has one, and whether it is a delete; its offset is its position."""
 
 
 class Step:
     """One step of a run, split so that it can stop after any part."""
 
-    def __init__(self, folder: Path, log: Sequence[Change], end: int) -> None:
+    def __init__(self, folder: Path, log: Sequence[Change], end: int, schema: pa.Schema = SCHEMA) -> None:
         self.table = KeyedTable(Storage.at(str(folder)))
         self._log = log
+        self._schema = schema
         place = (TOPIC, 0)
         self._start = self.table.next_offsets([place]).get(place, 0)
         self._end = max(self._start, end)
@@ -46,7 +47,7 @@ class Step:
 
     def stage(self) -> None:
         self.table.route((self._end - self._start) * 100.0, BUCKET_BYTES)
-        writer = pickle.loads(pickle.dumps(self.table.writer(SCHEMA, TOPIC, attempt="0123456789abcdef")))
+        writer = pickle.loads(pickle.dumps(self.table.writer(self._schema, TOPIC, attempt="0123456789abcdef")))
         rows = [
             {
                 "partition": 0,
@@ -62,25 +63,25 @@ class Step:
             if self._start <= offset < self._end
         ]
         extra = [pa.field(KEY, pa.binary()), pa.field(ORDER, pa.int64()), pa.field(DELETED, pa.bool_())]
-        fields = [field for field in SCHEMA if field.name != "topic_id"]
+        fields = [field for field in self._schema if field.name != "topic_id"]
         writer.write(pa.RecordBatch.from_pylist(rows, schema=pa.schema([*fields, *extra])))
         self.staged = writer.close()
 
     def merge(self) -> None:
         if not self.staged:
             return
-        units = self.table.begin_merge(self.staged, self._moves, SCHEMA)
+        units = self.table.begin_merge(self.staged, self._moves, self._schema)
         rule = MergeRule(topic_id=TOPIC, key=(), is_ordered=True, now_ms=0, remembered_ms=10**9)
-        work = BucketMerge(storage=self.table.storage, schema=SCHEMA, rule=rule, key=(("key",),), order=("at",))
+        work = BucketMerge(storage=self.table.storage, schema=self._schema, rule=rule, key=(("key",),), order=("at",))
         for unit in units:
             self.files += merge_result(pickle.loads(pickle.dumps(work))(unit)).files
 
     def commit(self) -> bool:
-        return self.table.commit(self.files, self._moves, schema=SCHEMA)
+        return self.table.commit(self.files, self._moves, schema=self._schema)
 
 
-def whole_step(folder: Path, log: Sequence[Change], end: int) -> None:
-    step = Step(folder, log, end)
+def whole_step(folder: Path, log: Sequence[Change], end: int, schema: pa.Schema = SCHEMA) -> None:
+    step = Step(folder, log, end, schema)
     step.stage()
     step.merge()
     assert step.commit()
@@ -89,7 +90,7 @@ def whole_step(folder: Path, log: Sequence[Change], end: int) -> None:
 def check(folder: Path, log: Sequence[Change]) -> None:
     best: dict[int, tuple[int, int, bool]] = {}
     for offset, (key, at, is_delete) in enumerate(log):
-        best[key] = max(best.get(key, (-1, -1, False)), (at, offset, is_delete))
+        best[key] = max(best.get(key, (-1, -1, False)), (at or 0, offset, is_delete))
     rows = deltalake.DeltaTable(str(folder)).to_pyarrow_table().to_pylist()
     found = {int(row["key"]): (row["at"], row["offset"], row["name"]) for row in rows}
     assert len(found) == len(rows)
@@ -133,6 +134,17 @@ def test_the_table_equals_the_model_with_interrupted_and_concurrent_steps(tmp_pa
     more = [*log, *((key, 400, False) for key in range(300))]
     whole_step(folder, more, len(more))
     check(folder, more)
+
+
+def test_a_table_that_begins_with_deletes_has_no_order_column_yet(tmp_path: Path) -> None:
+    folder = tmp_path / "customers"
+    log: list[Change] = [(1, None, True), (1, None, True), (1, 7, False), (2, 8, False), (2, None, True)]
+    without_order = SCHEMA.remove(SCHEMA.get_field_index("at"))
+    whole_step(folder, log, 1, without_order)
+    whole_step(folder, log, 2, without_order)
+    whole_step(folder, log, 5)
+    rows = deltalake.DeltaTable(str(folder)).to_pyarrow_table().to_pylist()
+    assert [(row["key"], row["at"]) for row in rows] == [(b"1", 7)]
 
 
 def test_tables_of_other_programs_are_refused(tmp_path: Path) -> None:
