@@ -238,6 +238,9 @@ async def test_only_moves_to_this_node_are_throttled(tmp_path: Path) -> None:
         # The partitions of a node share the limit.
         clock.advance_ms(500)
         assert receiver.pause_after(key, 1 << 20) == 1.5
+        # Of the time in which nothing was fetched, one second is made up for.
+        clock.advance_ms(60_000)
+        assert [receiver.pause_after(key, 1 << 19) for _ in range(3)] == [0.0, 0.0, 0.5]
         other = MoveThrottle(wanted.before[0], group[1].view, clock)
         assert (other.bytes_max(key, 4 << 20), other.pause_after(key, 1 << 20)) == (4 << 20, 0.0)
 

@@ -55,6 +55,9 @@ _MOVES_PER_KEY: Final = 500
 _AT_ONCE_PER_RECEIVER: Final = 4
 """Partitions that one node fetches for a plan at the same time."""
 
+_CREDIT_S: Final = 1.0
+"""How much of the throttle that was not used is made up for later."""
+
 _AGREEMENT_S: Final = 30.0
 
 
@@ -398,8 +401,8 @@ class MoveThrottle:
     """Limits how fast this node fetches what a plan moves here.
 
     What was fetched beyond the limit is a debt in bytes, paid off at the current rate, so that another rate takes
-    effect at once. All moves together owe at most one second of the rate, or one batch each if that is more. The debt
-    ends with the plan.
+    effect at once. All moves together owe at most one second of the rate, or one batch each if that is more. Fetches
+    that are late, since the leader waits or a node is busy, leave a little credit. The debt ends with the plan.
     """
 
     def __init__(self, me: NodeId, view: ClusterView, clock: Clock) -> None:
@@ -421,9 +424,11 @@ class MoveThrottle:
         if plan is None:
             return 0.0
         now, rate = self._clock.monotonic(), plan.throttle_bytes
-        owed = max(0.0, self._debt_bytes - (now - self._paid_until) * rate) if plan.plan_id == self._plan_id else 0.0
+        owed = 0.0
+        if plan.plan_id == self._plan_id:
+            owed = max(self._debt_bytes - (now - self._paid_until) * rate, -rate * _CREDIT_S)
         self._plan_id, self._debt_bytes, self._paid_until = plan.plan_id, owed + size, now
-        return self._debt_bytes / rate
+        return max(0.0, self._debt_bytes / rate)
 
     def _plan_of(self, key: PartitionKey) -> PlanHeader | None:
         """Return the running plan that moves a partition here, if one does."""
