@@ -163,6 +163,32 @@ def test_users_change_their_own_password_and_explain_their_own_rights(
     assert "needs ALTER" in run("user", "password", "olga", "--password-stdin").err
 
 
+def test_a_token_made_with_a_token_has_its_limits_and_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _add_user(run, "tom", "allow User:tom read topic:toms", "allow User:tom read topic:others")
+    for topic in ("toms", "others", "theirs"):
+        assert run("topic", "create", topic).code == 0
+    _become(monkeypatch, "tom")
+    scope = ("--allow", "read", "topic:toms", "--allow", "read", "topic:theirs")
+    short = run("token", "create", "--expires", "1h", *scope)
+    assert "Not valid for" not in short.err
+    for name in ("MILLSTREAM_USER", "MILLSTREAM_PASSWORD"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MILLSTREAM_TOKEN", short.lines[0])
+    child = run("token", "create", "--expires", "300d")
+    assert "Not valid for 300d: it expires with the token that it was created with." in child.err
+    parent_ms, child_ms = (
+        one["expires_ms"]
+        for token in (short, child)
+        for one in run("token", "list", "--json").document["tokens"]
+        if token.lines[0].startswith(one["id"])
+    )
+    assert child_ms == parent_ms
+    # It has what both its owner and the first token may do.
+    monkeypatch.setenv("MILLSTREAM_TOKEN", child.lines[0])
+    assert [one["topic"] for one in run("topic", "list", "--json").document["topics"]] == ["toms"]
+    assert [run("tail", topic, "-n", 1).code for topic in ("toms", "others", "theirs")] == [0, 1, 1]
+
+
 def _add_user(run: Run, name: str, *rules: str) -> None:
     for rule in rules:
         assert run("acl", *rule.split()).code == 0

@@ -80,6 +80,8 @@ def create(
         "expires_ms": made.expires_ms,
     }
     print_result(document, made.token, as_json=common.as_json)
+    if made.is_shortened:
+        print_note(f"Not valid for {expires}: it expires with the token that it was created with.")
     if not common.as_json:
         print_note(
             f"Valid for {made.owner} until {_time(made.expires_ms)}, and not shown again. Kafka clients take it as "

@@ -132,6 +132,8 @@ class CreateTokenResponse(Response, frozen=True, kw_only=True):
     token: str = ""
     owner: str = ""
     expires_ms: int = 0
+    is_shortened: bool = False
+    """Whether it expires earlier than requested, with the token that it was created with."""
 
 
 class TokenDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
         {"owner": "", "lasts_ms": 2592000000,
         "scope": [{"operation": "read", "type": "topic", "name": "orders", "pattern": "literal"}]}
         response: {"error": 0, "message": null, "token_id": "mst_…", "token": "mst_….…", "owner": "User:alice",
-        "expires_ms": 1790000000000}
+        "expires_ms": 1790000000000, "is_shortened": false}
 
     Without an owner it is the client's own; one for another principal needs ALTER on the cluster. An empty scope is all
     that the owner may do. A token that is created with another one may do no more, and lasts no longer, than that one.
@@ -87,11 +87,18 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
                 f"the lifetime of a token must be from 1 ms to {TOKEN_LASTS_MS_MAX // 86_400_000} days"
             )
         now_ms = time.time_ns() // 1_000_000
-        expires_ms = min([now_ms + request.lasts_ms, *(token.expires_ms for token in rights.tokens)])
+        requested_ms = now_ms + request.lasts_ms
+        expires_ms = min([requested_ms, *(token.expires_ms for token in rights.tokens)])
         parent = rights.tokens[0].token_id if rights.tokens else ""
         kept, text = new_token(owner, scope=scope, parent=parent, created_ms=now_ms, expires_ms=expires_ms)
         await self._state.add_token(kept)
-        return CreateTokenResponse(token_id=kept.token_id, token=text, owner=owner, expires_ms=expires_ms)
+        return CreateTokenResponse(
+            token_id=kept.token_id,
+            token=text,
+            owner=owner,
+            expires_ms=expires_ms,
+            is_shortened=expires_ms < requested_ms,
+        )
 
     @staticmethod
     def changes(_request: NewToken, response: CreateTokenResponse, _users: Users) -> Iterator[Change]:
