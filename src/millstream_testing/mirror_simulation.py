@@ -52,7 +52,7 @@ from millstream.protocol.private.mirror_messages import (
 from millstream.protocol.records.batch import iterate_whole_headers
 from millstream.protocol.records.control import Marker, read_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
-from millstream.protocol.wire.cluster_metadata import ClusterMetadata
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, TopicMetadata
 from millstream.protocol.wire.fetch import FetchedPartition
 from millstream.protocol.wire.group_offsets import MIRRORED, Commit
 from millstream_testing.files import MemoryFiles
@@ -299,7 +299,8 @@ class Site:
             self.partitions_by_index[index].apply(self.store.states[index], me=ME)
 
     def set_mirror(self, mirror: str) -> None:
-        self.store.topic = dataclasses.replace(self.store.topic, mirror=mirror)
+        original_id = TOPIC.topic_id if mirror else None
+        self.store.topic = dataclasses.replace(self.store.topic, mirror=mirror, original_id=original_id)
         if self.is_up:
             for index, partition in self.partitions_by_index.items():
                 partition.change_settings(self.store.topic, _settings(index))
@@ -405,8 +406,11 @@ class SimulatedSource:
     async def __aexit__(self, *exception: object) -> None:
         pass
 
-    async def metadata(self, _topics: Any = None) -> ClusterMetadata:
-        return ClusterMetadata(cluster_id=self.cluster_id, controller_id=ME, nodes={}, topics={}, errors={})
+    async def metadata(self, topics: Any = None) -> ClusterMetadata:
+        # It does not list its topic: the copy exists from the beginning.
+        known = TopicMetadata(name=TOPIC.name, topic_id=TOPIC.topic_id, is_internal=False, partitions={})
+        found = {name: known for name in topics or () if name == TOPIC.name}
+        return ClusterMetadata(cluster_id=self.cluster_id, controller_id=ME, nodes={}, topics=found, errors={})
 
     async def ask(self, _node: Any, key: int, request: Any, _kind: Any, *, waits: bool = False) -> Any:
         await self.world.pass_line(self._site)
@@ -415,6 +419,13 @@ class SimulatedSource:
             await self.world.pass_line(self._site)
             return response
         return OfferResponse()
+
+    async def fetch(
+        self, leader: NodeId, positions: Mapping[TopicPartition, Offset], limits: Any, topic_ids: Mapping[str, UUID]
+    ) -> dict[TopicPartition, FetchedPartition | MillstreamError]:
+        if any(topic_ids[where.topic] != TOPIC.topic_id for where in positions):
+            raise AssertionError(f"{topic_ids} are not the ids of the originals")
+        return await self.client.fetch_from(leader, positions, limits)
 
     async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
         await self.world.pass_line(self._site)
@@ -465,7 +476,7 @@ class World:
         first, second = Site(self, "first"), Site(self, "second")
         self.sites = {"first": first, "second": second}
         await first.start()
-        second.store.topic = dataclasses.replace(TOPIC, mirror=MIRROR)
+        second.store.topic = dataclasses.replace(TOPIC, mirror=MIRROR, original_id=TOPIC.topic_id)
         await second.start()
         await second.service.mirrors.create(MIRROR, {"from": "first:1"})
         self._write_to(first)

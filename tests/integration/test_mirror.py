@@ -267,6 +267,84 @@ def test_a_cutover_of_one_topic_does_not_need_a_copy_that_cannot_be_continued(
     assert berlin("mirror", "delete", mirror, "--force").code == 0
 
 
+def values_in(site: CommandLine, topic: str) -> list[str]:
+    """Return all messages of a topic with one partition, which has not been cut."""
+    found = site("topic", "describe", topic, "--json")
+    count = found.document["partitions"][0]["end"] if found.code == 0 else 0
+    return [value for _, _, value in read(site.brokers, topic, count)] if count else []
+
+
+def recreate(site: CommandLine, topic: str, values: list[str]) -> None:
+    """Delete a topic, create it again, and publish to it."""
+    site("topic", "delete", topic, "--yes")
+    assert site("topic", "create", topic, "--partitions", "1").code == 0
+    publish(site.brokers, topic, values)
+
+
+@pytest.mark.parametrize("prefix", ["", "x."])
+def test_nothing_of_a_recreated_topic_is_copied_into_the_copy_of_the_old_one(
+    sites: Sites, paris: CommandLine, berlin: CommandLine, topic: str, prefix: str
+) -> None:
+    other, group, copy = f"{topic}-other", f"{topic}-group", prefix + topic
+    for name in (topic, other):
+        paris("topic", "create", name, "--partitions", "1")
+        publish(paris.brokers, name, ["t1"])
+    mirror = mirrored(paris, berlin, topic, *(("--rename", prefix) if prefix else ()))
+    commit(paris.brokers, group, TopicPartition(topic, 0, 0))
+    wait_for(
+        lambda: all(values_in(berlin, one) == ["t1"] for one in (copy, prefix + other)), what="the copies are here"
+    )
+    wait_for(lambda: committed(berlin, group) == [0], what="the group's offset is here")
+    recreate(paris, topic, ["t2", "t3", "t4"])
+    commit(paris.brokers, group, TopicPartition(topic, 0, 1))
+    wait_for(lambda: "created again" in described(berlin, mirror)["error"], what="the mirror reports the new topic")
+    # Groups of other topics do not wait for it, and once their offsets are here, those of the new one would be too.
+    commit(paris.brokers, f"{group}-2", TopicPartition(other, 0, 1))
+    wait_for(lambda: committed(berlin, f"{group}-2") == [1], what="the offset in the other topic is here")
+    assert committed(berlin, group) == [0]
+    assert values_in(berlin, copy) == ["t1"]
+    assert [one["topic"] for one in described(berlin, mirror)["partitions"] if one["error"]] == [copy]
+    assert f'millstream_mirror_failing{{mirror="{mirror}"}} 1.0' in sites.berlin.metrics()
+    assert berlin("topic", "delete", copy, "--yes").code == 0
+    wait_for(lambda: values_in(berlin, copy) == ["t2", "t3", "t4"], what="the new topic is here")
+    wait_for(lambda: committed(berlin, group) == [1], what="the offset in the new topic is here")
+    assert berlin("mirror", "failover", mirror).code == 0
+    assert berlin("mirror", "delete", mirror, "--force").code == 0
+
+
+def test_a_switch_refuses_and_a_reverse_names_a_topic_that_was_recreated(
+    paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    other = f"{topic}-other"
+    for name in (topic, other):
+        paris("topic", "create", name, "--partitions", "1")
+        publish(paris.brokers, name, ["t1"])
+    mirror = mirrored(paris, berlin, topic, "--exclude", ".*-saved")
+    wait_for(lambda: all(values_in(berlin, name) == ["t1"] for name in (topic, other)), what="the copies are here")
+    recreate(paris, topic, ["t2", "t3", "t4"])
+    wait_for(lambda: "created again" in described(berlin, mirror)["error"], what="the mirror reports the new topic")
+    assert f"{topic} was deleted on the source and created again" in berlin("mirror", "switch", mirror).err
+    publish(paris.brokers, other, ["t2"])
+    wait_for(lambda: values_in(berlin, other) == ["t1", "t2"], what="the other topic is copied on")
+    report = berlin("mirror", "failover", mirror, "--json").document
+    cuts = {one["topic"]: (one["offset"], one["missing"]) for one in report["partitions"]}
+    assert cuts == {topic: (1, None), other: (2, 0)}
+    assert f"{topic} was deleted there and created again" in report["source_error"]
+    reversal = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")
+    assert f"does not follow in {topic}:" in reversal.err
+    assert (reversal.code, reversal.document["recreated"], reversal.document["removed"]) == (1, [topic], [])
+    # The old source follows in the other topic, and its own new one is as it was.
+    publish(berlin.brokers, other, ["t3"])
+    wait_for(lambda: caught_up(paris, mirror, other, berlin), what="paris follows")
+    assert [value for _, _, value in read(paris.brokers, other, 3)] == ["t1", "t2", "t3"]
+    publish(paris.brokers, topic, ["t5"])
+    assert values_in(paris, topic) == ["t2", "t3", "t4", "t5"]
+    assert [value for _, _, value in read(berlin.brokers, topic, 1)] == ["t1"]
+    wait_for(lambda: "exists here already" in str(described(paris, mirror)["notes"]), what="paris notes its own topic")
+    assert paris("mirror", "failover", mirror).code == 0
+    assert paris("mirror", "delete", mirror, "--force").code == 0
+
+
 def transact(brokers: str, name: str, topics: list[str], values: list[str], *, ends: bool = True) -> Producer:
     """Publish to all topics in one transaction."""
     producer = Producer({"bootstrap.servers": brokers, "transactional.id": name})

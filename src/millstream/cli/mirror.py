@@ -38,7 +38,13 @@ from millstream.cli.output import (
 
 if TYPE_CHECKING:
     from millstream.client.admin.mirrors import MirrorClient
-    from millstream.protocol.private.mirror_messages import CutPartition, FailoverResponse, RemovedRange, ReverseRequest
+    from millstream.protocol.private.mirror_messages import (
+        CutPartition,
+        FailoverResponse,
+        RemovedRange,
+        ReverseRequest,
+        ReverseResponse,
+    )
 
 app = Noun(help="Copy topics from another cluster, fail over from it, and switch back.", no_args_is_help=True)
 
@@ -332,10 +338,12 @@ def reverse(
     report = _call_mirrors(common, lambda mirrors: mirrors.reverse(request))
     removed = [_removed_document(one) for one in report.removed]
     if common.as_json:
-        print_json({"mirror": name, "removed": removed, "saved_to": report.saved_to, "waited_ms": report.waited_ms})
-        return
-    print_line(f"The old source follows this cluster; mirror {name} is declared there now.")
-    _print_removed(removed, report.saved_to)
+        document = {"mirror": name, "removed": removed, "saved_to": report.saved_to, "recreated": report.recreated}
+        print_json({**document, "waited_ms": report.waited_ms})
+    else:
+        print_line(f"The old source follows this cluster; mirror {name} is declared there now.")
+        _print_removed(removed, report)
+    _check_recreated(report)
 
 
 @app.command("switch")
@@ -356,11 +364,13 @@ def switch(
     removed = [_removed_document(one) for one in report.removed]
     if common.as_json:
         cuts = [_cut_document(cut) for cut in report.partitions]
-        print_json({"mirror": name, "removed": removed, "partitions": cuts, "waited_ms": report.waited_ms})
-        return
-    print_line(f"This cluster takes writers, after {report.waited_ms / 1000:.1f} s; the old source follows it.")
-    _print_cuts(report.partitions)
-    _print_removed(removed, "")
+        document = {"mirror": name, "removed": removed, "recreated": report.recreated, "partitions": cuts}
+        print_json({**document, "waited_ms": report.waited_ms})
+    else:
+        print_line(f"This cluster takes writers, after {report.waited_ms / 1000:.1f} s; the old source follows it.")
+        _print_cuts(report.partitions)
+        _print_removed(removed, report)
+    _check_recreated(report)
 
 
 def _reversal(name: str, address: str, save_to: str, access: SourceAccess, timeout_s: float) -> ReverseRequest:
@@ -375,15 +385,27 @@ def _reversal(name: str, address: str, save_to: str, access: SourceAccess, timeo
     )
 
 
+def _check_recreated(report: ReverseResponse) -> None:
+    """Raise an error that names the topics in which the old source does not follow."""
+    if report.recreated:
+        raise CommandFailed(
+            f"the old source does not follow in {', '.join(map(one_line, report.recreated))}: deleted there and "
+            "created again, it is another topic, and clients can write to both. Its records there were neither dropped "
+            "nor saved; delete the topic on the side where it is not needed"
+        )
+
+
 def _removed_document(one: RemovedRange) -> dict[str, Any]:
     return {"topic": one.topic, "partition": one.partition, "start": one.start, "end": one.end}
 
 
-def _print_removed(removed: list[dict[str, Any]], saved_to: str) -> None:
+def _print_removed(removed: list[dict[str, Any]], report: ReverseResponse) -> None:
     if not removed:
-        print_line("The old source has no records that this cluster lacks.")
+        if not report.recreated:
+            print_line("The old source has no records that this cluster lacks.")
         return
-    print_line(f"The old source drops these offsets{f', saved to its topic {saved_to}' if saved_to else ''}:")
+    saved = f", saved to its topic {report.saved_to}" if report.saved_to else ""
+    print_line(f"The old source drops these offsets{saved}:")
     keys = ("topic", "partition", "start", "end")
     print_table(keys, [[one[key] for key in keys] for one in removed])
 

@@ -446,6 +446,8 @@ class Topic:
     """With `mirror`: nothing is copied yet, and transactions that were open may still end."""
     origins: tuple[str, ...] = ()
     """The ids of the clusters through which its records came here, the first one first. It outlives the mirror."""
+    original_id: UUID | None = None
+    """With `mirror`: the id of the topic that it is a copy of; None if the source has no topic ids."""
 
     @property
     def is_internal(self) -> bool:

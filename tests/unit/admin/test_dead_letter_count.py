@@ -29,7 +29,7 @@ class Cluster(Client):
     def __init__(self, away_for: int) -> None:
         self.away_for = away_for
 
-    async def metadata(self, topics: Iterable[str] | None = (), *, create: bool = False) -> ClusterMetadata:
+    async def metadata(self, topics: Iterable[str] | None = (), **_: Any) -> ClusterMetadata:
         partitions = {
             PartitionIndex(index): PartitionMetadata(
                 partition=PartitionIndex(index), leader_id=leader, leader_epoch=Epoch(0), replicas=(), in_sync=()

@@ -370,7 +370,9 @@ class Groups:
         self.here: dict[TopicPartition, int] = {}
         self.metadata: dict[TopicPartition, str] = {}
         self.there = {WHERE: 30}
-        self.is_there, self.mirror = True, SimpleNamespace(name="m", cuts={})
+        self.is_there, self.mirror = True, SimpleNamespace(name="m", cuts={}, source_name=lambda topic: topic.name)
+        self.topic_ids = {"orders": ORDERS.topic_id, "audit": ORDERS.topic_id}
+        """The ids that the originals have at the source."""
         service = SimpleNamespace(
             mirrors=SimpleNamespace(get=lambda _: self.mirror),
             copied_topics=lambda _: [ORDERS],
@@ -382,9 +384,15 @@ class Groups:
             service=service, settings=settings, mirror=self.mirror, groups={}, notes={}, wants_barrier=asyncio.Event()
         )
         make: Any = Follower
-        self.follower: Any = make(self.run, SimpleNamespace(client=None, is_millstream=is_millstream))
+        source = SimpleNamespace(client=None, is_millstream=is_millstream, metadata=self.source_metadata)
+        self.follower: Any = make(self.run, source)
         for name in ("list_groups", "committed_by_group", "commits_by_group", "commit_offsets"):
             monkeypatch.setattr(follower, name, getattr(self, name))
+
+    async def source_metadata(self, _names: Any) -> Any:
+        return SimpleNamespace(
+            topics={name: SimpleNamespace(topic_id=topic_id) for name, topic_id in self.topic_ids.items()}
+        )
 
     async def exposed_offsets(self, _where: Any) -> dict[TopicPartition, int]:
         return {WHERE: 100}
@@ -672,7 +680,7 @@ class Sourced:
             raise BrokerUnreachable("no broker responded")
         return NodeId(1)
 
-    async def fetch_from(self, _leader: NodeId, positions: dict[TopicPartition, Offset], _limits: object) -> None:
+    async def fetch(self, _leader: NodeId, positions: dict[TopicPartition, Offset], *_: object) -> None:
         if self.fails == ["fetch"]:
             self.fails.clear()
             raise RequestTimedOut("it did not respond within 30 s")
@@ -687,7 +695,14 @@ async def test_a_copy_is_fetched_again_after_a_failure(fails: str) -> None:
     source.fails = [fails]
     make: Any = Copier
     copier = make(
-        None, SimpleNamespace(client=source), source, rate=0, gates=False, cut_of=None, note_gaps=None, on_commit=None
+        None,
+        SimpleNamespace(client=source, fetch=source.fetch),
+        source,
+        rate=0,
+        gates=False,
+        cut_of=None,
+        note_gaps=None,
+        on_commit=None,
     )
     for number, name in enumerate(["orders", "slow"] if fails == "leader" else ["orders"]):
         where = TopicPartition(name, PartitionIndex(0))

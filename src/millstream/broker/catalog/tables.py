@@ -36,6 +36,7 @@ topics = Table(
     Column("mirror", String(200), nullable=False),
     Column("is_draining", Boolean, nullable=False),
     Column("origins", JSON, nullable=False),
+    Column("original_id", String(36)),
 )
 
 deleted_topics = Table(

@@ -36,8 +36,10 @@ class NewTopic:
     internal: bool = False
     placement: Placement | None = None
     mirror: str = ""
+    """The mirror that writes it, as a copy of the topic with `original_id`."""
     topic_id: UUID | None = None
     origins: tuple[str, ...] = ()
+    original_id: UUID | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ class Terms:
             created_ms=self.now_ms,
             mirror=new.mirror,
             origins=new.origins,
+            original_id=new.original_id,
         )
 
 

@@ -490,14 +490,8 @@ class Topics:
         validate_only: bool = False,
         placement: Placement | None = None,
         timeout_s: float = AGREEMENT_S,
-        mirror: str = "",
-        topic_id: UUID | None = None,
-        origins: tuple[str, ...] = (),
     ) -> Topic:
-        """Declare a topic durably, then open its partitions. `placement` chooses the replicas.
-
-        `mirror` writes it, with the id it has on the source. `origins` are the clusters that its records come from.
-        """
+        """Declare a topic durably, then open its partitions. `placement` chooses the replicas."""
         wanted = NewTopic(
             name=name,
             partitions=partitions,
@@ -505,9 +499,6 @@ class Topics:
             overrides=overrides or {},
             internal=internal,
             placement=placement,
-            mirror=mirror,
-            topic_id=topic_id,
-            origins=origins,
         )
         [created] = await self.create_all([wanted], validate_only=validate_only, timeout_s=timeout_s)
         if isinstance(created, MillstreamError):
@@ -690,17 +681,23 @@ class Topics:
     async def set_mirror(
         self, name: str, mirror: str, *, is_draining: bool = False, timeout_s: float = AGREEMENT_S
     ) -> Topic:
-        """Let only a mirror write a topic; without a name, clients may write it again."""
-        changed = partial(dataclasses.replace, mirror=mirror, is_draining=is_draining)
+        """Let only a mirror write a topic, which has the same id at its source; without a name, clients may again."""
+
+        def changed(topic: Topic) -> Topic:
+            original_id = topic.topic_id if mirror else None
+            return dataclasses.replace(topic, mirror=mirror, is_draining=is_draining, original_id=original_id)
+
         return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
 
     async def declared(self) -> list[Topic]:
         """Return every topic as the catalog has it; this node may not know of the last changes yet."""
         return await self._declarations.call(Catalog.topics)
 
-    async def set_origins(self, name: str, origins: tuple[str, ...], *, timeout_s: float = AGREEMENT_S) -> Topic:
-        """Record from which clusters the records of a topic came."""
-        changed = partial(dataclasses.replace, origins=origins)
+    async def set_origins(
+        self, name: str, origins: tuple[str, ...], original_id: UUID | None, *, timeout_s: float = AGREEMENT_S
+    ) -> Topic:
+        """Record from which clusters the records of a copy came, and of which topic it is a copy."""
+        changed = partial(dataclasses.replace, origins=origins, original_id=original_id)
         return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
 
     async def await_revision(self, revision: int, timeout_s: float = AGREEMENT_S) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
+from uuid import UUID
 
 from millstream.core.errors import CoordinatorUnavailable, MillstreamError, RequestTimedOut
 from millstream.core.tasks import gather_or_cancel
@@ -56,7 +58,8 @@ class Barriers:
                 began = await gather_or_cancel(
                     self._service.ask_node(node, HOLD_KEY, hold, HoldResponse) for node in others
                 )
-                offsets = await self._service.high_watermarks(request.topics)
+                found = await self._service.high_watermarks(request.topics)
+                offsets = {name: ends for name, ends in found.items() if self._has_id(name, request.topic_ids)}
                 release = HoldRequest(token=token, with_groups=request.with_groups)
                 ended = await gather_or_cancel(
                     self._service.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others
@@ -79,6 +82,13 @@ class Barriers:
             raise RequestTimedOut("a coordinator of groups moved to another node; no barrier was possible")
         names = [name for found in groups for some in found.values() for name in some]
         return BarrierResponse(offsets=offsets, transactional_groups=names)
+
+    def _has_id(self, name: str, topic_ids: Mapping[str, UUID]) -> bool:
+        """Whether a topic has the id by which the caller knows it, if it does."""
+        if name not in topic_ids:
+            return True
+        topic = self._service.topics.get(name)
+        return topic is not None and topic.topic_id == topic_ids[name]
 
     async def hold(self, request: HoldRequest) -> HoldResponse:
         """Hold back decisions here for a while, or let them through again; say whether they were held."""

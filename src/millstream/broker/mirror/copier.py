@@ -6,6 +6,9 @@ which has one fetch in flight while it appends what the one before has brought. 
 busy, and memory stays bounded: for each leader of the source, twice `LEADER_BYTES`. Socket buffers are left to the
 kernel, which grows them with the round trip; a fixed size would turn that off.
 
+Records are fetched by the topic's id. Nothing is copied from a topic that was deleted on the source and created again
+under the same name: its records do not continue those of the copy, whatever their offsets are.
+
 A copy never exposes a torn transaction. Where it holds a commit marker that is not known to have arrived on all
 mirrored partitions of its transaction, clients read up to there (`Partition.expose`); `Follower` advances that offset.
 
@@ -28,7 +31,7 @@ from typing import Final
 from uuid import UUID
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.mirror.source import Source
+from millstream.broker.mirror.source import Fetched, Source, is_original, recreated_error
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.replica import truncation_point
 from millstream.core.backoff import Backoff, delay_after
@@ -115,6 +118,11 @@ class Copy:
     @property
     def key(self) -> CopyKey:
         return self.partition.topic.topic_id, self.partition.index
+
+    @property
+    def original_id(self) -> UUID | None:
+        """The id of the topic on the source; None if the source has no ids."""
+        return self.partition.topic.original_id
 
     @property
     def line(self) -> int:
@@ -307,9 +315,21 @@ class Copier:
                 leader = await self._source.client.leader_of(copy.source.topic, copy.source.partition)
                 await self._check_history(copy)
             except MillstreamError as error:
-                self._suspend(copy, error)
+                self._suspend(copy, await self._explained(copy, error))
                 return None
         return leader
+
+    async def _explained(self, copy: Copy, error: MillstreamError) -> MillstreamError:
+        """Return an error, or its reason: the original was deleted and created again, or exists and is not gone."""
+        if copy.original_id is not None and isinstance(error, (UnknownTopic, UnknownTopicId, CopyDiverged)):
+            name = copy.source.topic
+            with suppress(MillstreamError):
+                now = (await self._source.metadata([name])).topics.get(name)
+                if now is not None and not is_original(copy.partition.topic, now):
+                    return recreated_error(name)
+                if now is not None and not isinstance(error, CopyDiverged):
+                    return NotLeader(f"{copy.source} exists, but its leader does not know it: {error}")
+        return error
 
     def _suspend(self, copy: Copy, error: MillstreamError) -> None:
         """Suspend a partition for a while."""
@@ -348,6 +368,7 @@ class Copier:
             found = await self._source.end_of_epoch(copy.source, log.latest_epoch)
             if found.epoch == log.latest_epoch and found.end_offset >= log.end_offset:
                 break
+            await self._check_id(copy)
             if found.epoch >= 0:
                 point = truncation_point(log, found)
                 is_agreed = cut is not None and point <= cut
@@ -367,11 +388,25 @@ class Copier:
             self._on_commit()
         copy.checked_epoch = partition.leader_epoch
 
+    async def _check_id(self, copy: Copy) -> None:
+        """Raise an error if the original has another id now.
+
+        A history is asked for by name. If its leader knows the id afterwards, the history is that of the original.
+        """
+        if copy.original_id is None:
+            return
+        leader = await self._source.client.leader_of(copy.source.topic, copy.source.partition)
+        limits, topic_ids = FetchLimits(max_bytes=1, max_wait_ms=0), {copy.source.topic: copy.original_id}
+        fetched = await self._source.fetch(leader, {copy.source: copy.end}, limits, topic_ids)
+        response = fetched.get(copy.source, UnknownTopicId(f"the leader of {copy.source} does not know its id"))
+        if isinstance(response, MillstreamError) and not isinstance(response, OffsetOutOfRange):
+            raise response
+
     # -- one line -------------------------------------------------------------------------------------------
 
     async def _run_line(self, line: tuple[NodeId, int]) -> None:
         backoff = Backoff(max_s=5.0)
-        ahead: asyncio.Task[dict[TopicPartition, FetchedPartition | MillstreamError]] | None = None
+        ahead: asyncio.Task[Fetched] | None = None
         asked: dict[CopyKey, Offset] = {}
         try:
             while members := self._members.get(line):
@@ -417,17 +452,16 @@ class Copier:
 
     def _fetch(
         self, leader: NodeId, members: dict[CopyKey, Copy], asked: dict[CopyKey, Offset]
-    ) -> asyncio.Task[dict[TopicPartition, FetchedPartition | MillstreamError]]:
+    ) -> asyncio.Task[Fetched]:
         positions = {members[key].source: offset for key, offset in asked.items()}
         # A few lines get more each, so that they are not idle for most of a long round trip.
         size = min(LINE_BYTES, LEADER_BYTES // max(1, sum(one == leader for one, _ in self._members)))
         # At most a second's worth at once, so that a limited mirror does not fetch in bursts.
         limits = FetchLimits(min(size, self._rate or size), FETCH_WAIT_MS)
-        return asyncio.get_running_loop().create_task(self._source.client.fetch_from(leader, positions, limits))
+        topic_ids = {members[key].source.topic: members[key].original_id for key in asked}
+        return asyncio.get_running_loop().create_task(self._source.fetch(leader, positions, limits, topic_ids))
 
-    def _next_positions(
-        self, members: dict[CopyKey, Copy], responses: dict[TopicPartition, FetchedPartition | MillstreamError]
-    ) -> dict[CopyKey, Offset]:
+    def _next_positions(self, members: dict[CopyKey, Copy], responses: Fetched) -> dict[CopyKey, Offset]:
         """Return where each partition continues once these responses are appended."""
         found: dict[CopyKey, Offset] = {}
         for key, copy in members.items():
@@ -441,7 +475,7 @@ class Copier:
             found[key] = position
         return found
 
-    async def _throttle(self, responses: dict[TopicPartition, FetchedPartition | MillstreamError]) -> None:
+    async def _throttle(self, responses: Fetched) -> None:
         """Wait as the rate demands."""
         size = sum(len(one.records) for one in responses.values() if isinstance(one, FetchedPartition))
         self._count_bytes(size)
@@ -455,7 +489,7 @@ class Copier:
         self,
         members: dict[CopyKey, Copy],
         asked: dict[CopyKey, Offset],
-        responses: dict[TopicPartition, FetchedPartition | MillstreamError],
+        responses: Fetched,
     ) -> None:
         syncing: list[tuple[Copy, asyncio.Future[None]]] = []
         await self._open_gaps(members, asked, responses)
@@ -472,7 +506,7 @@ class Copier:
                 self._suspend(copy, error)
             except MillstreamError as error:
                 copy.checked_epoch = -2
-                self._suspend(copy, error)
+                self._suspend(copy, await self._explained(copy, error))
             else:
                 copy.failures, copy.error, copy.unknown_since, copy.is_gone = 0, "", None, False
                 if stored is not None:
@@ -536,7 +570,7 @@ class Copier:
         self,
         members: dict[CopyKey, Copy],
         asked: dict[CopyKey, Offset],
-        responses: dict[TopicPartition, FetchedPartition | MillstreamError],
+        responses: Fetched,
     ) -> None:
         """Before records with gaps are appended, record from where on values of keys may be missing."""
         found: dict[TopicPartition, int | None] = {}
@@ -563,9 +597,7 @@ class Copier:
             # An earlier leader may have recorded one that begins before.
             copy.gap = offset_in(stored, copy.partition)
 
-    async def _close_gaps(
-        self, members: dict[CopyKey, Copy], responses: dict[TopicPartition, FetchedPartition | MillstreamError]
-    ) -> None:
+    async def _close_gaps(self, members: dict[CopyKey, Copy], responses: Fetched) -> None:
         """Expose the copies again that have reached the end of their gap."""
         closed = []
         for copy in members.values():

@@ -17,8 +17,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from millstream.broker.mirror.service import MirrorService
-from millstream.broker.mirror.source import Source, offer_pages
+from millstream.broker.mirror.service import MirrorService, listed
+from millstream.broker.mirror.source import Source, is_original, offer_pages
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     CoordinatorUnavailable,
@@ -278,11 +278,18 @@ async def _source_ends(mirror: Mirror, topics: Sequence[Topic]) -> tuple[dict[To
     try:
         async with asyncio.timeout(SOURCE_S), Source(mirror.settings, name=mirror.name) as source:
             ends = await source.ends(originals)
+            now = (await source.metadata({where.topic for where in originals})).topics
     except TimeoutError:
         return {}, f"the source did not respond within {SOURCE_S:g} s"
     except MillstreamError as error:
         return {}, str(error)
-    return {originals[where]: end for where, end in ends.items()}, ""
+    others = {
+        topic.name
+        for topic in topics
+        if (found := now.get(mirror.source_name(topic))) is not None and not is_original(topic, found)
+    }
+    problem = f"{listed(others)} was deleted there and created again, so it is another topic now" if others else ""
+    return {originals[where]: end for where, end in ends.items() if originals[where].topic not in others}, problem
 
 
 # -- the way back -------------------------------------------------------------------------------------------------
@@ -308,6 +315,7 @@ async def reverse(service: MirrorService, request: ReverseRequest) -> ReverseRes
     return ReverseResponse(
         removed=adopted.removed,
         saved_to=request.save_to if adopted.removed else "",
+        recreated=adopted.recreated,
         waited_ms=int((service.clock.monotonic() - started) * 1000),
     )
 
@@ -369,6 +377,7 @@ async def _switch(service: MirrorService, request: ReverseRequest) -> ReverseRes
     await service.mirrors.delete(mirror.name)
     return ReverseResponse(
         removed=adopted.removed,
+        recreated=adopted.recreated,
         partitions=cuts,
         waited_ms=int((service.clock.monotonic() - started) * 1000),
     )
@@ -460,6 +469,7 @@ def _adoption(service: MirrorService, mirror: Mirror, request: ReverseRequest, *
             for topic in mirror.cuts.keys() & mirror.aborted
         },
         topic_ids=[topic.topic_id for topic in topics],
+        names=[topic.name for topic in topics],
         cluster_id=service.membership.cluster_id,
         save_to=request.save_to,
     )
@@ -517,12 +527,29 @@ async def _topics_of(service: MirrorService, request: AdoptRequest) -> list[Topi
     ]
 
 
+async def _recreated(service: MirrorService, request: AdoptRequest) -> list[str]:
+    """Return those of the requested topics that were deleted here and created again, so that they are others now."""
+    declared = await service.topics.declared()
+    return sorted(one.name for one in declared if one.name in request.names and one.topic_id not in request.topic_ids)
+
+
 async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
+    recreated = await _recreated(service, request)
     topics = await _topics_of(service, request)
     if not topics:
-        raise InvalidMirror("none of these topics exists here with the same id, so there is nothing to follow")
+        raise InvalidMirror(
+            "none of these topics exists on the old source with the same id, so there is nothing to follow"
+            + (f"; {listed(recreated)} was deleted there and created again" if recreated else "")
+        )
     if request.step == "release":
         return await _release_topics(service, request, topics)
+    if recreated and request.step == "fence":
+        raise InvalidMirror(
+            f"{listed(recreated)} was deleted on the source and created again, so the source cannot follow the copy "
+            "here; delete the copy, or the new topic on the source, before a switch"
+        )
+    kept = {name: offsets for name, offsets in request.cuts.items() if name not in recreated}
+    request = msgspec.structs.replace(request, cuts=kept)
     declared = service.mirrors.get(request.name)
     if request.is_fenced and any(topic.mirror != request.name for topic in topics):
         raise InvalidMirror(
@@ -548,7 +575,7 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
         return AdoptResponse(
             ends=ends, removed=[one for one, _ in await _find_lost_ranges(service, request, request.cuts, ends)]
         )
-    return await _follow(service, request, topics)
+    return msgspec.structs.replace(await _follow(service, request, topics), recreated=recreated)
 
 
 def _check_savable(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> None:

@@ -12,9 +12,10 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 from uuid import UUID
 
+from millstream.broker.cluster.new_topics import NewTopic
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES, DeclaredCopies
 from millstream.broker.mirror.service import MirrorRun, listed
-from millstream.broker.mirror.source import Source, offer_pages, queue_key
+from millstream.broker.mirror.source import Source, is_original, known_id, offer_pages, queue_key, recreated_error
 from millstream.core.errors import (
     AuthenticationFailed,
     BrokerUnreachable,
@@ -282,19 +283,28 @@ class Follower:
                     "create a mirror of this cluster there with --set returning=true"
                 )
             raise TopicExists(f"{name!r} exists here already; delete it, or mirror it under another name (--rename)")
-        if not self._settings.rename and original.topic_id.int and copy.topic_id != original.topic_id:
-            raise TopicExists(
-                f"{name!r} was deleted on the source and recreated; delete the copy here to mirror the new one"
-            )
-        if copy.origins != origins:
-            await topics.set_origins(name, origins)
+        if not is_original(copy, original):
+            # The copier reports the error.
+            return
+        original_id = copy.original_id or known_id(original)
+        if copy.origins != origins or copy.original_id != original_id:
+            await topics.set_origins(name, origins, original_id)
         if len(original.partitions) > copy.partitions:
             await topics.add_partitions(name, len(original.partitions))
             self._run.refreshed.set()
         if checks_configs:
             wanted = await self._overrides(original.name)
-            if dict(copy.overrides) != wanted:
+            if dict(copy.overrides) != wanted and copy.name in await self._following([copy]):
                 await topics.alter(name, wanted, replace=True)
+
+    async def _following(self, copies: Iterable[Topic]) -> set[str]:
+        """Return the copies whose originals exist and were not recreated; whatever was read of them before is theirs.
+
+        The others are copies of topics that no longer exist.
+        """
+        originals = {self._run.mirror.source_name(copy): copy for copy in copies}
+        now = (await self._source.metadata(originals)).topics
+        return {copy.name for name, copy in originals.items() if name in now and is_original(copy, now[name])}
 
     async def _create(self, original: TopicMetadata, name: str, origins: tuple[str, ...]) -> None:
         service, settings = self._service, self._settings
@@ -302,16 +312,23 @@ class Follower:
         await service.mirrors.forget_topic(self._run.mirror.name, name)
         nodes = len(service.membership.nodes())
         replication = min(settings.replication or original.replication or 1, nodes)
-        topic_id = None if settings.rename or not original.topic_id.int else original.topic_id
-        await service.topics.create(
-            name,
+        original_id = known_id(original)
+        topic_id = None if settings.rename else original_id
+        # Offsets that were read before may be those of a topic that had this name.
+        self._committed, self._applicable = _without(self._committed, name), _without(self._applicable, name)
+        wanted = NewTopic(
+            name=name,
             partitions=len(original.partitions),
             replication=max(1, replication),
             overrides=await self._overrides(original.name),
             mirror=self._run.mirror.name,
             topic_id=topic_id,
             origins=origins,
+            original_id=original_id,
         )
+        [created] = await service.topics.create_all([wanted])
+        if isinstance(created, MillstreamError):
+            raise created
         self._forget_queues(lambda key: key.topic_id == topic_id)
         self._run.refreshed.set()
 
@@ -418,7 +435,16 @@ class Follower:
     async def _reach_barrier(self, topics: Collection[str], *, gives_way: bool = False) -> Barrier:
         """Wait until copies have what their originals have at a moment when no transaction is half committed."""
         prefix, cut = self._settings.rename, self._cut_topics()
-        asked = BarrierRequest(topics=[topic.removeprefix(prefix) for topic in (*topics, *cut)], with_groups=bool(cut))
+        topic_ids = {
+            topic.name.removeprefix(prefix): topic.original_id
+            for topic in self._service.copied_topics(self._run.mirror.name)
+            if topic.original_id is not None
+        }
+        asked = BarrierRequest(
+            topics=[topic.removeprefix(prefix) for topic in (*topics, *cut)],
+            topic_ids=topic_ids,
+            with_groups=bool(cut),
+        )
         barrier = await self._source.ask(None, BARRIER_KEY, asked, BarrierResponse, waits=True)
         found = {prefix + topic: ends for topic, ends in barrier.offsets.items()}
         offsets = {topic: ends for topic, ends in found.items() if topic not in cut}
@@ -540,9 +566,13 @@ class Follower:
     async def _read_groups(self) -> None:
         prefix = self._settings.rename
         names = [name for name, _, kind in await list_groups(self._source.client) if kind != "share"]
-        copied = {topic.name: topic.partitions for topic in self._service.copied_topics(self._run.mirror.name)}
+        copies = self._service.copied_topics(self._run.mirror.name)
+        read = await committed_by_group(self._source.client, names)
+        used = {prefix + where.topic for one in read.values() if not isinstance(one, MillstreamError) for where in one}
+        following = await self._following(copy for copy in copies if copy.name in used)
+        copied = {topic.name: topic.partitions for topic in copies if topic.name in following}
         found: Commits = {}
-        for group, committed in (await committed_by_group(self._source.client, names)).items():
+        for group, committed in read.items():
             if isinstance(committed, MillstreamError):
                 continue
             ours = {
@@ -683,6 +713,10 @@ class Follower:
         if not waiting:
             return
         originals = (await self._source.metadata({letters[one.subscription_id] for one in waiting})).topics
+        for name, original in originals.items():
+            copy = self._service.topics.get(name)
+            if copy is not None and not is_original(copy, original):
+                raise recreated_error(name)
         wanted = [TopicPartition(name, index) for name, original in originals.items() for index in original.partitions]
         ends = await self._source.ends(wanted)
         missing = next((where for where in wanted if where not in ends), None)
@@ -773,6 +807,11 @@ class Follower:
             else:
                 self._cut_at.pop(key, None)
                 self._queues[key] = one.sequence
+
+
+def _without(commits: Commits, topic: str) -> Commits:
+    """Return the offsets in all other topics."""
+    return _offsets_in(commits, {where.topic for offsets in commits.values() for where in offsets} - {topic})
 
 
 def _offsets_in(commits: Commits, topics: Collection[str]) -> Commits:

@@ -768,6 +768,8 @@ class MirrorService:
         await self.topics.await_mirror(request.topic_ids, request.mirror)
         if request.cuts:
             led = [self.topics.partition(topic, index) for topic, cuts in request.cuts.items() for index in cuts]
+            if any(partition.topic.topic_id not in request.topic_ids for partition in led):
+                raise InvalidMirror("a topic was deleted and created again meanwhile; try again")
         else:
             led = [
                 partition

@@ -7,11 +7,12 @@ from typing import Any, Self, TypeVar
 from uuid import UUID
 
 from millstream.core.acl import Acl, AclFilter
-from millstream.core.errors import MillstreamError
-from millstream.core.ids import EpochEnd, NodeId, PartitionIndex
+from millstream.core.errors import CopyDiverged, MillstreamError, UnknownTopicId, UnsupportedVersion
+from millstream.core.ids import EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.mirror import MirrorSettings
 from millstream.core.subscription import QueueKey
-from millstream.core.topic import TopicPartition
+from millstream.core.tasks import gather_or_cancel
+from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.mirror_messages import (
     ANY_SEQUENCE,
@@ -23,10 +24,12 @@ from millstream.protocol.private.mirror_messages import (
 )
 from millstream.protocol.wire.admin_requests import describe_acls
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.cluster_metadata import ClusterMetadata
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, TopicMetadata
 from millstream.protocol.wire.credentials import Credentials, client_tls
 from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.fetch import FetchedPartition, FetchLimits
 
+Fetched = dict[TopicPartition, FetchedPartition | MillstreamError]
 R = TypeVar("R", bound=Response)
 
 TIMEOUT_S = 30.0
@@ -82,6 +85,46 @@ class Source:
             raise error_from_code(response.error, response.message, about="the source")
         return response
 
+    async def fetch(
+        self,
+        leader: NodeId,
+        positions: Mapping[TopicPartition, Offset],
+        limits: FetchLimits,
+        topic_ids: Mapping[str, UUID | None],
+    ) -> Fetched:
+        """Read from partitions of one leader; a topic that has another id now gets `UnknownTopicId`.
+
+        A topic whose id is None, because the source has no ids, is read by its name.
+        """
+        known = {name: topic_id for name, topic_id in topic_ids.items() if topic_id is not None}
+        by_id = {where: offset for where, offset in positions.items() if where.topic in known}
+        by_name = {where: offset for where, offset in positions.items() if where.topic not in known}
+        requests = [self._fetch_by_id(leader, by_id, limits, known)] if by_id else []
+        if by_name:
+            requests.append(self.client.fetch_from(leader, by_name, limits))
+        return {where: one for fetched in await gather_or_cancel(requests) for where, one in fetched.items()}
+
+    async def _fetch_by_id(
+        self,
+        leader: NodeId,
+        positions: Mapping[TopicPartition, Offset],
+        limits: FetchLimits,
+        topic_ids: Mapping[str, UUID],
+    ) -> Fetched:
+        try:
+            return await self.client.fetch_from(leader, positions, limits, topic_ids)
+        except UnsupportedVersion:
+            fetched = await self.client.fetch_from(leader, positions, limits)
+        # Kafka before 3.1 names topics, but not in fetches. An id never comes back: if the leader that has served the
+        # fetch still knows it, the records are of this topic.
+        now = (await self.client.metadata({where.topic for where in positions}, node=leader)).topics
+        return {
+            where: one
+            if where.topic in now and now[where.topic].topic_id == topic_ids[where.topic]
+            else UnknownTopicId(f"fetch from {where}: the topic has another id now")
+            for where, one in fetched.items()
+        }
+
     async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
         """Return the largest epoch of the source's log up to the given one, and where it ends."""
         from kio.schema.offset_for_leader_epoch.v4 import request
@@ -109,6 +152,25 @@ class Source:
         """Return the high watermarks of partitions; those that cannot be asked are missing."""
         listed = await self.client.list_offsets_of(dict.fromkeys(partitions, -1))
         return {where: one.offset for where, one in listed.items() if not isinstance(one, MillstreamError)}
+
+
+def known_id(topic: TopicMetadata) -> UUID | None:
+    """Return the id of a topic of the source; None if the source has no ids."""
+    return topic.topic_id if topic.topic_id.int else None
+
+
+def is_original(copy: Topic, topic: TopicMetadata) -> bool:
+    """Whether a topic of the source is the one of which a copy was made, as far as ids show it."""
+    return copy.original_id is None or known_id(topic) in (None, copy.original_id)
+
+
+def recreated_error(name: str) -> CopyDiverged:
+    """Return the error of a copy whose original has another id now."""
+    return CopyDiverged(
+        f"topic {name!r} was deleted on the source and created again, so nothing more is copied; delete its copy here "
+        "to mirror the new topic from the start (exclude the topic first if it is not wanted), or fail over to keep "
+        "the copy"
+    )
 
 
 async def offer_pages(

@@ -141,6 +141,8 @@ class ReverseResponse(Response, frozen=True, kw_only=True):
 
     removed: Sequence[RemovedRange] = ()
     saved_to: str = ""
+    recreated: Sequence[str] = ()
+    """Topics that the old source has deleted and created again, and which therefore do not follow."""
     partitions: Sequence[CutPartition] = ()
     """After a switch: where this cluster took over."""
     waited_ms: int = 0
@@ -283,6 +285,8 @@ class BarrierRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a source for a moment at which no transaction is half committed."""
 
     topics: list[str]
+    topic_ids: dict[str, UUID] = msgspec.field(default_factory=dict)
+    """The ids that topics had; those that have another one now are left out of the response."""
     with_groups: bool = False
     """Whether to return the groups with offsets that transactions have committed."""
 
@@ -337,6 +341,8 @@ class AdoptRequest(OwnerRequest, frozen=True, kw_only=True):
     aborted: Offsets = msgspec.field(default_factory=dict)
     """Where the first transaction begins that the failover has aborted, in partitions where there is one."""
     topic_ids: Sequence[UUID] = ()
+    names: Sequence[str] = ()
+    """The names of these topics; another topic may have one of them there."""
     cluster_id: str = ""
     """The cluster that takes over, which the old source has to reach before it changes anything."""
     save_to: str = ""
@@ -351,3 +357,5 @@ class AdoptResponse(Response, frozen=True, kw_only=True):
     """After `fence`: where each partition ends."""
     removed: Sequence[RemovedRange] = ()
     """After `follow`: what is dropped. After `fence`: what would be dropped beyond the cuts of the request."""
+    recreated: Sequence[str] = ()
+    """After `follow`: topics that were left alone, because they have another id than the requested one."""

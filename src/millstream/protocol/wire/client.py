@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Final, Self, TypeVar
+from uuid import UUID
 
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
@@ -23,6 +24,7 @@ from millstream.core.errors import (
     NotLeader,
     RequestTimedOut,
     UnknownTopic,
+    UnsupportedVersion,
 )
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.setting import parse_address
@@ -207,12 +209,14 @@ class Client:
 
     # -- the cluster ----------------------------------------------------------------------------------------
 
-    async def metadata(self, topics: Iterable[str] | None = None, *, create: bool = False) -> ClusterMetadata:
-        """Request the cluster's and some topics' metadata (all, if None); `create` lets the broker create missing
-        topics.
+    async def metadata(
+        self, topics: Iterable[str] | None = None, *, create: bool = False, node: NodeId | None = None
+    ) -> ClusterMetadata:
+        """Request the cluster's and some topics' metadata (all, if None) from a node (any, if None); `create` lets the
+        broker create missing topics.
         """
         wanted = topics if topics is None else tuple(topics)
-        return await self._retrying(lambda: self._fetch_metadata(wanted, create=create))
+        return await self._retrying(lambda: self._fetch_metadata(wanted, create=create, node=node))
 
     async def leader_of(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
         """Return the leader of a partition, from the cache or by asking."""
@@ -408,7 +412,9 @@ class Client:
 
     # -- one attempt ----------------------------------------------------------------------------------------
 
-    async def _fetch_metadata(self, topics: Collection[str] | None, *, create: bool = False) -> ClusterMetadata:
+    async def _fetch_metadata(
+        self, topics: Collection[str] | None, *, create: bool = False, node: NodeId | None = None
+    ) -> ClusterMetadata:
         from kio.schema.metadata.v13.request import MetadataRequest, MetadataRequestTopic
         from kio.schema.types import TopicName
 
@@ -418,7 +424,7 @@ class Client:
         request = MetadataRequest(
             topics=named, allow_auto_topic_creation=create, include_topic_authorized_operations=False
         )
-        response = from_response(await self.send(None, request))
+        response = from_response(await self.send(node, request))
         self._cache_metadata(response, topics)
         return response
 
@@ -468,18 +474,29 @@ class Client:
         return response
 
     async def fetch_from(
-        self, leader: NodeId, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
+        self,
+        leader: NodeId,
+        positions: Mapping[TopicPartition, Offset],
+        limits: FetchLimits,
+        topic_ids: Mapping[str, UUID] | None = None,
     ) -> dict[TopicPartition, FetchedPartition | MillstreamError]:
-        """Read from partitions of one leader, once; an error takes the place of a partition that it does not serve."""
+        """Read from partitions of one leader, once; an error takes the place of a partition that it does not serve.
+
+        With the ids of all topics, nothing is read from a topic that was recreated under the same name. Raise
+        `UnsupportedVersion` if the broker does not know topics by id.
+        """
         pool = await self._reach(leader)
         await pool.unmuted()
         async with pool.borrowed() as channel:
-            version = channel.version_for(fetch.FETCH_KEY, newest=fetch.NEWEST, oldest=fetch.OLDEST)
-            body = fetch.write_fetch(version, positions, limits)
+            newest = fetch.NEWEST if topic_ids is None else fetch.BY_ID
+            version = channel.version_for(fetch.FETCH_KEY, newest=newest, oldest=fetch.OLDEST)
+            if topic_ids is not None and version < fetch.BY_ID:
+                raise UnsupportedVersion(f"the broker at {channel.address} does not fetch by topic id")
+            body = fetch.write_fetch(version, positions, limits, topic_ids)
             timeout_s = limits.max_wait_ms / 1000 + self._timeout_s
             frame = await channel.exchange(fetch.FETCH_KEY, version, [body], timeout_s=timeout_s)
         pool.mute(fetch.read_throttle_ms(version, frame) / 1000)
-        return fetch.read_fetched(version, frame)
+        return fetch.read_fetched(version, frame, topic_ids)
 
     async def _list_from(self, leader: NodeId, times_ms: Mapping[TopicPartition, int], isolation: int) -> Listed:
         pool = await self._reach(leader)

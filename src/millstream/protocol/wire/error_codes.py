@@ -116,6 +116,7 @@ _ERRORS: Final[Mapping[int, type[errors.MillstreamError]]] = {
     5: errors.NotLeader,
     # Appended, but not on enough replicas: whether it stays is unknown.
     20: errors.RequestTimedOut,
+    103: errors.UnknownTopicId,
 }
 OFFSET_OUT_OF_RANGE: Final = 1
 

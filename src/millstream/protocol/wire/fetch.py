@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple
+from uuid import UUID
 
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
 from millstream.core.ids import Offset, PartitionIndex
@@ -16,6 +17,7 @@ FETCH_KEY: Final = 1
 OLDEST: Final = 4
 NEWEST: Final = 12
 """From 13 on topics are named by id; a client that reads by name stays below."""
+BY_ID: Final = 13
 
 READ_UNCOMMITTED: Final = 0
 READ_COMMITTED: Final = 1
@@ -44,8 +46,13 @@ class FetchLimits(NamedTuple):
     isolation: int = READ_UNCOMMITTED
 
 
-def write_fetch(version: int, positions: Mapping[TopicPartition, Offset], limits: FetchLimits) -> bytearray:
-    """Encode the body of a request without a session."""
+def write_fetch(
+    version: int,
+    positions: Mapping[TopicPartition, Offset],
+    limits: FetchLimits,
+    topic_ids: Mapping[str, UUID] | None = None,
+) -> bytearray:
+    """Encode the body of a request without a session; version `BY_ID` needs the ids of the topics."""
     writer = Writer(flexible=is_flexible(FETCH_KEY, version))
     writer.int32(_CONSUMER)
     writer.int32(limits.max_wait_ms)
@@ -60,7 +67,10 @@ def write_fetch(version: int, positions: Mapping[TopicPartition, Offset], limits
         by_topic.setdefault(partition.topic, []).append((partition.partition, offset))
     writer.array_length(len(by_topic))
     for topic, wanted in by_topic.items():
-        writer.string(topic)
+        if topic_ids is None:
+            writer.string(topic)
+        else:
+            writer.uuid(topic_ids[topic])
         writer.array_length(len(wanted))
         for index, offset in wanted:
             _write_position(writer, version, index, offset, limits.max_bytes)
@@ -91,8 +101,11 @@ def read_throttle_ms(version: int, frame: memoryview) -> int:
     return Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version)).int32()
 
 
-def read_fetched(version: int, frame: memoryview) -> dict[TopicPartition, FetchedPartition | MillstreamError]:
-    """Decode the response; the records are views into the frame."""
+def read_fetched(
+    version: int, frame: memoryview, topic_ids: Mapping[str, UUID] | None = None
+) -> dict[TopicPartition, FetchedPartition | MillstreamError]:
+    """Decode the response to a request that may have named topics by id; the records are views into the frame."""
+    names = {topic_id: name for name, topic_id in (topic_ids or {}).items()}
     reader = Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version))
     reader.int32()
     if version >= 7:
@@ -102,7 +115,7 @@ def read_fetched(version: int, frame: memoryview) -> dict[TopicPartition, Fetche
             raise error_from_code(code, None, about="fetch")
     responses: dict[TopicPartition, FetchedPartition | MillstreamError] = {}
     for _ in range(reader.array_length()):
-        topic = reader.string()
+        topic = reader.string() if topic_ids is None else names.get(reader.uuid(), "")
         for _ in range(reader.array_length()):
             index, response = _read_partition(version, reader, topic)
             responses[TopicPartition(topic, index)] = response

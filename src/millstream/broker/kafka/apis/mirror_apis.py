@@ -365,7 +365,7 @@ class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):
         {"name": "paris", "address": "broker-1.berlin:9092", "settings": {"user": "mirror", "password": "…"},
         "save_to": ""}
         response: {"error": 0, "message": null, "removed": [{"topic": "orders", "partition": 0, "start": 4711,
-        "end": 4720}], "saved_to": "", "waited_ms": 350}
+        "end": 4720}], "saved_to": "", "recreated": [], "waited_ms": 350}
 
     The old source declares a mirror of the same name, drops what only it has, and copies the difference; this cluster
     deletes its own. The user that the mirror signs in as there needs ALTER on the old source.
@@ -401,13 +401,13 @@ class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
     """Asks an old source to follow the cluster that takes over from it.
 
         {"name": "paris", "step": "follow", "settings": {"from": "broker-1.berlin:9092"}, "cuts": {"orders": {0: 4711}},
-        "topic_ids": ["5cf0…"], "save_to": "", "is_fenced": false}
-        response: {"error": 0, "message": null, "ends": {}, "removed": [{…}]}
+        "topic_ids": ["5cf0…"], "names": ["orders"], "save_to": "", "is_fenced": false}
+        response: {"error": 0, "message": null, "ends": {}, "removed": [{…}], "recreated": []}
 
     `fence` refuses writers, waits until all decided transactions have ended, and returns the end of each partition and
     the ranges beyond the cuts that hold records. `follow` drops what is beyond the cuts and starts copying; with
     `is_fenced`, it fails if clients could have written since the fence. `release` ends a fence. The controller carries
-    out every step.
+    out every step. `recreated` are topics with these names and other ids: `follow` leaves them alone, `fence` refuses.
     """
 
     key = ADOPT_KEY

@@ -154,6 +154,7 @@ class ReversalReport(msgspec.Struct, frozen=True):
     mirror: str
     removed: list[Removed]
     saved_to: str
+    recreated: list[str]
     partitions: list[Cut]
     waited_ms: int
 
@@ -223,7 +224,8 @@ async def _reverse(services: Services, request: Request[NoFields, Reversal], *, 
     mirrors = MirrorClient(services.client)
     report = await (mirrors.switch(asked) if is_planned else mirrors.reverse(asked))
     removed = [Removed(one.topic, one.partition, one.start, one.end) for one in report.removed]
-    return ReversalReport(name, removed, report.saved_to, _cuts(report.partitions), report.waited_ms)
+    recreated, cuts = list(report.recreated), _cuts(report.partitions)
+    return ReversalReport(name, removed, report.saved_to, recreated, cuts, report.waited_ms)
 
 
 def _cuts(cuts: Any) -> list[Cut]:
