@@ -75,9 +75,10 @@ def catalog(open_catalog: OpenCatalog) -> Catalog:
 
 
 def test_a_topic_is_stored_as_declared(open_catalog: OpenCatalog) -> None:
-    topic = declared("orders")
-    open_catalog().add_topics([topic])
-    assert open_catalog().topics() == [topic]
+    copy = dataclasses.replace(declared("copy"), origins=("paris",), original_id=uuid4())
+    topics = [copy, declared("orders")]
+    open_catalog().add_topics(topics)
+    assert open_catalog().topics() == topics
 
 
 def test_a_duplicate_name_is_refused(catalog: Catalog) -> None:

@@ -13,7 +13,6 @@ from uuid import UUID
 
 import pytest
 
-from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.log.store import LogStore
 from millstream.broker.mirror import failover
 from millstream.broker.mirror.barriers import Barriers
@@ -485,12 +484,3 @@ def test_a_reverse_that_leaves_a_topic_behind_does_not_report_success(capsys: py
     with pytest.raises(CommandFailed, match="does not follow in orders"):
         _check_recreated(report)
     _check_recreated(ReverseResponse())
-
-
-def test_the_id_of_the_original_is_stored(tmp_path: Path) -> None:
-    catalog = Catalog.open_folder(tmp_path)
-    plain = dataclasses.replace(COPY, mirror="", original_id=None, name="plain", topic_id=NEW)
-    renamed = dataclasses.replace(COPY, mirror="")
-    catalog.add_topics([plain, renamed])
-    assert catalog.topics() == [plain, renamed]
-    catalog.close()
