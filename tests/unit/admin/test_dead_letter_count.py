@@ -63,7 +63,15 @@ class Cluster(Client):
 
 def _declared(name: str, dead_letter_topic: str, queues: list[dict[str, Any]]) -> dict[str, Any]:
     settings = {DEAD_LETTER_TOPIC: dead_letter_topic}
-    return {"name": name, "topics": [], "settings": settings, "queues": queues, "push": [], "kept": []}
+    return {
+        "name": name,
+        "topics": [],
+        "has_hidden_topics": False,
+        "settings": settings,
+        "queues": queues,
+        "push": [],
+        "kept": [],
+    }
 
 
 @pytest.fixture(autouse=True)
