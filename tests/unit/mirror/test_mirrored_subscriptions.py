@@ -10,12 +10,14 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.mirror import queue_states
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES
 from millstream.broker.mirror.follower import Follower
+from millstream.broker.mirror.source import queue_key
 from millstream.core.errors import NotLeader, RequestTimedOut
 from millstream.core.ids import PartitionIndex
 from millstream.core.mirror import MirrorSettings
-from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, READ_COMMITTED, Subscription
+from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, READ_COMMITTED, QueueKey, Subscription
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.mirror_messages import OfferedSubscription, OfferResponse, QueueSnapshot
 
@@ -60,6 +62,7 @@ class Here:
         )
         make: Any = Follower
         self.follower: Follower = make(run, None)
+        self.queues = self.follower._queues
         self.notes: dict[str, str] = run.notes
 
     def _record(self, what: str) -> AsyncMock:
@@ -68,15 +71,15 @@ class Here:
 
 async def test_letters_are_tracked_before_their_topic_is_forgotten() -> None:
     here = Here(subscription())
-    await here.follower._sync_subscription(offered(dead=OTHER))
+    await here.queues._sync_subscription(offered(dead=OTHER))
     assert here.done == [("track", BILLING), ("alter", BILLING)]
 
 
 async def test_a_deletion_keeps_the_letters() -> None:
     here = Here(subscription())
-    await here.follower._delete_subscriptions({UUID(int=1)})
+    await here.queues._delete_subscriptions({UUID(int=1)})
     for _ in range(ABSENT_TIMES):
-        await here.follower._delete_subscriptions(set())
+        await here.queues._delete_subscriptions(set())
     assert here.done == [("delete with letters", BILLING)]
 
 
@@ -92,7 +95,7 @@ def test_dead_letters_are_mirrored_with_the_subscriptions_that_write_them(exclud
 @pytest.mark.parametrize("name", [BILLING, LETTERS_PREFIX + DEAD])
 async def test_only_a_dead_letter_queue_is_replaced_by_that_of_the_source(name: str) -> None:
     here = Here(subscription(name, 1))
-    await here.follower._sync_subscription(offered(name, 2))
+    await here.queues._sync_subscription(offered(name, 2))
     if name == BILLING:
         assert here.done == []
         assert "another subscription" in here.notes[f"subscription {name}"]
@@ -101,29 +104,39 @@ async def test_only_a_dead_letter_queue_is_replaced_by_that_of_the_source(name: 
 
 
 class Offers:
-    """A source that offers the states of three queues, and what the target has of its dead letters."""
+    """A source that offers the states of three queues in each round, and the copy of its dead letter topic."""
 
     def __init__(self, here: Here) -> None:
         self.letters = TopicPartition(DEAD, PartitionIndex(0))
-        self.has_arrived = True
+        self.end, self.reached = 0, 0
+        """Where the dead letter topic ends at the source, and its copy."""
         self.sequence = 0
-        self.applied: list[tuple[int, int]] = []
+        self.is_original = True
+        self.leaderless: set[int] = set()
+        """The numbers of subscriptions whose queues cannot be stored."""
+        self.stored: list[tuple[int, int]] = []
         """The number of each subscription whose queue was stored, and the write that its state was of."""
-        follower: Any = here.follower
-        follower._settings = MirrorSettings(topics="orders")
-        follower._source = self
-        follower._await_reached = self._await_reached
-        follower._apply_queues = self._apply
-        follower._service.topics = SimpleNamespace(get=lambda _: None)
-        follower._service.copied_topics = lambda _: [SimpleNamespace(topic_id=UUID(int=9), name="orders")]
-        follower._service.clock = SimpleNamespace(monotonic=lambda: 0.0)
+        self.queues: Any = here.queues
+        self.queues._settings = MirrorSettings(topics="orders")
+        self.queues._source = self
+        self.queues._reached = self._reached
+        self.queues._store = self._store
+        service = self.queues._service
+        service.topics = SimpleNamespace(
+            get=lambda name: SimpleNamespace(mirror="paris", original_id=UUID(int=1)) if name == DEAD else None
+        )
+        service.copied_topics = lambda _: [
+            SimpleNamespace(topic_id=UUID(int=8), name=DEAD),
+            SimpleNamespace(topic_id=UUID(int=9), name="orders"),
+        ]
+        service.clock = SimpleNamespace(monotonic=lambda: float(self.sequence))
 
     async def metadata(self, _topics: Any) -> Any:
-        return SimpleNamespace(nodes=[1], topics={DEAD: SimpleNamespace(partitions=[0])})
+        topic_id = UUID(int=1 if self.is_original else 2)
+        return SimpleNamespace(nodes=[1], topics={DEAD: SimpleNamespace(topic_id=topic_id, partitions=[0])})
 
     async def ends(self, partitions: Any) -> dict[TopicPartition, int]:
-        assert list(partitions) == [self.letters]
-        return {self.letters: 5}
+        return dict.fromkeys(partitions, self.end)
 
     async def ask(self, *_: Any, **__: Any) -> OfferResponse:
         self.sequence += 1
@@ -132,42 +145,93 @@ class Offers:
         return OfferResponse(
             subscriptions=[offered(), offered(LETTERS_PREFIX + DEAD, 2, dead=""), plain],
             queues=[
-                QueueSnapshot(UUID(int=number).bytes, UUID(int=9).bytes, 0, self.sequence, b"") for number in (1, 2, 3)
+                QueueSnapshot(UUID(int=number).bytes, UUID(int=topic).bytes, 0, self.sequence, b"state")
+                for number, topic in ((1, 9), (2, 8), (3, 9))
             ],
         )
 
-    async def _await_reached(self, offsets: Any, _deadline: float, *, is_readable: bool) -> TopicPartition | None:
-        assert (offsets, is_readable) == ({DEAD: {0: 5}}, True)
-        return None if self.has_arrived else self.letters
+    async def _reached(self, _offsets: Any, *, is_readable: bool) -> dict[str, dict[int, int]]:
+        assert is_readable
+        return {DEAD: {0: self.reached}}
 
-    async def _apply(self, queues: Any, _topics: Any) -> None:
-        self.applied += [(UUID(bytes=one.subscription_id).int, one.sequence) for one in queues]
+    async def _store(self, queues: Any, _topics: Any) -> list[QueueKey]:
+        stored = [one for one in queues if UUID(bytes=one.subscription_id).int not in self.leaderless]
+        self.stored += [(UUID(bytes=one.subscription_id).int, one.sequence) for one in stored]
+        return [queue_key(one) for one in stored]
 
-
-async def test_the_state_of_a_queue_is_stored_after_its_dead_letters_have_arrived() -> None:
-    here = Here()
-    offers = Offers(here)
-    offers.has_arrived = False
-    with pytest.raises(RequestTimedOut, match="dead letters"):
-        await here.follower._sync_subscriptions()
-    assert offers.applied == [(3, 1)]
-    offers.has_arrived = True
-    await here.follower._sync_subscriptions()
-    assert offers.applied == [(3, 1), (3, 2), (1, 2)]
+    async def round(self) -> list[tuple[int, int]]:
+        """Run one round; return what it stored."""
+        self.stored.clear()
+        await self.queues.sync_subscriptions()
+        return list(self.stored)
 
 
-async def test_letters_are_closed_after_the_queue_has_their_revived_messages() -> None:
-    here = Here()
-    offers = Offers(here)
+@pytest.fixture
+def offers() -> Offers:
+    return Offers(Here(subscription(), subscription(LETTERS_PREFIX + DEAD, 2), subscription("plain", 3)))
+
+
+async def test_the_state_of_a_queue_is_stored_after_its_dead_letters_have_arrived(offers: Offers) -> None:
+    offers.end = 5
+    assert await offers.round() == [(3, 1)]
+    # More letters are written meanwhile; the first state does not wait for those.
+    offers.end, offers.reached = 9, 5
+    assert await offers.round() == [(3, 2), (1, 1)]
+    assert await offers.round() == [(3, 3)]
+    offers.reached = 9
+    assert (1, 3) in await offers.round()
+
+
+async def test_letters_are_closed_after_the_queue_has_their_revived_messages(offers: Offers) -> None:
+    assert await offers.round() == [(3, 1), (1, 1)]
+    assert await offers.round() == [(3, 2), (1, 2), (2, 1)]
+    offers.leaderless.add(1)
     for _ in range(2):
-        await here.follower._sync_subscriptions()
-    # The letters' state of the first round is stored after the queue's state of the second.
-    assert offers.applied == [(3, 1), (1, 1), (3, 2), (1, 2), (2, 1)]
-    offers.applied.clear()
-    here.follower._settings = MirrorSettings(topics="orders", groups=False)
-    offers.is_millstream = True  # type: ignore[attr-defined]
-    await here.follower.sync_all({"orders"})
-    assert [number for number, _ in offers.applied] == [3, 1, 2, 3, 1, 2]
+        # The revived message may not be here yet.
+        assert [number for number, _ in await offers.round()] == [3]
+    offers.leaderless.clear()
+    assert await offers.round() == [(3, 5), (1, 3)]
+    assert await offers.round() == [(3, 6), (1, 6), (2, 3)]
+
+
+async def test_a_recreated_dead_letter_topic_holds_up_only_its_own_queues(offers: Offers) -> None:
+    offers.is_original = False
+    for number in (1, 2, 3):
+        assert await offers.round() == [(3, number)]
+    assert not offers.queues._waiting
+
+
+async def test_a_dead_letter_topic_that_is_not_copied_is_not_waited_for(offers: Offers) -> None:
+    offers.end = 5
+    offers.queues._service.topics = SimpleNamespace(get=lambda _: None)
+    offers.queues._run.notes[f"topic {DEAD}"] = "it is not copied"
+    assert await offers.round() == [(1, 1), (3, 1)]
+
+
+async def test_a_planned_failover_stores_all_that_the_source_has(
+    offers: Offers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_states, "SETTLED_PAUSE_S", 0)
+    await offers.queues.sync_all({"orders", DEAD})
+    assert offers.stored == [(3, 1), (1, 1), (3, 2), (1, 2), (2, 1)]
+    offers.end = 5
+    with pytest.raises(RequestTimedOut, match="orders"):
+        await offers.queues.sync_all({"orders"})
+    await offers.queues.sync_all({"payments"})
+
+
+async def test_states_that_wait_are_bounded_and_forgotten_with_their_subscription(
+    offers: Offers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers.end = 5
+    monkeypatch.setattr(queue_states, "WAITING_BYTES_MAX", 6)
+    await offers.round()
+    assert len(offers.queues._waiting) + len(offers.queues._letter_states) == 1
+    assert offers.queues._unread or offers.queues._waiting
+    monkeypatch.setattr(offers, "ask", AsyncMock(return_value=OfferResponse()))
+    await offers.round()
+    assert not offers.queues._waiting
+    assert not offers.queues._letter_states
 
 
 async def test_the_end_of_a_copy_is_requested_from_other_nodes() -> None:

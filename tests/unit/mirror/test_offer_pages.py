@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.mirror import failover, service
-from millstream.broker.mirror.follower import Follower
+from millstream.broker.mirror.queue_states import MirroredQueues
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.subscriptions.fold import Fold
 from millstream.broker.subscriptions.lease import Delta, DeltaKind
@@ -110,7 +110,6 @@ async def test_a_page_whose_queues_are_all_cut_is_not_the_last() -> None:
 
     here.exposed_offsets = exposed_offsets
     run: Any = SimpleNamespace(service=here, settings=None, mirror=SimpleNamespace(name=NAME))
-    make: Any = Follower
-    follower = make(run, SimpleNamespace(ask=ask))
-    await follower._sync_queues_of(NodeId(9), {ORDERS.topic_id: ORDERS}, {})
+    make: Any = MirroredQueues
+    await make(run, SimpleNamespace(ask=ask), None)._read_node(NodeId(9), {ORDERS.topic_id: ORDERS})
     assert ours.ends == {CUT}

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 from uuid import UUID
 
 import pytest
@@ -25,7 +24,6 @@ from millstream.cli.exit_code import CommandFailed
 from millstream.cli.mirror import _check_recreated, _print_removed
 from millstream.core.clock import SystemClock
 from millstream.core.errors import (
-    CopyDiverged,
     InvalidMirror,
     MillstreamError,
     UnknownTopic,
@@ -35,7 +33,6 @@ from millstream.core.errors import (
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.mirror import Mirror, MirrorSettings
 from millstream.core.partition_state import PartitionState, Versioned
-from millstream.core.subscription import DEAD_LETTER_TOPIC
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.messages.primitives import Writer
 from millstream.protocol.private.mirror_messages import AdoptRequest, AdoptResponse, FenceRequest, ReverseResponse
@@ -362,22 +359,6 @@ async def test_the_id_is_recorded_once_the_source_has_ids(broker: Broker, monkey
         original = described(orders=topic_id).topics["orders"]
         await followed.follower._sync_topic(original, (), checks_configs=False)
         assert followed.topics[COPY.name].original_id == recorded
-
-
-async def test_states_of_queues_wait_for_letters_of_a_recreated_topic(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    followed = Followed(broker, monkeypatch)
-    followed.topics["orders"] = dataclasses.replace(COPY, name="orders")
-    broker.topic_id = NEW
-    queue: Any = SimpleNamespace(subscription_id=b"s")
-    subscription: Any = SimpleNamespace(
-        subscription_id=SimpleNamespace(bytes=b"s"), settings={DEAD_LETTER_TOPIC: "orders"}
-    )
-    applied = followed.follower._apply_queues = AsyncMock()
-    with pytest.raises(CopyDiverged, match="created again"):
-        await followed.follower._apply_after_letters([queue], [subscription], {})
-    assert [call.args for call in applied.await_args_list] == [([], {})]
 
 
 def test_a_barrier_leaves_out_topics_that_have_another_id() -> None:

@@ -421,6 +421,11 @@ class QueueHistory(RuleBasedStateMachine):
             self.model.messages.clear()
             self.model.ends.clear()
             self.model.revived.clear()
+            for letter in self.model.letters:
+                if letter < offset:
+                    # Skipped messages are finished, so their letters can be redriven.
+                    self.model.messages[letter] = Message(self.log[letter], state=DONE)
+                    self.model.ends[letter] = "skipped"
             self.model.next_scan_offset = offset
             self.leases.clear()
         elif what == "cut":

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Final, NamedTuple
-from uuid import UUID
 
 from millstream.broker.cluster.new_topics import NewTopic
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES, DeclaredCopies
+from millstream.broker.mirror.queue_states import MirroredQueues, Vector
 from millstream.broker.mirror.service import MirrorRun, listed
-from millstream.broker.mirror.source import Source, is_original, known_id, offer_pages, queue_key, recreated_error
+from millstream.broker.mirror.source import Source, is_original, known_id
 from millstream.core.errors import (
     AuthenticationFailed,
     BrokerUnreachable,
@@ -23,12 +23,9 @@ from millstream.core.errors import (
     InvalidMirror,
     MillstreamError,
     RequestTimedOut,
-    SubscriptionExists,
     TopicExists,
 )
-from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.setting import HIDDEN
-from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, QueueKey
+from millstream.core.ids import PartitionIndex
 from millstream.core.tasks import gather_or_cancel, run_until_first
 from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.mirror_messages import (
@@ -39,10 +36,8 @@ from millstream.protocol.private.mirror_messages import (
     BarrierResponse,
     ExposeRequest,
     ExposeResponse,
-    OfferedSubscription,
     OfferRequest,
     OfferResponse,
-    QueueSnapshot,
 )
 from millstream.protocol.wire.admin_requests import topic_configs
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
@@ -55,8 +50,6 @@ from millstream.protocol.wire.group_offsets import (
     list_groups,
 )
 
-Vector = Mapping[str, Mapping[int, int]]
-"""An offset of each partition, by topic."""
 Commits = dict[str, dict[TopicPartition, int]]
 """The committed offsets of groups."""
 
@@ -110,19 +103,9 @@ class Follower:
         """Whether a planned switch or failover waits for the lock; then a wait for copies to arrive ends early."""
         self._waiting_at: set[tuple[str, int]] = set()
         """The copies at which clients wait at a commit."""
-        self._queues: dict[QueueKey, int] = {}
-        """The last write of each queue whose state is applied here as a whole."""
-        self._cut_at: dict[QueueKey, tuple[int, int]] = {}
-        """Where the state of other queues was cut, and the write it was of."""
-        self._letter_states: dict[QueueKey, QueueSnapshot] = {}
-        """The states of queues of dead letters that were read in the last round, and are applied in the next.
-
-        A letter is closed after its message was revived, so the revived message has to be here first.
-        """
+        self._queues = MirroredQueues(run, source, self._reached_offsets)
         self._absent: dict[str, int] = {}
         """Copies whose original is gone, and how often in a row it was missing."""
-        self._absent_subscriptions: dict[UUID, int] = {}
-        """Subscriptions of the source, and how often in a row each was missing."""
 
     async def run(self) -> None:
         """Run until cancelled or until the source cannot be reached."""
@@ -137,7 +120,7 @@ class Follower:
         if self._source.is_millstream:
             work.append(self._loop(self._sync_transactions, TRANSACTIONS_S, self._run.wants_barrier))
             if self._settings.subscriptions and not self._settings.rename:
-                work.append(self._loop(self._sync_subscriptions, QUEUES_S))
+                work.append(self._loop(self._queues.sync_subscriptions, QUEUES_S))
         await run_until_first(work)
 
     async def _loop(
@@ -190,9 +173,7 @@ class Follower:
             finally:
                 self._is_awaited = False
         if self._source.is_millstream and self._settings.subscriptions and not self._settings.rename:
-            await self._sync_subscriptions()
-            # Those of dead letters are applied a round later.
-            await self._sync_subscriptions()
+            await self._queues.sync_all(topics)
 
     # -- topics ---------------------------------------------------------------------------------------------
 
@@ -329,7 +310,7 @@ class Follower:
         [created] = await service.topics.create_all([wanted])
         if isinstance(created, MillstreamError):
             raise created
-        self._forget_queues(lambda key: key.topic_id == topic_id)
+        self._queues.forget(lambda key: key.topic_id == topic_id)
         self._run.refreshed.set()
 
     async def _overrides(self, name: str) -> dict[str, str]:
@@ -637,176 +618,6 @@ class Follower:
     def _cuts(self) -> Vector:
         """Return where copies were cut by a failover, as far as this node knows."""
         return (self._service.mirrors.get(self._run.mirror.name) or self._run.mirror).cuts
-
-    # -- subscriptions --------------------------------------------------------------------------------------
-
-    async def _sync_subscriptions(self) -> None:
-        """Carry over subscriptions and the state of each of their messages, never beyond what is readable here."""
-        topics = {topic.topic_id: topic for topic in self._service.copied_topics(self._run.mirror.name)}
-        if not topics:
-            return
-        failure: BrokerUnreachable | RequestTimedOut | None = None
-        offered: set[UUID] = set()
-        letter_states: dict[QueueKey, QueueSnapshot] = {}
-        for node in (await self._source.metadata([])).nodes:
-            try:
-                offered |= await self._sync_queues_of(node, topics, letter_states)
-            except (BrokerUnreachable, RequestTimedOut) as error:
-                failure = error
-        self._run.queues = len(self._queues)
-        if failure is not None:
-            raise failure
-        await self._apply_queues(tuple(self._letter_states.values()), topics)
-        self._letter_states = letter_states
-        self._run.queues = len(self._queues)
-        if self._settings.deletions:
-            await self._delete_subscriptions(offered)
-
-    async def _delete_subscriptions(self, offered: Set[UUID]) -> None:
-        """Delete subscriptions that the source had, and no longer has."""
-        self._absent_subscriptions.update(dict.fromkeys(offered, 0))
-        for one in self._service.subscriptions.declared.all():
-            if one.subscription_id in self._absent_subscriptions and one.subscription_id not in offered:
-                self._absent_subscriptions[one.subscription_id] += 1
-                if self._absent_subscriptions[one.subscription_id] >= ABSENT_TIMES:
-                    await self._service.subscriptions.delete(one.name, force=True)
-
-    async def _sync_queues_of(
-        self, node: NodeId, topics: Mapping[UUID, Topic], letter_states: dict[QueueKey, QueueSnapshot]
-    ) -> set[UUID]:
-        """Carry over what one node of the source has; return the subscriptions that it knows.
-
-        The states of queues of dead letters are only collected.
-        """
-        offered: set[UUID] = set()
-
-        async def ask(request: OfferRequest) -> OfferResponse:
-            return await self._source.ask(node, OFFER_KEY, request, OfferResponse, waits=True)
-
-        async for offer in offer_pages(ask, topics, self._queues):
-            for subscription in offer.subscriptions:
-                offered.add(subscription.subscription_id)
-                await self._sync_subscription(subscription)
-            of_letters = {
-                one.subscription_id.bytes for one in offer.subscriptions if one.name.startswith(LETTERS_PREFIX)
-            }
-            letter_states |= {queue_key(one): one for one in offer.queues if one.subscription_id in of_letters}
-            await self._apply_after_letters(
-                [one for one in offer.queues if one.subscription_id not in of_letters], offer.subscriptions, topics
-            )
-        return offered
-
-    async def _apply_after_letters(
-        self,
-        queues: Sequence[QueueSnapshot],
-        subscriptions: Iterable[OfferedSubscription],
-        topics: Mapping[UUID, Topic],
-    ) -> None:
-        """Store states of queues; if messages may be dead letters, only after the letters have arrived."""
-        letters = {
-            one.subscription_id.bytes: one.settings[DEAD_LETTER_TOPIC]
-            for one in subscriptions
-            if self._copies_letters(one.settings.get(DEAD_LETTER_TOPIC, ""))
-        }
-        await self._apply_queues([one for one in queues if one.subscription_id not in letters], topics)
-        waiting = [one for one in queues if one.subscription_id in letters]
-        if not waiting:
-            return
-        originals = (await self._source.metadata({letters[one.subscription_id] for one in waiting})).topics
-        for name, original in originals.items():
-            copy = self._service.topics.get(name)
-            if copy is not None and not is_original(copy, original):
-                raise recreated_error(name)
-        wanted = [TopicPartition(name, index) for name, original in originals.items() for index in original.partitions]
-        ends = await self._source.ends(wanted)
-        missing = next((where for where in wanted if where not in ends), None)
-        if missing is None:
-            offsets: dict[str, dict[int, int]] = {}
-            for where, end in ends.items():
-                offsets.setdefault(where.topic, {})[where.partition] = end
-            deadline = self._service.clock.monotonic() + ARRIVAL_WAIT_S
-            missing = await self._await_reached(offsets, deadline, is_readable=True)
-        if missing is not None:
-            raise RequestTimedOut(f"the states of queues wait, because dead letters in {missing} have not arrived")
-        await self._apply_queues(waiting, topics)
-
-    def _copies_letters(self, name: str) -> bool:
-        """Whether this mirror copies a dead letter topic, or will as soon as it exists."""
-        copy = self._service.topics.get(name)
-        if copy is None:
-            return bool(name) and not self._settings.excludes(name)
-        return copy.mirror == self._run.mirror.name
-
-    async def _sync_subscription(self, offered: OfferedSubscription) -> None:
-        declared, key = self._service.subscriptions.declared, f"subscription {offered.name}"
-        known = declared.get(offered.name)
-        is_other = known is not None and known.subscription_id != offered.subscription_id
-        try:
-            if is_other and offered.name.startswith(LETTERS_PREFIX):
-                # Declared by a command here before the source had it. The letters of a copy are open or closed there.
-                await declared.delete(offered.name)
-                known = None
-            if known is None:
-                await declared.create(
-                    offered.name,
-                    offered.topics,
-                    offered.settings,
-                    starts={topic: tuple(offsets) for topic, offsets in offered.starts.items()},
-                    subscription_id=offered.subscription_id,
-                )
-                self._forget_queues(lambda key: key.subscription_id == offered.subscription_id)
-            elif is_other:
-                raise SubscriptionExists(f"another subscription {offered.name!r} exists here")
-            else:
-                shown = known.shown_overrides()
-                changes: dict[str, str | None] = {
-                    **{name: None for name in shown if name not in offered.settings and shown[name] != HIDDEN},
-                    **{name: text for name, text in offered.settings.items() if shown.get(name) != text},
-                }
-                if DEAD_LETTER_TOPIC in changes:
-                    await self._service.subscriptions.track_letters_of(offered.name)
-                if changes or known.topics != tuple(offered.topics):
-                    await declared.alter(offered.name, changes, topics=offered.topics)
-            self._run.notes.pop(key, None)
-        except MillstreamError as error:
-            self._run.notes[key] = f"subscription {offered.name!r}: {error}"
-
-    def _forget_queues(self, is_gone: Callable[[QueueKey], bool]) -> None:
-        """Forget that states were applied, so that they are applied again: what they belong to was deleted here."""
-        self._queues = {key: sequence for key, sequence in self._queues.items() if not is_gone(key)}
-        self._cut_at = {key: cut for key, cut in self._cut_at.items() if not is_gone(key)}
-        self._run.queues = len(self._queues)
-
-    async def _apply_queues(self, queues: Sequence[QueueSnapshot], topics: Mapping[UUID, Topic]) -> None:
-        """Store states of queues, cut at what is readable here."""
-        places = {
-            TopicPartition(topics[topic_id].name, PartitionIndex(one.partition)): one
-            for one in queues
-            if (topic_id := UUID(bytes=one.topic_id)) in topics
-        }
-        exposed = await self._service.exposed_offsets(places)
-        for one in queues:
-            topic = topics.get(UUID(bytes=one.topic_id))
-            where = None if topic is None else TopicPartition(topic.name, PartitionIndex(one.partition))
-            if topic is None or where is None or where not in exposed:
-                continue
-            key = queue_key(one)
-            state = self._service.topics.state_of(topic, where.partition)
-            now = self._service.topics.get(topic.name)
-            if state is None or now is None or now.mirror != self._run.mirror.name or now.is_draining:
-                continue
-            # Not loaded earlier: a mirror without queues needs none of it.
-            from millstream.broker.subscriptions.snapshot import cut_snapshot
-
-            snapshot, is_cut = await asyncio.to_thread(cut_snapshot, one.snapshot, exposed[where])
-            if self._cut_at.get(key) == (one.sequence, exposed[where]):
-                continue
-            await self._service.subscriptions.write_state(key, Epoch(state.leader_epoch), snapshot)
-            if is_cut:
-                self._cut_at[key] = one.sequence, exposed[where]
-            else:
-                self._cut_at.pop(key, None)
-                self._queues[key] = one.sequence
 
 
 def _without(commits: Commits, topic: str) -> Commits:
