@@ -246,12 +246,12 @@ def test_a_subscription_hides_topics_that_the_user_may_not_describe(
 ) -> None:
     """The same over HTTP, in the console, on the command line and for private requests."""
 
-    async def ask_privately(name: str, topics: list[str]) -> None:
+    async def ask_privately(name: str) -> None:
         tls = client_tls(guarded.certificates.ca)
         credentials = Credentials(tls=tls, user="alice", password=PASSWORDS["alice"])
         async with Client.connect(guarded.server.kafka, credentials=credentials) as client:
-            marked = await mark_ledger(client, "now", [name])
-            assert [queue.topic for queue in marked] == topics
+            with pytest.raises(TopicNotAuthorized):
+                await mark_ledger(client, "now", [name])
             with pytest.raises(TopicNotAuthorized):
                 await SubscriptionClient(client).describe([name], [("classified", 0)])
 
@@ -294,7 +294,7 @@ def test_a_subscription_hides_topics_that_the_user_may_not_describe(
                     assert "topics that you may not describe" in text
                     assert "classified" not in text
                 assert "Change a setting" not in page
-                asyncio.run(ask_privately(name, topics))
+                asyncio.run(ask_privately(name))
         finally:
             for name in ("alice-partly", "alice-hidden"):
                 assert admin.delete(f"/v1/subscriptions/{name}").is_success

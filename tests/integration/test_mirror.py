@@ -395,10 +395,11 @@ def test_state_is_mirrored_and_failback_names_the_records_it_drops(
     commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 2))
     taken = paris("subscription", "pull", f"{topic}-workers", "-n", "2", "--accept", "--json")
     assert taken.code == 0, taken.err
-    # Another worker rejects a message, which becomes a dead letter, and releases one, which has then failed once.
-    failing = ("subscription", "pull", f"{topic}-failing", "-n", "1", "--wait", "20", "--json")
+    # Another worker releases two messages, which have then failed once, and rejects one, which becomes a dead letter.
+    pull_failing = ("subscription", "pull", f"{topic}-failing", "--wait", "20", "--json")
+    failing = (*pull_failing, "-n", "1")
+    assert [one["attempt"] for one in paris(*pull_failing, "-n", "2", "--release").documents] == [1, 1]
     assert [one["value"] for one in paris(*failing, "--reject", "bad").documents] == ["a"]
-    assert [one["attempt"] for one in paris(*failing, "--release").documents] == [1]
 
     wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
     wait_for(lambda: caught_up(berlin, mirror, other, paris), what="the other copy has caught up")
@@ -406,6 +407,7 @@ def test_state_is_mirrored_and_failback_names_the_records_it_drops(
 
     wait_for(lambda: committed(berlin, f"{topic}-group") == [2], what="the group's offset is here")
     wait_for(lambda: described(berlin, mirror)["queues"] > 1, what="the queues' state is here")
+    wait_for(lambda: backlog_of(berlin, f"{topic}-failing") == 2, what="the rejected message is done here")
     assert [value for _, _, value in read(berlin.brokers, f"{topic}-dead", 1)] == ["a"]
     refused = berlin("subscription", "pull", f"{topic}-workers", "-n", "1", "--json")
     assert mirror in refused.err

@@ -150,7 +150,7 @@ async def _agree(
     changed = {
         setting: value for setting, value in settings.items() if setting != START and known.get(setting) != value
     }
-    other_topics = set(topics) != set(there["topics"])
+    other_topics = set(topics) != set(there["topics"]) or there["has_hidden_topics"]
     if changed or other_topics:
         await subscriptions.alter(name, changed, topics=topics if other_topics else None)
     return _declared(name, SubscriptionSettings.from_strings({**known, **changed}))

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from millstream.core.pipeline import LandSettings
+from millstream.pipelines.jobs.land import changes
 from millstream.pipelines.jobs.land.changes import ChangeRule
 from millstream.pipelines.jobs.land.decoding import Decoder
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER
@@ -82,3 +83,12 @@ def test_the_tombstone_after_a_delete_event_of_debezium_is_ignored_if_there_is_a
     settings = {"key": "id", "order.by": "source.lsn", "decode": "debezium"}
     _, reasons, fits = changes_of([(b'{"id": 5}', event), (b'{"id": 5}', None)], fields, **settings)
     assert (reasons, fits) == ([None, None], [True, False])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(b"5", b"5"), (b"a-5", b'"a-5"'), (b"\0\0\0\0\0\0\0*", None), (b"\0\0\0\0\x07\x02a", None), (b"\xff", None)],
+    ids=["a number", "text", "a binary number", "a schema id", "not text"],
+)
+def test_only_printable_message_keys_are_taken_for_text(key: bytes, value: bytes | None) -> None:
+    assert changes._plain_value(key) == value

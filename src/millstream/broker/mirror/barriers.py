@@ -79,7 +79,8 @@ class Barriers:
             return BarrierResponse(offsets=offsets)
         groups = [self._groups.transactional_groups(), *(one.transactional_groups for one in ended)]
         if sorted(index for found in groups for index in found) != list(range(self._groups.partitions)):
-            raise RequestTimedOut("a coordinator of groups moved to another node; no barrier was possible")
+            # A coordinator of groups is loading, or moves to another node. The caller then holds back all groups.
+            return BarrierResponse(offsets=offsets)
         names = [name for found in groups for some in found.values() for name in some]
         return BarrierResponse(offsets=offsets, transactional_groups=names)
 

@@ -529,8 +529,9 @@ async def _topics_of(service: MirrorService, request: AdoptRequest) -> list[Topi
 
 async def _recreated(service: MirrorService, request: AdoptRequest) -> list[str]:
     """Return those of the requested topics that were deleted here and created again, so that they are others now."""
+    names, topic_ids = set(request.names), set(request.topic_ids)
     declared = await service.topics.declared()
-    return sorted(one.name for one in declared if one.name in request.names and one.topic_id not in request.topic_ids)
+    return sorted(one.name for one in declared if one.name in names and one.topic_id not in topic_ids)
 
 
 async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:

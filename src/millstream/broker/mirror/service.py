@@ -766,15 +766,16 @@ class MirrorService:
         With cuts, it then truncates those partitions only; raise `NotLeader` if it does not lead one of them.
         """
         await self.topics.await_mirror(request.topic_ids, request.mirror)
+        topic_ids = set(request.topic_ids)
         if request.cuts:
             led = [self.topics.partition(topic, index) for topic, cuts in request.cuts.items() for index in cuts]
-            if any(partition.topic.topic_id not in request.topic_ids for partition in led):
+            if any(partition.topic.topic_id not in topic_ids for partition in led):
                 raise InvalidMirror("a topic was deleted and created again meanwhile; try again")
         else:
             led = [
                 partition
                 for partition in self.topics.hosted()
-                if partition.topic.topic_id in request.topic_ids and partition.is_leader
+                if partition.topic.topic_id in topic_ids and partition.is_leader
             ]
         try:
             async with asyncio.timeout(FENCE_S):

@@ -38,9 +38,9 @@ ALGORITHMS: Final = (
     "EdDSA",
 )
 LEEWAY_S: Final = 30
+"""How much the clock of an issuer may differ."""
 TIME_MAX_S: Final = 253_402_300_799
 """The end of the year 9999. A time in milliseconds is later, and is not taken for one that never comes."""
-"""How much the clock of an issuer may differ."""
 _REASONS: Final = {
     "bad_signature": "its signature is wrong",
     "exceeded_size": "its header or its signature is too long",

@@ -55,7 +55,7 @@ def differences(
         # Its original start is no difference for a subscription that has started.
         if name != START and known.get(name) != value
     ]
-    if set(topics) != set(described["topics"]):
+    if set(topics) != set(described["topics"]) or described["has_hidden_topics"]:
         known_topics = {**described, "topics": sorted(described["topics"])}
         found.append(f"its topics are {topics_text(known_topics)}, not {', '.join(sorted(topics))}")
     return found

@@ -56,6 +56,7 @@ from millstream.core.errors import (
     MillstreamError,
     NotLeader,
     OffsetOutOfRange,
+    TopicNotAuthorized,
     UnknownTopic,
 )
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
@@ -701,9 +702,11 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
         return [(Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names]
 
     def redact(self, response: LedgerMarkResponse, rights: Rights) -> LedgerMarkResponse:
-        """Leave out the queues of topics that the client may not describe."""
-        visible = [queue for queue in response.queues if rights.topic(Operation.DESCRIBE, queue.topic)]
-        return msgspec.structs.replace(response, queues=visible)
+        """Refuse a client that may not describe a topic: an audit without some queues would not add up."""
+        if all(rights.topic(Operation.DESCRIBE, queue.topic) for queue in response.queues):
+            return response
+        error = TopicNotAuthorized("the ledger covers topics on which this needs DESCRIBE")
+        return LedgerMarkResponse(error=int(error_code(error)), message=error_message(error))
 
     async def handle(self, request: LedgerMarkRequest) -> LedgerMarkResponse:
         """Mark one queue after the other."""

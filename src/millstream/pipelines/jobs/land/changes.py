@@ -283,9 +283,11 @@ def _plain_value(key: bytes) -> bytes | None:
         value = msgspec.json.decode(key)
     except msgspec.MsgspecError:
         try:
-            return msgspec.json.encode(key.decode())
+            text = key.decode()
         except UnicodeDecodeError:
             return None
+        # A key in a binary format may happen to be valid UTF-8.
+        return msgspec.json.encode(text) if text.isprintable() else None
     return None if value is None or isinstance(value, bool | list | dict) else key
 
 
