@@ -36,6 +36,7 @@ from millstream_testing.browser import (
     take_picture,
 )
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>window.pwned=1</script>"
 MESSAGES = {"content-type": "application/vnd.millstream.messages+json"}
@@ -260,8 +261,9 @@ def test_keys_and_reasons_are_selected_with_any_content(console: Console, topic:
         assert api.post(pull.replace(":pull", ":settle"), json=rejected).is_success
         found = pages.get(f"/topics/{topic}/messages", params={"key": text})
         assert (found.status_code, "1 found in 2 of 2 messages" in found.text) == (200, True), found.text
-        letters = pages.get(f"/dead-letters/{topic}-s-dlq")
-        (link,) = re.findall(r'href="[^"]*(\?filter=[^"]+)"', letters.text)
+        # The letter is written after the rejection was confirmed.
+        letters = f"/dead-letters/{topic}-s-dlq"
+        (link,) = wait_until(lambda: re.findall(r'href="[^"]*(\?filter=[^"]+)"', pages.get(letters).text))
         selected = pages.get(f"/dead-letters/{topic}-s-dlq{unescape(link)}")
         assert (selected.status_code, "Selected letters" in selected.text) == (200, True), selected.text
 
