@@ -416,7 +416,7 @@ class MoveThrottle:
     def bytes_max(self, key: PartitionKey, size: int) -> int:
         """Return how many of this many bytes one fetch of a partition may ask for."""
         plan = self._plan_of(key)
-        return size if plan is None else min(size, plan.throttle_bytes // _AT_ONCE_PER_RECEIVER)
+        return size if plan is None else min(size, max(1, plan.throttle_bytes // _AT_ONCE_PER_RECEIVER))
 
     def pause_after(self, key: PartitionKey, size: int) -> float:
         """Return for how many seconds a partition is not fetched, after a fetch that brought this many bytes."""
