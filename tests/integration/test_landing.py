@@ -165,9 +165,10 @@ def test_payloads_become_columns_that_grow(shore: Shore, topic: str) -> None:
     job = shore.job(topics=topic, decode="json")
     shore.publish(topic, [{"id": number, "total": 1} for number in range(20)])
     run(job)
-    shore.publish(topic, [{"id": 20, "total": 2.5, "buyer": {"name": "Ann"}, "tags": ["a"], "key": "mine"}])
-    shore.publish(topic, [{"id": 21, "buyer": {"name": "Bob", "age": 30}}, {"new": True}, None])
-    shore.publish(topic, [{"id": "x"}, b"no json", {"id": 22, "buyer": {"name": 5, "age": 1.0}}])
+    ann = {"id": 20, "total": 2.5, "buyer": {"name": "Ann"}, "tags": ["a"], "key": "mine"}
+    # The first value by partition and offset decides the type of a new column: that of `buyer.name` is Ann's.
+    shore.publish(topic, [ann, {"id": 21, "buyer": {"name": "Bob", "age": 30}}, {"new": True}, None], partition=0)
+    shore.publish(topic, [{"id": "x"}, b"no json", {"id": 22, "buyer": {"name": 5, "age": 1.0}}], partition=1)
     run(job)
     shore.publish(topic, [{"id": 23, "total": 4}])
     run(job)
