@@ -82,7 +82,7 @@ def test_groups_come_from_all_nodes() -> None:
 @pytest.mark.parametrize(
     "groups",
     [
-        pytest.param({}, id="an earlier version, which knows none"),
+        pytest.param({}, id="no coordinator is reported"),
         pytest.param({0: ["a"]}, id="one was between two nodes"),
         pytest.param({0: ["a"], 1: ["b"], 2: []}, id="one came over from the other node"),
     ],

@@ -538,7 +538,7 @@ async def test_a_cutover_of_some_topics_does_not_wait_for_a_copy_of_another(monk
 
 @pytest.mark.parametrize("is_planned", [True, False])
 @pytest.mark.parametrize(
-    "transactional", [None, [], ["g"]], ids=["source of an earlier version", "no transaction", "transactional group"]
+    "transactional", [None, [], ["g"]], ids=["groups unknown", "no transaction", "transactional group"]
 )
 @pytest.mark.parametrize("cut", [None, 20, 30], ids=["failover not finished", "records cut off", "nothing cut off"])
 async def test_offsets_are_not_applied_without_records_that_a_failover_of_other_topics_has_cut_off(
