@@ -20,7 +20,7 @@ def main() -> int:
     given = parser.parse_args()
     found = 0
     for name in FUZZERS:
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--seconds", str(given.seconds), "--seed", given.seed]
+        command = [sys.executable, "-m", f"trials.{name}", "--seconds", str(given.seconds), "--seed", given.seed]
         found += subprocess.run(command).returncode != 0
     return 1 if found else 0
 
