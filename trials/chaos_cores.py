@@ -6,7 +6,7 @@ One machine, which starts with three broker processes, has all of these loads at
 
 - messages: idempotent producers and a plain one write, a group reads and commits (`kill_trial.py`);
 - transactions: groups of programs consume, transform and produce in transactions (`transaction_trial.py`);
-- subscriptions: workers with every delivery promise and client take messages (`subscription_trial.py`).
+- subscriptions: workers with every delivery mode and client process messages (`subscription_trial.py`).
 
 In each round every load waits until it has recovered from the last kill. Then a broker process, the supervisor or all
 processes are killed with SIGKILL, and the machine starts with another number of processes after the latter two; some
@@ -34,36 +34,36 @@ from millstream_testing.server import ServerFailed
 from millstream_testing.trial_clients import TrialFailed
 
 MESSAGES_PER_S = 60
-"""Of each producer: more would leave too little of a small machine for the other loads."""
+"""The rate of each producer, low enough to leave a small machine room for the other loads."""
 LEASE_S = 0.5
-"""How long the machine is away after a kill is drawn from this."""
+"""The duration of an outage after a kill is drawn from this."""
 AIOKAFKA_IDLE_S_MAX = 10.0
-"""When all brokers that aiokafka knows are gone, it never turns to its bootstrap addresses again, not even for those
-that have come back with another number of cores: its programs are then restarted."""
+"""When all known brokers are gone, aiokafka never uses its bootstrap addresses again, even if brokers are back there with
+another number of cores; its programs are then restarted."""
 HEAL_S_MAX = 300.0
 """How long programs may take to catch up: on a machine that is busy with other work, each transaction takes seconds."""
 MINUTES_MAX = 120.0
 
 
 def main() -> int:
-    """Run the trial; 0 when nothing was wrong, 1 otherwise."""
+    """Run the trial; return 0 if it passed, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_cores", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="how many; the default is 50")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
-    parser.add_argument("--load", default=",".join(LOADS), help="only these kinds of load; the default is all of them")
-    parser.add_argument("--keep", type=Path, help="leave the data, the logs and the histories in this folder")
+    parser.add_argument("--kills", type=int, default=50, help="the number of kills (default: 50)")
+    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
+    parser.add_argument("--load", default=",".join(LOADS), help="the kinds of load (default: all)")
+    parser.add_argument("--keep", type=Path, help="keep the data, the logs and the histories in this folder")
     arguments = parser.parse_args()
     seed = random.randrange(2**32) if arguments.seed is None else arguments.seed
     # Without waiting for the threads: all processes of the trial end with this one.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     with tempfile.TemporaryDirectory(prefix="millstream-chaos-cores-") as folder:
         kept = Path(folder) if arguments.keep is None else arguments.keep
-        is_sound = trial(arguments.load.split(","), arguments.kills, seed, kept)
-    return int(not is_sound)
+        passed = trial(arguments.load.split(","), arguments.kills, seed, kept)
+    return int(not passed)
 
 
 def trial(loads: list[str], kills: int, seed: int, folder: Path) -> bool:
-    """Run loads on one machine and print the outcome; return whether nothing was wrong."""
+    """Run loads on one machine and print the outcome; return whether they passed."""
     print_line(f"{', '.join(loads)}: {kills} kills, seed {seed}")
     began = time.monotonic()
     machine = TrialMachine(folder, seed=seed, settings={**transaction_trial.SETTINGS, **subscription_trial.SETTINGS})
@@ -83,21 +83,21 @@ def trial(loads: list[str], kills: int, seed: int, folder: Path) -> bool:
         except BaseException:
             server.abandon()
             raise
-        print_line(f"{load}: {found or 'nothing was wrong'}")
+        print_line(f"{load}: {found or 'passed'}")
         if found:
             server.abandon()
         return not found
 
     with machine, ThreadPoolExecutor(len(loads)) as threads:
         server.share(len(loads))
-        is_sound = all(list(threads.map(run, loads)))
+        passed = all(list(threads.map(run, loads)))
         server.share(1)
     took = f"{server.kills} kills and {server.clean_stops} clean stops in {time.monotonic() - began:.0f} s"
-    if is_sound:
-        print_line(f"nothing was wrong: {took}, seed {seed}")
+    if passed:
+        print_line(f"passed: {took}, seed {seed}")
     else:
-        print_line(f"BROKEN: {took}, seed {seed}; the log of the machine ends with:\n{server.log_tail()}")
-    return is_sound
+        print_line(f"FAILED: {took}, seed {seed}; the log of the machine ends with:\n{server.log_tail()}")
+    return passed
 
 
 Show = Callable[[str], None]
@@ -113,7 +113,7 @@ def _messages(folder: Path, machine: TrialMachine, kills: int, seed: int, show: 
         running.end_clients()
         running.save_history(folder / "history.jsonl")
     show(f"{outcome.report}")
-    return "" if outcome.report.ok else "BROKEN"
+    return "" if outcome.report.ok else "FAILED"
 
 
 def _transactions(folder: Path, machine: TrialMachine, kills: int, seed: int, show: Show) -> str:
@@ -138,8 +138,8 @@ def _transactions(folder: Path, machine: TrialMachine, kills: int, seed: int, sh
     finally:
         running.end_clients()
         running.save_history(folder / "history.jsonl")
-    show(f"{running.renewed} programs renewed; {outcome.findings()}")
-    return "" if outcome.ok else "BROKEN"
+    show(f"{running.restarts} program restarts; {outcome.findings()}")
+    return "" if outcome.ok else "FAILED"
 
 
 def _subscriptions(folder: Path, machine: TrialMachine, kills: int, seed: int, show: Show) -> str:
@@ -153,8 +153,8 @@ def _subscriptions(folder: Path, machine: TrialMachine, kills: int, seed: int, s
         minutes_max=MINUTES_MAX,
     )
     outcome = asyncio.run(subscription_trial.SubscriptionTrial(folder, machine, plan, show).run())
-    show(outcome.account)
-    return "\n".join(f"BROKEN {finding}" for finding in outcome.findings)
+    show(outcome.summary)
+    return "\n".join(f"VIOLATION {finding}" for finding in outcome.findings)
 
 
 LOADS: Mapping[str, Callable[[Path, TrialMachine, int, int, Show], str]] = {

@@ -1,9 +1,9 @@
-"""`make chaos-push`: nodes, push processes and the endpoint are killed while messages are pushed; every one is judged.
+"""`make chaos-push`: nodes, push processes and the endpoint are killed under load, and every message is checked.
 
     python -m trials.chaos_push [--nodes 1|3] [--faults N] [--seed S] [--minutes M] [--keep FOLDER]
 
-What is tried and how it is judged: `src/millstream_testing/push_trial.py`. The exit code is 1, and the seed is printed,
-when a promise was broken or a queue did not run empty.
+The trial and its checks are `src/millstream_testing/push_trial.py`. The exit code is 1, and the seed is printed, when a
+guarantee was violated or a queue did not drain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from millstream_testing.trial_solo import TrialSolo
 
 
 def main() -> int:
-    """Run the trial; 0 when all was as it should be, 1 otherwise."""
+    """Run the trial; return 0 if it passed, 1 otherwise."""
     arguments = _arguments()
     seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -38,16 +38,18 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_push", description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", choices=("1", "3"), default="3", help="one node, or a cluster; the default is 3")
-    parser.add_argument("--faults", type=int, default=15, help="how many; the default is 15")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
-    parser.add_argument("--minutes", type=float, default=10.0, help="no more faults after so long; the default is 10")
-    parser.add_argument("--keep", type=Path, help="leave the data and the logs in this folder")
+    parser.add_argument("--nodes", choices=("1", "3"), default="3", help="one node or a cluster (default: 3)")
+    parser.add_argument("--faults", type=int, default=15, help="the number of faults (default: 15)")
+    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="stop injecting faults after this long (default: 10)"
+    )
+    parser.add_argument("--keep", type=Path, help="keep the data and the logs in this folder")
     return parser.parse_args()
 
 
 def trial(arguments: argparse.Namespace, seed: int, folder: Path) -> bool:
-    """Run it and print the outcome; return whether nothing was wrong."""
+    """Run the trial and print the outcome; return whether it passed."""
     plan = Plan(seed=seed, faults=arguments.faults, minutes_max=arguments.minutes)
     print_line(f"{arguments.nodes} nodes, {plan.faults} faults, seed {seed}")
     try:
@@ -56,15 +58,15 @@ def trial(arguments: argparse.Namespace, seed: int, folder: Path) -> bool:
     except (TrialFailed, ServerFailed) as error:
         print_line(f"the trial failed: {error}\nseed {seed}")
         return False
-    print_line(outcome.account)
+    print_line(outcome.summary)
     for finding in outcome.findings:
-        print_line(f"BROKEN {finding}")
-    print_line(f"seed {seed}" if outcome.findings else "nothing was wrong")
+        print_line(f"VIOLATION {finding}")
+    print_line(f"seed {seed}" if outcome.findings else "passed")
     return not outcome.findings
 
 
 def cluster_of(nodes: int, folder: Path) -> TrialCluster:
-    """The nodes of the trial; they have to reach an endpoint in this process, so their links are relays."""
+    """Return the nodes, linked by relays because they must reach an endpoint in this process."""
     if nodes == 1:
         return TrialSolo(folder, settings=SETTINGS)
     settings = SETTINGS | {"lease-ms": 2000, "replica-lag-ms": 3000}

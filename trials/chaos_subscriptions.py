@@ -3,9 +3,9 @@
     python -m trials.chaos_subscriptions [--nodes 1|3|both] [--faults N] [--seed S] [--kinds kill,pause]
         [--minutes M] [--plant BUG] [--keep FOLDER]
 
-What is tried: `src/millstream_testing/subscription_trial.py`; how it is judged: `subscription_check.py` beside it. As
-root on Linux the nodes of the cluster run in network namespaces, else links are relays. The exit code is 1, and the
-seed is printed, when a promise was broken or a queue did not run empty; with `--plant` it is 1 when nothing was found.
+The trial is `src/millstream_testing/subscription_trial.py`, its checker `subscription_check.py`. As root on Linux the
+nodes of a cluster run in network namespaces, otherwise links are relays. The exit code is 1, and the seed is printed,
+when a guarantee was violated or a queue did not drain; with `--plant` it is 1 when nothing was found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millstream_testing.cluster_network import NamespaceNetwork, RelayNetwork, m
 from millstream_testing.planted_serve import BUGS, planted
 from millstream_testing.server import ServerFailed
 from millstream_testing.stepped_serve import PROGRAM
-from millstream_testing.subscription_trial import ALONE, NODE_KINDS, SETTINGS, Plan, SubscriptionTrial
+from millstream_testing.subscription_trial import NODE_KINDS, SETTINGS, SINGLE_NODE_KINDS, Plan, SubscriptionTrial
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster
 from millstream_testing.trial_solo import TrialSolo
@@ -33,39 +33,43 @@ FAULTS = {1: 30, CLUSTER: 60}
 
 
 def main() -> int:
-    """Run the trials; 0 when all was as it should be, 1 otherwise."""
+    """Run the trials; return 0 if all passed, 1 otherwise."""
     arguments = _arguments()
     seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="millstream-chaos-") as folder:
         kept = folder if arguments.keep is None else arguments.keep
         sizes = (1, CLUSTER) if arguments.nodes == "both" else (int(arguments.nodes),)
-        sound = [trial(arguments, seed, nodes, Path(kept) / f"nodes-{nodes}") for nodes in sizes]
+        passed = [trial(arguments, seed, nodes, Path(kept) / f"nodes-{nodes}") for nodes in sizes]
     if arguments.plant:
-        print_line(f"{arguments.plant} was {'not found' if any(sound) else 'found'}")
-    return int(any(sound) if arguments.plant else not all(sound))
+        print_line(f"{arguments.plant} was {'not found' if any(passed) else 'found'}")
+    return int(any(passed) if arguments.plant else not all(passed))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_subscriptions", description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", choices=("1", "3", "both"), default="both", help="one node, a cluster, or both")
-    parser.add_argument("--faults", type=int, help="of nodes; the default is 30 for one node, 60 for a cluster")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
-    parser.add_argument("--minutes", type=float, default=20.0, help="no more faults after so long; the default is 20")
-    parser.add_argument("--rate", type=float, default=40.0, help="messages in a second; the default is 40")
-    parser.add_argument("--kinds", default="", help=f"what happens to nodes, of {','.join(NODE_KINDS)}")
-    parser.add_argument("--plant", choices=BUGS, help="have the nodes do something wrong, which has to be found")
-    parser.add_argument("--keep", type=Path, help="leave the data, the logs and what workers saw in this folder")
+    parser.add_argument(
+        "--faults", type=int, help="the number of node faults (default: 30 for one node, 60 for a cluster)"
+    )
+    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="stop injecting faults after this long (default: 20)"
+    )
+    parser.add_argument("--rate", type=float, default=40.0, help="messages per second (default: 40)")
+    parser.add_argument("--kinds", default="", help=f"the kinds of node faults, some of {','.join(NODE_KINDS)}")
+    parser.add_argument("--plant", choices=BUGS, help="plant a bug in the nodes, which the checker must find")
+    parser.add_argument("--keep", type=Path, help="keep the data, logs and journals in this folder")
     return parser.parse_args()
 
 
 def trial(arguments: argparse.Namespace, seed: int, nodes: int, folder: Path) -> bool:
-    """Run on some nodes and print the outcome; return whether nothing was wrong."""
+    """Run on this many nodes and print the outcome; return whether it passed."""
     folder.mkdir(parents=True, exist_ok=True)
     faults = arguments.faults or FAULTS[nodes]
     plan = Plan(seed=seed, faults=faults, minutes_max=arguments.minutes, messages_per_s=arguments.rate)
     wanted = arguments.kinds.split(",") if arguments.kinds else list(NODE_KINDS)
-    plan.node_kinds = {kind: NODE_KINDS[kind] for kind in wanted if nodes > 1 or kind in ALONE}
+    plan.node_kinds = {kind: NODE_KINDS[kind] for kind in wanted if nodes > 1 or kind in SINGLE_NODE_KINDS}
     print_line(f"{nodes} nodes, {faults} faults, seed {seed}")
     program = planted(arguments.plant) if arguments.plant else PROGRAM
     try:
@@ -74,15 +78,15 @@ def trial(arguments: argparse.Namespace, seed: int, nodes: int, folder: Path) ->
     except (TrialFailed, ServerFailed) as error:
         print_line(f"the trial failed: {error}\nseed {seed}")
         return False
-    print_line(outcome.account)
+    print_line(outcome.summary)
     for finding in outcome.findings:
-        print_line(f"BROKEN {finding}")
-    print_line(f"{nodes} nodes: {'nothing was wrong' if outcome.ok else f'seed {seed}'}")
+        print_line(f"VIOLATION {finding}")
+    print_line(f"{nodes} nodes: {'passed' if outcome.ok else f'seed {seed}'}")
     return outcome.ok
 
 
 def cluster_of(nodes: int, folder: Path, program: tuple[str, ...]) -> TrialCluster:
-    """The nodes of a trial."""
+    """Return the nodes of a trial."""
     if nodes == 1:
         return TrialSolo(folder, settings=SETTINGS, program=program)
     network = NamespaceNetwork(nodes) if may_have_namespaces() else RelayNetwork(nodes)

@@ -1,10 +1,10 @@
-"""`make chaos-transactions`: kill programs and brokers at least 100 times, and check that each effect is there once.
+"""`make chaos-transactions`: kill programs and brokers at least 100 times, and check for exactly-once results.
 
     python -m trials.chaos_transactions [--kills N] [--seed S] [--minutes M] [--nodes 1] [--groups NAMES]
 
-What is tried, and how it is judged: `src/millstream_testing/transaction_trial.py`. With `--nodes 1` there is no cluster
-and no failover. The exit code is 1, and the seed is printed, when something is wrong, or when something hangs: then it
-prints what waits for what.
+The trial and its checks are `src/millstream_testing/transaction_trial.py`. With `--nodes 1` there is no cluster and no
+failover. The exit code is 1, and the seed is printed, when there is a finding or when something hangs; then the trial
+also prints what is waiting.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from millstream_testing.trial_cluster import TrialCluster
 from millstream_testing.trial_solo import TrialSolo
 
 JAVA_CLIENT = "4.4.0"
-ALONE = ("kill", "stop", "pause")
-"""What can happen to a node that has no others."""
+SINGLE_NODE_KINDS = ("kill", "stop", "pause")
+"""The kinds of faults that apply to a single node."""
 
 
 def main() -> int:
-    """Run the trial; 0 when nothing was wrong, 1 otherwise."""
+    """Run the trial; return 0 if it passed, 1 otherwise."""
     arguments = _arguments()
     plan = Plan(kills=arguments.kills, minutes_max=arguments.minutes, heal_s_max=arguments.patience)
     if arguments.seed is not None:
@@ -50,7 +50,7 @@ def main() -> int:
     if arguments.groups:
         plan.groups = tuple(group for group in plan.groups if group in arguments.groups.split(","))
     if arguments.nodes == 1:
-        plan.node_kinds = {kind: weight for kind, weight in plan.node_kinds.items() if kind in ALONE}
+        plan.node_kinds = {kind: weight for kind, weight in plan.node_kinds.items() if kind in SINGLE_NODE_KINDS}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if arguments.keep is not None:
         return trial(plan, arguments.nodes, arguments.keep, arguments.json)
@@ -60,24 +60,28 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_transactions", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="how many processes to kill; the default is 100")
-    parser.add_argument("--minutes", type=float, default=30.0, help="stop after so long; the default is 30")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
-    parser.add_argument("--nodes", type=int, default=3, help="how many nodes; the default is 3, and 1 is no cluster")
-    parser.add_argument("--patience", type=float, default=90.0, help="seconds to catch up after a round; default: 90")
+    parser.add_argument("--kills", type=int, default=100, help="how many processes to kill (default: 100)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="stop after this long (default: 30)")
+    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
+    parser.add_argument("--nodes", type=int, default=3, help="the number of nodes (default: 3); 1 is a single node")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds to catch up after a round (default: 90)")
     parser.add_argument(
-        "--java", default=JAVA_CLIENT, help=f"the version of Apache Kafka's client, '' for none; default: {JAVA_CLIENT}"
+        "--java",
+        default=JAVA_CLIENT,
+        help=f"the version of Apache Kafka's client, '' for none (default: {JAVA_CLIENT})",
     )
-    parser.add_argument("--groups", default="", help="only these groups of programs, of classic,consumer,aiokafka,java")
+    parser.add_argument(
+        "--groups", default="", help="only these groups of programs, some of classic,consumer,aiokafka,java"
+    )
     kinds = ",".join(kind for kind in KINDS if kind != "disk")
-    parser.add_argument("--kinds", default="", help=f"what happens to nodes, of {kinds}")
-    parser.add_argument("--keep", type=Path, help="leave the data, the logs and the history in this folder")
-    parser.add_argument("--json", type=Path, help="write what happened to this file")
+    parser.add_argument("--kinds", default="", help=f"the kinds of node faults, some of {kinds}")
+    parser.add_argument("--keep", type=Path, help="keep the data, the logs and the history in this folder")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser.parse_args()
 
 
 def add_java(plan: Plan, version: str) -> None:
-    """Have programs with Apache Kafka's own client, whose transactions are those of the newer protocol."""
+    """Add programs with Apache Kafka's own client, which uses the newer transaction protocol."""
     try:
         plan.java = tuple(transaction_program(version))
     except Unavailable as error:
@@ -87,7 +91,7 @@ def add_java(plan: Plan, version: str) -> None:
 
 
 def cluster_of(plan: Plan, nodes: int, folder: Path) -> TrialCluster:
-    """The nodes of a trial."""
+    """Return the nodes of a trial."""
     if nodes == 1:
         return TrialSolo(folder, settings=SETTINGS)
     settings = SETTINGS | {"lease-ms": plan.lease_ms, "replica-lag-ms": plan.replica_lag_ms}
@@ -109,12 +113,10 @@ def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
             print_line(f"{running.waiting()}\nthe trial failed: {error}\nseed {plan.seed}")
             return 1
         running.save_history(folder / "history.jsonl")
-    for line in account(outcome.rounds):
+    for line in summarize(outcome.rounds):
         print_line(line)
     took_s = time.monotonic() - began
-    print_line(
-        f"{outcome.kills} kills in {len(outcome.rounds)} rounds and {took_s:.0f} s, {running.renewed} programs renewed"
-    )
+    print_line(f"{outcome.kills} kills in {len(outcome.rounds)} rounds and {took_s:.0f} s, {running.restarts} restarts")
     print_line(outcome.findings())
     if report is not None:
         summary = {"seed": plan.seed, "nodes": nodes, "kills": outcome.kills, "seconds": took_s, "ok": outcome.ok}
@@ -125,8 +127,8 @@ def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
     return 0 if outcome.ok else 1
 
 
-def account(rounds: Sequence[Round]) -> list[str]:
-    """How often each kind of fault happened, and how long programs needed to catch up after rounds with it."""
+def summarize(rounds: Sequence[Round]) -> list[str]:
+    """Return how often each kind of fault happened, and how long programs took to catch up afterwards."""
     counts = Counter(kind for one in rounds for kind in one.kinds)
     lines = [f"{'kind of fault':20} count  caught up: median  longest"]
     for kind in sorted(counts):

@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from millstream_testing.transaction_events import TransactionBegun
-from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, Renew, Stuck, Worker
+from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, RestartRequired, Stuck, Worker
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class AiokafkaWorker(Worker):
             asyncio.run(self._work())
         except (KafkaError, AssertionError) as error:
             # The client asserts that no error occurs between some of its steps, but one may.
-            raise Renew(repr(error)) from error
+            raise RestartRequired(repr(error)) from error
 
     async def _work(self) -> None:
         task = self.task
@@ -35,11 +35,11 @@ class AiokafkaWorker(Worker):
             transaction_timeout_ms=task.timeout_ms,
             **task.settings.get("producer", {}),
         )
-        await self._within("start of the producer", self._producer.start())
-        # The first transaction waits until the previous life's open transaction has ended; only then do its offsets
-        # count.
-        await self._within("begin_transaction", self._producer.begin_transaction())
-        await self._within("abort_transaction", self._producer.abort_transaction())
+        await self._with_timeout("start of the producer", self._producer.start())
+        # The first transaction waits until the open transaction of the previous process has ended; only then are its
+        # offsets final.
+        await self._with_timeout("begin_transaction", self._producer.begin_transaction())
+        await self._with_timeout("abort_transaction", self._producer.abort_transaction())
         self._consumer = AIOKafkaConsumer(
             bootstrap_servers=task.brokers,
             group_id=task.group,
@@ -49,7 +49,7 @@ class AiokafkaWorker(Worker):
             **task.settings.get("consumer", {}),
         )
         self._consumer.assign([TopicPartition(task.source, partition) for partition in task.partitions])
-        await self._within("start of the consumer", self._consumer.start())
+        await self._with_timeout("start of the consumer", self._consumer.start())
         busy_at = time.monotonic()
         while not self.stopping.is_set():
             polled = await self._consumer.getmany(timeout_ms=int(BATCH_S * 1000), max_records=BATCH_MAX)
@@ -57,43 +57,43 @@ class AiokafkaWorker(Worker):
                 await self._transact(polled)
                 busy_at = time.monotonic()
             elif task.idle_s_max is not None and time.monotonic() - busy_at > task.idle_s_max:
-                raise Renew(f"no message for {task.idle_s_max:g} s")
-        await self._within("stop of the producer", self._producer.stop())
-        await self._within("stop of the consumer", self._consumer.stop())
+                raise RestartRequired(f"no message for {task.idle_s_max:g} s")
+        await self._with_timeout("stop of the producer", self._producer.stop())
+        await self._with_timeout("stop of the consumer", self._consumer.stop())
 
     async def _transact(self, polled: dict[TopicPartition, list[Any]]) -> None:
         begun = self.begin((record.partition, record.offset) for records in polled.values() for record in records)
-        await self._within("begin_transaction", self._producer.begin_transaction())
+        await self._with_timeout("begin_transaction", self._producer.begin_transaction())
         sent = [
-            await self._within("send", self._producer.send(output.topic, value, partition=output.partition))
+            await self._with_timeout("send", self._producer.send(output.topic, value, partition=output.partition))
             for output, value in self.values(begun)
         ]
         positions = {TopicPartition(begun.source, each.partition): each.next for each in begun.inputs}
-        await self._within(
+        await self._with_timeout(
             "send_offsets_to_transaction", self._producer.send_offsets_to_transaction(positions, self.task.group)
         )
-        await self._within("acknowledgements", asyncio.gather(*sent))
+        await self._with_timeout("acknowledgements", asyncio.gather(*sent))
         if self.wants_abort():
             await self._abort(begun)
             return
         self.end_requested(commit=True)
-        await self._within("commit_transaction", self._producer.commit_transaction())
+        await self._with_timeout("commit_transaction", self._producer.commit_transaction())
         self.ended(committed=True)
 
     async def _abort(self, begun: TransactionBegun) -> None:
         """Abort, and read again what was consumed."""
         self.end_requested(commit=False)
-        await self._within("abort_transaction", self._producer.abort_transaction())
+        await self._with_timeout("abort_transaction", self._producer.abort_transaction())
         self.ended(committed=False)
         for each in begun.inputs:
             self._consumer.seek(TopicPartition(begun.source, each.partition), each.first)
 
-    async def _within(self, name: str, done: Awaitable[T]) -> T:
+    async def _with_timeout(self, name: str, done: Awaitable[T]) -> T:
         idle_s_max = self.task.idle_s_max
         limit_s = self.task.stuck_s if idle_s_max is None else idle_s_max
         try:
             async with asyncio.timeout(limit_s):
                 return await done
         except TimeoutError as error:
-            kind = Stuck if idle_s_max is None else Renew
+            kind = Stuck if idle_s_max is None else RestartRequired
             raise kind(f"{name} was not done within {limit_s:g} s") from error

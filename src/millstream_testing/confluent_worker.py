@@ -13,10 +13,10 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from millstream_testing.transaction_events import TransactionBegun
-from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, RENEW, Renew, Stuck, Task, Worker
+from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, RESTART, RestartRequired, Stuck, Task, Worker
 
 _CALL_S = 5.0
-HANGS_S = 20.0
+HANG_S = 20.0
 """A call that takes this long has ignored its timeout: the client waits for a broker that it no longer knows."""
 
 _CLIENT: dict[str, Any] = {"reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200, "log_level": 3}
@@ -51,15 +51,15 @@ class ConfluentWorker(Worker):
 
     def run(self) -> None:
         """Work until stopped."""
-        self._insist("init_transactions", lambda: self._producer.init_transactions(_CALL_S))
-        self._consumer.subscribe([self.task.source], on_revoke=self._drop, on_lost=self._drop)
+        self._retry("init_transactions", lambda: self._producer.init_transactions(_CALL_S))
+        self._consumer.subscribe([self.task.source], on_revoke=self._discard_revoked, on_lost=self._discard_revoked)
         while not self.stopping.is_set():
             self._poll_batch()
             if self._batch:
                 self._transact()
         self._consumer.close()
 
-    def _drop(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+    def _discard_revoked(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         """Discard polled messages of partitions that may be assigned to others by now."""
         gone = {one.partition for one in partitions}
         self._batch = [message for message in self._batch if message.partition() not in gone]
@@ -75,7 +75,7 @@ class ConfluentWorker(Worker):
             if error is None:
                 self._batch.append(message)
             elif error.fatal() or error.code() == KafkaError._FATAL:
-                raise Renew(f"the consumer failed: {error}")
+                raise RestartRequired(f"the consumer failed: {error}")
 
     def _transact(self) -> None:
         begun = self.begin((message.partition() or 0, message.offset() or 0) for message in self._batch)
@@ -84,7 +84,7 @@ class ConfluentWorker(Worker):
             for output, value in self.values(begun):
                 self._producer.produce(output.topic, value, partition=output.partition)
             positions = [TopicPartition(begun.source, each.partition, each.next) for each in begun.inputs]
-            self._insist(
+            self._retry(
                 "send_offsets_to_transaction",
                 lambda: self._producer.send_offsets_to_transaction(
                     positions, self._consumer.consumer_group_metadata(), _CALL_S
@@ -94,20 +94,20 @@ class ConfluentWorker(Worker):
                 self._abort(begun)
                 return
             self.end_requested(commit=True)
-            self._insist("commit_transaction", lambda: self._producer.commit_transaction(_CALL_S))
+            self._retry("commit_transaction", lambda: self._producer.commit_transaction(_CALL_S))
             self.ended(committed=True)
         except KafkaException as error:
             if not error.args[0].txn_requires_abort():
-                raise Renew(str(error)) from error
+                raise RestartRequired(str(error)) from error
             self._abort(begun)
 
     def _abort(self, begun: TransactionBegun) -> None:
         """Abort, and read again what was consumed."""
         self.end_requested(commit=False)
         try:
-            self._insist("abort_transaction", lambda: self._producer.abort_transaction(_CALL_S))
+            self._retry("abort_transaction", lambda: self._producer.abort_transaction(_CALL_S))
         except KafkaException as error:
-            raise Renew(str(error)) from error
+            raise RestartRequired(str(error)) from error
         self.ended(committed=False)
         mine = {one.partition for one in self._consumer.assignment()}
         try:
@@ -115,14 +115,14 @@ class ConfluentWorker(Worker):
                 if each.partition in mine:
                     self._consumer.seek(TopicPartition(begun.source, each.partition, each.first))
         except KafkaException as error:
-            raise Renew(f"cannot read again: {error}") from error
+            raise RestartRequired(f"cannot read again: {error}") from error
 
-    def _insist(self, name: str, call: Callable[[], object]) -> None:
+    def _retry(self, name: str, call: Callable[[], object]) -> None:
         """Call until it succeeds; retriable errors are retried, as the client requires."""
         deadline = time.monotonic() + self.task.stuck_s
         while True:
             try:
-                with self._watched(name):
+                with self._exit_on_hang(name):
                     call()
             except KafkaException as error:
                 if error.args[0].fatal() or not error.args[0].retriable():
@@ -133,14 +133,14 @@ class ConfluentWorker(Worker):
                 return
 
     @contextmanager
-    def _watched(self, name: str) -> Iterator[None]:
-        """End this life if a call hangs. The next life shows whether the broker is to blame."""
+    def _exit_on_hang(self, name: str) -> Iterator[None]:
+        """End the process if a call hangs. The next process shows whether the broker is at fault."""
 
         def give_up() -> None:
-            print(f"{self.task.producer} needs a new life: {name} does not come back", file=sys.stderr, flush=True)
-            os._exit(RENEW)
+            print(f"{self.task.producer} has to be restarted: {name} does not return", file=sys.stderr, flush=True)
+            os._exit(RESTART)
 
-        timer = threading.Timer(HANGS_S, give_up)
+        timer = threading.Timer(HANG_S, give_up)
         timer.daemon = True
         timer.start()
         try:

@@ -1,9 +1,9 @@
 """Push under faults: nodes, push processes and the endpoint are killed under load, and every message is checked.
 
-The endpoint records requests, and misbehaves: it fails, is slow, hangs up, is down, and never accepts poison messages.
-In the end all queues are drained, and what the endpoint received is checked by `subscription_check`: nothing is lost,
-nothing is delivered that was not published, attempts count. By the queues' own counts, each message must have been
-accepted once or be in the dead letter topic, and every request must be signed.
+The endpoint records requests and misbehaves: it fails, is slow, hangs up, is down, and never accepts poison messages.
+At the end all queues are drained, and `subscription_check` checks what the endpoint received: nothing is lost, nothing
+is delivered that was not published, attempts are counted. According to the queues' counters, each message must have
+been accepted once or be in the dead letter topic, and every request must be signed.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from millstream_testing.subscription_check import check
 from millstream_testing.subscription_events import now_ms
 from millstream_testing.subscription_history import (
     Delivery,
+    GroundTruth,
+    Guarantees,
     History,
-    Place,
-    Promise,
+    Position,
     Settlement,
     Span,
     Spans,
-    Truth,
 )
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster, TrialNode
-from millstream_testing.trial_topic import TrialPublisher, letters_of, messages_of, published
+from millstream_testing.trial_topic import TrialPublisher, dead_letters_of, messages_of, published
 from millstream_testing.webhook import Request, Response, Webhook
 
 TOPIC: Final = "pushed"
@@ -67,7 +67,7 @@ SETTINGS: Final[dict[str, object]] = {
 }
 KINDS: Final = {"kill-node": 4, "stop-node": 1, "kill-process": 2, "kill-endpoint": 2, "pause-node": 1}
 _PROBE_S: Final = 0.5
-_ASK_S: Final = 15.0
+_REQUEST_S: Final = 15.0
 
 PrintLine = Callable[[str], None]
 
@@ -93,14 +93,14 @@ class Outcome(NamedTuple):
     """What a trial found."""
 
     findings: list[str]
-    account: str
+    summary: str
 
 
 class _Arrival(NamedTuple):
     """What the endpoint received in one request."""
 
     subscription: str
-    place: Place
+    position: Position
     attempt: int
     at_ms: int
     checksum: int
@@ -118,20 +118,20 @@ class PushTrial:
         self._hook = Webhook(self._respond)
         self._arrivals: list[_Arrival] = []
         self._unsigned = 0
-        self._struck: list[Span] = []
+        self._fault_spans: list[Span] = []
         self._faults: Counter[str] = Counter()
-        self._is_sober = False
+        self._is_well_behaved = False
         self._publisher = TrialPublisher(
             self._client,
             TOPIC,
-            self._new,
+            self._make_record,
             partitions=plan.partitions,
             per_s=plan.messages_per_s,
             seed=f"{plan.seed}/publisher",
         )
-        self._promises = {
-            "push-loose": _promise(plan, AT_LEAST_ONCE, ordered=False),
-            "push-ordered": _promise(plan, EXACTLY_ONCE, ordered=True),
+        self._subscriptions = {
+            "push-loose": _guarantees(plan, AT_LEAST_ONCE, ordered=False),
+            "push-ordered": _guarantees(plan, EXACTLY_ONCE, ordered=True),
         }
 
     async def run(self) -> Outcome:
@@ -140,18 +140,18 @@ class PushTrial:
             await self._declare()
             publishing = asyncio.ensure_future(self._publisher.run())
             try:
-                await self._strike_now_and_then()
+                await self._inject_faults()
                 self._publisher.stop()
                 await publishing
-                self._is_sober = True
+                self._is_well_behaved = True
                 left = await self._drain()
-                return await self._judge(left)
+                return await self._check_results(left)
             finally:
                 publishing.cancel()
                 await asyncio.gather(publishing, return_exceptions=True)
 
     def _client(self) -> Client:
-        return Client.connect(self._cluster.kafka, client_id="trial", timeout_s=_ASK_S)
+        return Client.connect(self._cluster.kafka, client_id="trial", timeout_s=_REQUEST_S)
 
     # -- load --------------------------------------------------------------------------------------------------
 
@@ -159,23 +159,23 @@ class PushTrial:
         plan, nodes = self._plan, len(self._cluster.nodes)
         async with self._client() as client:
             await create_topic(client, TOPIC, partitions=plan.partitions, replication=nodes, settings={})
-            for name, promise in self._promises.items():
+            for name, guarantees in self._subscriptions.items():
                 settings = {
-                    DELIVERY: promise.delivery,
+                    DELIVERY: guarantees.delivery,
                     LEASE: str(plan.lease_ms),
                     ATTEMPTS: str(plan.attempts),
                     BACKOFF_MIN: "200",
                     BACKOFF_MAX: "500",
                     DEAD_LETTER_TOPIC: f"dead-{name}",
                     START: "earliest",
-                    ORDERED: str(promise.ordered).lower(),
+                    ORDERED: str(guarantees.ordered).lower(),
                     "millstream.push.url": f"{self._hook.url}/{name}",
                     "millstream.push.secret": SECRET,
                     "millstream.push.timeout.ms": str(TIMEOUT_MS),
                 }
                 await SubscriptionClient(client).create(name, [TOPIC], settings)
 
-    def _new(self, random: Random, number: int) -> NewRecord:
+    def _make_record(self, random: Random, number: int) -> NewRecord:
         is_poison = random.random() < self._plan.poison_share
         key = POISON if is_poison else b"key-%d" % random.randrange(self._plan.keys)
         return NewRecord(key, b'{"number": %d}' % number, (), now_ms())
@@ -188,7 +188,7 @@ class PushTrial:
         self._arrivals.append(
             _Arrival(
                 request.path.rpartition("/")[2],
-                Place(int(headers["ce-partition"]), int(headers["ce-offset"])),
+                Position(int(headers["ce-partition"]), int(headers["ce-offset"])),
                 int(headers["ce-attempt"]),
                 now_ms(),
                 crc32(request.body),
@@ -201,7 +201,7 @@ class PushTrial:
         if request.headers.get("ce-subject") == POISON.decode():
             return Response(422, body=b"poison")
         drawn = self._random.random()
-        if self._is_sober or drawn > 0.05:
+        if self._is_well_behaved or drawn > 0.05:
             return Response()
         if drawn > 0.02:
             return Response(after_s=0.2)
@@ -211,7 +211,7 @@ class PushTrial:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    async def _strike_now_and_then(self) -> None:
+    async def _inject_faults(self) -> None:
         deadline = time.monotonic() + self._plan.minutes_max * 60
         for number in range(self._plan.faults):
             if time.monotonic() > deadline:
@@ -222,11 +222,11 @@ class PushTrial:
             node = self._random.choice(list(self._cluster.nodes.values()))
             self._print_line(f"{number + 1:3} {kind} {'' if kind == 'kill-endpoint' else node.number}")
             began_ms = now_ms()
-            await self._strike(kind, node)
-            await self._whole(kind)
-            self._struck.append(Span(began_ms, now_ms() + self._plan.lease_ms))
+            await self._inject_fault(kind, node)
+            await self._wait_until_healthy(kind)
+            self._fault_spans.append(Span(began_ms, now_ms() + self._plan.lease_ms))
 
-    async def _strike(self, kind: str, node: TrialNode) -> None:
+    async def _inject_fault(self, kind: str, node: TrialNode) -> None:
         lasts_s = self._random.uniform(0.5, 4.0)
         if kind == "kill-endpoint":
             await self._hook.stop()
@@ -246,7 +246,7 @@ class PushTrial:
             node.kill()
             await asyncio.to_thread(node.start)
 
-    async def _whole(self, after: str) -> None:
+    async def _wait_until_healthy(self, after: str) -> None:
         deadline = time.monotonic() + self._plan.heal_s_max
         while lacking := await asyncio.to_thread(self._cluster.lacks):
             if time.monotonic() > deadline:
@@ -256,14 +256,14 @@ class PushTrial:
     # -- the end -----------------------------------------------------------------------------------------------
 
     async def _drain(self) -> list[str]:
-        """Wait until every queue is empty; return what is left if that takes too long."""
+        """Wait until every queue is empty; return what is not after a timeout."""
         deadline = time.monotonic() + self._plan.drain_s_max
         left = ["no node responds"]
         while left and time.monotonic() < deadline:
             await asyncio.sleep(_PROBE_S)
             try:
                 async with self._client() as client:
-                    described = await SubscriptionClient(client).describe(list(self._promises))
+                    described = await SubscriptionClient(client).describe(list(self._subscriptions))
             except (MillstreamError, OSError, TimeoutError) as error:
                 left = [f"no node responds: {error!r}"]
                 continue
@@ -275,55 +275,60 @@ class PushTrial:
             ]
         return left
 
-    async def _judge(self, left: list[str]) -> Outcome:
+    async def _check_results(self, left: list[str]) -> Outcome:
         async with self._client() as client:
             records = await messages_of(client, TOPIC)
-            letters = {
-                name: Counter(place for place, _ in await letters_of(client, f"dead-{name}")) for name in self._promises
+            dead_letters = {
+                name: Counter(position for position, _ in await dead_letters_of(client, f"dead-{name}"))
+                for name in self._subscriptions
             }
-            described = {one["name"]: one for one in await SubscriptionClient(client).describe(list(self._promises))}
+            described = {
+                one["name"]: one for one in await SubscriptionClient(client).describe(list(self._subscriptions))
+            }
         findings = list(left)
         if missing := self._publisher.acknowledged - set(records):
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
         if self._unsigned:
             findings.append(f"{self._unsigned} requests were not signed")
-        expected = {place: published(record) for place, record in records.items()}
-        for name, promise in self._promises.items():
+        expected = {position: published(record) for position, record in records.items()}
+        for name, guarantees in self._subscriptions.items():
             history = self._history(name)
-            truth = Truth(expected, letters[name], Spans(self._struck), Spans(), len(self._cluster.nodes) == 1)
-            findings += [f"{name}: {one}" for one in check(promise, history, truth)]
-            findings += [f"{name}: {one}" for one in _miscounted(described[name], records, letters[name])]
-            poison = {place for place, record in records.items() if record.key == POISON}
-            if odd := poison - set(letters[name]):
-                findings.append(f"{name}: poison that is no dead letter: {sorted(odd)[:5]}")
-        return Outcome(findings, self._account(records, letters))
+            truth = GroundTruth(
+                expected, dead_letters[name], Spans(self._fault_spans), Spans(), len(self._cluster.nodes) == 1
+            )
+            findings += [f"{name}: {one}" for one in check(guarantees, history, truth)]
+            findings += [f"{name}: {one}" for one in _miscounted(described[name], records, dead_letters[name])]
+            poison = {position for position, record in records.items() if record.key == POISON}
+            if missing_poison := poison - set(dead_letters[name]):
+                findings.append(f"{name}: poison that was not dead-lettered: {sorted(missing_poison)[:5]}")
+        return Outcome(findings, self._summary(records, dead_letters))
 
     def _history(self, name: str) -> History:
-        """Return what the endpoint received as a worker's history. A request may come twice in one delivery."""
+        """Return what the endpoint received as a worker's history. A delivery may be sent twice."""
         history = History()
-        seen: set[tuple[Place, int]] = set()
+        seen: set[tuple[Position, int]] = set()
         for one in self._arrivals:
             if one.subscription != name:
                 continue
-            if (one.place, one.attempt) not in seen:
-                seen.add((one.place, one.attempt))
+            if (one.position, one.attempt) not in seen:
+                seen.add((one.position, one.attempt))
                 sent_ms = one.at_ms - TIMEOUT_MS
                 history.deliveries.append(
-                    Delivery(one.place, "endpoint", one.attempt, sent_ms, one.at_ms, 0, one.checksum)
+                    Delivery(one.position, "endpoint", one.attempt, sent_ms, one.at_ms, 0, one.checksum)
                 )
             if one.taken:
                 # The endpoint cannot know whether the node has received it.
-                settled = Settlement(one.place, "endpoint", one.attempt, Verb.ACCEPT, one.at_ms, None, False)
+                settled = Settlement(one.position, "endpoint", one.attempt, Verb.ACCEPT, one.at_ms, None, False)
                 history.settlements.append(settled)
         return history
 
-    def _account(self, records: Mapping[Place, Record], letters: Mapping[str, Counter[Place]]) -> str:
-        struck = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
-        taken = Counter((one.subscription, one.place) for one in self._arrivals if one.taken)
+    def _summary(self, records: Mapping[Position, Record], dead_letters: Mapping[str, Counter[Position]]) -> str:
+        faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
+        taken = Counter((one.subscription, one.position) for one in self._arrivals if one.taken)
         return (
-            f"{len(records)} messages ({self._publisher.failed} times the publisher failed), faults: {struck}; "
-            f"{len(self._arrivals)} requests, {sum(count > 1 for count in taken.values())} messages were taken more "
-            f"than once, {sum(map(len, letters.values()))} dead letters"
+            f"{len(records)} messages ({self._publisher.failed} publisher failures), faults: {faults}; "
+            f"{len(self._arrivals)} requests, {sum(count > 1 for count in taken.values())} messages were accepted more "
+            f"than once, {sum(map(len, dead_letters.values()))} dead letters"
         )
 
 
@@ -344,15 +349,15 @@ def push_processes(parent: int) -> list[int]:
 
 
 def _miscounted(
-    described: Mapping[str, Any], records: Mapping[Place, Record], letters: Mapping[Place, int]
+    described: Mapping[str, Any], records: Mapping[Position, Record], dead_letters: Mapping[Position, int]
 ) -> list[str]:
     """Check that each message was accepted once, or is a dead letter, and that the counters agree."""
     counts = {
         kind: sum(queue[kind] for queue in described["queues"]) for kind in ("accepted", "dead_lettered", "dropped")
     }
-    wanted = {"accepted": len(records) - len(letters), "dead_lettered": len(letters), "dropped": 0}
-    return [] if counts == wanted else [f"the queues count {counts}, but it has to be {wanted}"]
+    wanted = {"accepted": len(records) - len(dead_letters), "dead_lettered": len(dead_letters), "dropped": 0}
+    return [] if counts == wanted else [f"the queues count {counts}, expected {wanted}"]
 
 
-def _promise(plan: Plan, delivery: str, *, ordered: bool) -> Promise:
-    return Promise(delivery=delivery, ordered=ordered, attempts=plan.attempts, lease_ms=plan.lease_ms)
+def _guarantees(plan: Plan, delivery: str, *, ordered: bool) -> Guarantees:
+    return Guarantees(delivery=delivery, ordered=ordered, attempts=plan.attempts, lease_ms=plan.lease_ms)

@@ -1,4 +1,4 @@
-"""A worker of a trial with Kafka's share consumer, with implicit or explicit acknowledgement."""
+"""A trial worker with Kafka's share consumer, with implicit or explicit acknowledgement."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from zlib import crc32
 from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, Message, ShareConsumer, TopicPartition
 
 from millstream.core.subscription import Verb
-from millstream_testing.subscription_events import Leased, Notebook, WorkerJournal, now_ms
+from millstream_testing.subscription_events import JournalFile, Leased, WorkerJournal, now_ms
 from millstream_testing.subscription_worker import BATCH_MAX, POISON, Task
 
 POLL_S: Final = 0.5
 COMMIT_S: Final = 8.0
 PAUSE_S: Final = 0.2
-UNDERWAY_MS: Final = 5_000
-"""With healthy nodes, messages of a response that a poll missed were leased at most this long before its end."""
+IN_FLIGHT_MS: Final = 5_000
+"""With healthy nodes, a response that arrived after a poll was leased at most this long before the poll ended."""
 
-HABITS: Final = {"accept": 60, "release": 8, "reject": 4, "forget": 2, "leave": 3}
-SOBER: Final = {"accept": 1}
+BEHAVIOURS: Final = {"accept": 60, "release": 8, "reject": 4, "forget": 2, "leave": 3}
+WELL_BEHAVED: Final = {"accept": 1}
 _VERBS: Final = {"accept": Verb.ACCEPT, "release": Verb.RELEASE, "reject": Verb.REJECT}
 _TYPES: Final = {
     Verb.ACCEPT: AcknowledgeType.ACCEPT,
@@ -34,26 +34,28 @@ _TYPES: Final = {
 class ShareWorker:
     """One share consumer after another; runs in its own thread."""
 
-    def __init__(self, task: Task, notebook: Notebook, subscription: str, stopping: threading.Event) -> None:
+    def __init__(self, task: Task, journal_file: JournalFile, subscription: str, stopping: threading.Event) -> None:
         self._task = task
-        self._notebook = notebook
+        self._journal_file = journal_file
         self._subscription = subscription
         self._stopping = stopping
         self._random = Random(f"{task.seed}/{subscription}")
-        self._habits = SOBER if task.is_sober else HABITS
-        self._is_explicit = task.door == "explicit"
-        self._lives = 0
-        self._journal = WorkerJournal(notebook, subscription, "")
-        # What was acknowledged and has no response yet, by partition and offset: the number of the settlement. None
-        # when a message was acknowledged twice meanwhile: the client does not say to which of them a response belongs.
+        self._behaviours = WELL_BEHAVED if task.is_well_behaved else BEHAVIOURS
+        self._is_explicit = task.client_kind == "explicit"
+        self._incarnations = 0
+        self._journal = WorkerJournal(journal_file, subscription, "")
+        # The numbers of settlements without a response, by partition and offset; None when a message was acknowledged
+        # twice meanwhile, because the client does not say which of them a response belongs to.
         self._open: dict[tuple[int, int], int | None] = {}
         self._empty_ms = 0
 
     def run(self) -> None:
         """Work until stopped."""
         while not self._stopping.is_set():
-            self._lives += 1
-            self._journal = WorkerJournal(self._notebook, self._subscription, f"{self._task.producer}.{self._lives}")
+            self._incarnations += 1
+            self._journal = WorkerJournal(
+                self._journal_file, self._subscription, f"{self._task.producer}.{self._incarnations}"
+            )
             self._open = {}
             self._empty_ms = now_ms()
             consumer = self._consumer()
@@ -91,8 +93,8 @@ class ShareWorker:
         held: list[Message] = []
         while not self._stopping.is_set():
             if not self._is_explicit and held:
-                # The next poll accepts what the one before has returned.
-                self._sent_settles(Verb.ACCEPT, held)
+                # The next poll accepts what the previous one returned.
+                self._record_settlement(Verb.ACCEPT, held)
             held = self._poll(consumer)
             if not held:
                 continue
@@ -103,7 +105,7 @@ class ShareWorker:
             if self._is_explicit:
                 self._acknowledge(consumer, held)
             elif self._random.random() < 0.5:
-                self._sent_settles(Verb.ACCEPT, held)
+                self._record_settlement(Verb.ACCEPT, held)
                 consumer.commit_sync(COMMIT_S)
                 held = []
 
@@ -113,29 +115,29 @@ class ShareWorker:
         messages = [message for message in consumer.poll(POLL_S) if message.error() is None]
         self._journal.receive_completed(self._empty_ms, [_leased(message) for message in messages])
         if not messages:
-            self._empty_ms = now_ms() - UNDERWAY_MS
+            self._empty_ms = now_ms() - IN_FLIGHT_MS
         return messages
 
     def _acknowledge(self, consumer: ShareConsumer, held: list[Message]) -> None:
         verbs: dict[Verb, list[Message]] = {}
         for message in held:
-            wanted = {habit: weight for habit, weight in self._habits.items() if habit in _VERBS}
-            (habit,) = self._random.choices(list(wanted), list(wanted.values()))
+            wanted = {behaviour: weight for behaviour, weight in self._behaviours.items() if behaviour in _VERBS}
+            (behaviour,) = self._random.choices(list(wanted), list(wanted.values()))
             if message.key() == POISON:
-                habit = self._random.choice(("release", "reject"))
-            verbs.setdefault(_VERBS[habit], []).append(message)
+                behaviour = self._random.choice(("release", "reject"))
+            verbs.setdefault(_VERBS[behaviour], []).append(message)
         for verb, messages in verbs.items():
-            self._sent_settles(verb, messages)
+            self._record_settlement(verb, messages)
             for message in messages:
                 consumer.acknowledge(message, _TYPES[verb])
-        # Otherwise they travel with the next poll.
+        # Otherwise the next poll sends them.
         if self._random.random() < 0.5:
             consumer.commit_sync(COMMIT_S)
 
-    def _sent_settles(self, verb: Verb, messages: list[Message]) -> None:
-        places = [_place(message) for message in messages]
-        number = self._journal.settle_sent(verb, places)
-        for partition, offset, _ in places:
+    def _record_settlement(self, verb: Verb, messages: list[Message]) -> None:
+        positions = [_position(message) for message in messages]
+        number = self._journal.settle_sent(verb, positions)
+        for partition, offset, _ in positions:
             self._open[partition, offset] = None if (partition, offset) in self._open else number
 
     def _acknowledged(self, acknowledged: dict[TopicPartition, set[int]], error: KafkaException | None) -> None:
@@ -144,21 +146,21 @@ class ShareWorker:
         by_number: dict[int, list[tuple[int, int]]] = {}
         for topic_partition, offsets in acknowledged.items():
             for offset in offsets:
-                place = topic_partition.partition, offset
-                number = self._open.pop(place, None)
-                # Other errors leave open whether the acknowledgement has reached the broker.
+                position = topic_partition.partition, offset
+                number = self._open.pop(position, None)
+                # After other errors it is unknown whether the acknowledgement reached the broker.
                 if number is not None and (error is None or refused):
-                    by_number.setdefault(number, []).append(place)
-        for number, places in by_number.items():
-            self._journal.settle_completed(number, places, taken=not refused)
+                    by_number.setdefault(number, []).append(position)
+        for number, positions in by_number.items():
+            self._journal.settle_completed(number, positions, taken=not refused)
 
-    def _draw(self, habit: str) -> bool:
-        return self._random.random() < self._habits.get(habit, 0) / sum(self._habits.values())
+    def _draw(self, behaviour: str) -> bool:
+        return self._random.random() < self._behaviours.get(behaviour, 0) / sum(self._behaviours.values())
 
 
-def _place(message: Message) -> tuple[int, int, int]:
+def _position(message: Message) -> tuple[int, int, int]:
     return message.partition() or 0, message.offset() or 0, message.delivery_count() or 0
 
 
 def _leased(message: Message) -> Leased:
-    return Leased(*_place(message), 0, crc32(message.value() or b""))
+    return Leased(*_position(message), 0, crc32(message.value() or b""))

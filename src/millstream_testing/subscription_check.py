@@ -1,19 +1,19 @@
-"""Checks that what workers of a subscription saw conforms to the promises of the subscription.
+"""Checks that what the workers of a subscription saw conforms to its delivery guarantees.
 
 What is allowed, and why (docs/subscriptions.md, "Delivery guarantees"):
 
-- At least once, a lease gets a response before it is durable. When a node was struck or the leader changed since then,
-  the lease may be forgotten: the message comes again with the same attempt, and, in an ordered queue, messages before
-  it come again, too, since acceptances that made way for it may be forgotten with it. Not so when the same leader has
-  responded to any settlement of that partition meanwhile: a settlement gets a response when it is durable, and
-  everything is written in order. For the same reason a node that was paused or cut off, and does not know yet that
-  another one leads, may deliver messages that were accepted there. With the other promises none of this happens.
-- At most once, messages in flight when a node had a fault, a worker left or its request failed are lost: but no more
-  than were requested, and no message that was delivered at another time.
-- Leases and delays go by the clock of the node. When it is wrong they may end early.
-- The time at which Kafka's client received a message is known only roughly, and not at all if a node had a fault
-  meanwhile; its messages go to others as soon as its connection ends: so its leases are judged only where their times
-  are certain.
+- At least once, a lease gets a response before it is durable. If a node then fails or the leader changes,
+  the lease may be lost: the message is delivered again with the same attempt, and in an ordered queue so are earlier
+  messages, because the acceptances that unblocked it may be lost as well. This cannot happen once the same leader has
+  responded to a later settlement in that partition: a settlement is durable before its response, and writes are
+  ordered. For the same reason a node that was paused or cut off, and does not know yet that another one leads, may
+  deliver messages that were accepted there. None of this happens with the other delivery modes.
+- At most once, messages may be lost that were in flight when a node failed, a worker left or its request failed, but no
+  more than were requested.
+- Leases and delays follow the clock of the node; they may end early while it is wrong.
+- The time at which Kafka's client received a message is known only roughly, and not at all if a node failed meanwhile;
+  its messages go to other workers as soon as its connection ends. Its leases are checked only where their times are
+  certain.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ON
 from millstream_testing.subscription_history import (
     Call,
     Delivery,
+    GroundTruth,
+    Guarantees,
     History,
-    Place,
-    Promise,
+    Position,
     Settlement,
     Span,
     Spans,
-    Truth,
 )
 
 SHOWN_MAX: Final = 5
 REQUEST_MS: Final = 10_000
-"""A request whose sender is gone may be served this much later."""
-GONE_MS: Final = 2_000
-"""A worker that was killed had recorded something at most this long before."""
+"""A request may be served this long after its sender has gone."""
+LAST_EVENT_MS: Final = 2_000
+"""A killed worker recorded its last event at most this long before the kill."""
 TOLERANCE_MS: Final = 10
-"""Clocks of one machine are read in whole milliseconds."""
+"""The clocks of a machine are read in whole milliseconds."""
 
 Finding = str
 
 
-def check(promise: Promise, history: History, truth: Truth) -> list[Finding]:
-    """Return every broken promise; each kind with some examples."""
+def check(guarantees: Guarantees, history: History, truth: GroundTruth) -> list[Finding]:
+    """Return every violated guarantee, each kind with some examples."""
     found: list[Finding] = []
-    case = _Case(promise, history, truth)
+    case = _Case(guarantees, history, truth)
     for name, rule in _RULES.items():
         broken = list(rule(case))
         if broken:
@@ -62,145 +62,147 @@ def check(promise: Promise, history: History, truth: Truth) -> list[Finding]:
 
 
 class _Case:
-    """A history by message."""
+    """A history, indexed by message."""
 
-    def __init__(self, promise: Promise, history: History, truth: Truth) -> None:
-        self.promise = promise
+    def __init__(self, guarantees: Guarantees, history: History, truth: GroundTruth) -> None:
+        self.guarantees = guarantees
         self.truth = truth
         self.history = history
-        self.deliveries: dict[Place, list[Delivery]] = defaultdict(list)
-        self.settlements: dict[Place, list[Settlement]] = defaultdict(list)
-        for delivery in sorted(map(self._timed, history.deliveries), key=lambda one: (one.to_ms, one.attempt)):
-            self.deliveries[delivery.place].append(delivery)
+        self.deliveries: dict[Position, list[Delivery]] = defaultdict(list)
+        self.settlements: dict[Position, list[Settlement]] = defaultdict(list)
+        for delivery in sorted(
+            map(self._with_exact_time, history.deliveries), key=lambda one: (one.to_ms, one.attempt)
+        ):
+            self.deliveries[delivery.position].append(delivery)
         # By partition, certain settlements: when the worker sent each, and when it got a response.
         self._settled: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for settlement in history.settlements:
-            self.settlements[settlement.place].append(settlement)
+            self.settlements[settlement.position].append(settlement)
             if settlement.taken and settlement.response_ms is not None:
-                self._settled[settlement.place.partition].append((settlement.sent_ms, settlement.response_ms))
+                self._settled[settlement.position.partition].append((settlement.sent_ms, settlement.response_ms))
         for times in self._settled.values():
             times.sort()
 
-    def _timed(self, delivery: Delivery) -> Delivery:
-        """The exact time of the lease, where it is known."""
-        if not delivery.deadline_ms and self.truth.disturbed.touch(delivery.from_ms, delivery.to_ms):
+    def _with_exact_time(self, delivery: Delivery) -> Delivery:
+        """Narrow the time of the lease to the exact one, where it is known."""
+        if not delivery.deadline_ms and self.truth.disturbed.overlaps(delivery.from_ms, delivery.to_ms):
             return delivery._replace(from_ms=0)
         if not delivery.deadline_ms or self.is_stepped(delivery.from_ms, delivery.to_ms):
             return delivery
-        leased_ms = delivery.deadline_ms - self.promise.lease_ms
+        leased_ms = delivery.deadline_ms - self.guarantees.lease_ms
         return delivery._replace(from_ms=leased_ms, to_ms=leased_ms)
 
     def is_stepped(self, begin_ms: int, end_ms: int) -> bool:
         """Whether the clock of a node was wrong meanwhile."""
-        return self.truth.stepped.touch(begin_ms, end_ms)
+        return self.truth.stepped.overlaps(begin_ms, end_ms)
 
-    def may_forget(self, lease: Delivery, then: Delivery) -> bool:
-        """Whether a lease may be lost at the time of a later one."""
-        if self.promise.delivery != AT_LEAST_ONCE:
+    def may_lose_lease(self, lease: Delivery, then: Delivery) -> bool:
+        """Whether a lease may have been lost by the time of a later one."""
+        if self.guarantees.delivery != AT_LEAST_ONCE:
             return False
-        struck_ms = self.truth.disturbed.next_ms(lease.from_ms)
-        return struck_ms <= then.to_ms and not self._was_kept(lease, struck_ms)
+        fault_ms = self.truth.disturbed.next_ms(lease.from_ms)
+        return fault_ms <= then.to_ms and not self._was_durable(lease, fault_ms)
 
-    def _was_kept(self, lease: Delivery, until_ms: float) -> bool:
-        """Whether a message of the partition was settled after a lease, and acknowledged in time."""
-        times = self._settled[lease.place.partition]
+    def _was_durable(self, lease: Delivery, until_ms: float) -> bool:
+        """Whether a later settlement in the partition was acknowledged in time, which makes the lease durable."""
+        times = self._settled[lease.position.partition]
         later = times[bisect_left(times, (lease.to_ms + 1, 0)) :]
         return any(response_ms < until_ms for _, response_ms in later)
 
-    def accepted(self, place: Place, *, surely: bool) -> bool:
+    def accepted(self, position: Position, *, certainly: bool) -> bool:
         """Whether a worker accepted a message."""
-        accepts = [one for one in self.settlements[place] if one.verb == Verb.ACCEPT]
-        return any(one.is_sure if surely else one.is_possible for one in accepts)
+        accepts = [one for one in self.settlements[position] if one.verb == Verb.ACCEPT]
+        return any(one.is_certain if certainly else one.is_possible for one in accepts)
 
     def attempt_of(self, settlement: Settlement) -> int:
-        """Return the delivery of a settlement: a worker that got a message twice has settled the later one."""
-        receive_completed = [
-            one for one in self.deliveries.get(settlement.place, ()) if one.worker == settlement.worker
-        ]
-        return max(
-            (one.attempt for one in receive_completed if one.from_ms <= (settlement.response_ms or 0)), default=0
-        )
+        """Return the attempt that a settlement belongs to: a worker that got a message twice settles the later one."""
+        deliveries = [one for one in self.deliveries.get(settlement.position, ()) if one.worker == settlement.worker]
+        return max((one.attempt for one in deliveries if one.from_ms <= (settlement.response_ms or 0)), default=0)
 
     def settlements_of(self, delivery: Delivery) -> list[Settlement]:
         """Return the settlements of a delivery, in order."""
         return [
             one
-            for one in self.settlements[delivery.place]
+            for one in self.settlements[delivery.position]
             if (one.worker, one.attempt) == (delivery.worker, delivery.attempt)
         ]
 
-    def ends_ms(self, delivery: Delivery) -> float:
-        """Return until when the worker certainly held the message alone."""
-        ends_ms: float = delivery.deadline_ms
+    def exclusive_until_ms(self, delivery: Delivery) -> float:
+        """Return the time until which no other worker may have the message."""
+        exclusive_until_ms: float = delivery.deadline_ms
         if not delivery.deadline_ms:
             gone_ms = self.history.last_ms.get(delivery.worker, 0)
-            ends_ms = delivery.from_ms + self.promise.lease_ms
-            ends_ms = min(ends_ms, gone_ms, self.truth.disturbed.next_ms(delivery.from_ms))
+            exclusive_until_ms = delivery.from_ms + self.guarantees.lease_ms
+            exclusive_until_ms = min(exclusive_until_ms, gone_ms, self.truth.disturbed.next_ms(delivery.from_ms))
         for settlement in self.settlements_of(delivery):
             if settlement.verb != Verb.EXTEND:
-                ends_ms = min(ends_ms, settlement.sent_ms)
-            elif settlement.is_sure:
-                ends_ms = max(ends_ms, settlement.sent_ms + self.promise.lease_ms)
-        return ends_ms
+                exclusive_until_ms = min(exclusive_until_ms, settlement.sent_ms)
+            elif settlement.is_certain:
+                exclusive_until_ms = max(exclusive_until_ms, settlement.sent_ms + self.guarantees.lease_ms)
+        return exclusive_until_ms
 
 
 def _lost(case: _Case) -> Iterator[str]:
-    """Check that a message that no worker accepted is in the dead letter topic."""
-    if case.promise.delivery == AT_MOST_ONCE:
+    """Find messages that were neither accepted nor dead-lettered."""
+    if case.guarantees.delivery == AT_MOST_ONCE:
         return
-    for place in case.truth.expected:
-        if not case.accepted(place, surely=False) and not case.truth.letters[place]:
-            yield f"{place} was given {[one[1:] for one in case.deliveries.get(place, ())]}"
+    for position in case.truth.expected:
+        if not case.accepted(position, certainly=False) and not case.truth.dead_letters[position]:
+            yield f"{position} was delivered as {[one[1:] for one in case.deliveries.get(position, ())]}"
 
 
-def _vanished(case: _Case) -> Iterator[str]:
-    """Check that messages that did not arrive at most once were in flight during a fault."""
-    if case.promise.delivery != AT_MOST_ONCE:
+def _lost_without_fault(case: _Case) -> Iterator[str]:
+    """Check that messages lost at most once were in flight during a fault."""
+    if case.guarantees.delivery != AT_MOST_ONCE:
         return
     missing = case.truth.expected.keys() - case.deliveries.keys()
-    leaks = _leaks(case)
-    handed_out_ms = _handed_out_ms(case)
-    for place in sorted(missing):
-        published = case.truth.expected[place]
+    loss_spans = _loss_spans(case)
+    delivered_by_ms = _delivered_by_ms(case)
+    for position in sorted(missing):
+        published = case.truth.expected[position]
         begin_ms = max(published.sent_ms, published.due_ms)
-        end_ms = handed_out_ms(place)
-        if not leaks.touch(begin_ms, int(min(end_ms, begin_ms + 10**9))):
-            yield f"{place} was handed out between {begin_ms} and {end_ms}, when nothing was struck"
-    room = sum(call.wanted - call.receive_completed for call in _leaking_calls(case))
-    if len(missing) > room:
-        yield f"{len(missing)} are missing, but only {room} were asked for when something was struck"
+        end_ms = delivered_by_ms(position)
+        if not loss_spans.overlaps(begin_ms, int(min(end_ms, begin_ms + 10**9))):
+            yield f"{position} was delivered between {begin_ms} and {end_ms}, when there was no fault"
+    unreceived = sum(call.wanted - call.received for call in _calls_with_possible_loss(case))
+    if len(missing) > unreceived:
+        yield f"{len(missing)} are missing, but only {unreceived} were requested during faults"
 
 
-def _leaking_calls(case: _Case) -> list[Call]:
+def _calls_with_possible_loss(case: _Case) -> list[Call]:
     """Return requests whose response, or part of it, may not have arrived."""
     last: dict[str, Call] = {}
-    for call in sorted(case.history.calls, key=lambda one: one.asked_ms):
+    for call in sorted(case.history.calls, key=lambda one: one.requested_ms):
         last[call.worker] = call
-    lasting = set(last.values())
+    last_calls = set(last.values())
     disturbed = case.truth.disturbed
     return [
         call
         for call in case.history.calls
-        if not call.responded or call in lasting or disturbed.touch(call.asked_ms, call.ended_ms or call.asked_ms)
+        if not call.responded
+        or call in last_calls
+        or disturbed.overlaps(call.requested_ms, call.ended_ms or call.requested_ms)
     ]
 
 
-def _leaks(case: _Case) -> Spans:
+def _loss_spans(case: _Case) -> Spans:
     spans = list(case.truth.disturbed)
-    for call in _leaking_calls(case):
-        ended_ms = max(call.ended_ms or 0, case.history.last_ms.get(call.worker, 0)) + GONE_MS
-        spans.append(Span(call.asked_ms, ended_ms if call.responded else max(ended_ms, call.asked_ms + REQUEST_MS)))
+    for call in _calls_with_possible_loss(case):
+        ended_ms = max(call.ended_ms or 0, case.history.last_ms.get(call.worker, 0)) + LAST_EVENT_MS
+        spans.append(
+            Span(call.requested_ms, ended_ms if call.responded else max(ended_ms, call.requested_ms + REQUEST_MS))
+        )
     return Spans(spans)
 
 
-def _handed_out_ms(case: _Case) -> Callable[[Place], float]:
-    """Return by when a message was certainly delivered: messages are in order, so before a later one was."""
+def _delivered_by_ms(case: _Case) -> Callable[[Position], float]:
+    """Return the time by which a message was delivered: messages are delivered in order, so before a later one."""
     after: dict[tuple[int, bytes], list[tuple[int, int]]] = defaultdict(list)
-    for place, ones in case.deliveries.items():
-        published = case.truth.expected.get(place)
+    for position, ones in case.deliveries.items():
+        published = case.truth.expected.get(position)
         if published is not None and not published.due_ms:
-            key = published.key if case.promise.ordered else b""
-            after[place.partition, key].append((place.offset, ones[0].to_ms))
+            key = published.key if case.guarantees.ordered else b""
+            after[position.partition, key].append((position.offset, ones[0].to_ms))
     for times in after.values():
         times.sort(reverse=True)
         best = inf
@@ -209,166 +211,166 @@ def _handed_out_ms(case: _Case) -> Callable[[Place], float]:
             times[at] = (offset, int(best))
         times.reverse()
 
-    def handed_out_ms(place: Place) -> float:
-        published = case.truth.expected[place]
+    def delivered_by_ms(position: Position) -> float:
+        published = case.truth.expected[position]
         if published.due_ms:
             return inf
-        times = after[place.partition, published.key if case.promise.ordered else b""]
-        at = bisect_left(times, (place.offset, 0))
+        times = after[position.partition, published.key if case.guarantees.ordered else b""]
+        at = bisect_left(times, (position.offset, 0))
         return times[at][1] if at < len(times) else inf
 
-    return handed_out_ms
+    return delivered_by_ms
 
 
-def _doubled(case: _Case) -> Iterator[str]:
-    for place, count in case.truth.letters.items():
+def _dead_lettered_twice(case: _Case) -> Iterator[str]:
+    for position, count in case.truth.dead_letters.items():
         if count > 1:
-            yield f"{place} is there {count} times"
+            yield f"{position} is a dead letter {count} times"
 
 
-def _redelivered_after_accept(case: _Case) -> Iterator[str]:
-    """Check that what was certainly rejected is in the dead letter topic; at most once, nothing is."""
-    if case.promise.delivery == AT_MOST_ONCE:
-        yield from map(str, case.truth.letters)
+def _misplaced_dead_letters(case: _Case) -> Iterator[str]:
+    """Check that rejected messages are in the dead letter topic; at most once, it must be empty."""
+    if case.guarantees.delivery == AT_MOST_ONCE:
+        yield from map(str, case.truth.dead_letters)
         return
-    for place, ones in case.settlements.items():
-        if not case.truth.letters[place] and any(one.verb == Verb.REJECT and one.is_sure for one in ones):
-            yield f"{place}: {[one[1:] for one in ones]}"
+    for position, ones in case.settlements.items():
+        if not case.truth.dead_letters[position] and any(one.verb == Verb.REJECT and one.is_certain for one in ones):
+            yield f"{position}: {[one[1:] for one in ones]}"
 
 
-def _both(case: _Case) -> Iterator[str]:
-    for place in case.truth.letters:
-        if case.accepted(place, surely=True):
-            yield f"{place}: {[one[1:] for one in case.settlements[place]]}"
+def _accepted_and_dead(case: _Case) -> Iterator[str]:
+    for position in case.truth.dead_letters:
+        if case.accepted(position, certainly=True):
+            yield f"{position}: {[one[1:] for one in case.settlements[position]]}"
 
 
-def _unwanted(case: _Case) -> Iterator[str]:
-    places = {*case.deliveries, *case.truth.letters} - {*case.truth.expected}
-    yield from map(str, sorted(places))
+def _unexpected(case: _Case) -> Iterator[str]:
+    positions = {*case.deliveries, *case.truth.dead_letters} - {*case.truth.expected}
+    yield from map(str, sorted(positions))
 
 
-def _other(case: _Case) -> Iterator[str]:
-    """Check that what was delivered is what the topic contains."""
-    for place, ones in case.deliveries.items():
-        published = case.truth.expected.get(place)
+def _content_differs(case: _Case) -> Iterator[str]:
+    """Check that delivered messages have the content of the topic."""
+    for position, ones in case.deliveries.items():
+        published = case.truth.expected.get(position)
         if published is not None and any(one.checksum != published.checksum for one in ones):
-            yield str(place)
+            yield str(position)
 
 
-def _too_often(case: _Case) -> Iterator[str]:
-    for place, ones in case.deliveries.items():
-        if case.promise.delivery == AT_MOST_ONCE and len(ones) > 1:
-            yield f"{place} was given to {[(one.worker, one.to_ms) for one in ones]}"
+def _delivered_too_often(case: _Case) -> Iterator[str]:
+    for position, ones in case.deliveries.items():
+        if case.guarantees.delivery == AT_MOST_ONCE and len(ones) > 1:
+            yield f"{position} was delivered to {[(one.worker, one.to_ms) for one in ones]}"
         most = max(one.attempt for one in ones)
-        if 0 < case.promise.attempts < most:
-            yield f"{place} was given a {most}. time"
+        if 0 < case.guarantees.attempts < most:
+            yield f"{position} was delivered for attempt {most}"
 
 
-def _attempts(case: _Case) -> Iterator[str]:
+def _attempts_out_of_order(case: _Case) -> Iterator[str]:
     """Check that attempts increase by one, and that no two deliveries share one."""
-    for place, ones in case.deliveries.items():
+    for position, ones in case.deliveries.items():
         for before, one in combinations(ones, 2):
             goes_back = one.attempt < before.attempt and one.from_ms > before.to_ms
-            if (goes_back or one.attempt == before.attempt) and not case.may_forget(before, one):
+            if (goes_back or one.attempt == before.attempt) and not case.may_lose_lease(before, one):
                 yield (
-                    f"{place}: attempt {one.attempt} of {one.worker} at {one.to_ms} follows {before.attempt} of "
+                    f"{position}: attempt {one.attempt} of {one.worker} at {one.to_ms} follows {before.attempt} of "
                     f"{before.worker} at {before.to_ms}"
                 )
 
 
-def _leases(case: _Case) -> Iterator[str]:
-    """A lease starts between request and response."""
+def _wrong_deadlines(case: _Case) -> Iterator[str]:
+    """Check that each lease starts between request and response."""
     for one in case.history.deliveries:
-        leased_ms = one.deadline_ms - case.promise.lease_ms
+        leased_ms = one.deadline_ms - case.guarantees.lease_ms
         is_odd = not one.from_ms - TOLERANCE_MS <= leased_ms <= one.to_ms + TOLERANCE_MS
         if one.deadline_ms and is_odd and not case.is_stepped(one.from_ms, one.to_ms):
-            yield f"{one.place} was given to {one.worker} at {one.from_ms} to {one.to_ms} until {one.deadline_ms}"
+            yield f"{one.position} was leased to {one.worker} at {one.from_ms} to {one.to_ms} until {one.deadline_ms}"
 
 
-def _shared(case: _Case) -> Iterator[str]:
-    """Check that no other worker gets a message while a lease lasts that its worker has not released."""
-    if case.promise.delivery != EXACTLY_ONCE:
+def _leased_twice(case: _Case) -> Iterator[str]:
+    """Check that no other worker gets a message during a lease that its worker has not released."""
+    if case.guarantees.delivery != EXACTLY_ONCE:
         return
-    for place, ones in case.deliveries.items():
+    for position, ones in case.deliveries.items():
         for before, one in pairwise(sorted(ones, key=lambda one: one.attempt)):
-            until_ms = case.ends_ms(before)
+            until_ms = case.exclusive_until_ms(before)
             if one.to_ms < until_ms and not case.is_stepped(before.from_ms, one.to_ms):
-                yield f"{place} was with {before.worker} until {until_ms}, given to {one.worker} at {one.to_ms}"
+                yield f"{position}: leased by {before.worker} until {until_ms}, delivered to {one.worker} at {one.to_ms}"
 
 
-def _returned(case: _Case) -> Iterator[str]:
-    """Check that a message that was certainly accepted is not delivered again; durable attempts show the order."""
-    if case.promise.delivery == AT_MOST_ONCE:
+def _redelivered_after_accept(case: _Case) -> Iterator[str]:
+    """Check that an accepted message is not delivered again; durable attempts show the order."""
+    if case.guarantees.delivery == AT_MOST_ONCE:
         return
-    for place, ones in case.deliveries.items():
-        accepts = [one for one in case.settlements[place] if one.verb == Verb.ACCEPT and one.is_sure]
+    for position, ones in case.deliveries.items():
+        accepts = [one for one in case.settlements[position] if one.verb == Verb.ACCEPT and one.is_certain]
         if not accepts:
             continue
         accepted_ms = min(one.response_ms or 0 for one in accepts)
         attempt, nodes = min(map(case.attempt_of, accepts)), {one.node for one in accepts}
         for one in ones:
             is_later = one.from_ms > accepted_ms
-            if case.promise.delivery == EXACTLY_ONCE:
+            if case.guarantees.delivery == EXACTLY_ONCE:
                 is_later |= one.attempt > attempt
-            elif not case.truth.is_alone and (one.node < 0 or one.node not in nodes):
-                is_later &= not case.truth.disturbed.touch(one.from_ms, one.to_ms)
+            elif not case.truth.is_single_node and (one.node < 0 or one.node not in nodes):
+                is_later &= not case.truth.disturbed.overlaps(one.from_ms, one.to_ms)
             if is_later:
-                yield f"{place} was accepted at {accepted_ms}, given to {one.worker} at {one.from_ms} to {one.to_ms}"
+                yield f"{position}: accepted at {accepted_ms}, delivered to {one.worker} at {one.from_ms} to {one.to_ms}"
 
 
-def _ignored_delays(case: _Case) -> Iterator[str]:
-    """Check that a worker that holds a lease can settle it, once."""
-    if case.promise.delivery != EXACTLY_ONCE:
+def _refused_settlements(case: _Case) -> Iterator[str]:
+    """Check that a worker that holds a lease can settle it."""
+    if case.guarantees.delivery != EXACTLY_ONCE:
         return
-    for place, ones in case.deliveries.items():
+    for position, ones in case.deliveries.items():
         for one in ones:
             for first in case.settlements_of(one)[:1]:
                 if first.taken or first.response_ms is None or first.response_ms >= one.deadline_ms:
                     continue
                 # It may have been settled already, in an earlier delivery.
-                settled = any(each.taken and each.worker == one.worker for each in case.settlements[place])
+                settled = any(each.taken and each.worker == one.worker for each in case.settlements[position])
                 if not settled and not case.is_stepped(one.from_ms, first.response_ms):
-                    yield f"{place}: {first.verb.name} of {one.worker} was refused before its lease ended"
+                    yield f"{position}: {first.verb.name} of {one.worker} was refused before its lease ended"
 
 
-def _disorder(case: _Case) -> Iterator[str]:
-    """Check that messages of a key are delivered in order, and delayed ones not before they are due."""
-    if not case.promise.ordered:
+def _out_of_order(case: _Case) -> Iterator[str]:
+    """Check that messages of a key are delivered in order."""
+    if not case.guarantees.ordered:
         return
     by_key: dict[tuple[int, bytes], list[Delivery]] = defaultdict(list)
-    for place, ones in case.deliveries.items():
-        published = case.truth.expected.get(place)
+    for position, ones in case.deliveries.items():
+        published = case.truth.expected.get(position)
         if published is not None and not published.due_ms:
-            by_key[place.partition, published.key].extend(ones)
+            by_key[position.partition, published.key].extend(ones)
     for ones in by_key.values():
-        ones.sort(key=lambda one: (one.to_ms, one.place))
+        ones.sort(key=lambda one: (one.to_ms, one.position))
         latest: list[Delivery] = []
         for one in ones:
             for after in latest:
-                if after.place > one.place and after.to_ms < one.from_ms and not case.may_forget(after, one):
-                    yield f"{one.place} was given at {one.from_ms}, after {after.place} at {after.to_ms}"
+                if after.position > one.position and after.to_ms < one.from_ms and not case.may_lose_lease(after, one):
+                    yield f"{one.position} was delivered at {one.from_ms}, after {after.position} at {after.to_ms}"
                     break
-            # What follows everything so far must not be delivered before the others.
-            if not latest or one.place >= max(each.place for each in latest):
+            # Later deliveries are compared with the last messages in order.
+            if not latest or one.position >= max(each.position for each in latest):
                 latest = [*latest[-3:], one]
 
 
-def _early(case: _Case) -> Iterator[str]:
-    for place, ones in case.deliveries.items():
-        published = case.truth.expected.get(place)
+def _delivered_early(case: _Case) -> Iterator[str]:
+    for position, ones in case.deliveries.items():
+        published = case.truth.expected.get(position)
         for one in ones:
             due_ms = max(0 if published is None else published.due_ms, _released_until_ms(case, one))
             if one.to_ms < due_ms and not case.is_stepped(one.from_ms - REQUEST_MS, one.to_ms):
-                yield f"{place} was given to {one.worker} {due_ms - one.to_ms} ms before its time"
+                yield f"{position} was delivered to {one.worker} {due_ms - one.to_ms} ms early"
 
 
 def _released_until_ms(case: _Case, delivery: Delivery) -> int:
-    """Return until when the previous worker, which released the message, delayed it."""
+    """Return the time until which the previous worker delayed the message when it released it."""
     delays = [
         one.sent_ms + one.delay_ms
-        for one in case.settlements[delivery.place]
-        if one.verb == Verb.RELEASE and one.is_sure and one.delay_ms and one.attempt == delivery.attempt - 1
-        # Attempts that were lost are counted again.
+        for one in case.settlements[delivery.position]
+        if one.verb == Verb.RELEASE and one.is_certain and one.delay_ms and one.attempt == delivery.attempt - 1
+        # Attempt numbers that were lost are assigned again.
         if one.sent_ms <= delivery.to_ms
     ]
     return min(delays, default=0)
@@ -376,18 +378,18 @@ def _released_until_ms(case: _Case, delivery: Delivery) -> int:
 
 _RULES: Final[Mapping[str, Callable[[_Case], Iterator[str]]]] = {
     "lost": _lost,
-    "gone although nothing was struck": _vanished,
-    "twice in the dead letter topic": _doubled,
-    "missing or out of place in the dead letter topic": _redelivered_after_accept,
-    "accepted and a dead letter": _both,
-    "not to be delivered": _unwanted,
-    "another message than in the topic": _other,
-    "delivered too often": _too_often,
-    "attempts that do not grow": _attempts,
-    "a lease of another length": _leases,
-    "with two workers at once": _shared,
-    "came back after it was accepted": _returned,
-    "refused although the lease lasts": _ignored_delays,
-    "out of order": _disorder,
-    "delivered early": _early,
+    "lost without a fault": _lost_without_fault,
+    "duplicated in the dead letter topic": _dead_lettered_twice,
+    "missing or misplaced in the dead letter topic": _misplaced_dead_letters,
+    "accepted and dead-lettered": _accepted_and_dead,
+    "delivered unexpectedly": _unexpected,
+    "content differs from the topic": _content_differs,
+    "delivered too often": _delivered_too_often,
+    "attempts that do not increase": _attempts_out_of_order,
+    "a lease of the wrong duration": _wrong_deadlines,
+    "leased by two workers at once": _leased_twice,
+    "redelivered after acceptance": _redelivered_after_accept,
+    "refused during a valid lease": _refused_settlements,
+    "out of order": _out_of_order,
+    "delivered early": _delivered_early,
 }

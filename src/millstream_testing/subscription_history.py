@@ -1,8 +1,8 @@
 """What the workers of a subscription saw, merged from their journals.
 
-Times are those of one machine, in milliseconds. When a message was leased is known within bounds: between the worker's
-request and its response. Millstream's own client also gets the deadline of the lease, which gives the moment itself as
-long as clocks are not stepped.
+Times are those of one machine, in milliseconds. A message was leased at some time between the worker's request and its
+response. Millstream's own client also gets the deadline of the lease, which gives the exact time unless clocks are
+stepped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from millstream_testing.subscription_events import (
 )
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A message, by its position in the topic."""
 
     partition: int
@@ -32,11 +32,11 @@ class Place(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A message as it is in the topic at the end."""
+    """A message in the final contents of the topic."""
 
     key: bytes
     due_ms: int
-    """It must not be delivered before this; 0 if it is not delayed."""
+    """The earliest time of delivery; 0 if it is not delayed."""
     checksum: int
     """Of its value."""
     sent_ms: int = 0
@@ -46,7 +46,7 @@ class Published(NamedTuple):
 class Delivery(NamedTuple):
     """A worker received a message."""
 
-    place: Place
+    position: Position
     worker: str
     attempt: int
     from_ms: int
@@ -63,26 +63,26 @@ class Delivery(NamedTuple):
 class Settlement(NamedTuple):
     """A worker settled a message."""
 
-    place: Place
+    position: Position
     worker: str
     attempt: int
     verb: Verb
     sent_ms: int
     response_ms: int | None
-    """None if no response arrived: it may have been carried out, or not."""
+    """None if no response arrived: whether it was applied is unknown."""
     taken: bool
     delay_ms: int | None = None
     node: int = -1
     """The node that the request was sent to."""
 
     @property
-    def is_sure(self) -> bool:
-        """Whether it certainly counts."""
+    def is_certain(self) -> bool:
+        """Whether it was certainly applied."""
         return self.taken and self.response_ms is not None
 
     @property
     def is_possible(self) -> bool:
-        """Whether it may count."""
+        """Whether it may have been applied."""
         return self.taken or self.response_ms is None
 
 
@@ -90,11 +90,11 @@ class Call(NamedTuple):
     """A worker requested messages."""
 
     worker: str
-    asked_ms: int
+    requested_ms: int
     ended_ms: int | None
     """None if it was killed before a response arrived."""
     wanted: int
-    receive_completed: int
+    received: int
     responded: bool
 
 
@@ -121,19 +121,19 @@ class Spans:
     def __iter__(self) -> Iterator[Span]:
         return iter(self._spans)
 
-    def touch(self, begin_ms: int, end_ms: int) -> bool:
-        """Whether one of them overlaps another period."""
+    def overlaps(self, begin_ms: int, end_ms: int) -> bool:
+        """Whether any of them overlaps this one."""
         return self.next_ms(begin_ms) <= end_ms
 
     def next_ms(self, at_ms: int) -> float:
-        """Return the first period that has not ended at a time; it may have begun before."""
-        place = bisect_left(self._ends, at_ms)
-        return self._spans[place].begin_ms if place < len(self._spans) else float("inf")
+        """Return when the first period that has not ended at a time begins, which may be earlier."""
+        position = bisect_left(self._ends, at_ms)
+        return self._spans[position].begin_ms if position < len(self._spans) else float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """The declaration of a subscription."""
+class Guarantees:
+    """The declared delivery guarantees of a subscription."""
 
     delivery: str
     ordered: bool
@@ -152,26 +152,26 @@ class History:
     """When each worker last recorded something before it left."""
 
 
-class Truth(NamedTuple):
-    """The final contents, and the faults of the nodes meanwhile."""
+class GroundTruth(NamedTuple):
+    """The final contents of the topics, and the faults of the nodes."""
 
-    expected: Mapping[Place, Published]
+    expected: Mapping[Position, Published]
     """The messages of the topic that match the filter."""
-    letters: Counter[Place]
+    dead_letters: Counter[Position]
     """How often each is in the dead letter topic."""
     disturbed: Spans
     """When nodes had faults and had not recovered, or the leader of a partition changed."""
     stepped: Spans
     """When the clock of a node was wrong."""
-    is_alone: bool = False
-    """Whether there is only one node, so that no other can lead in its place."""
+    is_single_node: bool = False
+    """Whether there is only one node, so that no other can take over."""
 
 
 def histories(events: Iterable[Event]) -> dict[str, History]:
     """Merge the journals of workers, by subscription; the events of each worker are in order."""
     found: dict[str, History] = defaultdict(History)
-    asked: dict[tuple[str, str], ReceiveSent] = {}
-    settle_completed: dict[tuple[str, str, int, Place], tuple[int, bool]] = {}
+    open_calls: dict[tuple[str, str], ReceiveSent] = {}
+    settle_completed: dict[tuple[str, str, int, Position], tuple[int, bool]] = {}
     settle_sent: list[SettleSent] = []
     worker_left: set[tuple[str, str]] = set()
     for event in events:
@@ -182,20 +182,20 @@ def histories(events: Iterable[Event]) -> dict[str, History]:
         if isinstance(event, WorkerLeft):
             worker_left.add(worker)
         if isinstance(event, ReceiveSent):
-            asked[worker] = event
+            open_calls[worker] = event
         elif isinstance(event, ReceiveCompleted):
             history.deliveries += _deliveries(event)
-            history.calls.append(_call(asked.pop(worker), event.at_ms, len(event.messages), responded=True))
+            history.calls.append(_call(open_calls.pop(worker), event.at_ms, len(event.messages), responded=True))
         elif isinstance(event, ReceiveFailed | WorkerLeft):
-            if worker in asked:
-                history.calls.append(_call(asked.pop(worker), event.at_ms, 0, responded=False))
+            if worker in open_calls:
+                history.calls.append(_call(open_calls.pop(worker), event.at_ms, 0, responded=False))
         elif isinstance(event, SettleSent):
             settle_sent.append(event)
         else:
             settle_completed |= {
-                (*worker, event.number, Place(*place)): (event.at_ms, event.taken) for place in event.places
+                (*worker, event.number, Position(*position)): (event.at_ms, event.taken) for position in event.positions
             }
-    for (subscription, _), call in asked.items():
+    for (subscription, _), call in open_calls.items():
         found[subscription].calls.append(_call(call, None, 0, responded=False))
     for each in settle_sent:
         found[each.subscription].settlements += _settlements(each, settle_completed)
@@ -205,7 +205,7 @@ def histories(events: Iterable[Event]) -> dict[str, History]:
 def _deliveries(event: ReceiveCompleted) -> list[Delivery]:
     return [
         Delivery(
-            Place(one.partition, one.offset),
+            Position(one.partition, one.offset),
             event.worker,
             one.attempt,
             event.from_ms,
@@ -218,21 +218,21 @@ def _deliveries(event: ReceiveCompleted) -> list[Delivery]:
     ]
 
 
-def _call(receive_sent: ReceiveSent, ended_ms: int | None, receive_completed: int, *, responded: bool) -> Call:
-    return Call(receive_sent.worker, receive_sent.at_ms, ended_ms, receive_sent.wanted, receive_completed, responded)
+def _call(receive_sent: ReceiveSent, ended_ms: int | None, received: int, *, responded: bool) -> Call:
+    return Call(receive_sent.worker, receive_sent.at_ms, ended_ms, receive_sent.wanted, received, responded)
 
 
 def _settlements(
-    settle_sent: SettleSent, settle_completed: Mapping[tuple[str, str, int, Place], tuple[int, bool]]
+    settle_sent: SettleSent, settle_completed: Mapping[tuple[str, str, int, Position], tuple[int, bool]]
 ) -> Iterator[Settlement]:
-    for partition, offset, attempt in settle_sent.places:
-        place = Place(partition, offset)
+    for partition, offset, attempt in settle_sent.positions:
+        position = Position(partition, offset)
         response_ms, taken = settle_completed.get(
-            (settle_sent.subscription, settle_sent.worker, settle_sent.number, place), (None, False)
+            (settle_sent.subscription, settle_sent.worker, settle_sent.number, position), (None, False)
         )
         times = settle_sent.at_ms, response_ms
         yield Settlement(
-            place,
+            position,
             settle_sent.worker,
             attempt,
             Verb(settle_sent.verb),
@@ -243,16 +243,16 @@ def _settlements(
         )
 
 
-def account(checked: Collection[History], truths: Collection[Truth]) -> str:
-    """Summarize what was tried, in numbers."""
+def summary(checked: Collection[History], truths: Collection[GroundTruth]) -> str:
+    """Summarize the histories in numbers."""
     verbs = Counter(one.verb.name.lower() for history in checked for one in history.settlements)
     unknown = sum(one.response_ms is None for history in checked for one in history.settlements)
     refused = sum(one.response_ms is not None and not one.taken for history in checked for one in history.settlements)
     again = sum(one.attempt > 1 for history in checked for one in history.deliveries)
     shared = sum(not one.deadline_ms for history in checked for one in history.deliveries)
-    letters = sum(truth.letters.total() for truth in truths)
+    dead_letters = sum(truth.dead_letters.total() for truth in truths)
     settled = ", ".join(f"{count} {verb}" for verb, count in sorted(verbs.items()))
     return (
         f"{sum(len(history.deliveries) for history in checked)} deliveries ({again} not the first, {shared} to share "
-        f"consumers), {settled}; {refused} refused, {unknown} without a response; {letters} dead letters"
+        f"consumers), {settled}; {refused} refused, {unknown} without a response; {dead_letters} dead letters"
     )

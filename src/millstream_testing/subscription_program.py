@@ -1,4 +1,4 @@
-"""A process with workers of subscriptions, which is killed for it.
+"""A process with workers of subscriptions, which a trial kills.
 
     python -m millstream_testing.subscription_program TASK
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from millstream_testing.subscription_events import Notebook
+from millstream_testing.subscription_events import JournalFile
 from millstream_testing.subscription_worker import Task, Worker
 from millstream_testing.transaction_program import die_with_parent
 
@@ -26,28 +26,28 @@ def main() -> None:
     """Run one task."""
     die_with_parent()
     task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task)
-    notebook = Notebook(task.file)
-    if task.door == "own":
+    journal_file = JournalFile(task.file)
+    if task.client_kind == "own":
         with suppress(asyncio.CancelledError):
-            asyncio.run(_work(task, notebook))
+            asyncio.run(_work(task, journal_file))
     else:
-        _share(task, notebook)
+        _share(task, journal_file)
 
 
-async def _work(task: Task, notebook: Notebook) -> None:
-    working = asyncio.gather(*(Worker(task, notebook, name).run() for name in task.subscriptions))
+async def _work(task: Task, journal_file: JournalFile) -> None:
+    working = asyncio.gather(*(Worker(task, journal_file, name).run() for name in task.subscriptions))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
     await working
 
 
-def _share(task: Task, notebook: Notebook) -> None:
-    # Imported only where it is used: a new life should start quickly.
+def _share(task: Task, journal_file: JournalFile) -> None:
+    # Imported only where it is used, so that a restart is fast.
     from millstream_testing.share_worker import ShareWorker
 
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     threads = [
-        threading.Thread(target=ShareWorker(task, notebook, name, stopping).run, name=name)
+        threading.Thread(target=ShareWorker(task, journal_file, name, stopping).run, name=name)
         for name in task.subscriptions
     ]
     for thread in threads:
@@ -59,6 +59,6 @@ def _share(task: Task, notebook: Notebook) -> None:
 
 if __name__ == "__main__":
     main()
-    # Threads of clients that do not end must not keep the process running.
+    # Client threads that do not end must not keep the process running.
     sys.stderr.flush()
     os._exit(0)

@@ -1,11 +1,10 @@
 """Subscriptions under load while workers misbehave and nodes have faults; then every message is checked.
 
-One topic, and on it a subscription for each delivery promise and each of: plain, ordered by key, filtered. Some
-messages are delayed, and some are poison that is not accepted. Processes of workers, with Millstream's own client and
-with Kafka's share consumers of both kinds, take them, and write down what they see (`subscription_program`). Faults of
-nodes (`cluster_faults`) and of those processes (`worker_faults`) are drawn from a seed, one round after another. In the
-end all queues have to run empty, and the workers' journals are compared with the topic and the dead letter topics: see
-`subscription_check`.
+One topic has a plain, an ordered and a filtered subscription for each delivery mode. Some messages are delayed, and
+some are poison that no worker accepts. Worker processes, with Millstream's own client and with Kafka's share consumers
+in both acknowledgement modes, consume them and record what they see (`subscription_program`). Faults of nodes
+(`cluster_faults`) and of worker processes (`worker_faults`) are drawn from a seed, round by round. At the end all queues
+must drain, and the workers' journals are compared with the topic and the dead letter topics (`subscription_check`).
 """
 
 from __future__ import annotations
@@ -43,31 +42,31 @@ from millstream_testing.server import Server
 from millstream_testing.subscription_check import Finding, check
 from millstream_testing.subscription_events import decode, now_ms
 from millstream_testing.subscription_history import (
+    GroundTruth,
+    Guarantees,
     History,
-    Place,
-    Promise,
+    Position,
     Span,
     Spans,
-    Truth,
-    account,
     histories,
+    summary,
 )
 from millstream_testing.subscription_watch import Watch
 from millstream_testing.subscription_worker import POISON, Task
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_topic import TrialPublisher, letters_of, messages_of, published
+from millstream_testing.trial_topic import TrialPublisher, dead_letters_of, messages_of, published
 from millstream_testing.trial_worker import TrialWorker
 from millstream_testing.worker_faults import WORKER_KINDS, Step
 
 TOPIC: Final = "work"
 STATES: Final = "__subscriptions"
 PROGRAM: Final = "millstream_testing.subscription_program"
-PROMISES: Final = (AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE)
-SORTS: Final = ("plain", "ordered", "filtered")
-MATCHING: Final = "payload.even = TRUE"
-BUSY: Final = ("backlog", "leased", "parked", "blocked", "rejecting")
-CREW: Final = {"own": 2, "implicit": 1, "explicit": 1}
+DELIVERY_MODES: Final = (AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE)
+VARIANTS: Final = ("plain", "ordered", "filtered")
+FILTER_TEXT: Final = "payload.even = TRUE"
+PENDING_COUNTS: Final = ("backlog", "leased", "parked", "blocked", "rejecting")
+WORKER_PROCESSES: Final = {"own": 2, "implicit": 1, "explicit": 1}
 NODE_KINDS: Final = {
     "kill": 6,
     "pause": 4,
@@ -81,18 +80,18 @@ NODE_KINDS: Final = {
     "etcd": 1,
     "kill-all": 1,
 }
-ALONE: Final = ("kill", "pause", "stop", "clock")
-"""The faults of a single node."""
+SINGLE_NODE_KINDS: Final = ("kill", "pause", "stop", "clock")
+"""The kinds of faults that apply to a single node."""
 SETTINGS: Final[dict[str, object]] = {
     "subscriptions-partitions": 3,
     "leader-balance-ms": 1000,
     "group-initial-delay-ms": 100,
 }
 _PROBE_S: Final = 0.5
-_TEND_S: Final = 0.1
-_ASK_S: Final = 15.0
-_AFTER_MS: Final = 1_000
-"""The effects of a fault show at most this long after everything is healthy again."""
+_RESTART_CHECK_S: Final = 0.1
+_REQUEST_S: Final = 15.0
+_AFTERMATH_MS: Final = 1_000
+"""The effects of a fault last at most this long after everything is healthy again."""
 
 PrintLine = Callable[[str], None]
 
@@ -103,22 +102,22 @@ class Plan:
 
     seed: int
     faults: int = 30
-    """The number of faults of nodes."""
+    """The number of node faults."""
     minutes_max: float = 20.0
-    """No further faults after this long."""
+    """Inject no more faults after this long."""
     node_kinds: Mapping[str, int] = field(default_factory=lambda: dict(NODE_KINDS))
     """The weight of each kind of fault."""
     worker_kinds: Mapping[str, int] = field(
         default_factory=lambda: {kind: weight for kind, (_, weight) in WORKER_KINDS.items() if kind != "worker-double"}
     )
     worker_faults: tuple[int, int] = (0, 2)
-    """How many processes of workers have a fault in a round."""
+    """The minimum and maximum number of worker processes with a fault in a round."""
     load_s: tuple[float, float] = (0.5, 3.0)
     messages_per_s: float = 40.0
     partitions: int = 3
     keys: int = 20
-    crew: Mapping[str, int] = field(default_factory=lambda: dict(CREW))
-    """How many processes of workers there are for each client."""
+    worker_processes: Mapping[str, int] = field(default_factory=lambda: dict(WORKER_PROCESSES))
+    """The number of worker processes for each kind of client."""
     attempts: int = 5
     lease_ms: int = 2000
     delayed_share: float = 0.05
@@ -126,15 +125,15 @@ class Plan:
     node_lease_s: float = 2.0
     heal_s_max: float = 90.0
     drain_s_max: float = 120.0
-    promises: tuple[str, ...] = PROMISES
-    sorts: tuple[str, ...] = SORTS
+    delivery_modes: tuple[str, ...] = DELIVERY_MODES
+    variants: tuple[str, ...] = VARIANTS
 
 
 class Outcome(NamedTuple):
     """What a trial found."""
 
     findings: list[Finding]
-    account: str
+    summary: str
     faults: Counter[str]
 
     @property
@@ -155,40 +154,42 @@ class SubscriptionTrial:
         self._publisher = TrialPublisher(
             self._client,
             TOPIC,
-            self._new,
+            self._make_record,
             partitions=plan.partitions,
             per_s=plan.messages_per_s,
             seed=f"{plan.seed}/publisher",
             compressions=(0, 0, 4),
         )
-        self._struck: list[Span] = []
+        self._fault_spans: list[Span] = []
         self._stepped: list[Span] = []
         self._faults: Counter[str] = Counter()
         self._broken: list[Finding] = []
-        self._is_sober = False
-        self._promises = {
-            f"{promise}-{sort}": self._promise(promise, sort) for promise in plan.promises for sort in plan.sorts
+        self._is_well_behaved = False
+        self._subscriptions = {
+            f"{mode}-{variant}": self._guarantees(mode, variant)
+            for mode in plan.delivery_modes
+            for variant in plan.variants
         }
         self._watch = Watch(cluster, (TOPIC, STATES), print_line)
         self._workers = [
-            TrialWorker(f"{door}-{number}", folder, self._tasks(door), PROGRAM)
-            for door, count in plan.crew.items()
+            TrialWorker(f"{client_kind}-{number}", folder, self._tasks(client_kind), PROGRAM)
+            for client_kind, count in plan.worker_processes.items()
             for number in range(count)
         ]
 
     async def run(self) -> Outcome:
         """Apply load and faults, drain all queues, and check."""
-        await self._whole("the start")
+        await self._wait_until_healthy("the start")
         await self._declare()
         publishing = asyncio.ensure_future(self._publisher.run())
         watching = asyncio.ensure_future(self._watch.run())
         try:
             for worker in self._workers:
                 worker.start()
-            await self._strike_now_and_then()
+            await self._inject_faults()
             self._publisher.stop()
             await publishing
-            self._is_sober = True
+            self._is_well_behaved = True
             for worker in self._workers:
                 worker.stop()
             left = await self._drain()
@@ -196,30 +197,30 @@ class SubscriptionTrial:
             await _cancel([publishing, watching])
             for worker in self._workers:
                 worker.end()
-        return await self._judge(left)
+        return await self._check_results(left)
 
     def _client(self) -> Client:
-        return Client.connect(self._cluster.kafka, client_id="trial", timeout_s=_ASK_S)
+        return Client.connect(self._cluster.kafka, client_id="trial", timeout_s=_REQUEST_S)
 
-    def _promise(self, promise: str, sort: str) -> Promise:
+    def _guarantees(self, mode: str, variant: str) -> Guarantees:
         plan = self._plan
-        return Promise(delivery=promise, ordered=sort == "ordered", attempts=plan.attempts, lease_ms=plan.lease_ms)
+        return Guarantees(delivery=mode, ordered=variant == "ordered", attempts=plan.attempts, lease_ms=plan.lease_ms)
 
-    def _tasks(self, door: str) -> Callable[[str], Task]:
-        """Makes the task of each life of a process."""
+    def _tasks(self, client_kind: str) -> Callable[[str], Task]:
+        """Return a factory for the tasks of a worker's processes."""
 
         def task(name: str) -> Task:
             return Task(
                 producer=name,
-                door=door,
+                client_kind=client_kind,
                 brokers=self._cluster.kafka,
                 nodes=self._cluster.brokers_max,
                 topic=TOPIC,
-                subscriptions=list(self._promises),
+                subscriptions=list(self._subscriptions),
                 lease_ms=self._plan.lease_ms,
                 file=str(self._folder / f"{name}.jsonl"),
                 seed=f"{self._plan.seed}/{name}",
-                is_sober=self._is_sober,
+                is_well_behaved=self._is_well_behaved,
             )
 
         return task
@@ -230,22 +231,22 @@ class SubscriptionTrial:
         plan, nodes = self._plan, len(self._cluster.nodes)
         async with self._client() as client:
             await create_topic(client, TOPIC, partitions=plan.partitions, replication=nodes, settings={})
-            for name, promise in self._promises.items():
+            for name, guarantees in self._subscriptions.items():
                 settings = {
-                    DELIVERY: promise.delivery,
+                    DELIVERY: guarantees.delivery,
                     LEASE: str(plan.lease_ms),
                     ATTEMPTS: str(plan.attempts),
                     BACKOFF_MIN: "50",
                     DEAD_LETTER_TOPIC: f"dead-{name}",
                     START: "earliest",
                 }
-                if promise.ordered:
+                if guarantees.ordered:
                     settings[ORDERED] = "true"
                 if name.endswith("filtered"):
-                    settings[FILTER] = MATCHING
+                    settings[FILTER] = FILTER_TEXT
                 await SubscriptionClient(client).create(name, [TOPIC], settings)
 
-    def _new(self, random: Random, number: int) -> NewRecord:
+    def _make_record(self, random: Random, number: int) -> NewRecord:
         plan = self._plan
         key = POISON if random.random() < plan.poison_share else b"key-%d" % random.randrange(plan.keys)
         headers: Headers = ()
@@ -256,15 +257,15 @@ class SubscriptionTrial:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    async def _strike_now_and_then(self) -> None:
+    async def _inject_faults(self) -> None:
         deadline = time.monotonic() + self._plan.minutes_max * 60
         for number in range(self._plan.faults):
             if time.monotonic() > deadline:
                 return
             await self._sleep(self._random.uniform(*self._plan.load_s))
-            await self._strike(number + 1)
+            await self._inject_fault(number + 1)
 
-    async def _strike(self, number: int) -> None:
+    async def _inject_fault(self, number: int) -> None:
         """Run faults of nodes and workers at about the same time, and wait until the nodes are healthy."""
         kinds = self._plan.node_kinds
         (kind,) = self._random.choices(list(kinds), list(kinds.values()))
@@ -274,16 +275,16 @@ class SubscriptionTrial:
         steps = [Step(0.0, fault.begin), Step(fault.duration_s, fault.end)]
         steps += [step for _, each in workers for step in each]
         self._faults.update([kind, *(kind for kind, _ in workers)])
-        self._print_line(f"{number:3} {fault}; {len(workers)} processes of workers")
+        self._print_line(f"{number:3} {fault}; {len(workers)} worker faults")
         began_s, began_ms = time.monotonic(), now_ms()
         try:
             for step in sorted(steps, key=lambda step: step.at_s):
                 await self._sleep(began_s + step.at_s - time.monotonic())
                 await asyncio.to_thread(step.do)
         finally:
-            await self._whole(str(fault))
-            span = Span(began_ms, now_ms() + _AFTER_MS)
-            self._struck.append(span)
+            await self._wait_until_healthy(str(fault))
+            span = Span(began_ms, now_ms() + _AFTERMATH_MS)
+            self._fault_spans.append(span)
             if kind == "clock":
                 self._stepped.append(span)
 
@@ -298,99 +299,101 @@ class SubscriptionTrial:
             found.append((kind, [step._replace(at_s=step.at_s + later_s) for step in fault.steps]))
         return found
 
-    async def _whole(self, after: str) -> None:
+    async def _wait_until_healthy(self, after: str) -> None:
         deadline = time.monotonic() + self._plan.heal_s_max
         while lacking := await asyncio.to_thread(self._cluster.lacks):
             if time.monotonic() > deadline:
                 raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {lacking}\n{self._cluster.logs()}")
-            await self._sleep(_TEND_S)
+            await self._sleep(_RESTART_CHECK_S)
 
     async def _sleep(self, seconds: float) -> None:
-        """Wait, and restart workers meanwhile."""
+        """Wait, and restart ended workers meanwhile."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, _TEND_S))
+            await asyncio.sleep(min(left, _RESTART_CHECK_S))
             for worker in self._workers:
-                if worker.lives:
-                    worker.tend()
+                if worker.processes:
+                    worker.restart_if_ended()
 
     async def _drain(self) -> list[Finding]:
-        """Wait until every queue is empty; return what is left if that takes too long."""
+        """Wait until every queue is empty; return what is not after a timeout."""
         deadline = time.monotonic() + self._plan.drain_s_max
         left = ["no node responds"]
         while left and time.monotonic() < deadline:
             await self._sleep(_PROBE_S)
             try:
                 async with self._client() as client:
-                    left = self._left(await SubscriptionClient(client).describe(list(self._promises)))
+                    left = self._pending(await SubscriptionClient(client).describe(list(self._subscriptions)))
             except (MillstreamError, OSError, TimeoutError) as error:
                 left = [f"no node responds: {error!r}"]
         return [f"not empty after {self._plan.drain_s_max:g} s: {one}" for one in left]
 
-    def _left(self, found: list[dict[str, list[dict[str, object]]]]) -> list[str]:
+    def _pending(self, found: list[dict[str, list[dict[str, object]]]]) -> list[str]:
         left = []
         for one in found:
             queues = one["queues"]
             if len(queues) < self._plan.partitions:
                 left.append(f"{one['name']} has only {len(queues)} queues")
-            left += [f"{one['name']}: {queue}" for queue in queues if any(queue[name] for name in BUSY)]
+            left += [f"{one['name']}: {queue}" for queue in queues if any(queue[name] for name in PENDING_COUNTS)]
         return left
 
     # -- checks -----------------------------------------------------------------------------------------------
 
-    async def _judge(self, left: list[Finding]) -> Outcome:
+    async def _check_results(self, left: list[Finding]) -> Outcome:
         async with self._client() as client:
             records = await messages_of(client, TOPIC)
-            letters = {name: await self._letters(client, name, records) for name in self._promises}
-        findings = left + [found for node in self._cluster.nodes.values() for found in _bugs(node)]
+            dead_letters = {name: await self._dead_letters(client, name, records) for name in self._subscriptions}
+        findings = left + [found for node in self._cluster.nodes.values() for found in _tracebacks(node)]
         missing = self._publisher.acknowledged - set(records)
         if missing:
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
-        disturbed, stepped = Spans([*self._struck, *self._watch.moves]), Spans(self._stepped)
+        disturbed, stepped = Spans([*self._fault_spans, *self._watch.leader_changes]), Spans(self._stepped)
         found = histories(decode(line) for worker in self._workers for line in worker.lines())
-        truths: dict[str, Truth] = {}
-        for name, promise in self._promises.items():
+        truths: dict[str, GroundTruth] = {}
+        for name, guarantees in self._subscriptions.items():
             only_even = name.endswith("filtered")
             expected = {
-                place: published(record)
-                for place, record in records.items()
+                position: published(record)
+                for position, record in records.items()
                 if not only_even or json.loads(record.value or b"")["even"]
             }
-            is_alone = len(self._cluster.nodes) == 1
-            truths[name] = Truth(expected, letters[name], disturbed, stepped, is_alone)
-            broken = check(promise, found.setdefault(name, History()), truths[name])
+            is_single_node = len(self._cluster.nodes) == 1
+            truths[name] = GroundTruth(expected, dead_letters[name], disturbed, stepped, is_single_node)
+            broken = check(guarantees, found.setdefault(name, History()), truths[name])
             findings += [f"{name}: {one}" for one in broken]
-        return Outcome(findings + self._broken, self._account(records, truths, found), self._faults)
+        return Outcome(findings + self._broken, self._summary(records, truths, found), self._faults)
 
-    def _account(self, records: dict[Place, Record], truths: Mapping[str, Truth], found: Mapping[str, History]) -> str:
+    def _summary(
+        self, records: dict[Position, Record], truths: Mapping[str, GroundTruth], found: Mapping[str, History]
+    ) -> str:
         never = sum(
-            len(truths[name].expected.keys() - {one.place for one in found[name].deliveries})
-            for name, promise in self._promises.items()
-            if promise.delivery == AT_MOST_ONCE
+            len(truths[name].expected.keys() - {one.position for one in found[name].deliveries})
+            for name, guarantees in self._subscriptions.items()
+            if guarantees.delivery == AT_MOST_ONCE
         )
-        lives = sum(len(worker.lives) for worker in self._workers)
-        struck = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
+        processes = sum(len(worker.processes) for worker in self._workers)
+        faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
         return (
-            f"{len(records)} messages ({self._publisher.failed} times a publisher failed), {len(self._struck)} faults "
-            f"of nodes ({struck}), {len(self._watch.moves)} changes of leaders, {len(self._watch.silences)} silences, "
-            f"{lives} processes of workers; {account(list(found.values()), list(truths.values()))}; {never} handed out "
-            "at most once did not arrive"
+            f"{len(records)} messages ({self._publisher.failed} publisher failures), {len(self._fault_spans)} node faults "
+            f"({faults}), {len(self._watch.leader_changes)} leader changes, {len(self._watch.silences)} silences, "
+            f"{processes} worker processes; {summary(list(found.values()), list(truths.values()))}; {never} messages lost "
+            "at most once"
         )
 
-    async def _letters(self, client: Client, name: str, records: Mapping[Place, Record]) -> Counter[Place]:
-        found: Counter[Place] = Counter()
-        for place, letter in await letters_of(client, f"dead-{name}"):
-            found[place] += 1
-            if place in records and (letter.key, letter.value) != (records[place].key, records[place].value):
-                self._broken.append(f"{name}: the dead letter of {place} is another message")
+    async def _dead_letters(self, client: Client, name: str, records: Mapping[Position, Record]) -> Counter[Position]:
+        found: Counter[Position] = Counter()
+        for position, letter in await dead_letters_of(client, f"dead-{name}"):
+            found[position] += 1
+            if position in records and (letter.key, letter.value) != (records[position].key, records[position].value):
+                self._broken.append(f"{name}: the dead letter of {position} has different content")
         return found
 
 
-def _bugs(node: Server) -> list[Finding]:
+def _tracebacks(node: Server) -> list[Finding]:
     """Return unexpected lines in a node's log."""
     lines = node.log.read_text(errors="replace").splitlines()
-    places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-    return [f"{node.log.name}: {lines[max(0, at - 2)]}" for at in places[:3]]
+    found = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+    return [f"{node.log.name}: {lines[max(0, at - 2)]}" for at in found[:3]]
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[None]]) -> None:

@@ -1,4 +1,4 @@
-"""A worker of a trial with Millstream's own client: takes messages, misbehaves, and records what it saw."""
+"""A trial worker with Millstream's own client: receives messages, misbehaves, and records what it saw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.subscription import Verb
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.wire.client import Client
-from millstream_testing.subscription_events import Leased, Notebook, WorkerJournal
+from millstream_testing.subscription_events import JournalFile, Leased, WorkerJournal
 
 TIMEOUT_S: Final = 8.0
 PAUSE_S: Final = 0.2
@@ -23,10 +23,10 @@ POISON: Final = b"poison"
 BATCH_MAX: Final = 20
 """The maximum number of messages in a batch."""
 
-Habit = str
+Behaviour = str
 """What a worker does with a message."""
 
-HABITS: Final[dict[Habit, int]] = {
+BEHAVIOURS: Final[dict[Behaviour, int]] = {
     "accept": 60,
     "release": 8,
     "delay": 6,
@@ -36,15 +36,15 @@ HABITS: Final[dict[Habit, int]] = {
     "die": 4,
     "leave": 3,
 }
-SOBER: Final[dict[Habit, int]] = {"accept": 1}
+WELL_BEHAVED: Final[dict[Behaviour, int]] = {"accept": 1}
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The task of one process: a worker for each of the subscriptions."""
 
     producer: str
-    """Its name: one for each life."""
-    door: str
+    """Its name, unique to each process."""
+    client_kind: str
     """"own", "implicit" or "explicit"."""
     brokers: str
     nodes: int
@@ -53,27 +53,27 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     lease_ms: int
     file: str
     seed: str
-    is_sober: bool
+    is_well_behaved: bool
 
 
 class Worker:
-    """One worker after another, under one seed: when one dies, the next takes its place with its own connection."""
+    """One worker after another, under one seed: each replaces the one that died, with its own connection."""
 
-    def __init__(self, task: Task, notebook: Notebook, subscription: str) -> None:
+    def __init__(self, task: Task, journal_file: JournalFile, subscription: str) -> None:
         self._task = task
-        self._notebook = notebook
+        self._journal_file = journal_file
         self._subscription = subscription
         self._random = Random(f"{task.seed}/{subscription}")
-        self._habits = SOBER if task.is_sober else HABITS
-        self._lives = 0
-        self._journal = WorkerJournal(notebook, subscription, "")
+        self._behaviours = WELL_BEHAVED if task.is_well_behaved else BEHAVIOURS
+        self._incarnations = 0
+        self._journal = WorkerJournal(journal_file, subscription, "")
 
     async def run(self) -> None:
         """Work until cancelled."""
         while True:
-            self._lives += 1
-            name = f"{self._task.producer}.{self._lives}"
-            self._journal = WorkerJournal(self._notebook, self._subscription, name)
+            self._incarnations += 1
+            name = f"{self._task.producer}.{self._incarnations}"
+            self._journal = WorkerJournal(self._journal_file, self._subscription, name)
             try:
                 async with Client.connect(self._task.brokers, client_id=name, timeout_s=TIMEOUT_S) as client:
                     await self._work(client)
@@ -87,51 +87,51 @@ class Worker:
         journal = self._journal
         while True:
             wanted = self._random.choice((1, 3, 20))
-            asked_ms = journal.receive_sent(wanted)
-            receive_sent = asyncio.ensure_future(
+            requested_ms = journal.receive_sent(wanted)
+            receiving = asyncio.ensure_future(
                 subscriptions.receive(self._subscription, journal.worker, max_records=wanted, wait_ms=1000)
             )
             try:
                 if self._draw("leave"):
                     # Its connection is closed while it waits, or just when it is served.
-                    await asyncio.wait([receive_sent], timeout=self._random.uniform(0.0, 0.3))
+                    await asyncio.wait([receiving], timeout=self._random.uniform(0.0, 0.3))
                     return
-                messages = await receive_sent
+                messages = await receiving
             except MillstreamError:
                 journal.receive_failed()
                 await asyncio.sleep(PAUSE_S)
                 continue
             finally:
-                receive_sent.cancel()
-            journal.receive_completed(asked_ms, [_leased(message) for message in messages])
-            if not await self._treat(client, messages):
+                receiving.cancel()
+            journal.receive_completed(requested_ms, [_leased(message) for message in messages])
+            if not await self._process(client, messages):
                 return
 
-    async def _treat(self, client: Client, messages: list[LeasedMessage]) -> bool:
-        """Process each message in some way; return False if the worker dies."""
+    async def _process(self, client: Client, messages: list[LeasedMessage]) -> bool:
+        """Process each message with a random behaviour; return False if the worker dies."""
         for message in messages:
-            (habit,) = self._random.choices(list(self._habits), list(self._habits.values()))
+            (behaviour,) = self._random.choices(list(self._behaviours), list(self._behaviours.values()))
             if message.record.key == POISON:
-                habit = self._random.choice(("release", "forget", "reject"))
-            if habit == "die":
+                behaviour = self._random.choice(("release", "forget", "reject"))
+            if behaviour == "die":
                 return False
-            await self._settle(client, message, habit)
+            await self._settle(client, message, behaviour)
         return True
 
-    async def _settle(self, client: Client, message: LeasedMessage, habit: Habit) -> None:
-        if habit == "extend":
+    async def _settle(self, client: Client, message: LeasedMessage, behaviour: Behaviour) -> None:
+        if behaviour == "extend":
             await self._settle_once(client, message, Verb.EXTEND)
             await asyncio.sleep(self._random.uniform(0.0, 0.2))
-        if habit in ("accept", "extend", "leave"):
+        if behaviour in ("accept", "extend", "leave"):
             await self._settle_once(client, message, Verb.ACCEPT)
-        elif habit == "release":
+        elif behaviour == "release":
             await self._settle_once(client, message, Verb.RELEASE)
-        elif habit == "delay":
+        elif behaviour == "delay":
             await self._settle_once(client, message, Verb.RELEASE, delay_ms=self._random.randint(0, 500))
-        elif habit == "reject":
+        elif behaviour == "reject":
             await self._settle_once(client, message, Verb.REJECT)
         elif self._random.random() < 0.5:
-            # It returns to the message when another worker may have it.
+            # It settles the message late, when another worker may have it.
             await asyncio.sleep(self._task.lease_ms / 1000 * self._random.uniform(0.5, 1.2))
             await self._settle_once(client, message, Verb.ACCEPT)
 
@@ -139,10 +139,10 @@ class Worker:
         self, client: Client, message: LeasedMessage, verb: Verb, *, delay_ms: int | None = None
     ) -> None:
         """Settle a message; retry at the new leader if it has moved."""
-        place = message.partition, message.record.offset
+        position = message.partition, message.record.offset
         for _ in range(3):
             node = -1 if message.node is None else int(message.node)
-            number = self._journal.settle_sent(verb, [(*place, message.attempt)], delay_ms=delay_ms, node=node)
+            number = self._journal.settle_sent(verb, [(*position, message.attempt)], delay_ms=delay_ms, node=node)
             error: MillstreamError | None
             try:
                 (error,) = await SubscriptionClient(client).settle(
@@ -151,7 +151,7 @@ class Worker:
             except MillstreamError as lost:
                 error = lost
             if error is None or isinstance(error, InvalidRecordState):
-                self._journal.settle_completed(number, [place], taken=error is None)
+                self._journal.settle_completed(number, [position], taken=error is None)
                 return
             if not isinstance(error, NotLeader):
                 return
@@ -165,8 +165,8 @@ class Worker:
         except (MillstreamError, KeyError):
             return message.node
 
-    def _draw(self, habit: Habit) -> bool:
-        return self._random.random() < self._habits.get(habit, 0) / sum(self._habits.values())
+    def _draw(self, behaviour: Behaviour) -> bool:
+        return self._random.random() < self._behaviours.get(behaviour, 0) / sum(self._behaviours.values())
 
 
 def _leased(message: LeasedMessage) -> Leased:

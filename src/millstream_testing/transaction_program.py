@@ -1,10 +1,10 @@
-"""A program that consumes, transforms and produces in transactions, and is killed for it.
+"""A program that consumes, transforms and produces in transactions, which a trial kills.
 
     python -m millstream_testing.transaction_program TASK
 
 TASK is a file with a `Task` as JSON; one with its own command becomes that program. SIGTERM ends the program
-between two transactions. The exit code is 0 then, `RENEW` when it needs a new life (fenced, or an error after which
-clients start over), and `STUCK` when something was tried in vain for longer than the task says.
+between two transactions. The exit code is 0 then, `RESTART` when it has to be restarted (fenced, or after an error that
+requires new clients), and `STUCK` when retries did not succeed within the task's `stuck_s`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from millstream_testing.transaction_worker import BATCH_MAX, RENEW, STUCK, Renew, Stuck, Task, Worker
+from millstream_testing.transaction_worker import BATCH_MAX, RESTART, STUCK, RestartRequired, Stuck, Task, Worker
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,9 +32,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: worker.stopping.set())
     try:
         worker.run()
-    except Renew as error:
-        print(f"{task.producer} needs a new life: {error}", file=sys.stderr)
-        return RENEW
+    except RestartRequired as error:
+        print(f"{task.producer} has to be restarted: {error}", file=sys.stderr)
+        return RESTART
     except Stuck as error:
         print(f"{task.producer} is stuck: {error}", file=sys.stderr)
         return STUCK
@@ -62,7 +62,7 @@ def _arguments(task: Task) -> list[str]:
 
 
 def _worker(task: Task) -> Worker:
-    # Imported only where it is used: a new life should start quickly.
+    # Imported only where it is used, so that a restart is fast.
     if task.client == "aiokafka":
         from millstream_testing.aiokafka_worker import AiokafkaWorker
 
@@ -80,6 +80,6 @@ def die_with_parent() -> None:
 
 if __name__ == "__main__":
     code = main()
-    # Threads of clients that do not end must not keep the process running.
+    # Client threads that do not end must not keep the process running.
     sys.stderr.flush()
     os._exit(code)

@@ -217,9 +217,9 @@ class TransactionTrial:
             self._notes.history.save(path)
 
     @property
-    def renewed(self) -> int:
+    def restarts(self) -> int:
         """Return how often programs ended by themselves and were restarted."""
-        return sum(worker.renewed for worker in self._workers)
+        return sum(worker.restarts for worker in self._workers)
 
     @property
     def _is_enough(self) -> bool:
@@ -282,11 +282,11 @@ class TransactionTrial:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _PROBE_S))
-            self._tend()
+            self._restart_ended()
 
-    def _tend(self) -> None:
+    def _restart_ended(self) -> None:
         for worker in self._workers:
-            worker.tend()
+            worker.restart_if_ended()
         for failure in (self._fed.failure, self._notes.failure):
             if failure is not None:
                 raise TrialFailed(failure)
@@ -369,7 +369,7 @@ class TransactionTrial:
         self._fed.loading.set()
 
     def _tasks(self, group: str, number: int) -> Callable[[str], Task]:
-        """Makes the task of each life of one program."""
+        """Return a factory for the tasks of one program's processes."""
         plan = self._plan
         client = "aiokafka" if group == "aiokafka" else "confluent"
         settings = _settings(group, number, plan.seed, alone=self.cluster.brokers_max == 1)
@@ -496,7 +496,7 @@ class TransactionTrial:
         ]
         end_requested += [command("group", "describe", group, "--json") for group in self._plan.groups]
         observed_offsets = [each.out or each.err for each in end_requested]
-        logs = [f"--- {each.life.task.producer}\n{each.life.log_tail()}" for each in self._workers]
+        logs = [f"--- {each.current.task.producer}\n{each.current.log_tail()}" for each in self._workers]
         return "\n".join([*observed_offsets, *logs, self.cluster.logs()])
 
 

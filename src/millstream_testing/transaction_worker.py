@@ -1,6 +1,6 @@
 """Common parts of the programs of a transaction trial: their task, their output, and their journal.
 
-A program records everything that it is about to do, and the outcome, before it continues, so its journal is valid
+A program records everything that it is about to do, and the outcome, before it continues, so its journal is correct
 whenever it is killed.
 """
 
@@ -18,17 +18,17 @@ import msgspec
 
 from millstream_testing.transaction_events import EndRequested, Event, Input, Output, TransactionBegun, TransactionEnded
 
-RENEW = 3
+RESTART = 3
 STUCK = 4
 BATCH_MAX = 60
 BATCH_S = 0.3
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The task of one life of a program."""
+    """The task of one process of a program."""
 
     producer: str
-    """Its name in the history: one for each life."""
+    """Its name in the history, unique to each process."""
     client: str
     brokers: str
     group: str
@@ -43,7 +43,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     stuck_s: float
     """How long to retry: longer than any fault, plus the time that clients need to reconnect."""
     idle_s_max: float | None = None
-    """Begin a new life after this long without a message, for a client that does not find its brokers again."""
+    """Restart after this long without a message, for a client that does not find its brokers again."""
     partitions: list[int] = []
     """The partitions of the source that it owns, if its client does not use a group."""
     command: list[str] = []
@@ -52,12 +52,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """More settings for the "consumer" and the "producer"."""
 
 
-class Renew(Exception):
-    """A life has ended; another one can continue."""
+class RestartRequired(Exception):
+    """The process has to end; another one can continue."""
 
 
 class Stuck(Exception):
-    """Something did not end."""
+    """An operation did not succeed in time."""
 
 
 class Worker(ABC):
@@ -76,14 +76,14 @@ class Worker(ABC):
         """Work until `stopping` is set."""
 
     def begin(self, consumed: Iterable[tuple[int, int]]) -> TransactionBegun:
-        """Record the next transaction, which takes these offsets (partition, offset) of the source, in order."""
+        """Record the next transaction, which consumes these (partition, offset) pairs of the source, in order."""
         self._number += 1
         offsets: dict[int, list[int]] = {}
         for partition, offset in consumed:
             offsets.setdefault(partition, []).append(offset)
         inputs = [Input(partition, taken[0], taken[-1] + 1) for partition, taken in offsets.items()]
         outputs = [
-            Output(topic, _place(topic, partition, offset) % partitions, partition, offset)
+            Output(topic, _target_partition(topic, partition, offset) % partitions, partition, offset)
             for partition, taken in offsets.items()
             for offset in taken
             for topic, partitions in self.task.outputs.items()
@@ -92,7 +92,7 @@ class Worker(ABC):
         begun = TransactionBegun(
             task.producer, self._number, task.group, task.source, inputs, outputs, time.monotonic_ns()
         )
-        self._note(begun)
+        self._record(begun)
         return begun
 
     def values(self, begun: TransactionBegun) -> Iterable[tuple[Output, bytes]]:
@@ -106,16 +106,16 @@ class Worker(ABC):
 
     def end_requested(self, *, commit: bool) -> None:
         """Record that the client is asked to commit or abort."""
-        self._note(EndRequested(self.task.producer, self._number, commit, time.monotonic_ns()))
+        self._record(EndRequested(self.task.producer, self._number, commit, time.monotonic_ns()))
 
     def ended(self, *, committed: bool) -> None:
         """Record what the client reported."""
-        self._note(TransactionEnded(self.task.producer, self._number, committed, time.monotonic_ns()))
+        self._record(TransactionEnded(self.task.producer, self._number, committed, time.monotonic_ns()))
 
-    def _note(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         os.write(self._file, self._encoder.encode(event) + b"\n")
 
 
-def _place(topic: str, partition: int, offset: int) -> int:
-    """Return a partition: the same message always goes to the same one, and its neighbours to others."""
+def _target_partition(topic: str, partition: int, offset: int) -> int:
+    """Return where to write: a message always goes to the same partition, and its neighbours to others."""
     return len(topic) + partition + offset

@@ -1,4 +1,4 @@
-"""The topic of a trial: its publisher through all faults, and the final contents of it and its dead letter topics."""
+"""The topic of a trial: its publisher, which retries through all faults, and the final contents of all topics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zlib import crc32
 from millstream.core.errors import MillstreamError, UnknownTopic
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream.protocol.wire.client import Client
-from millstream_testing.subscription_history import Place, Published
+from millstream_testing.subscription_history import Position, Published
 from millstream_testing.subscription_worker import BATCH_MAX
 
 RETRY_S: Final = 0.5
@@ -26,7 +26,7 @@ class TrialPublisher:
         self,
         connect: Callable[[], Client],
         topic: str,
-        new: Callable[[Random, int], NewRecord],
+        make_record: Callable[[Random, int], NewRecord],
         *,
         partitions: int,
         per_s: float,
@@ -35,14 +35,14 @@ class TrialPublisher:
     ) -> None:
         self._connect = connect
         self._topic = topic
-        self._new = new
+        self._make_record = make_record
         self._partitions = partitions
         self._per_s = per_s
         self._random = Random(seed)
         self._compressions = compressions
         self._number = 0
         self._is_stopped = False
-        self.acknowledged: set[Place] = set()
+        self.acknowledged: set[Position] = set()
         self.failed = 0
         """The number of failures."""
 
@@ -65,19 +65,19 @@ class TrialPublisher:
 
     async def _publish(self, client: Client, count: int) -> None:
         partition = self._random.randrange(self._partitions)
-        records = [self._new(self._random, self._number + at) for at in range(count)]
+        records = [self._make_record(self._random, self._number + at) for at in range(count)]
         batch = encode_batch(records, compression=self._random.choice(self._compressions))
         produced = await client.produce(self._topic, partition, batch)
-        self.acknowledged.update(Place(partition, produced.base_offset + at) for at in range(count))
+        self.acknowledged.update(Position(partition, produced.base_offset + at) for at in range(count))
         self._number += count
 
 
-async def messages_of(client: Client, topic: str) -> dict[Place, Record]:
+async def messages_of(client: Client, topic: str) -> dict[Position, Record]:
     """Return all messages of a topic."""
     metadata = await client.metadata([topic])
     if topic not in metadata.topics:
         raise UnknownTopic(f"there is no topic {topic!r}")
-    found: dict[Place, Record] = {}
+    found: dict[Position, Record] = {}
     partitions = metadata.topics[topic].partitions
     ends = await client.list_offsets(topic, dict.fromkeys(partitions, -1))
     for partition in partitions:
@@ -85,22 +85,27 @@ async def messages_of(client: Client, topic: str) -> dict[Place, Record]:
         while offset < ends[partition].offset:
             response = await client.fetch(topic, partition, offset)
             for record in decode_records(response.records):
-                found[Place(partition, record.offset)] = record
+                found[Position(partition, record.offset)] = record
                 offset = max(offset, record.offset + 1)
     return found
 
 
-async def letters_of(client: Client, topic: str) -> list[tuple[Place, Record]]:
-    """Return every letter of a dead letter topic, and its original; none if the topic does not exist yet."""
+async def dead_letters_of(client: Client, topic: str) -> list[tuple[Position, Record]]:
+    """Return every dead letter with its original position; none if the topic does not exist yet."""
     try:
-        letters = await messages_of(client, topic)
+        dead_letters = await messages_of(client, topic)
     except UnknownTopic:
         return []
-    stories = [({key: (value or b"").decode() for key, value in one.headers}, one) for one in letters.values()]
-    return [(Place(int(story["dlq-partition"]), int(story["dlq-offset"])), letter) for story, letter in stories]
+    with_headers = [
+        ({key: (value or b"").decode() for key, value in one.headers}, one) for one in dead_letters.values()
+    ]
+    return [
+        (Position(int(headers["dlq-partition"]), int(headers["dlq-offset"])), letter)
+        for headers, letter in with_headers
+    ]
 
 
 def published(record: Record) -> Published:
-    """Return a message as the checkers know it."""
+    """Return what the checkers need of a message."""
     due = next((value for name, value in record.headers if name == "deliver-at"), None)
     return Published(record.key or b"", int(due or b"0"), crc32(record.value or b""), record.timestamp_ms)

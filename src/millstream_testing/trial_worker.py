@@ -1,4 +1,4 @@
-"""The programs of a trial: processes that are killed, paused and duplicated, and continue in a new life."""
+"""The programs of a trial: processes that are killed, paused, duplicated and restarted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from millstream_testing.transaction_events import Event, decode
-from millstream_testing.transaction_worker import RENEW, STUCK
+from millstream_testing.transaction_worker import RESTART, STUCK
 from millstream_testing.trial_clients import TrialFailed
 
 STOP_S_MAX = 60.0
@@ -21,18 +21,18 @@ _LOG_TAIL_BYTES = 1500
 
 
 class Task(Protocol):
-    """The task of one life of a program."""
+    """The task of one process of a program."""
 
     @property
     def producer(self) -> str:
-        """Its name, unique to each life."""
+        """Its name, unique to each process."""
 
     @property
     def file(self) -> str:
         """The file of its journal."""
 
 
-class Life:
+class WorkerProcess:
     """One process, and its journal."""
 
     def __init__(self, task: Task, folder: Path, program: str = TRANSACTIONS) -> None:
@@ -61,7 +61,7 @@ class Life:
         self.process.wait(STOP_S_MAX)
 
     def pause(self) -> None:
-        """Pause it without its knowledge."""
+        """Stop it with SIGSTOP, which it does not notice."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -69,7 +69,7 @@ class Life:
         self.process.send_signal(signal.SIGCONT)
 
     def lines(self) -> Iterator[bytes]:
-        """Return what it recorded since the last time, without a line that was unfinished when it was killed."""
+        """Return the lines recorded since the last call, without one that was incomplete when it was killed."""
         with self._file.open("rb") as file:
             file.seek(self._read)
             for line in file:
@@ -84,92 +84,94 @@ class Life:
 
 
 class TrialWorker:
-    """The place of a program, with one life after the other."""
+    """A program, as a sequence of processes."""
 
     def __init__(self, name: str, folder: Path, new_task: Callable[[str], Task], program: str = TRANSACTIONS) -> None:
         self.name = name
         self._folder = folder
         self._new_task = new_task
         self._program = program
-        self.lives: list[Life] = []
-        self._replaced: list[Life] = []
-        self.renewed = 0
-        """How often a worker ended on its own: replaced by another one with its name, or after an error."""
+        self.processes: list[WorkerProcess] = []
+        self._replaced: list[WorkerProcess] = []
+        self.restarts = 0
+        """How many processes ended on their own: replaced by another one of the same name, or after an error."""
 
     @property
-    def life(self) -> Life:
-        """The newest life."""
-        return self.lives[-1]
+    def current(self) -> WorkerProcess:
+        """The newest process."""
+        return self.processes[-1]
 
     def start(self) -> None:
-        """Start a life; one that still runs has to notice that it was replaced."""
-        if self.lives and self.life.is_running:
-            self._replaced.append(self.life)
-        self.lives.append(Life(self._new_task(f"{self.name}.{len(self.lives)}"), self._folder, self._program))
+        """Start a process; one that still runs must notice that it was replaced."""
+        if self.processes and self.current.is_running:
+            self._replaced.append(self.current)
+        self.processes.append(
+            WorkerProcess(self._new_task(f"{self.name}.{len(self.processes)}"), self._folder, self._program)
+        )
 
     def kill(self) -> None:
-        """Kill the newest life."""
-        self.life.kill()
+        """Kill the newest process."""
+        self.current.kill()
 
     def pause(self) -> None:
-        """Pause the newest life."""
-        self.life.pause()
+        """Pause the newest process."""
+        self.current.pause()
 
     def resume(self) -> None:
-        """Resume the newest life."""
-        self.life.resume()
+        """Resume the newest process."""
+        self.current.resume()
 
     def stop(self) -> None:
-        """Let the newest life end between two transactions."""
-        self.life.process.terminate()
+        """Let the newest process end between two transactions."""
+        self.current.process.terminate()
 
-    def tend(self) -> None:
+    def restart_if_ended(self) -> None:
         """Restart a worker that ended on its own; raise `TrialFailed` for one that is stuck or broken."""
-        for life in [*self._replaced, self.life]:
-            code = self._ended(life)
+        for each in [*self._replaced, self.current]:
+            code = self._ended(each)
             if code is None:
                 continue
-            if life in self._replaced:
-                self.renewed += 1
-                self._replaced.remove(life)
+            if each in self._replaced:
+                self.restarts += 1
+                self._replaced.remove(each)
             elif code != -signal.SIGKILL:
-                self.renewed += code == RENEW
+                self.restarts += code == RESTART
                 self.start()
 
     def finish(self) -> None:
-        """Stop for good."""
+        """Stop, without a restart."""
         self.stop()
-        for life in [*self._replaced, self.life]:
+        for each in [*self._replaced, self.current]:
             try:
-                life.process.wait(STOP_S_MAX)
+                each.process.wait(STOP_S_MAX)
             except subprocess.TimeoutExpired:
-                raise TrialFailed(f"{life.task.producer} did not stop:\n{life.log_tail()}") from None
-            self._ended(life)
+                raise TrialFailed(f"{each.task.producer} did not stop:\n{each.log_tail()}") from None
+            self._ended(each)
 
-    def _ended(self, life: Life) -> int | None:
-        code = life.process.poll()
-        # One that has just started does not handle the signal yet.
-        if code not in {None, 0, RENEW, -signal.SIGKILL, -signal.SIGTERM}:
+    def _ended(self, ended: WorkerProcess) -> int | None:
+        code = ended.process.poll()
+        # A process that has just started does not handle the signal yet.
+        if code not in {None, 0, RESTART, -signal.SIGKILL, -signal.SIGTERM}:
             how = "is stuck" if code == STUCK else f"exited with code {code}"
-            raise TrialFailed(f"{life.task.producer} {how}:\n{life.log_tail()}")
+            raise TrialFailed(f"{ended.task.producer} {how}:\n{ended.log_tail()}")
         return code
 
     @property
     def replaced(self) -> list[str]:
-        """Return lives that were replaced and have not noticed it."""
-        return [life.task.producer for life in self._replaced]
+        """Return processes that were replaced and have not ended yet."""
+        return [each.task.producer for each in self._replaced]
 
     def end(self) -> None:
-        """Kill all lives."""
-        for life in self.lives:
-            if life.is_running:
-                life.kill()
+        """Kill all processes."""
+        for each in self.processes:
+            if each.is_running:
+                each.kill()
 
     def lines(self) -> Iterator[bytes]:
-        """Return what all lives recorded since the last time."""
-        for life in self.lives:
-            yield from life.lines()
+        """Return the lines that all processes recorded since the last call."""
+        for each in self.processes:
+            yield from each.lines()
 
     def events(self) -> Iterator[Event]:
-        """The same, for programs with transactions."""
+        """Return the decoded lines of a transactional program."""
         yield from map(decode, self.lines())

@@ -16,10 +16,10 @@ from millstream_testing.trial_solo import TrialSolo
 def short(seed: int, **more: object) -> Plan:
     plan = Plan(seed=seed, faults=2, messages_per_s=60.0, worker_faults=(1, 1), worker_kinds={"worker-kill-soon": 1})
     plan.node_kinds = {"kill": 1}
-    plan.crew = {"own": 1, "explicit": 1}
+    plan.worker_processes = {"own": 1, "explicit": 1}
     plan.load_s = (0.5, 1.0)
     plan.node_lease_s = 0.5
-    plan.sorts = ("plain", "ordered")
+    plan.variants = ("plain", "ordered")
     for name, value in more.items():
         setattr(plan, name, value)
     return plan
@@ -28,7 +28,7 @@ def short(seed: int, **more: object) -> Plan:
 async def run(folder: Path, cluster: TrialCluster, plan: Plan) -> Outcome:
     with cluster:
         outcome = await SubscriptionTrial(folder, cluster, plan, print).run()
-        print(outcome.account, *outcome.findings, cluster.logs(), sep="\n")
+        print(outcome.summary, *outcome.findings, cluster.logs(), sep="\n")
     return outcome
 
 

@@ -51,7 +51,7 @@ def test_an_unfinished_line_is_ignored(worker: TrialWorker) -> None:
         '{"event":"begun","producer":"worker.0","number":0,"group":"g","source":"s","inputs":[],"outputs":[],"at":1}\n'
     )
     asked = '{"event":"end_requested","producer":"worker.0","number":0,"commit":true,"at":2}\n'
-    file = Path(worker.life.task.file)
+    file = Path(worker.current.task.file)
     file.write_text(begun + asked[:20])
     assert [type(event) for event in worker.events()] == [TransactionBegun]
     assert list(worker.events()) == []
@@ -61,28 +61,28 @@ def test_an_unfinished_line_is_ignored(worker: TrialWorker) -> None:
 
 def test_a_killed_program_waits_for_its_restart_and_an_exited_one_is_restarted(worker: TrialWorker) -> None:
     worker.kill()
-    worker.tend()
-    assert len(worker.lives) == 1
+    worker.restart_if_ended()
+    assert len(worker.processes) == 1
     worker.start()
     worker.start()
     assert worker.replaced == ["worker.1"]
-    worker.lives[1].kill()
-    worker.tend()
+    worker.processes[1].kill()
+    worker.restart_if_ended()
     assert worker.replaced == []
-    assert [life.is_running for life in worker.lives] == [False, False, True]
+    assert [current.is_running for current in worker.processes] == [False, False, True]
 
 
 def test_a_failing_program_fails_the_trial(worker: TrialWorker) -> None:
-    worker.life.process.send_signal(signal.SIGUSR1)
-    worker.life.process.wait(WAIT_S)
+    worker.current.process.send_signal(signal.SIGUSR1)
+    worker.current.process.wait(WAIT_S)
     with pytest.raises(TrialFailed, match=r"worker\.0 exited with code"):
-        worker.tend()
+        worker.restart_if_ended()
 
 
 def test_a_program_continues_after_a_pause(worker: TrialWorker) -> None:
     worker.pause()
     worker.stop()
     worker.resume()
-    worker.life.process.wait(WAIT_S)
-    worker.tend()
-    assert [life.is_running for life in worker.lives] == [False, True]
+    worker.current.process.wait(WAIT_S)
+    worker.restart_if_ended()
+    assert [current.is_running for current in worker.processes] == [False, True]
