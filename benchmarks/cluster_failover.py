@@ -20,7 +20,7 @@ from millstream.client.admin.cluster_status import cluster_status
 from millstream.core.errors import MillstreamError
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server_group import ServerGroup
-from millstream_testing.trial_clients import Load, Notes, Place
+from millstream_testing.trial_clients import LoadProducer, PartitionKey, TrialState
 
 TOPIC = "failover"
 PARTITIONS = 6
@@ -28,7 +28,7 @@ NODES = 3
 _MESSAGES_PER_S = 300
 _HEAL_S_MAX = 120.0
 _PROBE_S = 0.2
-_ASK_S_MAX = 10.0
+_REQUEST_S_MAX = 10.0
 
 
 class Failover:
@@ -37,7 +37,7 @@ class Failover:
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._cluster: ServerGroup
-        self._notes = Notes()
+        self._state = TrialState()
         self._kills = 0
 
     def __enter__(self) -> Self:
@@ -57,21 +57,21 @@ class Failover:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._notes.stopping.set()
+        self._state.stopping.set()
         self._stack.close()
 
     def kill(self) -> float:
         """Kill the next node; seconds until all that it led has acknowledged a message that was sent after that."""
-        self._wait_until_whole()
+        self._wait_until_healthy()
         number = 1 + self._kills % NODES
         self._kills += 1
         led = self._wait_for_leadership(number)
         killed = self._cluster[number]
-        recovery = self._notes.recovers()
+        recovery = self._state.measure_recovery()
         killed.kill()
-        self._notes.wait(lambda: led <= recovery.first.keys(), "not every partition acknowledged a message")
+        self._state.wait(lambda: led <= recovery.first.keys(), "not every partition acknowledged a message")
         killed.start()
-        return max(recovery.first[place] for place in led) - recovery.since
+        return max(recovery.first[partition_key] for partition_key in led) - recovery.since
 
     def _start_load(self) -> None:
         address = {"bootstrap.servers": self._cluster.kafka}
@@ -80,13 +80,15 @@ class Failover:
         admin.create_topics([topic], operation_timeout=_HEAL_S_MAX)[TOPIC].result(_HEAL_S_MAX)
         settings = address | {"enable.idempotence": True, "acks": "all", "linger.ms": 5}
         topics = {TOPIC: PARTITIONS}
-        load = Load("producer", self._notes, settings, topics, seed=1, messages_per_s=_MESSAGES_PER_S, steady=True)
-        self._notes.loading.set()
+        load = LoadProducer(
+            "producer", self._state, settings, topics, seed=1, messages_per_s=_MESSAGES_PER_S, steady=True
+        )
+        self._state.loading.set()
         load.start()
         self._stack.callback(load.join, _HEAL_S_MAX)
 
-    def _wait_for_leadership(self, node: int) -> set[Place]:
-        led: set[Place] = set()
+    def _wait_for_leadership(self, node: int) -> set[PartitionKey]:
+        led: set[PartitionKey] = set()
 
         def leads() -> bool:
             led.clear()
@@ -98,26 +100,26 @@ class Failover:
 
     def _leaders(self) -> dict[int, int]:
         metadata = call_broker(
-            Common(brokers=self._cluster.kafka, timeout=_ASK_S_MAX), lambda client: client.metadata([TOPIC])
+            Common(brokers=self._cluster.kafka, timeout=_REQUEST_S_MAX), lambda client: client.metadata([TOPIC])
         )
         return {int(index): int(one.leader_id) for index, one in metadata.topics[TOPIC].partitions.items()}
 
-    def _wait_until_whole(self) -> None:
-        def is_whole() -> bool:
+    def _wait_until_healthy(self) -> None:
+        def is_healthy() -> bool:
             try:
-                status = call_broker(Common(brokers=self._cluster.kafka, timeout=_ASK_S_MAX), cluster_status)
+                status = call_broker(Common(brokers=self._cluster.kafka, timeout=_REQUEST_S_MAX), cluster_status)
             except (MillstreamError, CommandFailed, OSError):
                 return False
             return not status.troubled and [node.state for node in status.nodes] == ["ready"] * NODES
 
-        _wait(is_whole, "the cluster is not whole")
+        _wait(is_healthy, "the cluster is not healthy")
 
 
-def _wait(condition: Callable[[], bool], otherwise: str) -> None:
+def _wait(condition: Callable[[], bool], problem: str) -> None:
     deadline = time.monotonic() + _HEAL_S_MAX
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{otherwise} after {_HEAL_S_MAX:g} s")
+            raise TimeoutError(f"{problem} after {_HEAL_S_MAX:g} s")
         time.sleep(_PROBE_S)
 
 

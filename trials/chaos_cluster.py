@@ -23,11 +23,11 @@ from typing import Any
 
 from millstream.cli.exit_code import CommandFailed
 from millstream_testing.cluster_faults import KINDS
-from millstream_testing.cluster_network import NamespaceNetwork, Network, RelayNetwork, may_have_namespaces
-from millstream_testing.cluster_trial import ClusterTrial, Outcome, Plan, Struck
+from millstream_testing.cluster_network import NamespaceNetwork, Network, RelayNetwork, can_create_namespaces
+from millstream_testing.cluster_trial import ClusterTrial, InjectedFault, Outcome, Plan
 from millstream_testing.server import ServerFailed
 from millstream_testing.trial_clients import TrialFailed
-from millstream_testing.trial_cluster import may_mount
+from millstream_testing.trial_cluster import can_mount
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
         plan.kinds = {kind: KINDS[kind][1] for kind in arguments.kinds.split(",")}
     network = _network(plan, arguments.network)
     print_line(f"at most {plan.faults} faults on {plan.nodes} nodes joined by {network.kind}, seed {plan.seed}")
-    if "disk" in plan.kinds and not may_mount():
+    if "disk" in plan.kinds and not can_mount():
         print_line("skipped: full disks, since no file system can be mounted without root")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if arguments.keep is not None:
@@ -62,7 +62,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _network(plan: Plan, wanted: str | None) -> Network:
-    if wanted == "relays" or (wanted is None and not may_have_namespaces()):
+    if wanted == "relays" or (wanted is None and not can_create_namespaces()):
         return RelayNetwork(plan.nodes)
     return NamespaceNetwork(plan.nodes)
 
@@ -79,7 +79,7 @@ def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> in
     except (TrialFailed, ServerFailed, CommandFailed) as error:
         print_line(f"{running.cluster.logs()}\nthe trial failed: {error}\nseed {plan.seed}")
         return 1
-    for line in account(outcome.struck):
+    for line in summarize(outcome.injected):
         print_line(line)
     print_line(f"{outcome.faults} faults\n{outcome.findings()}")
     if report is not None:
@@ -89,12 +89,12 @@ def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> in
     return 0 if outcome.ok else 1
 
 
-def account(struck: Sequence[Struck]) -> list[str]:
+def summarize(injected: Sequence[InjectedFault]) -> list[str]:
     """Return how long producers waited, by kind of fault."""
     lines = [f"{'kind of fault':32} count  next produce: median  longest  longest wait  whole again: longest"]
-    for kinds in sorted({one.kinds for one in struck}):
-        of_kind = [one for one in struck if one.kinds == kinds]
-        waits, whole = [one.next_produce_s for one in of_kind], max(one.whole_s for one in of_kind)
+    for kinds in sorted({one.kinds for one in injected}):
+        of_kind = [one for one in injected if one.kinds == kinds]
+        waits, whole = [one.next_produce_s for one in of_kind], max(one.recovery_s for one in of_kind)
         longest = max(one.longest_wait_s for one in of_kind)
         numbers = f"{statistics.median(waits):18.2f} s {max(waits):6.2f} s {longest:11.2f} s {whole:19.2f} s"
         lines.append(f"{' + '.join(kinds):32} {len(of_kind):5}  {numbers}")
@@ -118,9 +118,9 @@ def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
                 "what": one.what,
                 "next produce s": one.next_produce_s,
                 "longest wait s": one.longest_wait_s,
-                "whole s": one.whole_s,
+                "whole s": one.recovery_s,
             }
-            for one in outcome.struck
+            for one in outcome.injected
         ],
     }
 

@@ -38,7 +38,7 @@ MESSAGES_PER_S = 60
 LEASE_S = 0.5
 """The duration of an outage after a kill is drawn from this."""
 AIOKAFKA_IDLE_S_MAX = 10.0
-"""When all known brokers are gone, aiokafka never uses its bootstrap addresses again, even if brokers are back there with
+"""When all known brokers are gone, aiokafka never uses its bootstrap addresses again, even if brokers return there with
 another number of cores; its programs are then restarted."""
 HEAL_S_MAX = 300.0
 """How long programs may take to catch up: on a machine that is busy with other work, each transaction takes seconds."""
@@ -133,7 +133,7 @@ def _transactions(folder: Path, machine: TrialMachine, kills: int, seed: int, sh
     try:
         outcome = running.run()
     except (TrialFailed, ServerFailed):
-        print_line(running.waiting())
+        print_line(running.describe_waiting())
         raise
     finally:
         running.end_clients()

@@ -22,7 +22,7 @@ from millstream_testing.push_trial import SETTINGS, Plan, PushTrial
 from millstream_testing.server import ServerFailed
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_solo import TrialSolo
+from millstream_testing.trial_single_node import TrialSingleNode
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def trial(arguments: argparse.Namespace, seed: int, folder: Path) -> bool:
 def cluster_of(nodes: int, folder: Path) -> TrialCluster:
     """Return the nodes, linked by relays because they must reach an endpoint in this process."""
     if nodes == 1:
-        return TrialSolo(folder, settings=SETTINGS)
+        return TrialSingleNode(folder, settings=SETTINGS)
     settings = SETTINGS | {"lease-ms": 2000, "replica-lag-ms": 3000}
     return TrialCluster(folder, RelayNetwork(nodes), nodes=nodes, settings=settings)
 

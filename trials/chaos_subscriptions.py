@@ -19,14 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from millstream_testing.cluster_network import NamespaceNetwork, RelayNetwork, may_have_namespaces
+from millstream_testing.cluster_network import NamespaceNetwork, RelayNetwork, can_create_namespaces
 from millstream_testing.planted_serve import BUGS, planted
 from millstream_testing.server import ServerFailed
 from millstream_testing.stepped_serve import PROGRAM
 from millstream_testing.subscription_trial import NODE_KINDS, SETTINGS, SINGLE_NODE_KINDS, Plan, SubscriptionTrial
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_solo import TrialSolo
+from millstream_testing.trial_single_node import TrialSingleNode
 
 CLUSTER = 3
 FAULTS = {1: 30, CLUSTER: 60}
@@ -88,8 +88,8 @@ def trial(arguments: argparse.Namespace, seed: int, nodes: int, folder: Path) ->
 def cluster_of(nodes: int, folder: Path, program: tuple[str, ...]) -> TrialCluster:
     """Return the nodes of a trial."""
     if nodes == 1:
-        return TrialSolo(folder, settings=SETTINGS, program=program)
-    network = NamespaceNetwork(nodes) if may_have_namespaces() else RelayNetwork(nodes)
+        return TrialSingleNode(folder, settings=SETTINGS, program=program)
+    network = NamespaceNetwork(nodes) if can_create_namespaces() else RelayNetwork(nodes)
     settings = SETTINGS | {"lease-ms": 2000, "replica-lag-ms": 3000}
     return TrialCluster(folder, network, nodes=nodes, settings=settings, program=program)
 

@@ -25,12 +25,12 @@ from conformance.java_client import transaction_program
 
 from millstream.cli.exit_code import CommandFailed
 from millstream_testing.cluster_faults import KINDS
-from millstream_testing.cluster_network import NamespaceNetwork, RelayNetwork, may_have_namespaces
+from millstream_testing.cluster_network import NamespaceNetwork, RelayNetwork, can_create_namespaces
 from millstream_testing.server import ServerFailed
 from millstream_testing.transaction_trial import JAVA, SETTINGS, Plan, Round, TransactionTrial
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_solo import TrialSolo
+from millstream_testing.trial_single_node import TrialSingleNode
 
 JAVA_CLIENT = "4.4.0"
 SINGLE_NODE_KINDS = ("kill", "stop", "pause")
@@ -93,9 +93,9 @@ def add_java(plan: Plan, version: str) -> None:
 def cluster_of(plan: Plan, nodes: int, folder: Path) -> TrialCluster:
     """Return the nodes of a trial."""
     if nodes == 1:
-        return TrialSolo(folder, settings=SETTINGS)
+        return TrialSingleNode(folder, settings=SETTINGS)
     settings = SETTINGS | {"lease-ms": plan.lease_ms, "replica-lag-ms": plan.replica_lag_ms}
-    network = NamespaceNetwork(nodes) if may_have_namespaces() else RelayNetwork(nodes)
+    network = NamespaceNetwork(nodes) if can_create_namespaces() else RelayNetwork(nodes)
     return TrialCluster(folder, network, nodes=nodes, settings=settings)
 
 
@@ -110,7 +110,7 @@ def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
             outcome = running.run()
         except (TrialFailed, ServerFailed, CommandFailed) as error:
             running.save_history(folder / "history.jsonl")
-            print_line(f"{running.waiting()}\nthe trial failed: {error}\nseed {plan.seed}")
+            print_line(f"{running.describe_waiting()}\nthe trial failed: {error}\nseed {plan.seed}")
             return 1
         running.save_history(folder / "history.jsonl")
     for line in summarize(outcome.rounds):

@@ -1,7 +1,7 @@
 """The faults of a cluster, one class for each kind: how each begins, and how it ends.
 
-A fault is drawn from a seed: which nodes it affects and how long it lasts. `last` marks those whose repair restarts
-nodes, which requires that everything else works.
+A fault is drawn from a seed: which nodes it affects and how long it lasts. `is_repaired_last` marks faults whose repair
+restarts nodes, which requires that everything else works.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ CLOCK_STEP_MS_MAX = 6 * 3600 * 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    """The cluster that a fault affects, and the random numbers that it is drawn from."""
+class FaultContext:
+    """The cluster that a fault affects, and the source of randomness."""
 
     cluster: TrialCluster
     random: Random
     lease_s: float
 
-    def node(self) -> int:
+    def random_node(self) -> int:
         return self.random.choice(sorted(self.cluster.nodes))
 
-    def shorter(self) -> float:
-        """Shorter than a lease, so that no failover is needed, or about as long."""
+    def short_s(self) -> float:
+        """Return at most about a lease, so that usually no failover is needed."""
         return self.lease_s * self.random.uniform(0.1, 1.0)
 
-    def longer(self) -> float:
-        """Longer than a lease, so that the cluster continues without the node."""
+    def long_s(self) -> float:
+        """Return more than a lease, so that the cluster continues without the node."""
         return self.lease_s * self.random.uniform(1.2, 2.5)
 
-    def either(self) -> float:
-        """A short or a long time."""
-        return self.random.choice([self.shorter, self.longer])()
+    def short_or_long_s(self) -> float:
+        """Return either kind of duration."""
+        return self.random.choice([self.short_s, self.long_s])()
 
 
 class Fault(ABC):
     """One fault."""
 
-    last = False
+    is_repaired_last = False
     duration_s: float
     nodes: frozenset[int] = frozenset()
     """The nodes whose process it stops; two concurrent faults must not stop the same one."""
 
-    def __init__(self, scene: Scene) -> None:
-        self._cluster = scene.cluster
-        self._draw(scene)
+    def __init__(self, context: FaultContext) -> None:
+        self._cluster = context.cluster
+        self._draw(context)
 
     @abstractmethod
-    def _draw(self, scene: Scene) -> None:
-        """Choose the affected nodes, and the duration."""
+    def _draw(self, context: FaultContext) -> None:
+        """Choose the affected nodes and the duration."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -76,12 +76,12 @@ class Fault(ABC):
 class Kill(Fault):
     """A node is killed and started again."""
 
-    last = True
+    is_repaired_last = True
 
-    def _draw(self, scene: Scene) -> None:
-        self._node = scene.node()
+    def _draw(self, context: FaultContext) -> None:
+        self._node = context.random_node()
         self.nodes = frozenset({self._node})
-        self.duration_s = scene.random.choice([0.0, scene.shorter(), scene.longer()])
+        self.duration_s = context.random.choice([0.0, context.short_s(), context.long_s()])
 
     def begin(self) -> None:
         self._cluster.nodes[self._node].kill()
@@ -121,11 +121,11 @@ class LoseDisk(Kill):
 class KillAll(Fault):
     """All nodes are killed at once and started again."""
 
-    last = True
+    is_repaired_last = True
 
-    def _draw(self, scene: Scene) -> None:
-        self.nodes = frozenset(scene.cluster.nodes)
-        self.duration_s = scene.random.choice([0.0, scene.longer()])
+    def _draw(self, context: FaultContext) -> None:
+        self.nodes = frozenset(context.cluster.nodes)
+        self.duration_s = context.random.choice([0.0, context.long_s()])
 
     def begin(self) -> None:
         for node in self._cluster.nodes.values():
@@ -140,12 +140,12 @@ class KillAll(Fault):
 
 
 class Pause(Fault):
-    """A node is paused for longer than its lease, without noticing it."""
+    """A node is paused for longer than its lease, and does not notice."""
 
-    def _draw(self, scene: Scene) -> None:
-        self._node = scene.node()
+    def _draw(self, context: FaultContext) -> None:
+        self._node = context.random_node()
         self.nodes = frozenset({self._node})
-        self.duration_s = scene.longer()
+        self.duration_s = context.long_s()
 
     def begin(self) -> None:
         self._cluster.nodes[self._node].pause()
@@ -162,12 +162,12 @@ class Cut(Fault):
 
     _one_way = False
 
-    def _draw(self, scene: Scene) -> None:
-        self._links = self._choose(scene)
-        self.duration_s = scene.either()
+    def _draw(self, context: FaultContext) -> None:
+        self._links = self._choose(context)
+        self.duration_s = context.short_or_long_s()
 
-    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
-        one, other = scene.random.sample(sorted(scene.cluster.nodes), 2)
+    def _choose(self, context: FaultContext) -> list[tuple[int, int]]:
+        one, other = context.random.sample(sorted(context.cluster.nodes), 2)
         return [(one, other)]
 
     def begin(self) -> None:
@@ -188,23 +188,23 @@ class Cut(Fault):
 class CutFromEtcd(Cut):
     """A node reaches the others, but not the coordination store."""
 
-    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
-        return [(scene.node(), ETCD)]
+    def _choose(self, context: FaultContext) -> list[tuple[int, int]]:
+        return [(context.random_node(), ETCD)]
 
 
 class CutFromNodes(Cut):
     """A node reaches the coordination store, but no other node."""
 
-    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
-        lonely = scene.node()
-        return [(lonely, other) for other in sorted(scene.cluster.nodes) if other != lonely]
+    def _choose(self, context: FaultContext) -> list[tuple[int, int]]:
+        isolated = context.random_node()
+        return [(isolated, other) for other in sorted(context.cluster.nodes) if other != isolated]
 
 
 class CutFromAll(CutFromNodes):
     """A node reaches only its clients: it still believes that it leads."""
 
-    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
-        links = super()._choose(scene)
+    def _choose(self, context: FaultContext) -> list[tuple[int, int]]:
+        links = super()._choose(context)
         return [*links, (links[0][0], ETCD)]
 
 
@@ -213,17 +213,17 @@ class CutOneWay(CutFromAll):
 
     _one_way = True
 
-    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
-        links = super()._choose(scene)
-        return links if scene.random.random() < _HALF else [(other, one) for one, other in links]
+    def _choose(self, context: FaultContext) -> list[tuple[int, int]]:
+        links = super()._choose(context)
+        return links if context.random.random() < _HALF else [(other, one) for one, other in links]
 
 
 class FullDisk(Fault):
     """The disk of a node is full."""
 
-    def _draw(self, scene: Scene) -> None:
-        self._node = scene.random.choice(sorted(scene.cluster.disks))
-        self.duration_s = scene.either()
+    def _draw(self, context: FaultContext) -> None:
+        self._node = context.random.choice(sorted(context.cluster.disks))
+        self.duration_s = context.short_or_long_s()
 
     def begin(self) -> None:
         """Fill the disk."""
@@ -240,11 +240,11 @@ class FullDisk(Fault):
 class ClockStep(Fault):
     """The wall clock of a node jumps, and is corrected later."""
 
-    def _draw(self, scene: Scene) -> None:
-        self._node = scene.node()
-        self._step_ms = scene.random.choice([-1, 1]) * int(10 ** scene.random.uniform(2, 7.3))
+    def _draw(self, context: FaultContext) -> None:
+        self._node = context.random_node()
+        self._step_ms = context.random.choice([-1, 1]) * int(10 ** context.random.uniform(2, 7.3))
         self._step_ms = max(-CLOCK_STEP_MS_MAX, min(CLOCK_STEP_MS_MAX, self._step_ms))
-        self.duration_s = scene.either()
+        self.duration_s = context.short_or_long_s()
 
     def begin(self) -> None:
         self._cluster.nodes[self._node].step_clock(self._step_ms)
@@ -259,8 +259,8 @@ class ClockStep(Fault):
 class PauseEtcd(Fault):
     """The coordination store is paused."""
 
-    def _draw(self, scene: Scene) -> None:
-        self.duration_s = scene.either()
+    def _draw(self, context: FaultContext) -> None:
+        self.duration_s = context.short_or_long_s()
 
     def begin(self) -> None:
         self._cluster.pause_etcd(paused=True)
@@ -275,8 +275,8 @@ class PauseEtcd(Fault):
 class StopCatalog(Fault):
     """PostgreSQL is stopped and started again."""
 
-    def _draw(self, scene: Scene) -> None:
-        self.duration_s = scene.either()
+    def _draw(self, context: FaultContext) -> None:
+        self.duration_s = context.short_or_long_s()
 
     def begin(self) -> None:
         """Stop it; its clients are disconnected."""
@@ -308,29 +308,29 @@ KINDS: Mapping[str, tuple[type[Fault], int]] = {
 }
 """Every kind, with its weight."""
 
-_SECOND_SHARE = 0.2
+_PAIR_SHARE = 0.2
 _HALF = 0.5
-_TOGETHER = ("kill", "pause", "clock", "etcd", "catalog")
-"""Kinds that may be combined with another fault, since they do not affect its repair."""
+_COMBINABLE = ("kill", "pause", "clock", "etcd", "catalog")
+"""Kinds that may be combined with another fault, since they do not interfere with its repair."""
 
 
-def draw(scene: Scene, kinds: Mapping[str, int], *, pairs: bool) -> Iterator[list[tuple[str, Fault]]]:
+def draw(context: FaultContext, kinds: Mapping[str, int], *, pairs: bool) -> Iterator[list[tuple[str, Fault]]]:
     """Draw faults forever: mostly one at a time, sometimes two at once."""
     while True:
-        first = _draw_one(scene, kinds)
+        first = _draw_fault(context, kinds)
         faults = [first]
-        second = {kind: weight for kind, weight in kinds.items() if kind in _TOGETHER and kind != first[0]}
-        if pairs and second and scene.random.random() < _SECOND_SHARE:
-            other = _draw_one(scene, second)
+        second = {kind: weight for kind, weight in kinds.items() if kind in _COMBINABLE and kind != first[0]}
+        if pairs and second and context.random.random() < _PAIR_SHARE:
+            other = _draw_fault(context, second)
             if not other[1].nodes & first[1].nodes:
                 faults.append(other)
         yield faults
 
 
-def _draw_one(scene: Scene, kinds: Mapping[str, int]) -> tuple[str, Fault]:
-    kind = scene.random.choices(list(kinds), list(kinds.values()))[0]
-    make: Callable[[Scene], Fault] = KINDS[kind][0]
-    return kind, make(scene)
+def _draw_fault(context: FaultContext, kinds: Mapping[str, int]) -> tuple[str, Fault]:
+    kind = context.random.choices(list(kinds), list(kinds.values()))[0]
+    make: Callable[[FaultContext], Fault] = KINDS[kind][0]
+    return kind, make(context)
 
 
 def _name(place: int) -> str:

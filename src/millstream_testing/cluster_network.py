@@ -16,10 +16,10 @@ from typing import Protocol, Self
 
 from millstream.cli.local_process import ReservedPort
 from millstream_testing.etcd_server import EtcdServer
-from millstream_testing.link_relay import LinkRelay, RelayThread, Way
+from millstream_testing.link_relay import Direction, LinkRelay, RelayThread
 
 ETCD = 0
-"""The coordination store among the numbers of the nodes, which count from 1."""
+"""The number of the coordination store; nodes are numbered from 1."""
 
 _KAFKA_PORT, _HTTP_PORT = 9092, 8080
 _ETCD_HOST, _OWN_HOST = 250, 254
@@ -42,19 +42,19 @@ class Network(Protocol):
         """Return an etcd that the nodes can reach; it is not started yet."""
 
     def connect(self, etcd: EtcdServer, catalog: str) -> None:
-        """Let the nodes reach a running etcd, and a catalog on this machine."""
+        """Make a running etcd and a catalog on this machine reachable for the nodes."""
 
     def settings(self, node: int) -> Mapping[str, object]:
-        """Return where a node listens, and where it finds the others."""
+        """Return the listeners of a node and the addresses of the stores."""
 
     def addresses(self, node: int) -> tuple[str, str]:
-        """Return where a node listens: for Kafka clients, and for HTTP."""
+        """Return the Kafka and HTTP listeners of a node."""
 
     def bootstrap(self) -> str:
         """Where clients find all nodes."""
 
     def command(self, node: int, command: Sequence[str]) -> Sequence[str]:
-        """Return how to run a command where a node runs."""
+        """Return a command line that runs a command where a node runs."""
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
         """Drop everything between two nodes, or a node and `ETCD`; one way: only what the first sends."""
@@ -115,22 +115,22 @@ class RelayNetwork:
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
         """Hold data in both directions, or only the data of the first side."""
-        for relay, name, way in self._links(one, other):
-            relay.cut(name, [way] if one_way else Way)
+        for relay, name, direction in self._links(one, other):
+            relay.cut(name, [direction] if one_way else Direction)
 
     def heal(self, one: int, other: int) -> None:
         for relay, name, _ in self._links(one, other):
             relay.heal(name)
 
-    def _links(self, one: int, other: int) -> list[tuple[LinkRelay, str, Way]]:
+    def _links(self, one: int, other: int) -> list[tuple[LinkRelay, str, Direction]]:
         """Return the relays between two places, and in which direction the data of the first place passes each."""
         if one == ETCD:
-            return [(self._to_etcd[other], "", Way.RESPONSES)]
+            return [(self._to_etcd[other], "", Direction.RESPONSES)]
         if other == ETCD:
-            return [(self._to_etcd[one], "", Way.ASKING)]
+            return [(self._to_etcd[one], "", Direction.REQUESTS)]
         return [
-            (self._to_node[one], f"replica-{other}", Way.RESPONSES),
-            (self._to_node[other], f"replica-{one}", Way.ASKING),
+            (self._to_node[one], f"replica-{other}", Direction.RESPONSES),
+            (self._to_node[other], f"replica-{one}", Direction.REQUESTS),
         ]
 
     def _relay(self, target: str, *, named: bool = False) -> LinkRelay:
@@ -160,7 +160,7 @@ class NamespaceNetwork:
         remove_leftovers()
         self._stack.enter_context(self._thread)
         try:
-            self._lay_out()
+            self._create()
         except BaseException:
             self._stack.close()
             raise
@@ -206,19 +206,19 @@ class NamespaceNetwork:
         for here, there in ((one, other), (other, one)):
             run_ip("-n", self._space(here), "neigh", "flush", "to", self._host(there), "dev", "eth0", "nud", "all")
 
-    def _lay_out(self) -> None:
+    def _create(self) -> None:
         run_ip("link", "add", self._name, "type", "bridge")
         self._stack.callback(run_ip, "link", "del", self._name)
-        # A range that is reserved for network benchmarks, so that no machine needs it.
+        # A range that is reserved for network benchmarks, so that no machine uses it.
         self._subnet = _free_subnet()
         run_ip("addr", "add", f"{self._subnet}.{_OWN_HOST}/24", "dev", self._name)
         run_ip("link", "set", self._name, "up")
         for place in (ETCD, *self._nodes):
-            space, cable = self._space(place), f"{self._name}-{place}"
+            space, veth = self._space(place), f"{self._name}-{place}"
             run_ip("netns", "add", space)
             self._stack.callback(run_ip, "netns", "del", space)
-            run_ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
-            run_ip("link", "set", cable, "master", self._name, "up")
+            run_ip("link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", space)
+            run_ip("link", "set", veth, "master", self._name, "up")
             run_ip("-n", space, "addr", "add", f"{self._host(place)}/24", "dev", "eth0")
             run_ip("-n", space, "link", "set", "eth0", "up")
             run_ip("-n", space, "link", "set", "lo", "up")
@@ -251,8 +251,8 @@ class _NamespacedEtcd(EtcdServer):
         return [*self._prefix, *super()._command()]
 
 
-def may_have_namespaces() -> bool:
-    """Whether network namespaces can be created here."""
+def can_create_namespaces() -> bool:
+    """Whether this process can create network namespaces."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"{_PREFIX}{os.getpid()}-try"
@@ -288,7 +288,7 @@ def _free_subnet() -> str:
         subnet = f"198.18.{(start + number) % 256}"
         if f" {subnet}." not in taken:
             return subnet
-    raise OSError("every subnet of 198.18.0.0/16 is taken")
+    raise OSError("every subnet of 198.18.0.0/16 is in use")
 
 
 def run_ip(*arguments: str) -> str:

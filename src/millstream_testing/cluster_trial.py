@@ -22,15 +22,23 @@ from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream_testing.cluster_faults import KINDS, Fault, Scene, draw
+from millstream_testing.cluster_faults import KINDS, Fault, FaultContext, draw
 from millstream_testing.cluster_network import Network
 from millstream_testing.history import Report
 from millstream_testing.replica_bytes import differing_replicas
-from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, Load, Notes, Place, Reader, TrialFailed
+from millstream_testing.trial_clients import (
+    SETTLE_S_MAX,
+    Auditor,
+    GroupMember,
+    LoadProducer,
+    PartitionKey,
+    TrialFailed,
+    TrialState,
+)
 from millstream_testing.trial_cluster import TrialCluster
 
 TOPICS = {"trial-os": "os", "trial-always": "always"}
-"""The topics, and when each counts a record as stored."""
+"""The topics, and the `flush` setting of each."""
 
 PROTOCOLS = ("classic", "consumer")
 PrintLine = Callable[[str], None]
@@ -40,7 +48,7 @@ _CLOSE_S_MAX = 15.0
 _TOPIC_SETTINGS = {
     "min.insync.replicas": "2",
     "segment.bytes": str(4 * 1024 * 1024),
-    # Otherwise a node whose clock is hours behind would rightly refuse what clients send.
+    # Otherwise a node whose clock is hours behind would correctly reject records.
     "message.timestamp.after.max.ms": str(2**63 - 1),
 }
 _COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
@@ -59,11 +67,11 @@ class Plan:
 
     faults: int = 200
     minutes_max: float = 0.0
-    """Stop drawing faults after this long; 0 means never."""
+    """Stop injecting faults after this long; 0 means never."""
     kinds: Mapping[str, int] = field(default_factory=lambda: {kind: weight for kind, (_, weight) in KINDS.items()})
     """The weight of each kind of fault."""
     each_once: bool = False
-    """Go through all kinds in turn, instead of drawing them."""
+    """Inject each kind once, in random order, instead of drawing them."""
     pairs: bool = True
     """Whether two faults sometimes happen at once."""
     nodes: int = 3
@@ -81,7 +89,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Struck:
+class InjectedFault:
     """One fault, or two at once, and how the cluster recovered."""
 
     kinds: tuple[str, ...]
@@ -90,12 +98,12 @@ class Struck:
     """From the fault until every partition had acknowledged a message that was sent after it."""
     longest_wait_s: float
     """The longest that any message waited for its acknowledgement until the cluster was healthy again."""
-    whole_s: float
+    recovery_s: float
     """From the repair until every node was ready and every replica in sync."""
 
     def __str__(self) -> str:
         waits = f"next produce after {self.next_produce_s:.2f} s, longest wait {self.longest_wait_s:.2f} s"
-        return f"{self.what}: {waits}, whole {self.whole_s:.2f} s after repair"
+        return f"{self.what}: {waits}, healthy {self.recovery_s:.2f} s after repair"
 
 
 @dataclass(slots=True)
@@ -103,7 +111,7 @@ class Outcome:
     """What the trial found."""
 
     report: Report
-    struck: list[Struck]
+    injected: list[InjectedFault]
     differing: list[str] = field(default_factory=list)
     """Replicas that differ."""
     lost_commits: list[str] = field(default_factory=list)
@@ -116,10 +124,10 @@ class Outcome:
     @property
     def faults(self) -> int:
         """The number of faults."""
-        return sum(len(struck.kinds) for struck in self.struck)
+        return sum(len(injected.kinds) for injected in self.injected)
 
     def findings(self) -> str:
-        """Return everything that is wrong, or that nothing is."""
+        """Return all findings, or that there are none."""
         more = [f"differing replicas: {one}" for one in self.differing]
         more += [f"lost commit: {one}" for one in self.lost_commits]
         return "\n".join([str(self.report), *more])
@@ -136,19 +144,19 @@ class ClusterTrial:
         self._plan = plan
         self._print_line = print_line
         self._random = random.Random(plan.seed)
-        self._notes = Notes()
+        self._state = TrialState()
         self._topics = dict.fromkeys(TOPICS, plan.partitions)
-        self._loads: list[Load] = []
-        self._readers: list[Reader] = []
+        self._producers: list[LoadProducer] = []
+        self._members: list[GroupMember] = []
         self._auditor: Auditor
-        self._struck: list[Struck] = []
+        self._injected: list[InjectedFault] = []
 
     def __enter__(self) -> Self:
         self.cluster.__enter__()
         try:
-            self._wait_until_whole()
+            self._wait_until_healthy()
             self._create_topics()
-            self._wait_until_whole()
+            self._wait_until_healthy()
             self._start_clients()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
@@ -162,87 +170,87 @@ class ClusterTrial:
         self.cluster.__exit__(kind, error, trace)
 
     def run(self) -> Outcome:
-        """Run all faults, then check everything a last time; stop early when something is found."""
+        """Inject all faults, then run the final check; stop early at a finding."""
         deadline = time.monotonic() + self._plan.minutes_max * 60 if self._plan.minutes_max else float("inf")
         unchecked = 0
-        for drawn in self._drawn():
+        for drawn in self._draw_faults():
             # Two faults at once may exceed the requested number by one.
-            faults = drawn[: max(1, self._plan.faults - self._counted())]
-            self._strike(faults)
+            faults = drawn[: max(1, self._plan.faults - self._fault_count())]
+            self._inject(faults)
             unchecked += len(faults)
-            done = self._counted()
+            done = self._fault_count()
             if unchecked >= self._plan.check_every:
                 unchecked = 0
                 report = self._settle_and_check()
                 self._print_line(f"  {done} faults: {str(report).splitlines()[0]}")
                 if not report.ok:
-                    return Outcome(report, self._struck)
+                    return Outcome(report, self._injected)
             if done >= self._plan.faults or time.monotonic() > deadline:
                 break
         return self._check_everything()
 
     def save_history(self, path: Path) -> None:
         """Save the history for inspection."""
-        with self._notes.lock:
-            self._notes.history.save(path)
+        with self._state.lock:
+            self._state.history.save(path)
 
-    def _counted(self) -> int:
-        return sum(len(struck.kinds) for struck in self._struck)
+    def _fault_count(self) -> int:
+        return sum(len(injected.kinds) for injected in self._injected)
 
     # -- faults ----------------------------------------------------------------------------------------------
 
-    def _drawn(self) -> Iterable[list[tuple[str, Fault]]]:
-        scene = Scene(cluster=self.cluster, random=self._random, lease_s=self._plan.lease_ms / 1000)
+    def _draw_faults(self) -> Iterable[list[tuple[str, Fault]]]:
+        context = FaultContext(cluster=self.cluster, random=self._random, lease_s=self._plan.lease_ms / 1000)
         kinds = {kind: weight for kind, weight in self._plan.kinds.items() if kind != "disk" or self.cluster.disks}
         if self._plan.each_once:
             order = list(kinds)
             self._random.shuffle(order)
-            return ([(kind, KINDS[kind][0](scene))] for kind in order)
-        return islice(draw(scene, kinds, pairs=self._plan.pairs), self._plan.faults)
+            return ([(kind, KINDS[kind][0](context))] for kind in order)
+        return islice(draw(context, kinds, pairs=self._plan.pairs), self._plan.faults)
 
-    def _strike(self, faults: Sequence[tuple[str, Fault]]) -> None:
-        """Run one or two faults under load, repair them, and wait until the cluster is healthy."""
-        self._notes.loading.set()
-        self._await_produce("under load")
+    def _inject(self, faults: Sequence[tuple[str, Fault]]) -> None:
+        """Inject one or two faults under load, repair them, and wait until the cluster is healthy."""
+        self._state.loading.set()
+        self._wait_for_acknowledgements("under load")
         time.sleep(self._random.uniform(*self._plan.load_s))
         what = " + ".join(str(fault) for _, fault in faults)
-        before = self._notes.recovers()
+        before = self._state.measure_recovery()
         for _, fault in faults:
             fault.begin()
         # Acknowledgements while nodes were still being killed do not count.
-        recovery = self._notes.recovers(longest_s=before.longest_s)
+        recovery = self._state.measure_recovery(longest_s=before.longest_s)
         began = time.monotonic()
         # Faults that start nodes are repaired last, since nodes need everything else.
-        for _, fault in sorted(faults, key=lambda each: (each[1].last, each[1].duration_s)):
+        for _, fault in sorted(faults, key=lambda each: (each[1].is_repaired_last, each[1].duration_s)):
             time.sleep(max(0.0, began + fault.duration_s - time.monotonic()))
             fault.end()
         repaired = time.monotonic()
-        self._notes.wait(
+        self._state.wait(
             lambda: len(recovery.first) == self._plan.partitions * len(TOPICS),
             f"{what}: not every partition acknowledged a message",
             self._plan.heal_s_max,
         )
-        self._wait_until_whole(what)
-        whole_s = time.monotonic() - repaired
+        self._wait_until_healthy(what)
+        recovery_s = time.monotonic() - repaired
         kinds = tuple(kind for kind, _ in faults)
         waits = {"next_produce_s": recovery.slowest_s, "longest_wait_s": recovery.longest_s}
-        self._struck.append(Struck(kinds=kinds, what=what, whole_s=whole_s, **waits))
-        self._print_line(f"{self._counted():4} {self._struck[-1]}")
+        self._injected.append(InjectedFault(kinds=kinds, what=what, recovery_s=recovery_s, **waits))
+        self._print_line(f"{self._fault_count():4} {self._injected[-1]}")
 
-    def _await_produce(self, when: str) -> None:
-        recovery = self._notes.recovers()
-        self._notes.wait(
+    def _wait_for_acknowledgements(self, when: str) -> None:
+        recovery = self._state.measure_recovery()
+        self._state.wait(
             lambda: len(recovery.first) == self._plan.partitions * len(TOPICS),
             f"{when}, not every partition acknowledged a message",
         )
 
-    def _wait_until_whole(self, after: str = "the start") -> None:
+    def _wait_until_healthy(self, after: str = "the start") -> None:
         deadline = time.monotonic() + self._plan.heal_s_max
-        while lacks := self.cluster.lacks():
-            if self._notes.failure is not None:
-                raise TrialFailed(f"{after}: {self._notes.failure}")
+        while unhealthy_reason := self.cluster.unhealthy_reason():
+            if self._state.failure is not None:
+                raise TrialFailed(f"{after}: {self._state.failure}")
             if time.monotonic() > deadline:
-                raise TrialFailed(f"{after}: not whole within {self._plan.heal_s_max:g} s: {lacks}")
+                raise TrialFailed(f"{after}: not healthy within {self._plan.heal_s_max:g} s: {unhealthy_reason}")
             time.sleep(_PROBE_S)
 
     # -- clients ---------------------------------------------------------------------------------------------
@@ -273,24 +281,24 @@ class ClusterTrial:
                 "message.timeout.ms": int(SETTLE_S_MAX * 5000),
             }
             if number % 2 == 0:
-                # It asks a new leader while the old one still has its request. One at a time: with several under way,
-                # a client that sees a gap in one partition begins a new epoch for all, and what it has given up waiting
-                # for in another it sends twice.
+                # It retries at a new leader while the old one still has the request. Only one is in flight: with more,
+                # a client that sees a gap in one partition starts a new epoch for all, and sends requests that timed
+                # out in another partition twice.
                 settings |= {"request.timeout.ms": 2_000, "max.in.flight": 1}
-            self._loads.append(self._load(f"producer-{number}", settings))
+            self._producers.append(self._new_producer(f"producer-{number}", settings))
         for protocol in PROTOCOLS:
             session = {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500} if protocol == "classic" else {}
-            of_group = address | {"group.protocol": protocol} | session
+            group_settings = address | {"group.protocol": protocol} | session
             for number in range(self._plan.members):
-                self._readers.append(Reader(f"{protocol}/{number}", self._notes, of_group, self._topics))
-        for thread in [*self._loads, *self._readers]:
+                self._members.append(GroupMember(f"{protocol}/{number}", self._state, group_settings, self._topics))
+        for thread in [*self._producers, *self._members]:
             thread.start()
 
-    def _load(self, name: str, settings: Mapping[str, Any]) -> Load:
+    def _new_producer(self, name: str, settings: Mapping[str, Any]) -> LoadProducer:
         plan = self._plan
-        return Load(
+        return LoadProducer(
             name,
-            self._notes,
+            self._state,
             settings,
             self._topics,
             seed=plan.seed,
@@ -300,50 +308,50 @@ class ClusterTrial:
         )
 
     def _new_auditor(self, name: str) -> Auditor:
-        return Auditor(name, self._notes, self.cluster.kafka, self._topics)
+        return Auditor(name, self._state, self.cluster.kafka, self._topics)
 
     def _end_clients(self) -> None:
         """End all clients. librdkafka's consumers sometimes hang forever when they close, so the wait is bounded."""
-        self._notes.stopping.set()
+        self._state.stopping.set()
         deadline = time.monotonic() + _CLOSE_S_MAX
-        for thread in [*self._loads, *self._readers]:
+        for thread in [*self._producers, *self._members]:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- checks ---------------------------------------------------------------------------------------------
 
     def _settle_and_check(self) -> Report:
-        """Stop the load, wait for what is in flight, read the rest and compare."""
-        self._notes.loading.clear()
-        for load in self._loads:
+        """Stop the load, wait for messages in flight, read the new messages and check the history."""
+        self._state.loading.clear()
+        for load in self._producers:
             load.settle()
-        if self._notes.failure is not None:
-            raise TrialFailed(self._notes.failure)
+        if self._state.failure is not None:
+            raise TrialFailed(self._state.failure)
         self._auditor.read()
-        return self._notes.check(complete=[self._auditor.name])
+        return self._state.check(complete=[self._auditor.name])
 
     def _check_everything(self) -> Outcome:
-        """Run the last check: readers from the start, groups, commits, and then the files of the stopped nodes."""
+        """Run the final check: all messages, groups, commits, and then the files of the stopped nodes."""
         report = self._settle_and_check()
         if not report.ok:
-            return Outcome(report, self._struck)
+            return Outcome(report, self._injected)
         final = self._new_auditor("final")
         final.read()
         groups = PROTOCOLS if self._plan.members else ()
         for group in groups:
-            self._notes.wait(
+            self._state.wait(
                 lambda group=group: self._positions(group) == final.position,  # type: ignore[misc]
                 f"group {group} did not read everything",
             )
-        report = self._notes.check(complete=[self._auditor.name, final.name, *groups])
+        report = self._state.check(complete=[self._auditor.name, final.name, *groups])
         self._end_clients()
-        self._wait_until_whole("the end")
+        self._wait_until_healthy("the end")
         lost = [one for group in groups for one in self._lost_commits(group)]
-        return Outcome(report, self._struck, self._differing(), lost)
+        return Outcome(report, self._injected, self._differing_replicas(), lost)
 
-    def _positions(self, group: str) -> dict[Place, int]:
-        with self._notes.lock:
-            history = self._notes.history
+    def _positions(self, group: str) -> dict[PartitionKey, int]:
+        with self._state.lock:
+            history = self._state.history
             return {
                 (topic, index): offset
                 for topic in self._topics
@@ -353,9 +361,9 @@ class ClusterTrial:
     def _lost_commits(self, group: str) -> list[str]:
         """Find acknowledged commits that are lost."""
         client = Consumer({"bootstrap.servers": self.cluster.kafka, "group.id": group, "log_level": 0})
-        wanted = {place: offset for (of, place), offset in self._notes.commits.items() if of == group}
+        wanted = {partition_key: offset for (of, partition_key), offset in self._state.commits.items() if of == group}
         try:
-            found = client.committed([TopicPartition(*place) for place in wanted], timeout=SETTLE_S_MAX)
+            found = client.committed([TopicPartition(*partition_key) for partition_key in wanted], timeout=SETTLE_S_MAX)
         finally:
             client.close()
         return [
@@ -364,8 +372,8 @@ class ClusterTrial:
             if one.offset < wanted[one.topic, one.partition]
         ]
 
-    def _differing(self) -> list[str]:
-        metadata = self.cluster.ask(lambda client: client.metadata())
+    def _differing_replicas(self) -> list[str]:
+        metadata = self.cluster.run_request(lambda client: client.metadata())
         ids = [metadata.topics[name].topic_id for name in self._topics]
         folders = {number: node.data for number, node in self.cluster.nodes.items()}
         self.cluster.stop()

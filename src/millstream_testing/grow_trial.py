@@ -45,7 +45,7 @@ from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.replica_bytes import differing_replicas
 from millstream_testing.server import Server
-from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, Load, Notes, Reader, TrialFailed
+from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, GroupMember, LoadProducer, TrialFailed, TrialState
 
 TOPIC = "trial"
 PARTITIONS = 4
@@ -61,9 +61,9 @@ SETTINGS: dict[str, object] = {
     "leader-balance-ms": 2000,
     "group-initial-delay-ms": 100,
 }
-BUSY = ("backlog", "leased", "parked", "blocked", "rejecting")
+PENDING_COUNTS = ("backlog", "leased", "parked", "blocked", "rejecting")
 WAIT_S = 300.0
-_LOOK_S = 0.3
+_POLL_S = 0.3
 _PORTS = range(20_000, 30_000)
 
 
@@ -100,7 +100,7 @@ class Worker(threading.Thread):
                 async with Client.connect(self._brokers, client_id=self.name, timeout_s=15.0) as client:
                     await self._work(SubscriptionClient(client))
             except (MillstreamError, OSError, TimeoutError):
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
 
     async def _work(self, subscriptions: SubscriptionClient) -> None:
         while not self._stopping.is_set():
@@ -124,11 +124,11 @@ class GrowTrial:
         self._print_line = print_line
         self._random = random.Random(plan.seed)
         self._stack = ExitStack()
-        self._notes = Notes()
+        self._state = TrialState()
         self._workers_stopping = threading.Event()
         """Set when the workers should stop."""
-        self._loads: list[Load] = []
-        self._readers: list[Reader] = []
+        self._producers: list[LoadProducer] = []
+        self._members: list[GroupMember] = []
         self._workers: list[Worker] = []
         self._machine = self._server(1, {"cores": CORES})
         self._nodes: dict[int, Server] = {1: self._machine}
@@ -153,20 +153,20 @@ class GrowTrial:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._notes.stopping.set()
+        self._state.stopping.set()
         self._workers_stopping.set()
-        for thread in [*self._loads, *self._readers, *self._workers]:
+        for thread in [*self._producers, *self._members, *self._workers]:
             thread.join(15.0)
         self._stack.close()
 
     def run(self) -> list[str]:
-        """Run all steps and return what is wrong."""
+        """Run all steps and return the findings."""
         self._machine.start()
         self._start_clients()
         self._kill_under_load(self._machine)
         self._adopt()
         self._grow()
-        return self._judge()
+        return self._check_results()
 
     def log_tails(self) -> str:
         """Return the end of every node's log."""
@@ -193,10 +193,10 @@ class GrowTrial:
         address: dict[str, Any] = {"bootstrap.servers": self._brokers}
         for number in range(self._plan.producers):
             settings = address | {"enable.idempotence": True, "message.timeout.ms": 600_000, "linger.ms": 3 * number}
-            self._loads.append(
-                Load(
+            self._producers.append(
+                LoadProducer(
                     f"producer-{number}",
-                    self._notes,
+                    self._state,
                     settings,
                     topics,
                     seed=self._plan.seed,
@@ -205,25 +205,25 @@ class GrowTrial:
                     message_bytes_max=300,
                 )
             )
-        patient = address | {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500}
-        self._readers = [Reader(f"{GROUP}/{number}", self._notes, patient, topics) for number in range(2)]
+        member_settings = address | {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500}
+        self._members = [GroupMember(f"{GROUP}/{number}", self._state, member_settings, topics) for number in range(2)]
         self._workers = [
             Worker(f"worker-{number}", self._brokers, self._workers_stopping) for number in range(self._plan.workers)
         ]
-        self._auditor = Auditor("audit", self._notes, self._brokers, topics)
-        for thread in [*self._loads, *self._readers, *self._workers]:
+        self._auditor = Auditor("audit", self._state, self._brokers, topics)
+        for thread in [*self._producers, *self._members, *self._workers]:
             thread.start()
-        self._notes.loading.set()
-        self._await_load("the start")
+        self._state.loading.set()
+        self._wait_for_acknowledgements("the start")
 
     async def _subscribe(self) -> None:
         async with Client.connect(self._machine.kafka, client_id="trial", timeout_s=30.0) as client:
             settings = {DELIVERY: EXACTLY_ONCE, START: "earliest", LEASE: "5000"}
             await SubscriptionClient(client).create(QUEUE, [TOPIC], settings)
 
-    def _await_load(self, after: str) -> None:
-        recovery = self._notes.recovers()
-        self._notes.wait(
+    def _wait_for_acknowledgements(self, after: str) -> None:
+        recovery = self._state.measure_recovery()
+        self._state.wait(
             lambda: len(recovery.first) == PARTITIONS, f"{after}: not every partition acknowledged a message", WAIT_S
         )
 
@@ -234,7 +234,7 @@ class GrowTrial:
         server.kill()
         self.kills += 1
         server.start()
-        self._await_load("a kill")
+        self._wait_for_acknowledgements("a kill")
         self._print_line(f"node {server.settings['node-id']} killed and started again")
 
     def _adopt(self) -> None:
@@ -244,7 +244,7 @@ class GrowTrial:
         adopt = ["cluster", "adopt", "--data", str(self._machine.data), *flags]
         killed = self._adopt_step_by_step(adopt) if self._plan.adoption_kills else 0
         command = [sys.executable, "-m", "millstream.cli.main", *adopt]
-        lasts_s = 3.0
+        duration_s_max = 3.0
         killed_at_random = 0
         while True:
             began = time.monotonic()
@@ -252,27 +252,27 @@ class GrowTrial:
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
             )
             is_last = killed_at_random >= self._plan.adoption_kills
-            patience_s = WAIT_S if is_last else self._random.uniform(0.0, lasts_s)
+            patience_s = WAIT_S if is_last else self._random.uniform(0.0, duration_s_max)
             try:
-                said, _ = adopting.communicate(timeout=patience_s)
+                output, _ = adopting.communicate(timeout=patience_s)
             except subprocess.TimeoutExpired:
                 adopting.send_signal(signal.SIGKILL)
                 adopting.communicate()
                 killed_at_random += 1
-                # Moments near the end are as likely as those near the start.
-                lasts_s = max(lasts_s, 1.2 * (time.monotonic() - began))
+                # Kills near the end are as likely as those near the start.
+                duration_s_max = max(duration_s_max, 1.2 * (time.monotonic() - began))
                 continue
             if adopting.returncode:
-                raise TrialFailed(f"the adoption failed: {said}")
+                raise TrialFailed(f"the adoption failed: {output}")
             break
         self.kills += killed + killed_at_random
         self._print_line(f"adopted; killed after each of {killed} steps, and {killed_at_random} times at random")
         self._machine.settings |= {**self._stores, "rack": "machine-1"}
         self._machine.start()
-        self._await_load("the adoption")
+        self._wait_for_acknowledgements("the adoption")
 
     def _adopt_step_by_step(self, adopt: Sequence[str]) -> int:
-        """Run the command once for each of its steps, killed after it; return how often that was."""
+        """Run the command once per step, killed after that step; return the number of steps."""
         for step in killed_adopt.STEPS:
             command = [sys.executable, "-m", killed_adopt.MODULE, step, *adopt]
             adopting = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
@@ -286,15 +286,15 @@ class GrowTrial:
         wanted = {*JOINED, 1, 1001}
         self._wait(lambda: _missing(self._status(), wanted), "the nodes joined")
         self._apply("replicate", self._command("topic", "replicate", "*", "--to", 3, "--throttle", 50_000_000))
-        self._check_copies(lambda replicas: len(replicas) == 3)
+        self._check_replicas(lambda replicas: len(replicas) == 3)
         for node in (1001, 1):
             self._apply(f"drain {node}", self._plan_and_apply("drain", node))
         for node in (1001, 1):
             self._apply(f"remove {node}", self._plan_and_apply("remove", node))
-        self._check_copies(lambda replicas: not replicas & {1, 1001})
+        self._check_replicas(lambda replicas: not replicas & {1, 1001})
         self._machine.stop()
         del self._nodes[1]
-        self._await_load("the machine left")
+        self._wait_for_acknowledgements("the machine left")
         planned = self._command("cluster", "plan", "balance", "--json").document
         if planned["moves"]:
             self._apply("balance", self._command("cluster", "apply", planned["plan"]))
@@ -306,7 +306,7 @@ class GrowTrial:
         return self._command("cluster", "apply", planned.document["plan"], "--throttle", 50_000_000)
 
     def _apply(self, what: str, applied: Outcome) -> None:
-        """Kill nodes while a plan is carried out, and wait until it is done."""
+        """Kill nodes while a plan is applied, and wait until it is done."""
         if applied.code:
             raise TrialFailed(f"{what}: {applied.err or applied.out}")
         began = time.monotonic()
@@ -318,8 +318,8 @@ class GrowTrial:
             self.kills += 1
             time.sleep(self._random.choice((0.0, 3.0)))
             victim.start()
-        self._wait(lambda: _unfinished(self._shown()), what)
-        self._await_load(what)
+        self._wait(lambda: _unfinished(self._plan_status()), what)
+        self._wait_for_acknowledgements(what)
         self._print_line(f"{what}: done after {time.monotonic() - began:.1f} s; {self.kills} kills so far")
 
     def _command(self, *arguments: object) -> Outcome:
@@ -327,11 +327,11 @@ class GrowTrial:
 
     def _status(self) -> dict[str, Any]:
         found = self._command("cluster", "status", "--json")
-        # Exit code 1 means that the cluster is not healthy; the document is printed all the same.
+        # Exit code 1 means that the cluster is unhealthy; the document is printed anyway.
         document: dict[str, Any] = found.document if found.out else {}
         return document
 
-    def _shown(self) -> dict[str, Any]:
+    def _plan_status(self) -> dict[str, Any]:
         found = self._command("cluster", "plan", "show", "--json")
         document: dict[str, Any] = found.document if found.out else {}
         return document
@@ -339,7 +339,7 @@ class GrowTrial:
     def _controller(self) -> int:
         return int(self._status().get("controller") or 1)
 
-    def _check_copies(self, is_right: Callable[[set[int]], bool]) -> None:
+    def _check_replicas(self, is_right: Callable[[set[int]], bool]) -> None:
         metadata = AdminClient({"bootstrap.servers": self._brokers, "log_level": 0}).list_topics(timeout=SETTLE_S_MAX)
         wrong = [
             f"{name}-{index} on {one.replicas}"
@@ -353,31 +353,31 @@ class GrowTrial:
     def _wait(self, lacking: Callable[[], str], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while left := lacking():
-            if self._notes.failure is not None:
-                raise TrialFailed(f"{what}: {self._notes.failure}")
+            if self._state.failure is not None:
+                raise TrialFailed(f"{what}: {self._state.failure}")
             if time.monotonic() > deadline:
                 raise TrialFailed(f"{what}: after {WAIT_S:g} s, {left}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     # -- checks -----------------------------------------------------------------------------------------------
 
-    def _judge(self) -> list[str]:
-        self._notes.loading.clear()
-        for load in self._loads:
+    def _check_results(self) -> list[str]:
+        self._state.loading.clear()
+        for load in self._producers:
             load.settle()
         self._auditor.read()
-        final = Auditor("final", self._notes, self._brokers, {TOPIC: PARTITIONS})
+        final = Auditor("final", self._state, self._brokers, {TOPIC: PARTITIONS})
         final.read()
         ends = {index: end for (_, index), end in final.position.items()}
-        self._notes.wait(lambda: self._group_positions() == ends, "the group did not read everything")
-        self._wait(self._queued, "the queue ran empty")
-        report = self._notes.check(complete=[self._auditor.name, final.name, GROUP])
+        self._state.wait(lambda: self._group_positions() == ends, "the group did not read everything")
+        self._wait(self._pending_messages, "the queue drained")
+        report = self._state.check(complete=[self._auditor.name, final.name, GROUP])
         self._print_line(str(report))
         findings = [] if report.ok else [str(report)]
-        findings += self._unaccepted(ends)
+        findings += self._check_acceptances(ends)
         identity = self._topic_id()
-        self._wait(self._troubled, "the replicas are in sync")
-        self._notes.stopping.set()
+        self._wait(self._unhealthy_partitions, "the replicas are in sync")
+        self._state.stopping.set()
         self._workers_stopping.set()
         folders = {node: server.data for node, server in self._nodes.items()}
         for server in self._nodes.values():
@@ -385,10 +385,10 @@ class GrowTrial:
         return findings + [f"differing replicas: {one}" for one in differing_replicas(folders, [identity], PARTITIONS)]
 
     def _group_positions(self) -> dict[int, int]:
-        with self._notes.lock:
-            return self._notes.history.next_offsets(GROUP, TOPIC)
+        with self._state.lock:
+            return self._state.history.next_offsets(GROUP, TOPIC)
 
-    def _queued(self) -> str:
+    def _pending_messages(self) -> str:
         async def ask() -> Sequence[dict[str, Any]]:
             async with Client.connect(self._brokers, client_id="trial", timeout_s=30.0) as client:
                 return await SubscriptionClient(client).describe([QUEUE])
@@ -399,13 +399,13 @@ class GrowTrial:
             return repr(error)
         if len(found["queues"]) < PARTITIONS:
             return f"only {len(found['queues'])} queues"
-        return "; ".join(str(queue) for queue in found["queues"] if any(queue[name] for name in BUSY))
+        return "; ".join(str(queue) for queue in found["queues"] if any(queue[name] for name in PENDING_COUNTS))
 
-    def _unaccepted(self, ends: dict[int, int]) -> list[str]:
+    def _check_acceptances(self, ends: dict[int, int]) -> list[str]:
         """Compare the confirmed acceptances with the topic; those whose confirmation was lost are not counted."""
         accepted = sum((worker.accepted for worker in self._workers), Counter[tuple[int, int]]())
-        twice = [place for place, times in accepted.items() if times > 1]
-        beyond = [place for place in accepted if place[1] >= ends[place[0]]]
+        twice = [position for position, times in accepted.items() if times > 1]
+        beyond = [position for position in accepted if position[1] >= ends[position[0]]]
         total = sum(ends.values())
         self._print_line(f"{len(accepted)} of {total} messages were accepted with a response")
         found = [f"accepted twice: {twice[:5]}"] if twice else []
@@ -418,7 +418,7 @@ class GrowTrial:
 
         return asyncio.run(ask())
 
-    def _troubled(self) -> str:
+    def _unhealthy_partitions(self) -> str:
         status = self._status()
         return str(status.get("troubled") or "") if status else "no response"
 
@@ -428,5 +428,9 @@ def _missing(status: dict[str, Any], wanted: set[int]) -> str:
     return "" if wanted <= live else f"{sorted(wanted - live)} are missing"
 
 
-def _unfinished(shown: dict[str, Any]) -> str:
-    return "" if shown.get("state") == "done" else str({name: shown.get(name) for name in ("state", "moved", "left")})
+def _unfinished(plan_status: dict[str, Any]) -> str:
+    return (
+        ""
+        if plan_status.get("state") == "done"
+        else str({name: plan_status.get(name) for name in ("state", "moved", "left")})
+    )

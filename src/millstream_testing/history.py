@@ -1,7 +1,7 @@
-"""The history checker: finds errors of the broker from what clients sent, had acknowledged and read.
+"""The history checker: finds broker errors from what clients sent, had acknowledged and read.
 
     history = History()
-    history.sent("producer-1", 7, "orders", 0)                      # before the message leaves
+    history.sent("producer-1", 7, "orders", 0)                      # before the message is sent
     history.acknowledged("producer-1", 7, "orders", 0, 41)          # when the broker has confirmed offset 41
     history.positioned("audit", "orders", 0, 0)                     # a reader was assigned, or sought
     history.read("audit", "orders", 0, 41, "producer-1", 7)         # in the order in which the reader saw it
@@ -10,20 +10,20 @@
 A message is its producer and a sequence that the producer counts up with each message. The members of a group are
 called `group/member`: each must read in order, and together they must miss nothing. Findings:
 
-    lost          acknowledged, and no reader ever saw it
+    lost          acknowledged, but never read
     doubled       one message at two offsets, although its producer is idempotent
-    reordered     a producer's messages lie in a partition in another order than they were sent in
+    reordered     a producer's messages are stored in a different order than they were sent
     skipped       a reader went past an offset without reading it
     inconsistent  an acknowledged offset that is not where the message is, two messages at one offset,
-                  two readers that saw different things at one offset, a message in another partition
+                  two readers that saw different messages at one offset, a message in another partition
     phantom       read or acknowledged, but never sent
 
-Offsets are taken as dense, as they are in topics that are neither compacted nor transactional (for these there is
+Offsets are assumed to be dense, as in topics that are neither compacted nor transactional (for the latter, see
 `transaction_history.py`). An event costs 12 to 24 bytes, and checking sorts arrays instead of keeping objects, so
 histories of millions of events are fine.
 
-As a command: `python -m millstream_testing.history FILE` reads one JSON object a line (as `History.save` writes them),
-prints what it found and exits with 0 if all is well, 1 if something was found, 2 if the file cannot be read.
+As a command: `python -m millstream_testing.history FILE` reads one JSON object per line (as `History.save` writes
+them), prints its findings and exits with 0 if there are none, 1 if there are some, 2 if the file cannot be read.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Report:
             f"{self.sent:,} sent, {self.acknowledged:,} acknowledged, {self.read:,} read, {self.rewound:,} rewound"
         ]
         if self.ok:
-            lines.append("nothing lost, doubled, reordered, skipped, inconsistent or made up")
+            lines.append("nothing lost, doubled, reordered, skipped, inconsistent or phantom")
         lines.extend(f"{kind}: {count:,}" for kind, count in self.counts.items())
         lines.extend(f"  {finding}" for finding in self.findings)
         return "\n".join(lines)
@@ -88,7 +88,7 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="event"):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="event"):
-    """The broker has acknowledged a message; offset -1 if it did not say where."""
+    """The broker has acknowledged a message; offset -1 if it did not return one."""
 
     producer: str
     sequence: int
@@ -160,7 +160,7 @@ class History:
         self._read_consumer, self._read_partition = array("i"), array("i")
         self._read_offset, self._read_message = array("q"), array("q")
 
-    def repeats(self, producer: str) -> None:
+    def allow_duplicates(self, producer: str) -> None:
         """Declare that a producer is not idempotent: its messages may be stored twice."""
         self._repeating.add(self._producers.number(producer))
 
@@ -170,20 +170,20 @@ class History:
         self._sent_partition.append(UNKNOWN if partition < 0 else self._partitions.number(topic, partition))
 
     def acknowledged(self, producer: str, sequence: int, topic: str, partition: int, offset: int = UNKNOWN) -> None:
-        """Record an acknowledged message; the offset is negative if the broker did not say where."""
+        """Record an acknowledged message; the offset is negative if the broker did not return one."""
         self._acked_message.append(self._message(producer, sequence))
         self._acked_partition.append(self._partitions.number(topic, partition))
         self._acked_offset.append(max(offset, UNKNOWN))
 
     def positioned(self, consumer: str, topic: str, partition: int, offset: int = UNKNOWN) -> None:
         """Record that a reader continues from `offset`; -1 means from its next read."""
-        self._note_read(consumer, topic, partition, max(offset, UNKNOWN), _POSITIONED)
+        self._record_read(consumer, topic, partition, max(offset, UNKNOWN), _POSITIONED)
 
     def read(self, consumer: str, topic: str, partition: int, offset: int, producer: str, sequence: int) -> None:
         """Record that a reader received a message. A member of a group is called `group/member`."""
-        self._note_read(consumer, topic, partition, offset, self._message(producer, sequence))
+        self._record_read(consumer, topic, partition, offset, self._message(producer, sequence))
 
-    def _note_read(self, consumer: str, topic: str, partition: int, offset: int, message: int) -> None:
+    def _record_read(self, consumer: str, topic: str, partition: int, offset: int, message: int) -> None:
         self._read_consumer.append(self._consumers.number(consumer))
         self._read_partition.append(self._partitions.number(topic, partition))
         self._read_offset.append(offset)
@@ -198,7 +198,7 @@ class History:
         return self._producers.name(message >> SEQUENCE_BITS)[0], message & (1 << SEQUENCE_BITS) - 1
 
     def check(self, *, complete: Iterable[str] = ()) -> Report:
-        """Find everything that is wrong. The readers named in `complete` have read everything to the end."""
+        """Return all findings. The readers named in `complete` have read everything to the end."""
         return _Check(self, complete).run()
 
     @property
@@ -219,7 +219,7 @@ class History:
                 found[index] = int(offsets[partitions == number].max()) + 1
         return found
 
-    def note(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         """Add one event from a file."""
         match event:
             case Sent():
@@ -231,7 +231,7 @@ class History:
             case Read():
                 self.read(event.consumer, event.topic, event.partition, event.offset, event.producer, event.sequence)
             case Repeats():
-                self.repeats(event.producer)
+                self.allow_duplicates(event.producer)
 
     def events(self) -> Iterator[Event]:
         """Return everything recorded, as events of a file."""
@@ -262,7 +262,7 @@ class History:
             for number, line in enumerate(file, 1):
                 try:
                     if line.strip():
-                        history.note(decoder.decode(line))
+                        history.add(decoder.decode(line))
                 except (msgspec.MsgspecError, ValueError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
         return history
@@ -282,7 +282,7 @@ class _Gap(NamedTuple):
 
 
 class _Check:
-    """One pass over a history; each method looks for one kind of fault."""
+    """One pass over a history; each method looks for one kind of finding."""
 
     def __init__(self, history: History, complete: Iterable[str]) -> None:
         self._history = history
@@ -325,21 +325,21 @@ class _Check:
             topic, index = self._history._partitions.name(partition)
             self._report.findings.append(Finding(kind, topic, index, offset, describe(row)))
 
-    def _call(self, message: int) -> str:
+    def _describe(self, message: int) -> str:
         producer, sequence = self._history._unpack(int(message))
         return f"message {sequence} of {producer}"
 
     def _find_phantoms(self) -> None:
         read = self._placed[~np.isin(self._placed[:, 2], self._sent[:, 0])]
-        self._add(Kind.PHANTOM, read, lambda row: f"{self._call(read[row, 2])} was read but never sent")
+        self._add(Kind.PHANTOM, read, lambda row: f"{self._describe(read[row, 2])} was read but never sent")
         unsent = ~np.isin(self._acked[:, 2], self._sent[:, 0]) & ~np.isin(self._acked[:, 2], self._placed[:, 2])
         acked = self._acked[unsent]
-        self._add(Kind.PHANTOM, acked, lambda row: f"{self._call(acked[row, 2])} was acknowledged but never sent")
+        self._add(Kind.PHANTOM, acked, lambda row: f"{self._describe(acked[row, 2])} was acknowledged but never sent")
 
     def _find_lost(self) -> None:
         unread = np.isin(self._acked[:, 2], self._sent[:, 0]) & ~np.isin(self._acked[:, 2], self._placed[:, 2])
         lost = self._acked[unread]
-        self._add(Kind.LOST, lost, lambda row: f"{self._call(lost[row, 2])} was acknowledged and never read")
+        self._add(Kind.LOST, lost, lambda row: f"{self._describe(lost[row, 2])} was acknowledged and never read")
         self._lost = lost
 
     def _find_wrong_places(self) -> None:
@@ -350,13 +350,15 @@ class _Check:
         self._add(
             Kind.INCONSISTENT,
             wrong,
-            lambda row: f"{self._call(wrong[row, 2])} was acknowledged here, read at {self._places_of(wrong[row, 2])}",
+            lambda row: (
+                f"{self._describe(wrong[row, 2])} was acknowledged here, read at {self._places_of(wrong[row, 2])}"
+            ),
         )
         sent = self._sent[self._sent[:, 1] >= 0]
         placed = self._placed[np.isin(self._placed[:, 2], sent[:, 0])]
         strayed = placed[~_in_rows(placed[:, [2, 0]], sent)]
         self._add(
-            Kind.INCONSISTENT, strayed, lambda row: f"{self._call(strayed[row, 2])} was sent to another partition"
+            Kind.INCONSISTENT, strayed, lambda row: f"{self._describe(strayed[row, 2])} was sent to another partition"
         )
 
     def _places_of(self, message: int) -> str:
@@ -373,7 +375,7 @@ class _Check:
         self._add(
             Kind.INCONSISTENT,
             one,
-            lambda row: f"holds both {self._call(one[row, 2])} and {self._call(other[row, 2])}",
+            lambda row: f"holds both {self._describe(one[row, 2])} and {self._describe(other[row, 2])}",
         )
         certain: Integers = self._placed[~_in_rows(self._placed[:, :2], one[:, :2])]
         return certain
@@ -387,7 +389,7 @@ class _Check:
         self._add(
             Kind.DOUBLED,
             doubled,
-            lambda row: f"{self._call(doubled[row, 2])} is at {self._places_of(doubled[row, 2])}",
+            lambda row: f"{self._describe(doubled[row, 2])} is at {self._places_of(doubled[row, 2])}",
         )
         first: Integers = by_message[~again]
         return first
@@ -400,7 +402,7 @@ class _Check:
         self._add(
             Kind.REORDERED,
             behind,
-            lambda row: f"{self._call(behind[row, 2])} lies behind {self._call(before[row, 2])}",
+            lambda row: f"{self._describe(behind[row, 2])} is stored after {self._describe(before[row, 2])}",
         )
 
     def _find_skipped(self) -> None:
@@ -502,7 +504,7 @@ def _in_rows(rows: Integers, table: Integers) -> NDArray[np.bool_]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check a file."""
     parser = argparse.ArgumentParser(prog="python -m millstream_testing.history", description="Check a history.")
-    parser.add_argument("file", type=Path, help="one JSON event a line")
+    parser.add_argument("file", type=Path, help="one JSON event per line")
     parser.add_argument("--complete", action="append", default=[], help="a reader that has read everything")
     given = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""The kill trial: a loaded broker is killed again and again, and every acknowledged message must survive.
+"""The kill trial: a loaded broker is killed repeatedly, and every acknowledged message must survive.
 
 Unmodified librdkafka producers (idempotent ones with different compressions, and a plain one) write to all partitions
 of a topic while a consumer group reads and commits. The broker is killed with SIGKILL meanwhile and restarted on the
@@ -21,7 +21,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from millstream_testing.history import Report
 from millstream_testing.server import Server
-from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, Load, Notes, Reader, TrialFailed
+from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, GroupMember, LoadProducer, TrialFailed, TrialState
 
 TOPIC = "kill-trial"
 GROUP = "group"
@@ -37,7 +37,7 @@ class Plan:
     members: int = 2
     messages_per_s: int = 3000
     steady: bool = False
-    """Whether each producer keeps to that rate; otherwise it sends as soon as it gets responses."""
+    """Whether each producer keeps that rate; otherwise it sends as soon as it gets responses."""
     load_s: tuple[float, float] = (0.3, 1.5)
     seed: int = field(default_factory=lambda: random.randrange(2**32))
 
@@ -58,11 +58,11 @@ class KillTrial:
         self._plan = plan
         self._print_line = print_line
         self._random = random.Random(plan.seed)
-        self._notes = Notes()
-        self._loads: list[Load] = []
-        self._readers: list[Reader] = []
+        self._state = TrialState()
+        self._producers: list[LoadProducer] = []
+        self._members: list[GroupMember] = []
         self._topics = {TOPIC: plan.partitions}
-        self._auditor = Auditor("audit", self._notes, "", self._topics)
+        self._auditor = Auditor("audit", self._state, "", self._topics)
 
     def __enter__(self) -> Self:
         self._server.start()
@@ -86,14 +86,14 @@ class KillTrial:
 
     def end_clients(self) -> None:
         """End the producers and the members of the group."""
-        self._notes.stopping.set()
-        for thread in [*self._loads, *self._readers]:
+        self._state.stopping.set()
+        for thread in [*self._producers, *self._members]:
             thread.join(SETTLE_S_MAX)
 
     def run(self) -> Outcome:
-        """Kill as often as planned, then check everything a last time; stop early when something is found."""
+        """Kill as often as planned, then run the final check; stop early at a finding."""
         starts_s = []
-        report = self._notes.check(complete=[])
+        report = self._state.check(complete=[])
         for number in range(1, self._plan.kills + 1):
             self._kill_under_load()
             starts_s.append(self._server.start_s)
@@ -105,8 +105,8 @@ class KillTrial:
 
     def save_history(self, path: Path) -> None:
         """Save the history for inspection."""
-        with self._notes.lock:
-            self._notes.history.save(path)
+        with self._state.lock:
+            self._state.history.save(path)
 
     def _create_topic(self) -> None:
         admin = AdminClient({"bootstrap.servers": self._server.kafka, "log_level": 0})
@@ -124,51 +124,51 @@ class KillTrial:
                 "compression.type": compressions[number % len(compressions)],
                 "linger.ms": number * 3,
             }
-            self._loads.append(self._load(f"idempotent-{number}", settings))
+            self._producers.append(self._new_producer(f"idempotent-{number}", settings))
         plain = address | {"enable.idempotence": False, "acks": "all", "max.in.flight": 1, "linger.ms": 1}
-        self._loads.append(self._load("plain", plain))
-        self._notes.history.repeats("plain")
-        patient = address | {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500}
+        self._producers.append(self._new_producer("plain", plain))
+        self._state.history.allow_duplicates("plain")
+        member_settings = address | {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500}
         for number in range(self._plan.members):
-            self._readers.append(Reader(f"{GROUP}/{number}", self._notes, patient, self._topics))
-        for thread in [*self._loads, *self._readers]:
+            self._members.append(GroupMember(f"{GROUP}/{number}", self._state, member_settings, self._topics))
+        for thread in [*self._producers, *self._members]:
             thread.start()
 
-    def _load(self, name: str, settings: dict[str, Any]) -> Load:
+    def _new_producer(self, name: str, settings: dict[str, Any]) -> LoadProducer:
         plan = self._plan
         pace: dict[str, Any] = {"messages_per_s": plan.messages_per_s, "steady": plan.steady}
-        return Load(name, self._notes, settings, self._topics, seed=plan.seed, **pace)
+        return LoadProducer(name, self._state, settings, self._topics, seed=plan.seed, **pace)
 
     def _new_auditor(self, name: str) -> Auditor:
-        return Auditor(name, self._notes, self._server.kafka, self._topics)
+        return Auditor(name, self._state, self._server.kafka, self._topics)
 
     def _kill_under_load(self) -> None:
-        before = self._notes.acknowledgements
-        self._notes.loading.set()
-        self._notes.wait(lambda: self._notes.acknowledgements > before, "no message was acknowledged under load")
+        before = self._state.acknowledgements
+        self._state.loading.set()
+        self._state.wait(lambda: self._state.acknowledgements > before, "no message was acknowledged under load")
         time.sleep(self._random.uniform(*self._plan.load_s))
         self._server.kill()
         self._server.start()
 
     def _settle_and_check(self) -> Report:
-        """Stop the load, wait for what is in flight, read the rest and compare."""
-        self._notes.loading.clear()
-        for load in self._loads:
+        """Stop the load, wait for messages in flight, read the new messages and check the history."""
+        self._state.loading.clear()
+        for load in self._producers:
             load.settle()
-        if self._notes.failure is not None:
-            raise TrialFailed(self._notes.failure)
+        if self._state.failure is not None:
+            raise TrialFailed(self._state.failure)
         self._auditor.read()
-        return self._notes.check(complete=["audit"])
+        return self._state.check(complete=["audit"])
 
     def _check_everything(self) -> Report:
         self._new_auditor("final").read()
         complete = ["audit", "final"]
-        if self._readers:
+        if self._members:
             ends = {index: end for (_, index), end in self._auditor.position.items()}
-            self._notes.wait(lambda: self._group_positions() == ends, "the group did not read everything")
+            self._state.wait(lambda: self._group_positions() == ends, "the group did not read everything")
             complete.append(GROUP)
-        return self._notes.check(complete=complete)
+        return self._state.check(complete=complete)
 
     def _group_positions(self) -> dict[int, int]:
-        with self._notes.lock:
-            return self._notes.history.next_offsets(GROUP, TOPIC)
+        with self._state.lock:
+            return self._state.history.next_offsets(GROUP, TOPIC)

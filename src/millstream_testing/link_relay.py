@@ -1,8 +1,8 @@
-"""Relays whose links are cut as a network cuts them: data waits, no connection ends, no one is notified.
+"""Relays whose links can be cut like a network's: data waits, and no connection is closed.
 
-A relay knows who connects by the client id in the first Kafka request, so a link between two nodes is cut while clients
-of the same node, and the third node, go on. All relays of a trial run in one thread with its own loop, so that the
-trial itself may wait and sleep as it likes.
+A relay identifies a peer by the client id in its first Kafka request, so the link between two nodes can be cut while
+other nodes and clients continue. All relays of a trial run in one thread with its own event loop, so the trial itself
+may block.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
-EVERYBODY = ""
-_PIECES_MAX = 1000
+ALL_CLIENTS = ""
+_IN_TRANSIT_MAX = 1000
 _CHUNK_BYTES = 64 * 1024
 _STOP_S_MAX = 10.0
 _RETRANSMISSION_S = 0.2
@@ -27,10 +27,10 @@ _CLIENT_ID_AT = 12
 """The position of the client id in a Kafka request: after size, key, version and correlation id."""
 
 
-class Way(Enum):
+class Direction(Enum):
     """The direction in which data passes a relay."""
 
-    ASKING = "from the client"
+    REQUESTS = "from the client"
     RESPONSES = "to the client"
 
 
@@ -88,26 +88,26 @@ class LinkRelay:
         self._stalls = stalls
         """The share of the data that waits for a retransmission, as TCP does after a loss."""
         self._thread = thread
-        self._open: defaultdict[tuple[str, Way], asyncio.Event] = defaultdict(_set_event)
+        self._open: defaultdict[tuple[str, Direction], asyncio.Event] = defaultdict(_set_event)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = thread.run(asyncio.start_server(self._serve, host, 0))
         self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
-    def cut(self, name: str = EVERYBODY, ways: Iterable[Way] = Way) -> None:
+    def cut(self, name: str = ALL_CLIENTS, directions: Iterable[Direction] = Direction) -> None:
         """Hold everything that a client, or any client, sends or receives."""
-        self._thread.run(self._set(name, ways, is_open=False))
+        self._thread.run(self._set(name, directions, is_open=False))
 
-    def heal(self, name: str = EVERYBODY, ways: Iterable[Way] = Way) -> None:
+    def heal(self, name: str = ALL_CLIENTS, directions: Iterable[Direction] = Direction) -> None:
         """Release what was held, and forward new data."""
-        self._thread.run(self._set(name, ways, is_open=True))
+        self._thread.run(self._set(name, directions, is_open=True))
 
     def close(self) -> None:
         """Accept no more connections, and close the open ones."""
         self._thread.run(self._close())
 
-    async def _set(self, name: str, ways: Iterable[Way], *, is_open: bool) -> None:
-        for way in ways:
-            event = self._open[name, way]
+    async def _set(self, name: str, directions: Iterable[Direction], *, is_open: bool) -> None:
+        for direction in directions:
+            event = self._open[name, direction]
             event.set() if is_open else event.clear()
 
     async def _close(self) -> None:
@@ -123,36 +123,36 @@ class LinkRelay:
         try:
             with suppress(OSError):
                 first = await reader.read(_CHUNK_BYTES)
-                await self._join(client_id_of(first) if self._named else EVERYBODY, first, reader, writer)
+                await self._relay(client_id_of(first) if self._named else ALL_CLIENTS, first, reader, writer)
         except asyncio.CancelledError:
-            # Caught here: otherwise the server that created this task would report it.
+            # Otherwise the server that created this task would log it.
             return
         finally:
             writer.transport.abort()
 
-    async def _join(self, name: str, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asking, responding = self._open[name, Way.ASKING], self._open[name, Way.RESPONSES]
-        await asking.wait()
-        onward_reader, onward = await asyncio.open_connection(*self._target)
+    async def _relay(self, name: str, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests_open, responses_open = self._open[name, Direction.REQUESTS], self._open[name, Direction.RESPONSES]
+        await requests_open.wait()
+        upstream_reader, upstream = await asyncio.open_connection(*self._target)
         try:
-            onward.write(first)
+            upstream.write(first)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_pass_on(reader, onward, asking, self._delay_s, self._stalls))
-                group.create_task(_pass_on(onward_reader, writer, responding, self._delay_s, self._stalls))
+                group.create_task(_forward(reader, upstream, requests_open, self._delay_s, self._stalls))
+                group.create_task(_forward(upstream_reader, writer, responses_open, self._delay_s, self._stalls))
         finally:
-            onward.transport.abort()
+            upstream.transport.abort()
 
 
-async def _pass_on(
+async def _forward(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event, delay_s: float, stalls: float
 ) -> None:
     loop = asyncio.get_running_loop()
-    on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_PIECES_MAX)
+    in_transit: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_IN_TRANSIT_MAX)
 
-    async def arrive() -> None:
+    async def deliver() -> None:
         with suppress(OSError):
             while True:
-                due, piece = await on_the_way.get()
+                due, piece = await in_transit.get()
                 if not piece:
                     break
                 if delay_s:
@@ -165,15 +165,15 @@ async def _pass_on(
         await is_open.wait()
         writer.transport.abort()
 
-    arriving = asyncio.ensure_future(arrive())
+    delivering = asyncio.ensure_future(deliver())
     try:
         with suppress(OSError):
             while piece := await reader.read(_CHUNK_BYTES):
-                await on_the_way.put((loop.time() + delay_s, piece))
-        await on_the_way.put((loop.time() + delay_s, b""))
-        await arriving
+                await in_transit.put((loop.time() + delay_s, piece))
+        await in_transit.put((loop.time() + delay_s, b""))
+        await delivering
     finally:
-        arriving.cancel()
+        delivering.cancel()
 
 
 def _set_event() -> asyncio.Event:
@@ -186,4 +186,4 @@ def client_id_of(request: bytes) -> str:
     """Return the client id in the head of a Kafka request; empty if it is missing or incomplete."""
     begin = _CLIENT_ID_AT + 2
     size = int.from_bytes(request[_CLIENT_ID_AT:begin], "big", signed=True)
-    return request[begin : begin + size].decode(errors="replace") if size > 0 else EVERYBODY
+    return request[begin : begin + size].decode(errors="replace") if size > 0 else ALL_CLIENTS

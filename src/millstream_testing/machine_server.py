@@ -2,7 +2,7 @@
 
 A trial of messages uses `MachineServer` as its server. Trials of transactions and subscriptions use `TrialMachine` as
 their cluster, whose only node is a `MachineServer`. Several trials may share one machine: it is killed and started when
-all of them have asked for it.
+all of them have requested it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from millstream_testing.cluster_network import RelayNetwork
 from millstream_testing.server import READY_S_MAX, Server, ServerFailed
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialNode
-from millstream_testing.trial_solo import TrialSolo
+from millstream_testing.trial_single_node import TrialSingleNode
 
 CORES = (1, 2, 3, 4)
 VICTIMS = ("a broker", "the supervisor", "all processes")
 CLEAN_STOP_SHARE = 0.2
-"""How often a start after a kill is followed by a clean stop and a start with another number of cores."""
-_BASES = range(20_000, 30_000)
-_LOOK_S = 0.05
-_TOGETHER_S_MAX = 400.0
+"""The share of starts after a kill that are followed by a clean stop and a start with another number of cores."""
+_BASE_PORTS = range(20_000, 30_000)
+_POLL_S = 0.05
+_BARRIER_S_MAX = 400.0
 """How long one trial waits for the others: longer than each may take to recover from a kill."""
 
 
@@ -47,7 +47,7 @@ class MachineServer(TrialNode):
         self._random = random.Random(seed)
         base = next(
             base
-            for base in self._random.sample(_BASES, len(_BASES))
+            for base in self._random.sample(_BASE_PORTS, len(_BASE_PORTS))
             if all(is_free("127.0.0.1", base + number) for number in range(max(CORES)))
         )
         self.kafka = f"127.0.0.1:{base}"
@@ -60,8 +60,8 @@ class MachineServer(TrialNode):
 
     def share(self, trials: int) -> None:
         """Let this many trials, each in its own thread, use the machine; each calls `kill` and `start` in turn."""
-        self._killing = threading.Barrier(trials, self._kill, _TOGETHER_S_MAX)
-        self._starting = threading.Barrier(trials, self._start, _TOGETHER_S_MAX)
+        self._killing = threading.Barrier(trials, self._kill, _BARRIER_S_MAX)
+        self._starting = threading.Barrier(trials, self._start, _BARRIER_S_MAX)
 
     def abandon(self) -> None:
         """Wake the other waiting trials, because one of them has failed."""
@@ -84,11 +84,11 @@ class MachineServer(TrialNode):
 
     def kill(self) -> None:
         """Kill something with SIGKILL; `start` follows."""
-        _together(self._killing)
+        _wait_for_others(self._killing)
 
     def start(self) -> Self:
         """Start the machine if it is down, and wait until a killed broker is back."""
-        _together(self._starting)
+        _wait_for_others(self._starting)
         return self
 
     def stop(self) -> int:
@@ -145,7 +145,7 @@ class MachineServer(TrialNode):
         while not all(self._responds(self._base + number) for number in range(self.cores)):
             if time.monotonic() - began > READY_S_MAX:
                 raise ServerFailed(f"a killed broker is not back; the log ends with:\n{self.log_tail()}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         if not self._broker_is_back:
             self.start_s = time.monotonic() - began
             self._broker_is_back = True
@@ -159,7 +159,7 @@ class MachineServer(TrialNode):
             return False
 
 
-def _together(barrier: threading.Barrier) -> None:
+def _wait_for_others(barrier: threading.Barrier) -> None:
     try:
         barrier.wait()
     except threading.BrokenBarrierError:
@@ -173,7 +173,7 @@ def _is_broker(child: psutil.Process) -> bool:
         return False
 
 
-class TrialMachine(TrialSolo):
+class TrialMachine(TrialSingleNode):
     """A machine with several broker processes, used as the cluster of a trial."""
 
     def __init__(self, folder: Path, *, seed: int, settings: Mapping[str, object]) -> None:
@@ -189,11 +189,11 @@ class TrialMachine(TrialSolo):
         """Start the machine, or wait until a killed broker is back."""
         self.server.start()
 
-    def lacks(self) -> str:
-        """Return what is missing until all processes respond, know each other, and every partition has a leader."""
+    def unhealthy_reason(self) -> str:
+        """Return why not all processes respond and know each other, or which partitions have no leader."""
         for address in self.server.kafka_addresses:
             try:
-                found = self.ask(lambda client: client.metadata(), address)
+                found = self.run_request(lambda client: client.metadata(), address)
             except (MillstreamError, OSError, TimeoutError) as error:
                 return f"{address} gives no response: {error!r}"
             if len(found.nodes) < self.server.cores:

@@ -45,7 +45,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from millstream.cli.local_process import ReservedPort
 from millstream_testing.command import CommandLine, Outcome
 from millstream_testing.etcd_server import EtcdServer
-from millstream_testing.link_relay import LinkRelay, RelayThread, Way
+from millstream_testing.link_relay import Direction, LinkRelay, RelayThread
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
 
@@ -133,10 +133,10 @@ class Site:
         for node in self.nodes:
             node.kill()
 
-    def cut(self, ways: Iterable[Way] = Way) -> None:
+    def cut(self, directions: Iterable[Direction] = Direction) -> None:
         """Cut the line."""
         for line in self.lines:
-            line.cut(ways=ways)
+            line.cut(directions=directions)
 
     def heal(self) -> None:
         """Let everything pass again."""
@@ -435,7 +435,7 @@ class MirrorTrial:
             time.sleep(self._random.uniform(0.5, 10))
             site.heal()
         elif kind == "cut one way":
-            site.cut([self._random.choice(list(Way))])
+            site.cut([self._random.choice(list(Direction))])
             time.sleep(self._random.uniform(0.5, 10))
             site.heal()
         else:

@@ -248,9 +248,9 @@ class PushTrial:
 
     async def _wait_until_healthy(self, after: str) -> None:
         deadline = time.monotonic() + self._plan.heal_s_max
-        while lacking := await asyncio.to_thread(self._cluster.lacks):
+        while reason := await asyncio.to_thread(self._cluster.unhealthy_reason):
             if time.monotonic() > deadline:
-                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {lacking}\n{self._cluster.logs()}")
+                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {reason}\n{self._cluster.logs()}")
             await asyncio.sleep(_PROBE_S)
 
     # -- the end -----------------------------------------------------------------------------------------------

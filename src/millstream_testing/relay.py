@@ -12,7 +12,7 @@ _CHUNK_BYTES = 64 * 1024
 class Relay:
     """Listens on a free port and forwards data.
 
-    `deaf` drops the server's responses, while requests still arrive.
+    With `drops_responses` the server's responses are lost, while requests still arrive.
     """
 
     def __init__(self, target: str) -> None:
@@ -22,8 +22,8 @@ class Relay:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
-        self.deaf = False
-        self.refusing = False
+        self.drops_responses = False
+        self.refuses_connections = False
 
     @property
     def address(self) -> str:
@@ -43,7 +43,7 @@ class Relay:
             await asyncio.wait(self._tasks)
 
     def cut(self) -> None:
-        """Break every connection; new ones are accepted unless `refusing` is set."""
+        """Break every connection; new ones are accepted unless `refuses_connections` is set."""
         for writer in self._writers:
             writer.transport.abort()
 
@@ -54,28 +54,28 @@ class Relay:
             task.add_done_callback(self._tasks.discard)
         self._writers.add(writer)
         try:
-            if not self.refusing:
-                await self._join(reader, writer)
+            if not self.refuses_connections:
+                await self._relay(reader, writer)
         finally:
             writer.transport.abort()
             self._writers.discard(writer)
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
-            onward_reader, onward = await asyncio.open_connection(*self._target)
-            self._writers.add(onward)
+            upstream_reader, upstream = await asyncio.open_connection(*self._target)
+            self._writers.add(upstream)
             try:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._pass_on(reader, onward, is_response=False))
-                    group.create_task(self._pass_on(onward_reader, writer, is_response=True))
+                    group.create_task(self._forward(reader, upstream, is_response=False))
+                    group.create_task(self._forward(upstream_reader, writer, is_response=True))
             finally:
-                onward.transport.abort()
-                self._writers.discard(onward)
+                upstream.transport.abort()
+                self._writers.discard(upstream)
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_response: bool) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_response: bool) -> None:
         with suppress(OSError):
             while piece := await reader.read(_CHUNK_BYTES):
-                if not (is_response and self.deaf):
+                if not (is_response and self.drops_responses):
                     writer.write(piece)
                     await writer.drain()
         writer.transport.abort()

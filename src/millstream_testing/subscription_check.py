@@ -295,7 +295,7 @@ def _leased_twice(case: _Case) -> Iterator[str]:
         for before, one in pairwise(sorted(ones, key=lambda one: one.attempt)):
             until_ms = case.exclusive_until_ms(before)
             if one.to_ms < until_ms and not case.is_stepped(before.from_ms, one.to_ms):
-                yield f"{position}: leased by {before.worker} until {until_ms}, delivered to {one.worker} at {one.to_ms}"
+                yield f"{position}: leased by {before.worker} to {until_ms}, delivered to {one.worker} at {one.to_ms}"
 
 
 def _redelivered_after_accept(case: _Case) -> Iterator[str]:
@@ -315,7 +315,7 @@ def _redelivered_after_accept(case: _Case) -> Iterator[str]:
             elif not case.truth.is_single_node and (one.node < 0 or one.node not in nodes):
                 is_later &= not case.truth.disturbed.overlaps(one.from_ms, one.to_ms)
             if is_later:
-                yield f"{position}: accepted at {accepted_ms}, delivered to {one.worker} at {one.from_ms} to {one.to_ms}"
+                yield f"{position}: accepted at {accepted_ms}, delivered to {one.worker} {one.from_ms} to {one.to_ms}"
 
 
 def _refused_settlements(case: _Case) -> Iterator[str]:

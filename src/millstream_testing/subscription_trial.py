@@ -3,8 +3,9 @@
 One topic has a plain, an ordered and a filtered subscription for each delivery mode. Some messages are delayed, and
 some are poison that no worker accepts. Worker processes, with Millstream's own client and with Kafka's share consumers
 in both acknowledgement modes, consume them and record what they see (`subscription_program`). Faults of nodes
-(`cluster_faults`) and of worker processes (`worker_faults`) are drawn from a seed, round by round. At the end all queues
-must drain, and the workers' journals are compared with the topic and the dead letter topics (`subscription_check`).
+(`cluster_faults`) and of worker processes (`worker_faults`) are drawn from a seed, round by round. At the end all
+queues must drain, and the workers' journals are compared with the topic and the dead letter topics
+(`subscription_check`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from millstream.core.subscription import (
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import Headers, NewRecord, Record
 from millstream.protocol.wire.client import Client
-from millstream_testing.cluster_faults import KINDS, Scene
+from millstream_testing.cluster_faults import KINDS, FaultContext
 from millstream_testing.server import Server
 from millstream_testing.subscription_check import Finding, check
 from millstream_testing.subscription_events import decode, now_ms
@@ -269,8 +270,8 @@ class SubscriptionTrial:
         """Run faults of nodes and workers at about the same time, and wait until the nodes are healthy."""
         kinds = self._plan.node_kinds
         (kind,) = self._random.choices(list(kinds), list(kinds.values()))
-        scene = Scene(cluster=self._cluster, random=self._random, lease_s=self._plan.node_lease_s)
-        fault = KINDS[kind][0](scene)
+        context = FaultContext(cluster=self._cluster, random=self._random, lease_s=self._plan.node_lease_s)
+        fault = KINDS[kind][0](context)
         workers = self._draw_worker_faults()
         steps = [Step(0.0, fault.begin), Step(fault.duration_s, fault.end)]
         steps += [step for _, each in workers for step in each]
@@ -301,9 +302,9 @@ class SubscriptionTrial:
 
     async def _wait_until_healthy(self, after: str) -> None:
         deadline = time.monotonic() + self._plan.heal_s_max
-        while lacking := await asyncio.to_thread(self._cluster.lacks):
+        while reason := await asyncio.to_thread(self._cluster.unhealthy_reason):
             if time.monotonic() > deadline:
-                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {lacking}\n{self._cluster.logs()}")
+                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {reason}\n{self._cluster.logs()}")
             await self._sleep(_RESTART_CHECK_S)
 
     async def _sleep(self, seconds: float) -> None:
@@ -374,10 +375,10 @@ class SubscriptionTrial:
         processes = sum(len(worker.processes) for worker in self._workers)
         faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
         return (
-            f"{len(records)} messages ({self._publisher.failed} publisher failures), {len(self._fault_spans)} node faults "
-            f"({faults}), {len(self._watch.leader_changes)} leader changes, {len(self._watch.silences)} silences, "
-            f"{processes} worker processes; {summary(list(found.values()), list(truths.values()))}; {never} messages lost "
-            "at most once"
+            f"{len(records)} messages ({self._publisher.failed} publisher failures), {len(self._fault_spans)} node "
+            f"faults ({faults}), {len(self._watch.leader_changes)} leader changes, {len(self._watch.silences)} "
+            f"silences, {processes} worker processes; {summary(list(found.values()), list(truths.values()))}; {never} "
+            "messages lost at most once"
         )
 
     async def _dead_letters(self, client: Client, name: str, records: Mapping[Position, Record]) -> Counter[Position]:

@@ -1,13 +1,13 @@
 """What programs did in transactions and what readers saw of it; `transaction_check.py` checks it.
 
 history = TransactionHistory()
-history.note(TransactionBegun("worker-1.2", 7, "group", "in", [Input(0, 40, 42)], [Output("out", 3, 0, 40)], at=...))
-history.note(EndRequested("worker-1.2", 7, commit=True, at=...))    # before the client commits
-history.note(TransactionEnded("worker-1.2", 7, committed=True, at=...))    # when the client says that it is done
-history.note(ConsumerStarted("audit", committed=True))          # a reader, and its isolation level
-history.note(Positioned("audit", "out", 3, 0))                  # it was assigned, or sought
-history.note(Polled("audit", "out", 3, 41, "worker-1.2", 7, 0, at=...))
-history.note(OffsetObserved("offsets", "group", "in", 0, 42, at=...))  # a committed offset, as an observer saw it
+history.add(TransactionBegun("worker-1.2", 7, "group", "in", [Input(0, 40, 42)], [Output("out", 3, 0, 40)], at=...))
+history.add(EndRequested("worker-1.2", 7, commit=True, at=...))    # before the client commits
+history.add(TransactionEnded("worker-1.2", 7, committed=True, at=...))    # when the client says that it is done
+history.add(ConsumerStarted("audit", committed=True))          # a reader, and its isolation level
+history.add(Positioned("audit", "out", 3, 0))                  # it was assigned, or sought
+history.add(Polled("audit", "out", 3, 41, "worker-1.2", 7, 0, at=...))
+history.add(OffsetObserved("offsets", "group", "in", 0, 42, at=...))  # a committed offset, as an observer saw it
 report = check(history, complete=["audit"])                     # "audit" has read everything to the end
 """
 
@@ -100,7 +100,7 @@ class TransactionHistory:
     messages: list[Message] = field(default_factory=list)
     _numbers: dict[Message, int] = field(default_factory=dict)
 
-    def note(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         """Add one event; raise `ValueError` for one of an unknown transaction or reader."""
         match event:
             case TransactionBegun():
@@ -149,7 +149,7 @@ class TransactionHistory:
             for number, line in enumerate(file, 1):
                 try:
                     if line.strip():
-                        history.note(decode(line))
+                        history.add(decode(line))
                 except (msgspec.MsgspecError, ValueError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
         return history

@@ -4,10 +4,9 @@ An idempotent producer fills a topic. Groups of programs process all of it, each
 classic protocol and one of the newer one with confluent-kafka, one with aiokafka, and where there is Java, one with
 Apache Kafka's own client. Each program is its own process (`transaction_program.py`) that writes to several topics
 and commits its offsets in the same transactions, some of which it aborts. Nodes and programs are killed, stopped and
-paused, programs also doubled, at moments drawn from a seed; after each round every group has to get past what was
-written before it, within a bound. All along there are readers of both isolation levels, and one that fetches the
-offsets. At the end everything is read once more, by two clients, nothing may be open, and the history is checked
-(`transaction_check.py`).
+paused, and programs are duplicated, at times drawn from a seed; after each round every group must process what was
+written before it, within a bound. Meanwhile observers read at both isolation levels and fetch the offsets. At the end
+two clients read everything again, no transaction may be open, and the history is checked (`transaction_check.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream_testing.cluster_faults import KINDS, Fault, GracefulStop, Kill, KillAll, Scene
+from millstream_testing.cluster_faults import KINDS, Fault, FaultContext, GracefulStop, Kill, KillAll
 from millstream_testing.command import CommandLine
 from millstream_testing.history import Report as SourceReport
 from millstream_testing.replica_bytes import differing_replicas
@@ -34,12 +33,12 @@ from millstream_testing.transaction_check import Report
 from millstream_testing.transaction_observers import (
     Observer,
     OffsetObserver,
-    TransactionNotes,
+    TransactionTrialState,
     ends_of,
     read_with_aiokafka,
 )
 from millstream_testing.transaction_worker import Task
-from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, Load, Notes, TrialFailed
+from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, LoadProducer, TrialFailed, TrialState
 from millstream_testing.trial_cluster import TrialCluster
 from millstream_testing.trial_worker import TrialWorker
 from millstream_testing.worker_faults import WORKER_KINDS, Step, WorkerFault
@@ -67,7 +66,7 @@ _STUCK_SHARE = 0.8
 _CONFLUENT: dict[str, Any] = {"socket.timeout.ms": 5_000}
 # Otherwise the client would forget the only broker when none responds, and calls to a forgotten coordinator never
 # return.
-_ALONE: dict[str, Any] = {"metadata.recovery.strategy": "none"}
+_SINGLE_NODE: dict[str, Any] = {"metadata.recovery.strategy": "none"}
 _AIOKAFKA: dict[str, Any] = {"request_timeout_ms": 5_000, "metadata_max_age_ms": 2_000}
 _JAVA: dict[str, Any] = {"request.timeout.ms": 5_000, "metadata.max.age.ms": 2_000}
 _COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
@@ -78,7 +77,7 @@ class Plan:
     """The size of the trial."""
 
     kills: int = 100
-    """Go on until so many processes were killed."""
+    """Continue until this many processes were killed."""
     rounds: int | None = None
     """Stop after this many rounds, however many processes were killed."""
     minutes_max: float = 30.0
@@ -89,19 +88,19 @@ class Plan:
         default_factory=lambda: {kind: weight for kind, (_, weight) in WORKER_KINDS.items()}
     )
     node_share: float = 0.7
-    """In how many rounds a node has a fault."""
+    """The share of rounds with a node fault."""
     worker_faults: tuple[int, int] = (1, 4)
-    """How many programs have a fault in a round."""
+    """The minimum and maximum number of programs with a fault in a round."""
     groups: tuple[str, ...] = GROUPS
     java: tuple[str, ...] = ()
     """The command of a program with Apache Kafka's own client, which speaks the newer protocol of transactions."""
     workers: int = 2
-    """Programs of each group."""
+    """The number of programs in each group."""
     partitions: int = 4
     messages_per_s: int = 40
     abort_share: float = 0.15
     aiokafka_idle_s_max: float | None = None
-    """Restart programs with aiokafka after so long without progress, where brokers come back at other addresses."""
+    """Restart aiokafka programs after this long without progress, where brokers return at other addresses."""
     lease_ms: int = 2000
     replica_lag_ms: int = 3000
     load_s: tuple[float, float] = (0.3, 2.0)
@@ -118,7 +117,7 @@ class Round:
     what: str
     kills: int
     healed_s: float
-    """From the last repair until nodes and groups had caught up."""
+    """The time from the last repair until nodes and groups had caught up."""
 
     def __str__(self) -> str:
         return f"{self.what}: caught up {self.healed_s:.1f} s later"
@@ -145,7 +144,7 @@ class Outcome:
         return sum(one.kills for one in self.rounds)
 
     def findings(self) -> str:
-        """Return everything that is wrong, or that nothing is."""
+        """Return all findings, or that there are none."""
         source = [] if self.source is None else [f"the source: {self.source}"]
         return "\n".join([str(self.report), *source, *self.more])
 
@@ -162,10 +161,10 @@ class TransactionTrial:
         self._print_line = print_line
         self._random = random.Random(plan.seed)
         self._stack = ExitStack()
-        self._fed = Notes()
-        self._notes = TransactionNotes()
+        self._source_state = TrialState()
+        self._state = TransactionTrialState()
         self._topics = {SOURCE: plan.partitions, **OUTPUTS}
-        self._feeder: Load
+        self._source_producer: LoadProducer
         self._observers: list[Observer] = []
         self._offsets: OffsetObserver
         self._workers: list[TrialWorker] = []
@@ -186,24 +185,24 @@ class TransactionTrial:
 
     def prepare(self) -> None:
         """Create the topics and start the clients, on running nodes."""
-        self._wait(self.cluster.lacks, "the start")
+        self._wait(self.cluster.unhealthy_reason, "the start")
         self._create_topics()
-        self._wait(self.cluster.lacks, "the start with topics")
+        self._wait(self.cluster.unhealthy_reason, "the start with topics")
         self._commit_start()
         self._start_clients()
 
     def end_clients(self) -> None:
         """End the producer, the readers and the programs."""
-        self._fed.stopping.set()
-        self._notes.stopping.set()
+        self._source_state.stopping.set()
+        self._state.stopping.set()
         for worker in self._workers:
             worker.end()
 
     def run(self) -> Outcome:
-        """Kill as often as planned, then check everything a last time; stop early when something is found."""
+        """Kill as often as planned, then run the final check; stop early at a finding."""
         deadline = time.monotonic() + self._plan.minutes_max * 60
-        while not self._is_enough and time.monotonic() < deadline:
-            self._strike()
+        while not self._is_finished and time.monotonic() < deadline:
+            self._inject()
             if len(self._rounds) % self._plan.check_every == 0:
                 report = self._check()
                 self._print_line(f"  {self._kills} kills: {str(report).splitlines()[0]}")
@@ -213,8 +212,8 @@ class TransactionTrial:
 
     def save_history(self, path: Path) -> None:
         """Save the history for inspection."""
-        with self._notes.lock:
-            self._notes.history.save(path)
+        with self._state.lock:
+            self._state.history.save(path)
 
     @property
     def restarts(self) -> int:
@@ -222,7 +221,7 @@ class TransactionTrial:
         return sum(worker.restarts for worker in self._workers)
 
     @property
-    def _is_enough(self) -> bool:
+    def _is_finished(self) -> bool:
         rounds = self._plan.rounds
         return self._kills >= self._plan.kills if rounds is None else len(self._rounds) >= rounds
 
@@ -232,8 +231,8 @@ class TransactionTrial:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    def _strike(self) -> None:
-        """Run faults of nodes and programs at about the same time, and wait until all have resumed."""
+    def _inject(self) -> None:
+        """Inject node and program faults at about the same time, and wait for recovery."""
         self._sleep(self._random.uniform(*self._plan.load_s))
         drawn = self._draw_node_fault()
         drawn += self._draw_worker_faults(at_least=0 if drawn else 1)
@@ -245,7 +244,7 @@ class TransactionTrial:
         what = " + ".join(fault.what for _, fault in drawn)
         repaired = time.monotonic()
         self._wait(
-            self._lacks_after(ends_of(self.cluster.kafka, {SOURCE: self._plan.partitions}, committed=False)), what
+            self._missing_after(ends_of(self.cluster.kafka, {SOURCE: self._plan.partitions}, committed=False)), what
         )
         kinds, kills = tuple(kind for kind, _ in drawn), sum(fault.kills for _, fault in drawn)
         self._rounds.append(Round(kinds=kinds, what=what, kills=kills, healed_s=time.monotonic() - repaired))
@@ -256,8 +255,8 @@ class TransactionTrial:
         if not kinds or self._random.random() > self._plan.node_share:
             return []
         (kind,) = self._random.choices(list(kinds), list(kinds.values()))
-        scene = Scene(cluster=self.cluster, random=self._random, lease_s=self._plan.lease_ms / 1000)
-        fault = KINDS[kind][0](scene)
+        context = FaultContext(cluster=self.cluster, random=self._random, lease_s=self._plan.lease_ms / 1000)
+        fault = KINDS[kind][0](context)
         steps = [Step(0.0, fault.begin), Step(fault.duration_s, fault.end)]
         return [(kind, WorkerFault(str(fault), _kills_of(fault), steps))]
 
@@ -265,9 +264,9 @@ class TransactionTrial:
         kinds = self._plan.worker_kinds
         fewest, most = self._plan.worker_faults
         number = min(self._random.randint(max(fewest, at_least), max(most, at_least)), len(self._workers))
-        struck = self._random.sample(self._workers, number)
+        chosen = self._random.sample(self._workers, number)
         found = []
-        for worker in struck if kinds else ():
+        for worker in chosen if kinds else ():
             (kind,) = self._random.choices(list(kinds), list(kinds.values()))
             fault = WORKER_KINDS[kind][0](worker, self._random)
             later_s = self._random.choice([0.0, self._random.uniform(0.0, 3.0)])
@@ -287,32 +286,34 @@ class TransactionTrial:
     def _restart_ended(self) -> None:
         for worker in self._workers:
             worker.restart_if_ended()
-        for failure in (self._fed.failure, self._notes.failure):
+        for failure in (self._source_state.failure, self._state.failure):
             if failure is not None:
                 raise TrialFailed(failure)
 
-    def _wait(self, lacks: Callable[[], str], after: str) -> None:
-        """Wait until nothing is missing; raise `TrialFailed` if that takes too long."""
+    def _wait(self, missing: Callable[[], str], after: str) -> None:
+        """Wait until nothing is missing; raise `TrialFailed` after a timeout."""
         deadline = time.monotonic() + self._plan.heal_s_max
-        while lacking := lacks():
+        while reason := missing():
             if time.monotonic() > deadline:
-                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {lacking}")
+                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {reason}")
             self._sleep(_PROBE_S)
 
-    def _lacks_after(self, fed: Mapping[tuple[str, int], int]) -> Callable[[], str]:
+    def _missing_after(self, source_ends: Mapping[tuple[str, int], int]) -> Callable[[], str]:
         """Return what is missing until the nodes are healthy and every group has processed the source."""
 
-        def lacks() -> str:
+        def missing() -> str:
             behind = [
                 f"{group} is at {at} of {SOURCE}-{partition}, not at {end}"
                 for group in self._plan.groups
-                for (_, partition), end in fed.items()
-                if (at := self._offsets.observed_offsets.get((group, partition), 0)) < end
+                for (_, partition), end in source_ends.items()
+                if (at := self._offsets.committed.get((group, partition), 0)) < end
             ]
-            replaced = [f"{name} goes on although it was replaced" for each in self._workers for name in each.replaced]
-            return "; ".join([*behind, *replaced]) or self.cluster.lacks()
+            replaced = [
+                f"{name} continues although it was replaced" for each in self._workers for name in each.replaced
+            ]
+            return "; ".join([*behind, *replaced]) or self.cluster.unhealthy_reason()
 
-        return lacks
+        return missing
 
     # -- clients -----------------------------------------------------------------------------------------------
 
@@ -328,11 +329,11 @@ class TransactionTrial:
             created.result(SETTLE_S_MAX)
 
     def _commit_start(self) -> None:
-        """Let every group begin at an offset that is committed.
+        """Commit an initial offset for every group.
 
-        A consumer without one looks up the start of the partition. If librdkafka gets the response to that late, after
-        it has lost the partition, it reads from the start, and may hand out what it has read when it is assigned the
-        partition again, whatever was committed meanwhile (docs/transactions.md, "Clients in an outage").
+        A consumer without one looks up the start of the partition. If librdkafka gets that response late, after it has
+        lost the partition, it reads from the start, and may deliver what it has read when it is assigned the partition
+        again, regardless of later commits (docs/transactions.md, "Clients in an outage").
         """
         admin = AdminClient({"bootstrap.servers": self.cluster.kafka, "log_level": 0})
         start = [TopicPartition(SOURCE, partition, 0) for partition in range(self._plan.partitions)]
@@ -342,9 +343,9 @@ class TransactionTrial:
 
     def _start_clients(self) -> None:
         address, plan = self.cluster.kafka, self._plan
-        self._feeder = Load(
+        self._source_producer = LoadProducer(
             "feeder",
-            self._fed,
+            self._source_state,
             {"bootstrap.servers": address, "enable.idempotence": True, "message.timeout.ms": 600_000},
             {SOURCE: plan.partitions},
             seed=plan.seed,
@@ -353,26 +354,26 @@ class TransactionTrial:
             message_bytes_max=200,
         )
         self._observers = [
-            Observer("reads-committed", self._notes, address, OUTPUTS, committed=True),
-            Observer("reads-everything", self._notes, address, OUTPUTS, committed=False),
+            Observer("reads-committed", self._state, address, OUTPUTS, committed=True),
+            Observer("reads-everything", self._state, address, OUTPUTS, committed=False),
         ]
-        self._offsets = OffsetObserver(self._notes, address, plan.groups, (SOURCE, plan.partitions))
+        self._offsets = OffsetObserver(self._state, address, plan.groups, (SOURCE, plan.partitions))
         self._workers = [
             TrialWorker(f"{group}-{number}", self._folder, self._tasks(group, number))
             for group in plan.groups
             for number in range(plan.workers)
         ]
-        for thread in [self._feeder, *self._observers, self._offsets]:
+        for thread in [self._source_producer, *self._observers, self._offsets]:
             thread.start()
         for worker in self._workers:
             worker.start()
-        self._fed.loading.set()
+        self._source_state.loading.set()
 
     def _tasks(self, group: str, number: int) -> Callable[[str], Task]:
         """Return a factory for the tasks of one program's processes."""
         plan = self._plan
         client = "aiokafka" if group == "aiokafka" else "confluent"
-        settings = _settings(group, number, plan.seed, alone=self.cluster.brokers_max == 1)
+        settings = _settings(group, number, plan.seed, is_single_node=self.cluster.brokers_max == 1)
 
         def task(producer: str) -> Task:
             return Task(
@@ -400,30 +401,30 @@ class TransactionTrial:
 
     def _check(self, complete: tuple[str, ...] = ()) -> Report:
         """Read the journals of the programs, and check everything so far."""
-        return self._notes.check((event for worker in self._workers for event in worker.events()), complete=complete)
+        return self._state.check((event for worker in self._workers for event in worker.events()), complete=complete)
 
     def _check_everything(self) -> Outcome:
-        """Run the last check: programs ended, nothing open, everything read to the end by old and new readers."""
-        self._fed.loading.clear()
-        self._feeder.settle()
-        fed = ends_of(self.cluster.kafka, {SOURCE: self._plan.partitions}, committed=False)
-        self._wait(self._lacks_after(fed), "the end")
+        """Run the final check: programs have ended, no transaction is open, and all readers have read to the end."""
+        self._source_state.loading.clear()
+        self._source_producer.settle()
+        source_ends = ends_of(self.cluster.kafka, {SOURCE: self._plan.partitions}, committed=False)
+        self._wait(self._missing_after(source_ends), "the end")
         for worker in self._workers:
             worker.finish()
-        self._wait(self._lacks_to_be_closed, "the end")
-        source = Auditor("source-audit", self._fed, self.cluster.kafka, {SOURCE: self._plan.partitions})
+        self._wait(self._open_transactions, "the end")
+        source = Auditor("source-audit", self._source_state, self.cluster.kafka, {SOURCE: self._plan.partitions})
         source.read()
-        self._observers.append(Observer("from-the-start", self._notes, self.cluster.kafka, OUTPUTS, committed=True))
+        self._observers.append(Observer("from-the-start", self._state, self.cluster.kafka, OUTPUTS, committed=True))
         self._observers[-1].start()
-        self._wait(self._lacks_to_be_read, "the end")
-        asyncio.run(read_with_aiokafka("aiokafka-reader", self._notes, self.cluster.kafka, OUTPUTS))
-        self._await_offsets()
-        self._notes.stopping.set()
+        self._wait(self._unread, "the end")
+        asyncio.run(read_with_aiokafka("aiokafka-reader", self._state, self.cluster.kafka, OUTPUTS))
+        self._wait_for_offsets()
+        self._state.stopping.set()
         complete = (*(observer.name for observer in self._observers), "aiokafka-reader")
         report = self._check(complete)
-        return Outcome(report, self._rounds, self._fed.check(complete=[source.name]), self._more())
+        return Outcome(report, self._rounds, self._source_state.check(complete=[source.name]), self._other_findings())
 
-    def _lacks_to_be_closed(self) -> str:
+    def _open_transactions(self) -> str:
         """Return what is still open, according to partitions and coordinators."""
         stable = ends_of(self.cluster.kafka, OUTPUTS, committed=True)
         behind = [
@@ -435,26 +436,26 @@ class TransactionTrial:
         opened = [f"{count} transactions are {state}" for state, count in states.items() if state not in _CLOSED]
         return "; ".join([*behind, *opened])
 
-    def _lacks_to_be_read(self) -> str:
+    def _unread(self) -> str:
         ends = ends_of(self.cluster.kafka, OUTPUTS, committed=True)
         return "; ".join(
-            f"{one.name} is at {one.reached.get(place, 0)} of {place[0]}-{place[1]}, not at {end}"
+            f"{one.name} is at {at} of {topic}-{index}, not at {end}"
             for one in self._observers
-            for place, end in ends.items()
-            if one.reached.get(place, 0) < end
+            for (topic, index), end in ends.items()
+            if (at := one.end_reached.get((topic, index), 0)) < end
         )
 
-    def _await_offsets(self) -> None:
-        """Wait for a response to a request that was sent after everything ended."""
-        wanted = self._offsets.end_requested + 2
+    def _wait_for_offsets(self) -> None:
+        """Wait until the observer has fetched offsets once more."""
+        wanted = self._offsets.rounds + 2
         self._wait(
-            lambda: "" if self._offsets.end_requested >= wanted else "no node responds with the offsets of the groups",
+            lambda: "" if self._offsets.rounds >= wanted else "no node responds with the offsets of the groups",
             "the end",
         )
 
-    def _more(self) -> list[str]:
+    def _other_findings(self) -> list[str]:
         more = []
-        if not self._is_enough:
+        if not self._is_finished:
             more.append(
                 f"only {len(self._rounds)} rounds with {self._kills} kills in {self._plan.minutes_max:g} minutes"
             )
@@ -462,12 +463,12 @@ class TransactionTrial:
         if hanging.code or hanging.document["hanging"]:
             more.append(f"hanging transactions: {hanging.out or hanging.err}")
         if len(self.cluster.nodes) > 1:
-            self._wait(self.cluster.lacks, "the end")
-            more += [f"differing replicas: {one}" for one in self._differing()]
+            self._wait(self.cluster.unhealthy_reason, "the end")
+            more += [f"differing replicas: {one}" for one in self._differing_replicas()]
         return more
 
-    def _differing(self) -> list[str]:
-        metadata = self.cluster.ask(lambda client: client.metadata())
+    def _differing_replicas(self) -> list[str]:
+        metadata = self.cluster.run_request(lambda client: client.metadata())
         ids = {name: metadata.topics[name].topic_id for name in self._topics}
         folders = {number: node.data for number, node in self.cluster.nodes.items()}
         self.cluster.stop()
@@ -482,36 +483,36 @@ class TransactionTrial:
         found: list[dict[str, Any]] = listed.document["transactions"] if not listed.code else [{"state": listed.err}]
         return found
 
-    def waiting(self) -> str:
-        """Describe what waits for what, for a failed trial: transactions, partitions, programs, nodes."""
+    def describe_waiting(self) -> str:
+        """Describe the transactions, groups, programs and nodes of a trial that hangs."""
         command = CommandLine(self.cluster.kafka)
-        end_requested = [
+        responses = [
             command("transaction", "list", "--json"),
             command("transaction", "list", "--hanging", "--json"),
         ]
-        end_requested += [
+        responses += [
             command("transaction", "describe", one["transactional_id"], "--json")
             for one in self._listed()
             if "transactional_id" in one and one["state"] not in _CLOSED
         ]
-        end_requested += [command("group", "describe", group, "--json") for group in self._plan.groups]
-        observed_offsets = [each.out or each.err for each in end_requested]
+        responses += [command("group", "describe", group, "--json") for group in self._plan.groups]
+        printed = [each.out or each.err for each in responses]
         logs = [f"--- {each.current.task.producer}\n{each.current.log_tail()}" for each in self._workers]
-        return "\n".join([*observed_offsets, *logs, self.cluster.logs()])
+        return "\n".join([*printed, *logs, self.cluster.logs()])
 
 
 _CLOSED = {"Empty", "CompleteCommit", "CompleteAbort", "Dead"}
 
 
 def _kills_of(fault: Fault) -> int:
-    """Return how many processes a fault of nodes kills."""
+    """Return how many processes a node fault kills."""
     if isinstance(fault, GracefulStop) or not isinstance(fault, Kill | KillAll):
         return 0
     return len(fault.nodes)
 
 
-def _settings(group: str, number: int, seed: int, *, alone: bool) -> dict[str, dict[str, Any]]:
-    """Return how the clients of one program differ from those of others."""
+def _settings(group: str, number: int, seed: int, *, is_single_node: bool) -> dict[str, dict[str, Any]]:
+    """Return the client settings of one program."""
     if group == "aiokafka":
         compression = None if number == 0 else "lz4"
         return {"consumer": _AIOKAFKA, "producer": {**_AIOKAFKA, "compression_type": compression}}
@@ -522,13 +523,13 @@ def _settings(group: str, number: int, seed: int, *, alone: bool) -> dict[str, d
             "consumer": {**_JAVA, "group.protocol": protocol},
             "producer": {**_JAVA, "delivery.timeout.ms": 60_000, "compression.type": compression},
         }
-    client = {**_CONFLUENT, **(_ALONE if alone else {})}
+    client = {**_CONFLUENT, **(_SINGLE_NODE if is_single_node else {})}
     consumer: dict[str, Any] = {**client, "group.protocol": group}
     if group == "classic":
         strategy = ("range", "cooperative-sticky")[seed % 2]
         consumer |= {"session.timeout.ms": 5_000, "heartbeat.interval.ms": 500}
         consumer["partition.assignment.strategy"] = strategy
         if number == 0:
-            # In the new protocol a name is free again only when its member has expired, which shows nothing new.
+            # In the new protocol an instance id is free only when its member has expired, which is tested elsewhere.
             consumer["group.instance.id"] = f"{group}-{number}"
     return {"consumer": consumer, "producer": {**client, "compression.type": compression}}

@@ -1,7 +1,7 @@
 """The clients of a trial: unmodified librdkafka producers, members of groups and auditors, which record what they do.
 
-Everything goes into one history, which the checker judges; see `history.py`. A producer that is refused, or a member
-that fails for good, is a failure of the trial, since clients with these settings should notice no more than a delay.
+Everything goes into one history, which `history.py` checks. A rejected message or a member that fails permanently fails
+the trial, since clients with these settings should notice no more than a delay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETTLE_S_MAX = 120.0
 QUIET_RECONNECT: dict[str, Any] = {"reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200, "log_level": 0}
 _AT_ONCE = 10
 
-Place = tuple[str, int]
+PartitionKey = tuple[str, int]
 """A partition: its topic and its number."""
 
 Topics = Mapping[str, int]
@@ -28,7 +28,7 @@ Topics = Mapping[str, int]
 
 
 class TrialFailed(Exception):
-    """The trial could not continue; a finding of the history checker is not this error, but a report."""
+    """The trial could not continue. Findings of the history checker are reported, not raised."""
 
 
 class Recovery:
@@ -36,16 +36,16 @@ class Recovery:
 
     def __init__(self, longest_s: float = 0.0) -> None:
         self.since = time.monotonic()
-        self.first: dict[Place, float] = {}
+        self.first: dict[PartitionKey, float] = {}
         self.longest_s = longest_s
         """The longest that any message, sent before or after, waited for its acknowledgement."""
 
-    def acknowledged(self, place: Place, sent_at: float) -> None:
+    def acknowledged(self, partition_key: PartitionKey, sent_at: float) -> None:
         """Record an acknowledgement that has just arrived."""
         now = time.monotonic()
         self.longest_s = max(self.longest_s, now - sent_at)
         if sent_at >= self.since:
-            self.first.setdefault(place, now)
+            self.first.setdefault(partition_key, now)
 
     @property
     def slowest_s(self) -> float:
@@ -53,7 +53,7 @@ class Recovery:
         return max(self.first.values(), default=self.since) - self.since
 
 
-class Notes:
+class TrialState:
     """The history, written by several threads, and the first error of one of them."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Notes:
         self.stopping = threading.Event()
         self.failure: str | None = None
         self.recovery = Recovery()
-        self.commits: dict[tuple[str, Place], int] = {}
+        self.commits: dict[tuple[str, PartitionKey], int] = {}
         """By group and partition, the largest offset whose commit was acknowledged."""
 
     def fail(self, reason: str) -> None:
@@ -82,30 +82,30 @@ class Notes:
         with self.lock:
             return self.history.acknowledgements
 
-    def recovers(self, *, longest_s: float = 0.0) -> Recovery:
-        """Start to measure the next acknowledgement of each partition; something has waited `longest_s` already."""
+    def measure_recovery(self, *, longest_s: float = 0.0) -> Recovery:
+        """Start measuring the next acknowledgement of each partition; some message has already waited `longest_s`."""
         with self.lock:
             self.recovery = Recovery(longest_s)
             return self.recovery
 
-    def wait(self, condition: Callable[[], bool], otherwise: str, within_s: float = SETTLE_S_MAX) -> None:
-        """Wait until a condition holds; a client that failed meanwhile ends the trial."""
-        deadline = time.monotonic() + within_s
+    def wait(self, condition: Callable[[], bool], problem: str, timeout_s: float = SETTLE_S_MAX) -> None:
+        """Wait until a condition holds; raise `TrialFailed` on a timeout or when a client has failed."""
+        deadline = time.monotonic() + timeout_s
         while not condition():
             if self.failure is not None:
                 raise TrialFailed(self.failure)
             if time.monotonic() > deadline:
-                raise TrialFailed(f"{otherwise} within {within_s:g} s")
+                raise TrialFailed(f"{problem} within {timeout_s:g} s")
             time.sleep(0.02)
 
 
-class Load(threading.Thread):
+class LoadProducer(threading.Thread):
     """One producer that sends while there is load."""
 
     def __init__(
         self,
         name: str,
-        notes: Notes,
+        state: TrialState,
         settings: Mapping[str, Any],
         topics: Topics,
         *,
@@ -115,8 +115,8 @@ class Load(threading.Thread):
         message_bytes_max: int = 2000,
     ) -> None:
         super().__init__(name=name, daemon=True)
-        self._notes = notes
-        self._places = [(topic, index) for topic, partitions in topics.items() for index in range(partitions)]
+        self._state = state
+        self._partition_keys = [(topic, index) for topic, partitions in topics.items() for index in range(partitions)]
         self._pause_s = _AT_ONCE / messages_per_s
         self._steady = steady
         self._bytes_max = message_bytes_max
@@ -127,19 +127,19 @@ class Load(threading.Thread):
     def run(self) -> None:
         """Send while there is load, and process responses until the trial ends."""
         try:
-            while not self._notes.stopping.is_set():
-                if self._notes.loading.is_set():
+            while not self._state.stopping.is_set():
+                if self._state.loading.is_set():
                     for _ in range(_AT_ONCE):
                         self._send()
                 self._poll()
         except (KafkaException, TrialFailed) as error:
-            self._notes.fail(f"{self.name}: {error}")
-            self._notes.stopping.set()
+            self._state.fail(f"{self.name}: {error}")
+            self._state.stopping.set()
 
     def settle(self) -> None:
         """Wait until everything gets a response; the thread of this producer processes the responses."""
         deadline = time.monotonic() + SETTLE_S_MAX
-        while len(self._client) and self._notes.failure is None:
+        while len(self._client) and self._state.failure is None:
             if time.monotonic() > deadline:
                 left = len(self._client)
                 raise TrialFailed(f"{self.name}: {left} messages got no response within {SETTLE_S_MAX:g} s")
@@ -153,37 +153,39 @@ class Load(threading.Thread):
 
     def _send(self) -> None:
         sequence = self._sequence
-        topic, partition = place = self._random.choice(self._places)
+        topic, partition = partition_key = self._random.choice(self._partition_keys)
         value = f"{self.name} {sequence} ".encode() + bytes(self._random.randrange(self._bytes_max))
-        with self._notes.lock:
-            self._notes.history.sent(self.name, sequence, topic, partition)
+        with self._state.lock:
+            self._state.history.sent(self.name, sequence, topic, partition)
         try:
-            self._client.produce(topic, value, partition=partition, on_delivery=self._responded(sequence, place))
+            self._client.produce(
+                topic, value, partition=partition, on_delivery=self._responded(sequence, partition_key)
+            )
         except (BufferError, KafkaException):
-            # Nothing was queued, so the sequence is free again; a repetition counts as one message.
+            # Nothing was queued, so the next message gets the same sequence.
             return
         self._sequence += 1
 
-    def _responded(self, sequence: int, place: Place) -> Callable[[KafkaError | None, Message], None]:
+    def _responded(self, sequence: int, partition_key: PartitionKey) -> Callable[[KafkaError | None, Message], None]:
         sent_at = time.monotonic()
 
-        def note(error: KafkaError | None, message: Message) -> None:
+        def record(error: KafkaError | None, message: Message) -> None:
             if error is not None:
-                self._notes.fail(f"{self.name}: message {sequence} was refused: {error}")
+                self._state.fail(f"{self.name}: message {sequence} was rejected: {error}")
                 return
-            with self._notes.lock:
-                self._notes.history.acknowledged(self.name, sequence, *place_of(message))
-                self._notes.recovery.acknowledged(place, sent_at)
+            with self._state.lock:
+                self._state.history.acknowledged(self.name, sequence, *position_of(message))
+                self._state.recovery.acknowledged(partition_key, sent_at)
 
-        return note
+        return record
 
 
-class Reader(threading.Thread):
+class GroupMember(threading.Thread):
     """A member of a group that reads and commits until the trial ends. It is called `group/member`."""
 
-    def __init__(self, name: str, notes: Notes, settings: Mapping[str, Any], topics: Topics) -> None:
+    def __init__(self, name: str, state: TrialState, settings: Mapping[str, Any], topics: Topics) -> None:
         super().__init__(name=name, daemon=True)
-        self._notes = notes
+        self._state = state
         self._group = name.partition("/")[0]
         self._client = Consumer(
             {
@@ -200,84 +202,84 @@ class Reader(threading.Thread):
     def run(self) -> None:
         """Read until the trial ends."""
         try:
-            while not self._notes.stopping.is_set():
-                note_reads(self._notes, self.name, self._client.consume(1000, 0.1))
+            while not self._state.stopping.is_set():
+                record_reads(self._state, self.name, self._client.consume(1000, 0.1))
         except KafkaException as error:
-            self._notes.fail(f"{self.name}: {error}")
+            self._state.fail(f"{self.name}: {error}")
         self._client.close()
 
     def _assigned(self, client: Consumer, partitions: list[TopicPartition]) -> None:
-        with self._notes.lock:
+        with self._state.lock:
             for partition in partitions:
-                self._notes.history.positioned(self.name, partition.topic, partition.partition)
+                self._state.history.positioned(self.name, partition.topic, partition.partition)
 
     def _committed(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
-        with self._notes.lock:
+        with self._state.lock:
             for each in partitions if error is None else ():
                 if each.error is None and each.offset >= 0:
                     key = (self._group, (each.topic, each.partition))
-                    self._notes.commits[key] = max(each.offset, self._notes.commits.get(key, 0))
+                    self._state.commits[key] = max(each.offset, self._state.commits.get(key, 0))
 
 
 class Auditor:
     """Reads every partition of the topics up to its end, and continues from there the next time."""
 
-    def __init__(self, name: str, notes: Notes, address: str, topics: Topics) -> None:
+    def __init__(self, name: str, state: TrialState, address: str, topics: Topics) -> None:
         self.name = name
-        self._notes = notes
+        self._state = state
         self._address = address
-        self._places = [(topic, index) for topic, partitions in topics.items() for index in range(partitions)]
-        self.position: dict[Place, int] = {}
+        self._partition_keys = [(topic, index) for topic, partitions in topics.items() for index in range(partitions)]
+        self.position: dict[PartitionKey, int] = {}
 
     def read(self) -> None:
         """Read what was not read yet."""
         settings = {"bootstrap.servers": self._address, "group.id": self.name, "enable.auto.commit": False}
         client = Consumer({**settings, **QUIET_RECONNECT})
         try:
-            ends = {place: self._end_of(client, place) for place in self._places}
-            client.assign([self._start(place) for place in self._places])
+            ends = {partition_key: self._end_of(client, partition_key) for partition_key in self._partition_keys}
+            client.assign([self._start(partition_key) for partition_key in self._partition_keys])
             deadline = time.monotonic() + SETTLE_S_MAX
-            while any(self.position.get(place, 0) < end for place, end in ends.items()):
+            while any(self.position.get(partition_key, 0) < end for partition_key, end in ends.items()):
                 if time.monotonic() > deadline:
                     raise TrialFailed(f"{self.name} is at {self.position}, not at {ends}, after {SETTLE_S_MAX:g} s")
-                self.position.update(note_reads(self._notes, self.name, client.consume(10_000, 0.5)))
+                self.position.update(record_reads(self._state, self.name, client.consume(10_000, 0.5)))
         finally:
             client.close()
 
-    def _start(self, place: Place) -> TopicPartition:
-        start = self.position.get(place, 0)
-        with self._notes.lock:
-            self._notes.history.positioned(self.name, *place, start)
-        return TopicPartition(*place, start if start else OFFSET_BEGINNING)
+    def _start(self, partition_key: PartitionKey) -> TopicPartition:
+        start = self.position.get(partition_key, 0)
+        with self._state.lock:
+            self._state.history.positioned(self.name, *partition_key, start)
+        return TopicPartition(*partition_key, start if start else OFFSET_BEGINNING)
 
-    def _end_of(self, client: Consumer, place: Place) -> int:
+    def _end_of(self, client: Consumer, partition_key: PartitionKey) -> int:
         try:
-            _, end = client.get_watermark_offsets(TopicPartition(*place), timeout=SETTLE_S_MAX)
+            _, end = client.get_watermark_offsets(TopicPartition(*partition_key), timeout=SETTLE_S_MAX)
         except KafkaException as error:
-            raise TrialFailed(f"partition {place} has no known end: {error}") from error
+            raise TrialFailed(f"partition {partition_key} has no known end offset: {error}") from error
         return int(end)
 
 
-def note_reads(notes: Notes, reader: str, messages: list[Message]) -> dict[Place, int]:
+def record_reads(state: TrialState, reader: str, messages: list[Message]) -> dict[PartitionKey, int]:
     """Record what a reader received; return the next offset by partition."""
     position = {}
-    with notes.lock:
+    with state.lock:
         for message in messages:
             error = message.error()
             if error is not None:
                 if error.fatal():
-                    notes.fail(f"{reader}: {error}")
+                    state.fail(f"{reader}: {error}")
                 continue
             producer, sequence, _ = (message.value() or b"").split(b" ", 2)
-            topic, index, offset = place_of(message)
-            notes.history.read(reader, topic, index, offset, producer.decode(), int(sequence))
+            topic, index, offset = position_of(message)
+            state.history.read(reader, topic, index, offset, producer.decode(), int(sequence))
             position[topic, index] = offset + 1
     return position
 
 
-def place_of(message: Message) -> tuple[str, int, int]:
+def position_of(message: Message) -> tuple[str, int, int]:
     """Return the position of a message. If the broker had it already, the client may not know the offset."""
     topic, index, offset = message.topic(), message.partition(), message.offset()
     if topic is None or index is None:
-        raise TrialFailed("the client gave a message without a place")
+        raise TrialFailed("the client returned a message without a position")
     return topic, index, UNKNOWN if offset is None else offset

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 DISK_BYTES = 2 * 1024**3
 _LEFT_BYTES = 4096
-_ASK_S_MAX = 10.0
+_REQUEST_S_MAX = 10.0
 
 
 class TrialNode(Server):
@@ -78,7 +78,7 @@ class TrialNode(Server):
         return super().stop()
 
     def end(self) -> None:
-        """Make sure that no process is left."""
+        """Kill the process, if it is running."""
         self._is_ready = False
         super().end()
 
@@ -128,7 +128,7 @@ class Disk:
         subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def may_mount() -> bool:
+def can_mount() -> bool:
     """Whether a file system can be mounted here."""
     return os.geteuid() == 0 and shutil.which("mount") is not None
 
@@ -147,11 +147,11 @@ class TrialCluster:
         program: Sequence[str] = PROGRAM,
     ) -> None:
         self._folder = folder
-        self._count = nodes
+        self._node_count = nodes
         self._settings = settings
         self._program = program
         self._stack = ExitStack()
-        self._with_disks = disks and may_mount()
+        self._has_disks = disks and can_mount()
         self.network = network
         self.nodes: dict[int, TrialNode] = {}
         self.disks: dict[int, Disk] = {}
@@ -192,7 +192,7 @@ class TrialCluster:
                 list(pool.map(TrialNode.start, down))
 
     def stop(self) -> None:
-        """Stop all nodes cleanly, one after the other; the last ones cannot hand over."""
+        """Stop all nodes cleanly, one after the other; the last ones cannot transfer leadership."""
         for node in self.nodes.values():
             node.stop()
 
@@ -201,34 +201,36 @@ class TrialCluster:
         if self.etcd.process is not None:
             os.kill(self.etcd.process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
 
-    def ask(self, question: Callable[[Client], Coroutine[Any, Any, T]], address: str = "") -> T:
-        """Run a request through Millstream's own client; at one node, if its address is given."""
+    def run_request(self, request: Callable[[Client], Coroutine[Any, Any, T]], address: str = "") -> T:
+        """Run a request with Millstream's own client, at one node if its address is given."""
 
-        async def ask() -> T:
-            async with Client.connect(address or self.kafka, client_id="trial", timeout_s=_ASK_S_MAX) as client:
-                return await question(client)
+        async def run() -> T:
+            async with Client.connect(address or self.kafka, client_id="trial", timeout_s=_REQUEST_S_MAX) as client:
+                return await request(client)
 
-        return asyncio.run(ask())
+        return asyncio.run(run())
 
-    def lacks(self) -> str:
-        """Return what the cluster lacks to be healthy, as any of its nodes sees it; empty if nothing."""
+    def unhealthy_reason(self) -> str:
+        """Return why the cluster is unhealthy, according to any of its nodes; empty if it is healthy."""
         for address in self.kafka.split(","):
             try:
-                status = self.ask(cluster_status, address)
+                status = self.run_request(cluster_status, address)
             except (MillstreamError, OSError, TimeoutError) as error:
-                return f"{address} gives no response: {error!r}"
-            if lacking := self._lacking(status):
-                return lacking
+                return f"{address} does not respond: {error!r}"
+            if reason := self._find_problems(status):
+                return reason
         return ""
 
-    def _lacking(self, status: ClusterStatus) -> str:
-        away = [f"node {node.id} is {node.state} {node.reasons}" for node in status.nodes if node.state != "ready"]
-        if len(status.nodes) < self._count:
-            away.append(f"only {len(status.nodes)} nodes are known")
+    def _find_problems(self, status: ClusterStatus) -> str:
+        problems = [f"node {node.id} is {node.state} {node.reasons}" for node in status.nodes if node.state != "ready"]
+        if len(status.nodes) < self._node_count:
+            problems.append(f"only {len(status.nodes)} nodes are known")
         if status.controller is None:
-            away.append("there is no controller")
-        short = [f"{one.topic}-{one.partition} leader {one.leader} in sync {one.in_sync}" for one in status.troubled]
-        return "; ".join([*away, *short])
+            problems.append("there is no controller")
+        unhealthy = [
+            f"{one.topic}-{one.partition} leader {one.leader} in sync {one.in_sync}" for one in status.troubled
+        ]
+        return "; ".join([*problems, *unhealthy])
 
     def logs(self) -> str:
         """Return the end of every node's log."""
@@ -238,17 +240,17 @@ class TrialCluster:
         stack = self._stack
         stack.enter_context(self.network)
         self.etcd = stack.enter_context(self.network.etcd())
-        # A stopped process does not end when it is asked to.
+        # A process that is stopped with SIGSTOP does not handle SIGTERM.
         stack.callback(self.pause_etcd, paused=False)
         self.postgres = stack.enter_context(PostgresServer())
         self.network.connect(self.etcd, self.postgres.new_database())
         keys = self._folder / "secrets.keys"
         write_keys(keys, [SecretKey.new()])
         shared = {"cluster": uuid.uuid4().hex, "secrets-key-file": keys.absolute()}
-        for number in range(1, self._count + 1):
+        for number in range(1, self._node_count + 1):
             settings = {"node-id": number, **shared, **self.network.settings(number), **self._settings}
             node = self.nodes[number] = TrialNode(number, self._folder, self.network, settings, self._program)
-            if self._with_disks:
+            if self._has_disks:
                 self.disks[number] = stack.enter_context(Disk(node.home))
             stack.callback(node.kill)
         self.start()

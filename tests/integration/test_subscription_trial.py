@@ -10,7 +10,7 @@ from millstream_testing.cluster_network import RelayNetwork
 from millstream_testing.planted_serve import BUGS, planted
 from millstream_testing.subscription_trial import SETTINGS, Outcome, Plan, SubscriptionTrial
 from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_solo import TrialSolo
+from millstream_testing.trial_single_node import TrialSingleNode
 
 
 def short(seed: int, **more: object) -> Plan:
@@ -34,7 +34,7 @@ async def run(folder: Path, cluster: TrialCluster, plan: Plan) -> Outcome:
 
 @pytest.mark.trial
 async def test_one_node_and_workers_are_killed_during_delivery(tmp_path: Path) -> None:
-    outcome = await run(tmp_path, TrialSolo(tmp_path, settings=SETTINGS), short(11))
+    outcome = await run(tmp_path, TrialSingleNode(tmp_path, settings=SETTINGS), short(11))
     assert outcome.ok
 
 
@@ -50,7 +50,7 @@ async def test_nodes_of_a_cluster_are_killed_and_isolated_during_delivery(tmp_pa
 @pytest.mark.trial
 @pytest.mark.parametrize("bug", sorted(BUGS))
 async def test_a_planted_bug_is_found(tmp_path: Path, bug: str) -> None:
-    cluster = TrialSolo(tmp_path, settings=SETTINGS, program=planted(bug))
+    cluster = TrialSingleNode(tmp_path, settings=SETTINGS, program=planted(bug))
     plan = short(13, faults=4, load_s=(1.0, 2.0), delayed_share=0.2, drain_s_max=20.0)
     outcome = await run(tmp_path, cluster, plan)
     assert not outcome.ok

@@ -10,7 +10,7 @@ from millstream_testing.cluster_network import RelayNetwork
 from millstream_testing.transaction_trial import SETTINGS, Plan, TransactionTrial
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_solo import TrialSolo
+from millstream_testing.trial_single_node import TrialSingleNode
 
 
 def run(trial: TransactionTrial, plan: Plan, lines: list[str]) -> None:
@@ -18,7 +18,7 @@ def run(trial: TransactionTrial, plan: Plan, lines: list[str]) -> None:
         try:
             outcome = trial.run()
         except TrialFailed as error:
-            pytest.fail(f"seed {plan.seed}\n{error}\n{trial.waiting()}\n" + "\n".join(lines))
+            pytest.fail(f"seed {plan.seed}\n{error}\n{trial.describe_waiting()}\n" + "\n".join(lines))
     reported = f"seed {plan.seed}\n{outcome.findings()}\n" + "\n".join(lines)
     assert outcome.ok, reported
     assert outcome.kills >= plan.kills
@@ -38,7 +38,7 @@ def test_each_effect_happens_once_although_a_node_and_its_programs_are_killed(tm
         load_s=(0.2, 0.5),
     )
     lines: list[str] = []
-    run(TransactionTrial(tmp_path, TrialSolo(tmp_path, settings=SETTINGS), plan, lines.append), plan, lines)
+    run(TransactionTrial(tmp_path, TrialSingleNode(tmp_path, settings=SETTINGS), plan, lines.append), plan, lines)
 
 
 @pytest.mark.trial

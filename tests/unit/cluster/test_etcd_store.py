@@ -130,14 +130,14 @@ async def test_missing_members_are_reported(connect: Connect) -> None:
 async def test_a_lost_response_leaves_the_outcome_of_a_change_unknown(connect: Connect, relay: Relay) -> None:
     store, witness = connect(relay.address), connect()
     await store.read("")
-    relay.deaf = True
+    relay.drops_responses = True
     store._members._request_s_max = 1.0
     with pytest.raises(StoreUnavailable) as caught:
         await store.change([Put("a", "1")])
     store._members._request_s_max = WAIT_S
     assert not isinstance(caught.value, StoreRefused)
     assert (await witness.read("a")).entries["a"].value == "1"
-    relay.deaf = False
+    relay.drops_responses = False
     relay.cut()
     assert (await store.read("a")).entries["a"].value == "1"
     assert store.available
@@ -151,7 +151,7 @@ async def test_a_read_moves_to_the_next_member_when_the_response_is_lost(
     async with aclosing(store.watch("", after=revision)) as batches:
         put = await store.change([Put("a", "1")])
         assert list(await anext(batches)) == [Event("a", "1", put or 0)]
-        relay.deaf = True
+        relay.drops_responses = True
         monkeypatch.setattr(etcd_store, "ATTEMPT_S_MAX", 1.0)
         hearing = asyncio.create_task(anext(batches))
         assert (await store.read("a")).entries["a"].value == "1"

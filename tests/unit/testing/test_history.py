@@ -32,7 +32,7 @@ class Story:
     def history(self) -> History:
         history = History()
         for producer in self.repeating:
-            history.repeats(producer)
+            history.allow_duplicates(producer)
         for producer, sequence, partition in self.sent:
             history.sent(producer, sequence, "t", partition)
         for (producer, sequence), (partition, offset) in self.acked.items():

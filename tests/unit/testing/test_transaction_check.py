@@ -129,7 +129,7 @@ class Story:
     def history(self) -> TransactionHistory:
         history = TransactionHistory()
         for event in self.events():
-            history.note(event)
+            history.add(event)
         return history
 
     def counts(self) -> dict[Kind, int]:
@@ -382,10 +382,10 @@ def test_a_history_survives_saving_and_loading(tmp_path_factory: pytest.TempPath
 def test_the_command_reports_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "history.jsonl"
     history = TransactionHistory()
-    history.note(ConsumerStarted("audit", committed=True))
+    history.add(ConsumerStarted("audit", committed=True))
     history.save(path)
     assert main([str(path), "--complete", "audit"]) == 0
-    history.note(Polled("audit", "a", 0, 3, "ghost", 0, 0, 5))
+    history.add(Polled("audit", "a", 0, 3, "ghost", 0, 0, 5))
     history.save(path)
     assert main([str(path)]) == 1
     assert "phantom: a-0 at offset 3: message 0 of transaction 0 of ghost" in capsys.readouterr().out

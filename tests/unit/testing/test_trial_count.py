@@ -10,22 +10,22 @@ import pytest
 
 from millstream_testing.cluster_faults import Fault
 from millstream_testing.cluster_network import Network
-from millstream_testing.cluster_trial import ClusterTrial, Outcome, Plan, Struck
+from millstream_testing.cluster_trial import ClusterTrial, InjectedFault, Outcome, Plan
 from millstream_testing.history import Report
 
 
 class Dry(ClusterTrial):
     """A trial that starts nothing and always draws a pair of faults."""
 
-    def _drawn(self) -> Iterable[list[tuple[str, Fault]]]:
+    def _draw_faults(self) -> Iterable[list[tuple[str, Fault]]]:
         return ([(kind, cast("Fault", None)) for kind in ("kill", "pause")] for _ in range(100))
 
-    def _strike(self, faults: Sequence[tuple[str, Fault]]) -> None:
+    def _inject(self, faults: Sequence[tuple[str, Fault]]) -> None:
         kinds = tuple(kind for kind, _ in faults)
-        self._struck.append(Struck(kinds=kinds, what="", next_produce_s=0, longest_wait_s=0, whole_s=0))
+        self._injected.append(InjectedFault(kinds=kinds, what="", next_produce_s=0, longest_wait_s=0, recovery_s=0))
 
     def _check_everything(self) -> Outcome:
-        return Outcome(Report(sent=0, acknowledged=0, read=0), self._struck)
+        return Outcome(Report(sent=0, acknowledged=0, read=0), self._injected)
 
 
 @pytest.mark.parametrize("faults", [1, 14, 15])

@@ -11,7 +11,7 @@ from millstream_testing.stepped_serve import PROGRAM
 from millstream_testing.trial_cluster import TrialCluster, TrialNode
 
 
-class TrialSolo(TrialCluster):
+class TrialSingleNode(TrialCluster):
     """A single node that can be killed, stopped and paused."""
 
     def __init__(self, folder: Path, *, settings: Mapping[str, object], program: Sequence[str] = PROGRAM) -> None:
@@ -19,13 +19,13 @@ class TrialSolo(TrialCluster):
 
     @property
     def kafka(self) -> str:
-        """Return the node's own address: no relay is in between."""
+        """Return the node's own address; there is no relay."""
         return self.nodes[1].kafka
 
-    def lacks(self) -> str:
+    def unhealthy_reason(self) -> str:
         """Return why the node does not respond; empty if it does."""
         try:
-            self.ask(lambda client: client.metadata())
+            self.run_request(lambda client: client.metadata())
         except (MillstreamError, OSError, TimeoutError) as error:
             return f"{self.kafka} gives no response: {error!r}"
         return ""
