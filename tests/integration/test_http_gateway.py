@@ -173,6 +173,30 @@ def test_messages_are_released_rejected_and_extended(http: httpx.Client, topic: 
     assert topic in {one["topic"].removesuffix(".dead") for one in http.get("/dead-letters").json()["dead_letters"]}
 
 
+def test_nothing_is_lost_by_default(http: httpx.Client, topic: str) -> None:
+    """A subscription with default settings keeps what fails repeatedly, and what is rejected becomes a dead letter."""
+    for number in range(10):
+        publish(http, topic, b"%d" % number)
+    name = subscribe(http, topic)
+    (first, *others) = pull(http, name, max=10)
+    assert len(others) == 9
+    settle(http, name, reject=[{"lease": first["lease"], "reason": "unreadable"}])
+    for _ in range(6):
+        if others:
+            settle(http, name, release=[{"lease": message["lease"]} for message in others])
+        # Without a backoff, all would be delivered again at once.
+        others = pull(http, name, max=10, wait_ms=500)
+    # A rejected message is in the backlog until it is in its topic.
+    wait_until(lambda: backlog(http, name) <= 9)
+    assert backlog(http, name) == 9
+    (letter,) = wait_until(lambda: http.get(f"/dead-letters/{name}-dlq").json().get("letters"))
+    assert letter["value"] == first["value"]
+
+
+def backlog(http: httpx.Client, name: str) -> int:
+    return sum(queue["backlog"] for queue in http.get(f"/subscriptions/{name}").json()["queues"])
+
+
 def test_every_verb_accepts_a_lease_or_an_object(http: httpx.Client, topic: str) -> None:
     for number in range(8):
         publish(http, topic, b"%d" % number)

@@ -265,6 +265,7 @@ def test_a_client_of_small_fetches_gets_every_partition(
 
 
 def test_small_share_fetches_get_every_partition(server: Server, filled: tuple[str, str], topic: str) -> None:
+    """Even if the session is opened by a request for no bytes, which gets none."""
     name, topic_id = filled
     broker = KeptConnection(server.kafka)
     earliest = {"name": "share.auto.offset.reset", "config_operation": 0, "value": "earliest"}
@@ -276,12 +277,13 @@ def test_small_share_fetches_get_every_partition(server: Server, filled: tuple[s
     partitions = [{"partition_index": index, "acknowledgement_batches": []} for index in range(PARTITIONS)]
     topics = [{"topic_id": UUID(topic_id), "partitions": partitions}]
     limits = {"max_wait": 30_000, "min_bytes": 1, "max_bytes": 1, "max_records": 1, "batch_size": 1}
+    request: dict[str, Any] = who | limits | {"forgotten_topics_data": []}
     served: list[int] = []
     with closing(broker):
-        for epoch in range(2 * PARTITIONS):
-            request = {"share_session_epoch": epoch, "topics": topics, "forgotten_topics_data": []}
-            served += _served(broker.ask(SHARE_FETCH, 2, who | limits | request))
-            topics = []
+        opened = request | {"share_session_epoch": 0, "topics": topics, "max_wait": 0, "max_bytes": 0}
+        assert _served(broker.ask(SHARE_FETCH, 2, opened)) == []
+        for epoch in range(1, 2 * PARTITIONS + 1):
+            served += _served(broker.ask(SHARE_FETCH, 2, request | {"share_session_epoch": epoch, "topics": []}))
     assert sorted(served[:PARTITIONS]) == sorted(served[PARTITIONS:]) == [*range(PARTITIONS)]
 
 
@@ -308,6 +310,16 @@ def test_small_pulls_get_every_partition(http: httpx.Client, filled: tuple[str, 
     assert http.post("/v1/subscriptions", json=body).status_code == 201
     served = [_pull(http, topic, max=1, max_bytes=1, wait_ms=30_000)[0]["partition"] for _ in range(2 * PARTITIONS)]
     assert sorted(served[:PARTITIONS]) == sorted(served[PARTITIONS:]) == [*range(PARTITIONS)]
+
+
+def test_a_pull_from_several_partitions_keeps_to_its_bytes(
+    http: httpx.Client, filled: tuple[str, str], topic: str
+) -> None:
+    body = {"name": topic, "topics": [filled[0]], "start": "start"}
+    assert http.post("/v1/subscriptions", json=body).status_code == 201
+    for max_bytes in (1, 50_000, 50_000, 90_000):
+        pulled = _pull(http, topic, max=100, max_bytes=max_bytes, wait_ms=30_000)
+        assert len(pulled) == 1 or len(pulled) * BATCH <= max_bytes
 
 
 # -- private requests ---------------------------------------------------------------------------------------------

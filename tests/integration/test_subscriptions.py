@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import struct
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
+import psutil
 import pytest
+from confluent_kafka import Producer
 
 from millstream.client.admin.topics import delete_topic, grow_topic
 from millstream.core.errors import (
@@ -50,6 +56,7 @@ from millstream.protocol.records.record import Headers, NewRecord, Record, decod
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 WAIT_MS = 60_000
 
@@ -260,6 +267,44 @@ async def test_a_payload_is_parsed_once_for_the_filters_of_all_subscriptions(
     finally:
         await broker.stop()
     assert sum(parsed) == 30
+
+
+def test_thirty_filters_cost_less_than_fifteen_times_one(start_server: Callable[..., Server]) -> None:
+    """CPU time of the processes that filter: if each filter decoded the messages again, it would be thirty times."""
+    server = start_server()
+    filling = {f"field-{number}": "x" * 20 for number in range(40)}
+    producer = Producer({"bootstrap.servers": server.kafka, "linger.ms": 50})
+    for total in (*range(15_000), 1_000_000):
+        producer.produce("orders", json.dumps({**filling, "total": total}))
+    assert producer.flush(WAIT_MS / 1000) == 0
+
+    def spent_ms(filters: list[str]) -> int:
+        with httpx.Client(base_url=f"http://{server.http}/v1", timeout=WAIT_MS / 1000) as http:
+            for text in filters:
+                body = {"name": f"on-{hash(text)}", "topics": ["orders"], "start": "start", "filter": text}
+                assert http.post("/subscriptions", json=body).status_code == 201
+
+            def pull(text: str) -> list[Any]:
+                body = {"max": 1, "wait_ms": 30_000}
+                pulled = http.post(f"/subscriptions/on-{hash(text)}/messages:pull", json=body).json()
+                messages: list[Any] = pulled["messages"]
+                return messages
+
+            before = _cpu_ms(server.pid)
+            with ThreadPoolExecutor(len(filters)) as pulls:
+                # Only the last message matches, so every other has been looked at before.
+                list(pulls.map(lambda text: wait_until(lambda: pull(text)), filters))
+            return _cpu_ms(server.pid) - before
+
+    spent_ms(["offset = 15000"])  # Starts the child process.
+    one = spent_ms(["payload.total > 50000"])
+    assert spent_ms([f"payload.total > {50_001 + number}" for number in range(30)]) < 15 * one
+
+
+def _cpu_ms(pid: int) -> int:
+    """The CPU time of a process and its children."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(round(1000 * sum(process.cpu_times()[:2])) for process in processes)
 
 
 async def test_an_invalid_filter_is_refused_with_its_position(server: Server) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
+from functools import partial
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -12,6 +15,8 @@ from aiokafka.errors import ProducerFenced
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
+from conformance.question import KeptConnection
+from conformance.questions.asking import Key
 
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
@@ -121,6 +126,34 @@ def test_a_newer_producer_fences_the_older_one_and_aborts_its_open_transaction(s
     newer.commit_transaction(WAIT_S)
 
     assert read_all(server, out, "read_committed", stop=b"end") == [b"once"]
+
+
+def _begin(broker: KeptConnection, producer: dict[str, Any], topic: str) -> bool:
+    """Begin a transaction, unless the last one is still ending."""
+    transaction = producer | {"topics": [{"name": topic, "partitions": [0]}], "verify_only": False}
+    (response,) = broker.ask(Key.ADD_PARTITIONS_TO_TXN, 5, {"transactions": [transaction]})["results_by_transaction"]
+    return bool(response["topic_results"][0]["results_by_partition"][0]["partition_error_code"] == "none")
+
+
+@pytest.mark.parametrize("commit_next", [True, False])
+def test_ending_again_while_a_transaction_is_ending_does_not_fence(
+    server: Server, out: str, *, commit_next: bool
+) -> None:
+    """A fencing is fatal to a client; the epoch is the current one, so it may only be told to wait."""
+    with closing(KeptConnection(server.kafka)) as broker:
+        named: dict[str, Any] = {"transactional_id": f"ending-{out}"}
+        producer = broker.ask(Key.INIT_PRODUCER_ID, 5, named | {"transaction_timeout": 60_000})
+        for _ in range(20):
+            named |= {key: producer[key] for key in ("producer_id", "producer_epoch")}
+            wait_until(partial(_begin, broker, named, out))
+            producer = broker.ask(Key.END_TXN, 5, named | {"committed": True})
+            assert producer["error_code"] == "none"
+            named |= {key: producer[key] for key in ("producer_id", "producer_epoch")}
+            again = broker.ask(Key.END_TXN, 5, named | {"committed": commit_next})
+            # Once the transaction has ended, there is none to commit, while an empty one may be aborted.
+            assert again["error_code"] in ("concurrent_transactions", "invalid_txn_state" if commit_next else "none")
+            if again["error_code"] == "none":
+                producer = again
 
 
 def test_a_restart_during_a_transaction(server: Server, out: str) -> None:
