@@ -2,7 +2,7 @@
 
     python -m benchmarks.mirror [--full] [--peer] [--move] [--delay-ms MS]
 
-One node on each side, on loopback, or behind a line that delays. Measured are
+One node on each side, on loopback, or behind a link with a delay. Measured are
 
 - the lag: from when the source acknowledges a message until a consumer of the target has it, at 10 and 100 MB/s;
 - the CPU seconds for each GB that is copied, of the source and of the target; with `--peer` also those of MirrorMaker 2
@@ -38,7 +38,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 
 from millstream_testing.command import CommandLine, Outcome
 from millstream_testing.link_relay import RelayThread
-from millstream_testing.mirror_trial import Line, Site
+from millstream_testing.mirror_trial import Link, Site
 from millstream_testing.server import Server
 
 MB = 1_000_000
@@ -69,7 +69,7 @@ class Pair:
     """A source and a target that mirrors it. With a delay, they reach each other through relays, clients directly."""
 
     def __init__(self, folder: Path, thread: RelayThread, delay_s: float) -> None:
-        self._sites = [Site(folder, name, thread, Line(delay_s=delay_s), {}) for name in ("source", "target")]
+        self._sites = [Site(folder, name, thread, Link(delay_s=delay_s), {}) for name in ("source", "target")]
         self.source, self.target = (site.nodes[0] for site in self._sites)
         self._is_delayed = delay_s > 0
 
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="copy 1 GB and measure for longer")
     parser.add_argument("--peer", action="store_true", help="measure MirrorMaker 2, too")
     parser.add_argument("--move", action="store_true", help="measure the move of a backlog from Apache Kafka, too")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="how long the line takes, in each direction")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="the delay of the link in each direction")
     arguments = parser.parse_args()
     sizes = Sizes(1000, 20.0) if arguments.full else Sizes(200, 5.0)
     with (

@@ -2,10 +2,10 @@
 
     python -m trials.chaos_cluster [--faults N] [--seed S] [--minutes M] [--kinds kill,pause] [--keep FOLDER]
 
-What is tried, and how it is judged: `src/millstream_testing/cluster_trial.py`. As root on Linux the nodes run in
-network namespaces and on file systems of their own; otherwise links are relays, and no disk is filled. The exit code is
-1, and the seed is printed, when something was lost, doubled, out of order or skipped, when replicas differ, or when the
-cluster did not heal.
+The trial and its checks are `src/millstream_testing/cluster_trial.py`. As root on Linux the nodes run in network
+namespaces and on their own file systems; otherwise links are relays, and no disk is filled. The exit code is 1, and the
+seed is printed, when a message was lost, doubled, out of order or skipped, when replicas differ, or when the cluster
+did not recover.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from millstream_testing.trial_cluster import can_mount
 
 
 def main() -> int:
-    """Run the trial; 0 when nothing was wrong, 1 otherwise."""
+    """Run the trial; return 0 if it passed, 1 otherwise."""
     arguments = _arguments()
     plan = Plan(faults=arguments.faults, minutes_max=arguments.minutes)
     if arguments.seed is not None:
@@ -41,7 +41,7 @@ def main() -> int:
     network = _network(plan, arguments.network)
     print_line(f"at most {plan.faults} faults on {plan.nodes} nodes joined by {network.kind}, seed {plan.seed}")
     if "disk" in plan.kinds and not can_mount():
-        print_line("skipped: full disks, since no file system can be mounted without root")
+        print_line("skipped: full disks, because mounting a file system requires root")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if arguments.keep is not None:
         return trial(plan, network, arguments.keep, arguments.json)
@@ -51,13 +51,13 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_cluster", description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=200, help="how many faults; the default is 200")
-    parser.add_argument("--minutes", type=float, default=0.0, help="draw no more faults after so long")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
-    parser.add_argument("--kinds", default="", help=f"only these, of {','.join(KINDS)}")
+    parser.add_argument("--faults", type=int, default=200, help="the number of faults (default: 200)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop injecting faults after this long")
+    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
+    parser.add_argument("--kinds", default="", help=f"only these kinds of faults, some of {','.join(KINDS)}")
     parser.add_argument("--network", choices=("namespaces", "relays"), help="default: namespaces where allowed")
-    parser.add_argument("--keep", type=Path, help="leave the data, the logs and the history in this folder")
-    parser.add_argument("--json", type=Path, help="write what happened to this file")
+    parser.add_argument("--keep", type=Path, help="keep the data, the logs and the history in this folder")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser.parse_args()
 
 
@@ -90,13 +90,13 @@ def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> in
 
 
 def summarize(injected: Sequence[InjectedFault]) -> list[str]:
-    """Return how long producers waited, by kind of fault."""
-    lines = [f"{'kind of fault':32} count  next produce: median  longest  longest wait  whole again: longest"]
+    """Return lines with how long producers waited, by kind of fault."""
+    lines = [f"{'kind of fault':32} count  next produce: median  longest  longest wait  recovery: longest"]
     for kinds in sorted({one.kinds for one in injected}):
         of_kind = [one for one in injected if one.kinds == kinds]
-        waits, whole = [one.next_produce_s for one in of_kind], max(one.recovery_s for one in of_kind)
+        waits, recovery = [one.next_produce_s for one in of_kind], max(one.recovery_s for one in of_kind)
         longest = max(one.longest_wait_s for one in of_kind)
-        numbers = f"{statistics.median(waits):18.2f} s {max(waits):6.2f} s {longest:11.2f} s {whole:19.2f} s"
+        numbers = f"{statistics.median(waits):18.2f} s {max(waits):6.2f} s {longest:11.2f} s {recovery:19.2f} s"
         lines.append(f"{' + '.join(kinds):32} {len(of_kind):5}  {numbers}")
     return lines
 
@@ -112,13 +112,13 @@ def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
         "acknowledged": outcome.report.acknowledged,
         "read": outcome.report.read,
         "findings": outcome.findings().splitlines(),
-        "struck": [
+        "injected": [
             {
                 "kinds": one.kinds,
                 "what": one.what,
                 "next produce s": one.next_produce_s,
                 "longest wait s": one.longest_wait_s,
-                "whole s": one.recovery_s,
+                "recovery s": one.recovery_s,
             }
             for one in outcome.injected
         ],

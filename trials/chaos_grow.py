@@ -2,9 +2,8 @@
 
     python -m trials.chaos_grow [--kills N] [--seed N] [--keep FOLDER]
 
-What is tried, and how it is judged: `src/millstream_testing/grow_trial.py`. The exit code is 1, and the seed is
-printed, when a message was lost, doubled, out of order or accepted twice, when replicas differ, or when a step did not
-come to its end.
+The trial and its checks are `src/millstream_testing/grow_trial.py`. The exit code is 1, and the seed is printed, when a
+message was lost, doubled, out of order or accepted twice, when replicas differ, or when a step did not complete.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ from millstream_testing.trial_clients import TrialFailed
 
 
 def main() -> int:
-    """Run the trial; 0 when nothing was wrong, 1 otherwise."""
+    """Run the trial; return 0 if it passed, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_grow", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=3, help="of nodes, while each plan is applied; the default is 3")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
-    parser.add_argument("--keep", type=Path, help="leave the data and the logs in this folder")
+    parser.add_argument(
+        "--kills", type=int, default=3, help="the number of node kills while each plan is applied (default: 3)"
+    )
+    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
+    parser.add_argument("--keep", type=Path, help="keep the data and the logs in this folder")
     arguments = parser.parse_args()
     plan = Plan(kills_per_step=arguments.kills)
     if arguments.seed is not None:
@@ -47,8 +48,8 @@ def trial(plan: Plan, folder: Path) -> int:
             print_line(f"{running.log_tails()}\nthe trial failed: {error}\nseed {plan.seed}")
             return 1
     for finding in findings:
-        print_line(f"BROKEN {finding}")
-    print_line(f"{running.kills} kills: {f'seed {plan.seed}' if findings else 'nothing was wrong'}")
+        print_line(f"VIOLATION {finding}")
+    print_line(f"{running.kills} kills: {f'seed {plan.seed}' if findings else 'passed'}")
     return int(bool(findings))
 
 

@@ -2,10 +2,9 @@
 
 python -m trials.chaos_http [--faults N] [--seed N]
 
-Every request goes to a random node. Publishers send the same message again, deduplicated, until it is acknowledged;
-workers accept, release and forget what they lease. In the end every acknowledged message must have been accepted, none
-may have been delivered after its accept got a response (the subscription promises exactly once), and none may be stored
-twice.
+Every request goes to a random node. Publishers retry a message, with deduplication, until it is acknowledged; workers
+accept, release and abandon what they lease. At the end every acknowledged message must have been accepted, none may
+have been delivered after its acceptance was confirmed (the subscription is exactly-once), and none may be stored twice.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ PUBLISHERS, WORKERS, PARTITIONS = 4, 6, 6
 REQUEST_S, DRAIN_S = 30.0, 180.0
 TRACE_LINES = 40
 INTERNAL_ERROR = 500
-"""Whatever happens to other nodes is transient, and has to be reported as such."""
+"""Failures of other nodes are transient and must be reported as such, never with this status."""
 SETTINGS = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000}
 
 
 class Trial:
-    """One run, and the known state of every message."""
+    """One run, with the known state of every message."""
 
     def __init__(self, cluster: ServerGroup, http: httpx.AsyncClient, seed: int) -> None:
         self._cluster = cluster
@@ -47,14 +46,14 @@ class Trial:
         self._working = True
         self.acknowledged: set[str] = set()
         self.accepted: set[str] = set()
-        self.doubtful: set[str] = set()
-        """What was accepted without a response."""
-        self.places: dict[str, set[tuple[int, int]]] = {}
-        self.wrong: list[str] = []
-        self.refused: dict[int | str, int] = {}
+        self.uncertain: set[str] = set()
+        """The messages whose acceptance got no response."""
+        self.positions: dict[str, set[tuple[int, int]]] = {}
+        self.violations: list[str] = []
+        self.errors: dict[int | str, int] = {}
 
     async def declare(self) -> None:
-        """Make the topic and the subscription."""
+        """Create the topic and the subscription."""
         topic = {"topic": TOPIC, "partitions": PARTITIONS, "replication": 3}
         subscription = {
             "name": SUBSCRIPTION,
@@ -63,8 +62,8 @@ class Trial:
             "lease_ms": 10_000,
             "attempts": 0,
         }
-        await self._until_done(lambda: self._send("/topics", json=topic))
-        await self._until_done(lambda: self._send("/subscriptions", json=subscription))
+        await self._retry(lambda: self._send("/topics", json=topic))
+        await self._retry(lambda: self._send("/subscriptions", json=subscription))
 
     async def publish(self, number: int) -> None:
         """Publish one message after the other, each until it is acknowledged."""
@@ -74,8 +73,8 @@ class Trial:
             name = f"{number}-{at}"
             headers = {"message-id": name, "message-key": name}
             path = f"/topics/{TOPIC}/messages?deduplicate=true"
-            response = await self._until_done(lambda: self._send(path, content=b"x" * 100, headers=headers))  # noqa: B023
-            self._place(name, response.json())
+            response = await self._retry(lambda: self._send(path, content=b"x" * 100, headers=headers))  # noqa: B023
+            self._record_position(name, response.json())
             self.acknowledged.add(name)
             await asyncio.sleep(0.005)
 
@@ -89,9 +88,9 @@ class Trial:
                 continue
             messages = response.json()["messages"]
             for message in messages:
-                self._place(message["id"], message)
+                self._record_position(message["id"], message)
                 if message["id"] in self.accepted:
-                    self.wrong.append(f"{message['id']} was delivered after it was accepted")
+                    self.violations.append(f"{message['id']} was delivered after it was accepted")
             await self._settle(messages)
 
     async def kill(self, faults: int) -> None:
@@ -106,7 +105,7 @@ class Trial:
             sys.stderr.write(f"fault {fault + 1} of {faults}: {so_far}\n")
 
     async def run(self, faults: int) -> None:
-        """Run everything concurrently; then process the rest."""
+        """Run publishers, workers and kills concurrently; then drain the subscription."""
         await self.declare()
         publishers = [asyncio.create_task(self.publish(number)) for number in range(PUBLISHERS)]
         workers = [asyncio.create_task(self.work()) for _ in range(WORKERS)]
@@ -114,20 +113,20 @@ class Trial:
         self._publishing = False
         await asyncio.gather(*publishers)
         deadline = time.monotonic() + DRAIN_S
-        while self.acknowledged - self.accepted - self.doubtful and time.monotonic() < deadline:
+        while self.acknowledged - self.accepted - self.uncertain and time.monotonic() < deadline:
             await asyncio.sleep(0.2)
         self._working = False
         await asyncio.gather(*workers)
 
-    def verdict(self) -> list[str]:
-        """Return the broken promises."""
-        lost = sorted(self.acknowledged - self.accepted - self.doubtful)
-        doubled = sorted(name for name, places in self.places.items() if len(places) > 1)
+    def check(self) -> list[str]:
+        """Return all violations."""
+        lost = sorted(self.acknowledged - self.accepted - self.uncertain)
+        doubled = sorted(name for name, positions in self.positions.items() if len(positions) > 1)
         return [
-            *self.wrong,
+            *self.violations,
             *(f"{name} was acknowledged and never accepted" for name in lost),
-            *(f"{name} is stored at {sorted(self.places[name])}" for name in doubled),
-            *(bug for node in self._cluster for bug in bugs(node)),
+            *(f"{name} is stored at {sorted(self.positions[name])}" for name in doubled),
+            *(bug for node in self._cluster for bug in tracebacks(node)),
         ]
 
     async def _settle(self, messages: list[dict[str, Any]]) -> None:
@@ -144,8 +143,8 @@ class Trial:
             return
         response = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:settle", json=body)
         if response is None or response.status_code != 200:
-            # They may be accepted all the same; if not, they are delivered again.
-            self.doubtful.update(names.values())
+            # They may have been accepted; otherwise they are delivered again.
+            self.uncertain.update(names.values())
             return
         for result in response.json()["results"]:
             if "error" not in result and result["lease"] in names:
@@ -156,33 +155,33 @@ class Trial:
         try:
             response = await self._http.post(f"http://{node.http}/v1{path}", **what)
         except httpx.HTTPError as error:
-            self._note(type(error).__name__)
+            self._count_error(type(error).__name__)
             return None
         if response.status_code >= 300:
-            self._note(response.status_code)
+            self._count_error(response.status_code)
         if response.status_code == INTERNAL_ERROR:
-            self.wrong.append(f"{path} got {response.text}")
+            self.violations.append(f"{path} got {response.text}")
         return response
 
-    async def _until_done(self, attempt: Callable[[], Awaitable[httpx.Response | None]]) -> httpx.Response:
+    async def _retry(self, attempt: Callable[[], Awaitable[httpx.Response | None]]) -> httpx.Response:
         while True:
             response = await attempt()
             if response is not None and (response.status_code < 300 or response.status_code == 409):
                 return response
             await asyncio.sleep(0.05)
 
-    def _note(self, what: int | str) -> None:
-        self.refused[what] = self.refused.get(what, 0) + 1
+    def _count_error(self, what: int | str) -> None:
+        self.errors[what] = self.errors.get(what, 0) + 1
 
-    def _place(self, name: str, receipt: dict[str, Any]) -> None:
-        self.places.setdefault(name, set()).add((receipt["partition"], receipt["offset"]))
+    def _record_position(self, name: str, receipt: dict[str, Any]) -> None:
+        self.positions.setdefault(name, set()).add((receipt["partition"], receipt["offset"]))
 
 
-def bugs(node: Server) -> list[str]:
+def tracebacks(node: Server) -> list[str]:
     """Return unexpected log lines of a node or its gateway."""
     lines = node.log.read_text(errors="replace").splitlines()
-    places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-    return ["\n".join(lines[max(0, at - 2) : at + TRACE_LINES]) for at in places[:3]]
+    positions = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+    return ["\n".join(lines[max(0, at - 2) : at + TRACE_LINES]) for at in positions[:3]]
 
 
 async def run(cluster: ServerGroup, faults: int, seed: int) -> Trial:
@@ -195,7 +194,7 @@ async def run(cluster: ServerGroup, faults: int, seed: int) -> Trial:
 
 
 def main() -> int:
-    """Run, print the outcome, and fail if a promise was broken."""
+    """Run the trial and print the outcome; return 1 if a guarantee was violated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -207,14 +206,14 @@ def main() -> int:
         ServerGroup(Path(folder), etcd.url, postgres.new_database(), settings=SETTINGS) as cluster,
     ):
         trial = asyncio.run(run(cluster, options.faults, options.seed))
-        wrong = trial.verdict()
-    for line in wrong[:50]:
+        violations = trial.check()
+    for line in violations[:50]:
         sys.stdout.write(line + "\n")
     sys.stdout.write(
-        f"{len(trial.acknowledged):,} messages, {options.faults} kills: {len(wrong)} promises broken; "
-        f"what clients got meanwhile: {dict(sorted(trial.refused.items(), key=str))}\n"
+        f"{len(trial.acknowledged):,} messages, {options.faults} kills: {len(violations)} violations; "
+        f"errors of clients: {dict(sorted(trial.errors.items(), key=str))}\n"
     )
-    return 1 if wrong else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""`make chaos-mirror`: two sites mirror each other through kills, cuts, failover, reverse and switch; all is judged.
+"""`make chaos-mirror`: two sites mirror each other through kills, cut links, failover, reverse and switch.
 
     python -m trials.chaos_mirror [--rounds N] [--faults N] [--nodes N] [--delay-ms MS] [--loss SHARE] [--seed S]
 
-What is tried and how it is judged: `src/millstream_testing/mirror_trial.py`. The exit code is 1, and the seed is
-printed, when a promise was broken.
+The trial and its checks are `src/millstream_testing/mirror_trial.py`. The exit code is 1, and the seed is printed, when
+a guarantee was violated.
 """
 
 from __future__ import annotations
@@ -15,45 +15,47 @@ import sys
 import tempfile
 from pathlib import Path
 
-from millstream_testing.mirror_trial import Line, MirrorTrial
+from millstream_testing.mirror_trial import Link, MirrorTrial
 
 
 def main() -> int:
-    """Run the trial; 0 when all was as it should be, 1 otherwise."""
+    """Run the trial; return 0 if it passed, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_mirror", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--faults", type=int, default=20, help="faults in each round before the failover")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes of each site; more than one form a cluster")
-    parser.add_argument("--loss", type=float, default=0.01, help="which share of what passes the line is sent again")
-    parser.add_argument("--delay-ms", type=float, default=25.0, help="how long the line takes, in each direction")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="the number of nodes of each site; more than one form a cluster"
+    )
+    parser.add_argument("--loss", type=float, default=0.01, help="the share of the data that is retransmitted")
+    parser.add_argument("--delay-ms", type=float, default=25.0, help="the delay of the link in each direction")
     parser.add_argument("--seed", type=int)
     arguments = parser.parse_args()
     seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(f"seed {seed}", flush=True)
-    broken = 0
+    failed = 0
     for number in range(arguments.rounds):
         with tempfile.TemporaryDirectory(prefix="millstream-mirror-") as folder:
             trial = MirrorTrial(
                 Path(folder),
                 seed=seed + number,
                 faults=arguments.faults,
-                line=Line(arguments.nodes, arguments.delay_ms / 1000, arguments.loss),
-                say=lambda text: print(f"  {text}", flush=True),
+                link=Link(arguments.nodes, arguments.delay_ms / 1000, arguments.loss),
+                print_line=lambda text: print(f"  {text}", flush=True),
             )
             try:
                 trial.run()
             finally:
                 trial.close()
         for violation in trial.violations:
-            print(f"BROKEN: {violation}", flush=True)
-        broken += bool(trial.violations)
+            print(f"VIOLATION: {violation}", flush=True)
+        failed += bool(trial.violations)
         faults = ", ".join(f"{count} × {kind}" for kind, count in sorted(trial.faults.items()))
-        judged = "broken" if trial.violations else "fine"
+        result = "failed" if trial.violations else "passed"
         print(
-            f"round {number + 1}: {judged} (seed {seed + number}; {trial.faults.total()} faults: {faults})", flush=True
+            f"round {number + 1}: {result} (seed {seed + number}; {trial.faults.total()} faults: {faults})", flush=True
         )
-    return int(broken > 0)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

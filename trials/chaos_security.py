@@ -2,10 +2,10 @@
 
 python -m trials.chaos_security [--rotations N] [--keep FOLDER]
 
-The nodes are restarted one by one, three times, as docs/security.md says, while producers write and their clients move
-from one listener to the other. Then every node gets another certificate each second. In the end every acknowledged
-message must be there once, and during the rotation no connection may have been lost: neither of the producers, nor of a
-client that does nothing, nor between nodes.
+The nodes are restarted one by one, three times, as docs/security.md describes, while producers write and move from one
+listener to the other. Then every node gets a new certificate each second. At the end every acknowledged message must be
+stored once, and during the rotation no connection may have been lost: neither of the producers, nor of an idle client,
+nor between nodes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _LOGGED_CHARS = 3000
 WAIT_S = 120.0
 PAUSE_S = 0.002
 SETTLE_S = 2.0
-"""How long everything goes on between two changes."""
-STAGES = ("both listeners", "nodes meet over TLS", "TLS only")
+"""The pause between two changes."""
+STAGES = ("both listeners", "TLS between nodes", "TLS only")
 
 
-class Load:
+class NumberedProducer:
     """A producer that writes numbered messages until it is stopped."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Load:
         self._thread.start()
 
     def stop(self) -> None:
-        """Write no more, and wait for what is under way."""
+        """Stop writing, and wait for messages in flight."""
         self._stopping.set()
         self._thread.join()
         if left := self._producer.flush(WAIT_S):
@@ -96,10 +96,10 @@ class Trial:
         self._folder = folder
         self._certificates = Certificates(folder / "certs")
         self._secure = {number: ReservedPort() for number in NODES}
-        self.wrong: list[str] = []
-        self.loads: list[Load] = []
+        self.findings: list[str] = []
+        self.producers: list[NumberedProducer] = []
         for number in NODES:
-            self.renew(number)
+            self.renew_certificate(number)
         shared = {"cluster": CLUSTER, "etcd": etcd, "catalog": catalog, "pipelines-enabled": "false"}
         self.nodes = {
             number: Server(folder / f"node-{number}", settings={"node-id": number, "rack": f"rack-{number}", **shared})
@@ -111,8 +111,8 @@ class Trial:
 
     # -- changes --------------------------------------------------------------------------------------------------
 
-    def renew(self, number: int) -> None:
-        """Give a node another certificate, as renewal tools do: one file after the other."""
+    def renew_certificate(self, number: int) -> None:
+        """Give a node a new certificate, one file after the other, as renewal tools do."""
         name = NodeName(cluster=CLUSTER, node_id=NodeId(number))
         certificate, key = self._certificates.sign(f"node {number}", hosts=("127.0.0.1",), uri=name.uri)
         certificate.replace(self._file(number, "pem"))
@@ -122,7 +122,7 @@ class Trial:
         return self._certificates.folder / f"moving-{number}.{kind}"
 
     def settings_of(self, number: int, stage: int) -> dict[str, object]:
-        """What a stage adds to a node's settings."""
+        """Return the settings that a stage adds to a node."""
         files = {
             "tls-cert": self._file(number, "pem"),
             "tls-key": self._file(number, "key"),
@@ -139,17 +139,17 @@ class Trial:
         return found | ({"auth": "required", **files} if stage == 2 else {})
 
     async def move_to(self, stage: int) -> None:
-        """Restart every node with other settings, each when all replicas are in sync again."""
+        """Restart every node with new settings, each after all replicas are in sync."""
         for number, node in self.nodes.items():
             node.settings |= self.settings_of(number, stage)
             await asyncio.to_thread(node.restart)
-            await self.until_in_sync(secure=stage > 0)
+            await self.wait_until_in_sync(secure=stage > 0)
         print_line(f"{STAGES[stage]}: {self.count()} messages so far")
 
     # -- clients --------------------------------------------------------------------------------------------------
 
     def client_settings(self, *, secure: bool) -> dict[str, Any]:
-        """How confluent-kafka connects."""
+        """Return the connection settings of confluent-kafka."""
         if not secure:
             return {"bootstrap.servers": ",".join(node.kafka for node in self.nodes.values()), "log_level": 0}
         return {
@@ -164,11 +164,11 @@ class Trial:
 
     @property
     def secure_addresses(self) -> str:
-        """Where clients connect with TLS."""
+        """The addresses of the TLS listeners."""
         return ",".join(port.address for port in self._secure.values())
 
     def connect(self, *, secure: bool, number: int = 0) -> Any:
-        """Connect with our own client, to one node first if one is named."""
+        """Connect with Millstream's own client, through one node if it is named."""
         tls = client_tls(self._certificates.ca)
         credentials = Credentials(tls=tls, user=ADMIN[0], password=ADMIN[1]) if secure else NO_CREDENTIALS
         plain = ",".join(node.kafka for node in self.nodes.values())
@@ -176,18 +176,18 @@ class Trial:
         first = self._secure[number].address if number else addresses
         return Client.connect(first, timeout_s=WAIT_S, credentials=credentials)
 
-    def start_load(self, *, secure: bool) -> list[Load]:
+    def start_producers(self, *, secure: bool) -> list[NumberedProducer]:
         """Start two producers."""
         name = "secure" if secure else "plain"
-        started = [Load(f"{name}-{at}", self.client_settings(secure=secure)) for at in range(2)]
-        self.loads += started
+        started = [NumberedProducer(f"{name}-{at}", self.client_settings(secure=secure)) for at in range(2)]
+        self.producers += started
         return started
 
     def count(self) -> int:
-        """How many messages are acknowledged."""
-        return sum(len(load.acknowledged) for load in self.loads)
+        """Return the number of acknowledged messages."""
+        return sum(len(producer.acknowledged) for producer in self.producers)
 
-    async def until_in_sync(self, *, secure: bool) -> None:
+    async def wait_until_in_sync(self, *, secure: bool) -> None:
         """Wait until every partition has all its replicas in sync."""
         deadline = time.monotonic() + WAIT_S
         while True:
@@ -207,54 +207,54 @@ class Trial:
     # -- the trial ------------------------------------------------------------------------------------------------
 
     async def run(self, rotations: int) -> None:
-        """Move, rotate and judge."""
+        """Move to TLS, rotate certificates and check the results."""
         for node in self.nodes.values():
             await asyncio.to_thread(node.start)
         async with self.connect(secure=False) as client:
             await create_topic(client, TOPIC, partitions=PARTITIONS, replication=len(NODES), settings={})
-        plain = self.start_load(secure=False)
+        plain = self.start_producers(secure=False)
         await asyncio.sleep(SETTLE_S)
         await self.move_to(0)
-        self.start_load(secure=True)
+        self.start_producers(secure=True)
         await asyncio.sleep(SETTLE_S)
-        for load in plain:
-            await asyncio.to_thread(load.stop)
+        for producer in plain:
+            await asyncio.to_thread(producer.stop)
         await self.move_to(1)
         await self.move_to(2)
         await asyncio.sleep(SETTLE_S)
         await self.rotate(rotations)
-        for load in self.loads[len(plain) :]:
-            await asyncio.to_thread(load.stop)
-        await self.until_in_sync(secure=True)
-        await asyncio.to_thread(self.judge)
+        for producer in self.producers[len(plain) :]:
+            await asyncio.to_thread(producer.stop)
+        await self.wait_until_in_sync(secure=True)
+        await asyncio.to_thread(self.check)
 
     async def rotate(self, rotations: int) -> None:
-        """Give every node another certificate, once a second."""
+        """Give every node a new certificate, once a second."""
         logs = {number: node.log.stat().st_size for number, node in self.nodes.items()}
-        for load in self.loads:
-            load.errors.clear()
+        for producer in self.producers:
+            producer.errors.clear()
         before = self.count()
         async with self.connect(secure=True) as idle:
             channel = await (await idle.pool_for(None)).shared()
             for _ in range(rotations):
                 for number in NODES:
-                    await asyncio.to_thread(self.renew, number)
+                    await asyncio.to_thread(self.renew_certificate, number)
                 for number in NODES:
                     async with self.connect(secure=True, number=number) as another:
                         await another.metadata([TOPIC])
                 await asyncio.sleep(1)
             if not channel.is_open:
-                self.wrong.append("a client that did nothing lost its connection")
-        self.wrong += [f"during the rotation: {error}" for load in self.loads for error in load.errors]
+                self.findings.append("a client that did nothing lost its connection")
+        self.findings += [f"during the rotation: {error}" for producer in self.producers for error in producer.errors]
         for number, node in self.nodes.items():
             text = node.log.read_bytes()[logs[number] :].decode(errors="replace")
             lines = [line for line in text.splitlines() if "connection closed" in line or "out of sync" in line]
-            self.wrong += [f"node {number} during the rotation: {line}" for line in lines]
+            self.findings += [f"node {number} during the rotation: {line}" for line in lines]
             if "certificate changed" not in text:
-                self.wrong.append(f"node {number} has used no other certificate")
+                self.findings.append(f"node {number} has used no other certificate")
         print_line(f"{rotations} rotations of {len(NODES)} certificates, {self.count() - before} messages meanwhile")
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Read everything and compare it with what was acknowledged."""
         consumer = Consumer({**self.client_settings(secure=True), "group.id": "judge", "enable.partition.eof": True})
         consumer.assign([TopicPartition(TOPIC, index, OFFSET_BEGINNING) for index in range(PARTITIONS)])
@@ -268,30 +268,32 @@ class Trial:
                 elif error.code() == KafkaError._PARTITION_EOF:
                     ended.add(message.partition())
         consumer.close()
-        acknowledged = set().union(*(load.acknowledged for load in self.loads))
-        self.wrong += [f"lost: {value}" for value in sorted(acknowledged - found.keys())]
-        self.wrong += [f"stored {times} times: {value}" for value, times in found.items() if times > 1]
-        self.wrong += [error for load in self.loads for error in load.errors if error.startswith("not delivered")]
+        acknowledged = set().union(*(producer.acknowledged for producer in self.producers))
+        self.findings += [f"lost: {value}" for value in sorted(acknowledged - found.keys())]
+        self.findings += [f"stored {times} times: {value}" for value, times in found.items() if times > 1]
+        self.findings += [
+            error for producer in self.producers for error in producer.errors if error.startswith("not delivered")
+        ]
         if len(ended) < PARTITIONS:
-            self.wrong.append("the topic could not be read to its end")
+            self.findings.append("the topic could not be read to its end")
         for number, node in self.nodes.items():
             before, found_error, rest = node.log.read_text(errors="replace").partition("Traceback")
             if found_error:
                 # The log is removed with the folder of the trial.
                 where = before.rpartition("\n")[0][-_LOGGED_CHARS:]
-                self.wrong.append(f"node {number} has logged an unexpected error: {where}\n{rest[:_LOGGED_CHARS]}")
+                self.findings.append(f"node {number} has logged an unexpected error: {where}\n{rest[:_LOGGED_CHARS]}")
 
 
 def print_line(line: str) -> None:
-    """Print at once."""
+    """Print a line without buffering."""
     print(line, flush=True)
 
 
 def main() -> int:
-    """Run, print the outcome, and fail if something was lost or dropped."""
+    """Run the trial and print the outcome; return 1 if there was a finding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rotations", type=int, default=60, help="how many; one a second")
-    parser.add_argument("--keep", type=Path, help="leave the data and the logs in this folder")
+    parser.add_argument("--rotations", type=int, default=60, help="the number of rotations, one per second")
+    parser.add_argument("--keep", type=Path, help="keep the data and the logs in this folder")
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-security-")))
@@ -303,10 +305,10 @@ def main() -> int:
         for node in trial.nodes.values():
             stack.callback(node.kill)
         asyncio.run(trial.run(options.rotations))
-    for line in trial.wrong[:50]:
+    for line in trial.findings[:50]:
         print_line(line)
-    print_line(f"{trial.count():,} messages acknowledged: {len(trial.wrong)} promises broken")
-    return 1 if trial.wrong else 0
+    print_line(f"{trial.count():,} messages acknowledged: {len(trial.findings)} findings")
+    return 1 if trial.findings else 0
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python -m trials.fuzz_framing --seconds 60
 
-An example is a real connection over a socket pair and beside it another one. Random frames, some larger than any
-buffer, are sent in random pieces to a service that responds at once, promises, waits or stays silent, and are read in
-random pieces, fast or slow. At the end the stream may break off, or go on with a length that no frame can have. The
-service must have seen just the whole frames; the responses must be those of the frames in order, all of them when the
-stream ended well; every byte counted against the budget must be given back; the other connection must be served.
+An example is a real connection over a socket pair, next to a second one. Random frames, some larger than any buffer,
+are sent in random pieces to a service that responds at once, later or never, and responses are read in random pieces,
+fast or slowly. At the end the stream may be truncated, or continue with an invalid length. The service must have seen
+exactly the whole frames; the responses must be in order, and complete when the stream ended cleanly; every byte counted
+against the budget must be released; and the other connection must be served.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Coroutine
 
 import uvloop
-from trials.fuzz_trial import Finding, listen, run
+from trials.fuzz_trial import Finding, collect_logs, run
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Buffers, Connection, ConnectionLimits, EventualResponse, Traffic
@@ -35,8 +35,7 @@ _PROBE = _LENGTH.pack(_HEAD.size) + _HEAD.pack(0, AT_ONCE, 1)
 
 
 class Echo:
-    """Responds to a frame with its number and checksum, as many times over as the frame asks, in the way it asks
-    for."""
+    """Responds to a frame with its number and checksum, repeated and delayed as the frame requests."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -54,7 +53,7 @@ class Echo:
 
 
 def reply_to(frame: bytes | memoryview) -> Buffers:
-    """What a frame gets."""
+    """Return the response to a frame."""
     number, _, times = _HEAD.unpack_from(frame)
     body = struct.pack(">II", number, zlib.crc32(frame)) * times
     return [_LENGTH.pack(len(body)), body]
@@ -75,31 +74,31 @@ def _wait(response: Buffers) -> Coroutine[None, None, Buffers | None]:
     return wait()
 
 
-def random_frame(chance: random.Random, number: int) -> bytes:
-    """A frame of any size, small ones more often."""
-    size = chance.choice((0, 1, 30, 300, 3_000, 130_000, 300_000))
-    if chance.random() < 0.03:
-        size = chance.choice((2 * 1024 * 1024, 3_000_000, FRAME_BYTES_MAX - _HEAD.size))
-    size = max(0, size - chance.randrange(5))
-    times = chance.choice((1, 1, 1, 10, 1000, 100_000 if chance.random() < 0.2 else 1))
-    return _HEAD.pack(number, chance.randrange(4), times) + chance.randbytes(min(size, 4096)).ljust(size, b"\x7f")
+def random_frame(rng: random.Random, number: int) -> bytes:
+    """Return a frame of any size, usually a small one."""
+    size = rng.choice((0, 1, 30, 300, 3_000, 130_000, 300_000))
+    if rng.random() < 0.03:
+        size = rng.choice((2 * 1024 * 1024, 3_000_000, FRAME_BYTES_MAX - _HEAD.size))
+    size = max(0, size - rng.randrange(5))
+    times = rng.choice((1, 1, 1, 10, 1000, 100_000 if rng.random() < 0.2 else 1))
+    return _HEAD.pack(number, rng.randrange(4), times) + rng.randbytes(min(size, 4096)).ljust(size, b"\x7f")
 
 
-def random_pieces(chance: random.Random, stream: bytes) -> list[bytes]:
-    """The stream, cut somewhere."""
-    mean = chance.choice((3, 50, 1_000, 50_000, 1_000_000))
+def random_pieces(rng: random.Random, stream: bytes) -> list[bytes]:
+    """Split the stream at random positions."""
+    mean = rng.choice((3, 50, 1_000, 50_000, 1_000_000))
     pieces: list[bytes] = []
     at = 0
-    # Only so many tiny pieces, or a large frame would take minutes.
+    # The number of tiny pieces is limited, or a large frame would take minutes.
     while at < len(stream):
-        size = chance.randint(1, 2 * mean) if len(pieces) < 2000 else len(stream)
+        size = rng.randint(1, 2 * mean) if len(pieces) < 2000 else len(stream)
         pieces.append(stream[at : at + size])
         at += size
     return pieces
 
 
 class _Pair:
-    """A connection of the broker and the client's end of it."""
+    """A connection of the broker, and the client's end of it."""
 
     def __init__(self, service: Echo, budget: Budget) -> None:
         self.client, self._server = socket.socketpair()
@@ -124,12 +123,12 @@ class _Pair:
             if end:
                 self.client.shutdown(socket.SHUT_WR)
         except OSError:
-            return  # The broker hung up, which it may after bad input.
+            return  # The broker closed the connection, which is allowed after invalid input.
 
-    async def receive(self, chance: random.Random) -> bytes:
-        """Everything up to the end, in random pieces."""
+    async def receive(self, rng: random.Random) -> bytes:
+        """Read everything up to the end, in random pieces."""
         loop = asyncio.get_running_loop()
-        size, slow, received = chance.choice((7, 1000, 1 << 20)), chance.random() < 0.2, bytearray()
+        size, slow, received = rng.choice((7, 1000, 1 << 20)), rng.random() < 0.2, bytearray()
         while True:
             try:
                 piece = await loop.sock_recv(self.client, size if len(received) < 20_000 else 1 << 20)
@@ -142,25 +141,23 @@ class _Pair:
                 await asyncio.sleep(0.0005)
 
 
-async def _example(chance: random.Random) -> int:
-    frames = [random_frame(chance, number) for number in range(chance.choice((1, 5, 30, 200)))]
+async def _example(rng: random.Random) -> int:
+    frames = [random_frame(rng, number) for number in range(rng.choice((1, 5, 30, 200)))]
     stream = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
-    ending = chance.choice(("well", "well", "cut", "bad"))
+    ending = rng.choice(("well", "well", "cut", "bad"))
     whole = len(frames)
     if ending == "cut":
-        at = chance.randrange(len(stream))
+        at = rng.randrange(len(stream))
         whole = _whole_frames(stream[:at])
         stream = stream[:at]
     elif ending == "bad":
-        stream += _LENGTH.pack(chance.choice(_BAD_LENGTHS)) + chance.randbytes(chance.randrange(100))
-    budget = Budget(chance.choice((1024 * 1024, 64 * 1024 * 1024)))
+        stream += _LENGTH.pack(rng.choice(_BAD_LENGTHS)) + rng.randbytes(rng.randrange(100))
+    budget = Budget(rng.choice((1024 * 1024, 64 * 1024 * 1024)))
     service, other = Echo(), Echo()
     first, second = _Pair(service, budget), _Pair(other, budget)
     await first.open()
     await second.open()
-    _, received = await asyncio.gather(
-        first.send(random_pieces(chance, stream), end=ending != "bad"), first.receive(chance)
-    )
+    _, received = await asyncio.gather(first.send(random_pieces(rng, stream), end=ending != "bad"), first.receive(rng))
     await first.lost.wait()
     first.client.close()
     _compare(frames[:whole], service.seen, received, complete=ending == "well")
@@ -179,14 +176,16 @@ def _whole_frames(stream: bytes) -> int:
 def _compare(frames: list[bytes], seen: list[int], received: bytes, *, complete: bool) -> None:
     expected = [zlib.crc32(frame) for frame in frames]
     if seen != expected[: len(seen)] or (complete and len(seen) != len(frames)):
-        raise Finding(f"{len(seen)} frames were served, {len(frames)} sent, or other ones than were sent")
+        raise Finding(f"{len(seen)} frames were served, {len(frames)} sent, or their contents differ")
     responses = b"".join(bytes(b"".join(reply_to(frame))) for frame in frames if frame[4] != SILENT)
     if not responses.startswith(received) or (complete and received != responses):
-        raise Finding(f"{len(received)} bytes of responses came, {len(responses)} were expected, or other ones")
+        raise Finding(
+            f"{len(received)} bytes of responses came, {len(responses)} were expected, or their contents differ"
+        )
 
 
 async def _probe(other: _Pair, budget: Budget) -> None:
-    """The connection beside it must be served, and nothing may be counted as held any more."""
+    """Check that the other connection is served and that no bytes are counted as held."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(other.client, _PROBE)
     if len(await loop.sock_recv(other.client, 100)) != 12:
@@ -200,11 +199,11 @@ async def _probe(other: _Pair, budget: Budget) -> None:
 
 def main() -> int:
     """Run the fuzzer."""
-    collected = listen()
+    collected = collect_logs()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
-        def example(chance: random.Random) -> int:
-            tried = runner.run(_example(chance))
+        def example(rng: random.Random) -> int:
+            tried = runner.run(_example(rng))
             collected.check()
             return tried
 

@@ -1,12 +1,12 @@
-"""Break a data folder and open it: what was not touched must be readable, and nothing wrong may ever be served.
+"""Damage a data folder and open it: undamaged data must be readable, and corrupt data must never be served.
 
     python -m trials.fuzz_recovery --seconds 60
 
-An example is a store on a disk in memory with a few logs of small segments, written to, committed (some of it through
-the journal), checkpointed, cut from the front, and then stopped cleanly or killed. Some of its files (segments,
-indexes, the journal, the ledger of checkpoints, the mark of the clean stop) are flipped, cut, extended or removed.
-Opening it and reading every log must give each batch as it was written, or an error of the tree of errors; a committed
-batch whose bytes were not touched must be there. Afterwards each log must take a write and give it back.
+An example is a store on a disk in memory with a few logs of small segments, which are written, committed (partly
+through the journal), checkpointed, truncated at the front, and then stopped cleanly or killed. Some of its files
+(segments, indexes, the journal, the checkpoints, the clean-stop marker) are corrupted, truncated, extended or removed.
+Opening it and reading every log must return each batch as it was written, or raise a `MillstreamError`; a committed
+batch whose bytes were not damaged must be present. Afterwards each log must accept a write and return it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import UUID
 
-from trials.fuzz_trial import Finding, listen, run
+from trials.fuzz_trial import Finding, collect_logs, run
 
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
@@ -37,7 +37,7 @@ _EPOCH_FROM, _EPOCH_TO = 12, 16
 
 
 class Written(NamedTuple):
-    """A batch that was appended, and the file and bytes it went to."""
+    """An appended batch, with its file and byte range."""
 
     content: bytes
     base_offset: int
@@ -52,11 +52,11 @@ class Damage:
 
     def __init__(self) -> None:
         self.removed: set[str] = set()
-        self.touched: dict[str, list[tuple[int, int]]] = {}
+        self.ranges: dict[str, list[tuple[int, int]]] = {}
 
     def hits(self, batch: Written) -> bool:
-        """Whether any byte of a batch was touched."""
-        ranges = self.touched.get(batch.path, ())
+        """Whether any byte of a batch was damaged."""
+        ranges = self.ranges.get(batch.path, ())
         return batch.path in self.removed or any(start < batch.end and batch.start < end for start, end in ranges)
 
 
@@ -66,27 +66,27 @@ def open_store(files: MemoryFiles, clock: ManualClock) -> LogStore:
 
 
 def open_logs(store: LogStore) -> list[Log]:
-    """Every log of the folder."""
+    """Open every log of the folder."""
     return [
         store.open_log(UUID(int=1), TopicPartition("orders", PartitionIndex(index)), SETTINGS) for index in range(LOGS)
     ]
 
 
 class Writer:
-    """Writes to the logs of a store and remembers where everything went."""
+    """Writes to the logs of a store and records the position of every batch."""
 
-    def __init__(self, chance: random.Random, clock: ManualClock) -> None:
-        self._chance = chance
+    def __init__(self, rng: random.Random, clock: ManualClock) -> None:
+        self._chance = rng
         self._clock = clock
         self._sequences = [0] * LOGS
         self.written: list[list[Written]] = [[] for _ in range(LOGS)]
 
     def append(self, number: int, log: Log) -> None:
         """Append one batch."""
-        chance = self._chance
+        rng = self._chance
         records = [
-            NewRecord(None, chance.randbytes(chance.choice((1, 20, 200))), (), self._clock.now_ms())
-            for _ in range(chance.choice((1, 1, 2, 10)))
+            NewRecord(None, rng.randbytes(rng.choice((1, 20, 200))), (), self._clock.now_ms())
+            for _ in range(rng.choice((1, 1, 2, 10)))
         ]
         sequence = self._sequences[number]
         batch = encode_batch(records, producer_id=number, producer_epoch=0, base_sequence=sequence)
@@ -97,16 +97,16 @@ class Writer:
         self.written[number].append(Written(bytes(batch), appended.base_offset, appended.next_offset, *place))
 
 
-def build(chance: random.Random, files: MemoryFiles, clock: ManualClock) -> tuple[list[list[Written]], list[int]]:
-    """Write a folder and leave it, cleanly or not; returns what was written and where each log was committed up to."""
-    writer = Writer(chance, clock)
+def build(rng: random.Random, files: MemoryFiles, clock: ManualClock) -> tuple[list[list[Written]], list[int]]:
+    """Write a folder and stop, cleanly or not; return the batches and the committed offset of each log."""
+    writer = Writer(rng, clock)
     store = open_store(files, clock)
     logs = open_logs(store)
-    for _ in range(chance.choice((3, 20, 60))):
-        step = chance.random()
-        number = chance.randrange(LOGS)
+    for _ in range(rng.choice((3, 20, 60))):
+        step = rng.random()
+        number = rng.randrange(LOGS)
         if step < 0.7:
-            for at in {chance.randrange(LOGS) for _ in range(chance.choice((1, 3, LOGS)))}:
+            for at in {rng.randrange(LOGS) for _ in range(rng.choice((1, 3, LOGS)))}:
                 writer.append(at, logs[at])
                 store.sync_soon(logs[at])
         elif step < 0.9:
@@ -115,9 +115,9 @@ def build(chance: random.Random, files: MemoryFiles, clock: ManualClock) -> tupl
             store.checkpoint_soon(logs[number])
             store.checkpoint_once()
         elif logs[number].synced_offset:
-            logs[number].delete_before(chance.randint(logs[number].start_offset, logs[number].synced_offset))
+            logs[number].delete_before(rng.randint(logs[number].start_offset, logs[number].synced_offset))
         clock.advance_ms(1000)
-    if chance.random() < 0.5:
+    if rng.random() < 0.5:
         store.close_now()
         committed = [int(log.end_offset) for log in logs]
     else:
@@ -130,54 +130,52 @@ def build(chance: random.Random, files: MemoryFiles, clock: ManualClock) -> tupl
     return kept, committed
 
 
-def harm(chance: random.Random, files: MemoryFiles) -> Damage:
-    """Break some files."""
+def damage_files(rng: random.Random, files: MemoryFiles) -> Damage:
+    """Damage some files."""
     damage = Damage()
     paths = [path for path in files.walk() if not path.endswith(_UNTOUCHED)]
-    for _ in range(chance.choice((1, 1, 2, 5))):
-        path = chance.choice(paths)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        path = rng.choice(paths)
         if path in damage.removed:
             continue
         size = len(files.content(path))
-        touched = damage.touched.setdefault(path, [])
-        kind = chance.choice(("flip", "flip", "zero", "cut", "extend", "remove"))
+        ranges = damage.ranges.setdefault(path, [])
+        kind = rng.choice(("flip", "flip", "zero", "cut", "extend", "remove"))
         if kind == "remove":
             files.remove(path)
             damage.removed.add(path)
         elif kind == "extend":
-            overwrite(files, path, size, chance.randbytes(chance.choice((1, 11, 70, 600))))
-            touched.append((size, 2**62))
+            overwrite(files, path, size, rng.randbytes(rng.choice((1, 11, 70, 600))))
+            ranges.append((size, 2**62))
         elif kind == "cut":
-            at = chance.randint(0, size)
+            at = rng.randint(0, size)
             cut(files, path, at)
-            touched.append((at, 2**62))
+            ranges.append((at, 2**62))
         elif size:
-            at = chance.randrange(size)
-            end = at + 1 if kind == "flip" else min(size, at + chance.choice((4, 40, 512)))
+            at = rng.randrange(size)
+            end = at + 1 if kind == "flip" else min(size, at + rng.choice((4, 40, 512)))
             old = files.content(path)[at:end]
-            overwrite(
-                files, path, at, bytes([old[0] ^ 1 << chance.randrange(8)]) if kind == "flip" else bytes(end - at)
-            )
-            touched.append((at, end))
+            overwrite(files, path, at, bytes([old[0] ^ 1 << rng.randrange(8)]) if kind == "flip" else bytes(end - at))
+            ranges.append((at, end))
     return damage
 
 
 def overwrite(files: MemoryFiles, path: str, position: int, data: bytes) -> None:
-    """Change bytes of a file behind the broker's back."""
+    """Change bytes of a file without the broker."""
     descriptor = files.open(path)
     files.write_at(descriptor, data, position)
     files.close(descriptor)
 
 
 def cut(files: MemoryFiles, path: str, size: int) -> None:
-    """Cut a file off."""
+    """Truncate a file."""
     descriptor = files.open(path)
     files.truncate(descriptor, size)
     files.close(descriptor)
 
 
 def read_all(log: Log) -> dict[int, bytes]:
-    """Every batch that the log serves, by its base offset; what it refuses is left out, offset by offset."""
+    """Return every batch that the log serves, by its base offset, and skip offsets that it refuses."""
     found: dict[int, bytes] = {}
     offset = int(log.start_offset)
     while offset < log.end_offset:
@@ -200,8 +198,8 @@ def read_all(log: Log) -> dict[int, bytes]:
     return found
 
 
-def _checked(content: bytes) -> bytes:
-    """What a checksum, or the place of the batch, can vouch for: all but the leader epoch."""
+def _without_epoch(content: bytes) -> bytes:
+    """Return what the checksum or the position of the batch verifies: all but the leader epoch."""
     return content[:_EPOCH_FROM] + content[_EPOCH_TO:]
 
 
@@ -211,15 +209,17 @@ def compare(log: Log, written: list[Written], committed: int, damage: Damage) ->
     by_offset = {batch.base_offset: batch for batch in written}
     for base_offset, content in found.items():
         batch = by_offset.get(base_offset)
-        # Below the start that DeleteRecords set, batches may come back with the ledger; those were written, too.
-        if batch is not None and _checked(batch.content) != _checked(content):
+        # Batches before the start offset that DeleteRecords set may reappear when the checkpoints are lost.
+        if batch is not None and _without_epoch(batch.content) != _without_epoch(content):
             raise Finding(f"{log}: the batch at {base_offset} is not what was written")
     for batch in written:
         if batch.next_offset > committed or damage.hits(batch) or batch.base_offset in found:
             continue
         if batch.next_offset <= log.start_offset:
             raise Finding(f"{log}: the start went beyond {batch.base_offset}, which was not deleted")
-        raise Finding(f"{log}: {batch} was not touched and is gone; damage {log.damaged_ranges}, done {damage.touched}")
+        raise Finding(
+            f"{log}: {batch} was not damaged but is missing; damage {log.damaged_ranges}, done {damage.ranges}"
+        )
     return found
 
 
@@ -231,7 +231,7 @@ def write_again(store: LogStore, log: Log, damage: Damage) -> dict[int, bytes]:
     except MillstreamError:
         # Refused with a reason: the file that it should go to was taken away after a clean stop, or an epoch in it
         # was changed, which no checksum covers.
-        if any(path.startswith(log.directory + "/") for path in damage.touched):
+        if any(path.startswith(log.directory + "/") for path in damage.ranges):
             return {}
         raise
     store.sync_soon(log)
@@ -243,11 +243,11 @@ def write_again(store: LogStore, log: Log, damage: Damage) -> dict[int, bytes]:
     return {int(appended.base_offset): bytes(batch)}
 
 
-def example(chance: random.Random) -> int:
+def example(rng: random.Random) -> int:
     """Build, break, open and compare."""
-    files, clock = MemoryFiles(chance.getrandbits(32), open_files_max=chance.choice((16, 64))), ManualClock()
-    written, committed = build(chance, files, clock)
-    damage = harm(chance, files)
+    files, clock = MemoryFiles(rng.getrandbits(32), open_files_max=rng.choice((16, 64))), ManualClock()
+    written, committed = build(rng, files, clock)
+    damage = damage_files(rng, files)
     try:
         store = open_store(files, clock)
     except MillstreamError:
@@ -256,7 +256,7 @@ def example(chance: random.Random) -> int:
         compare(log, batches, end, damage) | write_again(store, log, damage)
         for log, batches, end in zip(open_logs(store), written, committed, strict=True)
     ]
-    if chance.random() < 0.5:
+    if rng.random() < 0.5:
         store.close_now()
     else:
         files.kill()
@@ -269,10 +269,10 @@ def example(chance: random.Random) -> int:
 
 def main() -> int:
     """Run the fuzzer."""
-    collected = listen()
+    collected = collect_logs()
 
-    def checked(chance: random.Random) -> int:
-        tried = example(chance)
+    def checked(rng: random.Random) -> int:
+        tried = example(rng)
         collected.check()
         return tried
 

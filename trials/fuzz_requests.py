@@ -1,12 +1,11 @@
-"""Break requests of every API in every version and send them to a broker: each must get a response or a closed
-connection.
+"""Send corrupted requests of every API and version to a broker: each must get a response or a closed connection.
 
     python -m trials.fuzz_requests --seconds 60
 
-An example is a broker in this process, on a disk in memory and its own socket, that gets some hundred requests:
-valid ones with random contents that often name what exists, most of them with flipped, cut, doubled or foreign bytes.
-A response must carry the number of its request and be readable by kio to its last byte; the broker must go on serving
-a connection beside it; it must log nothing with a traceback and in the end hold nothing in memory for any client.
+An example is a broker in this process, on a disk in memory and its own socket, that gets some hundred requests: valid
+ones with random contents that often name existing resources, most of them with flipped, missing, repeated or inserted
+bytes. A response must have the correlation id of its request, and kio must be able to read all of it; the broker must
+continue to serve another connection; it must not log a traceback, and at the end hold no memory for any client.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import uvloop
 from kio.schema.metadata.v12.request import MetadataRequest, MetadataRequestTopic
 from kio.schema.types import TopicName
 from kio.serial import entity_reader
-from trials.fuzz_trial import Finding, listen, run
+from trials.fuzz_trial import Finding, collect_logs, run
 
 from millstream.broker.node import Broker
 from millstream.core.config import Config
@@ -38,8 +37,8 @@ from millstream_testing.messages import random_message, versions_of
 REQUESTS = 300
 TOPICS = ("a", "orders.created")
 RESPONSE_S_MAX = 30.0
-PATIENCE_S = 0.02
-"""How long a response is waited for that may take as long as the request says."""
+LONG_RESPONSE_S = 0.02
+"""The timeout for requests that specify how long they may take."""
 
 _DESCRIBE_TRANSACTIONS = 65
 _PRODUCE, _FETCH, _API_VERSIONS, _JOIN_GROUP, _SYNC_GROUP, _NODE_STATUS = 0, 1, 18, 11, 14, 32000
@@ -52,7 +51,7 @@ _BATCH = bytes(encode_batch([NewRecord(b"key", b"value", (), 1)], producer_id=1,
 
 
 class Biased(random.Random):
-    """Random values biased towards existing things: small numbers, the ids of topics, real batches."""
+    """Random values biased towards existing resources: small numbers, topic ids, real batches."""
 
     topic_ids: list[UUID]
 
@@ -71,40 +70,40 @@ class Biased(random.Random):
         return _BATCH if super().random() < 0.5 else super().randbytes(n)
 
 
-def mutate(chance: random.Random, frame: bytes) -> bytes:
-    """Change some bytes of a request; half of the time none."""
-    broken = bytearray(frame)
-    for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 8))):
-        at = chance.randrange(len(broken)) if broken else 0
-        kind = chance.choice(("flip", "edge", "cut", "remove", "double", "insert"))
-        if kind == "flip" and broken:
-            broken[at] ^= 1 << chance.randrange(8)
-        elif kind == "edge" and broken:
-            broken[at] = chance.choice(_EDGES)
+def mutate(rng: random.Random, frame: bytes) -> bytes:
+    """Corrupt some bytes of a request, or none."""
+    corrupted = bytearray(frame)
+    for _ in range(rng.choice((0, 0, 0, 1, 1, 2, 8))):
+        at = rng.randrange(len(corrupted)) if corrupted else 0
+        kind = rng.choice(("flip", "edge", "cut", "remove", "double", "insert"))
+        if kind == "flip" and corrupted:
+            corrupted[at] ^= 1 << rng.randrange(8)
+        elif kind == "edge" and corrupted:
+            corrupted[at] = rng.choice(_EDGES)
         elif kind == "cut":
-            del broken[at:]
+            del corrupted[at:]
         elif kind == "remove":
-            del broken[at : at + chance.choice((1, 2, 4, 16))]
+            del corrupted[at : at + rng.choice((1, 2, 4, 16))]
         elif kind == "double":
-            broken[at:at] = broken[at : at + chance.choice((1, 4, 64))]
+            corrupted[at:at] = corrupted[at : at + rng.choice((1, 4, 64))]
         else:
-            broken[at:at] = bytes(chance.getrandbits(8) for _ in range(chance.choice((1, 4, 20))))
-    return bytes(broken)
+            corrupted[at:at] = bytes(rng.getrandbits(8) for _ in range(rng.choice((1, 4, 20))))
+    return bytes(corrupted)
 
 
 class Trial:
     """One broker and the requests sent to it."""
 
-    def __init__(self, broker: Broker, chance: random.Random) -> None:
-        self._chance = chance
+    def __init__(self, broker: Broker, rng: random.Random) -> None:
+        self._chance = rng
         host, _, port = broker.kafka_address.rpartition(":")
         self._address = (host, int(port))
         self._versions: list[tuple[int, int]] = []
         self._topic_ids: list[UUID] = []
 
     async def run(self) -> int:
-        """Send everything."""
-        self._versions = list(await self._served())
+        """Send all requests."""
+        self._versions = list(await self._served_versions())
         self._topic_ids = await self._create_topics()
         reader, writer = await asyncio.open_connection(*self._address)
         for number in range(REQUESTS):
@@ -112,15 +111,15 @@ class Trial:
             await self._send(frame)
             writer.write(_PROBE)
             if codec.read_correlation_id(await asyncio.wait_for(_read(reader), RESPONSE_S_MAX)) != 7:
-                raise Finding("the connection beside got a wrong response")
+                raise Finding("the other connection got a wrong response")
             if number % 100 == 99:
                 self._topic_ids = await self._create_topics()
-        await self._check_quiet(reader, writer)
+        await self._check_released(reader, writer)
         writer.close()
         return REQUESTS
 
     def _request(self, number: int) -> bytes:
-        """A valid request, without the size of its frame."""
+        """Return a valid request, without the size of its frame."""
         key, version = self._chance.choice(self._versions)
         biased = Biased(self._chance.getrandbits(64))
         biased.topic_ids = self._topic_ids
@@ -136,12 +135,12 @@ class Trial:
             if self._chance.random() < 0.1:
                 writer.write_eof()
             may_wait = len(frame) >= 2 and struct.unpack_from(">h", frame)[0] in _MAY_WAIT
-            patience_s = PATIENCE_S if may_wait else RESPONSE_S_MAX
+            timeout_s = LONG_RESPONSE_S if may_wait else RESPONSE_S_MAX
             try:
-                response = await asyncio.wait_for(_read(reader), patience_s)
+                response = await asyncio.wait_for(_read(reader), timeout_s)
             except TimeoutError:
-                if patience_s == RESPONSE_S_MAX:
-                    raise Finding(f"no response and not hung up on: {frame.hex()}") from None
+                if timeout_s == RESPONSE_S_MAX:
+                    raise Finding(f"no response and no closed connection: {frame.hex()}") from None
                 return
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
@@ -149,8 +148,8 @@ class Trial:
         finally:
             writer.close()
 
-    async def _served(self) -> Iterator[tuple[int, int]]:
-        response = codec.read_response(_API_VERSIONS, 0, await self._ask(_PROBE))
+    async def _served_versions(self) -> Iterator[tuple[int, int]]:
+        response = codec.read_response(_API_VERSIONS, 0, await self._request_once(_PROBE))
         return (
             (api.api_key, version)
             for api in response.api_keys
@@ -159,34 +158,34 @@ class Trial:
         )
 
     async def _create_topics(self) -> list[UUID]:
-        """Have the topics that requests name, again if one of them was deleted; returns their ids."""
+        """Create the topics that requests name, unless they exist; return their ids."""
         named = tuple(MetadataRequestTopic(topic_id=None, name=TopicName(name)) for name in TOPICS)
         request = MetadataRequest(
             topics=named, allow_auto_topic_creation=True, include_topic_authorized_operations=False
         )
-        response = codec.read_response(3, 12, await self._ask(codec.write_request(1, "setup", request)))
+        response = codec.read_response(3, 12, await self._request_once(codec.write_request(1, "setup", request)))
         return [topic.topic_id for topic in response.topics if topic.topic_id is not None]
 
-    async def _ask(self, request: bytes) -> bytes:
+    async def _request_once(self, request: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(*self._address)
         writer.write(request)
         response = await asyncio.wait_for(_read(reader), RESPONSE_S_MAX)
         writer.close()
         return response
 
-    async def _check_quiet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Once all other connections are gone, nothing may be held for them."""
+    async def _check_released(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Check that no memory is held once all other connections are closed."""
         for _ in range(200):
             writer.write(struct.pack(">i", len(_STATUS)) + _STATUS)
             response = await asyncio.wait_for(_read(reader), RESPONSE_S_MAX)
             status = decode_document(memoryview(response)[codec.response_body_at(_NODE_STATUS, 0, response) :])
             values = {metric["name"]: metric["samples"][0][0] for metric in status["metrics"] if metric["samples"]}
             held = values["millstream_inflight_bytes"]
-            # The request for the status is the one that is being served.
+            # The remaining bytes belong to this status request.
             if values["millstream_connections"] == 1 and held < 4096:
                 return
             await asyncio.sleep(0.05)
-        raise Finding(f"{held} bytes are held for {values['millstream_connections']} connections after all went away")
+        raise Finding(f"{held} bytes are held for {values['millstream_connections']} connections after all were closed")
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
@@ -197,7 +196,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 def _check_response(frame: bytes, response: bytes) -> None:
     header = codec.read_request_header(frame)
     if codec.read_correlation_id(response) != header.correlation_id:
-        raise Finding(f"the response is that of another request: {frame.hex()}")
+        raise Finding(f"the response belongs to another request: {frame.hex()}")
     if header.api_key >= _NODE_STATUS:
         return
     try:
@@ -211,31 +210,31 @@ def _check_response(frame: bytes, response: bytes) -> None:
         _, size = entity_reader(response_class)(memoryview(response).toreadonly(), at)
     except Exception as error:
         if header.api_key == _DESCRIBE_TRANSACTIONS and "negative timestamp" in str(error):
-            # A transaction that has not begun has the time -1, in Kafka too; kio has no time before 1970.
+            # As in Kafka, a transaction that has not begun has the start time -1, which kio cannot represent.
             return
         raise Finding(f"kio cannot read the response to {frame.hex()}: {error}") from error
     if at + size != len(response):
         raise Finding(f"{len(response) - at - size} bytes follow the response to {frame.hex()}")
 
 
-async def _example(chance: random.Random) -> int:
+async def _example(rng: random.Random) -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = Config(data=folder, kafka="127.0.0.1:0", http="127.0.0.1:0", group_initial_delay_ms=0, shutdown_ms=0)
         broker = Broker(config, files=MemoryFiles(open_files_max=64))
         await broker.start()
         try:
-            return await Trial(broker, chance).run()
+            return await Trial(broker, rng).run()
         finally:
             await broker.stop()
 
 
 def main() -> int:
     """Run the fuzzer."""
-    collected = listen()
+    collected = collect_logs()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
-        def example(chance: random.Random) -> int:
-            tried = runner.run(_example(chance))
+        def example(rng: random.Random) -> int:
+            tried = runner.run(_example(rng))
             collected.check()
             return tried
 

@@ -13,14 +13,14 @@ FUZZERS = ("fuzz_framing", "fuzz_requests", "fuzz_recovery", "fuzz_codec")
 
 
 def main() -> int:
-    """Give each fuzzer the same time and seed."""
+    """Run each fuzzer with the same duration and seed."""
     parser = argparse.ArgumentParser(prog="trials.fuzz_run", description="Run every fuzzer.")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long each of them runs (default: 60)")
-    parser.add_argument("--seed", default="millstream", help="any text; the same text gives the same examples")
-    given = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long each fuzzer runs (default: 60)")
+    parser.add_argument("--seed", default="millstream", help="any text; the same text produces the same examples")
+    options = parser.parse_args()
     found = 0
     for name in FUZZERS:
-        command = [sys.executable, "-m", f"trials.{name}", "--seconds", str(given.seconds), "--seed", given.seed]
+        command = [sys.executable, "-m", f"trials.{name}", "--seconds", str(options.seconds), "--seed", options.seed]
         found += subprocess.run(command).returncode != 0
     return 1 if found else 0
 

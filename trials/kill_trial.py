@@ -16,11 +16,11 @@ from millstream_testing.trial_clients import TrialFailed
 
 
 def main() -> int:
-    """Run the trial; 0 when nothing was wrong, 1 otherwise."""
+    """Run the trial; return 0 if it passed, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m trials.kill_trial", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
-    parser.add_argument("--keep", type=Path, help="leave the data, the broker's log and the history in this folder")
+    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
+    parser.add_argument("--keep", type=Path, help="keep the data, the broker's log and the history in this folder")
     arguments = parser.parse_args()
     plan = Plan(kills=arguments.kills)
     if arguments.seed is not None:

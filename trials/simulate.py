@@ -3,10 +3,9 @@
 python -m trials.simulate [replication|transactions|machine|plans|mirror] [--seeds N] [--first N] [--jobs N]
 python -m trials.simulate [replication|transactions|machine|plans|mirror] --seed N [--trace]
 
-Without a name all are run, with as many seeds each.
+Without a name, all simulations run with the same number of seeds.
 
-A failing seed is printed with its trace. Numbers of a failed seed can be looked at again with `--seed N --trace`, which
-also shows what the nodes logged.
+A failing seed is printed with its trace. Replay it with `--seed N --trace`, which also shows what the nodes logged.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ PROGRESS_S = 10.0
 
 
 def main() -> int:
-    """Run; 0 when every seed was well, 1 otherwise."""
+    """Run the simulations; return 0 if every seed passed, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m trials.simulate", description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="?", choices=SIMULATIONS, help="one of them only")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--seed", type=int, help="this one only")
-    parser.add_argument("--trace", action="store_true", help="with --seed: print everything that happened")
+    parser.add_argument("name", nargs="?", choices=SIMULATIONS, help="run only this simulation")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="the number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="the number of processes")
+    parser.add_argument("--seed", type=int, help="run only this seed")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print all events")
     arguments = parser.parse_args()
     names = [arguments.name] if arguments.name else list(SIMULATIONS)
     if arguments.seed is not None:
@@ -93,7 +92,7 @@ def run_many(name: str, seeds: range, jobs: int) -> int:
 
 
 def outcomes(name: str, seeds: range, jobs: int) -> Iterator[Outcome]:
-    """The outcomes of the seeds, as they come."""
+    """Yield the outcomes as they complete."""
     if jobs == 1:
         yield from map(SIMULATIONS[name], seeds)
         return
@@ -110,10 +109,10 @@ def print_failure(name: str, outcome: Outcome, *, with_trace: bool) -> None:
 
 
 def describe(name: str, outcome: Outcome) -> str:
-    """One line about a seed."""
+    """Describe the outcome of a seed in one line."""
     return (
-        f"{name}, seed {outcome.seed}: {outcome.failure or 'well'}; {outcome.steps} steps, {outcome.virtual_s:.0f} s, "
-        f"{outcome.batches} batches, digest {outcome.digest:08x}"
+        f"{name}, seed {outcome.seed}: {outcome.failure or 'passed'}; {outcome.steps} steps, "
+        f"{outcome.virtual_s:.0f} s, {outcome.batches} batches, digest {outcome.digest:08x}"
     )
 
 

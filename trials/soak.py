@@ -1,12 +1,12 @@
-"""The soak: an hour of mixed load with kills; memory, file handles and latency must stay flat, and nothing be lost.
+"""The soak: an hour of mixed load with kills; memory, file handles and latency must stay flat, and no message is lost.
 
     python -m trials.soak --minutes 60
 
-The load: the producers, the group and the checker of the kill trial; beside them a producer at a fixed rate into a
-topic whose segments retention keeps deleting (its acknowledgements are timed), topics that come and go, administrators
-that ask, clients that come and go, and connections that do nothing. The broker is killed and started again after each
-quarter. What is sampled is judged by the median of all slopes between two samples (Theil and Sen's estimate), which a
-few outliers, such as the minutes with a kill, do not move. The exit code is 1 when something grew or was lost.
+The load consists of the producers, the group and the checker of the kill trial, a producer at a fixed rate into a topic
+with short retention (its acknowledgements are timed), topics and clients that are created and removed, administrative
+requests, and idle connections. The broker is killed and restarted after each quarter. The growth of each series is the
+median of the slopes between all pairs of samples (the Theil–Sen estimator), which is insensitive to outliers such as
+the minutes with a kill. The exit code is 1 when something grew or was lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from millstream_testing.server import Server
 KILLS = 3
 SAMPLE_S = 2.0
 WARM_UP_SHARE = 0.4
-"""This much of each interval between two kills is ignored, while caches and pools fill up."""
+"""The share of each interval between two kills that is ignored, while caches and pools fill."""
 
 RATE_PER_S = 50
 MESSAGE_BYTES = 1000
@@ -63,7 +63,7 @@ class Samples:
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, series: list[tuple[float, int, float]], value: float) -> None:
-        """Note a value."""
+        """Add a sample."""
         series.append((time.monotonic() - self.began, self.interval, value))
 
     def count(self, what: str) -> None:
@@ -72,24 +72,24 @@ class Samples:
 
 
 class Background:
-    """Threads that repeat their work until the end; errors while the broker is down are no failure."""
+    """Threads that repeat their work until the end; errors while the broker is down are not failures."""
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
         self.failures: list[str] = []
-        self.refused: dict[str, int] = {}
+        self.errors: dict[str, int] = {}
         self._threads: list[threading.Thread] = []
 
     def every(self, seconds: float, name: str, work: Callable[[], None]) -> None:
-        """Do some work over and over, with a pause between."""
+        """Repeat some work, with a pause in between."""
 
         def run() -> None:
             while not self.stopping.wait(seconds):
                 try:
                     work()
                 except (KafkaException, MillstreamError, OSError, RuntimeError):
-                    # The broker is being killed or started; the trial itself notices if it stays away.
-                    self.refused[name] = self.refused.get(name, 0) + 1
+                    # The broker is being killed or started; the trial itself detects if it does not return.
+                    self.errors[name] = self.errors.get(name, 0) + 1
                 except Exception as error:
                     self.failures.append(f"{name}: {error!r}")
                     return
@@ -98,14 +98,14 @@ class Background:
         self._threads[-1].start()
 
     def stop(self) -> None:
-        """End all of them."""
+        """Stop all threads."""
         self.stopping.set()
         for thread in self._threads:
             thread.join(60)
 
 
 class Soak:
-    """The mixed load beside the kill trial."""
+    """The mixed load in addition to the kill trial."""
 
     def __init__(self, server: Server, samples: Samples) -> None:
         self._server = server
@@ -114,37 +114,39 @@ class Soak:
         self._pid = 0
         self._number = 0
         self._idle: list[socket.socket] = []
-        self._pacer: Producer | None = None
+        self._timed_producer: Producer | None = None
 
     def start(self) -> None:
-        """Begin with everything; the server runs."""
-        self._ask(lambda client: create_topic(client, "retained", partitions=2, replication=1, settings=RETAINED))
-        self._pacer = Producer({"bootstrap.servers": self._server.kafka, "enable.idempotence": True, **QUIET})
+        """Start all load on a running server."""
+        self._run_request(
+            lambda client: create_topic(client, "retained", partitions=2, replication=1, settings=RETAINED)
+        )
+        self._timed_producer = Producer({"bootstrap.servers": self._server.kafka, "enable.idempotence": True, **QUIET})
         self._background.every(SAMPLE_S, "sampler", self._sample)
-        self._background.every(0.0, "pacer", self._pace)
-        self._background.every(3.0, "topics", self._come_and_go)
+        self._background.every(0.0, "pacer", self._send_at_fixed_rate)
+        self._background.every(3.0, "topics", self._create_and_delete)
         self._background.every(2.0, "admin", self._administer)
-        self._background.every(5.0, "idle connections", self._keep_idle)
+        self._background.every(5.0, "idle connections", self._maintain_idle_connections)
 
     def stop(self) -> list[str]:
-        """End everything; returns what failed."""
+        """Stop all load; return the failures."""
         self._background.stop()
-        if self._pacer is not None:
-            self._pacer.flush(30)
+        if self._timed_producer is not None:
+            self._timed_producer.flush(30)
         for connection in self._idle:
             connection.close()
-        for name, count in self._background.refused.items():
-            self._samples.counts[f"times {name} found no broker"] = count
+        for name, count in self._background.errors.items():
+            self._samples.counts[f"failed attempts of {name}"] = count
         return self._background.failures
 
-    def _ask(self, question: Callable[[Client], Coroutine[Any, Any, object]]) -> None:
-        """Ask through Millstream's own client: librdkafka's administrator aborts when a broker dies under it."""
+    def _run_request(self, request: Callable[[Client], Coroutine[Any, Any, object]]) -> None:
+        """Send a request with Millstream's own client: librdkafka's admin client aborts when a broker dies."""
 
-        async def ask() -> None:
+        async def run() -> None:
             async with Client.connect(self._server.kafka, client_id="soak", timeout_s=20) as client:
-                await question(client)
+                await request(client)
 
-        asyncio.run(ask())
+        asyncio.run(run())
 
     def _sample(self) -> None:
         pid = self._server.pid
@@ -155,9 +157,9 @@ class Soak:
         self._samples.add(self._samples.resident_mb, pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
         self._samples.add(self._samples.handles, len(os.listdir(f"/proc/{pid}/fd")))
 
-    def _pace(self) -> None:
-        """Send at a fixed rate and time the acknowledgement from when the message was due."""
-        producer, due = self._pacer, time.monotonic()
+    def _send_at_fixed_rate(self) -> None:
+        """Send at a fixed rate, and measure each latency from the scheduled time."""
+        producer, due = self._timed_producer, time.monotonic()
         if producer is None:
             return
 
@@ -166,15 +168,15 @@ class Soak:
                 self._samples.add(self._samples.latency_ms, (time.monotonic() - due) * 1000)
 
         producer.produce("retained", bytes(MESSAGE_BYTES), on_delivery=acknowledged)
-        # Responses are taken as they come until the next message is due.
+        # Process responses until the next message is due.
         while (left := due + 1 / RATE_PER_S - time.monotonic()) > 0:
             producer.poll(left)
 
-    def _come_and_go(self) -> None:
-        """A topic that is created, written, read by its own consumer, and deleted."""
+    def _create_and_delete(self) -> None:
+        """Create a topic, write to it, read it with its own consumer, and delete it."""
         self._number += 1
-        name = f"passing-{self._number}"
-        self._ask(lambda client: create_topic(client, name, partitions=3, replication=1, settings={}))
+        name = f"temporary-{self._number}"
+        self._run_request(lambda client: create_topic(client, name, partitions=3, replication=1, settings={}))
         producer = Producer({"bootstrap.servers": self._server.kafka, **QUIET})
         for number in range(30):
             producer.produce(name, f"message {number}")
@@ -185,19 +187,19 @@ class Soak:
         consumer.subscribe([name])
         consumer.consume(30, 5)
         consumer.close()
-        # The group first: it would be deleted with its last topic.
-        self._ask(lambda client: delete_group(client, name))
-        self._ask(lambda client: delete_topic(client, name))
+        # The group first, because it is deleted with its last topic.
+        self._run_request(lambda client: delete_group(client, name))
+        self._run_request(lambda client: delete_topic(client, name))
         self._samples.count("topics created and deleted")
 
     def _administer(self) -> None:
-        self._ask(lambda client: client.metadata(None))
-        self._ask(list_groups)
-        self._ask(lambda client: describe_group(client, "group"))
+        self._run_request(lambda client: client.metadata(None))
+        self._run_request(list_groups)
+        self._run_request(lambda client: describe_group(client, "group"))
         self._samples.count("rounds of administration")
 
-    def _keep_idle(self) -> None:
-        """Keep connections open that say nothing; those that a kill has closed are opened again."""
+    def _maintain_idle_connections(self) -> None:
+        """Keep idle connections open; reopen those that a kill has closed."""
         host, _, port = self._server.kafka.rpartition(":")
         self._idle = [connection for connection in self._idle if _is_open(connection)]
         while len(self._idle) < IDLE_CONNECTIONS:
@@ -227,13 +229,13 @@ def settled(series: Sequence[tuple[float, int, float]]) -> list[list[tuple[float
 
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
-    """How much a series grew from its first sample to its last, by the median of all slopes."""
+    """Return how much a series grew from its first sample to its last, by the median of all slopes."""
     slopes = [(b - a) / (later - at) for (at, a), (later, b) in combinations(points, 2) if later > at]
     return statistics.median(slopes) * (points[-1][0] - points[0][0]) if slopes else 0.0
 
 
 def by_slot(latencies: Sequence[tuple[float, int, float]], share: float) -> list[tuple[float, int, float]]:
-    """A percentile of the latencies in each five seconds, which is what has to stay flat."""
+    """Return a percentile of the latencies in each slot of five seconds."""
     slots: dict[tuple[int, int], list[float]] = {}
     for at, interval, value in latencies:
         slots.setdefault((int(at // SLOT_S), interval), []).append(value)
@@ -243,8 +245,8 @@ def by_slot(latencies: Sequence[tuple[float, int, float]], share: float) -> list
     ]
 
 
-def judge(samples: Samples) -> list[str]:
-    """Judge each series; a line that begins with GREW is a finding."""
+def evaluate(samples: Samples) -> list[str]:
+    """Evaluate each series; a line that begins with GREW is a finding."""
     lines = []
     series = {
         "memory (MB)": (samples.resident_mb, 0.10, 8.0),
@@ -265,7 +267,7 @@ def judge(samples: Samples) -> list[str]:
 
 
 def table(samples: Samples) -> list[str]:
-    """The samples, minute by minute."""
+    """Return a table of the samples by minute."""
     lines = ["minute  interval  memory MB  handles  p50 ms  p99 ms"]
     for minute in range(int(samples.resident_mb[-1][0] // 60) + 1) if samples.resident_mb else ():
         memory = [point for point in samples.resident_mb if point[0] // 60 == minute]
@@ -281,7 +283,7 @@ def table(samples: Samples) -> list[str]:
 
 
 def run(minutes: float, folder: Path, print_line: Callable[[str], None]) -> tuple[Outcome, Samples, list[str]]:
-    """Run the trial with everything beside it."""
+    """Run the kill trial together with the mixed load."""
     interval_s = minutes * 60 / (KILLS + 1)
     plan = Plan(
         kills=KILLS, partitions=4, producers=3, messages_per_s=100, steady=True, load_s=(interval_s, interval_s)
@@ -300,13 +302,13 @@ def run(minutes: float, folder: Path, print_line: Callable[[str], None]) -> tupl
 
 
 def main() -> int:
-    """Run the soak and say how it went."""
+    """Run the soak and print the results."""
     parser = argparse.ArgumentParser(prog="trials.soak", description="Mixed load with kills, for an hour.")
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long (default: 60)")
-    given = parser.parse_args()
+    parser.add_argument("--minutes", type=float, default=60.0, help="the duration (default: 60)")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        outcome, samples, failures = run(given.minutes, Path(folder), lambda line: print(line, flush=True))
-    lines = judge(samples)
+        outcome, samples, failures = run(options.minutes, Path(folder), lambda line: print(line, flush=True))
+    lines = evaluate(samples)
     print("\n".join([*table(samples), *lines, *failures, str(outcome.report)]))
     print(", ".join(f"{count} {what}" for what, count in samples.counts.items()))
     return 1 if failures or not outcome.report.ok or any(line.startswith("GREW") for line in lines) else 0

@@ -1,8 +1,8 @@
 """A trial of two sites, one of which mirrors the other: load, faults, and a checker for every record and queue.
 
-One round: producers and workers use the first site while nodes are killed or frozen and the line between the sites is
+One round: producers and workers use the first site while nodes are killed or frozen and the link between the sites is
 cut. The first site is killed, and the second takes over. Producers and workers continue there. The first site starts
-again and follows (`reverse`). Then both change sides as planned (`switch`). The load consists of transactions over two
+again and follows (`reverse`). Then a planned `switch` exchanges the roles. The load consists of transactions over two
 topics, single messages that workers of a subscription accept, an application that copies these messages in
 transactions, which also commit its offsets, and updates of a compacted topic.
 
@@ -51,19 +51,19 @@ from millstream_testing.server import Server
 
 PATIENCE_S = 120.0
 STOP_S = 60.0
-LEFT, RIGHT, PLAIN, COPIED, SAVED = "left", "right", "plain", "copied", "saved"
+LEFT, RIGHT, PLAIN, COPIED, DISCARDED = "left", "right", "plain", "copied", "saved"
 TOPICS = (LEFT, RIGHT, PLAIN, COPIED)
 PARTITIONS = 3
 COMPACTED, KEYS = "compacted", 50
 COMPACTION = {"cleanup.policy": "compact", "segment.ms": 3000, "max.compaction.lag.ms": 5000}
 SUBSCRIPTION, GROUP = "workers", "copiers"
 MIRROR = "site"
-CARRIED_S = 10.0
+CARRIED_OVER_S = 10.0
 """An acceptance that is older than this when the first site is killed must have reached the second site."""
 
 LEASE_MS = 5000
 
-Place = tuple[str, int, int]
+Position = tuple[str, int, int]
 """Topic, partition and offset."""
 
 
@@ -71,13 +71,13 @@ Cuts = Mapping[tuple[str, int], int]
 """The offset at which each copy was cut, by topic and partition."""
 
 
-class TrialBroken(Exception):
-    """The trial could not be continued and proves nothing."""
+class TrialInconclusive(Exception):
+    """The trial could not continue, so its result is inconclusive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """The number of nodes of each site, and the properties of the line between the sites."""
+class Link:
+    """The number of nodes of each site, and the properties of the link between the sites."""
 
     nodes: int = 1
     delay_s: float = 0.025
@@ -87,19 +87,19 @@ class Line:
 
 
 class Site:
-    """One node or a cluster, behind a line of its own for the other site."""
+    """One node or a cluster, with its own link for the other site."""
 
-    def __init__(self, folder: Path, name: str, thread: RelayThread, line: Line, shared: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, name: str, thread: RelayThread, link: Link, shared: Mapping[str, object]) -> None:
         self.name = name
-        self.lines: list[LinkRelay] = []
+        self.links: list[LinkRelay] = []
         self.nodes: list[Server] = []
         self._held: list[ReservedPort] = []
         self.is_cluster = bool(shared)
-        for number in range(1, line.nodes + 1):
+        for number in range(1, link.nodes + 1):
             home = folder / name / str(number)
             home.mkdir(parents=True)
             outside = ReservedPort()
-            relay = LinkRelay(thread, outside.address, delay_s=line.delay_s, stalls=line.stalls)
+            relay = LinkRelay(thread, outside.address, delay_s=link.delay_s, stalls=link.stalls)
             config = home / "millstream.toml"
             config.write_text(
                 f'[[listeners]]\nname = "outside"\naddress = "{outside.address}"\nadvertise = "{relay.address}"\n'
@@ -108,19 +108,19 @@ class Site:
             if shared:
                 settings |= {"node-id": number, "cluster": f"{name}-{folder.name}", **shared}
             self.nodes.append(Server(home / "data", settings=settings))
-            self.lines.append(relay)
+            self.links.append(relay)
             self._held.append(outside)
         self.start()
 
     @property
     def brokers(self) -> str:
-        """Where its own clients reach it."""
+        """The addresses for its own clients."""
         return ",".join(node.kafka for node in self.nodes)
 
     @property
     def outside(self) -> str:
-        """Where the other site reaches it: through its line."""
-        return ",".join(line.address for line in self.lines)
+        """The addresses for the other site, through the link."""
+        return ",".join(link.address for link in self.links)
 
     def start(self) -> None:
         """Start every node that does not run."""
@@ -134,24 +134,24 @@ class Site:
             node.kill()
 
     def cut(self, directions: Iterable[Direction] = Direction) -> None:
-        """Cut the line."""
-        for line in self.lines:
-            line.cut(directions=directions)
+        """Cut the link."""
+        for link in self.links:
+            link.cut(directions=directions)
 
     def heal(self) -> None:
-        """Let everything pass again."""
-        for line in self.lines:
-            line.heal()
+        """Restore the link."""
+        for link in self.links:
+            link.heal()
 
     def close(self) -> None:
         """End everything."""
         self.heal()
         self.kill()
-        for line in self.lines:
-            line.close()
+        for link in self.links:
+            link.close()
 
     def command(self, *arguments: str) -> Outcome:
-        """Run a command in this process; only its main thread can."""
+        """Run a command in this process, which only its main thread can do."""
         return CommandLine(self.brokers)(*arguments)
 
 
@@ -160,21 +160,21 @@ def _values(pulled: Outcome) -> set[str]:
     return {json.loads(line)["value"] for line in pulled.lines if line.startswith("{")}
 
 
-def _newest(found: Mapping[Place, str]) -> dict[str, tuple[int, str]]:
+def _newest(found: Mapping[Position, str]) -> dict[str, tuple[int, str]]:
     """Return the last update of each key, with its offset; an update is `key:number`."""
-    return {value.partition(":")[0]: (place[2], value) for place, value in sorted(found.items())}
+    return {value.partition(":")[0]: (position[2], value) for position, value in sorted(found.items())}
 
 
-class Load:
+class SiteLoad:
     """Producers and workers of one site, until they are stopped."""
 
     def __init__(self, site: Site, numbers: itertools.count[int]) -> None:
         self.site = site
-        self.stored: dict[Place, str] = {}
+        self.stored: dict[Position, str] = {}
         """The records that were acknowledged to a producer."""
         self.accepted: dict[str, float] = {}
-        """The messages whose settlement was acknowledged to a worker, and when."""
-        self.unsettled: set[str] = set()
+        """The messages whose settlement was acknowledged to a worker, and the time."""
+        self.uncertain: set[str] = set()
         """Messages that a worker printed before it failed; whether it accepted them is unknown."""
         self._numbers = numbers
         self._stop = threading.Event()
@@ -267,7 +267,7 @@ class Load:
             )
             try:
                 producer.init_transactions(10)
-                # Not as a member: one that leaves waits for its coordinator, which may be dead.
+                # Without joining the group: a member that leaves waits for its coordinator, which may be down.
                 consumer.assign([TopicPartition(PLAIN, index) for index in range(PARTITIONS)])
                 while not self._stop.is_set():
                     messages = [one for one in consumer.consume(200, 0.3) if one.error() is None]
@@ -288,7 +288,7 @@ class Load:
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            # In its own process: commands in this one belong to its main thread.
+            # In its own process: commands in this process run only in its main thread.
             pull = ("subscription", "pull", SUBSCRIPTION, "-n", "1000", "--accept", "--json", "--timeout", "5")
             done = CommandLine(self.site.brokers).process(*pull)
             if done.code == 0:
@@ -297,32 +297,32 @@ class Load:
                     self.accepted[value] = now
             else:
                 # A worker that got no response may have accepted what it has printed.
-                self.unsettled |= _values(done)
+                self.uncertain |= _values(done)
             time.sleep(0.1)
 
 
 class MirrorTrial:
     """One round on two sites."""
 
-    def __init__(self, folder: Path, *, seed: int, faults: int, line: Line, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, *, seed: int, faults: int, link: Link, print_line: Callable[[str], None]) -> None:
         self._random = random.Random(seed)
         self._faults = faults
-        self._say = say
+        self._print_line = print_line
         self._numbers = itertools.count()
         self.violations: list[str] = []
         self.faults = Counter[str]()
-        """How often there was each kind of fault."""
+        """The number of faults of each kind."""
         self._stack = ExitStack()
         try:
             thread = self._stack.enter_context(RelayThread())
             shared: list[dict[str, object]] = [{}, {}]
-            if line.nodes > 1:
+            if link.nodes > 1:
                 etcd = self._stack.enter_context(EtcdServer())
                 postgres = self._stack.enter_context(PostgresServer())
                 shared = [{"etcd": etcd.url, "catalog": postgres.new_database()} for _ in shared]
-            self.first = Site(folder, "first", thread, line, shared[0])
+            self.first = Site(folder, "first", thread, link, shared[0])
             self._stack.callback(self.first.close)
-            self.second = Site(folder, "second", thread, line, shared[1])
+            self.second = Site(folder, "second", thread, link, shared[1])
             self._stack.callback(self.second.close)
         except BaseException:
             self._stack.close()
@@ -333,75 +333,77 @@ class MirrorTrial:
         self._stack.close()
 
     def run(self) -> None:
-        """Run the round; `violations` says what was broken."""
+        """Run the round; `violations` lists the violated rules."""
         first, second = self.first, self.second
         for topic in TOPICS:
-            self._done(first, "topic", "create", topic, "--partitions", str(PARTITIONS))
+            self._run_command(first, "topic", "create", topic, "--partitions", str(PARTITIONS))
         compaction = [part for name, value in COMPACTION.items() for part in ("--set", f"{name}={value}")]
-        self._done(first, "topic", "create", COMPACTED, "--partitions", str(PARTITIONS), *compaction)
+        self._run_command(first, "topic", "create", COMPACTED, "--partitions", str(PARTITIONS), *compaction)
         # Leases of workers that died with the first site end before the checker stops waiting for their messages.
         lease = ("--set", f"share.record.lock.duration.ms={LEASE_MS}")
-        self._done(first, "subscription", "create", SUBSCRIPTION, "--topic", PLAIN, *lease)
-        self._done(second, "mirror", "create", MIRROR, "--from", first.outside, "--exclude", SAVED)
-        load = Load(first, self._numbers)
+        self._run_command(first, "subscription", "create", SUBSCRIPTION, "--topic", PLAIN, *lease)
+        self._run_command(second, "mirror", "create", MIRROR, "--from", first.outside, "--exclude", DISCARDED)
+        load = SiteLoad(first, self._numbers)
         load.start()
         for _ in range(self._faults):
             self._fault()
         time.sleep(3)
-        self._await_lag(second, 5_000)
+        self._wait_for_lag(second, 5_000)
         first.kill()
         self.faults["kill a site"] += 1
         killed_at = time.monotonic()
         load.stop()
         cuts = self._fail_over(second)
-        self._say(f"{len(load.stored)} stored, {len(load.accepted)} accepted")
+        self._print_line(f"{len(load.stored)} stored, {len(load.accepted)} accepted")
         self._check_failover(second, load, cuts, killed_at)
-        upper = self._read(second, "read_uncommitted")
+        second_contents = self._read(second, "read_uncommitted")
 
-        more = Load(second, self._numbers)
-        more.start()
+        later_load = SiteLoad(second, self._numbers)
+        later_load.start()
         time.sleep(3)
         first.start()
-        only_here = self._check_common(first, upper, cuts)
-        reverse = ("mirror", "reverse", MIRROR, "--address", second.outside, "--save-to", SAVED, "--yes", "--json")
-        reversed_ = self._retried(second, *reverse)
-        self._check_removed(first, only_here, reversed_["removed"])
-        self._say(f"reversed in {reversed_['waited_ms']} ms; {len(reversed_['removed'])} ranges dropped")
+        only_first = self._check_common(first, second_contents, cuts)
+        reverse = ("mirror", "reverse", MIRROR, "--address", second.outside, "--save-to", DISCARDED, "--yes", "--json")
+        reversed_ = self._run_with_retries(second, *reverse)
+        self._check_removed(first, only_first, reversed_["removed"])
+        self._print_line(f"reversed in {reversed_['waited_ms']} ms; {len(reversed_['removed'])} ranges dropped")
         self._fault()
         time.sleep(2)
         switch = ("mirror", "switch", MIRROR, "--address", first.outside, "--yes", "--json", "--timeout", "60")
-        switched = self._retried(first, *switch)
-        more.stop()
-        self._say(f"switched in {switched['waited_ms']} ms")
+        switched = self._run_with_retries(first, *switch)
+        later_load.stop()
+        self._print_line(f"switched in {switched['waited_ms']} ms")
         if switched["removed"]:
             self.violations.append(f"a planned switch dropped {switched['removed']}")
-        self._await_equal(first, second)
-        here = self._read(first, "read_uncommitted")
-        for place, value in more.stored.items():
-            if place[0] in TOPICS and here.get(place) != value:
-                self.violations.append(f"the switch lost {value} at {place}; there is {here.get(place)}")
+        self._wait_until_equal(first, second)
+        first_contents = self._read(first, "read_uncommitted")
+        for position, value in later_load.stored.items():
+            if position[0] in TOPICS and first_contents.get(position) != value:
+                self.violations.append(
+                    f"the switch lost {value} at {position}; there is {first_contents.get(position)}"
+                )
                 break
         self._check_pairs(first)
         self._check_pairs(second)
 
     def _fail_over(self, site: Site) -> Cuts:
-        """Let a site take over; a node of a cluster may be killed meanwhile, so that the command has to be repeated."""
+        """Fail over to a site; in a cluster a node may be killed meanwhile, so that the command has to be repeated."""
         node = self._random.choice(site.nodes) if site.is_cluster and self._random.random() < 0.5 else None
         killing = threading.Timer(self._random.uniform(0, 1), Server.kill, [node])
         if node is not None:
-            self._say("kill a node of the second site during the failover")
+            self._print_line("kill a node of the second site during the failover")
             self.faults["kill during failover"] += 1
             killing.start()
-        report = self._done(site, "mirror", "failover", MIRROR, "--yes", "--json").document
-        self._say(f"failed over in {report['waited_ms']} ms")
+        report = self._run_command(site, "mirror", "failover", MIRROR, "--yes", "--json").document
+        self._print_line(f"failed over in {report['waited_ms']} ms")
         if node is not None:
             killing.join()
             node.start()
-        described = self._done(site, "mirror", "describe", MIRROR, "--json").document
+        described = self._run_command(site, "mirror", "describe", MIRROR, "--json").document
         return {(topic, int(index)): cut for topic, cuts in described["cuts"].items() for index, cut in cuts.items()}
 
-    def _retried(self, site: Site, *arguments: str) -> dict[str, Any]:
-        """Run a command; a fault may have left the mirror without a connection for a moment."""
+    def _run_with_retries(self, site: Site, *arguments: str) -> dict[str, Any]:
+        """Run a command until it succeeds; after a fault the mirror may be disconnected for a moment."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             done = site.command(*arguments)
@@ -409,8 +411,8 @@ class MirrorTrial:
                 found: dict[str, Any] = done.document
                 return found
             if time.monotonic() > deadline:
-                raise TrialBroken(f"`{' '.join(arguments)}` fails: {done.err}")
-            self._say(f"retrying: {done.err.strip()[:200]}")
+                raise TrialInconclusive(f"`{' '.join(arguments)}` failed: {done.err}")
+            self._print_line(f"retrying: {done.err.strip()[:200]}")
             time.sleep(1)
 
     # -- faults ---------------------------------------------------------------------------------------------
@@ -419,7 +421,7 @@ class MirrorTrial:
         site = self._random.choice([self.first, self.second])
         kind = self._random.choice(["kill", "freeze", "cut", "cut one way", "pause"])
         node = self._random.choice(site.nodes)
-        self._say(f"{kind} {site.name}")
+        self._print_line(f"{kind} {site.name}")
         self.faults[kind] += 1
         if kind == "kill":
             node.kill()
@@ -441,25 +443,29 @@ class MirrorTrial:
         else:
             site.command("mirror", "pause", MIRROR)
             time.sleep(0.5)
-        # Only the side that follows has the mirror: the first after `reverse`.
+        # Only the site that follows has the mirror: the first one after `reverse`.
         for follower in (self.first, self.second):
             follower.command("mirror", "resume", MIRROR)
         time.sleep(self._random.uniform(0.5, 2))
 
     # -- the checker ----------------------------------------------------------------------------------------
 
-    def _check_failover(self, site: Site, load: Load, cuts: Cuts, killed_at: float) -> None:
+    def _check_failover(self, site: Site, load: SiteLoad, cuts: Cuts, killed_at: float) -> None:
         everything = self._read(site, "read_uncommitted")
         self._check_compacted(site, load, cuts)
-        for place, value in load.stored.items():
-            if place[0] in TOPICS and place[2] < cuts[place[0], place[1]] and everything.get(place) != value:
+        for position, value in load.stored.items():
+            if (
+                position[0] in TOPICS
+                and position[2] < cuts[position[0], position[1]]
+                and everything.get(position) != value
+            ):
                 self.violations.append(
-                    f"{value} was stored at {place}, below the cut; there is {everything.get(place)}"
+                    f"{value} was stored at {position}, below the cut; there is {everything.get(position)}"
                 )
                 break
         self._check_pairs(site)
         self._check_group(site)
-        plain = {value for place, value in everything.items() if place[0] == PLAIN}
+        plain = {value for position, value in everything.items() if position[0] == PLAIN}
         delivered: set[str] = set()
         idle_until = time.monotonic() + 3 * LEASE_MS / 1000
         while time.monotonic() < idle_until:
@@ -469,102 +475,127 @@ class MirrorTrial:
                 idle_until = time.monotonic() + 3 * LEASE_MS / 1000
             if delivered | load.accepted.keys() >= plain:
                 break
-        lost = plain - delivered - load.accepted.keys() - load.unsettled
+        lost = plain - delivered - load.accepted.keys() - load.uncertain
         if lost:
-            self.violations.append(f"{len(lost)} messages were taken for accepted ones, for example {min(lost)}")
-        carried = {value for value, at in load.accepted.items() if at < killed_at - CARRIED_S}
+            self.violations.append(f"{len(lost)} messages were wrongly considered accepted, for example {min(lost)}")
+        carried = {value for value, at in load.accepted.items() if at < killed_at - CARRIED_OVER_S}
         again = delivered & carried
         if again:
             self.violations.append(f"{len(again)} accepted messages were delivered again, for example {min(again)}")
-        self._say(f"{len(plain)} messages here, {len(delivered)} delivered, {len(carried)} certainly accepted")
+        self._print_line(
+            f"{len(plain)} messages on the second site, {len(delivered)} delivered, {len(carried)} certainly accepted"
+        )
 
-    def _check_common(self, first: Site, upper: dict[Place, str], cuts: Cuts) -> dict[Place, str]:
+    def _check_common(self, first: Site, second_contents: dict[Position, str], cuts: Cuts) -> dict[Position, str]:
         """Compare what both sites have below the cuts; return what only the first has."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            lower = self._read(first, "read_uncommitted")
-            ends = {place[:2]: place[2] for place in sorted(lower)}
-            # Leaders that have just started do not know yet up to where their records are acknowledged.
-            late = [place for place in upper if ends.get(place[:2], -1) < place[2] < cuts[place[0], place[1]]]
-            if not late or time.monotonic() > deadline:
+            first_contents = self._read(first, "read_uncommitted")
+            ends = {position[:2]: position[2] for position in sorted(first_contents)}
+            # Leaders that have just started do not know their high watermark yet.
+            missing = [
+                position
+                for position in second_contents
+                if ends.get(position[:2], -1) < position[2] < cuts[position[0], position[1]]
+            ]
+            if not missing or time.monotonic() > deadline:
                 break
             time.sleep(1)
-        for place in lower.keys() | upper.keys():
-            if place[2] < cuts[place[0], place[1]] and lower.get(place) != upper.get(place):
+        for position in first_contents.keys() | second_contents.keys():
+            if position[2] < cuts[position[0], position[1]] and first_contents.get(position) != second_contents.get(
+                position
+            ):
                 self.violations.append(
-                    f"below the cut, {place} is {lower.get(place)} on the first site and {upper.get(place)} there"
+                    f"below the cut, {position} is {first_contents.get(position)} on the first site "
+                    f"and {second_contents.get(position)} on the second"
                 )
                 break
-        return {place: value for place, value in lower.items() if place[2] >= cuts[place[0], place[1]]}
+        return {
+            position: value
+            for position, value in first_contents.items()
+            if position[2] >= cuts[position[0], position[1]]
+        }
 
-    def _check_removed(self, first: Site, only_here: dict[Place, str], removed: list[dict[str, Any]]) -> None:
-        """Check that every record that only the first site had was named and saved."""
+    def _check_removed(self, first: Site, only_first: dict[Position, str], removed: list[dict[str, Any]]) -> None:
+        """Check that every record that only the first site had was reported and saved."""
         ranges = [(one["topic"], one["partition"], one["start"], one["end"]) for one in removed]
-        unnamed = [
-            place
-            for place in only_here
-            if not any(place[:2] == (topic, index) and start <= place[2] < end for topic, index, start, end in ranges)
+        unreported = [
+            position
+            for position in only_first
+            if not any(
+                position[:2] == (topic, index) and start <= position[2] < end for topic, index, start, end in ranges
+            )
         ]
-        if unnamed:
-            self.violations.append(f"{len(unnamed)} dropped records were not named, for example {min(unnamed)}")
+        if unreported:
+            self.violations.append(
+                f"{len(unreported)} dropped records were not reported, for example {min(unreported)}"
+            )
         if ranges:
-            saved = set(self._read(first, "read_uncommitted", {SAVED: 1}).values())
-            unsaved = {value for place, value in only_here.items() if place[0] == PLAIN} - saved
+            saved = set(self._read(first, "read_uncommitted", {DISCARDED: 1}).values())
+            unsaved = {value for position, value in only_first.items() if position[0] == PLAIN} - saved
             if unsaved:
                 self.violations.append(f"{len(unsaved)} dropped records were not saved, for example {min(unsaved)}")
 
     def _check_group(self, site: Site) -> None:
-        """Check that what a group has read, according to its offsets, was written by the same transactions."""
+        """Check that the output of a group's transactions matches its committed offsets."""
         described = site.command("group", "describe", GROUP, "--json")
         if described.code != 0:
             return
         committed = {one["partition"]: one["committed"] for one in described.document["offsets"]}
         found = self._read(site, "read_committed")
-        read = {value for place, value in found.items() if place[0] == PLAIN and place[2] < committed.get(place[1], 0)}
-        written = {value for place, value in found.items() if place[0] == COPIED}
+        read = {
+            value
+            for position, value in found.items()
+            if position[0] == PLAIN and position[2] < committed.get(position[1], 0)
+        }
+        written = {value for position, value in found.items() if position[0] == COPIED}
         if missing := read - written:
             self.violations.append(f"offsets are ahead of {len(missing)} records, for example {min(missing)}")
-        self._say(f"the group has read {len(read)} messages, and written {len(written)}")
+        self._print_line(f"the group has read {len(read)} messages, and written {len(written)}")
 
-    def _check_compacted(self, site: Site, load: Load, cuts: Cuts) -> None:
+    def _check_compacted(self, site: Site, load: SiteLoad, cuts: Cuts) -> None:
         """Check that no key of the compacted topic has only an older update than the newest one below the cut."""
         below = {
-            place: value
-            for place, value in load.stored.items()
-            if place[0] == COMPACTED and place[2] < cuts[place[0], place[1]]
+            position: value
+            for position, value in load.stored.items()
+            if position[0] == COMPACTED and position[2] < cuts[position[0], position[1]]
         }
         found = self._read(site, "read_uncommitted", {COMPACTED: PARTITIONS})
-        here = _newest(found)
+        newest = _newest(found)
         for key, (offset, value) in _newest(below).items():
-            if here.get(key, (-1, ""))[0] < offset or (here[key][0] == offset and here[key][1] != value):
-                self.violations.append(f"{value} was stored at {COMPACTED} {offset}; there is {here.get(key)}")
+            if newest.get(key, (-1, ""))[0] < offset or (newest[key][0] == offset and newest[key][1] != value):
+                self.violations.append(f"{value} was stored at {COMPACTED} {offset}; there is {newest.get(key)}")
                 break
-        self._say(f"{len(below)} updates of {len(here)} keys, {len(found)} left after compaction")
+        self._print_line(f"{len(below)} updates of {len(newest)} keys, {len(found)} left after compaction")
 
     def _check_pairs(self, site: Site) -> None:
         found = self._read(site, "read_committed")
-        left = {value for place, value in found.items() if place[0] == LEFT}
-        right = {value for place, value in found.items() if place[0] == RIGHT}
+        left = {value for position, value in found.items() if position[0] == LEFT}
+        right = {value for position, value in found.items() if position[0] == RIGHT}
         if left != right:
             self.violations.append(f"on {site.name}, transactions are torn: {sorted(left ^ right)[:5]}")
 
-    def _await_equal(self, one: Site, other: Site) -> None:
+    def _wait_until_equal(self, one: Site, other: Site) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while (here := self._contents(one)) != (there := self._contents(other)):
+        while (first_contents := self._contents(one)) != (second_contents := self._contents(other)):
             if time.monotonic() > deadline:
-                differ = [place for place in here.keys() | there.keys() if here.get(place) != there.get(place)]
-                self.violations.append(f"{len(differ)} places differ, for example {min(differ)}")
+                differ = [
+                    position
+                    for position in first_contents.keys() | second_contents.keys()
+                    if first_contents.get(position) != second_contents.get(position)
+                ]
+                self.violations.append(f"{len(differ)} positions differ, for example {min(differ)}")
                 return
             time.sleep(1)
 
-    def _contents(self, site: Site) -> dict[Place, str]:
-        """Read every record; of the compacted topic only the newest of each key: each site compacts on its own."""
+    def _contents(self, site: Site) -> dict[Position, str]:
+        """Read every record, and of the compacted topic only the newest of each key: each site compacts on its own."""
         updates = self._read(site, "read_uncommitted", {COMPACTED: PARTITIONS})
         newest = set(_newest(updates).values())
-        kept = {place: value for place, value in updates.items() if (place[2], value) in newest}
+        kept = {position: value for position, value in updates.items() if (position[2], value) in newest}
         return {**self._read(site, "read_uncommitted"), **kept}
 
-    def _await_lag(self, site: Site, lag_max: int) -> None:
+    def _wait_for_lag(self, site: Site, lag_max: int) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             described = site.command("mirror", "describe", MIRROR, "--json")
@@ -572,11 +603,11 @@ class MirrorTrial:
             if found.get("lag") is not None and not found["lag_unknown"] and found["lag"] <= lag_max:
                 return
             if time.monotonic() > deadline:
-                raise TrialBroken(f"the mirror does not catch up: {described.out[:1000]} {described.err}")
+                raise TrialInconclusive(f"the mirror does not catch up: {described.out[:1000]} {described.err}")
             time.sleep(0.5)
 
-    def _read(self, site: Site, isolation: str, topics: Mapping[str, int] | None = None) -> dict[Place, str]:
-        """Read everything that topics hold, by default those of the load."""
+    def _read(self, site: Site, isolation: str, topics: Mapping[str, int] | None = None) -> dict[Position, str]:
+        """Read all records of topics, by default those of the load."""
         partitions = topics or dict.fromkeys(TOPICS, PARTITIONS)
         consumer = Consumer(
             {
@@ -588,14 +619,14 @@ class MirrorTrial:
                 "isolation.level": isolation,
             }
         )
-        found: dict[Place, str] = {}
+        found: dict[Position, str] = {}
         ended: set[tuple[str, int]] = set()
         consumer.assign([TopicPartition(topic, index, 0) for topic in partitions for index in range(partitions[topic])])
         deadline = time.monotonic() + PATIENCE_S
         try:
             while len(ended) < sum(partitions.values()):
                 if time.monotonic() > deadline:
-                    raise TrialBroken(f"{site.name} cannot be read to its end")
+                    raise TrialInconclusive(f"{site.name} cannot be read to its end")
                 for message in consumer.consume(1000, 0.5):
                     error = message.error()
                     where = (str(message.topic()), int(message.partition() or 0))
@@ -608,12 +639,12 @@ class MirrorTrial:
             consumer.close()
         return found
 
-    def _done(self, site: Site, *arguments: str) -> Any:
+    def _run_command(self, site: Site, *arguments: str) -> Any:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             done = site.command(*arguments)
             if done.code == 0:
                 return done
             if time.monotonic() > deadline:
-                raise TrialBroken(f"{' '.join(arguments)} fails on {site.name}: {done.err}")
+                raise TrialInconclusive(f"{' '.join(arguments)} failed on {site.name}: {done.err}")
             time.sleep(1)

@@ -34,24 +34,24 @@ async def chaos(server: Server) -> AsyncIterator[Chaos]:
             yield made
 
 
-def wrong(chaos: Chaos) -> list[str]:
+def findings(chaos: Chaos) -> list[str]:
     """The findings without durations, which depend on the machine."""
-    return [each for each in chaos.wrong if "waited" not in each]
+    return [each for each in chaos.findings if "waited" not in each]
 
 
 async def test_a_bystander_and_health_are_served_beside_floods(chaos: Chaos, server: Server) -> None:
     before = resident_of(server.pid)
-    seen = await chaos.flood(AT_ONCE, CONNECTIONS, SECONDS)
+    observed = await chaos.flood(AT_ONCE, CONNECTIONS, SECONDS)
     # Beside all others, too few of its requests get a response to be sure of one in this time.
     await chaos.flood([HTTP], CONNECTIONS, SECONDS)
-    assert seen.times_ms
-    assert seen.connects_ms
-    assert set(seen.health) == {200}
-    assert seen.peak_bytes - before < GROWTH_BYTES_MAX
-    assert wrong(chaos) == []
+    assert observed.times_ms
+    assert observed.connects_ms
+    assert set(observed.health) == {200}
+    assert observed.peak_bytes - before < GROWTH_BYTES_MAX
+    assert findings(chaos) == []
 
 
 @pytest.mark.trial
 async def test_a_bystander_and_health_are_served_beside_bombs(chaos: Chaos) -> None:
     await chaos.bomb(1)
-    assert wrong(chaos) == []
+    assert findings(chaos) == []
