@@ -56,17 +56,17 @@ class MemoryFile:
                 _put(self.durable, *change)
         self.pending.clear()
 
-    def crash(self, chance: random.Random) -> None:
+    def crash(self, rng: random.Random) -> None:
         """Lose power: each unsynced sector is kept or lost."""
-        keep = chance.choice((0.0, 0.5, 0.9, 1.0))
+        keep = rng.choice((0.0, 0.5, 0.9, 1.0))
         for change in self.pending:
             if isinstance(change, int):
-                if chance.random() < keep:
+                if rng.random() < keep:
                     _resize(self.durable, change)
                 continue
             position, data = change
             for start, piece in _sectors(position, data):
-                if chance.random() < keep:
+                if rng.random() < keep:
                     _put(self.durable, start, piece)
         self.pending.clear()
         self.data = bytearray(self.durable)
@@ -91,14 +91,14 @@ class MemoryDirectory:
         self.durable = dict(self.entries)
         self.pending.clear()
 
-    def crash(self, chance: random.Random) -> None:
+    def crash(self, rng: random.Random) -> None:
         """Lose power: only the first few of the unsynced changes survive."""
-        for names in self.pending[: chance.randint(0, len(self.pending))]:
+        for names in self.pending[: rng.randint(0, len(self.pending))]:
             _apply(self.durable, names)
         self.pending.clear()
         self.entries = dict(self.durable)
         for entry in self.entries.values():
-            entry.crash(chance)
+            entry.crash(rng)
 
 
 class MemoryFiles:
@@ -113,7 +113,7 @@ class MemoryFiles:
         self.keep_cache_after_failed_sync = True
         self.syncs = 0
         self.reads = 0
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self._root = MemoryDirectory()
         self._open: dict[int, MemoryFile] = {}
         self._names: dict[int, str] = {}
@@ -129,7 +129,7 @@ class MemoryFiles:
     def crash(self) -> None:
         """Lose power and restart."""
         with self._lock:
-            self._root.crash(self._chance)
+            self._root.crash(self._rng)
             self.kill()
 
     def kill(self) -> None:
@@ -220,8 +220,8 @@ class MemoryFiles:
                 if room <= 0:
                     raise OSError(self.full_errno, os.strerror(self.full_errno))
                 content = content[:room]
-            if len(content) > 1 and self._chance.random() < self.short_write_chance:
-                content = content[: self._chance.randint(1, len(content) - 1)]
+            if len(content) > 1 and self._rng.random() < self.short_write_chance:
+                content = content[: self._rng.randint(1, len(content) - 1)]
             file.write(position, content)
             return len(content)
 

@@ -1,12 +1,12 @@
 """Simulates a machine that resizes and crashes at any point: no log is lost, stale or duplicated.
 
 Each seed alternates between runs, in which the leader of each partition appends what an idempotent producer sends, and
-settlements, which move logs between the folders of processes (`broker/cluster/machine_folder.py`). Both die at any
-operation on the disk: the process only, or the machine, which loses what was not synced. The real coordination file,
-the real logs and the real settlement run on a disk in memory. After each settlement:
+settlements, which move logs between the folders of processes (`broker/cluster/machine_folder.py`). Both can crash at
+any operation on the disk: only the process, or the machine, which loses what was not synced. The real coordination
+file, the real logs and the real settlement run on a disk in memory. After each settlement:
 
 - every log is in the folder of the node that the agreed state names, and in no other;
-- it has every acknowledged record, in order, and at most records after these that were sent and without a response;
+- it has every acknowledged record, in order, followed only by records that were sent but not acknowledged;
 - its leader epoch never decreases, and grows when another node gets it;
 - a batch that is sent again is recognised, so producers' states have moved with their log.
 """
@@ -54,28 +54,28 @@ READ_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-class Died(BaseException):
-    """The process died at this operation; every later one fails too, until the next start."""
+class ProcessDied(BaseException):
+    """The process died at this operation; every later operation fails too, until the next start."""
 
 
-class DyingFiles(MemoryFiles):
-    """A disk whose process dies after a number of changes. Directories can be moved, durably at once or not at all.
+class CrashingFiles(MemoryFiles):
+    """A disk whose process dies after a number of changes. Moves of directories are atomic.
 
     A journaling file system writes a move in one step, whichever of the two directories is synced.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.left: int | None = None
+        self.operations_left: int | None = None
         self.operations = 0
         self._moves: list[tuple[MemoryDirectory, int, MemoryDirectory, int]] = []
 
     def _step(self) -> None:
         self.operations += 1
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise Died
+        if self.operations_left is not None:
+            self.operations_left -= 1
+            if self.operations_left < 0:
+                raise ProcessDied
 
     def write_at(self, descriptor: int, data: Readable, position: int, /) -> int:
         """Write, unless the process dies."""
@@ -135,9 +135,9 @@ class DyingFiles(MemoryFiles):
 
     def crash(self) -> None:
         """Lose power."""
-        survive = self._chance.random() < 0.5
+        kept = self._rng.random() < 0.5
         for old, old_at, new, new_at in self._moves:
-            if survive:
+            if kept:
                 old.sync()
                 new.sync()
             else:
@@ -148,7 +148,7 @@ class DyingFiles(MemoryFiles):
                 continue
             # Each write to a log survives as a whole or not at all: another trial covers torn writes.
             log = self._file(path)
-            if self._chance.random() < 0.5:
+            if self._rng.random() < 0.5:
                 log.sync()
             else:
                 log.pending.clear()
@@ -156,12 +156,12 @@ class DyingFiles(MemoryFiles):
         super().crash()
 
 
-class MachineWorld:
-    """One seed."""
+class MachineSimulation:
+    """The simulation of one seed."""
 
     def __init__(self, seed: int) -> None:
-        self._chance = Random(f"{seed} machine")
-        self.files = DyingFiles(seed)
+        self._rng = Random(f"{seed} machine")
+        self.files = CrashingFiles(seed)
         self.files.make_directory(DATA)
         self.files.sync_directory("/")
         self._clock = ManualClock()
@@ -170,20 +170,20 @@ class MachineWorld:
         self._topics = [
             Topic(
                 name=f"topic-{number}",
-                topic_id=UUID(int=self._chance.getrandbits(128)),
-                partitions=self._chance.randint(1, 5),
+                topic_id=UUID(int=self._rng.getrandbits(128)),
+                partitions=self._rng.randint(1, 5),
                 replication=1,
                 overrides={},
                 created_ms=0,
             )
-            for number in range(self._chance.randint(1, 3))
+            for number in range(self._rng.randint(1, 3))
         ]
         for topic in self._topics:
             self._catalog.add_topics([topic])
         self._acknowledged: dict[PartitionKey, list[bytes]] = {key: [] for key in self._keys()}
         self._unacknowledged: dict[PartitionKey, list[bytes]] = {key: [] for key in self._keys()}
         self._last: dict[PartitionKey, tuple[NodeId, Epoch]] = {}
-        self._is_lost = False
+        self._coordination_lost = False
         self.trace: list[str] = []
         self.batches = 0
 
@@ -193,9 +193,9 @@ class MachineWorld:
 
     def run(self) -> None:
         """Alternate between runs and settlements."""
-        layout = Layout.of(DATA, 1, self._chance.choice(CORES))
+        layout = Layout.of(DATA, 1, self._rng.choice(CORES))
         self._run(layout)
-        for _ in range(self._chance.randint(*ROUNDS)):
+        for _ in range(self._rng.randint(*ROUNDS)):
             layout = self._settle(layout)
             self._check(layout)
             self._run(layout)
@@ -207,13 +207,13 @@ class MachineWorld:
 
     # -- deaths -----------------------------------------------------------------------------------------------
 
-    def _dies_sometime(self, chance: float) -> None:
-        self.files.left = self._chance.randint(0, OPERATIONS_MAX) if self._chance.random() < chance else None
+    def _crash_later(self, probability: float) -> None:
+        self.files.operations_left = self._rng.randint(0, OPERATIONS_MAX) if self._rng.random() < probability else None
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         """End the process, or the machine with it."""
-        self.files.left = None
-        if self._chance.random() < 0.5:
+        self.files.operations_left = None
+        if self._rng.random() < 0.5:
             self.trace.append("the machine loses power")
             self.files.crash()
         else:
@@ -223,34 +223,34 @@ class MachineWorld:
     # -- settlements ------------------------------------------------------------------------------------------
 
     def _draw(self) -> Layout:
-        return Layout.of(DATA, 1, self._chance.choice(CORES))
+        return Layout.of(DATA, 1, self._rng.choice(CORES))
 
     def _settle(self, before: Layout) -> Layout:
-        """Settle with another number of processes, or without one that stays dead; repeat that until it is done."""
-        has_dead = len(before.nodes) > 1 and self._chance.random() < 0.3
-        layout = before.without(self._chance.choice(before.nodes)) if has_dead else self._draw()
-        if self._chance.random() < 0.1 and self.files.exists(f"{DATA}/{FILE_NAME}"):
+        """Settle with another number of processes, or without one that stays down; repeat until it succeeds."""
+        has_dead = len(before.nodes) > 1 and self._rng.random() < 0.3
+        layout = before.without(self._rng.choice(before.nodes)) if has_dead else self._draw()
+        if self._rng.random() < 0.1 and self.files.exists(f"{DATA}/{FILE_NAME}"):
             self.trace.append("the coordination file is lost")
             self.files.remove(f"{DATA}/{FILE_NAME}")
             self.files.sync_directory(DATA)
-            self._is_lost = True
+            self._coordination_lost = True
         for attempt in range(ATTEMPTS_MAX):
             self.trace.append(f"settle {list(layout.nodes)}")
-            self._dies_sometime(0.7 if attempt < ATTEMPTS_MAX - 1 else 0.0)
+            self._crash_later(0.7 if attempt < ATTEMPTS_MAX - 1 else 0.0)
             try:
                 asyncio.run(self._attempt(layout))
-            except Died:
-                self._end()
-                # Only a running machine can do without a node; a start has them all.
-                layout = self._draw() if has_dead or self._chance.random() < 0.3 else layout
+            except ProcessDied:
+                self._end_process()
+                # Only a running machine can continue without a node; a start has all of them.
+                layout = self._draw() if has_dead or self._rng.random() < 0.3 else layout
                 has_dead = False
                 continue
-            self.files.left = None
+            self.files.operations_left = None
             return layout
         raise Violation("the last attempt died")
 
     async def _attempt(self, layout: Layout) -> None:
-        """Do what a start does before its nodes run."""
+        """Run the settlement that precedes the start of nodes."""
         files = self.files
         if layout.is_settled(files):
             return
@@ -268,18 +268,18 @@ class MachineWorld:
 
     def _run(self, layout: Layout) -> None:
         self.trace.append(f"run {list(layout.nodes)}")
-        self._dies_sometime(0.6)
+        self._crash_later(0.6)
         try:
             self._serve(layout)
-        except Died:
-            self._end()
-        self.files.left = None
+        except ProcessDied:
+            self._end_process()
+        self.files.operations_left = None
 
     def _serve(self, layout: Layout) -> None:
         service = open_coordination(self.files, DATA, self._clock)
         states = self._states(service)
         if not states and not service.read(keys.CLUSTER_ID).entries:
-            states = {key: sole(self._chance.choice(layout.nodes)) for key in self._keys()}
+            states = {key: sole(self._rng.choice(layout.nodes)) for key in self._keys()}
             created: list[Change] = [Put(partition_key(key), state.to_json()) for key, state in states.items()]
             service.change([Put(keys.CLUSTER_ID, self._catalog.cluster_id), *created], [], None)
         for key, state in states.items():
@@ -299,17 +299,17 @@ class MachineWorld:
             log = logs[key] = store.open_log(key[0], TopicPartition(str(key[0]), key[1]), TopicSettings())
             self._check_log(key, log)
             self._check_repeated(key, log, state.leader_epoch)
-            for _ in range(self._chance.randint(0, 3)):
+            for _ in range(self._rng.randint(0, 3)):
                 self._send(key, log, state.leader_epoch)
         if unsynced := [log for log in logs.values() if log.synced_offset < log.end_offset]:
             store._run_job(Commit(unsynced, self.files, store._journal))
         for key in logs:
             self._acknowledged[key] += self._unacknowledged[key]
             self._unacknowledged[key] = []
-        if self._chance.random() < 0.6:
+        if self._rng.random() < 0.6:
             store.close_now()
         elif store._folder._lock is not None:
-            # Only this process dies: its files stay as they are, without the mark of a clean stop.
+            # Only this process dies: its files stay as they are, without the clean-stop marker.
             self.files.close(store._folder._lock)
 
     def _open(self, folder: str) -> LogStore:
@@ -336,7 +336,7 @@ class MachineWorld:
     # -- rules ------------------------------------------------------------------------------------------------
 
     def _check_log(self, key: PartitionKey, log: Log) -> None:
-        """Compare a log with what was sent; messages that are stored without a response must stay."""
+        """Compare a log with what was sent; stored messages that were not acknowledged must remain."""
         found = [
             record.value or b"" for record in decode_records(log.read(0, max_bytes=READ_BYTES, up_to=log.end_offset))
         ]
@@ -365,11 +365,11 @@ class MachineWorld:
             raise Violation("a settlement that is over is still marked")
         with closing(open_coordination(files, DATA, self._clock)) as service:
             states = self._states(service)
-        holders: dict[PartitionKey, list[str]] = {}
+        folders_by_key: dict[PartitionKey, list[str]] = {}
         for folder in (DATA, *(f"{DATA}/{name}" for name in files.names(DATA))):
             for topic in files.names(f"{folder}/{PARTITIONS_NAME}"):
                 for index in files.names(f"{folder}/{PARTITIONS_NAME}/{topic}"):
-                    holders.setdefault((UUID(topic), PartitionIndex(int(index))), []).append(folder)
+                    folders_by_key.setdefault((UUID(topic), PartitionIndex(int(index))), []).append(folder)
         for key, records in self._acknowledged.items():
             state = states.get(key)
             if state is None:
@@ -378,16 +378,16 @@ class MachineWorld:
                 continue
             (node,) = state.replicas
             wanted = layout.folders.get(node)
-            if records and holders.get(key) != [wanted]:
-                raise Violation(f"{key[1]} of {key[0]} belongs to {wanted}, and is in {holders.get(key)}")
+            if records and folders_by_key.get(key) != [wanted]:
+                raise Violation(f"{key[1]} of {key[0]} belongs to {wanted}, and is in {folders_by_key.get(key)}")
             self._check_epoch(key, node, state.leader_epoch)
-        if self._is_lost:
+        if self._coordination_lost:
             self._last.clear()
-            self._is_lost = False
+            self._coordination_lost = False
 
     def _check_epoch(self, key: PartitionKey, node: NodeId, epoch: Epoch) -> None:
         last_node, last_epoch = self._last.get(key, (node, epoch))
-        if self._is_lost:
+        if self._coordination_lost:
             # Epochs without records are lost with the file.
             return
         if epoch < last_epoch or (node != last_node and epoch == last_epoch):
@@ -399,7 +399,7 @@ class MachineWorld:
 def simulate_machine(seed: int, *, tracing: bool = False) -> Outcome:
     """Run one seed and return the outcome."""
     outcome = Outcome(seed)
-    world = MachineWorld(seed)
+    world = MachineSimulation(seed)
     try:
         world.run()
     except Exception as error:

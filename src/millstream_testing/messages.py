@@ -18,16 +18,16 @@ _TEXTS: Final = ("", "a", "orders.created", "ünïcödé ✓", "x" * 200)
 _INTEGERS: Final = {"int8": 8, "int16": 16, "int32": 32, "int64": 64}
 _UNSIGNED: Final = {"uint8": 8, "uint16": 16, "uint32": 32, "uint64": 64}
 _MAKERS: Final[dict[str, Callable[[random.Random], Any]]] = {
-    "bool": lambda chance: chance.random() < 0.5,
-    "string": lambda chance: chance.choice(_TEXTS),
-    "bytes": lambda chance: chance.randbytes(chance.randrange(20)),
-    "records": lambda chance: chance.randbytes(chance.randrange(20)),
-    "float64": lambda chance: chance.random() * 1e6,
-    "uuid": lambda chance: uuid.UUID(int=chance.getrandbits(128) | 1),
-    "error_code": lambda chance: chance.choice(list(ErrorCode)),
-    "timedelta_i32": lambda chance: datetime.timedelta(milliseconds=chance.randrange(-1, 2**31)),
-    "timedelta_i64": lambda chance: datetime.timedelta(milliseconds=chance.randrange(-1, 2**40)),
-    "datetime_i64": lambda chance: datetime.datetime.fromtimestamp(chance.randrange(2**32), tz=datetime.UTC),
+    "bool": lambda rng: rng.random() < 0.5,
+    "string": lambda rng: rng.choice(_TEXTS),
+    "bytes": lambda rng: rng.randbytes(rng.randrange(20)),
+    "records": lambda rng: rng.randbytes(rng.randrange(20)),
+    "float64": lambda rng: rng.random() * 1e6,
+    "uuid": lambda rng: uuid.UUID(int=rng.getrandbits(128) | 1),
+    "error_code": lambda rng: rng.choice(list(ErrorCode)),
+    "timedelta_i32": lambda rng: datetime.timedelta(milliseconds=rng.randrange(-1, 2**31)),
+    "timedelta_i64": lambda rng: datetime.timedelta(milliseconds=rng.randrange(-1, 2**40)),
+    "datetime_i64": lambda rng: datetime.datetime.fromtimestamp(rng.randrange(2**32), tz=datetime.UTC),
 }
 
 
@@ -41,33 +41,33 @@ def api_keys() -> Iterator[int]:
     yield from sorted(api_key_map)
 
 
-def random_message(message_class: type[Any], chance: random.Random) -> Any:
+def random_message(message_class: type[Any], rng: random.Random) -> Any:
     """Fill every field of a message at random, with nulls where they are allowed."""
-    values = {field.name: _value(field, chance) for field in dataclasses.fields(message_class)}
+    values = {field.name: _value(field, rng) for field in dataclasses.fields(message_class)}
     return message_class(**values)
 
 
-def _value(field: dataclasses.Field[Any], chance: random.Random) -> Any:
+def _value(field: dataclasses.Field[Any], rng: random.Random) -> Any:
     kind: Any = field.type
     if get_origin(kind) is UnionType:
         kind = next(part for part in get_args(kind) if part is not NoneType)
         # A null in a tagged field is the same as leaving it out, so only untagged fields get one.
-        if "tag" not in field.metadata and chance.random() < 0.2:
+        if "tag" not in field.metadata and rng.random() < 0.2:
             return None
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
-        return tuple(_item(item, field, chance) for _ in range(chance.randrange(_ITEMS_MAX + 1)))
-    return _item(kind, field, chance)
+        return tuple(_item(item, field, rng) for _ in range(rng.randrange(_ITEMS_MAX + 1)))
+    return _item(kind, field, rng)
 
 
-def _item(kind: Any, field: dataclasses.Field[Any], chance: random.Random) -> Any:
+def _item(kind: Any, field: dataclasses.Field[Any], rng: random.Random) -> Any:
     if dataclasses.is_dataclass(kind):
         nested: Any = kind
-        return random_message(nested, chance)
+        return random_message(nested, rng)
     kafka_type = field.metadata["kafka_type"]
     if kafka_type in _INTEGERS:
         bits = _INTEGERS[kafka_type]
-        return chance.randrange(-(2 ** (bits - 1)), 2 ** (bits - 1))
+        return rng.randrange(-(2 ** (bits - 1)), 2 ** (bits - 1))
     if kafka_type in _UNSIGNED:
-        return chance.randrange(2 ** _UNSIGNED[kafka_type])
-    return _MAKERS[kafka_type](chance)
+        return rng.randrange(2 ** _UNSIGNED[kafka_type])
+    return _MAKERS[kafka_type](rng)

@@ -1,20 +1,20 @@
 """Two sites, one of which mirrors the other, on a deterministic loop: a seed decides every delay, crash and cut.
 
-The copier, the owner's part of a mirror, the cut of a failover and the way back are the real ones, on real partitions
-and logs. Simulated are the line, the clients, the coordination store of each site and its transaction coordinator,
-which decides, writes markers one by one and holds back decisions when a barrier is asked for.
+The copier, the mirror service, the cuts of a failover and the failback are the real ones, on real partitions and logs.
+Simulated are the link, the clients, the coordination store of each site and its transaction coordinator, which decides,
+writes markers one by one and holds back decisions during a barrier.
 
-One seed: clients write to the first site while the line fails and sites crash; the second takes over, for which it may
-need a second attempt after a crash; clients write to both sites, because those of the first are unaware of the
-failover; the first site comes back and follows. These rules are checked at random moments and after each step:
+One seed: clients write to the first site while the link fails and sites crash; the second takes over, perhaps with a
+second attempt after a crash; clients write to both sites, because those of the first are unaware of the failover; the
+first site returns and follows. These rules are checked at random times and after each step:
 
 - below the cut of a failover, both sites have the same records at the same offsets; in the compacted partition, the
   second site has the last update of each key;
 - a failover that is repeated cuts at the same offsets;
 - readers of committed records never see a part of a transaction;
 - the offsets of a group are never ahead of what the same transactions wrote;
-- what a site has acknowledged after it took over is there;
-- in the end both sites are equal; in the compacted partition, in the last update of each key.
+- what a site has acknowledged after it took over is stored;
+- at the end both sites are equal; in the compacted partition, in the last update of each key.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from millstream_testing.simulation.loop import SimulatedLoop
 from millstream_testing.simulation.trace import Trace
 from millstream_testing.simulation.world import Outcome
 
-ME = NodeId(1)
+NODE_ID = NodeId(1)
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=4, replication=1, overrides={}, created_ms=0)
 INPUT, OUTPUT, COMPACTED = 0, 1, 3
 """The partition that the group reads, the one it writes to, and a compacted one."""
@@ -76,7 +76,7 @@ Place = tuple[int, int]
 
 
 class Violation(Exception):
-    """A promise was broken."""
+    """A rule was violated."""
 
 
 def _settings(index: int) -> TopicSettings:
@@ -99,7 +99,7 @@ def newest(updates: Mapping[int, str]) -> dict[str, tuple[int, str]]:
 class _Coordinator:
     """Decides transactions and writes their markers one by one, unless a barrier holds decisions back.
 
-    A crash of its site does not interrupt it: a real coordinator continues after a restart with what it had decided.
+    A crash of its site does not interrupt it: a real coordinator resumes its decisions after a restart.
     """
 
     partitions = 1
@@ -145,7 +145,8 @@ class _Store:
         self.topic = TOPIC
         self.states = {
             index: Versioned(
-                PartitionState(replicas=(ME,), leader=ME, leader_epoch=Epoch(0), in_sync=(ME,)), revision=1
+                PartitionState(replicas=(NODE_ID,), leader=NODE_ID, leader_epoch=Epoch(0), in_sync=(NODE_ID,)),
+                revision=1,
             )
             for index in range(TOPIC.partitions)
         }
@@ -206,14 +207,14 @@ class Site:
             opened = Partition(
                 self.store.topic, PartitionIndex(index), log, self.logs, alone=False, clock=self.world.clock
             )
-            opened.apply(self.store.states[index], me=ME)
+            opened.apply(self.store.states[index], me=NODE_ID)
             self.partitions_by_index[index] = opened
         membership = SimpleNamespace(
-            me=SimpleNamespace(node_id=ME),
-            controller_id=ME,
+            me=SimpleNamespace(node_id=NODE_ID),
+            controller_id=NODE_ID,
             cluster_id=self.name,
             node=lambda _: None,
-            nodes=lambda: [SimpleNamespace(node_id=ME)],
+            nodes=lambda: [SimpleNamespace(node_id=NODE_ID)],
             addresses=lambda: self.name,
         )
         mirrors = Mirrors(self.store, self.world.clock, new_id=lambda: UUID(int=self.starts))  # type: ignore[arg-type]
@@ -296,7 +297,7 @@ class Site:
             raised = dataclasses.replace(state, leader_epoch=epoch)
             self.store.states[index] = Versioned(raised, revision=revision + 1)
             await asyncio.sleep(0.001)
-            self.partitions_by_index[index].apply(self.store.states[index], me=ME)
+            self.partitions_by_index[index].apply(self.store.states[index], me=NODE_ID)
 
     def set_mirror(self, mirror: str) -> None:
         original_id = TOPIC.topic_id if mirror else None
@@ -351,14 +352,14 @@ class Site:
 
 
 class _SourceClient:
-    """A client of the other site, over a line that delays requests and responses, and may be cut."""
+    """A client of the other site, over a link that delays requests and responses, and may be cut."""
 
     def __init__(self, world: World, site: Site) -> None:
         self._world = world
         self._site = site
 
     async def leader_of(self, _topic: str, _partition: int) -> NodeId:
-        return ME
+        return NODE_ID
 
     def forget_leaders(self) -> None:
         pass
@@ -366,7 +367,7 @@ class _SourceClient:
     async def fetch_from(
         self, _leader: NodeId, positions: Mapping[TopicPartition, Offset], _limits: Any
     ) -> dict[TopicPartition, FetchedPartition | MillstreamError]:
-        await self._world.pass_line(self._site)
+        await self._world.cross_link(self._site)
         deadline = self._world.clock.monotonic() + _WAIT_S
         while True:
             responses: dict[TopicPartition, FetchedPartition | MillstreamError] = {}
@@ -375,7 +376,7 @@ class _SourceClient:
             if self._world.clock.monotonic() > deadline or any(
                 not isinstance(one, FetchedPartition) or len(one.records) for one in responses.values()
             ):
-                await self._world.pass_line(self._site)
+                await self._world.cross_link(self._site)
                 return responses
             await asyncio.sleep(0.02)
 
@@ -400,7 +401,7 @@ class SimulatedSource:
         self.cluster_id = self._site.name
 
     async def __aenter__(self) -> Self:
-        await self.world.pass_line(self._site)
+        await self.world.cross_link(self._site)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -410,13 +411,13 @@ class SimulatedSource:
         # It does not list its topic: the copy exists from the beginning.
         known = TopicMetadata(name=TOPIC.name, topic_id=TOPIC.topic_id, is_internal=False, partitions={})
         found = {name: known for name in topics or () if name == TOPIC.name}
-        return ClusterMetadata(cluster_id=self.cluster_id, controller_id=ME, nodes={}, topics=found, errors={})
+        return ClusterMetadata(cluster_id=self.cluster_id, controller_id=NODE_ID, nodes={}, topics=found, errors={})
 
     async def ask(self, _node: Any, key: int, request: Any, _kind: Any, *, waits: bool = False) -> Any:
-        await self.world.pass_line(self._site)
+        await self.world.cross_link(self._site)
         if key == BARRIER_KEY:
             response = await self._site.service.barriers.take(request)
-            await self.world.pass_line(self._site)
+            await self.world.cross_link(self._site)
             return response
         return OfferResponse()
 
@@ -428,7 +429,7 @@ class SimulatedSource:
         return await self.client.fetch_from(leader, positions, limits)
 
     async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
-        await self.world.pass_line(self._site)
+        await self.world.cross_link(self._site)
         found = self._site.partitions_by_index[where.partition].log.end_of_epoch(Epoch(epoch))
         return EpochEnd(*found)
 
@@ -441,7 +442,7 @@ class World:
         self.loop = SimulatedLoop(Random(seed + 1))
         self.clock = SimulatedClock(self.loop)
         self.trace = Trace(self.loop)
-        self.is_cut = False
+        self.is_link_cut = False
         self.delay_s = self.random.choice((0.001, 0.02, 0.2))
         self.fetch_bytes = self.random.choice(((150,), (300, 1 << 20)))
         """How much a response to a fetch holds. A copy that gets little is so slow that the source compacts what it has
@@ -463,15 +464,15 @@ class World:
         if not task.cancelled() and task.exception() is not None:
             self.failed.append(task.exception())
 
-    async def pass_line(self, site: Site) -> None:
-        """Wait for the delay of the line; raise `BrokerUnreachable` if the line is cut or the site is down."""
+    async def cross_link(self, site: Site) -> None:
+        """Wait for the delay of the link; raise `BrokerUnreachable` if the link is cut or the site is down."""
         await asyncio.sleep(self.random.uniform(self.delay_s / 2, self.delay_s))
-        if self.is_cut or not site.is_up:
+        if self.is_link_cut or not site.is_up:
             await asyncio.sleep(self.random.uniform(0, 1))
             raise BrokerUnreachable(f"{site.name} is not reached")
 
     async def run(self) -> None:
-        """Run the seed; raise what went wrong."""
+        """Run the simulation; raise the first violation or error."""
         # Sites are named here: the ids of their producers depend on it.
         first, second = Site(self, "first"), Site(self, "second")
         self.sites = {"first": first, "second": second}
@@ -487,7 +488,7 @@ class World:
         await asyncio.sleep(self.random.uniform(0, 2))
         self._check_readers(second)
         # The second site cannot reach the first any more; clients of the first still write to it.
-        self.is_cut = True
+        self.is_link_cut = True
         cuts = await self._fail_over(second)
         self.trace.record("second", f"took over at {cuts}")
         self._check_cut(first, second, cuts)
@@ -496,17 +497,17 @@ class World:
         await asyncio.sleep(self.random.uniform(0.2, 3))
         await self._stop_writing()
         self._check_stored(second, "after the failover")
-        self.is_cut = False
+        self.is_link_cut = False
         await self._reverse(first, second, cuts)
-        self._check_stored(second, "after the way back")
+        self._check_stored(second, "after the failback")
 
     # -- clients --------------------------------------------------------------------------------------------
 
     def _write_to(self, site: Site) -> None:
         for work in (self._write_plain, self._write_pairs, self._write_as_group, self._write_keyed):
-            self._writers.append(self.loop.create_task(self._keep_on(site, work)))
+            self._writers.append(self.loop.create_task(self._write_until_stopped(site, work)))
 
-    async def _keep_on(self, site: Site, work: Callable[[Site], Coroutine[Any, Any, None]]) -> None:
+    async def _write_until_stopped(self, site: Site, work: Callable[[Site], Coroutine[Any, Any, None]]) -> None:
         while True:
             try:
                 await work(site)
@@ -530,7 +531,7 @@ class World:
         return str(self._number)
 
     async def _write_plain(self, site: Site) -> None:
-        """An idempotent producer, until it fails."""
+        """Write as an idempotent producer until it fails."""
         producer, sequences = self._producer(site), [0] * TOPIC.partitions
         for _ in range(self.random.randrange(1, 20)):
             index = self.random.choice((INPUT, 2))
@@ -541,7 +542,7 @@ class World:
                 producer_epoch=0,
                 base_sequence=sequences[index],
             )
-            appended = await self._up(site, index).append(batch)
+            appended = await self._running_partition(site, index).append(batch)
             sequences[index] += 1
             site.stored[index, appended.base_offset] = value
             self._batches += 1
@@ -551,11 +552,11 @@ class World:
         """Update a key of the compacted partition."""
         value = f"k{self.random.randrange(KEYS)}:{self._value()}"
         batch = encode_batch([NewRecord(_key_of(value).encode(), value.encode(), (), self.clock.now_ms())])
-        appended = await self._up(site, COMPACTED).append(batch)
+        appended = await self._running_partition(site, COMPACTED).append(batch)
         site.updates[appended.base_offset] = value
         self._batches += 1
 
-    def _up(self, site: Site, index: int) -> Partition:
+    def _running_partition(self, site: Site, index: int) -> Partition:
         if not site.is_up:
             raise NotLeader("the site is down")
         return site.partitions_by_index[index]
@@ -568,7 +569,7 @@ class World:
             # As when a transaction times out.
             async with site.coordinator.ending():
                 for index in written_to:
-                    await self._end_at(site, index, producer, commit=False)
+                    await self._write_marker(site, index, producer, commit=False)
             raise
         async with site.coordinator.ending():
             is_commit = self.random.random() < 0.9
@@ -580,14 +581,14 @@ class World:
                 if step is None:
                     site.store.groups[TopicPartition(TOPIC.name, PartitionIndex(INPUT))] = read_until or 0
                     continue
-                await self._end_at(site, step, producer, commit=is_commit)
+                await self._write_marker(site, step, producer, commit=is_commit)
                 await asyncio.sleep(self.random.uniform(0, 0.1))
 
     async def _write_parts(
         self, site: Site, producer: int, values: Mapping[int, Sequence[str]], written_to: list[int]
     ) -> None:
         for index, written in values.items():
-            partition = self._up(site, index)
+            partition = self._running_partition(site, index)
             guard = partition.start_transaction(producer, 0, 0, bumps_epoch=False)
             batch = encode_batch(
                 [NewRecord(None, value.encode()) for value in written],
@@ -603,14 +604,14 @@ class World:
                 await waiting
             await asyncio.sleep(self.random.uniform(0, 0.05))
 
-    async def _end_at(self, site: Site, index: int, producer: int, *, commit: bool) -> None:
-        """Write a marker, again and again until it is stored: what is decided is carried out after a crash, too."""
+    async def _write_marker(self, site: Site, index: int, producer: int, *, commit: bool) -> None:
+        """Write a marker, with retries until it is stored: decisions are carried out after a crash, too."""
         marker = Marker(
             producer_id=ProducerId(producer), producer_epoch=ProducerEpoch(0), commit=commit, coordinator_epoch=0
         )
         while True:
             try:
-                partition = self._up(site, index)
+                partition = self._running_partition(site, index)
                 waiting = partition.acknowledged(partition.write_marker(marker))
                 if waiting is not None:
                     await waiting
@@ -628,7 +629,7 @@ class World:
         """Read committed input from the group's offset on; write it out, and commit the offset with it."""
         where = TopicPartition(TOPIC.name, PartitionIndex(INPUT))
         position = site.store.groups.get(where, 0)
-        partition = self._up(site, INPUT)
+        partition = self._running_partition(site, INPUT)
         end = partition.last_stable_offset
         read = site.read_committed([INPUT], position)
         found = [value for place, value in sorted(read.items()) if position <= place[1] < end]
@@ -646,9 +647,9 @@ class World:
             await asyncio.sleep(self.random.uniform(0, 2))
             await site.start()
         elif kind == "cut":
-            self.is_cut = True
+            self.is_link_cut = True
             await asyncio.sleep(self.random.uniform(0.1, 5))
-            self.is_cut = False
+            self.is_link_cut = False
         else:
             with_pause = second.service.mirrors
             await with_pause.want(MIRROR, is_wanted=False)
@@ -675,7 +676,7 @@ class World:
         await asyncio.sleep(self.random.uniform(0, 0.1))
         cuts = {}
         for index in order:
-            asked = CutRequest(
+            request = CutRequest(
                 mirror=MIRROR,
                 topic=TOPIC.name,
                 partition=index,
@@ -683,7 +684,7 @@ class World:
                 verified=mirror.verified_until(TOPIC.name, index),
                 gap=mirror.gap_of(TOPIC.name, index),
             )
-            cuts[index] = (await site.service.cut(asked)).offset
+            cuts[index] = (await site.service.cut(request)).offset
         return cuts
 
     async def _reverse(self, first: Site, second: Site, cuts: dict[int, int]) -> None:
@@ -693,7 +694,7 @@ class World:
         await mirrors.create(MIRROR, {"from": "second:1"}, is_wanted=False)
         offsets = {TOPIC.name: cuts}
         if self.random.random() < 0.5:
-            # Otherwise the copier finds the common point by itself, as a node does that was down.
+            # Otherwise the copier finds the common offset itself, like a node that was down.
             for index, cut in cuts.items():
                 fence = FenceRequest(mirror=MIRROR, topic_ids=[TOPIC.topic_id], cuts={TOPIC.name: {index: cut}})
                 await first.service.fence(fence)
@@ -704,16 +705,22 @@ class World:
         deadline = self.clock.monotonic() + EQUAL_S_MAX
         while first.read_everything() != second.read_everything():
             if self.clock.monotonic() > deadline:
-                for here, there in zip(first.read_everything(), second.read_everything(), strict=True):
-                    self._check_equal(here, there)
+                for first_contents, second_contents in zip(
+                    first.read_everything(), second.read_everything(), strict=True
+                ):
+                    self._check_equal(first_contents, second_contents)
             await asyncio.sleep(5)
 
-    def _check_equal(self, here: Mapping[Any, Any], there: Mapping[Any, Any]) -> None:
-        differ = sorted(place for place in here.keys() | there.keys() if here.get(place) != there.get(place))
+    def _check_equal(self, first_contents: Mapping[Any, Any], second_contents: Mapping[Any, Any]) -> None:
+        differ = sorted(
+            place
+            for place in first_contents.keys() | second_contents.keys()
+            if first_contents.get(place) != second_contents.get(place)
+        )
         if differ:
             raise Violation(
-                f"{len(differ)} places differ after the way back; {differ[0]} is {here.get(differ[0])} and "
-                f"{there.get(differ[0])}"
+                f"{len(differ)} positions differ after the failback; {differ[0]} is {first_contents.get(differ[0])} "
+                f"and {second_contents.get(differ[0])}"
             )
 
     # -- invariants ----------------------------------------------------------------------------------------
@@ -734,11 +741,17 @@ class World:
                 raise Violation(f"{site.name}: the group has read up to {read}, and {value} was not written out")
 
     def _check_cut(self, first: Site, second: Site, cuts: dict[int, int]) -> None:
-        there = {place: value for place, value in first.read().items() if place[1] < cuts[place[0]]}
-        here = {place: value for place, value in second.read().items() if place[1] < cuts[place[0]]}
-        if there != here:
-            differ = min(place for place in here.keys() | there.keys() if here.get(place) != there.get(place))
-            raise Violation(f"below the cut, {differ} is {there.get(differ)} and {here.get(differ)}")
+        first_contents = {place: value for place, value in first.read().items() if place[1] < cuts[place[0]]}
+        second_contents = {place: value for place, value in second.read().items() if place[1] < cuts[place[0]]}
+        if first_contents != second_contents:
+            differ = min(
+                place
+                for place in second_contents.keys() | first_contents.keys()
+                if second_contents.get(place) != first_contents.get(place)
+            )
+            raise Violation(
+                f"below the cut, {differ} is {first_contents.get(differ)} and {second_contents.get(differ)}"
+            )
         cut, updates = cuts[COMPACTED], second.read_updates()
         below = newest({offset: value for offset, value in first.updates.items() if offset < cut})
         for key, update in below.items():
@@ -752,14 +765,14 @@ class World:
                 raise Violation(f"{when}, {site.name} has {found.get(place)} at {place}, where it had stored {value}")
         updates = site.read_updates()
         for key, update in newest(site.updates).items():
-            # A later one may be stored without an acknowledgement.
+            # A later update may be stored without an acknowledgement.
             if updates.get(key, (-1, ""))[0] < update[0]:
                 raise Violation(f"{when}, {site.name} has {updates.get(key)} of {key}, and had stored {update}")
 
 
 async def _committed_by_group(client: Any, _names: Any) -> dict[str, dict[TopicPartition, int]]:
     site: Site = client._site
-    await client._world.pass_line(site)
+    await client._world.cross_link(site)
     return {GROUP: dict(site.store.groups)}
 
 
@@ -804,7 +817,7 @@ def simulate_mirror(seed: int, *, tracing: bool = False) -> Outcome:
         try:
             world.loop.run_until_complete(world.run())
             if world.failed:
-                raise Violation(f"a part of a site failed: {world.failed[0]!r}")
+                raise Violation(f"a component of a site failed: {world.failed[0]!r}")
         except Exception as error:
             outcome.failure = f"{type(error).__name__}: {error}"
             world.trace.record("world", outcome.failure)
@@ -813,5 +826,5 @@ def simulate_mirror(seed: int, *, tracing: bool = False) -> Outcome:
         outcome.virtual_s = world.trace.elapsed_s
         outcome.batches = world.batches
         outcome.trace = world.trace.lines() if tracing or outcome.failure else []
-        world.loop.dismantle()
+        world.loop.shut_down()
     return outcome

@@ -1,9 +1,9 @@
-"""Plans under faults, from seeds: four nodes, and an operator who drains, replicates, balances and cancels meanwhile.
+"""Plans under faults, from a seed: four nodes, and an operator who drains, replicates, balances and cancels.
 
-The world is that of `simulation/world.py`, with one node more than partitions have replicas, so that they can move. All
-its rules hold at every step of a move, and a move is under way until every replica that it added has been in sync:
-until then it is throttled, can be cancelled, and its plan waits for it. In the end, plans have ended, and a drained
-node leads nothing and has no replica that another node could take.
+The cluster is that of `simulation/world.py`, with one node more than partitions have replicas, so that they can move.
+All its rules hold at every step of a move, and a move is in progress until every replica that it added has been in
+sync: until then it is throttled, can be cancelled, and its plan waits for it. At the end, plans have ended, and a
+drained node leads nothing and has no replica that another node could have.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from millstream.core.ids import NodeId
 from millstream_testing.simulation.committed import Violation
 from millstream_testing.simulation.network import LinkDown
 from millstream_testing.simulation.plan import Plan as Shape
-from millstream_testing.simulation.world import FINISH_S, NotWell, Outcome, World, run_world
+from millstream_testing.simulation.world import FINISH_S, NotRecovered, Outcome, World, run_world
 
 NODES: Final = 4
 ROUNDS: Final = (4, 10)
-ASK_S: Final = 40.0
+REQUEST_S: Final = 40.0
 WAIT_S: Final = 30.0
 
 
@@ -56,34 +56,34 @@ class PlanWorld(World):
         self._caught_up: dict[PartitionKey, set[NodeId]] = {}
         """The replicas of each partition that have been in sync since they were added."""
 
-    async def break_and_heal(self) -> None:
-        """Run faults while the operator works, then let everything complete."""
+    async def run_faults(self) -> None:
+        """Run faults while the operator works, then wait for everything to complete."""
         operating = asyncio.ensure_future(self._operate())
-        await super().break_and_heal()
+        await super().run_faults()
         await operating
         await self.until("the plan has ended", self._unfinished, FINISH_S)
-        await self.until("drained nodes are empty", self._undrained, FINISH_S)
+        await self.until("drained nodes are empty", self._not_drained, FINISH_S)
 
     # -- the operator -----------------------------------------------------------------------------------------
 
     async def _operate(self) -> None:
-        chance = self.plan.chance("operator")
-        for _ in range(chance.randint(*ROUNDS)):
-            await asyncio.sleep(chance.uniform(0.0, 2.0))
-            node = NodeId(chance.randint(1, NODES))
-            kind = chance.choice(("drain", "drain", "remove", "balance", "replicate", "undrain"))
+        rng = self.plan.rng("operator")
+        for _ in range(rng.randint(*ROUNDS)):
+            await asyncio.sleep(rng.uniform(0.0, 2.0))
+            node = NodeId(rng.randint(1, NODES))
+            kind = rng.choice(("drain", "drain", "remove", "balance", "replicate", "undrain"))
             if kind == "undrain":
                 await self._undrain(node)
                 continue
-            plan_id = await self._apply(kind, node, replicas=chance.randint(2, NODES))
+            plan_id = await self._apply(kind, node, replicas=rng.randint(2, NODES))
             if plan_id is None:
                 continue
-            if chance.random() < 0.5:
-                await asyncio.sleep(chance.expovariate(20.0))
-                cancelled = await self._ask("cancel", partial(_cancel, plan_id=plan_id))
+            if rng.random() < 0.5:
+                await asyncio.sleep(rng.expovariate(20.0))
+                cancelled = await self._send_to_any("cancel", partial(_cancel, plan_id=plan_id))
                 if cancelled is not None and cancelled.drains is not None:
                     self._drained.discard(cancelled.drains)
-            with suppress(NotWell):
+            with suppress(NotRecovered):
                 await self.until("the plan has ended", self._unfinished, WAIT_S)
 
     async def _apply(self, kind: str, node: NodeId, *, replicas: int) -> str | None:
@@ -96,10 +96,10 @@ class PlanWorld(World):
         except MillstreamError as error:
             self.record("operator", f"no plan to {kind} {node}: {error}")
             return None
-        proposed = await self._ask(f"propose to {kind} {node}", partial(_propose, plan=computed))
+        proposed = await self._send_to_any(f"propose to {kind} {node}", partial(_propose, plan=computed))
         if proposed is None:
             return None
-        applied = await self._ask("apply", lambda plans: plans.apply(proposed.plan_id))
+        applied = await self._send_to_any("apply", lambda plans: plans.apply(proposed.plan_id))
         if applied is None:
             return None
         if applied.drains is not None:
@@ -111,14 +111,14 @@ class PlanWorld(World):
             await plans.undrain(node)
             return plans.current
 
-        if await self._ask(f"undrain {node}", undrain) is not None:
+        if await self._send_to_any(f"undrain {node}", undrain) is not None:
             self._drained.discard(node)
 
-    async def _ask(self, what: str, work: Callable[[Plans], Awaitable[PlanHeader | None]]) -> PlanHeader | None:
-        """Ask any node; None if it refused or did not respond, in which case it may have been done."""
-        node = self._steering.choice(self.nodes)
+    async def _send_to_any(self, what: str, work: Callable[[Plans], Awaitable[PlanHeader | None]]) -> PlanHeader | None:
+        """Send a request to any node; return None if it refused or did not respond (then it may have been executed)."""
+        node = self._control_rng.choice(self.nodes)
         try:
-            response = await self.network.call(node.name, lambda: node.plan(work), timeout_s=ASK_S)
+            response = await self.network.call(node.name, lambda: node.plan(work), timeout_s=REQUEST_S)
         except (MillstreamError, LinkDown) as error:
             self.record("operator", f"{what}: {error}")
             # The store decides what is drained.
@@ -128,7 +128,7 @@ class PlanWorld(World):
         return response
 
     def _load(self) -> ClusterLoad:
-        """Return what an operator sees: it may be out of date when the plan is applied."""
+        """Return the load as an operator sees it; it may be out of date when the plan is applied."""
         nodes = {
             one.node_id: NodeLoad(node_id=one.node_id, is_live=one.is_running, is_drained=one.node_id in self._drained)
             for one in self.nodes
@@ -170,7 +170,7 @@ class PlanWorld(World):
         moving = self.service.read(keys.REASSIGNMENTS).entries
         return f"{list(moving)} are moving" if moving else None
 
-    def _undrained(self) -> str | None:
+    def _not_drained(self) -> str | None:
         drained = self._drained_by_store()
         for key, state in self.rules.states.items():
             if state.leader in drained and any(node not in drained for node in state.in_sync):

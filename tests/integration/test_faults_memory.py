@@ -160,12 +160,12 @@ def test_floods_of_tiny_requests(server: Server, topic: str) -> None:
 
 @pytest.mark.usefixtures("bounded")
 def test_random_bytes(server: Server, topic: str) -> None:
-    chance = random.Random(7)
+    rng = random.Random(7)
     with ExitStack() as stack:
         for _ in range(200):
             peer = stack.enter_context(connect(server))
-            start = struct.pack(">i", chance.choice((-1, 0, 2**31 - 1, -(2**31), 100_000, 1_000_000)))
-            send_what_is_taken(peer, start + chance.randbytes(chance.randrange(100_000)))
+            start = struct.pack(">i", rng.choice((-1, 0, 2**31 - 1, -(2**31), 100_000, 1_000_000)))
+            send_what_is_taken(peer, start + rng.randbytes(rng.randrange(100_000)))
         still_works(server, topic)
 
 

@@ -316,13 +316,13 @@ def director(tmp_path: Path) -> Iterator[Director]:
 
 
 def test_every_message_is_routed_by_exactly_one_set_of_rules(director: Director) -> None:
-    chance = random.Random(5)
+    rng = random.Random(5)
     director.create()
     director.settle()
     for phase in range(PHASES):
         what = KILLS[phase // 2 % len(KILLS)] if phase % 2 else ""
-        director.load.give(chance.randint(1, 20))
-        changes = chance.randint(1, 3)
+        director.load.give(rng.randint(1, 20))
+        changes = rng.randint(1, 3)
         for number in range(changes):
             director.change()
             if what and number == changes // 2:

@@ -8,7 +8,7 @@ from millstream.core.ids import NO_PRODUCER_ID
 from millstream.protocol.records.batch import BatchHeader, Buffer, iterate_headers
 
 _SENT_FROM = 16
-"""A batch is as its producer sent it from here on; offset and epoch come from the leader."""
+"""The bytes from here on are those of the producer; offset and epoch come from the leader."""
 
 
 class Violation(Exception):
@@ -36,7 +36,7 @@ class Committed:
     def check(self, records: Buffer, whose: str, *, may_extend: bool) -> int:
         """Compare stored batches with the committed ones; batches after the end become committed if that is allowed.
 
-        Returns the offset behind the last batch.
+        Returns the offset after the last batch.
         """
         end = 0
         for header in iterate_headers(records):

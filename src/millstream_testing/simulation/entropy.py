@@ -11,7 +11,7 @@ from unittest import mock
 
 @contextmanager
 def seeded_entropy(seed: int) -> Iterator[None]:
-    """Let `uuid`, `secrets` and the module `random` draw from a seed; everything is as before afterwards."""
+    """Make `uuid`, `secrets` and the module `random` use a seed, and restore them afterwards."""
     source = random.Random(seed)
     state = random.getstate()
     random.seed(seed)

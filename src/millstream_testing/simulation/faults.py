@@ -28,7 +28,7 @@ Fault = Callable[[float], Awaitable[None]]
 
 
 class Machine(Protocol):
-    """A node as the faults treat it."""
+    """A node, as the faults see it."""
 
     name: str
     is_running: bool
@@ -58,7 +58,7 @@ class Machine(Protocol):
         """Let the next sync of a segment fail."""
 
 
-class Scene(Protocol):
+class FaultTarget(Protocol):
     """What the faults are applied to."""
 
     network: Network
@@ -71,7 +71,7 @@ class Scene(Protocol):
         """Whether a machine may lose its memory now without losing acknowledged data on all nodes."""
 
     def leading(self) -> Machine | None:
-        """Return a node that leads something, if any does."""
+        """Return a node that leads a partition, if any."""
 
     async def change_min_in_sync(self, minimum: int) -> None:
         """Set the number of replicas of a topic that must be in sync."""
@@ -80,15 +80,15 @@ class Scene(Protocol):
         """Stop the coordination store from responding."""
 
     def resume_store(self) -> None:
-        """Let it continue, with the requests that have arrived meanwhile."""
+        """Resume it, with the requests that have arrived meanwhile."""
 
 
 class Faults:
     """Draws faults and applies them."""
 
-    def __init__(self, scene: Scene, chance: Random, kinds: Sequence[str]) -> None:
-        self._scene = scene
-        self._chance = chance
+    def __init__(self, target: FaultTarget, rng: Random, kinds: Sequence[str]) -> None:
+        self._target = target
+        self._rng = rng
         known: dict[str, Fault] = {
             "kill": self._kill,
             CRASH: self._crash,
@@ -109,23 +109,23 @@ class Faults:
         self._kinds = kinds
 
     async def run(self) -> None:
-        """Apply faults, some at the same time, and wait until all are over."""
-        self._scene.record("faults", "kinds: " + ", ".join(self._kinds))
+        """Inject faults, some concurrently, and wait until all have ended."""
+        self._target.record("faults", "kinds: " + ", ".join(self._kinds))
         async with asyncio.TaskGroup() as happening:
-            for _ in range(self._chance.randint(FAULTS_MIN, FAULTS_MAX)):
-                await asyncio.sleep(self._chance.expovariate(1 / BETWEEN_S))
-                happening.create_task(self._run_one(self._chance.choice(self._faults)))
+            for _ in range(self._rng.randint(FAULTS_MIN, FAULTS_MAX)):
+                await asyncio.sleep(self._rng.expovariate(1 / BETWEEN_S))
+                happening.create_task(self._run_one(self._rng.choice(self._faults)))
 
     async def _run_one(self, fault: Fault) -> None:
-        await fault(SHORT_S * (LONG_S / SHORT_S) ** self._chance.random())
+        await fault(SHORT_S * (LONG_S / SHORT_S) ** self._rng.random())
 
     def _record(self, event: str) -> None:
-        self._scene.record("faults", event)
+        self._target.record("faults", event)
 
     def _machine(self) -> Machine:
-        """Return any node, but more often one that leads: most faults matter there."""
-        drawn = self._chance.choice(self._scene.machines)
-        return (self._scene.leading() or drawn) if self._chance.random() < LEADER_CHANCE else drawn
+        """Return a random node, usually a leader, where most faults matter."""
+        drawn = self._rng.choice(self._target.machines)
+        return (self._target.leading() or drawn) if self._rng.random() < LEADER_CHANCE else drawn
 
     # -- nodes ------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Faults:
 
     async def _crash(self, duration_s: float) -> None:
         machine = self._machine()
-        if not machine.is_running or not self._scene.may_crash(machine):
+        if not machine.is_running or not self._target.may_crash(machine):
             return
         self._record(f"crash {machine.name} for {duration_s:.2f} s")
         machine.crash()
@@ -154,16 +154,16 @@ class Faults:
         await self._start_later(machine, duration_s)
 
     async def _start_later(self, machine: Machine, duration_s: float) -> None:
-        """Start a node again, which sometimes dies while it starts."""
+        """Restart a node, which sometimes dies during startup."""
         await asyncio.sleep(duration_s)
         for _ in range(STARTS_MAX):
             if machine.is_running:
                 return
             self._record(f"start {machine.name}")
             machine.start()
-            if self._chance.random() > DIES_AGAIN_CHANCE:
+            if self._rng.random() > DIES_AGAIN_CHANCE:
                 return
-            await asyncio.sleep(self._chance.expovariate(1 / DIES_AFTER_S))
+            await asyncio.sleep(self._rng.expovariate(1 / DIES_AFTER_S))
             self._record(f"kill {machine.name} again")
             machine.kill()
         machine.start()
@@ -180,7 +180,7 @@ class Faults:
 
     async def _clock(self, _duration_s: float) -> None:
         machine = self._machine()
-        step_ms = self._chance.randint(-CLOCK_STEP_MAX_MS, CLOCK_STEP_MAX_MS // 2)
+        step_ms = self._rng.randint(-CLOCK_STEP_MAX_MS, CLOCK_STEP_MAX_MS // 2)
         self._record(f"the clock of {machine.name} goes {step_ms} ms")
         machine.step_clock(step_ms)
 
@@ -190,32 +190,32 @@ class Faults:
         machine.fail_disk()
 
     async def _settings(self, _duration_s: float) -> None:
-        minimum = self._chance.randint(1, 3)
+        minimum = self._rng.randint(1, 3)
         self._record(f"min.insync.replicas becomes {minimum}")
-        await self._scene.change_min_in_sync(minimum)
+        await self._target.change_min_in_sync(minimum)
 
     # -- links ------------------------------------------------------------------------------------------------
 
     async def _cut(self, duration_s: float) -> None:
-        one, other = self._chance.sample(self._scene.machines, 2)
+        one, other = self._rng.sample(self._target.machines, 2)
         await self._without(duration_s, [(one.name, other.name), (other.name, one.name)])
 
     async def _cut_one_way(self, duration_s: float) -> None:
-        one, other = self._chance.sample(self._scene.machines, 2)
+        one, other = self._rng.sample(self._target.machines, 2)
         await self._without(duration_s, [(one.name, other.name)])
 
     async def _isolate(self, duration_s: float) -> None:
         alone = self._machine().name
-        others = [STORE, *(machine.name for machine in self._scene.machines if machine.name != alone)]
+        others = [STORE, *(machine.name for machine in self._target.machines if machine.name != alone)]
         await self._without(duration_s, [pair for other in others for pair in ((alone, other), (other, alone))])
 
     async def _cut_from_store(self, duration_s: float) -> None:
         name = self._machine().name
         links = [[(name, STORE), (STORE, name)], [(name, STORE)], [(STORE, name)]]
-        await self._without(duration_s, self._chance.choice(links))
+        await self._without(duration_s, self._rng.choice(links))
 
     async def _without(self, duration_s: float, links: list[tuple[str, str]]) -> None:
-        network = self._scene.network
+        network = self._target.network
         self._record(f"cut {', '.join(f'{source} to {target}' for source, target in links)} for {duration_s:.2f} s")
         for link in links:
             network.cut(*link)
@@ -225,22 +225,22 @@ class Faults:
             network.heal(*link)
 
     async def _loss(self, duration_s: float) -> None:
-        network = self._scene.network
-        network.loss_chance = self._chance.choice((0.02, 0.1, 0.3))
+        network = self._target.network
+        network.loss_chance = self._rng.choice((0.02, 0.1, 0.3))
         self._record(f"lose {network.loss_chance:.0%} of everything for {duration_s:.2f} s")
         await asyncio.sleep(duration_s)
         network.loss_chance = 0.0
 
     async def _lateness(self, duration_s: float) -> None:
-        network = self._scene.network
-        network.late_chance = self._chance.choice((0.02, 0.1, 0.3))
+        network = self._target.network
+        network.late_chance = self._rng.choice((0.02, 0.1, 0.3))
         self._record(f"{network.late_chance:.0%} of everything comes late for {duration_s:.2f} s")
         await asyncio.sleep(duration_s)
         network.late_chance = 0.0
 
     async def _store_away(self, duration_s: float) -> None:
         self._record(f"the store does not respond for {duration_s:.2f} s")
-        self._scene.pause_store()
+        self._target.pause_store()
         await asyncio.sleep(duration_s)
         self._record("the store is back")
-        self._scene.resume_store()
+        self._target.resume_store()

@@ -1,7 +1,7 @@
 """A deterministic event loop: virtual time, no sockets, no threads, and an order that a seed decides.
 
-Time stands still while anything can run and then jumps to the next timer. Work for a thread is done inline after a
-drawn delay, in order for each executor. Within a process, callbacks run in the order of `call_soon`, as asyncio
+Time stands still while anything can run, and then advances to the next timer. Work for a thread runs inline after a
+random delay, in order for each executor. Within a process, callbacks run in the order of `call_soon`, as asyncio
 guarantees; the seed decides which process runs next, and which of two simultaneous timers fires first.
 """
 
@@ -28,7 +28,7 @@ THREAD_DELAY_MAX_S = 0.004
 THREAD_SLOW_CHANCE = 0.02
 THREAD_SLOW_MAX_S = 0.5
 _START_S = 1000.0
-_DISMANTLE_STEPS_MAX = 20_000
+_SHUTDOWN_STEPS_MAX = 20_000
 
 
 class Deadlock(Exception):
@@ -42,16 +42,16 @@ class Runaway(Exception):
 class SimulatedLoop(asyncio.BaseEventLoop):
     """The event loop of a simulation. `world` is the process of everything that is not simulated itself."""
 
-    def __init__(self, chance: Random, *, steps_max: int = STEPS_MAX) -> None:
+    def __init__(self, rng: Random, *, steps_max: int = STEPS_MAX) -> None:
         super().__init__()
         self.world = Process("world", 0)
         self.steps = 0
         self.after_step: Callable[[Process], None] | None = None
         """Called after every callback, outside of it, with the process that ran: what it raises ends the run."""
-        self.complaints: list[dict[str, Any]] = []
+        self.unhandled_errors: list[dict[str, Any]] = []
         """Errors of tasks and callbacks that were not awaited."""
-        self._chance = chance
-        self._draw = chance.random
+        self._rng = rng
+        self._draw = rng.random
         self._steps_max = steps_max
         self._steps_here = 0
         self._now = _START_S
@@ -60,7 +60,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._timer_number = 0
         self._task_number = 0
         self._processes: list[Process] = [self.world]
-        self._dismantling = False
+        self._shutting_down = False
         self._executor_free: dict[int, tuple[Executor, float]] = {}
 
     # -- the asyncio interface --------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """Call a little later, when the loop would notice the result of a thread."""
+        """Call a little later, as when the loop notices the result of a thread."""
         return self.call_at(self._now + self._thread_delay_s(), callback, *args, context=context)
 
     def call_later(  # type: ignore[override]
@@ -116,14 +116,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._task_number += 1
         task: asyncio.Task[T] = _NumberedTask(self._task_number, coro, loop=self, name=name, context=context)
         context.get(PROCESS, self.world).keep(task)
-        if self._dismantling:
+        if self._shutting_down:
             task.cancel()
         return task
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Do the work inline after a delay, and report the outcome after another."""
+        """Run the function inline after a delay, and report its result after another delay."""
         future: asyncio.Future[T] = self.create_future()
         begin = self._now + self._thread_delay_s()
         if executor is not None:
@@ -137,7 +137,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Record an error that was not awaited."""
-        self.complaints.append(context)
+        self.unhandled_errors.append(context)
 
     def _thread_delay_s(self) -> float:
         if self._draw() < THREAD_SLOW_CHANCE:
@@ -181,7 +181,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self._join(process)
 
     def _join(self, process: Process) -> None:
-        # By number, so that the order in which they became ready does not decide what the seed should decide.
+        # By number, so that the seed alone decides the order.
         if process not in self._runnable:
             insort(self._runnable, process, key=_number_of)
 
@@ -243,10 +243,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             if not handle.cancelled():
                 self._enqueue(process, handle)
 
-    def dismantle(self) -> None:
-        """Cancel what is left in any process, dead ones included, and close the loop."""
+    def shut_down(self) -> None:
+        """Cancel all tasks, including those of dead processes, and close the loop."""
         self.after_step = None
-        self._steps_max = self.steps + _DISMANTLE_STEPS_MAX * 2
+        self._steps_max = self.steps + _SHUTDOWN_STEPS_MAX * 2
         with _Running(self):
             for process in self._processes:
                 process.alive, process.paused = True, False
@@ -255,9 +255,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 for task in process.pending_tasks():
                     task.cancel()
             # Cancelled tasks may start new ones, which must not be left behind.
-            self._dismantling = True
+            self._shutting_down = True
             self._drain()
-            self._dismantling = False
+            self._shutting_down = False
             for process in self._processes:
                 for generator in process.generators:
                     self.create_task(_close(generator))
@@ -267,7 +267,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _drain(self) -> None:
         """Run what is ready, without advancing the time."""
-        for _ in range(_DISMANTLE_STEPS_MAX):
+        for _ in range(_SHUTDOWN_STEPS_MAX):
             if not self._runnable:
                 return
             self._steps_here = 0
@@ -275,7 +275,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
 
 class _NumberedTask(asyncio.Task[T]):
-    """A task whose place in a set does not depend on its address in memory: asyncio keeps tasks in sets."""
+    """A task whose hash does not depend on its memory address, since asyncio keeps tasks in sets."""
 
     def __init__(self, number: int, *args: Any, **kwargs: Any) -> None:
         self._number = number

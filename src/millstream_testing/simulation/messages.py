@@ -1,4 +1,4 @@
-"""Small batches for simulated producers: built without compiled code, so that a run starts at once."""
+"""Small batches for simulated producers, built without compiled code so that a simulation starts quickly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Links between the processes of a simulation: delays, lost requests and responses, cuts in one or both directions.
 
-A call is a request that may arrive late or never, work that may go on after the caller gave up, and a response that
-may be lost after the work was done. Only messages are shared: both sides copy what they send.
+A call is a request that may arrive late or never, work that may continue after the caller has timed out, and a response
+that may be lost. Only messages are shared: both sides copy what they send.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class LinkDown(Exception):
 
 
 class NotListening(LinkDown):
-    """The call was certainly not carried out: nothing listens there."""
+    """The call was certainly not executed: nothing listens there."""
 
 
 class Network:
     """Every link of a simulation, by the names of its ends."""
 
-    def __init__(self, loop: SimulatedLoop, chance: Random) -> None:
+    def __init__(self, loop: SimulatedLoop, rng: Random) -> None:
         self.endpoints: dict[str, Process] = {}
         """The process that listens under each name now."""
         self.loss_chance = 0.0
         self.late_chance = 0.0
         self.late_max_s = 4.0
         self._loop = loop
-        self._chance = chance
+        self._rng = rng
         self._cut: set[tuple[str, str]] = set()
         self._open: dict[Process, dict[asyncio.Future[Any], None]] = {}
-        self._hearing: list[asyncio.Future[None]] = []
+        self._waiting_listeners: list[asyncio.Future[None]] = []
 
     def cut(self, source: str, target: str) -> None:
         """Drop everything that one end sends to the other."""
@@ -74,7 +74,7 @@ class Network:
 
     def delay_s(self) -> float:
         """Return the delay in one direction."""
-        draw = self._chance.random
+        draw = self._rng.random
         if self.late_chance and draw() < self.late_chance:
             return draw() * self.late_max_s
         if draw() < SLOW_CHANCE:
@@ -97,18 +97,18 @@ class Network:
             timer.cancel()
 
     async def changes_from(self, source: str) -> None:
-        """Wait until a message sent now by another end arrives; a cut only delays it, since it is sent again."""
+        """Wait until a message sent now by another end arrives; a cut only delays it."""
         here = current_process().name
         await asyncio.sleep(self.delay_s())
         while (source, here) in self._cut or (here, source) in self._cut:
             healed: asyncio.Future[None] = self._loop.create_future()
-            self._hearing.append(healed)
+            self._waiting_listeners.append(healed)
             await healed
             await asyncio.sleep(self.delay_s())
 
     def _wake_listeners(self) -> None:
-        hearing, self._hearing = self._hearing, []
-        for healed in hearing:
+        waiting, self._waiting_listeners = self._waiting_listeners, []
+        for healed in waiting:
             _settle(healed, None)
 
     def _carry(self, arrive: Callable[..., None], *arguments: Any) -> None:
@@ -117,7 +117,7 @@ class Network:
 
     def _is_lost(self, source: str, target: str) -> bool:
         return (source, target) in self._cut or (
-            self.loss_chance > 0 and source != target and self._chance.random() < self.loss_chance
+            self.loss_chance > 0 and source != target and self._rng.random() < self.loss_chance
         )
 
     def _arrive(

@@ -46,7 +46,7 @@ STOP_S = 20.0
 T = TypeVar("T")
 
 
-class Around(Protocol):
+class NodeEnvironment(Protocol):
     """The environment of a node."""
 
     plan: Plan
@@ -62,19 +62,19 @@ class Around(Protocol):
     def record(self, source: str, event: str) -> None:
         """Add a line to the trace."""
 
-    def runs_now(self, node: SimulatedNode, process: Process) -> None:
-        """Called when a node runs in a new process."""
+    def process_started(self, node: SimulatedNode, process: Process) -> None:
+        """Called when a node has started a new process."""
 
     def fail(self, error: BaseException) -> None:
-        """Called when something happened that must not."""
+        """Called when an error must end the simulation."""
 
 
-class Run:
-    """One process of a node, from its start to its end: what the broker builds, without its sockets."""
+class NodeProcess:
+    """One process of a node: what the broker builds, without its sockets."""
 
     def __init__(self, node: SimulatedNode, process: Process) -> None:
-        around = node.around
-        chance = Random(f"{around.plan.seed} {node.name} {node.starts}")
+        environment = node.environment
+        rng = Random(f"{environment.plan.seed} {node.name} {node.starts}")
         self._node = node
         self._process = process
         config = node.config
@@ -89,13 +89,13 @@ class Run:
             ClusterDependencies(
                 config=config,
                 clock=node.clock,
-                random=chance,
+                random=rng,
                 files=node.files,
                 data=str(FOLDER),
                 log_store=self.log_store,
-                coordination=SimulatedStore(around.service, node.clock, around.network),
-                declarations=around.declarations,
-                links=lambda _find: SimulatedLinks(_server_of(around), around.network),
+                coordination=SimulatedStore(environment.service, node.clock, environment.network),
+                declarations=environment.declarations,
+                links=lambda _find: SimulatedLinks(_server_of(environment), environment.network),
                 boot_id=f"boot {node.boots}",
                 supervise=self._supervise,
             )
@@ -104,12 +104,12 @@ class Run:
             self.cluster.topics,
             Budget(2**20),
             bytes_max=FETCH_BYTES,
-            new_id=lambda: chance.randrange(1, 2**31),
+            new_id=lambda: rng.randrange(1, 2**31),
             may_follow=self.cluster.topics.may_follow,
         )
 
     async def start(self) -> None:
-        """Start the parts as the broker does."""
+        """Start the components as the broker does."""
         self._supervise("log store", self.log_store.run())
         await self.cluster.open()
         await self.serve()
@@ -118,7 +118,7 @@ class Run:
         )
 
     async def stop(self) -> None:
-        """Stop the parts as the broker does."""
+        """Stop the components as the broker does."""
         await self.cluster.leave()
         self.follower_fetch.stop()
         await self.close_served()
@@ -127,7 +127,7 @@ class Run:
         await self.log_store.close()
 
     async def serve(self) -> None:
-        """Start what clients need beyond producing and fetching: nothing here."""
+        """Start what clients need beyond Produce and Fetch, if anything."""
 
     async def close_served(self) -> None:
         """Stop what `serve` has started."""
@@ -139,24 +139,24 @@ class Run:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._node.part_failed(task.get_name(), error)
+            self._node.component_failed(task.get_name(), error)
 
 
 class SimulatedNode:
     """A node and its machine."""
 
-    def __init__(self, node_id: NodeId, around: Around) -> None:
+    def __init__(self, node_id: NodeId, environment: NodeEnvironment) -> None:
         self.node_id = node_id
         self.name = node_name(node_id)
-        self.around = around
-        self.clock = SimulatedClock(around.loop)
-        self.files = MemoryFiles(around.plan.chance(self.name).getrandbits(32))
-        self.config = around.plan.config(node_id)
+        self.environment = environment
+        self.clock = SimulatedClock(environment.loop)
+        self.files = MemoryFiles(environment.plan.rng(self.name).getrandbits(32))
+        self.config = environment.plan.config(node_id)
         self.starts = 0
         self.boots = 0
         self.suspect = False
         self.is_running = False
-        self._run: Run | None = None
+        self._node_process: NodeProcess | None = None
         self._process: Process | None = None
         self._replicas: dict[PartitionKey, Partition] = {}
         self._carried: list[Partition] = []
@@ -169,32 +169,32 @@ class SimulatedNode:
             return
         self.starts += 1
         self.is_running = True
-        self._run = None
-        process = self._process = self.around.loop.start_process(self.name)
-        self.around.runs_now(self, process)
-        starting = self.around.loop.spawn(process, self._start(process), name=f"{self.name} start")
+        self._node_process = None
+        process = self._process = self.environment.loop.start_process(self.name)
+        self.environment.process_started(self, process)
+        starting = self.environment.loop.spawn(process, self._start(process), name=f"{self.name} start")
         starting.add_done_callback(self._started)
 
     async def _start(self, process: Process) -> None:
-        run = self._run = self.make_run(process)
+        run = self._node_process = self.make_process(process)
         await run.start()
 
-    def make_run(self, process: Process) -> Run:
-        return Run(self, process)
+    def make_process(self, process: Process) -> NodeProcess:
+        return NodeProcess(self, process)
 
     def _started(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.part_failed("start", error)
+            self.component_failed("start", error)
 
-    def part_failed(self, name: str, error: BaseException) -> None:
-        """Report that a part that should run forever has ended."""
-        self.around.record(self.name, f"{name} failed: {error!r}")
+    def component_failed(self, name: str, error: BaseException) -> None:
+        """Report that a background component has failed."""
+        self.environment.record(self.name, f"{name} failed: {error!r}")
         if isinstance(error, NodeIdTaken):
-            # The previous process's registration outlasts the wait of the node; its supervisor starts it again.
+            # The registration of the previous process has outlived the node's timeout; its supervisor restarts it.
             self.kill()
-            self.around.loop.call_later(1.0, self.start, context=self.around.loop.world.context)
+            self.environment.loop.call_later(1.0, self.start, context=self.environment.loop.world.context)
         else:
-            self.around.fail(error)
+            self.environment.fail(error)
 
     def kill(self) -> None:
         """Kill the process."""
@@ -210,34 +210,34 @@ class SimulatedNode:
 
     async def stop(self) -> None:
         """Stop cleanly; kill it if that takes too long."""
-        run, process = self._run, self._process
+        run, process = self._node_process, self._process
         if run is None or process is None or not self.is_running or process.paused:
             self.kill()
             return
-        stopping = self.around.loop.spawn(process, run.stop(), name=f"{self.name} stop")
+        stopping = self.environment.loop.spawn(process, run.stop(), name=f"{self.name} stop")
         await asyncio.wait([stopping], timeout=STOP_S)
         if self._process is not process or not process.alive:
             return
         if stopping.done() and (error := stopping.exception()) is not None:
-            self.part_failed("stop", error)
-        self.around.record(self.name, "stopped" if stopping.done() else "killed, since it did not stop")
+            self.component_failed("stop", error)
+        self.environment.record(self.name, "stopped" if stopping.done() else "killed, since it did not stop")
         self.kill()
 
     def pause(self) -> None:
         """Pause the process."""
         if self._process is not None:
-            self.around.loop.pause(self._process)
+            self.environment.loop.pause(self._process)
 
     def resume(self) -> None:
         if self._process is not None:
-            self.around.loop.resume(self._process)
+            self.environment.loop.resume(self._process)
 
     def step_clock(self, milliseconds: int) -> None:
         """Set the wall clock."""
         self.clock.jump_ms(milliseconds)
 
     def fail_disk(self) -> None:
-        """Fail the next sync of a segment; a failure while the log is opened would keep it closed."""
+        """Fail the next sync of a segment, but not while the log is opened, which would keep it closed."""
         if self.is_running:
             self.files.fail_next_syncs(".log")
 
@@ -245,26 +245,26 @@ class SimulatedNode:
         process = self._process
         if not self.is_running or process is None:
             return False
-        self.around.rules.stopping(self)
+        self.environment.rules.stopping(self)
         self.is_running = False
-        self.around.loop.kill(process)
-        self.around.network.disconnect(process)
+        self.environment.loop.kill(process)
+        self.environment.network.disconnect(process)
         return True
 
     # -- requests ---------------------------------------------------------------------------------------------
 
     def replicas(self) -> Mapping[PartitionKey, Partition]:
-        """Return its partitions; while it does not run, the last ones. The mapping is replaced when they change."""
-        if self._run is not None and self.is_running:
-            hosted = list(self._run.cluster.topics.hosted())
+        """Return its partitions, or the last ones while it is down. The mapping is replaced when they change."""
+        if self._node_process is not None and self.is_running:
+            hosted = list(self._node_process.cluster.topics.hosted())
             if hosted != self._carried:
                 self._carried = hosted
                 now = {(partition.topic.topic_id, partition.index): partition for partition in hosted}
                 self._replicas = {**self._replicas, **now}
         return self._replicas
 
-    def look_if_admitted(self, entries: Mapping[str, Entry]) -> None:
-        """Whether a machine that crashed was admitted again by the controller."""
+    def update_admission(self, entries: Mapping[str, Entry]) -> None:
+        """Clear `suspect` when the controller has admitted a crashed machine again."""
         if not self.suspect or not self.is_running:
             return
         admitted, registered = entries.get(keys.admitted_key(self.node_id)), entries.get(keys.node_key(self.node_id))
@@ -275,10 +275,10 @@ class SimulatedNode:
             self.suspect = False
 
     def server(self) -> FollowerFetch:
-        """Return what responds to followers."""
-        if self._run is None:
+        """Return the handler of follower fetches."""
+        if self._node_process is None:
             raise BrokerUnreachable(f"{self.name} starts")
-        return self._run.follower_fetch
+        return self._node_process.follower_fetch
 
     async def produce(self, key: PartitionKey, batch: bytes, acks: int) -> AppendedRange:
         """Append a batch, as a producer does."""
@@ -295,30 +295,30 @@ class SimulatedNode:
 
     async def change_setting(self, topic_id: UUID, name: str, value: str) -> None:
         """Change a setting of a topic, as an administrator does."""
-        if self._run is None:
+        if self._node_process is None:
             raise UnknownTopic(f"{self.name} starts")
-        topics = self._run.cluster.topics
+        topics = self._node_process.cluster.topics
         topic = topics.by_id(topic_id)
         if topic is not None:
             await topics.alter(topic.name, {name: value}, timeout_s=PRODUCE_TIMEOUT_S)
 
     async def plan(self, work: Callable[[Plans], Awaitable[T]]) -> T:
-        """Work on the plans of the cluster, as an operator does."""
-        if self._run is None:
+        """Run an operation on the cluster's plans, as an operator does."""
+        if self._node_process is None:
             raise BrokerUnreachable(f"{self.name} starts")
-        return await work(self._run.cluster.plans)
+        return await work(self._node_process.cluster.plans)
 
     async def leader_of(self, key: PartitionKey) -> NodeId | None:
-        """Return who leads a partition, as far as this node knows."""
-        run = self._run
+        """Return the leader of a partition according to this node."""
+        run = self._node_process
         versioned = None if run is None else run.cluster.view.states.get(key)
         return versioned.state.leader if versioned is not None and versioned.state.has_leader else None
 
     def _partition(self, key: PartitionKey) -> Partition:
-        if self._run is None:
+        if self._node_process is None:
             raise UnknownTopic(f"{self.name} starts")
-        return self._run.cluster.topics.partition_by_id(*key)
+        return self._node_process.cluster.topics.partition_by_id(*key)
 
 
-def _server_of(around: Around) -> Callable[[NodeId], FollowerFetch]:
-    return lambda node_id: around.node(node_id).server()
+def _server_of(environment: NodeEnvironment) -> Callable[[NodeId], FollowerFetch]:
+    return lambda node_id: environment.node(node_id).server()

@@ -1,4 +1,4 @@
-"""What a seed decides before anything runs: the size of the cluster, its topics, its clients."""
+"""What a seed determines before the simulation starts: the size of the cluster, its topics and its clients."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class Plan:
     @classmethod
     def draw(cls, seed: int, faults: Sequence[str] = ()) -> Plan:
         """Draw everything from the seed, except the kinds of faults if they are named."""
-        chance = Random(f"{seed} plan")
-        drawn = chance.sample(KINDS, chance.randint(KINDS_MIN, KINDS_MAX))
+        rng = Random(f"{seed} plan")
+        drawn = rng.sample(KINDS, rng.randint(KINDS_MIN, KINDS_MAX))
         faults = tuple(faults or drawn)
         return cls(
             seed=seed,
             nodes=NODES,
-            topics=tuple(_draw_topic(chance, number, faults) for number in range(chance.choice((1, 1, 2)))),
-            producer_acks=chance.choice(((-1,), (-1, -1), (-1, 1))),
-            produce_pause_s=chance.choice((0.1, 0.4, 1.0)),
+            topics=tuple(_draw_topic(rng, number, faults) for number in range(rng.choice((1, 1, 2)))),
+            producer_acks=rng.choice(((-1,), (-1, -1), (-1, 1))),
+            produce_pause_s=rng.choice((0.1, 0.4, 1.0)),
             fetch_pause_s=0.5,
             faults=faults,
         )
@@ -79,20 +79,20 @@ class Plan:
             replica_lag_ms=REPLICA_LAG_MS,
         )
 
-    def chance(self, purpose: str) -> Random:
-        """Return separate random numbers for each part, so that one that draws more does not change the others."""
+    def rng(self, purpose: str) -> Random:
+        """Return a separate random generator for each component, so that they do not influence each other."""
         return Random(f"{self.seed} {purpose}")
 
 
-def _draw_topic(chance: Random, number: int, faults: Sequence[str]) -> Topic:
-    minimum = chance.choice((2, 2, 2, 1))
+def _draw_topic(rng: Random, number: int, faults: Sequence[str]) -> Topic:
+    minimum = rng.choice((2, 2, 2, 1))
     return Topic(
         name=f"topic-{number}",
-        topic_id=UUID(int=chance.getrandbits(128)),
-        partitions=chance.choice((1, 1, 2)),
+        topic_id=UUID(int=rng.getrandbits(128)),
+        partitions=rng.choice((1, 1, 2)),
         replication=NODES,
         overrides={
-            "flush": chance.choice((FLUSH_OS, FLUSH_OS, FLUSH_ALWAYS)),
+            "flush": rng.choice((FLUSH_OS, FLUSH_OS, FLUSH_ALWAYS)),
             "message.timestamp.after.max.ms": str(10**12),
             # A crash may lose the memory of one node, so records that only that node has are not guaranteed.
             "min.insync.replicas": str(max(2, minimum) if CRASH in faults else minimum),

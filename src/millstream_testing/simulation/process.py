@@ -39,7 +39,7 @@ class Process:
         return self.alive and not self.paused
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold a reference to a task: without one, its `finally` would run after the process died."""
+        """Keep a reference to a task, so that its `finally` does not run after the process has died."""
         tasks = self._tasks
         tasks.append(task)
         if len(tasks) > self._tasks_max:

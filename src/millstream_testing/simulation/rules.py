@@ -1,12 +1,12 @@
-"""The safety invariants, checked after every step of a simulation. They see everything and trust no node.
+"""The safety invariants, checked after every step of a simulation. They see the whole state and trust no node.
 
 - A batch below the high watermark of any replica is committed: all replicas that reach so far have the same bytes.
 - A new leader has everything that is committed.
 - A replica that the store counts as in sync or eligible has everything that is committed; a machine that crashed is
-  left out until the controller has let it in again.
+  exempt until the controller has admitted it again.
 - An epoch has one leader, and epochs never go back.
 - What was acknowledged with `acks=all` is committed at the acknowledged offset; the batches of an idempotent producer
-  are committed in order, none twice and none left out. What a consumer read is committed.
+  are committed in order, without duplicates or gaps. What a consumer read is committed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from millstream_testing.simulation.committed import Committed, Violation
 _READ_BYTES = 1024 * 1024
 
 
-class Holder(Protocol):
+class ObservedNode(Protocol):
     """The properties of a node that the rules check."""
 
     node_id: NodeId
@@ -36,7 +36,7 @@ class Holder(Protocol):
     is_running: bool
 
     def replicas(self) -> Mapping[PartitionKey, Partition]:
-        """Its partitions; of a node that is down, the last ones. The mapping is replaced when they change."""
+        """Return its partitions, or the last ones while it is down. The mapping is replaced when they change."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Seen:
     """Below this offset, its committed data was verified."""
     generation: int = -1
     is_down: bool = False
-    """The node was killed, so that nothing can be read any more; what it had written still exists."""
+    """Whether the node was killed: nothing can be read, but what it had written still exists."""
 
 
 class Rules:
@@ -61,20 +61,20 @@ class Rules:
         self.committed: dict[PartitionKey, Committed] = {}
         self.states: dict[PartitionKey, PartitionState] = {}
         self._record = record
-        self._nodes: dict[NodeId, Holder] = {}
+        self._nodes: dict[NodeId, ObservedNode] = {}
         self._seen: dict[tuple[NodeId, PartitionKey], _Seen] = {}
         self._listed: dict[NodeId, tuple[Mapping[PartitionKey, Partition], list[tuple[PartitionKey, _Seen]]]] = {}
         self._leaders: dict[tuple[PartitionKey, int], NodeId] = {}
         self._revisions: dict[str, int] = {}
 
-    def watch(self, node: Holder) -> None:
-        """Check a node from now on."""
+    def watch(self, node: ObservedNode) -> None:
+        """Start checking a node."""
         self._nodes[node.node_id] = node
 
     # -- nodes ------------------------------------------------------------------------------------------------
 
-    def stepped(self, node: Holder) -> None:
-        """Check what changed on a node that ran."""
+    def check_after_step(self, node: ObservedNode) -> None:
+        """Check what changed on a node in a step."""
         for key, seen in self._watched(node):
             partition = seen.partition
             if (
@@ -83,9 +83,9 @@ class Rules:
                 or partition.is_leader != seen.is_leader
                 or partition.log.generation != seen.generation
             ):
-                self._look(node, key, seen)
+                self._check_replica(node, key, seen)
 
-    def _watched(self, node: Holder) -> list[tuple[PartitionKey, _Seen]]:
+    def _watched(self, node: ObservedNode) -> list[tuple[PartitionKey, _Seen]]:
         """Return what was seen of a node's replicas, recomputed only when they change."""
         replicas = node.replicas()
         known = self._listed.get(node.node_id)
@@ -98,7 +98,7 @@ class Rules:
             self._listed[node.node_id] = known
         return known[1]
 
-    def _look(self, node: Holder, key: PartitionKey, seen: _Seen) -> None:
+    def _check_replica(self, node: ObservedNode, key: PartitionKey, seen: _Seen) -> None:
         partition, committed = seen.partition, self.of(key)
         whose = f"node {node.node_id}"
         if partition.log.generation != seen.generation:
@@ -111,7 +111,7 @@ class Rules:
         seen.epoch, seen.is_leader = partition.leader_epoch, partition.is_leader
         if began:
             self._record(whose, f"leads {committed.name} in epoch {partition.leader_epoch} from {_span(partition)}")
-            self._began(node, key, seen)
+            self._check_epoch_start(node, key, seen)
         if partition.high_watermark > seen.high_watermark:
             before = committed.end
             self._verify(seen, committed, partition.high_watermark, whose)
@@ -120,15 +120,15 @@ class Rules:
                 self._check_members(key)
         seen.high_watermark = partition.high_watermark
 
-    def _began(self, node: Holder, key: PartitionKey, seen: _Seen) -> None:
+    def _check_epoch_start(self, node: ObservedNode, key: PartitionKey, seen: _Seen) -> None:
         epoch = seen.partition.leader_epoch
         committed = self.of(key)
         leader = self._leaders.setdefault((key, epoch), node.node_id)
         if leader != node.node_id:
             raise Violation(f"{committed.name}: nodes {leader} and {node.node_id} both lead in epoch {epoch}")
         if node.suspect:
-            raise Violation(f"{committed.name}: node {node.node_id} leads before it was let in after a crash")
-        # A node that learns late of an election may lack newer committed data; it cannot commit anything.
+            raise Violation(f"{committed.name}: node {node.node_id} leads before it was admitted after a crash")
+        # A node that learns of its election late may lack newer committed data; it cannot commit anything.
         if epoch == self.states[key].leader_epoch:
             self._require(seen, committed, f"node {node.node_id}, leader of epoch {epoch},")
 
@@ -154,7 +154,7 @@ class Rules:
                 raise Violation(f"{committed.name}: {whose} cannot read offset {seen.verified} of {up_to}")
             seen.verified = committed.check(records, whose, may_extend=up_to == seen.partition.high_watermark)
 
-    def stopping(self, node: Holder) -> None:
+    def stopping(self, node: ObservedNode) -> None:
         """Record the state of a node before it is killed, since nothing can be read afterwards."""
         for key in node.replicas():
             seen, state = self._seen.get((node.node_id, key)), self.states.get(key)
@@ -207,7 +207,7 @@ class Rules:
                     raise Violation(f"{committed.name}: node {member} is {kind} and has no replica")
                 self._require(seen, committed, f"node {member}, which is {kind},")
 
-    def has_everything(self, node: Holder, key: PartitionKey) -> bool:
+    def has_everything(self, node: ObservedNode, key: PartitionKey) -> bool:
         """Whether a node may be elected and has everything that is committed."""
         state, seen = self.states[key], self._seen.get((node.node_id, key))
         is_member = node.node_id in state.in_sync or node.node_id in state.eligible
@@ -225,7 +225,7 @@ class Rules:
 
     # -- in the end -------------------------------------------------------------------------------------------
 
-    def check_settled(self, nodes: Iterable[Holder]) -> str | None:
+    def replica_differences(self, nodes: Iterable[ObservedNode]) -> str | None:
         """Return what differs between the replicas after all faults; None if all are in sync and equal."""
         for key, state in self.states.items():
             committed = self.of(key)

@@ -1,7 +1,7 @@
 """The coordination store of a simulation: the embedded one behind a network that delays, loses and cuts.
 
-A request can be executed long after its caller gave up, and a response can be lost after the change was made; what a
-watch reports can come late. Leases run out in virtual time.
+A request can be executed long after its caller has timed out, a response can be lost after the change was made, and
+watch events can arrive late. Leases expire in virtual time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients of a simulation: producers that try until they succeed, and consumers that read what is committed."""
+"""Clients of a simulation: producers that retry until they succeed, and consumers of committed data."""
 
 from __future__ import annotations
 
@@ -37,25 +37,23 @@ class Server(Protocol):
         """Read committed batches."""
 
     async def leader_of(self, key: PartitionKey) -> NodeId | None:
-        """Return who leads a partition, as far as this node knows."""
+        """Return the leader of a partition according to this node."""
 
 
 class Client:
     """Finds the leader of a partition, and retries there."""
 
-    def __init__(
-        self, name: str, key: PartitionKey, servers: Sequence[Server], network: Network, chance: Random
-    ) -> None:
+    def __init__(self, name: str, key: PartitionKey, servers: Sequence[Server], network: Network, rng: Random) -> None:
         self.name = name
         self.key = key
         self._servers = {server.node_id: server for server in servers}
         self._network = network
-        self._chance = chance
+        self._rng = rng
         self._leader: Server | None = None
 
     async def _find_leader(self) -> Server:
         while self._leader is None:
-            asked = self._chance.choice(list(self._servers.values()))
+            asked = self._rng.choice(list(self._servers.values()))
             try:
                 leader = await self._network.call(
                     asked.name, partial(asked.leader_of, self.key), timeout_s=CALL_TIMEOUT_S
@@ -70,7 +68,7 @@ class Client:
 
     async def _pause(self) -> None:
         self._leader = None
-        await asyncio.sleep(self._chance.uniform(0.2, 1.0) * PAUSE_S)
+        await asyncio.sleep(self._rng.uniform(0.2, 1.0) * PAUSE_S)
 
 
 class Producer(Client):
@@ -82,7 +80,7 @@ class Producer(Client):
         key: PartitionKey,
         servers: Sequence[Server],
         network: Network,
-        chance: Random,
+        rng: Random,
         *,
         clock: Clock,
         rules: Rules,
@@ -90,7 +88,7 @@ class Producer(Client):
         acks: int,
         record: Callable[[str, str], None],
     ) -> None:
-        super().__init__(name, key, servers, network, chance)
+        super().__init__(name, key, servers, network, rng)
         self.sent = 0
         self._clock = clock
         self._rules = rules
@@ -101,17 +99,17 @@ class Producer(Client):
         self._stopping = False
 
     def stop(self) -> None:
-        """Begin no other batch."""
+        """Stop after the current batch."""
         self._stopping = True
 
     async def run(self, pause_s: float) -> None:
         """Send until stopped."""
         while not self._stopping:
             await self._send(self._next_batch())
-            await asyncio.sleep(self._chance.expovariate(1 / pause_s))
+            await asyncio.sleep(self._rng.expovariate(1 / pause_s))
 
     def _next_batch(self) -> bytes:
-        count = self._chance.randint(1, RECORDS_MAX)
+        count = self._rng.randint(1, RECORDS_MAX)
         values = [f"{self._producer_id}:{self._sequence + at}".encode() for at in range(count)]
         idempotent = self._producer_id >= 0
         batch = make_batch(
@@ -151,12 +149,12 @@ class Consumer(Client):
         key: PartitionKey,
         servers: Sequence[Server],
         network: Network,
-        chance: Random,
+        rng: Random,
         *,
         rules: Rules,
         record: Callable[[str, str], None],
     ) -> None:
-        super().__init__(name, key, servers, network, chance)
+        super().__init__(name, key, servers, network, rng)
         self.position = 0
         self._rules = rules
         self._record = record
@@ -177,4 +175,4 @@ class Consumer(Client):
                 continue
             if records:
                 self.position = self._rules.consumed(self.key, records, self.name)
-            await asyncio.sleep(self._chance.expovariate(1 / pause_s))
+            await asyncio.sleep(self._rng.expovariate(1 / pause_s))

@@ -1,4 +1,4 @@
-"""A whole cluster in one seed: nodes, store, clients and faults; in the end everything has to be healthy again.
+"""A whole cluster from one seed: nodes, store, clients and faults; at the end everything must be healthy again.
 
 `simulate(seed)` runs one and returns the outcome. The same seed always runs the same way, so that a failure found among
 thousands can be examined step by step.
@@ -35,11 +35,11 @@ from millstream_testing.simulation.workload import Consumer, Producer
 START_S = 60.0
 SETTING_S = 5.0
 FINISH_S = 120.0
-LOOK_S = 0.25
+POLL_S = 0.25
 
 
-class NotWell(Exception):
-    """The cluster did not recover in time after all faults were over."""
+class NotRecovered(Exception):
+    """The cluster did not recover in time after all faults had ended."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ def run_world(seed: int, make: Callable[[], World], *, tracing: bool) -> Outcome
         outcome.batches = sum(map(len, world.rules.committed.values()))
         outcome.trace = world.trace.lines() if tracing or outcome.failure else []
         handler.world = None
-        world.loop.dismantle()
+        world.loop.shut_down()
         world.declarations.close()
     return outcome
 
@@ -93,9 +93,9 @@ class World:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.loop = SimulatedLoop(plan.chance("loop"))
+        self.loop = SimulatedLoop(plan.rng("loop"))
         self.trace = Trace(self.loop)
-        self.network = Network(self.loop, plan.chance("network"))
+        self.network = Network(self.loop, plan.rng("network"))
         self.rules = Rules(self.trace.record)
         clock = SimulatedClock(self.loop)
         self.service = ObservedService(clock, on_changed=self._store_changed)
@@ -106,14 +106,14 @@ class World:
         self.machines: Sequence[Machine] = self.nodes
         self._node_of: dict[Process, SimulatedNode] = {}
         self._clients_clock = clock
-        self._steering = plan.chance("steering")
+        self._control_rng = plan.rng("steering")
         self._failure: Exception | None = None
-        self.loop.after_step = self._stepped
+        self.loop.after_step = self._after_step
 
     def make_node(self, node_id: NodeId) -> SimulatedNode:
         return SimulatedNode(node_id, self)
 
-    # -- the interface of the parts ----------------------------------------------------------------------------
+    # -- the interface of the components -----------------------------------------------------------------------
 
     def record(self, source: str, event: str) -> None:
         """Add a line to the trace."""
@@ -122,17 +122,17 @@ class World:
     def node(self, node_id: NodeId) -> SimulatedNode:
         return self.nodes[node_id - 1]
 
-    def runs_now(self, node: SimulatedNode, process: Process) -> None:
+    def process_started(self, node: SimulatedNode, process: Process) -> None:
         self._node_of[process] = node
         self.network.endpoints[node.name] = process
 
     def fail(self, error: BaseException) -> None:
-        """End the run: something happened that must not."""
+        """End the simulation with an error."""
         if self._failure is None:
             self._failure = error if isinstance(error, Exception) else Violation(repr(error))
 
     def may_crash(self, machine: Machine) -> bool:
-        """Whether acknowledged data must survive a crash: it is synced, or no other memory was lost before."""
+        """Whether acknowledged data survives a crash: it is synced, or no other node has lost its memory."""
         others = [node for node in self.nodes if node is not machine]
         if all(topic.overrides["flush"] == FLUSH_ALWAYS for topic in self.plan.topics):
             return True
@@ -141,14 +141,14 @@ class World:
         )
 
     def leading(self) -> Machine | None:
-        """Return a node that leads something, if any does."""
+        """Return a node that leads a partition, if any."""
         leaders = sorted({state.leader for state in self.rules.states.values() if state.has_leader})
-        return self.node(self._steering.choice(leaders)) if leaders else None
+        return self.node(self._control_rng.choice(leaders)) if leaders else None
 
     async def change_min_in_sync(self, minimum: int) -> None:
         """Set the number of replicas of a topic that must be in sync, through any node."""
-        node = self._steering.choice(self.nodes)
-        topic_id = self._steering.choice(self.plan.topics).topic_id
+        node = self._control_rng.choice(self.nodes)
+        topic_id = self._control_rng.choice(self.plan.topics).topic_id
         minimum = max(2, minimum) if CRASH in self.plan.faults else minimum
         ask = partial(node.change_setting, topic_id, "min.insync.replicas", str(minimum))
         try:
@@ -164,7 +164,7 @@ class World:
         self.loop.resume(self.network.endpoints[STORE])
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run something in a process; if it fails, the run has failed."""
+        """Run a task in a process; its failure fails the simulation."""
         self.loop.spawn(process, work, name=name).add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -176,24 +176,24 @@ class World:
         try:
             entries = self.service.read("").entries
             for node in self.nodes:
-                node.look_if_admitted(entries)
+                node.update_admission(entries)
             self.rules.store_changed(entries.values())
         except Violation as violation:
             self.fail(violation)
 
-    def stepped(self, node: SimulatedNode) -> None:
-        """Check the rules after something ran on a node."""
-        self.rules.stepped(node)
+    def check_after_step(self, node: SimulatedNode) -> None:
+        """Check the rules after a step of a node."""
+        self.rules.check_after_step(node)
 
-    def _stepped(self, process: Process) -> None:
+    def _after_step(self, process: Process) -> None:
         node = self._node_of.get(process)
         if node is not None:
-            self.stepped(node)
+            self.check_after_step(node)
         if self._failure is not None:
             raise self._failure
-        if self.loop.complaints:
-            complaint = self.loop.complaints[0]
-            raise Violation(f"{complaint.get('message')}: {complaint.get('exception')!r}")
+        if self.loop.unhandled_errors:
+            unhandled = self.loop.unhandled_errors[0]
+            raise Violation(f"{unhandled.get('message')}: {unhandled.get('exception')!r}")
 
     # -- the run ----------------------------------------------------------------------------------------------
 
@@ -201,11 +201,11 @@ class World:
         """Start, work under faults, heal, and check everything."""
         await self.start()
         producers, consumers = self._start_clients()
-        await self.break_and_heal()
+        await self.run_faults()
         for producer, _ in producers:
             producer.stop()
         await self.until("the producers are done", lambda: _pending(producers), FINISH_S)
-        await self.until("the replicas are the same", self.unsettled, FINISH_S)
+        await self.until("the replicas are the same", self.replica_differences, FINISH_S)
         await self.until("the consumers are done", lambda: self._unread(consumers), FINISH_S)
         self.trace.record("world", f"well; {sum(producer.sent for producer, _ in producers)} batches sent")
 
@@ -216,11 +216,11 @@ class World:
             node.start()
         for topic in self.plan.topics:
             self.declarations.declare(topic)
-        await self.until("the topics are there", self.unsettled, START_S)
+        await self.until("the topics are there", self.replica_differences, START_S)
 
-    async def break_and_heal(self) -> None:
-        """Run all faults to their end."""
-        await Faults(self, self.plan.chance("faults"), self.plan.faults).run()
+    async def run_faults(self) -> None:
+        """Run all faults, and heal everything."""
+        await Faults(self, self.plan.rng("faults"), self.plan.faults).run()
         self._heal()
 
     def _start_clients(self) -> tuple[list[tuple[Producer, asyncio.Task[None]]], list[Consumer]]:
@@ -240,7 +240,7 @@ class World:
                 key,
                 self.nodes,
                 self.network,
-                self.plan.chance(f"consumer {number}"),
+                self.plan.rng(f"consumer {number}"),
                 rules=self.rules,
                 record=self.trace.record,
             )
@@ -254,7 +254,7 @@ class World:
             key,
             self.nodes,
             self.network,
-            self.plan.chance(f"producer {number}"),
+            self.plan.rng(f"producer {number}"),
             clock=self._clients_clock,
             rules=self.rules,
             producer_id=number if acks == -1 else -1,
@@ -271,19 +271,19 @@ class World:
             node.start()
 
     async def until(self, condition: str, pending: Callable[[], str | None], timeout_s: float) -> None:
-        """Wait until nothing is left; fail if that takes too long."""
+        """Wait until nothing is pending; raise `NotRecovered` after a timeout."""
         deadline = self.loop.time() + timeout_s
         while (left := pending()) is not None:
             if self.loop.time() > deadline:
-                raise NotWell(f"{condition}: not after {timeout_s:g} s: {left}")
-            await asyncio.sleep(LOOK_S)
+                raise NotRecovered(f"{condition}: not after {timeout_s:g} s: {left}")
+            await asyncio.sleep(POLL_S)
 
-    def unsettled(self) -> str | None:
+    def replica_differences(self) -> str | None:
         """Return how the replicas differ, if they do."""
         expected = sum(topic.partitions for topic in self.plan.topics)
         if len(self.rules.states) < expected:
             return f"{len(self.rules.states)} of {expected} partitions"
-        return self.rules.check_settled(self.nodes)
+        return self.rules.replica_differences(self.nodes)
 
     def _unread(self, consumers: list[Consumer]) -> str | None:
         for consumer in consumers:
@@ -298,7 +298,7 @@ def _pending(producers: list[tuple[Producer, asyncio.Task[None]]]) -> str | None
 
 
 class _LogHandler(logging.Handler):
-    """Adds what nodes log to the trace; errors that should never happen end the run."""
+    """Adds what nodes log to the trace; unexpected errors end the simulation."""
 
     def __init__(self, *, tracing: bool) -> None:
         super().__init__(logging.INFO if tracing else logging.ERROR)
@@ -310,18 +310,18 @@ class _LogHandler(logging.Handler):
         if world is None:
             return
         process = PROCESS.get(None)
-        given = {name: value for name, value in vars(record).items() if name not in _USUAL}
+        given = {name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES}
         world.trace.note(process.name if process else "world", f"{record.getMessage()} {given or ''}")
         if record.exc_info is not None and record.exc_info[1] is not None:
             world.fail(record.exc_info[1])
 
 
-_USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 @contextmanager
 def _logging(*, tracing: bool) -> Iterator[_LogHandler]:
-    """Capture the nodes' log lines; without a trace only errors, which is faster."""
+    """Capture the nodes' log lines; without tracing only errors, which is faster."""
     logger = logging.getLogger("millstream")
     before = logger.level, logger.propagate, list(logger.handlers)
     handler = _LogHandler(tracing=tracing)

@@ -1,7 +1,7 @@
 """A query that commits batches: a driver, and for each part of a batch one writer or several at once.
 
-Writers die, drivers restart and forget what they knew, batches are aborted by their driver, and sometimes a driver
-names a writer that is not done.
+Writers die, drivers restart and lose their state, batches are aborted by their driver, and sometimes a driver names a
+writer that has not finished.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import asyncio
 from millstream.broker.transactions.transaction import Member
 from millstream.core.errors import InvalidTransactionState, MillstreamError
 from millstream_testing.simulation.process import Process
-from millstream_testing.transaction_simulation.caller import Caller, GaveUp, Stage
+from millstream_testing.transaction_simulation.caller import Caller, ClientContext, RetriesExhausted
 from millstream_testing.transaction_simulation.model import Batch, ModelTransaction
-from millstream_testing.transaction_simulation.node import COORDINATOR, Where
-from millstream_testing.transaction_simulation.producer import ABORTABLE, FENCED, SECOND, Over, Writer
+from millstream_testing.transaction_simulation.node import COORDINATOR, RequestTarget
+from millstream_testing.transaction_simulation.producer import ABORTABLE, FENCED, SECOND, ProducerEnded, Writer
 
 PARTS = 2
 SPECULATION_CHANCE = 0.35
-FORGET_CHANCE, ABORT_CHANCE, HASTE_CHANCE, WAIT_CHANCE = 0.08, 0.08, 0.08, 0.1
+FORGET_CHANCE, ABORT_CHANCE, EARLY_COMMIT_CHANCE, WAIT_CHANCE = 0.08, 0.08, 0.08, 0.1
 KILL_CHANCE = 0.1
-LOOK_S = 0.2
-LOOKS_MAX = 150
+POLL_S = 0.2
+POLLS_MAX = 150
 BETWEEN_S = 2.0
 
 
 class Attempt(Writer):
     """One attempt to write one part of a batch."""
 
-    def __init__(self, stage: Stage, query: str, batch: int, part: int, number: int) -> None:
+    def __init__(self, context: ClientContext, query: str, batch: int, part: int, number: int) -> None:
         transactional_id = f"spark/{query}/{batch}/{part}/{number:x}"
-        super().__init__(transactional_id, stage, transactional_id, instance=0, version=SECOND)
+        super().__init__(transactional_id, context, transactional_id, instance=0, version=SECOND)
         self.query = query
         self.batch: Batch = (query, batch)
         self.part = part
@@ -46,35 +46,35 @@ class Attempt(Writer):
         """Write the part and prepare it, unless the batch is committed already."""
         try:
             if (
-                await self.ask(Where(COORDINATOR, self.query), lambda node: node.last_batch(self.query))
+                await self.send(RequestTarget(COORDINATOR, self.query), lambda node: node.last_batch(self.query))
                 >= self.batch[1]
             ):
-                self.stage.model.batch_acknowledged(self.batch)
+                self.context.model.batch_acknowledged(self.batch)
                 return
             await self.initialize()
             transaction = self.begin(self.batch)
-            self.stage.record(self.name, f"transaction {transaction.number}")
+            self.context.record(self.name, f"transaction {transaction.number}")
             await self.write_all(transaction)
             self.transaction = transaction
-            await self.ask(self.coordinator, lambda node: node.prepare(self.who))
+            await self.send(self.coordinator, lambda node: node.prepare(self.who))
             self.is_prepared = True
-        except (Over, *ABORTABLE, *FENCED) as error:
-            self.stage.record(self.name, f"is over: {error}")
+        except (ProducerEnded, *ABORTABLE, *FENCED) as error:
+            self.context.record(self.name, f"is over: {error}")
 
 
 class BatchDriver(Caller):
     """One query."""
 
-    def __init__(self, stage: Stage, query: str) -> None:
-        super().__init__(f"driver-{query}", stage)
+    def __init__(self, context: ClientContext, query: str) -> None:
+        super().__init__(f"driver-{query}", context)
         self.query = query
-        self._where = Where(COORDINATOR, query)
+        self._target = RequestTarget(COORDINATOR, query)
         self._attempts: list[tuple[Attempt, Process, asyncio.Task[None]]] = []
         self._number = 0
         self._stopping = False
 
     def stop(self) -> None:
-        """Begin no other batch."""
+        """Stop after the current batch."""
         self._stopping = True
 
     @property
@@ -88,55 +88,57 @@ class BatchDriver(Caller):
         return next((error for task in done if (error := task.exception()) is not None), None)
 
     async def run(self) -> None:
-        """Commit one batch after the other; abort what is left at the end."""
+        """Commit batches one after the other; abort the remaining one at the end."""
         number = 0
         while not self._stopping:
             number = await self._last_batch() + 1
             await self._run_batch((self.query, number))
-            await asyncio.sleep(self.chance.expovariate(1 / BETWEEN_S))
+            await asyncio.sleep(self.rng.expovariate(1 / BETWEEN_S))
         await asyncio.wait([task for _, process, task in self._attempts if process.alive])
         await self._abort_batch((self.query, await self._last_batch() + 1))
 
     async def _last_batch(self) -> int:
-        last = await self.ask(self._where, lambda node: node.last_batch(self.query))
+        last = await self.send(self._target, lambda node: node.last_batch(self.query))
         if last >= 0:
-            self.stage.model.batch_acknowledged((self.query, last))
+            self.context.model.batch_acknowledged((self.query, last))
         return last
 
     async def _run_batch(self, batch: Batch) -> None:
-        """Try to commit a batch once; the next lookup of the last batch shows what failed."""
-        self.stage.record(self.name, f"batch {batch[1]}")
+        """Try to commit a batch once; the next lookup of the last batch shows whether it succeeded."""
+        self.context.record(self.name, f"batch {batch[1]}")
         attempts = [self._start(batch, part) for part in range(PARTS)]
-        if self.chance.random() < SPECULATION_CHANCE:
-            attempts.append(self._start(batch, self.chance.randrange(PARTS)))
+        if self.rng.random() < SPECULATION_CHANCE:
+            attempts.append(self._start(batch, self.rng.randrange(PARTS)))
         chosen = await self._wait_for(batch, attempts)
-        if chosen is None or self.chance.random() < FORGET_CHANCE:
-            self.stage.record(self.name, "starts over")
+        if chosen is None or self.rng.random() < FORGET_CHANCE:
+            self.context.record(self.name, "starts over")
             return
-        if self.chance.random() < ABORT_CHANCE:
+        if self.rng.random() < ABORT_CHANCE:
             await self._abort_batch(batch)
             return
-        if self.chance.random() < WAIT_CHANCE:
-            # Longer than any transaction that is not prepared may take.
-            await asyncio.sleep(self.stage.plan.timeout_ms / 1000 * 1.5)
+        if self.rng.random() < WAIT_CHANCE:
+            # Longer than the timeout of any transaction that is not prepared.
+            await asyncio.sleep(self.context.plan.timeout_ms / 1000 * 1.5)
         await self._complete(batch, chosen)
 
     def _start(self, batch: Batch, part: int) -> Attempt:
         self._number += 1
-        attempt = Attempt(self.stage, self.query, batch[1], part, self._number)
-        process = self.stage.loop.start_process(attempt.name)
-        task = self.stage.loop.spawn(process, attempt.run(), name=attempt.name)
+        attempt = Attempt(self.context, self.query, batch[1], part, self._number)
+        process = self.context.loop.start_process(attempt.name)
+        task = self.context.loop.spawn(process, attempt.run(), name=attempt.name)
         self._attempts.append((attempt, process, task))
-        if self.chance.random() < KILL_CHANCE:
-            delay_s = self.chance.expovariate(1 / 0.1)
-            self.stage.loop.call_later(delay_s, self.stage.loop.kill, process, context=self.stage.loop.world.context)
+        if self.rng.random() < KILL_CHANCE:
+            delay_s = self.rng.expovariate(1 / 0.1)
+            self.context.loop.call_later(
+                delay_s, self.context.loop.kill, process, context=self.context.loop.world.context
+            )
         return attempt
 
     async def _wait_for(self, batch: Batch, attempts: list[Attempt]) -> list[Attempt] | None:
         """Wait until every part is prepared; start another attempt for a part whose attempts have ended."""
-        hasty = self.chance.random() < HASTE_CHANCE
-        for _ in range(LOOKS_MAX):
-            chosen = [_first(attempts, part, hasty=hasty) for part in range(PARTS)]
+        is_early = self.rng.random() < EARLY_COMMIT_CHANCE
+        for _ in range(POLLS_MAX):
+            chosen = [_first(attempts, part, is_early=is_early) for part in range(PARTS)]
             found = [one for one in chosen if one is not None]
             if len(found) == PARTS:
                 return found
@@ -144,40 +146,40 @@ class BatchDriver(Caller):
             for part, attempt in enumerate(chosen):
                 if attempt is None and all(one.name in over for one in attempts if one.part == part):
                     attempts.append(self._start(batch, part))
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return None
 
     async def _complete(self, batch: Batch, chosen: list[Attempt]) -> None:
         members = tuple(attempt.member for attempt in chosen)
         transaction = [attempt.transaction for attempt in chosen if attempt.transaction is not None]
         all_prepared = all(attempt.is_prepared for attempt in chosen)
-        model = self.stage.model
+        model = self.context.model
         model.complete_sent(batch, transaction)
-        self.stage.record(self.name, f"completes batch {batch[1]} with {[one.number for one in transaction]}")
+        self.context.record(self.name, f"completes batch {batch[1]} with {[one.number for one in transaction]}")
         try:
-            by_this = await self.ask(self._where, lambda node: node.complete_batch(self.query, batch[1], members))
+            by_this = await self.send(self._target, lambda node: node.complete_batch(self.query, batch[1], members))
         except MillstreamError as error:
-            self.stage.record(self.name, f"batch {batch[1]} failed: {error}")
+            self.context.record(self.name, f"batch {batch[1]} failed: {error}")
             model.complete_refused(batch, all_prepared=all_prepared, reason=str(error))
             return
         model.complete_acknowledged(batch, transaction, by_this=by_this)
-        self.stage.record(self.name, f"batch {batch[1]} is committed{'' if by_this else ', before'}")
+        self.context.record(self.name, f"batch {batch[1]} is committed{'' if by_this else ', before'}")
 
     async def _abort_batch(self, batch: Batch) -> None:
-        model = self.stage.model
+        model = self.context.model
         model.abort_sent(batch)
         begun_before = model.begun_so_far()
-        self.stage.record(self.name, f"aborts batch {batch[1]}")
+        self.context.record(self.name, f"aborts batch {batch[1]}")
         try:
-            await self.ask(self._where, lambda node: node.abort_batch(self.query, batch[1]))
-        except (GaveUp, InvalidTransactionState) as error:
-            self.stage.record(self.name, f"batch {batch[1]} was not aborted: {error}")
+            await self.send(self._target, lambda node: node.abort_batch(self.query, batch[1]))
+        except (RetriesExhausted, InvalidTransactionState) as error:
+            self.context.record(self.name, f"batch {batch[1]} was not aborted: {error}")
         else:
             model.abort_acknowledged(batch, begun_before)
 
 
-def _first(attempts: list[Attempt], part: int, *, hasty: bool) -> Attempt | None:
-    """Return an attempt that is prepared, or, in haste, one that has written everything."""
+def _first(attempts: list[Attempt], part: int, *, is_early: bool) -> Attempt | None:
+    """Return an attempt that is prepared or, if early, one that has only written everything."""
     mine = [attempt for attempt in attempts if attempt.part == part]
-    ready = [attempt for attempt in mine if attempt.is_prepared or (hasty and attempt.transaction is not None)]
+    ready = [attempt for attempt in mine if attempt.is_prepared or (is_early and attempt.transaction is not None)]
     return ready[0] if ready else None

@@ -26,7 +26,7 @@ from millstream.core.ids import NodeId
 from millstream_testing.simulation.loop import SimulatedLoop
 from millstream_testing.simulation.network import LinkDown, Network
 from millstream_testing.transaction_simulation.model import Model
-from millstream_testing.transaction_simulation.node import TransactionNode, Where
+from millstream_testing.transaction_simulation.node import RequestTarget, TransactionNode
 from millstream_testing.transaction_simulation.plan import TransactionPlan
 
 T = TypeVar("T")
@@ -34,11 +34,11 @@ T = TypeVar("T")
 Operation = Callable[[TransactionNode], Awaitable[T]]
 
 TIMEOUT_S = 3.0
-PATIENT_TIMEOUT_S = 15.0
-"""A client that must not send a request twice waits longer than any request takes."""
+LONG_TIMEOUT_S = 15.0
+"""The timeout of a client that must not retry: longer than any request takes."""
 PAUSE_S = 0.25
 
-AGAIN = (
+TRANSIENT_ERRORS = (
     LinkDown,
     BrokerUnreachable,
     CatalogUnavailable,
@@ -53,13 +53,13 @@ AGAIN = (
 """Transient errors, which a retry resolves."""
 
 
-class GaveUp(Exception):
-    """It was retried often enough; whether it was carried out is unknown."""
+class RetriesExhausted(Exception):
+    """The retries are exhausted; whether the request was executed is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What every client needs."""
+class ClientContext:
+    """The environment of every client."""
 
     plan: TransactionPlan
     loop: SimulatedLoop
@@ -71,51 +71,51 @@ class Stage:
 
 
 class Caller:
-    """One client. `may_be_late` says whether its requests may be carried out after it has given up, and twice."""
+    """One client. With `may_be_late`, its requests may be executed after it has timed out, and twice."""
 
-    def __init__(self, name: str, stage: Stage, *, may_be_late: bool = True) -> None:
+    def __init__(self, name: str, context: ClientContext, *, may_be_late: bool = True) -> None:
         self.name = name
-        self.stage = stage
-        self.chance: Random = stage.plan.chance(name)
+        self.context = context
+        self.rng: Random = context.plan.rng(name)
         self.sends = 0
         """The number of sent requests, including those that the network has duplicated."""
         self._may_be_late = may_be_late
-        self._known: dict[Where, TransactionNode] = {}
-        self._again: set[asyncio.Task[None]] = set()
+        self._known: dict[RequestTarget, TransactionNode] = {}
+        self._duplicates: set[asyncio.Task[None]] = set()
 
-    async def ask(self, where: Where, operation: Operation[T], *, tries: int | None = None) -> T:
+    async def send(self, target: RequestTarget, operation: Operation[T], *, attempts_max: int | None = None) -> T:
         """Retry until the response is final."""
-        tried = 0
+        attempts = 0
         while True:
             try:
-                return await self._ask_once(await self._find(where), operation)
-            except AGAIN as error:
-                self.stage.record(self.name, f"{where.kind}: {type(error).__name__}: {error}")
-                self._known.pop(where, None)
-            tried += 1
-            if tried == tries:
-                raise GaveUp(f"{where.kind} {where.name}")
+                return await self._send_once(await self._find(target), operation)
+            except TRANSIENT_ERRORS as error:
+                self.context.record(self.name, f"{target.kind}: {type(error).__name__}: {error}")
+                self._known.pop(target, None)
+            attempts += 1
+            if attempts == attempts_max:
+                raise RetriesExhausted(f"{target.kind} {target.name}")
             await self.pause()
 
     async def pause(self) -> None:
         """Wait a moment."""
-        await asyncio.sleep(self.chance.uniform(0.2, 1.0) * PAUSE_S)
+        await asyncio.sleep(self.rng.uniform(0.2, 1.0) * PAUSE_S)
 
-    async def _find(self, where: Where) -> TransactionNode:
-        nodes = self.stage.nodes
-        while where not in self._known:
-            asked = self.chance.choice(nodes)
+    async def _find(self, target: RequestTarget) -> TransactionNode:
+        nodes = self.context.nodes
+        while target not in self._known:
+            asked = self.rng.choice(nodes)
             try:
-                found = await self.stage.network.call(asked.name, partial(asked.find, where), timeout_s=TIMEOUT_S)
+                found = await self.context.network.call(asked.name, partial(asked.find, target), timeout_s=TIMEOUT_S)
             except (MillstreamError, LinkDown):
                 found = None
             if found is not None:
-                self._known[where] = nodes[NodeId(found - 1)]
+                self._known[target] = nodes[NodeId(found - 1)]
                 break
             await self.pause()
-        return self._known[where]
+        return self._known[target]
 
-    async def _ask_once(self, node: TransactionNode, operation: Operation[T]) -> T:
+    async def _send_once(self, node: TransactionNode, operation: Operation[T]) -> T:
         given_up = False
 
         async def serve() -> T:
@@ -123,22 +123,22 @@ class Caller:
                 raise LinkDown("the connection was closed before")
             return await operation(node)
 
-        network = self.stage.network
+        network = self.context.network
         self.sends += 1
-        if self._may_be_late and self.chance.random() < self.stage.plan.duplicate_chance:
+        if self._may_be_late and self.rng.random() < self.context.plan.duplicate_chance:
             self.sends += 1
-            task = asyncio.get_running_loop().create_task(self._ask_again(node, operation))
-            self._again.add(task)
-            task.add_done_callback(self._again.discard)
+            task = asyncio.get_running_loop().create_task(self._send_again(node, operation))
+            self._duplicates.add(task)
+            task.add_done_callback(self._duplicates.discard)
         try:
-            timeout_s = TIMEOUT_S if self._may_be_late else PATIENT_TIMEOUT_S
+            timeout_s = TIMEOUT_S if self._may_be_late else LONG_TIMEOUT_S
             return await network.call(node.name, serve, timeout_s=timeout_s)
         finally:
             given_up = True
 
-    async def _ask_again(self, node: TransactionNode, operation: Operation[T]) -> None:
-        await asyncio.sleep(self.chance.expovariate(1 / 0.5))
+    async def _send_again(self, node: TransactionNode, operation: Operation[T]) -> None:
+        await asyncio.sleep(self.rng.expovariate(1 / 0.5))
         try:
-            await self.stage.network.call(node.name, lambda: operation(node), timeout_s=TIMEOUT_S)
+            await self.context.network.call(node.name, lambda: operation(node), timeout_s=TIMEOUT_S)
         except (LinkDown, MillstreamError):
             return

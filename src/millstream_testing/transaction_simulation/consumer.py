@@ -10,31 +10,31 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.records.control import read_marker
 from millstream.protocol.records.record import decode_batch
-from millstream_testing.transaction_simulation.caller import Caller, Stage
-from millstream_testing.transaction_simulation.node import GROUP, LEADER, TransactionNode, Where
+from millstream_testing.transaction_simulation.caller import Caller, ClientContext
+from millstream_testing.transaction_simulation.node import GROUP, LEADER, RequestTarget, TransactionNode
 from millstream_testing.transaction_simulation.visible import Visible
 
 
 class CommittedConsumer(Caller):
     """Reads one partition from its beginning, and skips aborted records, as clients do."""
 
-    def __init__(self, stage: Stage, visible: Visible) -> None:
+    def __init__(self, context: ClientContext, visible: Visible) -> None:
         partition = visible.partition
-        super().__init__(f"reader-{partition.partition}", stage)
+        super().__init__(f"reader-{partition.partition}", context)
         self.position = 0
         self._visible = visible
-        self._where = Where(LEADER, partition.topic, partition.partition)
+        self._target = RequestTarget(LEADER, partition.topic, partition.partition)
 
     async def run(self) -> None:
         """Read forever."""
         while True:
-            read = await self.ask(self._where, self._read)
+            read = await self.send(self._target, self._read)
             if read.records:
                 self._take(read)
-            await asyncio.sleep(self.chance.expovariate(1 / self.stage.plan.fetch_pause_s))
+            await asyncio.sleep(self.rng.expovariate(1 / self.context.plan.fetch_pause_s))
 
     async def _read(self, node: TransactionNode) -> CommittedRead:
-        return await node.read_committed(self._where, self.position)
+        return await node.read_committed(self._target, self.position)
 
     def _take(self, read: CommittedRead) -> None:
         values, next_offset = delivered(read, self.position)
@@ -66,26 +66,28 @@ def delivered(read: CommittedRead, position: int) -> tuple[dict[int, str], int]:
 class OffsetReader(Caller):
     """Reads the offset that a transactional id commits for its group."""
 
-    def __init__(self, stage: Stage, transactional_id: str) -> None:
-        super().__init__(f"offsets-{transactional_id}", stage)
+    def __init__(self, context: ClientContext, transactional_id: str) -> None:
+        super().__init__(f"offsets-{transactional_id}", context)
         self._id = transactional_id
         self._seen = -1
-        self._partition: TopicPartition = stage.plan.data[0]
+        self._partition: TopicPartition = context.plan.data[0]
 
     async def run(self) -> None:
         """Check forever."""
         while True:
             await self.look()
-            await asyncio.sleep(self.chance.expovariate(1 / (2 * self.stage.plan.fetch_pause_s)))
+            await asyncio.sleep(self.rng.expovariate(1 / (2 * self.context.plan.fetch_pause_s)))
 
     async def look(self) -> int:
         """Read the offset, and check it."""
         group = self._id
         try:
-            offset = await self.ask(Where(GROUP, group), lambda node: node.committed_offset(group, self._partition))
+            offset = await self.send(
+                RequestTarget(GROUP, group), lambda node: node.committed_offset(group, self._partition)
+            )
         except MillstreamError as error:
-            self.stage.record(self.name, f"{type(error).__name__}: {error}")
+            self.context.record(self.name, f"{type(error).__name__}: {error}")
             return self._seen
-        self.stage.model.offset_seen(self._id, self._seen, offset)
+        self.context.model.offset_seen(self._id, self._seen, offset)
         self._seen = offset
         return offset

@@ -27,7 +27,7 @@ class Decisions:
     def __contains__(self, decision: Decision) -> bool:
         return decision in self._made
 
-    def take(self, batch: bytes) -> None:
+    def add(self, batch: bytes) -> None:
         """Add the next committed batch."""
         for record in decode_batch(batch, read_header(batch)):
             key = read_key(record.key or b"")

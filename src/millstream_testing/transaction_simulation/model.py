@@ -1,8 +1,9 @@
 """The acknowledged operations of clients, and the possible outcomes of every transaction. The model trusts no broker.
 
 A transaction is identified by the number in its records. Nothing becomes visible whose commit was never sent; what was
-acknowledged as committed is visible as a whole, what was acknowledged as aborted not at all, and everything else is
-one of both on every partition. Of the attempts at a batch exactly those become visible that one CompleteBatch named.
+acknowledged as committed is completely visible, what was acknowledged as aborted is not visible at all, and everything
+else has the same outcome on every partition. Of the attempts at a batch, exactly those that one CompleteBatch named
+become visible.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class ModelTransaction:
     commit_sent: bool = False
     committed: bool = False
     """Whether that was acknowledged to its client."""
-    doomed: str | None = None
-    """Why it must never become visible."""
+    abort_reason: str | None = None
+    """Why it must never become visible, if known."""
     outcomes: dict[TopicPartition, bool] = field(default_factory=dict)
     """By partition: the outcome according to its marker."""
     visible: dict[str, int] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class _ModelBatch:
     completes: list[frozenset[int]] = field(default_factory=list)
     """The members of every CompleteBatch that was sent."""
     winner: frozenset[int] | None = None
-    is_over: bool = False
+    is_committed: bool = False
     """Whether a client got its commit acknowledged."""
     abort_sent: bool = False
     attempts: list[ModelTransaction] = field(default_factory=list)
@@ -74,24 +75,24 @@ class Model:
         return len(self.transactions)
 
     def initialized(self, transactional_id: str, instance: int, begun_before: int) -> None:
-        """Record that a producer got the id: everything that others had open when it asked is over."""
+        """Record that a producer was initialized: open transactions of earlier producers must not commit."""
         for transaction in self._of_id.get(transactional_id, ()):
             if transaction.instance != instance and transaction.number < begun_before and not transaction.commit_sent:
-                self.doom(transaction, "a newer producer was initialized")
+                self.mark_aborted(transaction, "a newer producer was initialized")
 
     def commit_acknowledged(self, transaction: ModelTransaction) -> None:
         """Record an acknowledged commit."""
-        if transaction.doomed is not None:
+        if transaction.abort_reason is not None:
             raise Violation(
-                f"transaction {transaction.number} was acknowledged as committed, although {transaction.doomed}"
+                f"transaction {transaction.number} was acknowledged as committed, although {transaction.abort_reason}"
             )
         if False in transaction.outcomes.values():
             raise Violation(f"transaction {transaction.number} was acknowledged as committed, but is aborted")
         transaction.committed = True
 
-    def doom(self, transaction: ModelTransaction, reason: str) -> None:
+    def mark_aborted(self, transaction: ModelTransaction, reason: str) -> None:
         """Record that a transaction can never become visible."""
-        transaction.doomed = transaction.doomed or reason
+        transaction.abort_reason = transaction.abort_reason or reason
         if transaction.committed or True in transaction.outcomes.values():
             raise Violation(f"transaction {transaction.number} is committed, although {reason}")
 
@@ -114,13 +115,13 @@ class Model:
             of_batch.winner = named
             for transaction in of_batch.attempts:
                 if transaction.number not in named:
-                    self.doom(transaction, f"batch {batch} was committed without it")
+                    self.mark_aborted(transaction, f"batch {batch} was committed without it")
         self.batch_acknowledged(batch)
 
     def batch_acknowledged(self, batch: Batch) -> None:
         """Record that a batch was reported as committed."""
         of_batch = self._of(batch)
-        of_batch.is_over = True
+        of_batch.is_committed = True
         if not of_batch.completes:
             raise Violation(f"batch {batch} is reported as committed, but no driver asked for that")
 
@@ -132,12 +133,12 @@ class Model:
         """Record that all attempts that had started when the driver asked are aborted."""
         for transaction in self._of(batch).attempts:
             if transaction.number < begun_before and not transaction.commit_sent:
-                self.doom(transaction, f"batch {batch} was aborted")
+                self.mark_aborted(transaction, f"batch {batch} was aborted")
 
     def complete_refused(self, batch: Batch, *, all_prepared: bool, reason: str) -> None:
         """Record a refused batch commit; only its driver may have ended what was prepared."""
         of_batch = self._of(batch)
-        if of_batch.is_over:
+        if of_batch.is_committed:
             raise Violation(f"batch {batch} is committed, but committing it again failed: {reason}")
         if all_prepared and not of_batch.abort_sent and len(of_batch.completes) == 1:
             raise Violation(f"batch {batch} was refused, although all of its members were prepared: {reason}")
@@ -169,9 +170,9 @@ class Model:
     def _check_may_commit(self, transaction: ModelTransaction, partition: TopicPartition) -> None:
         if not transaction.commit_sent:
             raise Violation(f"{partition}: transaction {transaction.number} is committed, but no client asked for that")
-        if transaction.doomed is not None:
+        if transaction.abort_reason is not None:
             raise Violation(
-                f"{partition}: transaction {transaction.number} is committed, although {transaction.doomed}"
+                f"{partition}: transaction {transaction.number} is committed, although {transaction.abort_reason}"
             )
 
     def offset_seen(self, transactional_id: str, before: int, offset: int) -> None:
@@ -184,7 +185,7 @@ class Model:
         if (
             transaction.transactional_id != transactional_id
             or not transaction.commit_sent
-            or transaction.doomed is not None
+            or transaction.abort_reason is not None
         ):
             raise Violation(f"the offset of {transactional_id} comes from {transaction}")
 
@@ -207,7 +208,7 @@ class Model:
         visible = frozenset(transaction.number for transaction in of_batch.attempts if transaction.visible)
         if of_batch.winner is not None and visible != of_batch.winner:
             raise Violation(f"batch {batch} was committed as {sorted(of_batch.winner)}, visible is {sorted(visible)}")
-        if visible not in of_batch.completes and (visible or of_batch.is_over):
+        if visible not in of_batch.completes and (visible or of_batch.is_committed):
             raise Violation(f"batch {batch}: visible is {sorted(visible)}, asked for was {of_batch.completes}")
 
     def offset_of(self, transactional_id: str) -> int:

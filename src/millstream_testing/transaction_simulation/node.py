@@ -36,7 +36,7 @@ from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
 from millstream.protocol.messages.codec import RequestHeader, is_flexible
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.produce import PRODUCE_KEY, Produced, read_produced, write_produce
-from millstream_testing.simulation.node import PRODUCE_TIMEOUT_S, Run, SimulatedNode
+from millstream_testing.simulation.node import PRODUCE_TIMEOUT_S, NodeProcess, SimulatedNode
 from millstream_testing.simulation.process import Process
 from millstream_testing.transaction_simulation.peers import OrderedRoutes, SimulatedPeers
 from millstream_testing.transaction_simulation.plan import TransactionPlan
@@ -49,7 +49,7 @@ _CLIENT = ClientInfo(connection_id=0, host="simulated")
 LEADER, COORDINATOR, GROUP = "leader", "coordinator", "group"
 
 
-class Where(NamedTuple):
+class RequestTarget(NamedTuple):
     """The receiver of a request: the leader of a partition, or the coordinator of a transaction or of a group."""
 
     kind: str
@@ -58,23 +58,23 @@ class Where(NamedTuple):
     """Of the partition."""
 
 
-class TransactionRun(Run):
+class TransactionNodeProcess(NodeProcess):
     """One process of a node with transactions, assembled as in `TransactionService`."""
 
     def __init__(self, node: TransactionNode, process: Process) -> None:
         super().__init__(node, process)
-        around = node.around
-        plan = cast("TransactionPlan", around.plan)
-        chance = Random(f"{plan.seed} {node.name} {node.starts} transactions")
+        environment = node.environment
+        plan = cast("TransactionPlan", environment.plan)
+        rng = Random(f"{plan.seed} {node.name} {node.starts} transactions")
         topics, clock = self.cluster.topics, node.clock
         self.groups = GroupCoordinator(topics, node.config, clock)
-        self.coordinator = TransactionCoordinator(topics, node.config, clock, ProducerIds(around.declarations))
+        self.coordinator = TransactionCoordinator(topics, node.config, clock, ProducerIds(environment.declarations))
         latest_epoch = self.coordinator.latest_epoch
         markers = PartitionMarkers(topics, self.groups, latest_epoch)
-        peers = SimulatedPeers(around.network, node.respond_elsewhere, chance, duplicate_chance=plan.duplicate_chance)
+        peers = SimulatedPeers(environment.network, node.respond_elsewhere, rng, duplicate_chance=plan.duplicate_chance)
         self._routes = MarkerRoutes(topics, markers, peers, me=node.node_id)
         routes = OrderedRoutes(self._routes)
-        self.sender = MarkerSender(lambda: self.coordinator.shards, routes, chance, latest_epoch=latest_epoch)
+        self.sender = MarkerSender(lambda: self.coordinator.shards, routes, rng, latest_epoch=latest_epoch)
         self.coordinator.on_transaction_ending(self.sender.wake)
         gate = CoordinatorGate(self.coordinator, peers, me=node.node_id)
         self.produce = Produce(topics, QuotaMeters(self.cluster.declared.quotas).produce, gate)
@@ -104,27 +104,27 @@ class TransactionRun(Run):
 class TransactionNode(SimulatedNode):
     """A node and its machine, and what producers and consumers ask of it."""
 
-    def make_run(self, process: Process) -> Run:
-        return TransactionRun(self, process)
+    def make_process(self, process: Process) -> NodeProcess:
+        return TransactionNodeProcess(self, process)
 
     async def respond_elsewhere(self, node_id: NodeId, request: Any) -> Any:
         """Let another node respond to a message."""
-        return await cast("TransactionNode", self.around.node(node_id)).serving().respond(request)
+        return await cast("TransactionNode", self.environment.node(node_id)).serving().respond(request)
 
-    def serving(self) -> TransactionRun:
-        if self._run is None:
+    def serving(self) -> TransactionNodeProcess:
+        if self._node_process is None:
             raise BrokerUnreachable(f"{self.name} starts")
-        return cast("TransactionRun", self._run)
+        return cast("TransactionNodeProcess", self._node_process)
 
-    async def find(self, where: Where) -> NodeId | None:
+    async def find(self, target: RequestTarget) -> NodeId | None:
         """Return the node that responds to requests of a kind, according to this node."""
         run = self.serving()
-        if where.kind == COORDINATOR:
-            return run.coordinator.leader_of(where.name)
-        if where.kind == GROUP:
-            return run.groups.leader_of(where.name)
-        topic = run.cluster.topics.get(where.name)
-        state = None if topic is None else run.cluster.topics.state_of(topic, where.number)
+        if target.kind == COORDINATOR:
+            return run.coordinator.leader_of(target.name)
+        if target.kind == GROUP:
+            return run.groups.leader_of(target.name)
+        topic = run.cluster.topics.get(target.name)
+        state = None if topic is None else run.cluster.topics.state_of(topic, target.number)
         return state.leader if state is not None and state.has_leader else None
 
     # -- producers --------------------------------------------------------------------------------------------
@@ -146,14 +146,14 @@ class TransactionNode(SimulatedNode):
     async def end(self, who: ProducerRef, *, commit: bool, version: int) -> Initialized:
         return await self.serving().coordinator.end(who, commit=commit, version=version)
 
-    async def write(self, version: int, transactional_id: str, where: Where, batch: bytes) -> Produced:
+    async def write(self, version: int, transactional_id: str, target: RequestTarget, batch: bytes) -> Produced:
         """Append a batch of a transaction, by the bytes of a real request."""
         timeout_ms = int(PRODUCE_TIMEOUT_S * 1000)
         frame = b"".join(
             write_produce(
                 version,
-                where.name,
-                where.number,
+                target.name,
+                target.number,
                 batch,
                 acks=-1,
                 timeout_ms=timeout_ms,
@@ -165,7 +165,7 @@ class TransactionNode(SimulatedNode):
         if inspect.isawaitable(response):
             response = await response
         transaction = memoryview(b"".join(cast("list[bytes]", response)))[_SIZE_BYTES:]
-        produced, _ = read_produced(version, transaction, about=f"{where.name}-{where.number}")
+        produced, _ = read_produced(version, transaction, about=f"{target.name}-{target.number}")
         if isinstance(produced, MillstreamError):
             raise produced
         return produced
@@ -216,9 +216,9 @@ class TransactionNode(SimulatedNode):
 
     # -- consumers --------------------------------------------------------------------------------------------
 
-    async def read_committed(self, where: Where, offset: int) -> CommittedRead:
+    async def read_committed(self, target: RequestTarget, offset: int) -> CommittedRead:
         """Read as a consumer of committed data does."""
-        partition = self.serving().cluster.topics.partition(where.name, where.number)
+        partition = self.serving().cluster.topics.partition(target.name, target.number)
         records, aborted = partition.read_committed(Offset(offset), max_bytes=READ_BYTES)
         return CommittedRead(bytes(records), aborted)
 
@@ -232,7 +232,7 @@ class TransactionNode(SimulatedNode):
 
     def unfinished(self) -> str | None:
         """Return what this node still has to do, if anything."""
-        if self._run is None:
+        if self._node_process is None:
             return f"{self.name} starts"
         run = self.serving()
         try:

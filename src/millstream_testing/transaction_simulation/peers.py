@@ -27,19 +27,19 @@ Respond = Callable[[NodeId, Any], Awaitable[Any]]
 class SimulatedPeers:
     """Sends requests to other nodes; some arrive twice."""
 
-    def __init__(self, network: Network, respond: Respond, chance: Random, *, duplicate_chance: float) -> None:
+    def __init__(self, network: Network, respond: Respond, rng: Random, *, duplicate_chance: float) -> None:
         self._network = network
         self._respond = respond
-        self._chance = chance
+        self._rng = rng
         self._duplicate_chance = duplicate_chance
-        self._again: set[asyncio.Task[None]] = set()
+        self._duplicates: set[asyncio.Task[None]] = set()
 
     async def send(self, node: NodeId, request: Any) -> Any:
         """Send a message to a node."""
-        if self._chance.random() < self._duplicate_chance and _may_come_twice(request):
-            task = asyncio.get_running_loop().create_task(self._ask_again(node, request))
-            self._again.add(task)
-            task.add_done_callback(self._again.discard)
+        if self._rng.random() < self._duplicate_chance and _may_come_twice(request):
+            task = asyncio.get_running_loop().create_task(self._send_again(node, request))
+            self._duplicates.add(task)
+            task.add_done_callback(self._duplicates.discard)
         try:
             return await self._call(node, request)
         except LinkDown as error:
@@ -52,14 +52,14 @@ class SimulatedPeers:
     async def _call(self, node: NodeId, request: Any) -> Any:
         return await self._network.call(node_name(node), lambda: self._respond(node, request), timeout_s=RESPONSE_S)
 
-    async def _ask_again(self, node: NodeId, request: Any) -> None:
+    async def _send_again(self, node: NodeId, request: Any) -> None:
         with suppress(LinkDown, MillstreamError):
-            await asyncio.sleep(self._chance.expovariate(1.0))
+            await asyncio.sleep(self._rng.expovariate(1.0))
             await self._call(node, request)
 
 
 def _may_come_twice(request: Any) -> bool:
-    """A late marker of the first version ends the next transaction: it has no epoch to identify it."""
+    """Whether a duplicate is harmless: a late marker of the first version would end the next transaction."""
     return not isinstance(request, WriteTxnMarkersRequest) or all(
         marker.transaction_version >= EPOCH_PER_TRANSACTION for marker in request.markers
     )

@@ -1,4 +1,4 @@
-"""What a seed of the simulation of transactions decides before anything runs."""
+"""What a seed determines before a simulation of transactions starts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ KINDS = (
     "settings",
     DUPLICATES,
 )
-"""Of faults. Clocks are not set here: a transaction ends by the wall clock, so a clock that goes back keeps it open."""
+"""The kinds of faults. Clocks are not stepped: a clock that goes back would keep transactions open."""
 
 DUPLICATE_CHANCE = 0.1
 FEW_EPOCHS = 6
-"""The few epochs of a producer id in some runs, so that it is replaced often."""
+"""The maximum epoch in some simulations, small so that producer ids are replaced often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,26 +52,26 @@ class TransactionPlan(Plan):
     @classmethod
     def draw(cls, seed: int, faults: Sequence[str] = ()) -> TransactionPlan:
         """Draw everything from the seed, except the kinds of faults if they are named."""
-        chance = Random(f"{seed} transaction plan")
-        drawn = chance.sample(KINDS, chance.randint(KINDS_MIN, KINDS_MAX))
+        rng = Random(f"{seed} transaction plan")
+        drawn = rng.sample(KINDS, rng.randint(KINDS_MIN, KINDS_MAX))
         kinds = tuple(faults or drawn)
-        flush = chance.choice((FLUSH_OS, FLUSH_OS, FLUSH_ALWAYS))
+        flush = rng.choice((FLUSH_OS, FLUSH_OS, FLUSH_ALWAYS))
         return cls(
             seed=seed,
             nodes=NODES,
             topics=(
-                _topic(chance, "data", chance.choice((2, 3)), flush),
-                _topic(chance, TRANSACTION_STATE, chance.choice((1, 2)), flush),
-                _topic(chance, CONSUMER_OFFSETS, 1, flush),
+                _topic(rng, "data", rng.choice((2, 3)), flush),
+                _topic(rng, TRANSACTION_STATE, rng.choice((1, 2)), flush),
+                _topic(rng, CONSUMER_OFFSETS, 1, flush),
             ),
             producer_acks=(),
-            produce_pause_s=chance.choice((0.3, 1.0, 2.0)),
+            produce_pause_s=rng.choice((0.3, 1.0, 2.0)),
             fetch_pause_s=0.5,
             faults=tuple(kind for kind in kinds if kind != DUPLICATES) or ("kill",),
-            producers=tuple(chance.choice((1, 2, 2)) for _ in range(chance.choice((1, 2, 3)))),
-            queries=chance.choice((0, 1, 1)),
-            timeout_ms=chance.choice((2_000, 6_000, 20_000)),
-            epoch_max=chance.choice((EPOCH_MAX, EPOCH_MAX, FEW_EPOCHS)),
+            producers=tuple(rng.choice((1, 2, 2)) for _ in range(rng.choice((1, 2, 3)))),
+            queries=rng.choice((0, 1, 1)),
+            timeout_ms=rng.choice((2_000, 6_000, 20_000)),
+            epoch_max=rng.choice((EPOCH_MAX, EPOCH_MAX, FEW_EPOCHS)),
             duplicate_chance=DUPLICATE_CHANCE if DUPLICATES in kinds else 0.0,
         )
 
@@ -82,10 +82,10 @@ class TransactionPlan(Plan):
         return [TopicPartition(topic.name, PartitionIndex(index)) for index in range(topic.partitions)]
 
 
-def _topic(chance: Random, name: str, partitions: int, flush: str) -> Topic:
+def _topic(rng: Random, name: str, partitions: int, flush: str) -> Topic:
     return Topic(
         name=name,
-        topic_id=UUID(int=chance.getrandbits(128)),
+        topic_id=UUID(int=rng.getrandbits(128)),
         partitions=partitions,
         replication=NODES,
         overrides={

@@ -41,7 +41,7 @@ class Visible:
         """Return where the oldest open transaction begins."""
         return min((one.first_offset for one in self._open.values()), default=None)
 
-    def take(self, batch: bytes) -> None:
+    def add(self, batch: bytes) -> None:
         """Add the next committed batch."""
         header = read_header(batch)
         self.end = header.next_offset

@@ -1,7 +1,6 @@
 """A cluster with transactional producers, batches and consumers in one seed, against a model of what may happen.
 
-`simulate_transactions(seed)` runs one. Everything of `simulation` goes on underneath: replicas, elections, faults, and
-the rules about them.
+`simulate_transactions(seed)` runs one. It includes everything of `simulation`: replicas, elections, faults and rules.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from millstream_testing.simulation.committed import Violation
 from millstream_testing.simulation.node import SimulatedNode
 from millstream_testing.simulation.world import FINISH_S, Outcome, World, run_world
 from millstream_testing.transaction_simulation.batch_driver import BatchDriver
-from millstream_testing.transaction_simulation.caller import Stage
+from millstream_testing.transaction_simulation.caller import ClientContext
 from millstream_testing.transaction_simulation.consumer import CommittedConsumer, OffsetReader
 from millstream_testing.transaction_simulation.decisions import Decisions
 from millstream_testing.transaction_simulation.model import Model
@@ -61,7 +60,7 @@ class TransactionWorld(World):
         data, state = plan.topics[:2]
         self._decisions = Decisions()
         self._state = [self.rules.of((state.topic_id, PartitionIndex(index))) for index in range(state.partitions)]
-        self._state_taken = [0] * state.partitions
+        self._state_processed = [0] * state.partitions
         self._visible: dict[PartitionKey, Visible] = {
             (data.topic_id, partition.partition): Visible(partition, self.model, self._decisions)
             for partition in plan.data
@@ -70,17 +69,17 @@ class TransactionWorld(World):
         self._watched: dict[NodeId, tuple[Mapping[PartitionKey, Partition], list[_Stable]]] = {}
         nodes = cast("list[TransactionNode]", self.nodes)
         clock = SimulatedClock(self.loop)
-        self.stage = Stage(plan, self.loop, self.network, nodes, self.model, clock, self.trace.record)
+        self.context = ClientContext(plan, self.loop, self.network, nodes, self.model, clock, self.trace.record)
 
     def make_node(self, node_id: NodeId) -> SimulatedNode:
         return TransactionNode(node_id, self)
 
     # -- after every step -------------------------------------------------------------------------------------
 
-    def stepped(self, node: SimulatedNode) -> None:
+    def check_after_step(self, node: SimulatedNode) -> None:
         """Check what is committed, and how far consumers may read, after something ran on a node."""
-        super().stepped(node)
-        self._take_committed()
+        super().check_after_step(node)
+        self._process_committed()
         replicas = node.replicas()
         watched = self._watched.get(node.node_id)
         if watched is None or watched[0] is not replicas:
@@ -90,16 +89,16 @@ class TransactionWorld(World):
             if stable.partition.is_leader:
                 _check_stable(node, stable)
 
-    def _take_committed(self) -> None:
+    def _process_committed(self) -> None:
         for index, committed in enumerate(self._state):
-            if len(committed) > self._state_taken[index]:
-                for batch in committed.since(self._state_taken[index]):
-                    self._decisions.take(batch)
-                self._state_taken[index] = len(committed)
+            if len(committed) > self._state_processed[index]:
+                for batch in committed.since(self._state_processed[index]):
+                    self._decisions.add(batch)
+                self._state_processed[index] = len(committed)
         for committed, visible in self._committed:
             if len(committed) > visible.batches:
                 for batch in committed.since(visible.batches):
-                    visible.take(batch)
+                    visible.add(batch)
 
     # -- the run ----------------------------------------------------------------------------------------------
 
@@ -107,22 +106,24 @@ class TransactionWorld(World):
         """Start, work under faults, heal, and check everything."""
         await self.start()
         plan = self._transaction_plan
-        supervisors = [Supervisor(self.stage, f"id-{number}", version) for number, version in enumerate(plan.producers)]
-        drivers = [BatchDriver(self.stage, f"query-{number}") for number in range(plan.queries)]
-        readers = [CommittedConsumer(self.stage, visible) for visible in self._visible.values()]
+        supervisors = [
+            Supervisor(self.context, f"id-{number}", version) for number, version in enumerate(plan.producers)
+        ]
+        drivers = [BatchDriver(self.context, f"query-{number}") for number in range(plan.queries)]
+        readers = [CommittedConsumer(self.context, visible) for visible in self._visible.values()]
         for supervisor in supervisors:
             self.spawn(self.loop.world, supervisor.run(), supervisor.transactional_id)
-            offsets = OffsetReader(self.stage, supervisor.transactional_id)
+            offsets = OffsetReader(self.context, supervisor.transactional_id)
             self.spawn(self.loop.start_process(offsets.name), offsets.run(), offsets.name)
         for reader in readers:
             self.spawn(self.loop.start_process(reader.name), reader.run(), reader.name)
         driving = [self._drive(driver) for driver in drivers]
-        await self.break_and_heal()
+        await self.run_faults()
         for supervisor in supervisors:
             supervisor.stop()
         for driver in drivers:
             driver.stop()
-        await self.until("the producers are done", lambda: _working(supervisors, drivers, driving), FINISH_S)
+        await self.until("the producers are done", lambda: _unfinished_clients(supervisors, drivers, driving), FINISH_S)
         await self._finish(supervisors, readers)
 
     def _drive(self, driver: BatchDriver) -> asyncio.Task[None]:
@@ -131,9 +132,9 @@ class TransactionWorld(World):
         return task
 
     async def _finish(self, supervisors: list[Supervisor], readers: list[CommittedConsumer]) -> None:
-        await self.until("every transaction has ended", self._hanging, FINISH_S)
-        await self.until("the replicas are the same", self.unsettled, FINISH_S)
-        await self.until("the consumers are done", lambda: self._behind(readers), FINISH_S)
+        await self.until("every transaction has ended", self._unfinished_transactions, FINISH_S)
+        await self.until("the replicas are the same", self.replica_differences, FINISH_S)
+        await self.until("the consumers are done", lambda: self._unread_partitions(readers), FINISH_S)
         self.model.check_all()
         for supervisor in supervisors:
             await self._check_offset(supervisor.transactional_id)
@@ -143,12 +144,12 @@ class TransactionWorld(World):
         )
 
     async def _check_offset(self, transactional_id: str) -> None:
-        found = await OffsetReader(self.stage, transactional_id).look()
+        found = await OffsetReader(self.context, transactional_id).look()
         expected = self.model.offset_of(transactional_id)
         if found != expected:
             raise Violation(f"the offset of {transactional_id} is {found} in the end, it should be {expected}")
 
-    def _hanging(self) -> str | None:
+    def _unfinished_transactions(self) -> str | None:
         for node in cast("list[TransactionNode]", self.nodes):
             left = node.unfinished()
             if left is not None:
@@ -159,7 +160,7 @@ class TransactionWorld(World):
                     return f"{node.name}: {visible.partition} has {partition.open_transactions()[0]}"
         return None
 
-    def _behind(self, readers: list[CommittedConsumer]) -> str | None:
+    def _unread_partitions(self, readers: list[CommittedConsumer]) -> str | None:
         for reader, visible in zip(readers, self._visible.values(), strict=True):
             if reader.position != visible.end:
                 return f"{reader.name} is at {reader.position} of {visible.end}"
@@ -167,7 +168,7 @@ class TransactionWorld(World):
 
 
 def _check_stable(node: SimulatedNode, seen: _Stable) -> None:
-    """Check that it only grows within an epoch, and never passes an open transaction."""
+    """Check that the last stable offset only grows within an epoch, and never passes an open transaction."""
     partition, visible = seen.partition, seen.visible
     offset, epoch = partition.last_stable_offset, partition.leader_epoch
     if epoch == seen.epoch and offset == seen.offset:
@@ -185,7 +186,7 @@ def _check_stable(node: SimulatedNode, seen: _Stable) -> None:
         )
 
 
-def _working(
+def _unfinished_clients(
     supervisors: list[Supervisor], drivers: list[BatchDriver], driving: list[asyncio.Task[None]]
 ) -> str | None:
     failures = [*(one.failure() for one in supervisors), *(one.failure() for one in drivers)]

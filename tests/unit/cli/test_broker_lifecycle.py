@@ -136,31 +136,31 @@ class Input:
 class SimulatedProcess:
     """A process that randomly fails to start, dies, or ignores requests."""
 
-    def __init__(self, pid: int, chance: Random, *, starts: bool, is_calm: bool, dies_after_s: float) -> None:
-        self._chance = chance
+    def __init__(self, pid: int, rng: Random, *, starts: bool, is_calm: bool, dies_after_s: float) -> None:
+        self._rng = rng
         self.pid = pid
-        self.is_deaf = not is_calm and chance.random() < 0.2
+        self.is_deaf = not is_calm and rng.random() < 0.2
         self._responds_after_s = 0.5 if is_calm else 2.0
         self.stdin = Input(self)
         self.stdout = asyncio.StreamReader()
         self.returncode: int | None = None
         self._ended = asyncio.Event()
         loop = asyncio.get_running_loop()
-        ready_s = chance.uniform(0.1, READY_S_MAX)
+        ready_s = rng.uniform(0.1, READY_S_MAX)
         if not starts:
             loop.call_later(ready_s, self.exit, 1)
             return
         loop.call_later(ready_s, self._say, ANNOUNCED)
-        if not is_calm and chance.random() < 0.7:
-            loop.call_later(chance.uniform(dies_after_s, 60), self.exit, -9)
+        if not is_calm and rng.random() < 0.7:
+            loop.call_later(rng.uniform(dies_after_s, 60), self.exit, -9)
 
     def ask(self) -> None:
         if not self.is_deaf:
-            asyncio.get_running_loop().call_later(self._chance.uniform(0, self._responds_after_s), self._say, HEALTHY)
+            asyncio.get_running_loop().call_later(self._rng.uniform(0, self._responds_after_s), self._say, HEALTHY)
 
     def hang_up(self) -> None:
         if not self.is_deaf:
-            asyncio.get_running_loop().call_later(self._chance.uniform(0, 10), self.exit, 0)
+            asyncio.get_running_loop().call_later(self._rng.uniform(0, 10), self.exit, 0)
 
     def kill(self) -> None:
         self.exit(-9)
@@ -185,7 +185,7 @@ class SimulatedBroker(BrokerProcess):
 
     def __init__(self, machine: SimulatedMachine, config: Config) -> None:
         super().__init__(machine, config)
-        self._chance = machine.chance
+        self._rng = machine.rng
         self._pids = machine.pids
         self.process: SimulatedProcess | None = None
         self.is_broken = False
@@ -197,15 +197,15 @@ class SimulatedBroker(BrokerProcess):
 
     async def _spawn(self) -> Process:
         assert not self.runs
-        await asyncio.sleep(self._chance.uniform(0, 1))
-        if not self.is_calm and self.ready.done() and self._chance.random() < 0.05:
+        await asyncio.sleep(self._rng.uniform(0, 1))
+        if not self.is_calm and self.ready.done() and self._rng.random() < 0.05:
             self._lifecycle.apply(BrokerEvent.SPAWN_FAILED)
             raise OSError("no memory for another process")
-        starts = not self.is_broken and (self.is_calm or not self.ready.done() or self._chance.random() < 0.9)
+        starts = not self.is_broken and (self.is_calm or not self.ready.done() or self._rng.random() < 0.9)
         # A machine whose first start fails does not start at all.
         self.process = SimulatedProcess(
             next(self._pids),
-            self._chance,
+            self._rng,
             starts=starts,
             is_calm=self.is_calm,
             dies_after_s=0.0 if self.ready.done() else READY_S_MAX,
@@ -218,9 +218,9 @@ class SimulatedBroker(BrokerProcess):
 class SimulatedMachine(Machine):
     """A machine that moves no files, and checks that no process runs while it would."""
 
-    def __init__(self, config: Config, chance: Random) -> None:
+    def __init__(self, config: Config, rng: Random) -> None:
         super().__init__(config)
-        self.chance = chance
+        self.rng = rng
         self.pids = itertools.count(1)
         self.service = object()
         self.moves = 0
@@ -229,50 +229,50 @@ class SimulatedMachine(Machine):
         self.brokers = list(self.all)
 
     async def _check_moves(self, layout: Layout) -> None:
-        if self.chance.random() < self.refused_share:
+        if self.rng.random() < self.refused_share:
             raise ClusterMismatch("a partition is being moved")
 
     async def _close_logs(self, node: NodeId) -> None:
-        await asyncio.sleep(self.chance.uniform(0, 5))
-        if self.chance.random() < 0.2:
+        await asyncio.sleep(self.rng.uniform(0, 5))
+        if self.rng.random() < 0.2:
             raise OSError("the logs cannot be read")
 
     async def _settle_again(self) -> None:
         self.moves += 1
         for _ in range(5):
             assert not any(broker.runs for broker in self.all), "files are moved while a broker runs"
-            await asyncio.sleep(self.chance.uniform(0, 2))
+            await asyncio.sleep(self.rng.uniform(0, 2))
 
     async def ask_forever(self) -> None:
         while True:
             await self._refresh_health()
             self._health()
-            await asyncio.sleep(self.chance.uniform(0, 3))
+            await asyncio.sleep(self.rng.uniform(0, 3))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_machine_survives_random_deaths_hangs_and_handovers(seed: int, tmp_path: Path) -> None:
-    chance = Random(seed)
+    rng = Random(seed)
     loop = SimulatedLoop(Random(seed + 1))
     try:
-        loop.run_until_complete(_live(tmp_path, chance))
-        assert not loop.complaints
+        loop.run_until_complete(_live(tmp_path, rng))
+        assert not loop.unhandled_errors
     finally:
-        loop.dismantle()
+        loop.shut_down()
 
 
-async def _live(folder: Path, chance: Random) -> None:
-    machine = SimulatedMachine(Config(data=str(folder), cores=str(chance.randint(1, 4))), chance)
+async def _live(folder: Path, rng: Random) -> None:
+    machine = SimulatedMachine(Config(data=str(folder), cores=str(rng.randint(1, 4))), rng)
     for broker in machine.all:
         machine._running.start(broker.name, broker.run())
     await asyncio.gather(*(broker.ready for broker in machine.all))
     asking = asyncio.create_task(machine.ask_forever())
-    broken = chance.sample(machine.all, chance.randint(0, len(machine.all)))
+    broken = rng.sample(machine.all, rng.randint(0, len(machine.all)))
     for broker in broken:
-        await asyncio.sleep(chance.uniform(0, 60))
+        await asyncio.sleep(rng.uniform(0, 60))
         broker.is_broken = True
-    await asyncio.sleep(chance.uniform(0, 300))
-    if chance.random() < 0.7:
+    await asyncio.sleep(rng.uniform(0, 300))
+    if rng.random() < 0.7:
         await _calm_down(machine)
     asking.cancel()
     await machine._stop()
@@ -316,7 +316,7 @@ def test_brokers_lost_at_the_same_time_all_hand_over_their_logs(tmp_path: Path) 
     try:
         loop.run_until_complete(live())
     finally:
-        loop.dismantle()
+        loop.shut_down()
 
 
 def test_a_broker_is_handed_over_only_after_its_partition_has_moved(tmp_path: Path) -> None:
@@ -345,4 +345,4 @@ def test_a_broker_is_handed_over_only_after_its_partition_has_moved(tmp_path: Pa
     try:
         loop.run_until_complete(live())
     finally:
-        loop.dismantle()
+        loop.shut_down()

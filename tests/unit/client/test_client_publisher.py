@@ -78,14 +78,14 @@ async def test_publish_many_keeps_the_order_and_wakes_the_caller_once(ledger: Pr
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_faults_neither_lose_nor_duplicate_messages(ledger: ProducerLedger, seed: int) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     kinds = ["", "", "", "not leader", "hang up before", "hang up after", "after append"]
     async with ledger.publishing(batch_bytes=3000, timeout_s=60) as publisher:
         await publisher.publish_many("orders", [record("-1")])
         if seed % 2:
             # A batch that may be stored already is not split, so no outcome is left open here.
             ledger.values_max, kinds = 20, ["", "", "not leader"]
-        ledger.faults = [chance.choice(kinds) for _ in range(8)]
+        ledger.faults = [rng.choice(kinds) for _ in range(8)]
 
         async def work(name: int) -> list[Receipt]:
             return [await publisher.publish("orders", record(f"{name}:{at}", f"k{name}")) for at in range(10)]

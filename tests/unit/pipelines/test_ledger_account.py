@@ -230,28 +230,28 @@ async def test_an_offset_without_a_message_by_the_ledger_must_not_hold_one(bench
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_random_lives_add_up(bench: Workbench, seed: int) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     delivery = await bench.open(ledger=True, delivery=EXACTLY_ONCE, dead_letter_topic="dead", attempts=3)
     published = 0
     for _ in range(150):
-        what = chance.random()
+        what = rng.random()
         if what < 0.25:
-            count = chance.randint(1, 20)
+            count = rng.randint(1, 20)
             bench.publish(*("x" * count))
             published += count
         elif what < 0.55:
-            delivery.try_receive(wanted(chance.randint(1, 15), chance.choice(["one", "two"])))
+            delivery.try_receive(wanted(rng.randint(1, 15), rng.choice(["one", "two"])))
         elif what < 0.9:
             for held in delivery.held_ranges()[:3]:
-                verb = chance.choice([Verb.ACCEPT, Verb.ACCEPT, Verb.RELEASE, Verb.REJECT, Verb.RETURN])
+                verb = rng.choice([Verb.ACCEPT, Verb.ACCEPT, Verb.RELEASE, Verb.REJECT, Verb.RETURN])
                 delivery.settle_now(held.worker, [Settlement(held.first, held.last, verb, 0)])
             for rejected in delivery.queue.rejecting(5):
                 where = POSITION.pack(0, rejected.offset) + b"dead"
                 delivery.queue.dead_lettered(rejected.offset, where, now_ms=bench.clock.now_ms())
         elif what < 0.93 and published:
-            delivery.seek(Offset(chance.randint(int(bench.partition.log_start), published)))
+            delivery.seek(Offset(rng.randint(int(bench.partition.log_start), published)))
         elif what < 0.95 and published:
-            start = chance.randint(int(bench.partition.log_start), published)
+            start = rng.randint(int(bench.partition.log_start), published)
             bench.partition.log.delete_before(start)
             delivery.queue.drop_before(start, now_ms=bench.clock.now_ms())
         elif what < 0.97:
@@ -260,7 +260,7 @@ async def test_random_lives_add_up(bench: Workbench, seed: int) -> None:
             await delivery.durable(is_all=True)
             delivery.close(NotLeader("moved"))
             delivery = await bench.open(ledger=True, delivery=EXACTLY_ONCE, dead_letter_topic="dead", attempts=3)
-        bench.clock.advance_ms(chance.choice([0, 10, 40_000]))
+        bench.clock.advance_ms(rng.choice([0, 10, 40_000]))
         delivery.queue_changed()
     delivery.mark_window("asked")
     await delivery.durable(is_all=True)

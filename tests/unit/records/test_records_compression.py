@@ -131,10 +131,10 @@ def test_truncated_or_changed_data_is_refused_or_read(codec: int) -> None:
     for end in set(range(len(data))) - whole:
         with pytest.raises(CorruptBatch):
             decompress(codec, data[:end])
-    chance = random.Random(codec)
+    rng = random.Random(codec)
     for _ in range(500):
         changed = bytearray(data)
-        changed[chance.randrange(len(data))] = chance.randrange(256)
+        changed[rng.randrange(len(data))] = rng.randrange(256)
         with contextlib.suppress(CorruptBatch):
             decompress(codec, changed, bytes_max=100_000)
 

@@ -18,7 +18,7 @@ from millstream_testing.simulation.process import current_process
 def loop() -> Iterator[SimulatedLoop]:
     loop = SimulatedLoop(Random(1), steps_max=10_000)
     yield loop
-    loop.dismantle()
+    loop.shut_down()
 
 
 def test_time_jumps_to_the_next_timer(loop: SimulatedLoop) -> None:
@@ -63,7 +63,7 @@ def test_a_process_runs_in_order_and_the_seed_decides_between_processes() -> Non
             await asyncio.gather(*(loop.spawn(loop.start_process(name), count()) for name in "ab"))
 
         loop.run_until_complete(both())
-        loop.dismantle()
+        loop.shut_down()
         return seen
 
     runs = [run(seed) for seed in range(10)]

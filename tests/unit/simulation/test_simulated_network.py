@@ -55,7 +55,7 @@ class Links:
 def links() -> Iterator[Links]:
     links = Links()
     yield links
-    links.loop.dismantle()
+    links.loop.shut_down()
 
 
 def test_a_cut_link_loses_the_response_after_the_work_was_done(links: Links) -> None:

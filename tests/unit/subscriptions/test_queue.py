@@ -536,31 +536,31 @@ def test_a_frame_that_fails_midway_is_not_applied_again() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_large_queue_agrees_with_arrays(seed: int) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     queue = make_queue(attempts=0, in_flight_max=1_000_000, leases_max=1_000_000)
     image = FoldImage(KEY)
     states = np.zeros(60_000, np.uint8)
     attempts = np.zeros(60_000, np.uint8)
     held: list[Lease] = []
     for _ in range(400):
-        look = min(chance.randrange(1, 900), 60_000 - queue.next_scan_offset, queue.room)
-        matches = np.array([chance.random() < 0.9 for _ in range(look)], np.bool_)
+        look = min(rng.randrange(1, 900), 60_000 - queue.next_scan_offset, queue.room)
+        matches = np.array([rng.random() < 0.9 for _ in range(look)], np.bool_)
         first = queue.next_scan_offset
-        queue.add_scanned(first, first + look, now_ms=NOW_MS, matches=matches if chance.random() < 0.5 else None)
+        queue.add_scanned(first, first + look, now_ms=NOW_MS, matches=matches if rng.random() < 0.5 else None)
         states[first : first + look] = [queue.fold.state_of(offset) for offset in range(first, first + look)]
-        for lease in queue.acquire("a", now_ms=NOW_MS, max_records=chance.randrange(1, 700)):
+        for lease in queue.acquire("a", now_ms=NOW_MS, max_records=rng.randrange(1, 700)):
             assert (states[lease.first : lease.last + 1] == AVAILABLE).all()
             states[lease.first : lease.last + 1] = LEASED
             attempts[lease.first : lease.last + 1] += 1
             assert (attempts[lease.first : lease.last + 1] == lease.attempt).all()
             held.append(lease)
-        chance.shuffle(held)
-        for _ in range(min(len(held), chance.randrange(1, 60))):
+        rng.shuffle(held)
+        for _ in range(min(len(held), rng.randrange(1, 60))):
             lease = held.pop()
-            end = chance.randint(lease.first, lease.last)
+            end = rng.randint(lease.first, lease.last)
             if end < lease.last:
                 held.append(lease._replace(first=Offset(end + 1)))
-            verb, delay_ms, state = chance.choice(
+            verb, delay_ms, state = rng.choice(
                 [(Verb.ACCEPT, None, DONE)] * 4 + [(Verb.RELEASE, None, AVAILABLE), (Verb.RELEASE, 9_999, PARKED)]
             )
             assert queue.settle("a", [settle(lease.first, end, verb, delay_ms)], now_ms=NOW_MS) == [None]

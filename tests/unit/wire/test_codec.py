@@ -63,16 +63,16 @@ def test_truncated_headers_are_violations(frame: bytes) -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), api_key=st.sampled_from([2, 3, 8, 11, 18, 19, 32, 47, 60]))
 def test_whole_frames_round_trip(seed: int, api_key: int) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for version in versions_of(api_key):
-        request = random_message(codec.load_request_class(api_key, version), chance)
+        request = random_message(codec.load_request_class(api_key, version), rng)
         frame = codec.write_request(3, "c", request)
         assert int.from_bytes(frame[:4], "big") == len(frame) - 4
         header = codec.read_request_header(frame[4:])
         assert header[:4] == (api_key, version, 3, "c")
         assert codec.read_request(api_key, version, frame[4:], header.body_at) == request
 
-        response = random_message(codec.load_response_class(api_key, version), chance)
+        response = random_message(codec.load_response_class(api_key, version), rng)
         encoded = codec.write_response(api_key, version, 4, response)
         assert int.from_bytes(encoded[:4], "big") == len(encoded) - 4
         assert codec.read_correlation_id(encoded[4:]) == 4

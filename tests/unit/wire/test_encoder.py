@@ -23,11 +23,11 @@ def written_by_kio(message: Any) -> bytes:
 
 
 def test_every_version_of_every_message_is_encoded_as_by_kio() -> None:
-    chance = random.Random(11)
+    rng = random.Random(11)
     for api_key in api_keys():
         for version in versions_of(api_key):
             for load in (codec.load_request_class, codec.load_response_class):
-                message = random_message(load(api_key, version), chance)
+                message = random_message(load(api_key, version), rng)
                 assert codec.write_entity(message) == written_by_kio(message), type(message)
 
 

@@ -30,10 +30,10 @@ def classes_of(api_key: int) -> list[type[Any]]:
 
 
 def test_it_skips_every_message_exactly_as_kio_reads_it() -> None:
-    chance = random.Random(7)
+    rng = random.Random(7)
     for api_key in api_keys():
         for message_class in classes_of(api_key):
-            message = random_message(message_class, chance)
+            message = random_message(message_class, rng)
             data = codec.write_entity(message)
             read, size = entity_reader(message_class)(data, 0)
             assert walked(message_class, data) == size == len(data), message_class
@@ -46,14 +46,14 @@ SERVED = [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 23, 
 @settings(max_examples=400, deadline=None)
 @given(seed=st.integers(0, 2**32), api_key=st.sampled_from(SERVED))
 def test_damaged_messages_are_decoded_or_refused(seed: int, api_key: int) -> None:
-    chance = random.Random(seed)
-    version = chance.choice(versions_of(api_key))
-    message = random_message(codec.load_request_class(api_key, version), chance)
+    rng = random.Random(seed)
+    version = rng.choice(versions_of(api_key))
+    message = random_message(codec.load_request_class(api_key, version), rng)
     data = bytearray(codec.write_entity(message))
-    for _ in range(chance.randrange(1, 4)):
+    for _ in range(rng.randrange(1, 4)):
         if data:
-            data[chance.randrange(len(data))] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))
-    del data[chance.randrange(len(data) // 2, len(data) + 1) :]
+            data[rng.randrange(len(data))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+    del data[rng.randrange(len(data) // 2, len(data) + 1) :]
     with contextlib.suppress(ProtocolViolation):
         codec.read_request(api_key, version, bytes(data), 0)
 

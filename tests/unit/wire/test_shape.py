@@ -57,10 +57,10 @@ def shared(message: Any, other: Any) -> None:
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), api_key=st.sampled_from(RESHAPED), load=st.sampled_from(LOADERS))
 def test_every_pair_of_versions_keeps_common_fields(seed: int, api_key: int, load: Any) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     versions = versions_of(api_key)
-    source, target = load(api_key, chance.choice(versions)), load(api_key, chance.choice(versions))
-    message = random_message(source, chance)
+    source, target = load(api_key, rng.choice(versions)), load(api_key, rng.choice(versions))
+    message = random_message(source, rng)
     reshaped = reshape(message, target)
     assert type(reshaped) is target
     shared(message, reshaped)
@@ -71,11 +71,11 @@ def test_every_pair_of_versions_keeps_common_fields(seed: int, api_key: int, loa
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), api_key=st.sampled_from([key for key in RESHAPED if key != OFFSET_COMMIT]))
 def test_an_old_request_survives_conversion_up_and_down(seed: int, api_key: int) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for version in versions_of(api_key):
         old, new = load_request_class(api_key, version), load_request_class(api_key, versions_of(api_key)[-1])
         if {one.name for one in fields(old)} <= {one.name for one in fields(new)}:
-            message = random_message(old, chance)
+            message = random_message(old, rng)
             again = reshape(reshape(message, new), old)
             shared(message, again)
 
