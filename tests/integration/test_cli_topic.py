@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from millstream_testing.command import CommandLine
+from millstream_testing.command import CommandLine, call_command
 from millstream_testing.server import Server
 
 
@@ -163,3 +163,8 @@ def test_the_address_of_http_is_recognized(server: Server) -> None:
     refused = CommandLine(server.http)("topic", "list")
     assert (refused.code, refused.out) == (4, "")
     assert "an HTTP server responds there; give the Kafka address" in refused.err
+
+
+def test_the_brokers_may_be_given_before_the_command(server: Server) -> None:
+    listed = call_command(["--brokers", server.kafka, "topic", "list"])
+    assert (listed.code, listed.err) == (0, "")

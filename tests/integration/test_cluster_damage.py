@@ -101,7 +101,7 @@ def flip(path: Path, batch: int, at: int) -> None:
 
 
 def metric(node: Server, name: str) -> float:
-    return float(next(line.split()[1] for line in node.metrics().splitlines() if line.startswith(f"{name} ")))
+    return sum(float(line.split()[1]) for line in node.metrics().splitlines() if line.startswith(f"{name} "))
 
 
 def is_whole(node: Server) -> bool:

@@ -421,6 +421,7 @@ def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Clien
         ("POST", "/topics/t/messages", {"content": b"<x/>", "headers": {"content-type": CLOUD_EVENT_XML}}, 415),
         ("POST", "/subscriptions", {"content": b"{", "headers": {"content-type": "application/json"}}, 400),
         ("POST", "/subscriptions", {"json": {"name": "s", "topics": []}}, 422),
+        ("POST", "/subscriptions", {"json": {"name": "s", "topics": ["t"], "filter": "payload.total > 'cheap'"}}, 422),
         ("POST", "/subscriptions/s/messages:settle", {"json": {"accept": ["nonsense"]}}, 422),
         ("POST", "/subscriptions/nobody/messages:pull", {"json": {}}, 404),
         ("GET", "/topics/t/partitions/one/messages/0", {}, 422),

@@ -505,6 +505,30 @@ async def test_a_handler_without_parameters_is_refused(ms: millstream.Connection
         await ms.subscribe(topic, handle, name=topic)
 
 
+async def test_a_backoff_may_be_one_number(ms: millstream.Connection, topic: str) -> None:
+    await ms.publish(topic, "a")
+    handle = Gathering(1)
+    await ms.subscribe(topic, handle, name=topic, start="earliest", backoff=5)
+    assert [message.text for message in await handle.enough()] == ["a"]
+
+
+async def test_failures_of_one_kind_do_not_fill_the_log(
+    ms: millstream.Connection, topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first of each minute has a traceback, and the test takes less than ten minutes."""
+    handle = Gathering(40)
+
+    async def fail_at_first(message: millstream.Message) -> None:
+        if message.attempt == 1 and int(message.text) % 2:
+            raise ValueError(message.text)
+        await handle(message)
+
+    await ms.publish_many(topic, [str(number) for number in range(40)])
+    await ms.subscribe(topic, fail_at_first, name=topic, start="earliest", backoff=(0, 0))
+    await handle.enough()
+    assert 1 <= sum(record.exc_info is not None for record in caplog.records) <= 10
+
+
 # -- partitions that are added -----------------------------------------------------------------------------------
 
 
