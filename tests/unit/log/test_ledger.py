@@ -5,7 +5,7 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.log import ledger as ledger_module
-from millstream.broker.log.ledger import Ledger, LogKey
+from millstream.broker.log.ledger import Ledger, LogKey, last_states
 from millstream.core.ids import PartitionIndex
 from millstream_testing.files import MemoryFiles
 
@@ -40,6 +40,19 @@ def test_the_last_state_of_each_log_survives_a_crash(disk: MemoryFiles) -> None:
     again = Ledger(disk, "/data")
     assert [again.state_of(key(n)) for n in range(1, 6)] == [b"one again", b"two", b"three", b"four", None]
     assert not again.damaged
+
+
+def test_a_log_stays_forgotten_after_a_restart(disk: MemoryFiles) -> None:
+    ledger = Ledger(disk, "/data")
+    write(ledger, k1=b"one", k2=b"two", k3=b"three")
+    ledger.forget(key(1))
+    ledger.forget(key(2))
+    write(ledger, k2=b"another")
+    disk.crash()
+
+    again = Ledger(disk, "/data")
+    assert [again.state_of(key(n)) for n in (1, 2, 3)] == [None, b"another", b"three"]
+    assert last_states(disk.content(PATH)) == {key(2): b"another", key(3): b"three"}
 
 
 def test_a_torn_end_is_ignored(disk: MemoryFiles) -> None:

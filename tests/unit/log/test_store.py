@@ -167,6 +167,36 @@ def test_a_deleted_log_is_not_restored(open_store: OpenStore, files: MemoryFiles
     assert not any("partitions" in path for path in files.walk())
 
 
+@pytest.mark.parametrize("end", ["clean stop", "crash", "crash after the return"])
+def test_a_removed_replica_that_returns_is_empty(open_store: OpenStore, files: MemoryFiles, end: str) -> None:
+    store = open_store()
+    logs = [open_log(store, partition) for partition in range(6)]
+    for log in logs:
+        for value in (b"a", b"b"):
+            put(log, value)
+        store.sync_soon(log)
+    store.commit_once()
+    assert any(path.endswith(".journal") for path in files.walk())
+    for log in logs:
+        store.checkpoint_now(log)
+    store.delete_log(logs[2], may_return=True)
+    if end == "clean stop":
+        store.close_now()
+    elif end == "crash":
+        files.crash()
+    else:
+        # What the journal has of the removed replica is not replayed into the new one.
+        put(returned := open_log(store, 2), b"c")
+        store.close_log(returned)
+        files.crash()
+
+    again = open_store()
+    returned = open_log(again, 2)
+    assert values(returned) == ([b"c"] if end == "crash after the return" else [])
+    assert not returned.damage
+    assert not any(report.is_notable for report in again.recovery_reports)
+
+
 @pytest.mark.parametrize("is_checkpoint", [True, False], ids=["checkpoint", "commit"])
 def test_deleting_a_log_during_its_sync_affects_no_other_and_is_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_checkpoint: bool

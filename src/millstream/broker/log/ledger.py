@@ -5,7 +5,7 @@ is out of date. A group that a crash has torn is the last one and is ignored. A 
 damaged on disk: it is unknown which logs it was about, so nothing before it is trusted, which costs those logs a scan.
 
 A group: magic, CRC-32C u32 of the rest, length u32 of the entries, entries. An entry: topic id, partition i32, length
-u32, the state, which has its own checksum.
+u32, the state, which has its own checksum; without a state, the log was forgotten.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Ledger:
         self._path = f"{directory}/{LEDGER_NAME}"
         self._places: dict[LogKey, _Place] = {}
         self._versions: dict[LogKey, int] = {}
+        self._forgotten: set[LogKey] = set()
+        """Forgotten logs of which the file still has a state."""
         self._last_version = 0
         self._live_bytes = 0
         self._end = 0
@@ -87,7 +89,7 @@ class Ledger:
         return self._last_version
 
     def write(self, states: Iterable[tuple[LogKey, int, bytes]]) -> None:
-        """Append checkpoints, durably. A version older than a stored one is left out."""
+        """Append checkpoints and what was forgotten, durably. A version older than a stored one is left out."""
         with self._lock:
             fresh = [item for item in states if item[1] > self._versions.get(item[0], -1)]
             try:
@@ -95,23 +97,25 @@ class Ledger:
                     self._rewrite()
                 elif self._end > REWRITE_BYTES_MIN + 2 * self._live_bytes:
                     self._rewrite_if_possible()
-                places = self._append([(key, state) for key, _, state in fresh])
+                entries = [*((key, b"") for key in self._forgotten), *((key, state) for key, _, state in fresh)]
+                places = self._append(entries)
                 self._files.sync(self._descriptor)
             except OSError:
                 # The bytes of a failed sync cannot be trusted, so the next one goes into another file.
                 self._broken = True
                 raise
+            self._forgotten.clear()
             for key, place in places:
                 self._set_place(key, place)
             self._versions.update((key, version) for key, version, _ in fresh)
 
     def forget(self, key: LogKey) -> None:
-        """Forget a deleted log; its entry is removed when the file is rewritten."""
+        """Forget the log of a deleted topic; the file says so from the next write on."""
         with self._lock:
-            place = self._places.pop(key, None)
             self._versions.pop(key, None)
-            if place is not None:
-                self._live_bytes -= place.size
+            if key in self._places:
+                self._drop_place(key)
+                self._forgotten.add(key)
 
     def close(self) -> None:
         """Close the file."""
@@ -141,11 +145,15 @@ class Ledger:
             _logger.warning("no space is left to reserve for checkpoints", extra={"error": str(error)})
 
     def _set_place(self, key: LogKey, place: _Place) -> None:
-        old = self._places.get(key)
+        self._drop_place(key)
+        if place.size:
+            self._places[key] = place
+            self._live_bytes += place.size
+
+    def _drop_place(self, key: LogKey) -> None:
+        old = self._places.pop(key, None)
         if old is not None:
             self._live_bytes -= old.size
-        self._places[key] = place
-        self._live_bytes += place.size
 
     def _read(self) -> None:
         """Find the last state of each log."""
@@ -193,6 +201,7 @@ class Ledger:
         self._files.close(old)
         self._places = dict(places)
         self._live_bytes = sum(place.size for place in self._places.values())
+        self._forgotten.clear()
         self._broken = False
 
 
@@ -202,7 +211,7 @@ def last_states(content: bytes) -> dict[LogKey, bytes]:
     for position, end in _iterate_groups(content):
         for key, place in _places(content[position + _GROUP.size : end], position + _GROUP.size):
             found[key] = content[place.position : place.position + place.size]
-    return found
+    return {key: state for key, state in found.items() if state}
 
 
 def _iterate_groups(content: bytes) -> Iterator[tuple[int, int]]:

@@ -59,6 +59,22 @@ class LogState(msgspec.Struct, frozen=True, array_like=True):
     transactions: PackedTransactions | None = None
 
 
+def empty_state(journal_mark: tuple[int, int]) -> LogState:
+    """Return the state of an empty log, of which nothing before the mark in the journal is valid."""
+    return LogState(
+        format=FORMAT,
+        topic="",
+        start_offset=0,
+        recovery_offset=0,
+        segments=[],
+        epochs=[],
+        producers=[],
+        lost=[],
+        journal_id=journal_mark[0],
+        journal_sequence=journal_mark[1],
+    )
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(LogState)
 

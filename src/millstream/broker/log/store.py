@@ -32,7 +32,7 @@ from millstream.broker.log.retention import RetentionFloors
 from millstream.broker.log.scan import LoadedIndexes
 from millstream.broker.log.scrub import Inspection, Scrubber, ScrubStep
 from millstream.broker.log.segment import Segment
-from millstream.broker.log.state import LogState, decode_state
+from millstream.broker.log.state import LogState, decode_state, empty_state, encode_state
 from millstream.broker.log.truncation import Truncation, finish_when_executed
 from millstream.core.clock import Clock
 from millstream.core.errors import StorageFailure
@@ -219,9 +219,11 @@ class LogStore:
         )
         try:
             unrecovered = key in self._unrecovered
-            if not unrecovered and not self._files.exists(directory):
+            is_created = not unrecovered and not self._files.exists(directory)
+            if is_created:
                 self._files.make_directory(directory)
             contents, report = open_contents(opening, directory, self._state_of(key), clean=not unrecovered)
+            contents.known = contents.known and not is_created
         except OSError as error:
             raise StorageFailure(f"{partition}: opening {directory} failed: {error.strerror or error}") from error
         log = Log(
@@ -282,7 +284,7 @@ class LogStore:
             to._ledger.write([(key, to._ledger.next_version(), state) for key, state in states if state is not None])
             for key in keys:
                 self._folder.move_log(key, to._folder)
-                self._ledger.forget(key)
+            self._record_removed(keys)
         except OSError as error:
             raise StorageFailure(
                 f"logs could not be moved from {self._folder.path} to {to._folder.path}: {error.strerror or error}"
@@ -302,18 +304,33 @@ class LogStore:
             self._unrecovered.add(log.key)
         self._remove(log)
 
-    def delete_log(self, log: Log) -> None:
-        """Delete a log and its files, durably; the space is freed a little later."""
+    def delete_log(self, log: Log, *, may_return: bool = False) -> None:
+        """Delete a log and its files, durably; the space is freed a little later.
+
+        `may_return` says that the partition still exists elsewhere, so that this store may get a replica of it again.
+        """
         self._remove(log)
-        self._ledger.forget(log.key)
+        if not may_return:
+            self._ledger.forget(log.key)
         try:
             deleted_folder = self._folder.mark_deleted(log.directory)
+            if may_return:
+                self._record_removed([log.key])
         except OSError as error:
             raise StorageFailure(f"{log.partition} could not be deleted: {error.strerror or error}") from error
         if self._loop is None:
             self._remove_deleted(deleted_folder)
         else:
             self._loop.run_in_executor(self._upkeep_thread, self._remove_deleted, deleted_folder)
+
+    def _record_removed(self, keys: Iterable[LogKey]) -> None:
+        """Replace the checkpoints of logs whose folders are gone, durably.
+
+        Otherwise the next replicas of these partitions would be taken for the removed ones, with all their data lost,
+        and what the journal still has of them would be replayed.
+        """
+        state = encode_state(empty_state(self.journal_mark()))
+        self._ledger.write([(key, self._ledger.next_version(), state) for key in keys])
 
     def _remove_deleted(self, folder: str) -> None:
         try:
