@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
+from millstream.protocol.wire.node_status import FRESH_S
 from millstream_testing.finding import Kind
 from millstream_testing.kill_trial import KillTrial, Plan
 from millstream_testing.server import Server, ServerFailed
@@ -152,6 +154,17 @@ def test_children_end_with_the_server_and_a_start_waits_for_a_port_that_one_stil
     server.start()
     children = children_of(server)
     server.stop()
+    assert all(_is_gone(child) for child in children)
+
+
+def test_the_gateway_ends_with_a_server_that_has_not_read_its_last_request(start_server: Any) -> None:
+    server: Server = start_server(forked=False)
+    children = children_of(server)
+    os.kill(server.pid, signal.SIGSTOP)
+    # Then the last status is old and the gateway asks for another: the server is killed with an unread request.
+    time.sleep(FRESH_S)
+    httpx.get(f"http://{server.http}/healthz", timeout=WAIT_S)
+    server.kill_main()
     assert all(_is_gone(child) for child in children)
 
 

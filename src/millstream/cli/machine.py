@@ -375,7 +375,7 @@ class Machine:
         self._stack.callback(late.cancel)
 
     def _report_late(self) -> None:
-        if self._gateway is not None and not self._gateway_runs:
+        if self._gateway is not None and not self._gateway_runs and not self._is_stopping:
             self._gateway.report_starting(self._starting)
             self._run_gateway(self._gateway)
 

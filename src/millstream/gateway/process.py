@@ -141,7 +141,13 @@ async def serve(
 
 
 def _handle_status(server: Server, line: socket.socket, broker: BrokerStatusPipe) -> None:
-    piece = line.recv(65536)
+    try:
+        piece = line.recv(65536)
+    except BlockingIOError:
+        return
+    except OSError:
+        # The broker was killed before it read the last request for its status.
+        piece = b""
     if piece:
         broker.feed(piece)
         return
