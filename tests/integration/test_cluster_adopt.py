@@ -121,7 +121,8 @@ def test_an_adoption_can_be_undone(tmp_path: Path, etcd: EtcdServer, postgres: P
     adopted = run_command(command)
     assert (adopted.code, "--undo" in adopted.out) == (0, True), adopted.err
     assert run_command(["serve", "--data", str(server.data)]).code == 5
-    assert run_command([*command, "--undo"]).code == 0
+    undone = run_command([*command, "--undo", "--json"])
+    assert (undone.code, undone.document) == (0, {"undone": True})
     server.start()
     assert read(server, "g", 10) == list(range(10))
     assert server.stop() == 0

@@ -185,6 +185,7 @@ def remove_by_a_plan(cluster: ServerGroup, admin: AdminClient, topic: str) -> No
     )
     shown = millstream("cluster", "plan", "show", "--json").document
     assert (shown["moved"], shown["overtaken"], shown["drained"]) == (len(plan["moves"]), 0, [3])
+    assert millstream("cluster", "apply", plan["plan"]).code == 5
     assert all(3 not in now and now_in_sync == set(now) for now, now_in_sync in replicas(admin, topic))
     # A drained node gets no replicas.
     assert millstream("topic", "create", f"{topic}-later", "--partitions", 6, "--replication", 2).code == 0

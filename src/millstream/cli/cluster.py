@@ -341,11 +341,11 @@ def adopt(
     given = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
     settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
     found = asyncio.run(adopt_machine(settings, data.absolute(), dry_run=dry_run, undo=undo))
+    if as_json:
+        print_json({"undone": True} if found is None else {**dataclasses.asdict(found), "written": not dry_run})
+        return
     if found is None:
         print_line(f"{data} is a standalone machine again. The cluster's etcd and catalog may be deleted.")
-        return
-    if as_json:
-        print_json({**dataclasses.asdict(found), "written": not dry_run})
         return
     verb = "Would move" if dry_run else "Moved"
     print_line(f"{verb} {counted(found.topics, 'topic')} with {counted(found.partitions, 'partition')}.")

@@ -34,6 +34,7 @@ MillstreamError
 │   ├── UnknownMirror
 │   └── UnknownTransaction
 ├── Conflict
+│   ├── PlanConflict
 │   ├── TopicExists
 │   ├── SubscriptionExists
 │   ├── PipelineExists
@@ -282,6 +283,10 @@ class UnknownTransaction(NotFound):
 
 class Conflict(MillstreamError):
     """The current state forbids the request."""
+
+
+class PlanConflict(Conflict):
+    """The state of a plan, or of what it is about, forbids the request."""
 
 
 class TopicExists(Conflict):

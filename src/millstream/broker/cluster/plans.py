@@ -29,7 +29,7 @@ from millstream.broker.cluster.store import Change, CoordinationStore, Delete, E
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.cluster_plan import DRAIN, REMOVE, Move
-from millstream.core.errors import Conflict, InvalidRequest, NotFound, RequestTimedOut, StoreUnavailable
+from millstream.core.errors import InvalidRequest, NotFound, PlanConflict, RequestTimedOut, StoreUnavailable
 from millstream.core.ids import NodeId
 from millstream.core.partition_state import decode_value, encode_value
 
@@ -161,7 +161,7 @@ class Plans:
         """Store a plan in place of the last one, for review; nothing moves yet."""
         last, last_revision = self._view.plan, self._view.plan_revision
         if last is not None and last.is_open:
-            raise Conflict(
+            raise PlanConflict(
                 f"plan {last.plan_id} is being applied; wait for it, or end it with: millstream cluster cancel"
             )
         self._check(moves, throttle_bytes)
@@ -190,7 +190,7 @@ class Plans:
         """Let the controller carry out a proposed plan; one that is running may only change its speed."""
         header = self._find_plan(plan_id)
         if header.state not in (PROPOSED, RUNNING):
-            raise Conflict(
+            raise PlanConflict(
                 f"plan {header.plan_id} is {header.state}; compute another one with: millstream cluster plan"
             )
         if throttle_bytes is not None:
@@ -208,7 +208,7 @@ class Plans:
         """Stop a plan: moves under way go back, and a node that it drains may get leaders and replicas again."""
         header = self._find_plan(plan_id)
         if header.state in (DONE, CANCELLED):
-            raise Conflict(f"plan {header.plan_id} is {header.state} already")
+            raise PlanConflict(f"plan {header.plan_id} is {header.state} already")
         cancelled = replace(header, state=CANCELLED if header.state == PROPOSED else CANCELLING)
         changes: list[Change] = [Put(keys.PLAN, cancelled.to_json())]
         if cancelled.drains is not None and cancelled.state == CANCELLING and not cancelled.was_drained:
@@ -222,7 +222,7 @@ class Plans:
             raise NotFound(f"node {node} is not drained")
         plan = self._view.plan
         if plan is not None and plan.drains == node and plan.is_open:
-            raise Conflict(f"plan {plan.plan_id} drains node {node} now; end it with: millstream cluster cancel")
+            raise PlanConflict(f"plan {plan.plan_id} drains node {node} now; end it with: millstream cluster cancel")
         await self._change([Delete(keys.drained_key(node))], f"node {node}")
 
     def _find_plan(self, plan_id: str) -> PlanHeader:
@@ -248,7 +248,7 @@ class Plans:
                 raise InvalidRequest(f"the move of {where} is not valid: each partition once, each node once")
             seen.add(key)
             if versioned.state.replicas != move.before or key in self._view.reassignments:
-                raise Conflict(f"{where} was moved since the plan was computed; compute it again")
+                raise PlanConflict(f"{where} was moved since the plan was computed; compute it again")
             unknown = [node for node in move.target if node not in self._view.live and node not in move.before]
             if unknown:
                 raise InvalidRequest(f"{where} cannot move to node {unknown[0]}, which is not running")
@@ -265,7 +265,7 @@ class Plans:
         expect = () if expect_revision is None else (Expect(keys.PLAN, expect_revision),)
         revision = await self._store.change(changes, expect)
         if revision is None:
-            raise Conflict(f"{what} was changed concurrently; check it and try again")
+            raise PlanConflict(f"{what} was changed concurrently; check it and try again")
         await self._view.until(lambda: self._view.revision >= revision, _AGREEMENT_S, what=what)
 
 

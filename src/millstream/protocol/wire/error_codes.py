@@ -52,6 +52,7 @@ _RAISED: Final[dict[type[errors.MillstreamError], int]] = {
     errors.StorageFailure: 56,
     errors.AuthenticationFailed: 58,
     errors.UnknownProducer: 59,
+    errors.PlanConflict: 60,
     errors.GroupNotEmpty: 68,
     errors.UnknownGroup: 69,
     errors.FencedLeaderEpoch: 74,
