@@ -386,6 +386,20 @@ async def test_users_are_managed_by_an_admin_client_and_lose_their_connections(l
             pass
 
 
+def test_the_user_who_changes_their_own_password_gets_a_response(locked: Locked) -> None:
+    info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 8192)
+
+    def set_password(signed_in: tuple[str, str], password: str) -> None:
+        admin = AdminClient(confluent(locked, signed_in))
+        upsertion = UserScramCredentialUpsertion("dora", info, password.encode())
+        for changed in admin.alter_user_scram_credentials([upsertion]).values():
+            changed.result(WAIT_S)
+
+    set_password(ADMIN, "dora-password")
+    set_password(("dora", "dora-password"), "another-password")
+    set_password(("dora", "another-password"), "dora-password")
+
+
 async def test_publishing_without_a_credential_is_refused_at_once(locked: Locked) -> None:
     # Using up the timeout would fail the test.
     async with millstream.connect(locked.server.kafka, tls=locked.certificates.ca, publish_timeout=3600) as ms:
@@ -493,6 +507,34 @@ def test_bare_tokens_after_the_first_version_of_the_handshake(locked: Locked) ->
         versions = request(18, 0)
         connection.sendall(struct.pack(">i", len(versions)) + versions)
         assert len(connection.recv(4)) == 4
+
+
+def plain(user: str, password: str) -> bytes:
+    message = f"\0{user}\0{password}".encode()
+    return request(36, 1, struct.pack(">i", len(message)) + message)
+
+
+def test_no_other_request_is_served_during_and_after_a_failed_reauthentication(tmp_path: Path) -> None:
+    declare_security(tmp_path / "data", dict((ADMIN, ALICE)))
+    settings = {"auth": "required", "super-users": "admin", "session-max-ms": 600_000}
+    handshake, metadata = request(17, 1, b"\0\x05PLAIN"), request(3, 1, struct.pack(">i", -1))
+    with Server(tmp_path / "data", settings=settings) as server:
+        port = struct.pack(">i", int(server.kafka.rsplit(":", 1)[1]))
+
+        def codes(*frames: bytes) -> list[int]:
+            """Return the error codes of the responses, -1 for that of Metadata."""
+            response, found = ask_raw(server.kafka, handshake, plain(*ADMIN), *frames), []
+            while response:
+                (size,) = struct.unpack_from(">i", response)
+                body, response = response[8 : 4 + size], response[4 + size :]
+                found.append(-1 if port in body else struct.unpack_from(">h", body)[0])
+            return found
+
+        # The last request closes the connection.
+        assert codes(metadata, request(32767, 0)) == [0, 0, -1]
+        assert codes(handshake, metadata) == [0, 0, 0]
+        for someone in (("admin", "not the password"), ALICE):
+            assert codes(handshake, plain(*someone), metadata) == [0, 0, 0, 58]
 
 
 # -- certificates change --------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def opened(knowledge: Knowledge, *, fail: Callable[[Exception], None] = lambda _
         state=None,
         deadline=None,
         serve_with=lambda _service, _limits: None,
-        drain=lambda: None,
+        close_after_response=lambda: None,
         fail=fail,
     )
     return at._open_session(cast("Connection", connection))
@@ -130,6 +130,22 @@ async def test_a_client_that_reauthenticates_may_finish(knowledge: Knowledge, mo
     monkeypatch.setattr(gate, "DEADLINE_S", 0.01)
     async with asyncio.timeout(30):
         await failed.wait()
+    session.close()
+
+
+async def test_a_failed_reauthentication_gets_its_response_though_the_session_ends_meanwhile(
+    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
+    monkeypatch.setattr(knowledge.attempts, "pause_s", lambda _host, _user: 0.2)
+    failed: list[Exception] = []
+    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=failed.append)
+    assert session.begin(PLAIN, bare=False)
+    await session.step(b"\0alice\0alice-password")
+    assert session.begin(PLAIN, bare=False)
+    with pytest.raises(AuthenticationFailed):
+        await session.step(b"\0alice\0wrong")
+    assert not failed
     session.close()
 
 

@@ -116,7 +116,7 @@ DOUBT_S = 0.02
 of its stream follows everything it sent, so only a response shows whether it has left."""
 
 LAST_RESPONSES_S = 5.0
-"""How long a client whose connection failed may take to read earlier responses."""
+"""How long the last responses may take before the connection is closed because of an error."""
 
 _LENGTH = struct.Struct(">i")
 
@@ -392,6 +392,12 @@ class Connection(asyncio.BufferedProtocol):
             self._resume_serving()
         self._adjust_reading()
         self._close_when_drained()
+
+    def close_after_response(self) -> None:
+        """Respond to the requests that are being processed, discard later ones, then close, in bounded time."""
+        self._forget_unserved()
+        self.drain()
+        self._loop.call_later(LAST_RESPONSES_S, self.abort)
 
     def count_as_follower(self) -> None:
         """Charge the connection's turns to the account of replication."""

@@ -50,7 +50,11 @@ async def record_changes(
             rights.record(api, change)
         return response
 
-    return await finish(carry_out())
+    rights.is_changing = True
+    try:
+        return await finish(carry_out())
+    finally:
+        rights.is_changing = False
 
 
 def single_change(kind: str, activity: Activity, *, name: str = "name") -> Changes:

@@ -102,7 +102,7 @@ class Gate:
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         """Respond to a request of a client that has authenticated, or one that authenticates it."""
         session: Session = connection.session or self._open_session(connection)
-        if session.is_known:
+        if session.is_known and not session.has_begun:
             return self.service.handle(frame, connection)
         session.requests += 1
         if session.requests > REQUESTS_MAX:
@@ -111,7 +111,8 @@ class Gate:
             return session.respond_to_token(bytes(frame))
         header = read_request_header(frame)
         if header.api_key not in (_IN_DIALOGUE if session.has_begun else _BEFORE):
-            raise ProtocolViolation(f"API {header.api_key} was requested before authentication")
+            when = "while the client reauthenticated" if session.is_known else "before authentication"
+            raise ProtocolViolation(f"API {header.api_key} was requested {when}")
         return self.service.handle(frame, connection)
 
     def _open_session(self, connection: Connection) -> Session:
@@ -170,7 +171,7 @@ class Session:
     def may_begin(self, *, bare: bool) -> bool:
         """Whether a handshake is allowed now: first, and again in a session that expires (KIP-368)."""
         if self.has_begun or (bare and self.is_known):
-            self._connection.drain()
+            self._connection.close_after_response()
             return False
         return not self.is_known or self._is_default or bool(self._ends and self._mechanism_name)
 
@@ -181,16 +182,20 @@ class Session:
             chosen: Mechanism = _Asserted(knowledge.assertions)
         elif self._is_node or mechanism not in self.mechanisms:
             if self.mechanisms:
-                self._connection.drain()
+                self._connection.close_after_response()
             return False
         else:
             chosen = _NodeSecret(knowledge) if self._gate.is_internal else knowledge.authenticator.begin(mechanism)
         if self.verified is not None and not self._is_default and mechanism != self._mechanism_name:
-            self._connection.drain()
+            self._connection.close_after_response()
             return False
         self._mechanism_name = mechanism
         self._mechanism = chosen
         self.takes_tokens = bare
+        if self.is_known:
+            # Until the client has reauthenticated, no other request is served.
+            self.requests = 0
+            self._connection.serve_with(self._gate, self._gate.limits)
         return True
 
     @property
@@ -259,6 +264,16 @@ class Session:
     def is_revoked(self) -> bool:
         """Whether the password or token of the session is no longer valid."""
         return self.verified is not None and self._gate.knowledge.authenticator.is_revoked(self.verified)
+
+    def end_if_revoked(self) -> None:
+        """Close the connection if its password or token is no longer valid; a change of its own gets its response."""
+        if not self.is_revoked():
+            return
+        if self.rights is not None and self.rights.is_changing:
+            self._connection.close_after_response()
+        else:
+            error = AuthenticationFailed("the user or token was deleted, or the password was changed")
+            self._connection.fail(error)
 
     def close(self) -> None:
         """Release what the connection held."""
@@ -343,8 +358,10 @@ class Session:
         )
         knowledge.state.audit.fail_sign_in(user, connection.host, connection.listener, self._mechanism_name, str(error))
         connection.deadline = None
+        # The session may end during the pause, and its client gets the response first.
+        self._cancel_timer()
         await asyncio.sleep(pause_s)
-        connection.drain()
+        connection.close_after_response()
 
 
 _NODE_PRINCIPAL: Final = "Node:self"
@@ -404,5 +421,5 @@ class RevokedSessions:
     def _close_revoked(self) -> None:
         for connections in self._listeners:
             for connection in tuple(connections):
-                if connection.session is not None and connection.session.is_revoked():
-                    connection.fail(AuthenticationFailed("the user or token was deleted, or the password was changed"))
+                if connection.session is not None:
+                    connection.session.end_if_revoked()

@@ -50,7 +50,17 @@ def _resource(kind: ResourceType, name: str) -> tuple[ResourceType, str]:
 class Rights:
     """The rights of a principal at an address; decisions are cached until the rules change."""
 
-    __slots__ = ("_decisions", "_scopes", "_snapshot", "_state", "host", "node_id", "principal", "tokens")
+    __slots__ = (
+        "_decisions",
+        "_scopes",
+        "_snapshot",
+        "_state",
+        "host",
+        "is_changing",
+        "node_id",
+        "principal",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -67,6 +77,8 @@ class Rights:
         """The node of this cluster that the client is; nodes may do everything."""
         self.tokens = tuple(tokens)
         """The API token of the client and those it was created with: the scope of each applies."""
+        self.is_changing = False
+        """Whether a request of the client that changes declarations is being processed; it may revoke its caller."""
         self._scopes = tuple(AclSnapshot(token.scope) for token in tokens if token.scope)
         self._state = state
         self._snapshot: AclSnapshot | None = None

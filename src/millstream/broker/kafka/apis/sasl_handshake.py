@@ -1,7 +1,8 @@
 """SaslHandshake (key 17), versions 0 and 1: chooses the mechanism by which a client authenticates.
 
 A listener without authentication returns ILLEGAL_SASL_STATE, as in Kafka, and so does one in the middle of an exchange.
-In a session that has an end, it starts a reauthentication (KIP-368), by the same mechanism.
+In a session that has an end, it starts a reauthentication (KIP-368), by the same mechanism; any other request before
+the end of the exchange closes the connection.
 
 Version notes: after version 0 the messages of the mechanism are sent as bare frames, after version 1 in
 SaslAuthenticate.
