@@ -92,7 +92,7 @@ def measured(spare: str, kills: int) -> tuple[list[float], int]:
 
 def settle(server: Server, count: int) -> None:
     """Wait until there are this many drivers, and all of them have nothing to do."""
-    wait_until(lambda: len(drivers(server)) == count, patience_s=WAIT_S)
+    wait_until(lambda: len(drivers(server)) == count, timeout_s=WAIT_S)
     before, used = 0.0, QUIET_CPU_S + 1
     while used > QUIET_CPU_S:
         time.sleep(QUIET_S)

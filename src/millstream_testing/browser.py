@@ -17,7 +17,7 @@ WAIT_S = 60.0
 expect.set_options(timeout=WAIT_S * 1000)
 AXE = Path(__file__).parents[2] / "tests" / "integration" / "axe-core" / "axe.min.js"
 SCREENSHOTS = os.environ.get("CONSOLE_SCREENSHOTS")
-"""A folder for pictures of pages, among them those of docs/console.md; without it none are taken."""
+"""A folder for screenshots of pages, including those of docs/console.md; without it none are saved."""
 _RENAME = """([from, to]) => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) walker.currentNode.data = walker.currentNode.data.replaceAll(from, to);
@@ -29,7 +29,7 @@ def chromium() -> str:
     """Return the path of Chromium, or skip the test."""
     found = os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
-        pytest.skip("there is no Chromium here; install it (Debian: apt-get install chromium) or set CHROMIUM")
+        pytest.skip("Chromium is not installed; install it (Debian: apt-get install chromium) or set CHROMIUM")
     return found
 
 
@@ -37,7 +37,7 @@ def chromium() -> str:
 def running_browser() -> Iterator[Browser]:
     """Run a browser."""
     with sync_playwright() as playwright:
-        # The sandbox needs rights that containers lack; the pages are our own.
+        # The sandbox needs privileges that containers lack; the pages are our own.
         arguments = ["--no-sandbox", "--disable-gpu"]
         browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
         try:
@@ -46,43 +46,43 @@ def running_browser() -> Iterator[Browser]:
             browser.close()
 
 
-class Watched:
-    """A page whose errors and dialogs fail the test: injected content that runs would show up here."""
+class WatchedPage:
+    """A page whose errors and dialogs fail the test, which would reveal injected scripts."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
         self.problems: list[str] = []
         page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
         page.on("dialog", self._dismiss)
-        page.on("console", self._note)
+        page.on("console", self._record_error)
 
     def _dismiss(self, dialog: Dialog) -> None:
         self.problems.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
-    def _note(self, message: ConsoleMessage) -> None:
+    def _record_error(self, message: ConsoleMessage) -> None:
         # An error status that the test provokes is not an error of the page.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.problems.append(f"console: {message.text}")
 
 
-def open_page(browser: Browser, address: str, **context: Any) -> Watched:
-    """Open an address in its own session."""
-    watched = Watched(browser.new_context(reduced_motion="reduce", **context).new_page())
+def open_page(browser: Browser, address: str, **context: Any) -> WatchedPage:
+    """Open an address in a new session."""
+    watched = WatchedPage(browser.new_context(reduced_motion="reduce", **context).new_page())
     watched.page.set_default_timeout(WAIT_S * 1000)
     watched.page.goto(address)
     return watched
 
 
-def take_picture(page: Page, name: str, *, folder: Path | None = None) -> None:
-    """Save a screenshot for docs/console.md; the folder of the test gets a common name."""
+def save_screenshot(page: Page, name: str, *, folder: Path | None = None) -> None:
+    """Save a screenshot for docs/console.md, with a neutral name for the test's folder."""
     if SCREENSHOTS:
         if folder is not None:
             page.evaluate(_RENAME, [str(folder), "/var/lib/millstream"])
         page.screenshot(path=f"{SCREENSHOTS}/console-{name}.png")
 
 
-def check_look(page: Page, name: str = "", *, schemes: Sequence[Any] = ("light", "dark")) -> None:
+def check_appearance(page: Page, name: str = "", *, schemes: Sequence[Any] = ("light", "dark")) -> None:
     """Check that the page is accessible in its themes and fits on a phone; with a name, take a screenshot of each."""
     page.set_viewport_size(DESKTOP)
     page.evaluate(AXE.read_text(encoding="utf-8"))
@@ -93,15 +93,15 @@ def check_look(page: Page, name: str = "", *, schemes: Sequence[Any] = ("light",
         found = page.evaluate("rules => axe.run(document, {runOnly: rules, resultTypes: ['violations']})", checked)
         violations = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in found["violations"]]
         assert violations == [], (page.url, scheme, violations)
-        _take_theme(page, name, scheme)
+        _save_theme_screenshot(page, name, scheme)
     page.emulate_media(color_scheme="light")
     page.set_viewport_size(PHONE)
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), page.url
-    _take_theme(page, name, "phone")
+    _save_theme_screenshot(page, name, "phone")
     page.set_viewport_size(DESKTOP)
 
 
-def _take_theme(page: Page, name: str, theme: str) -> None:
+def _save_theme_screenshot(page: Page, name: str, theme: str) -> None:
     if SCREENSHOTS and name:
         folder = Path(SCREENSHOTS, "themes")
         folder.mkdir(exist_ok=True)

@@ -6,18 +6,18 @@ from typing import Any
 
 from millstream.broker.groups.consumer.member import NOTHING, Assignment
 from millstream.broker.groups.requests import Joined
-from millstream_testing.consumer_trial import SimulatedConsumer
+from millstream_testing.consumer_harness import SimulatedConsumer
 
 
-class Newer:
+class ConsumerProtocolClient:
     """A consumer of the new protocol, with at most one heartbeat in flight."""
 
     def __init__(self, number: int, choice: dict[str, Any], *, rebalance_timeout_ms: int) -> None:
         self.instance_id = "static" if number == 0 else None
         self.choice = choice
         self._rebalance_timeout_ms = rebalance_timeout_ms
-        self.asked = 0
-        self.under_way = False
+        self.requests = 0
+        self.in_flight = False
         self.begin("")
 
     def begin(self, member_id: str) -> None:
@@ -27,11 +27,11 @@ class Newer:
         )
         self.received: dict[str, Any] = {}
         self.joined = False
-        self.asked += 1
-        self.under_way = False
+        self.requests += 1
+        self.in_flight = False
 
 
-class Older:
+class ClassicProtocolClient:
     """A consumer of the classic protocol that revokes everything before it joins."""
 
     def __init__(self) -> None:
@@ -39,4 +39,4 @@ class Older:
         self.generation = -1
         self.owned: Assignment = NOTHING
         self.joined: Joined | None = None
-        self.asked = 0
+        self.requests = 0

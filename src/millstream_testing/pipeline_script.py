@@ -1,4 +1,4 @@
-"""Small parts for tests of what runs pipelines: a scripted job, and a claim without contenders."""
+"""Helpers for tests of the pipeline runtime: scripted jobs, and a claim without contenders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def landing(name: str = "landing", **overrides: str) -> Pipeline:
     )
 
 
-class FreeClaim:
+class UncontendedClaim:
     """A claim that is held as soon as it is taken; `busy` errors are raised first."""
 
     def __init__(self, busy: Sequence[Exception] = ()) -> None:
@@ -45,7 +45,7 @@ class FreeClaim:
         return GroupMember("me", self.taken)
 
     def take(self) -> None:
-        """Take it, unless it is occupied."""
+        """Acquire it, unless `busy` errors remain."""
         if self.busy:
             raise self.busy.pop(0)
         self.taken += 1
@@ -63,7 +63,7 @@ class FreeClaim:
 
 
 class Script:
-    """Makes jobs that execute one line of a script after the other; at its end they wait for more."""
+    """Creates jobs that execute the lines of a script in order, and then wait for more."""
 
     def __init__(self, *lines: Step | Exception) -> None:
         self._lines: Iterator[Step | Exception] = iter(lines)
@@ -103,5 +103,5 @@ class ScriptedJob:
         return line
 
     def close(self) -> None:
-        """Count the step."""
+        """Count the close."""
         self._script.closed += 1

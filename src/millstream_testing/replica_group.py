@@ -1,6 +1,6 @@
-"""Some nodes that replicate partitions in one process: real logs, partitions and fetches, over links that can be cut.
+"""Nodes that replicate partitions in one process: real logs, partitions and fetches, over links that can be cut.
 
-There is no controller: a test agrees on states itself, and every node that can see the store follows them.
+There is no controller: a test sets the states itself, and every node that can reach the store follows them.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ def partition_key(index: int = 0) -> keys.PartitionKey:
 T = TypeVar("T")
 
 
-class UnsteadyStore(EmbeddedStore):
+class FaultyStore(EmbeddedStore):
     """Access to the store that can be blocked, or lose responses."""
 
     def __init__(self, service: EmbeddedService, clock: Clock) -> None:
         super().__init__(service, clock)
-        self.is_reached = True
+        self.is_reachable = True
         self.responds = True
-        self.hears = asyncio.Event()
-        self.hears.set()
+        self.events_pass = asyncio.Event()
+        self.events_pass.set()
 
-    def shut(self, *, requests_pass: bool = False) -> None:
+    def block(self, *, requests_pass: bool = False) -> None:
         """Block everything, or only the responses to requests."""
-        self.is_reached = requests_pass
+        self.is_reachable = requests_pass
         self.responds = False
-        self.hears.clear()
+        self.events_pass.clear()
 
-    def open(self) -> None:
+    def unblock(self) -> None:
         """Stop blocking."""
-        self.is_reached = self.responds = True
-        self.hears.set()
+        self.is_reachable = self.responds = True
+        self.events_pass.set()
 
     async def _send(self, request: Callable[[], T]) -> T:
-        if not self.is_reached:
+        if not self.is_reachable:
             raise StoreUnavailable("the store cannot be reached")
         response = await super()._send(request)
         if not self.responds:
@@ -82,7 +82,7 @@ class UnsteadyStore(EmbeddedStore):
         return response
 
     async def _deliver(self) -> None:
-        await self.hears.wait()
+        await self.events_pass.wait()
 
 
 class ReplicaNode:
@@ -101,7 +101,7 @@ class ReplicaNode:
         self.logs = LogStore.open(
             Path("/data"), files=self.files, clock=group.clock, journal_bytes=1 << 20, producer_expiry_ms=10**9
         )
-        self.store = UnsteadyStore(group.service, group.clock)
+        self.store = FaultyStore(group.service, group.clock)
         self.follower_fetch = FollowerFetch(
             self, Budget(1 << 26), bytes_max=1 << 20, new_id=lambda: group.random.randrange(1, 2**31)
         )
@@ -153,12 +153,12 @@ class ReplicaNode:
 
     async def _follow_store(self) -> None:
         snapshot = await self.store.read(keys.PARTITIONS)
-        self._see([Event(key, entry.value, entry.revision) for key, entry in snapshot.entries.items()])
+        self._apply_events([Event(key, entry.value, entry.revision) for key, entry in snapshot.entries.items()])
         async with aclosing(self.store.watch(keys.PARTITIONS, after=snapshot.revision)) as batches:
             async for events in batches:
-                self._see(events)
+                self._apply_events(events)
 
-    def _see(self, events: Sequence[Event]) -> None:
+    def _apply_events(self, events: Sequence[Event]) -> None:
         for event in events:
             partition = self.partitions.get(keys.parse_partition(event.key.removeprefix(keys.PARTITIONS)))
             if event.value is not None and partition is not None:
@@ -172,12 +172,12 @@ class _Link:
         self._way = (me, leader)
 
     async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
-        await self._cross()
+        await self._check_link()
         header = RequestHeader(FETCH_KEY, VERSION, 1, None, 0, True)
         leader = self._group.nodes[self._way[1]]
         response = leader.follower_fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header)
         pieces = await response if inspect.isawaitable(response) else response
-        await self._cross()
+        await self._check_link()
         if not isinstance(pieces, list):
             raise TypeError("a fetch gets buffers")
         return read_replica_responses(memoryview(b"".join(map(bytes, pieces)))[4:])
@@ -185,7 +185,7 @@ class _Link:
     async def close(self) -> None:
         pass
 
-    async def _cross(self) -> None:
+    async def _check_link(self) -> None:
         await asyncio.sleep(0)
         if self._way in self._group.cut:
             raise BrokerUnreachable("the link is cut")
@@ -201,7 +201,7 @@ class _Links:
 
 
 class ReplicaGroup:
-    """Nodes 1 to 3, one topic with a replica on each, and the agreed states."""
+    """Nodes 1 to 3, one topic with a replica on each, and the states of its partitions."""
 
     def __init__(self, *, settings: TopicSettings | None = None, topic: Topic = TOPIC) -> None:
         self.clock: Clock = SystemClock()
@@ -223,28 +223,28 @@ class ReplicaGroup:
             if node.partitions:
                 await node.stop()
 
-    def agreed(self, index: int = 0) -> Versioned | None:
+    def stored_state(self, index: int = 0) -> Versioned | None:
         """Return the state of a partition in the store."""
         key = keys.partition_key(partition_key(index))
         entry = self.service.read(key).entries.get(key)
         return None if entry is None else Versioned(PartitionState.from_json(entry.value), entry.revision)
 
-    def agree(self, state: PartitionState, index: int = 0) -> None:
+    def set_state(self, state: PartitionState, index: int = 0) -> None:
         """Change the state of a partition, as a controller does."""
         key = keys.partition_key(partition_key(index))
-        before = self.agreed(index)
+        before = self.stored_state(index)
         if (
             self.service.change([Put(key, state.to_json())], [Expect(key, before.revision if before else 0)], None)
             is None
         ):
-            raise AssertionError("no other node changes the state at this moment")
+            raise AssertionError("another node changed the state at the same time")
 
     def partition(self, node: int, index: int = 0) -> Partition:
         return self.nodes[NodeId(node)].partitions[partition_key(index)]
 
     def isolate(self, node: int) -> None:
         """Cut a node off from the others and from the store."""
-        self.nodes[NodeId(node)].store.shut()
+        self.nodes[NodeId(node)].store.block()
         for other in self.nodes:
             self.cut |= {(NodeId(node), other), (other, NodeId(node))}
 
@@ -252,7 +252,7 @@ class ReplicaGroup:
         """Heal every cut."""
         self.cut.clear()
         for node in self.nodes.values():
-            node.store.open()
+            node.store.unblock()
 
 
 def content(partition: Partition) -> bytes:

@@ -18,10 +18,10 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, Step
 from millstream.pipelines.runtime.driver import Driver, EventWriter
 from millstream.pipelines.runtime.driver_messages import DriverCommand, Options
-from millstream_testing.pipeline_script import FreeClaim
+from millstream_testing.pipeline_script import UncontendedClaim
 
 PAUSE_S = 0.05
-LOOK_S = 0.01
+POLL_S = 0.01
 
 
 class OneWordJob:
@@ -36,7 +36,7 @@ class OneWordJob:
         if self._word == "deadly":
             os.kill(os.getpid(), signal.SIGKILL)
         if self._word == "failing":
-            raise InvalidRequest("it fails as scripted")
+            raise InvalidRequest("the script fails this step")
         if self._word == "hanging":
             threading.Event().wait()
         if self._word == "idle":
@@ -58,12 +58,12 @@ def main() -> None:
         options,
         None,
         EventWriter(sys.stdout.buffer).send,
-        lambda _group, _on_lost: FreeClaim(),
+        lambda _group, _on_lost: UncontendedClaim(),
         jobs={PipelineKind.LAND: make},
         report_s=PAUSE_S,
         backoff_s=0.001,
-        look_s=LOOK_S,
-        cancel_s=2 * LOOK_S,
+        look_s=POLL_S,
+        cancel_s=2 * POLL_S,
     )
     for line in sys.stdin.buffer:
         driver.declare(msgspec.json.decode(line, type=DriverCommand).wanted)

@@ -70,7 +70,7 @@ class Certificates:
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
 
     def renew_node(self, **more: Any) -> None:
-        """Replace the node's certificate by another one of the same authority, as a renewal does."""
+        """Replace the node's certificate with another one of the same authority, as a renewal does."""
         certificate, key = self.sign("node 1", **{"hosts": ("localhost", "127.0.0.1"), **more})
         certificate.replace(self.node)
         key.replace(self.node_key)
@@ -161,7 +161,7 @@ ADMIN, ALICE, MALLORY = ("admin", "admin-password"), ("alice", "alice-password")
 
 @contextmanager
 def locked_server(folder: Path, **settings: Any) -> Iterator[Locked]:
-    """Run a locked server; alice may use topics and groups whose names begin with hers, by any identity."""
+    """Run a locked server; alice may use topics and groups with her prefix, however she authenticates."""
     certificates, issuer = Certificates(folder / "certs"), Issuer(folder / "jwks.json")
     rules = frozenset(
         Acl(

@@ -18,7 +18,7 @@ T = TypeVar("T")
 TIMERS_MAX = 1000
 
 
-class FoldedCoordinator:
+class ReloadingCoordinator:
     """A shard that is reloaded from its compacted log after each step, and must be equal then."""
 
     def __init__(self, limits: TransactionLimits | None = None) -> None:
@@ -35,7 +35,7 @@ class FoldedCoordinator:
         self._append(records)
         return response.result() if isinstance(response, Deferred) else response
 
-    def pass_time(self, milliseconds: int) -> None:
+    def advance_ms(self, milliseconds: int) -> None:
         """Advance the time and run timers."""
         self.clock.advance_ms(milliseconds)
         for timer in self._timers.take_due(TIMERS_MAX):

@@ -1,4 +1,4 @@
-"""Wait for other processes, threads and tasks, patiently enough for a busy machine."""
+"""Wait for other processes, threads and tasks, with timeouts that are long enough for a busy machine."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-# Longer than most tests may take: their time limit ends them sooner, and shows the line that waits.
-PATIENCE_S: Final = 900.0
-LOOK_S: Final = 0.01
-ASK_S: Final = 0.05
+# Longer than the time limit of most tests, which shows the waiting line.
+TIMEOUT_S: Final = 900.0
+POLL_S: Final = 0.01
+REQUEST_POLL_S: Final = 0.05
 # Tasks that wait for nothing have finished after this many turns of the loop.
 TURNS: Final = 100
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
-def wait_until(look: Callable[[], Found | None], *, patience_s: float = PATIENCE_S) -> Found:
-    """Return the first true result of `look`; fail with its last one when patience runs out."""
-    deadline = time.monotonic() + patience_s
-    while not (found := look()):
+def wait_until(condition: Callable[[], T | None], *, timeout_s: float = TIMEOUT_S) -> T:
+    """Return the first true result of `condition`; fail with its last result after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"not so within {patience_s:g} s: {found!r}")
-        time.sleep(LOOK_S)
+            raise AssertionError(f"not so within {timeout_s:g} s: {found!r}")
+        time.sleep(POLL_S)
     return found
 
 
-async def until(look: Callable[[], Found | None], *, patience_s: float = PATIENCE_S) -> Found:
-    """Let other tasks run until `look` has a true result, and return it; fail when patience runs out."""
-    deadline = time.monotonic() + patience_s
+async def until(condition: Callable[[], T | None], *, timeout_s: float = TIMEOUT_S) -> T:
+    """Let other tasks run until `condition` returns a true result, and return it; fail after the timeout."""
+    deadline = time.monotonic() + timeout_s
     turns = 0
-    while not (found := look()):
+    while not (found := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"not so within {patience_s:g} s: {found!r}")
+            raise AssertionError(f"not so within {timeout_s:g} s: {found!r}")
         turns += 1
-        await asyncio.sleep(0 if turns < TURNS else LOOK_S)
+        await asyncio.sleep(0 if turns < TURNS else POLL_S)
     return found
 
 
-async def until_result(ask: Callable[[], Awaitable[Found | None]], *, patience_s: float = PATIENCE_S) -> Found:
-    """Await `ask` until it has a true result, and return it; fail when patience runs out."""
-    deadline = time.monotonic() + patience_s
-    while not (found := await ask()):
+async def until_result(request: Callable[[], Awaitable[T | None]], *, timeout_s: float = TIMEOUT_S) -> T:
+    """Await `request` until it returns a true result, and return it; fail after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := await request()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"not so within {patience_s:g} s: {found!r}")
-        await asyncio.sleep(ASK_S)
+            raise AssertionError(f"not so within {timeout_s:g} s: {found!r}")
+        await asyncio.sleep(REQUEST_POLL_S)
     return found

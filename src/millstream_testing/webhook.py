@@ -48,10 +48,10 @@ class Webhook:
         self.respond: Callable[[Request], Response] = respond or (lambda _request: Response())
         self._tls = tls
         self.requests: list[Request] = []
-        self.under_way = 0
-        self.under_way_max = 0
+        self.in_flight = 0
+        self.in_flight_max = 0
         self.connections = 0
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
         # Held while the server is stopped, too: another process must not respond in its place.
@@ -86,8 +86,8 @@ class Webhook:
         """Wait until a condition holds; it is checked after each request."""
         async with asyncio.timeout(wait_s):
             while not is_enough():
-                self._came.clear()
-                await self._came.wait()
+                self._arrived.clear()
+                await self._arrived.wait()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -114,9 +114,9 @@ class Webhook:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:-2])}
         request = Request(head[0].split()[1], headers, await reader.readexactly(int(headers["content-length"])))
         self.requests.append(request)
-        self.under_way += 1
-        self.under_way_max = max(self.under_way_max, self.under_way)
-        self._came.set()
+        self.in_flight += 1
+        self.in_flight_max = max(self.in_flight_max, self.in_flight)
+        self._arrived.set()
         try:
             response = self.respond(request)
             if response.after_s:
@@ -130,6 +130,6 @@ class Webhook:
             writer.write("\r\n".join([*lines, "", ""]).encode() + response.body)
             await writer.drain()
         finally:
-            self.under_way -= 1
-            self._came.set()
+            self.in_flight -= 1
+            self._arrived.set()
         return True

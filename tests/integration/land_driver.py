@@ -5,7 +5,7 @@
 `fault` is where the process kills itself: `before-commit`, when all files are written; `between-topics`, when one of
 several tables has its commit; `before-quarantine`, when a table has its commit and its quarantine does not;
 `before-compaction` and `after-compaction`, around the commit of one; `before-widening` and `after-widening`, around the
-commit of a column that takes fractions from now on; `after-look` and `after-rewriting`, when all of its files were
+commit of a column that takes fractions from now on; `after-condition` and `after-rewriting`, when all of its files were
 looked into, or rewritten; `before-merge`, when changes of a table with keys are staged, and `after-commit`, when a
 commit was made and nothing else; `in-vacuum`, when one of two tables has lost its old files. Or it strikes a task that
 has written its files and not reported them yet: `kill-worker` kills its process, `kill-executor` the executor,

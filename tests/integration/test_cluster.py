@@ -32,7 +32,7 @@ from playwright.sync_api import expect
 
 import millstream
 from millstream.gateway.api.routes.publishing import MESSAGES
-from millstream_testing.browser import check_look, chromium, open_page, running_browser, take_picture
+from millstream_testing.browser import check_appearance, chromium, open_page, running_browser, save_screenshot
 from millstream_testing.command import CommandLine, run_command
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
@@ -611,7 +611,7 @@ def test_the_console_shows_the_cluster_through_every_node(cluster: ServerGroup, 
         assert cancelled.status_code == 303, cancelled.text
         cluster[3].kill()
         left = [cluster[1], cluster[2]]
-        wait_until(lambda: all("Needs attention" in shown(node, "") for node in left), patience_s=WAIT_S)
+        wait_until(lambda: all("Needs attention" in shown(node, "") for node in left), timeout_s=WAIT_S)
         wait_until(lambda: all("Partitions in trouble" in shown(node, "/cluster") for node in left))
         for node in left:
             wait_until(partial(all_messages, node))
@@ -628,7 +628,7 @@ def test_a_node_is_drained_in_the_browser(cluster: ServerGroup, topic: str) -> N
     with running_browser() as browser:
         watched = open_page(browser, f"http://{cluster[1].http}/console/cluster")
         page = watched.page
-        check_look(page, "cluster-of-three")
+        check_appearance(page, "cluster-of-three")
         page.get_by_role("link", name="Drain or balance nodes").click()
         page.locator("summary").filter(has_text="Compute a plan").click()
         page.get_by_label("What").select_option("drain")
@@ -636,15 +636,15 @@ def test_a_node_is_drained_in_the_browser(cluster: ServerGroup, topic: str) -> N
         page.get_by_role("button", name="Compute").click()
         expect(page.locator(".head .chip")).to_have_text("proposed")
         expect(page.get_by_role("row").filter(has_text=topic).first).to_contain_text("proposed")
-        check_look(page, "plan-proposed")
-        take_picture(page, "plan")
+        check_appearance(page, "plan-proposed")
+        save_screenshot(page, "plan")
         page.locator("summary").filter(has_text="Apply the plan").click()
         page.get_by_role("button", name="Apply").click()
         expect(page.get_by_role("status")).to_contain_text("millstream cluster apply")
-        check_look(page, "plan-running")
+        check_appearance(page, "plan-running")
         expect(page.locator(".stat").filter(has_text="Moving")).to_contain_text("0", timeout=WAIT_S * 1000)
         expect(page.locator(".head .chip")).to_have_text("done", timeout=WAIT_S * 1000)
-        check_look(page, "plan-done")
+        check_appearance(page, "plan-done")
         assert all(leader_of(cluster, topic, number) != drained for number in range(6))
         page.locator("summary").filter(has_text="Undrain a node").click()
         page.get_by_role("button", name="Undrain").click()

@@ -28,12 +28,12 @@ from millstream.protocol.wire.group_offsets import commit_offsets
 from millstream_testing.browser import (
     SCREENSHOTS,
     WAIT_S,
-    Watched,
-    check_look,
+    WatchedPage,
+    check_appearance,
     chromium,
     open_page,
     running_browser,
-    take_picture,
+    save_screenshot,
 )
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
@@ -86,7 +86,7 @@ class Console(NamedTuple):
     def api(self) -> httpx.Client:
         return httpx.Client(base_url=f"http://{self.server.http}/v1", timeout=WAIT_S)
 
-    def page(self, path: str = "", **context: Any) -> Watched:
+    def page(self, path: str = "", **context: Any) -> WatchedPage:
         return open_page(self.browser, self.url + path, **context)
 
 
@@ -167,7 +167,7 @@ def test_pages_are_accessible_fit_on_a_phone_and_run_no_foreign_code(console: Co
         assert response.status == 200, (path, response.text())
         assert "unsafe" not in response.headers["content-security-policy"]
         name = path.strip("/").replace("/", "-") or "overview"
-        check_look(page, name, schemes=("light", "dark") if SCREENSHOTS or path in THEMED else ("light",))
+        check_appearance(page, name, schemes=("light", "dark") if SCREENSHOTS or path in THEMED else ("light",))
         assert page.evaluate("window.pwned") is None
     assert watched.problems == []
 
@@ -189,7 +189,7 @@ def test_topics_are_searched_while_typing(console: Console) -> None:
     watched.page.get_by_label("Search by name").press_sequentially("orde")
     expect(watched.page.get_by_role("rowheader")).to_have_text(["orders"])
     assert "search=orde" in watched.page.url
-    take_picture(watched.page, "topics")
+    save_screenshot(watched.page, "topics")
     assert watched.problems == []
 
 
@@ -237,7 +237,7 @@ def test_a_filter_selects_messages_and_an_invalid_one_is_explained(console: Cons
     page.get_by_role("button", name="Show").click()
     expect(page.locator("#rows tr")).to_have_count(5)
     expect(page.locator("#rows")).to_contain_text('{"order": 59, "total": 5900}')
-    take_picture(page, "messages")
+    save_screenshot(page, "messages")
     page.get_by_label("Filter").fill("payload.total >=")
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_role("alert")).to_be_visible()
@@ -415,15 +415,15 @@ def test_a_new_user_finds_why_orders_are_stuck_and_redrives_them(console: Consol
         assert api.post("/subscriptions/billing/pause").is_success
     watched = console.page()
     page = watched.page
-    take_picture(page, "overview")
+    save_screenshot(page, "overview")
     expect(page.get_by_text("billing is paused")).to_be_visible()
     page.get_by_role("link", name="Resume it").click()
     page.get_by_role("button", name="Resume").click()
     expect(page.get_by_role("status")).to_contain_text("millstream subscription resume billing")
-    take_picture(page, "subscription")
+    save_screenshot(page, "subscription")
     page.get_by_role("link", name="Dead letters", exact=True).click()
     page.get_by_role("link", name="billing-dlq").click()
-    take_picture(page, "dead-letters")
+    save_screenshot(page, "dead-letters")
     page.get_by_role("link", name="the bank did not respond").first.click()
     first = page.get_by_role("link", name="orders/").first.get_attribute("href")
     page.get_by_text("Redrive 3 letters").click()
@@ -522,7 +522,7 @@ def test_the_holder_of_a_message_is_shown_there_and_on_its_page(console: Console
         row = page.get_by_role("row").filter(has_text="shipping")
         expect(row).to_contain_text("leased")
         expect(row).to_contain_text("slow-worker")
-        take_picture(page, "message")
+        save_screenshot(page, "message")
         api.post("/subscriptions/shipping/messages:settle", json={"accept": [held["lease"]]})
     assert watched.problems == []
 
@@ -594,7 +594,7 @@ def test_a_schema_is_checked_registered_and_compared(console: Console) -> None:
         expect(alert.get_by_text("READER_FIELD_MISSING_DEFAULT_VALUE")).to_be_hidden()
     alert.get_by_text("As the registry reports it").click()
     expect(alert.get_by_text("READER_FIELD_MISSING_DEFAULT_VALUE")).to_be_visible()
-    check_look(page, "schema-refused")
+    check_appearance(page, "schema-refused")
     right = {**ORDER, "fields": [*ORDER["fields"], {"name": "total", "type": "long", "default": 0}]}
     page.get_by_label("Schema", exact=True).fill(json.dumps(right))
     page.get_by_role("button", name="Check only").click()
@@ -662,7 +662,7 @@ def test_a_mirror_is_followed_paused_and_failed_over(console: Console, server: S
         expect(page.get_by_text("running", exact=True)).to_be_visible()
         row = page.get_by_role("row").filter(has_text=f"{topic}/0")
         _reload_until(page, lambda: row.count() == 1 and "1" in row.get_by_role("cell").nth(1).inner_text())
-        take_picture(page, "mirror")
+        save_screenshot(page, "mirror")
         page.get_by_role("button", name="Pause").click()
         expect(page.get_by_role("status")).to_contain_text("millstream mirror pause paris")
         page.get_by_role("button", name="Resume").click()
@@ -741,7 +741,7 @@ def test_landing_is_tried_on_recent_messages(console: Console) -> None:
     expect(page.get_by_text("2 would be landed in a new table")).to_be_visible()
     expect(page.get_by_role("cell", name="Oslo", exact=True)).to_be_visible()
     expect(page.get_by_role("rowheader", name="the payload")).to_be_visible()
-    take_picture(page, "dry-run", folder=console.server.data)
+    save_screenshot(page, "dry-run", folder=console.server.data)
     page.get_by_role("link", name="Back").click()
     expect(page.get_by_role("heading", name="landed", exact=True)).to_be_visible()
     assert watched.problems == []

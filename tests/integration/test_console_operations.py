@@ -24,7 +24,7 @@ from millstream.core.subscription import ATTEMPTS, START, Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
-from millstream_testing.browser import WAIT_S, check_look, chromium, open_page, running_browser, take_picture
+from millstream_testing.browser import WAIT_S, check_appearance, chromium, open_page, running_browser, save_screenshot
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 
@@ -75,7 +75,7 @@ def test_a_hanging_transaction_is_found_and_ended(tmp_path: Path) -> None:
             expect(page.get_by_role("heading", name="Hanging")).to_be_visible()
             page.get_by_role("row").filter(has_text="orders/0").locator("summary").click()
             expect(page.get_by_text("millstream transaction abort --topic orders")).to_be_visible()
-            check_look(page, "transactions-hanging")
+            check_appearance(page, "transactions-hanging")
             page.get_by_label("to confirm").fill("orders")
             page.get_by_role("button", name="End it").click()
             expect(page.get_by_role("status")).to_contain_text("is ended: millstream transaction abort --topic orders")
@@ -98,22 +98,22 @@ def test_a_job_is_run_followed_and_its_log_read(tmp_path: Path) -> None:
         pipelines = f"http://{server.http}/console/pipelines"
         watched = open_page(browser, pipelines)
         page = watched.page
-        check_look(page, "pipelines-running")
+        check_appearance(page, "pipelines-running")
         page.get_by_role("link", name="nightly").click()
         _open_run(page)
         # The output of a run in progress, and its end, appear without a reload.
         expect(page.locator("#run")).to_contain_text("counting the orders of yesterday", timeout=SPARK_MS)
-        check_look(page, "run-running")
+        check_appearance(page, "run-running")
         expect(page.locator("#run")).to_contain_text("part 3 of 3: 1000 rows", timeout=SPARK_MS)
         expect(page.locator("#run .chip")).to_have_text("succeeded", timeout=SPARK_MS)
-        check_look(page, "run-succeeded")
+        check_appearance(page, "run-succeeded")
         page.get_by_role("link", name="nightly").click()
         expect(page.get_by_role("row").filter(has_text="succeeded")).to_contain_text("rows: 1000")
         page.locator("summary").filter(has_text="Run it now").click()
         page.get_by_role("button", name="Run now").click()
         expect(page.get_by_role("status")).to_contain_text("millstream pipeline trigger nightly")
         expect(page.locator("#runs").get_by_role("link", name="2", exact=True)).to_be_visible(timeout=SPARK_MS)
-        check_look(page, "job")
+        check_appearance(page, "job")
         page.locator("summary").filter(has_text="Cancel the run").click()
         page.get_by_label("to confirm").first.fill("nightly")
         page.get_by_role("button", name="Cancel run").click()
@@ -124,7 +124,7 @@ def test_a_job_is_run_followed_and_its_log_read(tmp_path: Path) -> None:
         _open_run(page)
         expect(page.locator("#run .chip")).to_have_text("failed", timeout=SPARK_MS)
         expect(page.get_by_text("no such order: <b>4711</b>").first).to_be_visible()
-        check_look(page, "run-failed")
+        check_appearance(page, "run-failed")
         assert watched.problems == []
 
 
@@ -176,7 +176,7 @@ def test_a_large_redrive_shows_its_progress_on_every_page(full_server: Server) -
         page = watched.page
         page.get_by_role("link", name="See why and redrive").click()
         expect(page.get_by_text(f"{LETTERS:,} open letters of billing")).to_be_visible()
-        check_look(page, "dead-letters-many")
+        check_appearance(page, "dead-letters-many")
         page.locator("summary").filter(has_text=f"Redrive {LETTERS:,} letters").click()
         page.get_by_role("button", name="Count only").first.click()
         expect(page.get_by_role("status")).to_contain_text(
@@ -191,14 +191,14 @@ def test_a_large_redrive_shows_its_progress_on_every_page(full_server: Server) -
         expect(page.get_by_role("heading", level=1)).to_have_text("Redrive letters of billing-dlq")
         expect(page.get_by_role("progressbar", name="Progress")).to_be_visible()
         expect(page.get_by_role("status")).to_contain_text(f"of {LETTERS:,} examined")
-        take_picture(page, "task")
+        save_screenshot(page, "task")
         page.get_by_role("link", name="Topics", exact=True).click()
         expect(page.get_by_text("Redrive letters of billing-dlq: in progress")).to_be_visible()
         page.get_by_role("link", name="See its progress").click()
         expect(page.get_by_role("status")).to_contain_text(
             f"{LETTERS:,} messages delivered again ({LETTERS:,} to billing)", timeout=300_000
         )
-        check_look(page, "task-done")
+        check_appearance(page, "task-done")
         page.get_by_role("link", name="Back").click()
         expect(page.get_by_text("No open letter.")).to_be_visible()
         page.goto(f"http://{full_server.http}/console/subscriptions/billing")
@@ -233,7 +233,7 @@ def test_a_search_through_very_many_messages_shows_progress_and_stops(full_serve
         page.get_by_label("From").fill("start")
         page.get_by_role("button", name="Show").click()
         expect(page.get_by_role("progressbar", name="Messages searched")).to_be_visible()
-        check_look(page, "search-running", schemes=())
+        check_appearance(page, "search-running", schemes=())
         assert api.post("/topics/orders/messages", json={"order": "during the search"}).is_success
         page.get_by_role("button", name="Stop").click()
         expect(page.locator("[data-state]")).to_contain_text("Stopped.")
@@ -246,7 +246,7 @@ def test_a_search_through_very_many_messages_shows_progress_and_stops(full_serve
         page.get_by_role("button", name="Show").click()
         expect(page.locator("#rows tr")).to_have_count(1, timeout=120_000)
         expect(page.locator("#rows")).to_contain_text('"order":999999')
-        check_look(page, "search-done")
+        check_appearance(page, "search-done")
         assert watched.problems == []
 
 

@@ -25,7 +25,7 @@ from millstream.core.errors import TopicNotAuthorized
 from millstream.protocol.private.subscriptions import SubscriptionClient, mark_ledger
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
-from millstream_testing.browser import check_look, chromium, open_page, running_browser
+from millstream_testing.browser import check_appearance, chromium, open_page, running_browser
 from millstream_testing.command import CommandLine
 from millstream_testing.security import AUDIENCE, Certificates, Issuer, declare_security
 from millstream_testing.server import Server
@@ -495,13 +495,13 @@ def test_a_new_user_signs_in_finds_why_orders_are_stuck_and_fixes_it(guarded: Gu
         with running_browser() as browser:
             watched = open_page(browser, f"https://{guarded.server.http}/console", ignore_https_errors=True)
             page = watched.page
-            check_look(page, "login")
+            check_appearance(page, "login")
             page.get_by_label("User").fill("alice")
             page.get_by_label("Password").fill("alice-password")
             page.get_by_role("button", name="Sign in", exact=True).click()
             expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
             expect(page.get_by_text("alice-shipping is paused, and 3 messages wait")).to_be_visible()
-            check_look(page, "overview-of-a-person")
+            check_appearance(page, "overview-of-a-person")
             # Why do orders not arrive? The subscription is paused: resume it.
             page.get_by_role("listitem").filter(has_text="alice-shipping is paused").get_by_role("link").click()
             page.get_by_role("button", name="Resume").click()

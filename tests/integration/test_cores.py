@@ -141,7 +141,7 @@ def test_the_logs_of_a_process_that_cannot_start_are_handed_to_the_others(tmp_pa
         others = [one for one in machine["nodes"] if one is not dead]
         os.kill(dead["pid"], signal.SIGKILL)
         stack.enter_context(taken(dead["kafka"]))
-        wait_until(lambda: leaders(others[0]["kafka"]) == {one["id"] for one in others}, patience_s=2 * DEADLINE_S)
+        wait_until(lambda: leaders(others[0]["kafka"]) == {one["id"] for one in others}, timeout_s=2 * DEADLINE_S)
         wait_until(lambda: ready(machine))
         response = httpx.get(f"http://{machine['http']}/readyz", timeout=DEADLINE_S).json()
         assert f"node {dead['id']} could not be started" in str(response["warnings"])

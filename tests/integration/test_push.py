@@ -302,7 +302,7 @@ async def test_messages_held_by_a_killed_process_are_redelivered_at_once(server:
     async with pushed_topic(server, "held", {LEASE: "600000"}) as work:
         work.hook.respond = lambda request: Response(after_s=WAIT_S if request.headers["ce-attempt"] == "1" else 0)
         await work.publish("x")
-        await work.hook.until(lambda: work.hook.under_way == 1, wait_s=WAIT_S)
+        await work.hook.until(lambda: work.hook.in_flight == 1, wait_s=WAIT_S)
         for pid in push_processes(server.pid):
             os.kill(pid, signal.SIGKILL)
         assert await work.ended(1) == ["accepted"]

@@ -167,7 +167,7 @@ def remove_by_a_plan(cluster: ServerGroup, admin: AdminClient, topic: str) -> No
     # Internal topics have three replicas, and need node 3 until they have fewer.
     assert "cannot move" in millstream("cluster", "plan", "remove", 3).err
     assert millstream("topic", "replicate", "__*", "--to", 2).code == 0
-    wait_until(lambda: millstream("cluster", "plan", "show", "--json").document["state"] == "done", patience_s=WAIT_S)
+    wait_until(lambda: millstream("cluster", "plan", "show", "--json").document["state"] == "done", timeout_s=WAIT_S)
     plan = millstream("cluster", "plan", "remove", 3, "--json").document
     assert {move["topic"] for move in plan["moves"]} >= {topic}
     assert all(3 in move["from"] and 3 not in move["to"] for move in plan["moves"])
@@ -181,7 +181,7 @@ def remove_by_a_plan(cluster: ServerGroup, admin: AdminClient, topic: str) -> No
         cluster[controller].kill()
         cluster[controller].start()
     wait_until(
-        lambda: millstream("cluster", "plan", "show", "--json").document.get("state") == "done", patience_s=WAIT_S
+        lambda: millstream("cluster", "plan", "show", "--json").document.get("state") == "done", timeout_s=WAIT_S
     )
     shown = millstream("cluster", "plan", "show", "--json").document
     assert (shown["moved"], shown["overtaken"], shown["drained"]) == (len(plan["moves"]), 0, [3])

@@ -31,7 +31,7 @@ COUNT = 60
 @pytest.fixture
 async def group() -> AsyncIterator[ReplicaGroup]:
     async with ReplicaGroup(settings=SETTINGS) as started:
-        started.agree(FIRST)
+        started.set_state(FIRST)
         leader = started.partition(1)
         await until(lambda: leader.is_leader)
         for number in range(COUNT):
@@ -63,8 +63,8 @@ def are_whole(group: ReplicaGroup) -> bool:
 
 
 def is_in_sync(group: ReplicaGroup) -> bool:
-    agreed = group.agreed()
-    return agreed is not None and set(agreed.state.in_sync) == {ONE, TWO, THREE}
+    stored_state = group.stored_state()
+    return stored_state is not None and set(stored_state.state.in_sync) == {ONE, TWO, THREE}
 
 
 async def check_repaired(group: ReplicaGroup) -> None:
@@ -248,9 +248,9 @@ async def test_a_leader_keeps_leading_when_a_repair_fails_for_another_reason_tha
         await until(lambda: attempts(caplog) >= 2)
         assert group.partition(1).log.damaged_ranges == ((17, 18),)
     await check_repaired(group)
-    agreed = group.agreed()
-    assert agreed is not None
-    assert (agreed.state.leader, agreed.state.leader_epoch) == (ONE, 0)
+    stored_state = group.stored_state()
+    assert stored_state is not None
+    assert (stored_state.state.leader, stored_state.state.leader_epoch) == (ONE, 0)
 
 
 async def test_a_repaired_leader_does_not_hand_over(group: ReplicaGroup) -> None:

@@ -35,7 +35,7 @@ async def leads(group: ReplicaGroup, node: int) -> Partition:
 @pytest.fixture(params=["os", "always"])
 async def group(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaGroup]:
     async with ReplicaGroup(settings=TopicSettings(flush=request.param, min_insync_replicas=2)) as started:
-        started.agree(FIRST)
+        started.set_state(FIRST)
         yield started
 
 
@@ -92,9 +92,9 @@ class TestInSync:
         leader = await leads(group, 1)
         group.cut |= {(THREE, ONE)}
         await leader.append(encode_values(b"a"))
-        agreed = group.agreed()
-        assert agreed is not None
-        assert agreed.state.in_sync == (ONE, TWO)
+        stored_state = group.stored_state()
+        assert stored_state is not None
+        assert stored_state.state.in_sync == (ONE, TWO)
         group.heal()
         await until(lambda: leader.state is not None and leader.state.in_sync == (ONE, TWO, THREE))
 
@@ -130,7 +130,7 @@ class TestFailingOver:
         await old.append(encode_values(b"a", producer_id=4, sequence=0))
         await old.append(encode_values(b"b", producer_id=4, sequence=1))
         group.isolate(1)
-        group.agree(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
+        group.set_state(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
         new = await leads(group, 2)
         await new.settled()
         again = await new.append(encode_values(b"b", producer_id=4, sequence=1))
@@ -148,7 +148,7 @@ class TestFailingOver:
         await asyncio.sleep(0)
         only_here = await old.append(encode_values(b"also lost"), acks=ACKS_LEADER)
         assert only_here.base_offset == 2
-        group.agree(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
+        group.set_state(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
         new = await leads(group, 2)
         await new.append(encode_values(b"b"))
         await new.append(encode_values(b"c"))
@@ -169,7 +169,7 @@ class TestFailingOver:
         old = await leads(group, 1)
         await old.append(encode_values(b"a"))
         await group.nodes[ONE].kill()
-        group.agree(replace(FIRST, leader=THREE, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
+        group.set_state(replace(FIRST, leader=THREE, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
         new = await leads(group, 3)
         await new.append(encode_values(b"b"))
         await group.nodes[ONE].start()
@@ -177,39 +177,41 @@ class TestFailingOver:
 
     async def test_a_leadership_of_an_earlier_run_is_not_resumed(self, group: ReplicaGroup) -> None:
         await leads(group, 1)
-        agreed = group.agreed()
-        assert agreed is not None
+        stored_state = group.stored_state()
+        assert stored_state is not None
         late = group.nodes[ONE]
         await late.kill()
         await late.start()
         fresh = group.partition(1)
-        fresh.apply(agreed, me=ONE, inherited=True)
+        fresh.apply(stored_state, me=ONE, inherited=True)
         assert not fresh.is_leader
         assert fresh.follows is None
-        fresh.apply(agreed._replace(revision=agreed.revision + 1), me=ONE)
+        fresh.apply(stored_state._replace(revision=stored_state.revision + 1), me=ONE)
         assert not fresh.is_leader
-        fresh.apply(agreed._replace(state=agreed.state.elected(ONE), revision=agreed.revision + 2), me=ONE)
+        fresh.apply(
+            stored_state._replace(state=stored_state.state.elected(ONE), revision=stored_state.revision + 2), me=ONE
+        )
         assert fresh.is_leader
 
 
 async def test_after_a_lost_response_both_in_sync_sets_count_until_the_set_is_read_back() -> None:
     async with ReplicaGroup() as group:
-        group.agree(replace(FIRST, in_sync=(ONE, TWO)))
+        group.set_state(replace(FIRST, in_sync=(ONE, TWO)))
         leader = await leads(group, 1)
         store = group.nodes[ONE].store
         group.cut |= {(THREE, ONE)}
         await leader.append(encode_values(b"a"))
         # The leader gets nothing from the store any more: neither the response to its change nor the change itself.
-        store.shut(requests_pass=True)
+        store.block(requests_pass=True)
         group.cut.clear()
-        await until(lambda: group.agreed().state.in_sync == (ONE, TWO, THREE))  # type: ignore[union-attr]
+        await until(lambda: group.stored_state().state.in_sync == (ONE, TWO, THREE))  # type: ignore[union-attr]
         group.cut |= {(THREE, ONE)}
         pending = asyncio.ensure_future(leader.append(encode_values(b"b")))
         await until(lambda: group.partition(2).log.end_offset == 2)
         await asyncio.sleep(0.1)
         assert leader.high_watermark == 1
         assert not pending.done()
-        store.open()
+        store.unblock()
         group.cut.clear()
         await pending
         assert group.partition(3).log.end_offset == 2
@@ -221,8 +223,8 @@ async def test_many_partitions_share_one_fetch_and_one_change() -> None:
     topic = replace(ReplicaGroup().topic, partitions=count)
     async with ReplicaGroup(topic=topic) as group:
         for index in range(count):
-            group.agree(replace(FIRST, in_sync=(ONE,), leader_epoch=Epoch(3)), index)
-        await until(lambda: all(len(group.agreed(index).state.in_sync) == 3 for index in range(count)))  # type: ignore[union-attr]
+            group.set_state(replace(FIRST, in_sync=(ONE,), leader_epoch=Epoch(3)), index)
+        await until(lambda: all(len(group.stored_state(index).state.in_sync) == 3 for index in range(count)))  # type: ignore[union-attr]
         await asyncio.gather(*(group.partition(1, index).append(encode_values(b"x")) for index in range(count)))
         assert len(group.nodes[ONE].follower_fetch) == 2
         assert all(group.partition(2, index).log.end_offset == 1 for index in range(count))

@@ -56,7 +56,7 @@ async def end(leader: Partition, one: Marker) -> None:
 @pytest.fixture(params=["os", "always"])
 async def group(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaGroup]:
     async with ReplicaGroup(settings=TopicSettings(flush=request.param, min_insync_replicas=2)) as started:
-        started.agree(FIRST)
+        started.set_state(FIRST)
         yield started
 
 
@@ -92,7 +92,7 @@ async def test_an_unreplicated_marker_is_truncated_and_can_be_written_again(grou
     group.isolate(1)
     ending = asyncio.ensure_future(end(leader, marker(commit=False)))
     await until(lambda: leader.log.end_offset == 2)
-    group.agree(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
+    group.set_state(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
     new = await leads(group, 2)
     assert new.has_open_transaction(SEVEN, 0)
     await write(new, 1)

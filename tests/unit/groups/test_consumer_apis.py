@@ -28,7 +28,7 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.protocol.messages.codec import load_request_class
 from millstream.protocol.messages.shape import default_of
-from millstream_testing.asking import ask
+from millstream_testing.api_requests import send_request
 from millstream_testing.state_log import MemoryTopics
 
 GROUP = "group"
@@ -60,7 +60,7 @@ class Broker:
                 "subscribed_topic_names": ("orders",),
                 "topic_partitions": (),
             }
-        return await ask(self.beat, message(self.beat, version, **{**values, **given}))
+        return await send_request(self.beat, message(self.beat, version, **{**values, **given}))
 
 
 def message(api: Api[Any, Any] | RawApi, version: int, **given: Any) -> Any:
@@ -192,7 +192,7 @@ async def test_groups_are_described(broker: Broker, version: int) -> None:
     await broker.send(1, member_id="m1", subscribed_topic_names=None, subscribed_topic_regex="ord.*")
     for include, operations in ((True, GROUP_OPERATIONS), (False, NOT_ASKED)):
         request = message(broker.describe, version, group_ids=(GROUP, "nobody"), include_authorized_operations=include)
-        described, missing = (await ask(broker.describe, request)).groups
+        described, missing = (await send_request(broker.describe, request)).groups
         assert (described.group_id, described.group_state) == (GROUP, "Reconciling")
         assert (described.group_epoch, described.assignment_epoch, described.assignor_name) == (2, 2, "range")
         assert described.authorized_operations == operations
@@ -219,19 +219,19 @@ async def test_other_apis_report_the_group_type(broker: Broker) -> None:
         (("classic",), []),
         ((), [GROUP]),
     ):
-        listed = await ask(broker.list, message(broker.list, 5, types_filter=types))
+        listed = await send_request(broker.list, message(broker.list, 5, types_filter=types))
         assert [group.group_id for group in listed.groups] == found
     for states, found in ((("stable",), [GROUP]), (("Empty",), [])):
-        listed = await ask(broker.list, message(broker.list, 5, states_filter=states))
+        listed = await send_request(broker.list, message(broker.list, 5, states_filter=states))
         assert [group.group_id for group in listed.groups] == found
-    (group,) = (await ask(broker.list, message(broker.list, 5))).groups
+    (group,) = (await send_request(broker.list, message(broker.list, 5))).groups
     assert (group.group_type, group.protocol_type, group.group_state) == ("consumer", "consumer", "Stable")
     for version, code in ((5, ErrorCode.none), (6, ErrorCode.group_id_not_found)):
         request = message(broker.describe_classic, version, groups=(GROUP,))
-        (described,) = (await ask(broker.describe_classic, request)).groups
+        (described,) = (await send_request(broker.describe_classic, request)).groups
         assert (described.error_code, described.group_state) == (code, "Dead")
     for expected in (ErrorCode.non_empty_group, ErrorCode.none, ErrorCode.group_id_not_found):
-        (result,) = (await ask(broker.delete, message(broker.delete, 2, groups_names=(GROUP,)))).results
+        (result,) = (await send_request(broker.delete, message(broker.delete, 2, groups_names=(GROUP,)))).results
         assert result.error_code == expected
         await broker.send(1, member_epoch=-1)
 
@@ -246,7 +246,7 @@ async def test_offsets_are_committed_with_the_epoch(broker: Broker, version: int
         by_id = {"topic_id": broker.orders} if version >= 10 else {"name": "orders"}
         partition = module.OffsetCommitRequestPartition(partition_index=0, committed_offset=3, committed_metadata="")
         topic = module.OffsetCommitRequestTopic(**by_id, partitions=(partition,))
-        asked = message(
+        versioned = message(
             broker.commit,
             version,
             group_id=GROUP,
@@ -254,7 +254,7 @@ async def test_offsets_are_committed_with_the_epoch(broker: Broker, version: int
             generation_id_or_member_epoch=epoch,
             topics=(topic,),
         )
-        response = await ask(broker.commit, asked)
+        response = await send_request(broker.commit, versioned)
         code: ErrorCode = response.topics[0].partitions[0].error_code
         return code
 
@@ -274,7 +274,7 @@ async def test_offsets_are_fetched_with_the_epoch(broker: Broker, version: int) 
 
     async def fetch(**member: Any) -> ErrorCode:
         group = module.OffsetFetchRequestGroup(group_id=GROUP, topics=None, **member)
-        response = await ask(broker.fetch, message(broker.fetch, version, groups=(group,)))
+        response = await send_request(broker.fetch, message(broker.fetch, version, groups=(group,)))
         code: ErrorCode = response.groups[0].error_code
         return code
 

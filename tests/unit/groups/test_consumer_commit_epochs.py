@@ -10,100 +10,100 @@ from millstream.broker.groups.consumer import records
 from millstream.broker.groups.consumer.member import MemberState, Position, assignment_of
 from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
 from millstream.core.errors import IllegalGeneration, MillstreamError, StaleMemberEpoch
-from millstream_testing.consumer_trial import ClassicConsumer, ConsumerTrial, SimulatedConsumer
-from millstream_testing.group_trial import GROUP
+from millstream_testing.consumer_harness import ClassicConsumer, ConsumerHarness, SimulatedConsumer
+from millstream_testing.group_harness import GROUP
 
 ONE, TWO = UUID(int=1), UUID(int=2)
 
 
 @pytest.fixture
-def trial() -> ConsumerTrial:
-    trial = ConsumerTrial()
-    trial.add_topic("orders", 4)
-    return trial
+def harness() -> ConsumerHarness:
+    harness = ConsumerHarness()
+    harness.add_topic("orders", 4)
+    return harness
 
 
-def commit(trial: ConsumerTrial, partition: int, epoch: int, member_id: str = "m0") -> MillstreamError | None:
-    response = trial.commit(partition + 10, member_id=member_id, generation=epoch, partition=partition)
+def commit(harness: ConsumerHarness, partition: int, epoch: int, member_id: str = "m0") -> MillstreamError | None:
+    response = harness.commit(partition + 10, member_id=member_id, generation=epoch, partition=partition)
     return response.error or response.result()["orders"][partition]
 
 
-def partitions_of(trial: ConsumerTrial, consumer: SimulatedConsumer) -> frozenset[int]:
-    return consumer.owned[trial.id_of("orders")]
+def partitions_of(harness: ConsumerHarness, consumer: SimulatedConsumer) -> frozenset[int]:
+    return consumer.owned[harness.id_of("orders")]
 
 
-def test_a_kept_partition_is_committed_with_any_epoch_since_its_assignment(trial: ConsumerTrial) -> None:
+def test_a_kept_partition_is_committed_with_any_epoch_since_its_assignment(harness: ConsumerHarness) -> None:
     first, second = SimulatedConsumer("m0", "orders"), SimulatedConsumer("m1", "orders")
-    trial.settle(first)
+    harness.settle(first)
     alone = first.epoch
-    trial.settle(first, second)
+    harness.settle(first, second)
     assert first.epoch > alone
-    kept = partitions_of(trial, first)
-    given = partitions_of(trial, second)
+    kept = partitions_of(harness, first)
+    given = partitions_of(harness, second)
     assert (len(kept), len(given)) == (2, 2)
     for partition in kept:
-        assert commit(trial, partition, alone) is None
-        assert commit(trial, partition, first.epoch) is None
-        assert isinstance(commit(trial, partition, alone - 1), StaleMemberEpoch)
-        assert isinstance(commit(trial, partition, first.epoch + 1), StaleMemberEpoch)
+        assert commit(harness, partition, alone) is None
+        assert commit(harness, partition, first.epoch) is None
+        assert isinstance(commit(harness, partition, alone - 1), StaleMemberEpoch)
+        assert isinstance(commit(harness, partition, first.epoch + 1), StaleMemberEpoch)
     for partition in given:
-        assert isinstance(commit(trial, partition, alone), StaleMemberEpoch)
-        assert isinstance(commit(trial, partition, second.epoch - 1, "m1"), StaleMemberEpoch)
-        assert commit(trial, partition, second.epoch, "m1") is None
-    assert isinstance(commit(trial, 3, -1), StaleMemberEpoch)
+        assert isinstance(commit(harness, partition, alone), StaleMemberEpoch)
+        assert isinstance(commit(harness, partition, second.epoch - 1, "m1"), StaleMemberEpoch)
+        assert commit(harness, partition, second.epoch, "m1") is None
+    assert isinstance(commit(harness, 3, -1), StaleMemberEpoch)
 
 
-def test_a_commit_with_an_older_epoch_succeeds_as_a_whole_or_fails(trial: ConsumerTrial) -> None:
+def test_a_commit_with_an_older_epoch_succeeds_as_a_whole_or_fails(harness: ConsumerHarness) -> None:
     first, second = SimulatedConsumer("m0", "orders"), SimulatedConsumer("m1", "orders")
-    trial.settle(first)
+    harness.settle(first)
     alone = first.epoch
-    trial.settle(first, second)
-    kept, given = min(partitions_of(trial, first)), min(partitions_of(trial, second))
+    harness.settle(first, second)
+    kept, given = min(partitions_of(harness, first)), min(partitions_of(harness, second))
     request = CommitRequest(
         member=MemberRef(group_id=GROUP, member_id="m0", generation=alone),
         topics={"orders": tuple(PartitionCommit(partition=number, offset=7) for number in (kept, given))},
         knows_unknown_group=True,
     )
-    assert isinstance(trial.run(lambda shard: shard.commit(request)).error, StaleMemberEpoch)
-    assert trial.committed(partition=kept) == -1
-    assert trial.committed(partition=given) == -1
+    assert isinstance(harness.run(lambda shard: shard.commit(request)).error, StaleMemberEpoch)
+    assert harness.committed(partition=kept) == -1
+    assert harness.committed(partition=given) == -1
 
 
-def test_a_returned_partition_counts_from_its_last_assignment(trial: ConsumerTrial) -> None:
+def test_a_returned_partition_counts_from_its_last_assignment(harness: ConsumerHarness) -> None:
     first, second = SimulatedConsumer("m0", "orders"), SimulatedConsumer("m1", "orders")
-    trial.settle(first)
+    harness.settle(first)
     alone = first.epoch
-    trial.settle(first, second)
-    lent = min(partitions_of(trial, second))
-    trial.leave(second)
-    trial.settle(first)
-    assert lent in partitions_of(trial, first)
-    assert isinstance(commit(trial, lent, alone), StaleMemberEpoch)
-    assert commit(trial, lent, first.epoch) is None
+    harness.settle(first, second)
+    lent = min(partitions_of(harness, second))
+    harness.leave(second)
+    harness.settle(first)
+    assert lent in partitions_of(harness, first)
+    assert isinstance(commit(harness, lent, alone), StaleMemberEpoch)
+    assert commit(harness, lent, first.epoch) is None
 
 
-def test_assignment_epochs_survive_a_restart(trial: ConsumerTrial) -> None:
+def test_assignment_epochs_survive_a_restart(harness: ConsumerHarness) -> None:
     first, second = SimulatedConsumer("m0", "orders"), SimulatedConsumer("m1", "orders")
-    trial.settle(first)
+    harness.settle(first)
     alone = first.epoch
-    trial.settle(first, second)
-    kept, given = min(partitions_of(trial, first)), min(partitions_of(trial, second))
-    trial.reload()
-    assert commit(trial, kept, alone) is None
-    assert isinstance(commit(trial, given, alone), StaleMemberEpoch)
+    harness.settle(first, second)
+    kept, given = min(partitions_of(harness, first)), min(partitions_of(harness, second))
+    harness.reload()
+    assert commit(harness, kept, alone) is None
+    assert isinstance(commit(harness, given, alone), StaleMemberEpoch)
 
 
-def test_a_classic_member_must_be_in_the_newest_generation(trial: ConsumerTrial) -> None:
-    newer, classic = SimulatedConsumer("m1", "orders"), ClassicConsumer(trial, "orders")
-    trial.settle(newer)
+def test_a_classic_member_must_be_in_the_newest_generation(harness: ConsumerHarness) -> None:
+    newer, classic = SimulatedConsumer("m1", "orders"), ClassicConsumer(harness, "orders")
+    harness.settle(newer)
     classic.join()
     for _ in range(5):
-        trial.settle(newer)
-        classic.go_on()
+        harness.settle(newer)
+        classic.rejoin_if_needed()
     generation = classic.generation
-    assert commit(trial, 0, generation, classic.member_id) is None
-    assert isinstance(commit(trial, 0, generation - 1, classic.member_id), IllegalGeneration)
-    assert isinstance(commit(trial, 0, generation + 1, classic.member_id), IllegalGeneration)
+    assert commit(harness, 0, generation, classic.member_id) is None
+    assert isinstance(commit(harness, 0, generation - 1, classic.member_id), IllegalGeneration)
+    assert isinstance(commit(harness, 0, generation + 1, classic.member_id), IllegalGeneration)
 
 
 POSITION = Position(

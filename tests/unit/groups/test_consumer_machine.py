@@ -59,9 +59,9 @@ from millstream.core.errors import (
     UnreleasedInstance,
 )
 from millstream_testing.clock import ManualClock
-from millstream_testing.consumer_clients import Newer, Older
-from millstream_testing.consumer_trial import classic_protocols
-from millstream_testing.group_trial import GROUP
+from millstream_testing.consumer_clients import ClassicProtocolClient, ConsumerProtocolClient
+from millstream_testing.consumer_harness import classic_protocols
+from millstream_testing.group_harness import GROUP
 from millstream_testing.state_log import MemoryPartition, MemoryTopics
 
 T = TypeVar("T")
@@ -88,8 +88,8 @@ CHOICES: list[dict[str, Any]] = [
     {"topics": frozenset(NAMES), "assignor": "range"},
 ]
 
-newer = st.integers(0, 3)
-older = st.integers(0, 1)
+consumer_clients = st.integers(0, 3)
+classic_clients = st.integers(0, 1)
 
 
 class ConsumerGroupHistory(RuleBasedStateMachine):
@@ -106,8 +106,10 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         self.partition = MemoryPartition(acknowledges=False)
         self.topics = MemoryTopics()
         self.ids = count(1)
-        self.newer = [Newer(number, CHOICES[2], rebalance_timeout_ms=REBALANCE_MS) for number in range(4)]
-        self.older = [Older() for _ in range(2)]
+        self.consumer_clients = [
+            ConsumerProtocolClient(number, CHOICES[2], rebalance_timeout_ms=REBALANCE_MS) for number in range(4)
+        ]
+        self.classic_clients = [ClassicProtocolClient() for _ in range(2)]
         self.durable_epoch = 0
         self.beginnings = 0
         self.last_submitted = 0
@@ -132,37 +134,37 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
     # Actions of consumers of the newer protocol
 
-    @rule(who=newer, gives_up=st.booleans(), response_is_lost=st.booleans())
-    def beat(self, who: int, gives_up: bool, response_is_lost: bool) -> None:
-        client = self.newer[who]
-        if client.under_way:
+    @rule(who=consumer_clients, gives_up=st.booleans(), response_is_lost=st.booleans())
+    def send_heartbeat(self, who: int, gives_up: bool, response_is_lost: bool) -> None:
+        client = self.consumer_clients[who]
+        if client.in_flight:
             # It got no response in time, and sends its full state again.
             client.consumer.lost_response = True
         if gives_up:
-            client.consumer.give_up()
+            client.consumer.apply_assignment()
         self._beat(client, lost=response_is_lost)
 
-    @rule(who=newer, choice=st.sampled_from(CHOICES))
+    @rule(who=consumer_clients, choice=st.sampled_from(CHOICES))
     def want(self, who: int, choice: dict[str, Any]) -> None:
-        self.newer[who].choice = choice
-        self._beat(self.newer[who])
+        self.consumer_clients[who].choice = choice
+        self._beat(self.consumer_clients[who])
 
-    @rule(who=newer, for_a_while=st.booleans())
+    @rule(who=consumer_clients, for_a_while=st.booleans())
     def leave(self, who: int, for_a_while: bool) -> None:
-        client = self.newer[who]
+        client = self.consumer_clients[who]
         if client.consumer.epoch > 0:
             epoch = AWAY_EPOCH if for_a_while and client.instance_id else LEFT_EPOCH
-            request = client.consumer.leaving(epoch)
+            request = client.consumer.leave_request(epoch)
             self._ask(lambda shard: shard.consumers.heartbeat(request), pure=True)
         client.begin("")
 
-    @rule(who=newer)
+    @rule(who=consumer_clients)
     def die(self, who: int) -> None:
-        self.newer[who].begin("")
+        self.consumer_clients[who].begin("")
 
-    @rule(who=newer, stale=st.booleans())
+    @rule(who=consumer_clients, stale=st.booleans())
     def commit(self, who: int, stale: bool) -> None:
-        consumer = self.newer[who].consumer
+        consumer = self.consumer_clients[who].consumer
         self.last_submitted += 1
         offset = self.last_submitted
         member = MemberRef(
@@ -177,12 +179,12 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
     # Actions of consumers of the classic protocol
 
-    @rule(who=older)
+    @rule(who=classic_clients)
     def join(self, who: int) -> None:
-        client = self.older[who]
+        client = self.classic_clients[who]
         client.owned, client.joined = NOTHING, None
-        client.asked += 1
-        asked = client.asked
+        client.requests += 1
+        requests = client.requests
         request = JoinRequest(
             group_id=GROUP,
             member_id=client.member_id,
@@ -195,7 +197,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         )
 
         def joined(response: Joined) -> None:
-            if client.asked == asked:
+            if client.requests == requests:
                 client.joined, client.generation = response, response.generation
 
         def refused(error: MillstreamError) -> None:
@@ -206,31 +208,31 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
         self._ask(lambda shard: shard.join(request), joined, refused)
 
-    @rule(who=older)
+    @rule(who=classic_clients)
     def sync(self, who: int) -> None:
-        client = self.older[who]
+        client = self.classic_clients[who]
         if client.joined is None:
             return
-        asked = client.asked
+        requests = client.requests
         request = SyncRequest(member=self._ref(client), assignments=dict(self._shares(client.joined)))
 
         def synced(response: Synced) -> None:
-            if client.asked == asked:
+            if client.requests == requests:
                 client.owned = partitions_by_id(parse_assignment(response.assignment)[0], self.topics)
 
         self._ask(lambda shard: shard.sync(request), synced, self._left(client))
 
-    @rule(who=older)
+    @rule(who=classic_clients)
     def classic_beat(self, who: int) -> None:
-        client = self.older[who]
+        client = self.classic_clients[who]
         reference = self._ref(client)
         self._ask(lambda shard: shard.heartbeat(reference), on_error=self._left(client), pure=True)
 
-    @rule(who=older)
+    @rule(who=classic_clients)
     def classic_leave(self, who: int) -> None:
-        client = self.older[who]
+        client = self.classic_clients[who]
         leaver = Leaver(client.member_id)
-        client.asked += 1
+        client.requests += 1
         client.owned, client.joined, client.member_id = NOTHING, None, ""
         self._ask(lambda shard: shard.leave(GROUP, [leaver]))
 
@@ -261,10 +263,10 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         self._run(asyncio.sleep(0))
         self._reloaded()
 
-    @rule(error=st.sampled_from([StorageFailure("the disk is full"), BatchTooLarge("too large")]), who=newer)
+    @rule(error=st.sampled_from([StorageFailure("the disk is full"), BatchTooLarge("too large")]), who=consumer_clients)
     def appends_are_refused_for_a_moment(self, error: MillstreamError, who: int) -> None:
         self.partition.refusal = error
-        self._beat(self.newer[who])
+        self._beat(self.consumer_clients[who])
         self._pass_ms(1000)
         self.partition.refusal = None
         if self.shard.state is None:
@@ -278,18 +280,18 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         self.topics.version = len(self.topics.all())
         self.shard = self._open()
         self._run(self._abandon(old))
-        for client in self.newer:
-            client.asked += 1
-            client.consumer.lost_response = client.consumer.lost_response or client.under_way
-            client.under_way = False
+        for client in self.consumer_clients:
+            client.requests += 1
+            client.consumer.lost_response = client.consumer.lost_response or client.in_flight
+            client.in_flight = False
         self._check_what_survived()
 
-    @rule(several=st.sets(newer, min_size=1), crash_between=st.booleans())
+    @rule(several=st.sets(consumer_clients, min_size=1), crash_between=st.booleans())
     def settle_down(self, several: set[int], crash_between: bool) -> None:
         """Let some consumers follow the protocol, so that groups become stable often."""
         for number in range(4):
             for who in sorted(several):
-                self.beat(who, True, False)
+                self.send_heartbeat(who, True, False)
             self.acknowledge(None)
             if crash_between and number == 1:
                 self.crash(4)
@@ -355,7 +357,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
     # Helpers
 
-    def _beat(self, client: Newer, *, lost: bool = False) -> None:
+    def _beat(self, client: ConsumerProtocolClient, *, lost: bool = False) -> None:
         consumer = client.consumer
         if not consumer.member_id:
             consumer.member_id = f"m{next(self.ids)}"
@@ -365,27 +367,27 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             consumer.more["assignor"] = client.choice["assignor"]
         request = consumer.request(full=full)
         client.received = client.choice
-        client.asked += 1
-        client.under_way = True
-        asked, beginnings = client.asked, self.beginnings
+        client.requests += 1
+        client.in_flight = True
+        requests, beginnings = client.requests, self.beginnings
 
         def heard(response: HeartbeatResult) -> None:
             if self.beginnings == beginnings:
                 self.durable_epoch = max(self.durable_epoch, response.epoch)
-            if client.asked != asked:
+            if client.requests != requests:
                 return
-            client.under_way = lost
+            client.in_flight = lost
             if lost:
                 consumer.lost_response = True
                 return
             assert consumer.epoch <= 0 or response.epoch >= consumer.epoch
             client.joined = True
-            consumer.hear(response)
+            consumer.handle_response(response)
 
         def refused(error: MillstreamError) -> None:
-            if client.asked != asked:
+            if client.requests != requests:
                 return
-            client.under_way = False
+            client.in_flight = False
             if isinstance(error, FencedMemberEpoch | UnknownMember | UnknownGroup):
                 consumer.fence()
             elif isinstance(error, GroupRejected) and not isinstance(error, UnreleasedInstance):
@@ -394,7 +396,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
                 consumer.lost_response = True
 
         def not_there() -> None:
-            client.under_way = False
+            client.in_flight = False
             consumer.lost_response = True
 
         self._ask(lambda shard: shard.consumers.heartbeat(request), heard, refused, not_there, pure=True)
@@ -405,20 +407,20 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             return
         group: Group | ConsumerGroup | None = state.groups.get(GROUP) or state.consumers.get(GROUP)
         members = {} if group is None else group.members
-        for newer_client in self.newer:
+        for newer_client in self.consumer_clients:
             consumer = newer_client.consumer
             if consumer.member_id in members and consumer.epoch > 0:
                 yield consumer.member_id, consumer.owned
-        for older_client in self.older:
+        for older_client in self.classic_clients:
             if older_client.member_id in members:
                 yield older_client.member_id, older_client.owned
 
-    def _left(self, client: Older) -> Callable[[MillstreamError], None]:
+    def _left(self, client: ClassicProtocolClient) -> Callable[[MillstreamError], None]:
         """A classic consumer gives up all partitions when it learns that it is not in this generation."""
-        asked = client.asked
+        requests = client.requests
 
         def refused(error: MillstreamError) -> None:
-            if client.asked == asked and isinstance(error, UnknownMember | GroupRejected):
+            if client.requests == requests and isinstance(error, UnknownMember | GroupRejected):
                 client.owned, client.joined = NOTHING, None
                 if isinstance(error, UnknownMember):
                     client.member_id = ""
@@ -438,7 +440,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         for member_id, share in shares.items():
             yield member_id, encode_assignment(share.items(), version=1)
 
-    def _ref(self, client: Older) -> MemberRef:
+    def _ref(self, client: ClassicProtocolClient) -> MemberRef:
         return MemberRef(group_id=GROUP, member_id=client.member_id, generation=client.generation)
 
     def _is_loaded(self) -> bool:
@@ -551,22 +553,22 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         self.partition.refusal = None
         self.partition.acknowledge()
         self._reloaded()
-        for client in self.older:
-            client.asked += 1
+        for client in self.classic_clients:
+            client.requests += 1
             client.owned, client.joined, client.member_id = NOTHING, None, ""
-        for other in self.newer:
+        for other in self.consumer_clients:
             other.choice = CHOICES[2]
         for _ in range(12):
             for _ in range(2):
                 for who in range(4):
-                    self.beat(who, True, False)
+                    self.send_heartbeat(who, True, False)
                 self.partition.acknowledge()
                 self._settle()
             self._pass_ms(4000)
         group = self._group()
         assert group is not None
         assert group.state is ConsumerGroupState.STABLE
-        owned = [client.consumer.owned for client in self.newer]
+        owned = [client.consumer.owned for client in self.consumer_clients]
         everything = {(topic.topic_id, number) for topic in self.topics.all() for number in range(topic.partitions)}
         assert {place for share in owned for place in partitions_in(share)} == everything
         assert sum(map(size_of, owned)) == len(everything)

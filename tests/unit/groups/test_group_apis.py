@@ -54,7 +54,7 @@ from millstream.protocol.messages.codec import (
     write_response,
 )
 from millstream.protocol.messages.shape import default_of
-from millstream_testing import asking
+from millstream_testing import api_requests
 from millstream_testing.state_log import MemoryPartition, MemoryTopics
 
 CLIENT = ClientInfo(connection_id=1, host="10.0.0.7", client_id="app")
@@ -91,11 +91,11 @@ def nested_class(annotation: Any) -> Any:
     return None
 
 
-async def ask(api: Api[Any, Any] | RawApi, version: int, **given: Any) -> Any:
+async def send(api: Api[Any, Any] | RawApi, version: int, **given: Any) -> Any:
     """Send a request of one version over the wire format, and read the response back from it."""
     request = build(load_request_class(api.key, version), given)
     if not isinstance(api, Api):
-        return await asking.ask(api, request, client=CLIENT)
+        return await api_requests.send_request(api, request, client=CLIENT)
     received = read_request(api.key, version, write_entity(request), 0)
     assert received == request
     response = await api.respond(version, received, CLIENT)
@@ -149,17 +149,17 @@ class Broker:
             "protocols": [{"name": "range", "metadata": b"\0\0\0\0\0\0"}],
             **more,
         }
-        response = await ask(self.join, version, **given)
+        response = await send(self.join, version, **given)
         if response.error_code is ErrorCode.member_id_required:
             given["member_id"] = response.member_id
-            response = await ask(self.join, version, **given)
+            response = await send(self.join, version, **given)
         return response
 
     async def committed(self, group_id: str, offset: int) -> None:
         """Commit from outside the group."""
         partitions = [{"partition_index": 0, "committed_offset": offset, "committed_metadata": "note"}]
         topics = [{"name": "orders", "partitions": partitions}]
-        response = await ask(self.commit, 9, group_id=group_id, member_id="", topics=topics)
+        response = await send(self.commit, 9, group_id=group_id, member_id="", topics=topics)
         assert response.topics[0].partitions[0].error_code is ErrorCode.none
 
 
@@ -176,7 +176,7 @@ async def broker() -> AsyncIterator[Broker]:
 
 @pytest.mark.parametrize("version", versions_of(FindCoordinator))
 async def test_find_coordinator(broker: Broker, version: int) -> None:
-    response = await ask(broker.find, version, key="g", coordinator_keys=("g", "h"), key_type=0)
+    response = await send(broker.find, version, key="g", coordinator_keys=("g", "h"), key_type=0)
 
     found = response.coordinators if version >= 4 else [response]
     assert [(one.error_code, one.node_id, one.host, one.port) for one in found] == [
@@ -187,19 +187,19 @@ async def test_find_coordinator(broker: Broker, version: int) -> None:
 
 @pytest.mark.parametrize("version", versions_of(FindCoordinator, since=1))
 async def test_transactional_ids_have_a_coordinator_too(broker: Broker, version: int) -> None:
-    response = await ask(broker.find, version, key="t", coordinator_keys=("t",), key_type=1)
+    response = await send(broker.find, version, key="t", coordinator_keys=("t",), key_type=1)
 
     only = response.coordinators[0] if version >= 4 else response
     assert (only.error_code, only.node_id, only.port) == (ErrorCode.none, 7, 9092)
     assert broker.topics.get(TRANSACTION_STATE) is not None
-    share = await ask(broker.find, version, key="t", coordinator_keys=("t",), key_type=2)
+    share = await send(broker.find, version, key="t", coordinator_keys=("t",), key_type=2)
     assert (share.coordinators[0] if version >= 4 else share).error_code is ErrorCode.invalid_request
 
 
 async def test_no_coordinator_after_closing(broker: Broker) -> None:
     await broker.groups.close()
 
-    response = await ask(broker.find, 6, coordinator_keys=("g",))
+    response = await send(broker.find, 6, coordinator_keys=("g",))
 
     assert response.coordinators[0].error_code is ErrorCode.not_coordinator
 
@@ -237,7 +237,7 @@ async def test_join_group_refused(broker: Broker, version: int) -> None:
 
 @pytest.mark.parametrize("version", versions_of(JoinGroup, since=4))
 async def test_join_group_assigns_an_id_first(broker: Broker, version: int) -> None:
-    response = await ask(
+    response = await send(
         broker.join,
         version,
         group_id="g",
@@ -254,7 +254,7 @@ async def test_join_group_assigns_an_id_first(broker: Broker, version: int) -> N
 @pytest.mark.parametrize("version", versions_of(JoinGroup, since=5))
 async def test_join_group_as_a_static_member(broker: Broker, version: int) -> None:
     first = await broker.member("g", version, group_instance_id="me")
-    await ask(broker.sync, 3, group_id="g", generation_id=1, member_id=first.member_id, group_instance_id="me")
+    await send(broker.sync, 3, group_id="g", generation_id=1, member_id=first.member_id, group_instance_id="me")
 
     second = await broker.member("g", version, group_instance_id="me")
 
@@ -281,14 +281,14 @@ async def test_sync_group(broker: Broker, version: int) -> None:
         "assignments": [{"member_id": member.member_id, "assignment": b"mine"}],
     }
 
-    response = await ask(broker.sync, version, **given)
+    response = await send(broker.sync, version, **given)
 
     assert (response.error_code, response.assignment) == (ErrorCode.none, b"mine")
     if version >= 5:
         assert (response.protocol_type, response.protocol_name) == ("consumer", "range")
-        nameless = await ask(broker.sync, version, **{**given, "protocol_name": None})
+        nameless = await send(broker.sync, version, **{**given, "protocol_name": None})
         assert nameless.error_code is ErrorCode.inconsistent_group_protocol
-    stale = await ask(broker.sync, version, **{**given, "generation_id": 0})
+    stale = await send(broker.sync, version, **{**given, "generation_id": 0})
     assert (stale.error_code, stale.assignment) == (ErrorCode.illegal_generation, b"")
 
 
@@ -297,13 +297,13 @@ async def test_heartbeat(broker: Broker, version: int) -> None:
     member = await broker.member("g")
     given = {"group_id": "g", "generation_id": 1, "member_id": member.member_id}
 
-    assert (await ask(broker.beat, version, **given)).error_code is ErrorCode.none
+    assert (await send(broker.beat, version, **given)).error_code is ErrorCode.none
     for more, code in (
         ({"member_id": "nobody"}, ErrorCode.unknown_member_id),
         ({"generation_id": 9}, ErrorCode.illegal_generation),
         ({"group_id": ""}, ErrorCode.invalid_group_id),
     ):
-        assert (await ask(broker.beat, version, **{**given, **more})).error_code is code
+        assert (await send(broker.beat, version, **{**given, **more})).error_code is code
 
 
 async def test_a_heartbeat_while_loading_succeeds(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,8 +313,8 @@ async def test_a_heartbeat_while_loading_succeeds(broker: Broker, monkeypatch: p
     await restarted._runtime._load_slot.acquire()
     await restarted.start()
 
-    response = await ask(Heartbeat(restarted), 4, group_id="g", generation_id=1, member_id="m")
-    joining = await ask(JoinGroup(restarted), 9, group_id="g", session_timeout=10_000, member_id="")
+    response = await send(Heartbeat(restarted), 4, group_id="g", generation_id=1, member_id="m")
+    joining = await send(JoinGroup(restarted), 9, group_id="g", session_timeout=10_000, member_id="")
 
     assert response.error_code is ErrorCode.none
     assert joining.error_code is ErrorCode.coordinator_load_in_progress
@@ -326,7 +326,7 @@ async def test_leave_group(broker: Broker, version: int) -> None:
     member = await broker.member("g")
     leaver = {"member_id": member.member_id, "group_instance_id": None}
 
-    response = await ask(
+    response = await send(
         broker.leave,
         version,
         group_id="g",
@@ -340,10 +340,10 @@ async def test_leave_group(broker: Broker, version: int) -> None:
             (member.member_id, ErrorCode.none),
             ("nobody", ErrorCode.unknown_member_id),
         ]
-    again = await ask(broker.leave, version, group_id="g", member_id=member.member_id, members=[leaver])
+    again = await send(broker.leave, version, group_id="g", member_id=member.member_id, members=[leaver])
     code = again.members[0].error_code if version >= 3 else again.error_code
     assert code is ErrorCode.unknown_member_id
-    nameless = await ask(broker.leave, version, group_id="", member_id="m", members=[leaver])
+    nameless = await send(broker.leave, version, group_id="", member_id="m", members=[leaver])
     assert nameless.error_code is ErrorCode.invalid_group_id
 
 
@@ -370,7 +370,7 @@ def commit_topics(broker: Broker, version: int, partition: int, offset: int, top
 
 @pytest.mark.parametrize("version", versions_of(OffsetCommit))
 async def test_offset_commit(broker: Broker, version: int) -> None:
-    response = await ask(
+    response = await send(
         broker.commit, version, group_id="g", member_id="", topics=commit_topics(broker, version, 1, 42)
     )
 
@@ -385,7 +385,7 @@ async def test_offset_commit(broker: Broker, version: int) -> None:
 @pytest.mark.parametrize("version", versions_of(OffsetCommit))
 async def test_offset_commit_refused(broker: Broker, version: int) -> None:
     async def code_of(topics: Any, **more: Any) -> ErrorCode:
-        response = await ask(broker.commit, version, group_id="g", member_id="", **more, topics=topics)
+        response = await send(broker.commit, version, group_id="g", member_id="", **more, topics=topics)
         code: ErrorCode = response.topics[0].partitions[0].error_code
         return code
 
@@ -460,7 +460,7 @@ async def test_an_offset_commit_needs_read_on_the_group_and_on_each_topic(broker
         ]
         state = cast("SecurityState", SimpleNamespace(snapshot=AclSnapshot(rules), audit=AuditTrail()))
         client = dataclasses.replace(CLIENT, rights=Rights(state, "User:alice", CLIENT.host))
-        response = await asking.ask(broker.commit, request, client=client)
+        response = await api_requests.send_request(broker.commit, request, client=client)
         return [topic.partitions[0].error_code for topic in response.topics]
 
     group, orders = (ResourceType.GROUP, "g"), (ResourceType.TOPIC, "orders")
@@ -495,7 +495,7 @@ async def test_offset_commit_stores_the_valid_partitions(broker: Broker) -> None
         *commit_topics(broker, 9, 1, 3),
     ]
 
-    response = await ask(broker.commit, 9, group_id="g", member_id="", topics=topics)
+    response = await send(broker.commit, 9, group_id="g", member_id="", topics=topics)
 
     codes = [(topic.name, topic.partitions[0].error_code) for topic in response.topics]
     assert codes == [
@@ -511,7 +511,7 @@ async def test_offset_commit_stores_the_valid_partitions(broker: Broker) -> None
 
 @pytest.mark.parametrize("version", [2, 3, 4])
 async def test_offset_commit_with_a_retention(broker: Broker, version: int) -> None:
-    await ask(
+    await send(
         broker.commit,
         version,
         group_id="g",
@@ -535,7 +535,7 @@ async def test_offset_fetch(broker: Broker, version: int) -> None:
     topics = [{"name": "orders", "topic_id": broker.orders, "partition_indexes": (0, 1)}]
     groups = [{"group_id": "g", "topics": topics}, {"group_id": "h", "topics": topics}]
 
-    response = await ask(broker.fetch, version, group_id="g", topics=topics, groups=groups)
+    response = await send(broker.fetch, version, group_id="g", topics=topics, groups=groups)
 
     found = response.groups if version >= 8 else [response]
     assert len(found) == (2 if version >= 8 else 1)
@@ -551,7 +551,7 @@ async def test_offset_fetch(broker: Broker, version: int) -> None:
 async def test_offset_fetch_of_everything(broker: Broker, version: int) -> None:
     await broker.committed("g", 42)
 
-    response = await ask(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
+    response = await send(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
 
     group = response.groups[0] if version >= 8 else response
     assert [[one.committed_offset for one in topic.partitions] for topic in group.topics] == [[42]]
@@ -562,7 +562,7 @@ async def test_offset_fetch_of_everything(broker: Broker, version: int) -> None:
 async def test_everything_includes_an_offset_committed_as_minus_one(broker: Broker, version: int) -> None:
     await broker.committed("g", -1)
 
-    response = await ask(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
+    response = await send(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
 
     group = response.groups[0] if version >= 8 else response
     assert [[one.committed_offset for one in topic.partitions] for topic in group.topics] == [[-1]]
@@ -574,7 +574,7 @@ async def test_offset_fetch_refused(broker: Broker, version: int) -> None:
     await broker.groups.close()
     topics = [{"name": "orders", "topic_id": broker.orders, "partition_indexes": (0,)}]
 
-    response = await ask(
+    response = await send(
         broker.fetch, version, group_id="g", topics=topics, groups=[{"group_id": "g", "topics": topics}]
     )
 
@@ -588,22 +588,22 @@ async def test_offset_fetch_refused(broker: Broker, version: int) -> None:
 
 async def test_offset_fetch_of_missing_topics(broker: Broker) -> None:
     by_id = [{"topic_id": uuid4(), "partition_indexes": (0,)}]
-    response = await ask(broker.fetch, 10, groups=[{"group_id": "g", "topics": by_id}])
+    response = await send(broker.fetch, 10, groups=[{"group_id": "g", "topics": by_id}])
     assert response.groups[0].topics[0].partitions[0].error_code is ErrorCode.unknown_topic_id
 
     by_name = [{"name": "nowhere", "partition_indexes": (0,)}]
-    response = await ask(broker.fetch, 9, groups=[{"group_id": "g", "topics": by_name}])
+    response = await send(broker.fetch, 9, groups=[{"group_id": "g", "topics": by_name}])
     partition = response.groups[0].topics[0].partitions[0]
     assert (partition.error_code, partition.committed_offset) == (ErrorCode.none, -1)
 
 
 async def test_offset_delete(broker: Broker) -> None:
     topics = [{"name": "orders", "partitions": [{"partition_index": 0}, {"partition_index": 9}]}]
-    missing = await ask(broker.delete_offsets, 0, group_id="g", topics=topics)
+    missing = await send(broker.delete_offsets, 0, group_id="g", topics=topics)
     assert missing.error_code is ErrorCode.group_id_not_found
     await broker.committed("g", 42)
 
-    response = await ask(broker.delete_offsets, 0, group_id="g", topics=topics)
+    response = await send(broker.delete_offsets, 0, group_id="g", topics=topics)
 
     assert response.error_code is ErrorCode.none
     assert [one.error_code for one in response.topics[0].partitions] == [
@@ -618,13 +618,13 @@ async def test_offset_delete(broker: Broker) -> None:
 
 @pytest.mark.parametrize("version", versions_of(ListGroups))
 async def test_list_groups(broker: Broker, version: int) -> None:
-    assert (await ask(broker.list, version)).groups == ()
+    assert (await send(broker.list, version)).groups == ()
     await broker.committed("alone", 1)
     await broker.member("together")
 
-    everything = await ask(broker.list, version)
-    filtered = await ask(broker.list, version, states_filter=("empty",))
-    other_type = await ask(broker.list, version, types_filter=("share",))
+    everything = await send(broker.list, version)
+    filtered = await send(broker.list, version, states_filter=("empty",))
+    other_type = await send(broker.list, version, types_filter=("share",))
 
     listed = {group.group_id: group for group in everything.groups}
     assert {name: group.protocol_type for name, group in listed.items()} == {"alone": "", "together": "consumer"}
@@ -636,13 +636,13 @@ async def test_list_groups(broker: Broker, version: int) -> None:
         assert listed["alone"].group_type == "classic"
         assert other_type.groups == ()
     await broker.groups.close()
-    assert (await ask(broker.list, version)).error_code is ErrorCode.not_coordinator
+    assert (await send(broker.list, version)).error_code is ErrorCode.not_coordinator
 
 
 @pytest.mark.parametrize("version", versions_of(DescribeGroups))
 async def test_describe_groups(broker: Broker, version: int) -> None:
     member = await broker.member("g")
-    await ask(
+    await send(
         broker.sync,
         3,
         group_id="g",
@@ -651,7 +651,7 @@ async def test_describe_groups(broker: Broker, version: int) -> None:
         assignments=[{"member_id": member.member_id, "assignment": b"mine"}],
     )
 
-    response = await ask(broker.describe, version, groups=("g", "missing"), include_authorized_operations=True)
+    response = await send(broker.describe, version, groups=("g", "missing"), include_authorized_operations=True)
 
     found, missing = response.groups
     assert (found.error_code, found.group_state, found.protocol_type, found.protocol_data) == (
@@ -668,7 +668,7 @@ async def test_describe_groups(broker: Broker, version: int) -> None:
     assert missing.group_state == "Dead"
     assert missing.error_code is (ErrorCode.group_id_not_found if version >= 6 else ErrorCode.none)
     await broker.groups.close()
-    gone = (await ask(broker.describe, version, groups=("g",))).groups[0]
+    gone = (await send(broker.describe, version, groups=("g",))).groups[0]
     assert (gone.error_code, gone.group_state) == (ErrorCode.not_coordinator, "")
 
 
@@ -677,7 +677,7 @@ async def test_delete_groups(broker: Broker, version: int) -> None:
     await broker.committed("alone", 1)
     await broker.member("together")
 
-    response = await ask(broker.delete, version, groups_names=("alone", "together", "missing", "alone"))
+    response = await send(broker.delete, version, groups_names=("alone", "together", "missing", "alone"))
 
     assert [(one.group_id, one.error_code) for one in response.results] == [
         ("alone", ErrorCode.none),

@@ -37,8 +37,8 @@ from millstream.core.errors import (
     UnknownGroup,
     UnknownMember,
 )
-from millstream_testing.consumer_trial import ConsumerTrial, SimulatedConsumer
-from millstream_testing.group_trial import GROUP
+from millstream_testing.consumer_harness import ConsumerHarness, SimulatedConsumer
+from millstream_testing.group_harness import GROUP
 
 SESSION_MS = 45_000
 HEARTBEAT_MS = 5_000
@@ -48,7 +48,7 @@ HEARTBEAT_MS = 5_000
 class Sharer:
     """A share consumer that a test steps by hand."""
 
-    trial: ConsumerTrial
+    harness: ConsumerHarness
     member_id: str
     topics: frozenset[str] = frozenset({"orders"})
     epoch: int = 0
@@ -63,9 +63,9 @@ class Sharer:
             epoch=sent,
             **{**values, "client_host": "/127.0.0.1", "session_ms": SESSION_MS, "heartbeat_ms": HEARTBEAT_MS, **given},
         )
-        return self.trial.run(lambda shard: shard.shares.heartbeat(request))
+        return self.harness.run(lambda shard: shard.shares.heartbeat(request))
 
-    def beat(self, **given: Any) -> ShareHeartbeatResult:
+    def send_heartbeat(self, **given: Any) -> ShareHeartbeatResult:
         response = self.send(**given).result()
         self.epoch = response.epoch
         if response.assignment is not None:
@@ -74,234 +74,234 @@ class Sharer:
 
 
 @pytest.fixture
-def trial() -> ConsumerTrial:
+def harness() -> ConsumerHarness:
     return new_trial()
 
 
-def new_trial(**limits: Any) -> ConsumerTrial:
-    made = ConsumerTrial(**limits)
+def new_trial(**limits: Any) -> ConsumerHarness:
+    made = ConsumerHarness(**limits)
     made.topics.clear()
     made.add_topic("orders", 4)
     made.add_topic("bills", 2)
     return made
 
 
-def described(trial: ConsumerTrial, group_id: str = GROUP) -> ShareGroupDescription:
-    return trial.run(lambda shard: shard.shares.describe(group_id)).result()
+def described(harness: ConsumerHarness, group_id: str = GROUP) -> ShareGroupDescription:
+    return harness.run(lambda shard: shard.shares.describe(group_id)).result()
 
 
 # Heartbeats
 
 
-def test_the_first_member_gets_every_partition_once(trial: ConsumerTrial) -> None:
-    one = Sharer(trial, "one")
-    joined = one.beat()
+def test_the_first_member_gets_every_partition_once(harness: ConsumerHarness) -> None:
+    one = Sharer(harness, "one")
+    joined = one.send_heartbeat()
     assert joined == ShareHeartbeatResult(
-        member_id="one", epoch=1, heartbeat_ms=HEARTBEAT_MS, assignment=trial.partitions(orders={0, 1, 2, 3})
+        member_id="one", epoch=1, heartbeat_ms=HEARTBEAT_MS, assignment=harness.partitions(orders={0, 1, 2, 3})
     )
-    written = len(trial.log)
-    lives = one.beat()
+    written = len(harness.log)
+    lives = one.send_heartbeat()
     assert (lives.epoch, lives.assignment) == (1, None)
-    assert len(trial.log) == written
+    assert len(harness.log) == written
 
 
-def test_members_share_partitions_without_waiting_for_each_other(trial: ConsumerTrial) -> None:
-    members = [Sharer(trial, f"m{number}") for number in range(6)]
+def test_members_share_partitions_without_waiting_for_each_other(harness: ConsumerHarness) -> None:
+    members = [Sharer(harness, f"m{number}") for number in range(6)]
     for member in members:
-        member.beat()
+        member.send_heartbeat()
     for member in members:
-        member.beat()
-    covered = [member.assigned[trial.id_of("orders")] for member in members]
+        member.send_heartbeat()
+    covered = [member.assigned[harness.id_of("orders")] for member in members]
     assert set().union(*covered) == {0, 1, 2, 3}
     assert all(covered)
     assert {member.epoch for member in members} == {6}
 
 
-def test_a_rejoining_member_gets_its_full_assignment(trial: ConsumerTrial) -> None:
-    one = Sharer(trial, "one")
-    one.beat()
-    again = one.beat(epoch=0)
-    assert (again.epoch, again.assignment) == (1, trial.partitions(orders={0, 1, 2, 3}))
+def test_a_rejoining_member_gets_its_full_assignment(harness: ConsumerHarness) -> None:
+    one = Sharer(harness, "one")
+    one.send_heartbeat()
+    again = one.send_heartbeat(epoch=0)
+    assert (again.epoch, again.assignment) == (1, harness.partitions(orders={0, 1, 2, 3}))
 
 
-def test_a_subscription_is_changed_and_reverted(trial: ConsumerTrial) -> None:
-    one = Sharer(trial, "one")
-    one.beat()
-    more = one.beat(topics=frozenset({"orders", "bills"}))
-    assert (more.epoch, more.assignment) == (2, trial.partitions(orders={0, 1, 2, 3}, bills={0, 1}))
-    less = one.beat(topics=frozenset())
+def test_a_subscription_is_changed_and_reverted(harness: ConsumerHarness) -> None:
+    one = Sharer(harness, "one")
+    one.send_heartbeat()
+    more = one.send_heartbeat(topics=frozenset({"orders", "bills"}))
+    assert (more.epoch, more.assignment) == (2, harness.partitions(orders={0, 1, 2, 3}, bills={0, 1}))
+    less = one.send_heartbeat(topics=frozenset())
     assert (less.epoch, less.assignment) == (3, {})
-    assert trial.shard.shares.get(GROUP) is not None
+    assert harness.shard.shares.get(GROUP) is not None
 
 
-def test_created_grown_and_deleted_topics_are_noticed(trial: ConsumerTrial) -> None:
-    one = Sharer(trial, "one", frozenset({"orders", "late"}))
-    one.beat()
-    trial.add_topic("late", 1)
-    assert one.beat().assignment == trial.partitions(orders={0, 1, 2, 3}, late={0})
-    trial.cluster.grow("late", 2)
-    assert one.beat().assignment == trial.partitions(orders={0, 1, 2, 3}, late={0, 1})
-    trial.remove_topic("orders")
-    assert one.beat().assignment == trial.partitions(late={0, 1})
+def test_created_grown_and_deleted_topics_are_noticed(harness: ConsumerHarness) -> None:
+    one = Sharer(harness, "one", frozenset({"orders", "late"}))
+    one.send_heartbeat()
+    harness.add_topic("late", 1)
+    assert one.send_heartbeat().assignment == harness.partitions(orders={0, 1, 2, 3}, late={0})
+    harness.cluster.grow("late", 2)
+    assert one.send_heartbeat().assignment == harness.partitions(orders={0, 1, 2, 3}, late={0, 1})
+    harness.remove_topic("orders")
+    assert one.send_heartbeat().assignment == harness.partitions(late={0, 1})
     assert one.epoch == 4
 
 
-def test_a_changed_rack_or_client_id_does_not_start_a_new_epoch(trial: ConsumerTrial) -> None:
-    one = Sharer(trial, "one")
-    one.beat()
-    assert one.beat(rack_id="cellar", client_id="other").epoch == 1
-    (member,) = described(trial).members
+def test_a_changed_rack_or_client_id_does_not_start_a_new_epoch(harness: ConsumerHarness) -> None:
+    one = Sharer(harness, "one")
+    one.send_heartbeat()
+    assert one.send_heartbeat(rack_id="cellar", client_id="other").epoch == 1
+    (member,) = described(harness).members
     assert (member.rack_id, member.client_id) == ("cellar", "other")
 
 
-def test_the_last_member_leaves_an_empty_group(trial: ConsumerTrial) -> None:
-    one, two = Sharer(trial, "one"), Sharer(trial, "two")
-    one.beat()
-    two.beat()
-    one.beat()
-    left = two.beat(epoch=-1)
+def test_the_last_member_leaves_an_empty_group(harness: ConsumerHarness) -> None:
+    one, two = Sharer(harness, "one"), Sharer(harness, "two")
+    one.send_heartbeat()
+    two.send_heartbeat()
+    one.send_heartbeat()
+    left = two.send_heartbeat(epoch=-1)
     assert (left.member_id, left.epoch, left.assignment) == ("two", -1, None)
-    assert one.beat().assignment == trial.partitions(orders={0, 1, 2, 3})
-    one.beat(epoch=-1)
-    assert described(trial).state == ShareGroupState.EMPTY.value
+    assert one.send_heartbeat().assignment == harness.partitions(orders={0, 1, 2, 3})
+    one.send_heartbeat(epoch=-1)
+    assert described(harness).state == ShareGroupState.EMPTY.value
     assert isinstance(one.send(1).error, UnknownMember)
-    assert one.beat(epoch=0).epoch == 5
+    assert one.send_heartbeat(epoch=0).epoch == 5
 
 
 # Refusals
 
 
-def test_wrong_member_epochs_are_fenced(trial: ConsumerTrial) -> None:
-    one, two = Sharer(trial, "one"), Sharer(trial, "two")
-    one.beat()
-    two.beat()
-    one.beat()
+def test_wrong_member_epochs_are_fenced(harness: ConsumerHarness) -> None:
+    one, two = Sharer(harness, "one"), Sharer(harness, "two")
+    one.send_heartbeat()
+    two.send_heartbeat()
+    one.send_heartbeat()
     # The response may have been lost, so the previous epoch is accepted too.
     assert one.send(1).error is None
     assert isinstance(one.send(7).error, FencedMemberEpoch)
     assert isinstance(two.send(1).error, FencedMemberEpoch)
-    assert isinstance(Sharer(trial, "three").send(2).error, UnknownMember)
-    assert isinstance(Sharer(trial, "three").send(-1).error, UnknownMember)
+    assert isinstance(Sharer(harness, "three").send(2).error, UnknownMember)
+    assert isinstance(Sharer(harness, "three").send(-1).error, UnknownMember)
 
 
-def test_requests_to_missing_groups_are_refused(trial: ConsumerTrial) -> None:
-    one = Sharer(trial, "one")
+def test_requests_to_missing_groups_are_refused(harness: ConsumerHarness) -> None:
+    one = Sharer(harness, "one")
     assert isinstance(one.send(3).error, UnknownGroup)
     assert isinstance(one.send(-1).error, UnknownGroup)
-    assert isinstance(trial.run(lambda shard: shard.shares.describe(GROUP)).error, UnknownGroup)
+    assert isinstance(harness.run(lambda shard: shard.shares.describe(GROUP)).error, UnknownGroup)
     assert isinstance(one.send(topics=None).error, InvalidRequest)
     assert isinstance(one.send(topics=frozenset()).error, InvalidRequest)
-    assert len(trial.shard.shares) == 0
+    assert len(harness.shard.shares) == 0
 
 
-def test_groups_of_another_type_are_unchanged(trial: ConsumerTrial) -> None:
-    trial.beat(SimulatedConsumer("consumer", "orders"))
-    assert isinstance(Sharer(trial, "one").send().error, UnknownGroup)
-    trial.leave(SimulatedConsumer("consumer", "orders"))
-    one = Sharer(trial, "one")
+def test_groups_of_another_type_are_unchanged(harness: ConsumerHarness) -> None:
+    harness.send_heartbeat(SimulatedConsumer("consumer", "orders"))
+    assert isinstance(Sharer(harness, "one").send().error, UnknownGroup)
+    harness.leave(SimulatedConsumer("consumer", "orders"))
+    one = Sharer(harness, "one")
     assert isinstance(one.send().error, UnknownGroup)
-    one.beat(group_id="shared")
+    one.send_heartbeat(group_id="shared")
     consumer = SimulatedConsumer("consumer", "orders").request(group_id="shared")
-    assert isinstance(trial.run(lambda shard: shard.consumer_heartbeat(consumer)).error, UnknownGroup)
-    assert isinstance(trial.join(group_id="shared").error, InconsistentProtocol)
-    assert isinstance(trial.run(lambda shard: shard.describe("shared")).error, UnknownGroup)
-    assert isinstance(trial.run(lambda shard: shard.fetch("shared", None)).error, UnknownGroup)
+    assert isinstance(harness.run(lambda shard: shard.consumer_heartbeat(consumer)).error, UnknownGroup)
+    assert isinstance(harness.join(group_id="shared").error, InconsistentProtocol)
+    assert isinstance(harness.run(lambda shard: shard.describe("shared")).error, UnknownGroup)
+    assert isinstance(harness.run(lambda shard: shard.fetch("shared", None)).error, UnknownGroup)
 
 
 def test_full_groups_and_too_many_groups_are_refused() -> None:
-    trial = new_trial(members_max=2)
+    harness = new_trial(members_max=2)
     for name in ("one", "two"):
-        Sharer(trial, name).beat()
-    assert isinstance(Sharer(trial, "three").send().error, GroupFull)
+        Sharer(harness, name).send_heartbeat()
+    assert isinstance(Sharer(harness, "three").send().error, GroupFull)
     # A current member may rejoin.
-    assert Sharer(trial, "two").beat().epoch == 2
-    trial = new_trial(groups_max=2)
-    Sharer(trial, "one").beat()
-    Sharer(trial, "one").beat(group_id="second")
-    assert isinstance(Sharer(trial, "one").send(group_id="third").error, PolicyViolation)
+    assert Sharer(harness, "two").send_heartbeat().epoch == 2
+    harness = new_trial(groups_max=2)
+    Sharer(harness, "one").send_heartbeat()
+    Sharer(harness, "one").send_heartbeat(group_id="second")
+    assert isinstance(Sharer(harness, "one").send(group_id="third").error, PolicyViolation)
 
 
-def test_a_group_is_created_without_members(trial: ConsumerTrial) -> None:
-    made = trial.run(lambda shard: shard.shares.open(GROUP)).result()
+def test_a_group_is_created_without_members(harness: ConsumerHarness) -> None:
+    made = harness.run(lambda shard: shard.shares.open(GROUP)).result()
     assert (made.state, made.epoch, made.members) == ("Empty", 0, ())
-    assert described(trial) == made
-    written = len(trial.log)
-    assert trial.run(lambda shard: shard.shares.open(GROUP)).result() == made
-    assert len(trial.log) == written
-    trial.reload()
-    assert described(trial) == made
-    assert Sharer(trial, "one").beat().epoch == 1
+    assert described(harness) == made
+    written = len(harness.log)
+    assert harness.run(lambda shard: shard.shares.open(GROUP)).result() == made
+    assert len(harness.log) == written
+    harness.reload()
+    assert described(harness) == made
+    assert Sharer(harness, "one").send_heartbeat().epoch == 1
 
 
-def test_only_an_empty_group_is_deleted(trial: ConsumerTrial) -> None:
-    one = Sharer(trial, "one")
-    one.beat()
-    assert isinstance(trial.run(lambda shard: shard.delete(GROUP)).error, GroupNotEmpty)
-    one.beat(epoch=-1)
-    assert trial.run(lambda shard: shard.delete(GROUP)).result()
-    assert isinstance(trial.run(lambda shard: shard.shares.describe(GROUP)).error, UnknownGroup)
+def test_only_an_empty_group_is_deleted(harness: ConsumerHarness) -> None:
+    one = Sharer(harness, "one")
+    one.send_heartbeat()
+    assert isinstance(harness.run(lambda shard: shard.delete(GROUP)).error, GroupNotEmpty)
+    one.send_heartbeat(epoch=-1)
+    assert harness.run(lambda shard: shard.delete(GROUP)).result()
+    assert isinstance(harness.run(lambda shard: shard.shares.describe(GROUP)).error, UnknownGroup)
     # Its id is free for groups of any kind.
-    assert trial.beat(SimulatedConsumer("consumer", "orders")).epoch == 1
+    assert harness.send_heartbeat(SimulatedConsumer("consumer", "orders")).epoch == 1
 
 
 # Timeouts and failover
 
 
-def test_a_member_whose_session_expires_is_removed(trial: ConsumerTrial) -> None:
-    one, two = Sharer(trial, "one"), Sharer(trial, "two")
-    one.beat()
-    two.beat(session_ms=10_000)
-    trial.pass_ms(9_999)
-    one.beat()
-    assert {member.member_id for member in described(trial).members} == {"one", "two"}
-    trial.pass_ms(1)
-    assert [member.member_id for member in described(trial).members] == ["one"]
-    assert one.beat().assignment is not None
+def test_a_member_whose_session_expires_is_removed(harness: ConsumerHarness) -> None:
+    one, two = Sharer(harness, "one"), Sharer(harness, "two")
+    one.send_heartbeat()
+    two.send_heartbeat(session_ms=10_000)
+    harness.advance_ms(9_999)
+    one.send_heartbeat()
+    assert {member.member_id for member in described(harness).members} == {"one", "two"}
+    harness.advance_ms(1)
+    assert [member.member_id for member in described(harness).members] == ["one"]
+    assert one.send_heartbeat().assignment is not None
     assert isinstance(two.send().error, UnknownMember)
-    trial.pass_ms(SESSION_MS)
-    assert described(trial).state == "Empty"
+    harness.advance_ms(SESSION_MS)
+    assert described(harness).state == "Empty"
 
 
-def test_another_node_continues_from_the_log(trial: ConsumerTrial) -> None:
-    one, two = Sharer(trial, "one"), Sharer(trial, "two", frozenset({"bills"}))
-    one.beat()
-    two.beat(rack_id="cellar")
-    one.beat()
-    before = described(trial)
-    trial.reload()
+def test_another_node_continues_from_the_log(harness: ConsumerHarness) -> None:
+    one, two = Sharer(harness, "one"), Sharer(harness, "two", frozenset({"bills"}))
+    one.send_heartbeat()
+    two.send_heartbeat(rack_id="cellar")
+    one.send_heartbeat()
+    before = described(harness)
+    harness.reload()
     # The assignments that were sent are not in the log, so they are sent again.
-    assert one.beat() == ShareHeartbeatResult(
-        member_id="one", epoch=2, heartbeat_ms=HEARTBEAT_MS, assignment=trial.partitions(orders={0, 1, 2, 3})
+    assert one.send_heartbeat() == ShareHeartbeatResult(
+        member_id="one", epoch=2, heartbeat_ms=HEARTBEAT_MS, assignment=harness.partitions(orders={0, 1, 2, 3})
     )
-    assert two.beat().assignment == trial.partitions(bills={0, 1})
-    assert one.beat().assignment is None
-    assert described(trial) == before
-    trial.reload()
+    assert two.send_heartbeat().assignment == harness.partitions(bills={0, 1})
+    assert one.send_heartbeat().assignment is None
+    assert described(harness) == before
+    harness.reload()
     assert isinstance(one.send(9).error, FencedMemberEpoch)
     # A member that does not return is removed.
-    trial.pass_ms(SESSION_MS)
-    assert described(trial).members == ()
+    harness.advance_ms(SESSION_MS)
+    assert described(harness).members == ()
 
 
-def test_a_member_whose_record_was_lost_rejoins(trial: ConsumerTrial) -> None:
-    one, two = Sharer(trial, "one"), Sharer(trial, "two")
-    one.beat()
-    two.beat()
-    trial.lose(1)
+def test_a_member_whose_record_was_lost_rejoins(harness: ConsumerHarness) -> None:
+    one, two = Sharer(harness, "one"), Sharer(harness, "two")
+    one.send_heartbeat()
+    two.send_heartbeat()
+    harness.reload_without_last(1)
     assert isinstance(two.send().error, UnknownMember)
-    assert two.beat(epoch=0).epoch == 2
-    trial.lose(2)
+    assert two.send_heartbeat(epoch=0).epoch == 2
+    harness.reload_without_last(2)
     assert isinstance(one.send().error, UnknownGroup)
 
 
-def test_the_durable_records_are_those_that_were_written(trial: ConsumerTrial) -> None:
+def test_the_durable_records_are_those_that_were_written(harness: ConsumerHarness) -> None:
     for name in ("one", "two"):
-        Sharer(trial, name).beat()
-    Sharer(trial, "one").beat(group_id="other")
-    shares = trial.shard.shares
+        Sharer(harness, name).send_heartbeat()
+    Sharer(harness, "one").send_heartbeat(group_id="other")
+    shares = harness.shard.shares
     kept = [shares.durable_record(key) for key in shares.durable_keys()]
     fresh = new_trial()
-    fresh.cluster, fresh.topics = trial.cluster, trial.topics
+    fresh.cluster, fresh.topics = harness.cluster, harness.topics
     fresh.log = [record for record in kept if record is not None]
     assert len(fresh.log) == len(kept) == 5
     fresh.reload()
@@ -317,20 +317,20 @@ def test_the_durable_records_are_those_that_were_written(trial: ConsumerTrial) -
     assert shares.durable_record(ShareKey(ShareKind.GROUP, "gone")) is None
 
 
-def test_groups_are_listed_and_described(trial: ConsumerTrial) -> None:
-    one = Sharer(trial, "one")
-    one.beat()
-    (listing,) = trial.run(lambda shard: shard.list_groups()).result()
+def test_groups_are_listed_and_described(harness: ConsumerHarness) -> None:
+    one = Sharer(harness, "one")
+    one.send_heartbeat()
+    (listing,) = harness.run(lambda shard: shard.list_groups()).result()
     assert (listing.group_id, listing.protocol_type, listing.state, listing.group_type) == (
         GROUP,
         "share",
         "Stable",
         "share",
     )
-    reported = described(trial)
+    reported = described(harness)
     (member,) = reported.members
     assert (reported.state, reported.epoch, member.epoch) == ("Stable", 1, 1)
-    assert member.assigned == ((trial.id_of("orders"), "orders", (0, 1, 2, 3)),)
+    assert member.assigned == ((harness.id_of("orders"), "orders", (0, 1, 2, 3)),)
 
 
 # Records
@@ -371,9 +371,9 @@ def test_foreign_keys_are_skipped_and_unknown_versions_refused() -> None:
         read_group(StateRecord(record.key, b"\x00\x00\x00"))
 
 
-def test_a_refused_share_consumer_does_not_affect_a_consumer_group_of_the_same_id(trial: ConsumerTrial) -> None:
+def test_a_refused_share_consumer_does_not_affect_a_consumer_group_of_the_same_id(harness: ConsumerHarness) -> None:
     consumer = SimulatedConsumer("consumer", "orders")
-    trial.beat(consumer)
-    Sharer(trial, "one").send()
+    harness.send_heartbeat(consumer)
+    Sharer(harness, "one").send()
     heartbeat: ConsumerHeartbeat = consumer.request()
-    assert trial.send(heartbeat).error is None
+    assert harness.send(heartbeat).error is None

@@ -11,7 +11,7 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.kafka.apis.create_acls import CreateAcls
 from millstream.broker.kafka.apis.delete_acls import DeleteAcls
 from millstream.broker.kafka.apis.describe_acls import DescribeAcls
-from millstream_testing.asking import ask_in
+from millstream_testing.api_requests import send_in_version
 
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_acls.v3.request")
 CREATE: Any = importlib.import_module("kio.schema.create_acls.v3.request")
@@ -29,15 +29,15 @@ ANY = {
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 async def test_rules_that_would_not_be_enforced_are_refused(version: int) -> None:
-    described = await ask_in(DescribeAcls(None), version, DESCRIBE.DescribeAclsRequest(**ANY))
+    described = await send_in_version(DescribeAcls(None), version, DESCRIBE.DescribeAclsRequest(**ANY))
     assert (described.error_code, described.resources) == (ErrorCode.security_disabled, ())
     assert "authorization is not supported" in described.error_message
     rule = CREATE.AclCreation(
         resource_type=2, resource_name="orders", principal="User:a", host="*", operation=3, permission_type=3
     )
-    created = await ask_in(CreateAcls(None), version, CREATE.CreateAclsRequest(creations=(rule, rule)))
+    created = await send_in_version(CreateAcls(None), version, CREATE.CreateAclsRequest(creations=(rule, rule)))
     assert [one.error_code for one in created.results] == [ErrorCode.security_disabled] * 2
-    deleted = await ask_in(
+    deleted = await send_in_version(
         DeleteAcls(None), version, DELETE.DeleteAclsRequest(filters=(DELETE.DeleteAclsFilter(**ANY),) * 2)
     )
     assert [(one.error_code, one.matching_acls) for one in deleted.filter_results] == [

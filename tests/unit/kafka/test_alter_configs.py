@@ -15,7 +15,7 @@ from millstream.broker.kafka.apis.alter_configs import AlterConfigs
 from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
 from millstream.broker.kafka.apis.list_config_resources import ListConfigResources
 from millstream.protocol.messages.codec import load_request_class
-from millstream_testing.asking import ask, ask_in
+from millstream_testing.api_requests import send_in_version, send_request
 
 MESSAGES: Any = importlib.import_module("kio.schema.alter_configs.v2.request")
 LIST: Any = importlib.import_module("kio.schema.list_config_resources.v1.request")
@@ -49,15 +49,15 @@ class TestAlterConfigs:
     ) -> None:
         before = self.overrides(topics)
         changes = (("retention.ms", "77"), ("millstream.owner", "you"))
-        (response,) = (await ask_in(api, version, alter(*changes, check=True))).responses
+        (response,) = (await send_in_version(api, version, alter(*changes, check=True))).responses
         assert (response.error_code, response.error_message) == (ErrorCode.none, None)
         assert self.overrides(topics) == before
-        (response,) = (await ask_in(api, version, alter(*changes))).responses
+        (response,) = (await send_in_version(api, version, alter(*changes))).responses
         assert (response.error_code, response.resource_type, response.resource_name) == (ErrorCode.none, 2, "orders")
         assert self.overrides(topics) == dict(changes)
         settings = topics.partition("orders", 0).log.settings
         assert (settings.retention_ms, settings.segment_ms) == (77, 3600_000)
-        await ask_in(api, version, alter())
+        await send_in_version(api, version, alter())
         assert self.overrides(topics) == {}
 
     @pytest.mark.parametrize(
@@ -75,23 +75,23 @@ class TestAlterConfigs:
         ],
     )
     async def test_invalid_settings_are_reported(
-        self, api: AlterConfigs, topics: Topics, asked: Any, code: ErrorCode, says: str
+        self, api: AlterConfigs, topics: Topics, versioned: Any, code: ErrorCode, says: str
     ) -> None:
         before = self.overrides(topics)
-        (response,) = (await ask(api, asked)).responses
+        (response,) = (await send_request(api, versioned)).responses
         assert response.error_code is code
         assert says in response.error_message
         assert self.overrides(topics) == before
 
     async def test_node_settings_are_replaced(self, api: AlterConfigs, topics: Topics) -> None:
         for given in ({"log.retention.ms": "5", "max.connections": "7"}, {"log.retention.bytes": "6"}):
-            (response,) = (await ask(api, alter(*given.items(), kind=NODE_RESOURCE, name=""))).responses
+            (response,) = (await send_request(api, alter(*given.items(), kind=NODE_RESOURCE, name=""))).responses
             assert (response.error_code, topics.broker_settings.of("")) == (ErrorCode.none, given)
             assert topics.broker_settings.connections_max == int(given.get("max.connections", "10000"))
 
     async def test_a_topic_named_twice_is_refused(self, api: AlterConfigs) -> None:
         twice = MESSAGES.AlterConfigsRequest(resources=alter().resources * 2, validate_only=False)
-        assert {one.error_code for one in (await ask(api, twice)).responses} == {ErrorCode.invalid_request}
+        assert {one.error_code for one in (await send_request(api, twice)).responses} == {ErrorCode.invalid_request}
 
 
 class TestListConfigResources:
@@ -102,7 +102,7 @@ class TestListConfigResources:
         return ListConfigResources(topics, membership, groups)
 
     async def list(self, api: ListConfigResources, *kinds: int) -> list[tuple[int, str]]:
-        response = await ask(api, LIST.ListConfigResourcesRequest(resource_types=kinds))
+        response = await send_request(api, LIST.ListConfigResourcesRequest(resource_types=kinds))
         assert response.error_code is ErrorCode.none
         return [(one.resource_type, one.resource_name) for one in response.config_resources]
 
@@ -112,9 +112,9 @@ class TestListConfigResources:
         assert await self.list(api, 8, 16, 32) == []
 
     async def test_an_unknown_type_is_refused(self, api: ListConfigResources) -> None:
-        response = await ask(api, LIST.ListConfigResourcesRequest(resource_types=(2, 3)))
+        response = await send_request(api, LIST.ListConfigResourcesRequest(resource_types=(2, 3)))
         assert (response.error_code, response.config_resources) == (ErrorCode.unsupported_version, ())
 
     async def test_version_0_is_about_client_metrics(self, api: ListConfigResources) -> None:
-        response = await ask(api, load_request_class(74, 0)())
+        response = await send_request(api, load_request_class(74, 0)())
         assert (response.error_code, response.config_resources) == (ErrorCode.none, ())

@@ -9,7 +9,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.kafka.apis.api_versions import ApiVersions, ServedApi
 from millstream.protocol.messages import codec
-from millstream_testing.asking import ask_frame, client_info
+from millstream_testing.api_requests import client_info, send_frame
 
 
 class Other:
@@ -33,7 +33,7 @@ def request(version: int, name: str = "librdkafka", software_version: str = "2.1
 
 @pytest.mark.parametrize("version", range(5))
 def test_the_registered_apis_are_reported_in_order(version: int) -> None:
-    response = ask_frame(api(), request(version))
+    response = send_frame(api(), request(version))
     assert response.error_code is ErrorCode.none
     reported = [(one.api_key, one.min_version, one.max_version) for one in response.api_keys]
     assert reported == [(0, 0, 13), (3, 0, 13), (18, 0, 4)]
@@ -41,23 +41,23 @@ def test_the_registered_apis_are_reported_in_order(version: int) -> None:
 
 def test_the_client_software_is_recorded() -> None:
     client = client_info()
-    ask_frame(api(), request(4, "apache-kafka-java", "4.1.0"), client=client)
+    send_frame(api(), request(4, "apache-kafka-java", "4.1.0"), client=client)
     assert (client.software_name, client.software_version) == ("apache-kafka-java", "4.1.0")
-    ask_frame(api(), request(0), client=client)
+    send_frame(api(), request(0), client=client)
     assert client.software_name == "unknown"
 
 
 @pytest.mark.parametrize("name", ["", "-x", "x-", "a b", "ü", "a/b", "x\n"])
 def test_an_invalid_software_name_is_refused(name: str) -> None:
     for refused in (request(3, name), request(4, "ok", name)):
-        response = ask_frame(api(), refused)
+        response = send_frame(api(), refused)
         assert response.error_code is ErrorCode.invalid_request
         assert response.api_keys == ()
 
 
 @pytest.mark.parametrize("name", ["a", "1", "a-b.c", "confluent-kafka-python", "2.5.0-rdkafka-2.5.0"])
 def test_valid_software_names_are_accepted(name: str) -> None:
-    assert ask_frame(api(), request(3, name, name)).error_code is ErrorCode.none
+    assert send_frame(api(), request(3, name, name)).error_code is ErrorCode.none
 
 
 def test_an_unknown_version_gets_a_response_in_version_0() -> None:
@@ -73,8 +73,8 @@ def test_an_unknown_version_gets_a_response_in_version_0() -> None:
 
 
 def test_every_client_gets_its_own_versions_after_requests_of_others() -> None:
-    asked = api()
+    versioned = api()
     for _ in range(2):
-        assert len(ask_frame(asked, request(4)).api_keys) == 3
-        assert len(ask_frame(asked, request(4, "millstream")).api_keys) == 4
-        assert len(ask_frame(asked, request(0)).api_keys) == 3
+        assert len(send_frame(versioned, request(4)).api_keys) == 3
+        assert len(send_frame(versioned, request(4, "millstream")).api_keys) == 4
+        assert len(send_frame(versioned, request(0)).api_keys) == 3

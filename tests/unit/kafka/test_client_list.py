@@ -13,7 +13,7 @@ from millstream.broker.kafka.apis import client_list
 from millstream.broker.kafka.apis.client_list import ClientList
 from millstream.broker.net.connection import Connection
 from millstream.protocol.messages import codec
-from millstream_testing.asking import client_info
+from millstream_testing.api_requests import client_info
 
 
 def connection(number: int, *, last_activity: float = 90.0, **done: int) -> Connection:

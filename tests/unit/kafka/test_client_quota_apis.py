@@ -12,7 +12,7 @@ from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.kafka.apis.alter_client_quotas import AlterClientQuotas
 from millstream.broker.kafka.apis.describe_client_quotas import ANY_NAME, EXACT, THE_DEFAULT, DescribeClientQuotas
 from millstream.core.quota import CONSUMER_BYTE_RATE, PRODUCER_BYTE_RATE
-from millstream_testing.asking import ask, ask_in
+from millstream_testing.api_requests import send_in_version, send_request
 
 ALTER: Any = importlib.import_module("kio.schema.alter_client_quotas.v1.request")
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_client_quotas.v1.request")
@@ -60,24 +60,24 @@ def shown(response: Any) -> dict[Entity, dict[str, float]]:
 @pytest.mark.parametrize("version", [0, 1])
 async def test_quotas_are_set_described_and_removed(quotas: ClientQuotas, version: int) -> None:
     change, show = AlterClientQuotas(quotas), DescribeClientQuotas(quotas)
-    asked = alter(
+    versioned = alter(
         alteration(ONE, producer_byte_rate=1000.0, consumer_byte_rate=2000.0), alteration(USER, consumer_byte_rate=5.0)
     )
-    response = await ask_in(change, version, asked)
+    response = await send_in_version(change, version, versioned)
     assert [entry.error_code for entry in response.entries] == [ErrorCode.none, ErrorCode.none]
     assert [(part.entity_type, part.entity_name) for part in response.entries[0].entity] == list(ONE)
-    assert shown(await ask_in(show, version, describe())) == {
+    assert shown(await send_in_version(show, version, describe())) == {
         ONE: {CONSUMER_BYTE_RATE: 2000.0, PRODUCER_BYTE_RATE: 1000.0},
         USER: {CONSUMER_BYTE_RATE: 5.0},
     }
-    asked = alter(alteration(ONE, producer_byte_rate=None), alteration(USER, consumer_byte_rate=None, no_such=None))
-    await ask_in(change, version, asked)
-    assert shown(await ask_in(show, version, describe())) == {ONE: {CONSUMER_BYTE_RATE: 2000.0}}
+    versioned = alter(alteration(ONE, producer_byte_rate=None), alteration(USER, consumer_byte_rate=None, no_such=None))
+    await send_in_version(change, version, versioned)
+    assert shown(await send_in_version(show, version, describe())) == {ONE: {CONSUMER_BYTE_RATE: 2000.0}}
 
 
 async def test_a_validated_change_is_not_stored(quotas: ClientQuotas) -> None:
-    asked = alter(alteration(ONE, producer_byte_rate=1.0), alteration(REST, rate=1.0), validate_only=True)
-    response = await ask(AlterClientQuotas(quotas), asked)
+    versioned = alter(alteration(ONE, producer_byte_rate=1.0), alteration(REST, rate=1.0), validate_only=True)
+    response = await send_request(AlterClientQuotas(quotas), versioned)
     assert [entry.error_code for entry in response.entries] == [ErrorCode.none, ErrorCode.invalid_request]
     assert quotas.all() == {}
 
@@ -99,8 +99,8 @@ async def test_a_validated_change_is_not_stored(quotas: ClientQuotas) -> None:
 async def test_an_invalid_change_is_refused_and_the_others_are_applied(
     quotas: ClientQuotas, entity: Entity, limits: dict[str, float], says: str
 ) -> None:
-    asked = alter(alteration(entity, **limits), alteration(REST, producer_byte_rate=7.0))
-    response = await ask(AlterClientQuotas(quotas), asked)
+    versioned = alter(alteration(entity, **limits), alteration(REST, producer_byte_rate=7.0))
+    response = await send_request(AlterClientQuotas(quotas), versioned)
     assert [entry.error_code for entry in response.entries] == [ErrorCode.invalid_request, ErrorCode.none]
     assert says in response.entries[0].error_message
     assert len(quotas.all()) == 1
@@ -108,10 +108,10 @@ async def test_an_invalid_change_is_refused_and_the_others_are_applied(
 
 async def test_a_duplicate_change_is_refused(quotas: ClientQuotas) -> None:
     twice = alter(alteration(BOTH, producer_byte_rate=1.0), alteration(BOTH[::-1], producer_byte_rate=2.0))
-    response = await ask(AlterClientQuotas(quotas), twice)
+    response = await send_request(AlterClientQuotas(quotas), twice)
     assert {entry.error_code for entry in response.entries} == {ErrorCode.invalid_request}
     entry = ALTER.EntryData(entity=alteration(ONE).entity, ops=alteration(ONE, producer_byte_rate=1.0).ops * 2)
-    (responded,) = (await ask(AlterClientQuotas(quotas), alter(entry))).entries
+    (responded,) = (await send_request(AlterClientQuotas(quotas), alter(entry))).entries
     assert responded.error_code is ErrorCode.invalid_request
     assert quotas.all() == {}
 
@@ -120,7 +120,7 @@ class TestFilters:
     @pytest.fixture
     async def api(self, quotas: ClientQuotas) -> DescribeClientQuotas:
         entities = [ONE, REST, BOTH, USER]
-        response = await ask(
+        response = await send_request(
             AlterClientQuotas(quotas), alter(*(alteration(entity, producer_byte_rate=1.0) for entity in entities))
         )
         assert {entry.error_code for entry in response.entries} == {ErrorCode.none}
@@ -144,7 +144,7 @@ class TestFilters:
     async def test_filters_select_quotas(
         self, api: DescribeClientQuotas, components: list[Any], strict: bool, expected: set[Entity]
     ) -> None:
-        assert shown(await ask(api, describe(*components, strict=strict))).keys() == expected
+        assert shown(await send_request(api, describe(*components, strict=strict))).keys() == expected
 
     @pytest.mark.parametrize(
         ("components", "code"),
@@ -162,6 +162,6 @@ class TestFilters:
     async def test_an_invalid_filter_is_refused(
         self, api: DescribeClientQuotas, components: list[Any], code: ErrorCode
     ) -> None:
-        response = await ask(api, describe(*components))
+        response = await send_request(api, describe(*components))
         assert (response.error_code, response.entries) == (code, None)
         assert response.error_message

@@ -22,7 +22,7 @@ from millstream.broker.kafka.apis.incremental_alter_configs import (
 )
 from millstream.core.config import Config
 from millstream.core.topic import CONSUMER_OFFSETS, TopicSettings
-from millstream_testing.asking import ask, ask_in
+from millstream_testing.api_requests import send_in_version, send_request
 
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_configs.v4.request")
 ALTER: Any = importlib.import_module("kio.schema.incremental_alter_configs.v1.request")
@@ -44,7 +44,9 @@ class TestDescribeConfigs:
 
     @pytest.mark.parametrize("version", range(1, 5))
     async def test_topics_report_the_source_of_their_settings(self, api: DescribeConfigs, version: int) -> None:
-        (result,) = (await ask_in(api, version, self.describe(TOPIC_RESOURCE, "orders", everything=True))).results
+        (result,) = (
+            await send_in_version(api, version, self.describe(TOPIC_RESOURCE, "orders", everything=True))
+        ).results
         assert (result.error_code, result.resource_type, result.resource_name) == (ErrorCode.none, 2, "orders")
         configs = {one.name: one for one in result.configs}
         assert set(configs) == set(TopicSettings.declared())
@@ -66,15 +68,15 @@ class TestDescribeConfigs:
             assert own.documentation == TopicSettings.declared()["segment.ms"].description
 
     async def test_only_requested_settings_are_reported(self, api: DescribeConfigs) -> None:
-        asked = self.describe(TOPIC_RESOURCE, "orders", ("flush", "no.such"))
-        (result,) = (await ask(api, asked)).results
+        versioned = self.describe(TOPIC_RESOURCE, "orders", ("flush", "no.such"))
+        (result,) = (await send_request(api, versioned)).results
         (flush,) = result.configs
         assert (flush.name, flush.synonyms, flush.documentation) == ("flush", (), None)
-        (result,) = (await ask(api, self.describe(TOPIC_RESOURCE, "orders", ()))).results
+        (result,) = (await send_request(api, self.describe(TOPIC_RESOURCE, "orders", ()))).results
         assert len(result.configs) == len(TopicSettings.declared())
 
     async def test_the_node_reports_its_settings(self, api: DescribeConfigs) -> None:
-        (result,) = (await ask(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
+        (result,) = (await send_request(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
         configs = {one.name: one for one in result.configs}
         assert set(configs) > set(Config.declared())
         assert len(configs) == len(result.configs)
@@ -97,7 +99,7 @@ class TestDescribeConfigs:
             pipelines_spark="spark.hadoop.fs.s3a.secret.key=p4ssword",
         )
         api = DescribeConfigs(topics, membership, secret, groups)
-        (result,) = (await ask(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
+        (result,) = (await send_request(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
         configs = {one.name: one for one in result.configs}
         assert "p4ss" not in str(result) + repr(secret)
         assert configs["etcd"].value == "https://node:***@etcd-1:2379,https://etcd-2:2379"
@@ -107,7 +109,7 @@ class TestDescribeConfigs:
     async def test_dynamic_node_settings_are_reported_with_their_source(
         self, api: DescribeConfigs, topics: Topics
     ) -> None:
-        (result,) = (await ask(api, self.describe(NODE_RESOURCE, ""))).results
+        (result,) = (await send_request(api, self.describe(NODE_RESOURCE, ""))).results
         assert (result.error_code, result.configs) == (ErrorCode.none, ())
         await topics.alter_broker("", {"log.retention.ms": "1111", "log.segment.bytes": "2097152"})
         await topics.alter_broker("5", {"log.retention.ms": "2222"})
@@ -133,7 +135,7 @@ class TestDescribeConfigs:
                 [("log.segment.bytes", "2097152", 3), ("segment.bytes", "1073741824", 5)],
             ),
         ):
-            (result,) = (await ask(api, self.describe(kind, name, (key,), everything=True))).results
+            (result,) = (await send_request(api, self.describe(kind, name, (key,), everything=True))).results
             (shown,) = result.configs
             assert [(one.name, one.value, one.source) for one in shown.synonyms] == synonyms
             assert (shown.value, shown.config_source, shown.read_only) == (synonyms[0][1], synonyms[0][2], False)
@@ -152,7 +154,7 @@ class TestDescribeConfigs:
     async def test_resources_without_settings_are_reported(
         self, api: DescribeConfigs, kind: int, name: str, code: ErrorCode
     ) -> None:
-        (result,) = (await ask(api, self.describe(kind, name))).results
+        (result,) = (await send_request(api, self.describe(kind, name))).results
         assert (result.error_code, result.configs, result.resource_name) == (code, (), name)
         assert result.error_message
 
@@ -183,10 +185,10 @@ class TestIncrementalAlterConfigs:
     @pytest.mark.parametrize("version", [0, 1])
     async def test_settings_are_set_and_unset(self, api: IncrementalAlterConfigs, topics: Topics, version: int) -> None:
         changes = (("retention.ms", SET, "77"), ("segment.ms", DELETE, None))
-        (result,) = (await ask_in(api, version, self.alter(*changes, validate_only=True))).responses
+        (result,) = (await send_in_version(api, version, self.alter(*changes, validate_only=True))).responses
         assert result.error_code is ErrorCode.none
         assert self.overrides(topics) == {"segment.ms": "1000"}
-        (result,) = (await ask_in(api, version, self.alter(*changes))).responses
+        (result,) = (await send_in_version(api, version, self.alter(*changes))).responses
         assert (result.error_code, result.resource_name, result.resource_type) == (ErrorCode.none, "orders", 2)
         assert self.overrides(topics) == {"retention.ms": "77"}
         assert topics.partition("orders", 0).log.settings.retention_ms == 77
@@ -212,19 +214,19 @@ class TestIncrementalAlterConfigs:
         code: ErrorCode,
         says: str,
     ) -> None:
-        (result,) = (await ask(api, self.alter(("flush", SET, "os"), change))).responses
+        (result,) = (await send_request(api, self.alter(("flush", SET, "os"), change))).responses
         assert result.error_code is code
         assert says in result.error_message
         # The changes of a topic are applied all or none.
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
     async def test_unsetting_an_unset_setting_succeeds(self, api: IncrementalAlterConfigs, topics: Topics) -> None:
-        (result,) = (await ask(api, self.alter(("no.such", DELETE, None), ("flush", DELETE, None)))).responses
+        (result,) = (await send_request(api, self.alter(("no.such", DELETE, None), ("flush", DELETE, None)))).responses
         assert result.error_code is ErrorCode.none
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
     async def test_appending_an_existing_list_item_succeeds(self, api: IncrementalAlterConfigs, topics: Topics) -> None:
-        (result,) = (await ask(api, self.alter(("cleanup.policy", APPEND, "delete")))).responses
+        (result,) = (await send_request(api, self.alter(("cleanup.policy", APPEND, "delete")))).responses
         assert result.error_code is ErrorCode.none
         assert self.overrides(topics)["cleanup.policy"] == "delete"
 
@@ -232,11 +234,13 @@ class TestIncrementalAlterConfigs:
         self, api: IncrementalAlterConfigs, topics: Topics
     ) -> None:
         twice = self.alter(("flush", SET, "os"), ("flush", SET, "always"))
-        (result,) = (await ask(api, twice)).responses
+        (result,) = (await send_request(api, twice)).responses
         assert result.error_code is ErrorCode.invalid_request
         one = self.alter(("flush", SET, "os")).resources
         both = ALTER.IncrementalAlterConfigsRequest(resources=one + one, validate_only=False)
-        assert {response.error_code for response in (await ask(api, both)).responses} == {ErrorCode.invalid_request}
+        assert {response.error_code for response in (await send_request(api, both)).responses} == {
+            ErrorCode.invalid_request
+        }
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
     @pytest.mark.parametrize("name", ["5", ""])
@@ -244,8 +248,8 @@ class TestIncrementalAlterConfigs:
         self, api: IncrementalAlterConfigs, topics: Topics, name: str
     ) -> None:
         names = ("log.retention.ms", "num.partitions", "default-retention-ms", "log.cleaner.threads", "no.such")
-        asked = self.alter(*((one, SET, "1") for one in names), kind=NODE_RESOURCE, name=name)
-        (node,) = (await ask(api, asked)).responses
+        versioned = self.alter(*((one, SET, "1") for one in names), kind=NODE_RESOURCE, name=name)
+        (node,) = (await send_request(api, versioned)).responses
         assert node.error_code is ErrorCode.invalid_request
         for way in (
             "num.partitions: set default-partitions in the node's flags",
@@ -272,8 +276,8 @@ class TestIncrementalAlterConfigs:
             ("5", DELETE, None, 75),
             ("", DELETE, None, 3_600_000),
         ):
-            asked = self.alter(("log.retention.ms", operation, value), kind=NODE_RESOURCE, name=scope)
-            (response,) = (await ask(api, asked)).responses
+            versioned = self.alter(("log.retention.ms", operation, value), kind=NODE_RESOURCE, name=scope)
+            (response,) = (await send_request(api, versioned)).responses
             assert response.error_code is ErrorCode.none
             await topics.create(f"later-{followed}-{scope}")
             assert (retention("orders"), retention(f"later-{followed}-{scope}")) == (followed, followed)
@@ -299,7 +303,7 @@ class TestIncrementalAlterConfigs:
         code: ErrorCode,
         says: str,
     ) -> None:
-        (response,) = (await ask(api, self.alter(change, kind=NODE_RESOURCE, name=scope))).responses
+        (response,) = (await send_request(api, self.alter(change, kind=NODE_RESOURCE, name=scope))).responses
         assert response.error_code is code
         assert says in response.error_message
         assert topics.broker_settings.of(scope) == {}
@@ -308,18 +312,18 @@ class TestIncrementalAlterConfigs:
         self, api: IncrementalAlterConfigs, topics: Topics
     ) -> None:
         change = self.alter(("log.cleanup.policy", APPEND, "compact"), kind=NODE_RESOURCE, name="", validate_only=True)
-        (response,) = (await ask(api, change)).responses
+        (response,) = (await send_request(api, change)).responses
         assert (response.error_code, topics.broker_settings.of("")) == (ErrorCode.none, {})
-        await ask(api, self.alter(("log.cleanup.policy", APPEND, "compact"), kind=NODE_RESOURCE, name=""))
+        await send_request(api, self.alter(("log.cleanup.policy", APPEND, "compact"), kind=NODE_RESOURCE, name=""))
         assert topics.partition("orders", 0).log.settings.cleanup_policy == "delete,compact"
 
     async def test_resources_that_cannot_be_altered_are_refused(self, api: IncrementalAlterConfigs) -> None:
         change = ("connections-max", SET, "5")
-        (node,) = (await ask(api, self.alter(change, kind=NODE_RESOURCE, name="5"))).responses
-        (logger,) = (await ask(api, self.alter(change, kind=8, name="5"))).responses
-        (no_one,) = (await ask(api, self.alter(("flush", SET, "os"), name="nope"))).responses
+        (node,) = (await send_request(api, self.alter(change, kind=NODE_RESOURCE, name="5"))).responses
+        (logger,) = (await send_request(api, self.alter(change, kind=8, name="5"))).responses
+        (no_one,) = (await send_request(api, self.alter(("flush", SET, "os"), name="nope"))).responses
         assert node.error_code is logger.error_code is ErrorCode.invalid_request
         assert "connections-max: set max.connections instead" in node.error_message
         assert no_one.error_code is ErrorCode.unknown_topic_or_partition
-        (misnamed,) = (await ask(api, self.alter(("flush", SET, "os"), name="no/slash"))).responses
+        (misnamed,) = (await send_request(api, self.alter(("flush", SET, "os"), name="no/slash"))).responses
         assert misnamed.error_code is ErrorCode.invalid_topic_exception

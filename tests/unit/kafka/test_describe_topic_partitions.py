@@ -13,7 +13,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import TOPIC_OPERATIONS
 from millstream.broker.kafka.apis import describe_topic_partitions
 from millstream.broker.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
-from millstream_testing.asking import ask
+from millstream_testing.api_requests import send_request
 
 MESSAGES: Any = importlib.import_module("kio.schema.describe_topic_partitions.v0.request")
 
@@ -43,7 +43,7 @@ def cursor_of(response: Any) -> tuple[str, int] | None:
 
 
 async def test_a_topic_is_described(api: DescribeTopicPartitions, topics: Topics) -> None:
-    response = await ask(api, request("b"))
+    response = await send_request(api, request("b"))
     (topic,) = response.topics
     known = topics.get("b")
     assert known is not None
@@ -58,7 +58,7 @@ async def test_a_topic_is_described(api: DescribeTopicPartitions, topics: Topics
 
 
 async def test_without_names_all_topics_are_described_in_order(api: DescribeTopicPartitions) -> None:
-    assert page(await ask(api, request())) == [("a", [0, 1]), ("b", [0, 1, 2]), ("c", [0])]
+    assert page(await send_request(api, request())) == [("a", [0, 1]), ("b", [0, 1, 2]), ("c", [0])]
 
 
 @pytest.mark.parametrize("names", [(), ("c", "a", "b", "a")])
@@ -69,7 +69,7 @@ async def test_the_pages_cover_everything_once(
     found: list[tuple[str, int]] = []
     cursor: tuple[str, int] | None = None
     for _ in range(10):
-        response = await ask(api, request(*names, limit=limit, cursor=cursor))
+        response = await send_request(api, request(*names, limit=limit, cursor=cursor))
         partitions = [(name, index) for name, indexes in page(response) for index in indexes]
         assert 0 < len(partitions) <= max(1, limit)
         found += partitions
@@ -83,22 +83,22 @@ async def test_a_page_is_never_larger_than_the_brokers_own_limit(
     api: DescribeTopicPartitions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(describe_topic_partitions, "PARTITIONS_MAX", 4)
-    response = await ask(api, request(limit=2000))
+    response = await send_request(api, request(limit=2000))
     assert page(response) == [("a", [0, 1]), ("b", [0, 1])]
     assert cursor_of(response) == ("b", 2)
 
 
 async def test_a_cursor_of_a_deleted_topic_continues_behind_it(api: DescribeTopicPartitions, topics: Topics) -> None:
     await topics.delete("b")
-    assert page(await ask(api, request(cursor=("b", 1)))) == [("c", [0])]
+    assert page(await send_request(api, request(cursor=("b", 1)))) == [("c", [0])]
 
 
 async def test_missing_topics_are_reported_beside_the_others(api: DescribeTopicPartitions) -> None:
-    response = await ask(api, request("a", "bad name", "nope", limit=1))
+    response = await send_request(api, request("a", "bad name", "nope", limit=1))
     reported = {topic.name: topic.error_code for topic in response.topics}
     assert reported == {"a": ErrorCode.none}
     assert cursor_of(response) == ("a", 1)
-    response = await ask(api, request("a", "bad name", "nope", limit=2, cursor=("a", 1)))
+    response = await send_request(api, request("a", "bad name", "nope", limit=2, cursor=("a", 1)))
     assert {topic.name: topic.error_code for topic in response.topics} == {
         "a": ErrorCode.none,
         "bad name": ErrorCode.invalid_topic_exception,
@@ -113,8 +113,8 @@ async def test_missing_topics_are_reported_beside_the_others(api: DescribeTopicP
         request("a", "b", cursor=("a", -1)),
     ],
 )
-async def test_an_invalid_request_gives_its_error_to_each_topic(api: DescribeTopicPartitions, asked: Any) -> None:
-    response = await ask(api, asked)
+async def test_an_invalid_request_gives_its_error_to_each_topic(api: DescribeTopicPartitions, versioned: Any) -> None:
+    response = await send_request(api, versioned)
     assert [(topic.name, topic.error_code, topic.partitions) for topic in response.topics] == [
         ("a", ErrorCode.invalid_request, ()),
         ("b", ErrorCode.invalid_request, ()),

@@ -18,7 +18,7 @@ from millstream.broker.kafka.apis.api_versions import (
 )
 from millstream.broker.kafka.apis.update_features import UpdateFeatures
 from millstream.protocol.messages import codec
-from millstream_testing.asking import ask, ask_frame
+from millstream_testing.api_requests import send_frame, send_request
 
 REFUSED = ErrorCode.invalid_update_version
 NEWEST: Any = importlib.import_module("kio.schema.update_features.v2.request")
@@ -33,7 +33,7 @@ class Other:
 def reported(version: int, *keys: int) -> Any:
     served: list[ServedApi] = [Other(key) for key in keys]
     software = {"client_software_name": "x", "client_software_version": "1"} if version >= 3 else {}
-    return ask_frame(ApiVersions(served), codec.load_request_class(18, version)(**software))
+    return send_frame(ApiVersions(served), codec.load_request_class(18, version)(**software))
 
 
 async def test_the_levels_are_reported_as_clients_read_them() -> None:
@@ -93,7 +93,7 @@ def update_api() -> UpdateFeatures:
 
 @pytest.mark.parametrize("version", range(3))
 async def test_the_current_level_is_accepted(version: int) -> None:
-    response = await ask(update_api(), update(version, ("metadata.version", 25), ("group.version", 1)))
+    response = await send_request(update_api(), update(version, ("metadata.version", 25), ("group.version", 1)))
     assert (response.error_code, response.error_message) == (ErrorCode.none, None)
     if version < 2:
         assert [(one.feature, one.error_code) for one in response.results] == [
@@ -115,7 +115,7 @@ async def test_the_current_level_is_accepted(version: int) -> None:
     ],
 )
 async def test_other_levels_are_refused(version: int, name: str, level: int, says: str) -> None:
-    response = await ask(update_api(), update(version, (name, level)))
+    response = await send_request(update_api(), update(version, (name, level)))
     assert response.error_code is REFUSED
     assert says in response.error_message
     if version < 2:
@@ -125,13 +125,13 @@ async def test_other_levels_are_refused(version: int, name: str, level: int, say
 @pytest.mark.parametrize("version", range(3))
 async def test_one_refused_update_refuses_all(version: int) -> None:
     wanted = (("metadata.version", 25), ("kraft.version", 1))
-    assert (await ask(update_api(), update(version, *wanted))).error_code is REFUSED
+    assert (await send_request(update_api(), update(version, *wanted))).error_code is REFUSED
     twice = (("group.version", 1), ("group.version", 1))
-    assert (await ask(update_api(), update(version, *twice))).error_code is ErrorCode.invalid_request
+    assert (await send_request(update_api(), update(version, *twice))).error_code is ErrorCode.invalid_request
 
 
 async def test_an_unknown_upgrade_type_is_refused() -> None:
-    asked = NEWEST.UpdateFeaturesRequest(
+    versioned = NEWEST.UpdateFeaturesRequest(
         feature_updates=(NEWEST.FeatureUpdateKey(feature="metadata.version", max_version_level=25, upgrade_type=9),)
     )
-    assert (await ask(update_api(), asked)).error_code is REFUSED
+    assert (await send_request(update_api(), versioned)).error_code is REFUSED

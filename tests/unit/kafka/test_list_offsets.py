@@ -22,7 +22,7 @@ from millstream.broker.kafka.apis.list_offsets import (
 from millstream.broker.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.core.ids import Epoch
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream_testing.asking import ask, ask_in
+from millstream_testing.api_requests import send_in_version, send_request
 
 VERSIONS = range(1, 12)
 NEWEST: Any = importlib.import_module("kio.schema.list_offsets.v11.request")
@@ -51,7 +51,7 @@ async def api(topics: Topics) -> ListOffsets:
 
 
 async def looked_up(api: ListOffsets, version: int, time_ms: int, *, partition: int = 0) -> tuple[Any, ...]:
-    response = await ask_in(api, version, request((partition, time_ms)))
+    response = await send_in_version(api, version, request((partition, time_ms)))
     (found,) = response.topics[0].partitions
     return found.error_code, found.offset, found.timestamp
 
@@ -101,7 +101,7 @@ async def test_an_empty_partition_has_no_max_timestamp(api: ListOffsets) -> None
 
 async def test_leader_epochs_are_checked_and_reported(api: ListOffsets) -> None:
     async def code(epoch: int) -> ErrorCode:
-        response = await ask(api, request((0, LATEST), epoch=epoch))
+        response = await send_request(api, request((0, LATEST), epoch=epoch))
         found: ErrorCode = response.topics[0].partitions[0].error_code
         return found
 
@@ -109,13 +109,13 @@ async def test_leader_epochs_are_checked_and_reported(api: ListOffsets) -> None:
     assert await code(0) is ErrorCode.none
     assert await code(1) is ErrorCode.unknown_leader_epoch
     for time_ms in (101, LATEST, EARLIEST, MAX_TIMESTAMP):
-        response = await ask(api, request((0, time_ms)))
+        response = await send_request(api, request((0, time_ms)))
         assert response.topics[0].partitions[0].leader_epoch == 0
 
 
 async def test_the_earliest_offset_has_the_epoch_that_wrote_it(api: ListOffsets, topics: Topics) -> None:
     async def epoch(partition: int) -> int:
-        response = await ask(api, request((partition, EARLIEST)))
+        response = await send_request(api, request((partition, EARLIEST)))
         found: int = response.topics[0].partitions[0].leader_epoch
         return found
 
@@ -130,19 +130,19 @@ async def test_the_earliest_offset_has_the_epoch_that_wrote_it(api: ListOffsets,
 
 
 async def test_read_committed_reads_up_to_the_last_stable_offset(api: ListOffsets) -> None:
-    response = await ask(api, request((0, LATEST), isolation=1))
+    response = await send_request(api, request((0, LATEST), isolation=1))
     assert response.topics[0].partitions[0].offset == 5
 
 
 async def test_missing_partitions_are_reported(api: ListOffsets) -> None:
-    response = await ask(api, request((7, LATEST)))
+    response = await send_request(api, request((7, LATEST)))
     assert response.topics[0].partitions[0].error_code is ErrorCode.unknown_topic_or_partition
-    response = await ask(api, request((0, LATEST), topic="nope"))
+    response = await send_request(api, request((0, LATEST), topic="nope"))
     assert response.topics[0].partitions[0].error_code is ErrorCode.unknown_topic_or_partition
 
 
 async def test_a_partition_named_twice_is_refused(api: ListOffsets) -> None:
-    response = await ask(api, request((0, LATEST), (0, EARLIEST), (1, LATEST)))
+    response = await send_request(api, request((0, LATEST), (0, EARLIEST), (1, LATEST)))
     codes = [one.error_code for one in response.topics[0].partitions]
     assert codes == [ErrorCode.invalid_request, ErrorCode.none]
 
@@ -155,7 +155,7 @@ async def test_the_end_of_an_epoch(api: ListOffsets, topics: Topics, version: in
     partitions = (wanted(0, 0), wanted(0, 3), wanted(0, -1), wanted(0, 0, current=4), wanted(9, 0))
     topic = EPOCHS.OffsetForLeaderTopic(topic="orders", partitions=partitions)
     epochs = OffsetForLeaderEpoch(topics)
-    response = await ask_in(epochs, version, EPOCHS.OffsetForLeaderEpochRequest(topics=(topic,)))
+    response = await send_in_version(epochs, version, EPOCHS.OffsetForLeaderEpochRequest(topics=(topic,)))
     found = [(one.error_code, one.leader_epoch, one.end_offset) for one in response.topics[0].partitions]
     assert found == [
         (ErrorCode.none, 0, 5),

@@ -14,7 +14,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
 from millstream.broker.kafka.apis.metadata import Metadata
 from millstream.core.config import Config
-from millstream_testing.asking import ask
+from millstream_testing.api_requests import send_request
 
 VERSIONS = range(14)
 
@@ -42,7 +42,7 @@ def api(topics: Topics, membership: Membership) -> Metadata:
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_nodes_topics_and_leaders_are_reported(api: Metadata, topics: Topics, version: int) -> None:
     topic = await topics.create("orders", partitions=3)
-    response = await ask(api, request(version, "orders"))
+    response = await send_request(api, request(version, "orders"))
     assert [(broker.node_id, broker.host, broker.port) for broker in response.brokers] == [(5, "broker.example", 9092)]
     (described,) = response.topics
     assert (described.name, described.error_code) == ("orders", ErrorCode.none)
@@ -62,23 +62,23 @@ async def test_nodes_topics_and_leaders_are_reported(api: Metadata, topics: Topi
 async def test_metadata_of_all_topics_or_none(api: Metadata, topics: Topics, version: int) -> None:
     await topics.create("b")
     await topics.create("a")
-    everything = await ask(api, request(version, every=True))
+    everything = await send_request(api, request(version, every=True))
     assert [topic.name for topic in everything.topics] == ["a", "b"]
-    nothing = await ask(api, request(version))
+    nothing = await send_request(api, request(version))
     assert [topic.name for topic in nothing.topics] == (["a", "b"] if version == 0 else [])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_missing_topics_are_created_when_allowed(api: Metadata, topics: Topics, version: int) -> None:
     flags = {"allow_auto_topic_creation": True} if version >= 4 else {}
-    (described,) = (await ask(api, request(version, "fresh", **flags))).topics
+    (described,) = (await send_request(api, request(version, "fresh", **flags))).topics
     assert described.error_code is ErrorCode.none
     assert len(described.partitions) == 2
     assert topics.get("fresh") is not None
 
 
 async def test_missing_topics_are_reported_when_creation_is_not_allowed(api: Metadata, topics: Topics) -> None:
-    response = await ask(api, request(12, "missing", "bad name!", ""))
+    response = await send_request(api, request(12, "missing", "bad name!", ""))
     assert [topic.error_code for topic in response.topics] == [
         ErrorCode.unknown_topic_or_partition,
         ErrorCode.invalid_topic_exception,
@@ -93,7 +93,7 @@ class TestWithoutAutoCreation:
         return Config(auto_create_topics=False)
 
     async def test_missing_topics_stay_missing(self, api: Metadata, topics: Topics) -> None:
-        response = await ask(api, request(12, "missing", "bad name!", allow_auto_topic_creation=True))
+        response = await send_request(api, request(12, "missing", "bad name!", allow_auto_topic_creation=True))
         assert [topic.error_code for topic in response.topics] == [
             ErrorCode.unknown_topic_or_partition,
             ErrorCode.invalid_topic_exception,
@@ -103,7 +103,7 @@ class TestWithoutAutoCreation:
 
 async def test_invalid_names_are_reported(api: Metadata, topics: Topics) -> None:
     wanted = request(9, "bad name!", "__consumer_offsets", allow_auto_topic_creation=True)
-    invalid, internal = (await ask(api, wanted)).topics
+    invalid, internal = (await send_request(api, wanted)).topics
     assert invalid.error_code is ErrorCode.invalid_topic_exception
     assert internal.error_code is not ErrorCode.none
     assert internal.is_internal
@@ -113,7 +113,7 @@ async def test_invalid_names_are_reported(api: Metadata, topics: Topics) -> None
 @pytest.mark.parametrize("version", [12, 13])
 async def test_topics_can_be_requested_by_id(api: Metadata, topics: Topics, version: int) -> None:
     topic, unknown = await topics.create("orders"), uuid.uuid4()
-    found, missing = (await ask(api, request(version, topic.topic_id, unknown))).topics
+    found, missing = (await send_request(api, request(version, topic.topic_id, unknown))).topics
     assert (found.name, found.topic_id, found.error_code) == ("orders", topic.topic_id, ErrorCode.none)
     assert (missing.name, missing.topic_id) == (None, unknown)
     assert missing.error_code is ErrorCode.unknown_topic_id
@@ -122,34 +122,34 @@ async def test_topics_can_be_requested_by_id(api: Metadata, topics: Topics, vers
 @pytest.mark.parametrize("version", [10, 11])
 async def test_ids_in_old_versions_are_refused(api: Metadata, topics: Topics, version: int) -> None:
     topic = await topics.create("orders")
-    (refused,) = (await ask(api, request(version, topic.topic_id))).topics
+    (refused,) = (await send_request(api, request(version, topic.topic_id))).topics
     assert refused.error_code is ErrorCode.invalid_request
 
 
 async def test_a_topic_without_name_and_id_is_skipped(api: Metadata) -> None:
     messages: Any = importlib.import_module("kio.schema.metadata.v12.request")
     nameless = messages.MetadataRequestTopic(name=None, topic_id=None)
-    asked = messages.MetadataRequest(topics=(nameless,), include_topic_authorized_operations=False)
-    assert (await ask(api, asked)).topics == ()
+    versioned = messages.MetadataRequest(topics=(nameless,), include_topic_authorized_operations=False)
+    assert (await send_request(api, versioned)).topics == ()
 
 
 async def test_a_topic_named_twice_is_reported_once(api: Metadata, topics: Topics) -> None:
     await topics.create("orders")
-    assert len((await ask(api, request(5, "orders", "orders"))).topics) == 1
+    assert len((await send_request(api, request(5, "orders", "orders"))).topics) == 1
 
 
 @pytest.mark.parametrize("version", [8, 9, 10])
 async def test_operations_are_reported_on_request(api: Metadata, topics: Topics, version: int) -> None:
     await topics.create("orders")
-    asked = request(
+    versioned = request(
         version,
         "orders",
         "missing",
         include_cluster_authorized_operations=True,
         include_topic_authorized_operations=True,
     )
-    response = await ask(api, asked)
+    response = await send_request(api, versioned)
     assert response.cluster_authorized_operations == CLUSTER_OPERATIONS
     assert [topic.topic_authorized_operations for topic in response.topics] == [TOPIC_OPERATIONS] * 2
-    response = await ask(api, request(version, "orders"))
+    response = await send_request(api, request(version, "orders"))
     assert response.cluster_authorized_operations == response.topics[0].topic_authorized_operations == NOT_ASKED

@@ -19,7 +19,7 @@ from millstream.broker.kafka.apis.describe_producers import DescribeProducers
 from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
 from millstream.broker.kafka.apis.list_partition_reassignments import ListPartitionReassignments
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream_testing.asking import ask, ask_in
+from millstream_testing.api_requests import send_in_version, send_request
 
 FOLDERS: Any = importlib.import_module("kio.schema.alter_replica_log_dirs.v2.request")
 LOG_DIRS: Any = importlib.import_module("kio.schema.describe_log_dirs.v5.request")
@@ -48,7 +48,7 @@ class TestDescribeLogDirs:
 
     @pytest.mark.parametrize("version", range(1, 6))
     async def test_sizes_are_reported(self, api: DescribeLogDirs, topics: Topics, tmp_path: Path, version: int) -> None:
-        response = await ask_in(api, version, self.request())
+        response = await send_in_version(api, version, self.request())
         (folder,) = response.results
         assert (response.error_code, folder.error_code, folder.log_dir) == (
             ErrorCode.none,
@@ -68,7 +68,7 @@ class TestDescribeLogDirs:
         assert not folder.is_cordoned
 
     async def test_only_requested_partitions_that_exist_are_reported(self, api: DescribeLogDirs) -> None:
-        response = await ask(api, self.request(a=(1, 1, 7, -1), nope=(0,), b=()))
+        response = await send_request(api, self.request(a=(1, 1, 7, -1), nope=(0,), b=()))
         (folder,) = response.results
         assert [(topic.name, [one.partition_index for one in topic.partitions]) for topic in folder.topics] == [
             ("a", [1])
@@ -76,7 +76,7 @@ class TestDescribeLogDirs:
 
     async def test_a_missing_folder_is_an_error(self, topics: Topics, tmp_path: Path) -> None:
         api = DescribeLogDirs(topics, folder=str(tmp_path / "nope"))
-        (folder,) = (await ask(api, self.request())).results
+        (folder,) = (await send_request(api, self.request())).results
         assert (folder.error_code, folder.topics) == (ErrorCode.kafka_storage_error, ())
 
 
@@ -86,7 +86,7 @@ async def test_replicas_stay_in_the_one_folder(topics: Topics, tmp_path: Path, v
     topic = FOLDERS.AlterReplicaLogDirTopic(name="orders", partitions=(0, 7))
     folders = [FOLDERS.AlterReplicaLogDir(path=path, topics=(topic,)) for path in (str(tmp_path), "/elsewhere")]
     api = AlterReplicaLogDirs(topics, folder=str(tmp_path))
-    (reported,) = (await ask_in(api, version, FOLDERS.AlterReplicaLogDirsRequest(dirs=tuple(folders)))).results
+    (reported,) = (await send_in_version(api, version, FOLDERS.AlterReplicaLogDirsRequest(dirs=tuple(folders)))).results
     codes = [(one.partition_index, one.error_code.name) for one in reported.partitions]
     away = [(0, "log_dir_not_found"), (7, "log_dir_not_found")]
     assert codes == [(0, "none"), (7, "unknown_topic_or_partition"), *away]
@@ -100,13 +100,13 @@ class TestDescribeProducers:
         await log.append(batch(b"y", producer_id=7, epoch=1, sequence=2))
         await log.append(batch(b"z", producer_id=9, epoch=0, sequence=5))
         await log.append(batch(b"nobody"))
-        asked = PRODUCERS.DescribeProducersRequest(
+        versioned = PRODUCERS.DescribeProducersRequest(
             topics=(
                 PRODUCERS.TopicRequest(name="orders", partition_indexes=(0, 1, 2)),
                 PRODUCERS.TopicRequest(name="bad name", partition_indexes=(0,)),
             )
         )
-        response = await ask(DescribeProducers(topics, cast("Any", None)), asked)
+        response = await send_request(DescribeProducers(topics, cast("Any", None)), versioned)
         orders, bad = response.topics
         first, second, third = orders.partitions
         assert [(one.producer_id, one.producer_epoch, one.last_sequence) for one in first.active_producers] == [
@@ -130,7 +130,7 @@ class TestElectLeaders:
     @pytest.mark.parametrize("kind", [0, 1])
     async def test_no_election_is_needed(self, topics: Topics, version: int, kind: int) -> None:
         await topics.create("orders", partitions=1)
-        response = await ask_in(ElectLeaders(topics), version, self.request(kind, orders=(0, 3), nope=(0,)))
+        response = await send_in_version(ElectLeaders(topics), version, self.request(kind, orders=(0, 3), nope=(0,)))
         assert response.error_code is ErrorCode.none
         codes = {
             (topic.topic, one.partition_id): one.error_code
@@ -142,11 +142,11 @@ class TestElectLeaders:
             ("orders", 3): ErrorCode.unknown_topic_or_partition,
             ("nope", 0): ErrorCode.unknown_topic_or_partition,
         }
-        everything = await ask_in(ElectLeaders(topics), version, self.request(kind))
+        everything = await send_in_version(ElectLeaders(topics), version, self.request(kind))
         assert (everything.error_code, everything.replica_election_results) == (ErrorCode.none, ())
 
     async def test_an_unknown_kind_is_refused(self, topics: Topics) -> None:
-        response = await ask(ElectLeaders(topics), self.request(7, orders=(0,)))
+        response = await send_request(ElectLeaders(topics), self.request(7, orders=(0,)))
         assert (response.error_code, response.replica_election_results) == (ErrorCode.invalid_request, ())
 
 
@@ -163,10 +163,10 @@ class TestReassignments:
             (9, (5,)),
         ]
         partitions = tuple(MOVE.ReassignablePartition(partition_index=at, replicas=nodes) for at, nodes in wanted)
-        asked = MOVE.AlterPartitionReassignmentsRequest(
+        versioned = MOVE.AlterPartitionReassignmentsRequest(
             topics=(MOVE.ReassignableTopic(name="orders", partitions=partitions),)
         )
-        response = await ask_in(AlterPartitionReassignments(topics, membership), version, asked)
+        response = await send_in_version(AlterPartitionReassignments(topics, membership), version, versioned)
         assert (response.error_code, response.allow_replication_factor_change) == (ErrorCode.none, True)
         (topic,) = response.responses
         assert [one.error_code for one in topic.partitions] == [
@@ -179,5 +179,7 @@ class TestReassignments:
         ]
 
     async def test_nothing_is_being_moved(self, topics: Topics) -> None:
-        response = await ask(ListPartitionReassignments(topics), MOVES.ListPartitionReassignmentsRequest(topics=None))
+        response = await send_request(
+            ListPartitionReassignments(topics), MOVES.ListPartitionReassignmentsRequest(topics=None)
+        )
         assert (response.error_code, response.error_message, response.topics) == (ErrorCode.none, None, ())

@@ -98,12 +98,12 @@ class Nodes:
         raise UnknownGroup("there are no groups here")
 
     async def private(self, node: int | None, key: int, body: bytes) -> memoryview:
-        asked = self.nodes[min(self.nodes) if node is None else node]
-        if asked.is_away:
+        versioned = self.nodes[min(self.nodes) if node is None else node]
+        if versioned.is_away:
             raise BrokerUnreachable("it is away")
         header = RequestHeader(api_key=key, version=0, correlation_id=1, client_id="c", flexible=False, body_at=0)
         client = ClientInfo(connection_id=1, host="127.0.0.1")
-        reported = await cast("Any", asked.apis[key].handle_frame(memoryview(body), header, client))
+        reported = await cast("Any", versioned.apis[key].handle_frame(memoryview(body), header, client))
         frame = memoryview(b"".join(reported))[4:]
         return frame[response_body_at(key, 0, frame) :]
 
@@ -341,9 +341,9 @@ async def test_invalid_declarations_are_refused_with_a_sentence(client: Pipeline
         await client.alter("land-orders", {"topics": None}, validate_only=True)
     with pytest.raises(InvalidRequest, match="only route pipelines have rules"):
         await client.change_rules("land-orders", [LARGE])
-    for asked in (client.start("x"), client.delete("x"), client.describe(["x"]), client.change_rules("x", [LARGE])):
+    for versioned in (client.start("x"), client.delete("x"), client.describe(["x"]), client.change_rules("x", [LARGE])):
         with pytest.raises(NotFound, match="no pipeline 'x'"):
-            await asked
+            await versioned
     assert not issubclass(InvalidPipeline, InvalidSetting)
 
 

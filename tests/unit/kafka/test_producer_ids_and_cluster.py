@@ -19,7 +19,7 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import StorageFailure
 from millstream.core.ids import ProducerId
-from millstream_testing.asking import ask, ask_in
+from millstream_testing.api_requests import send_in_version, send_request
 from millstream_testing.state_log import MemoryTopics
 
 INIT: Any = importlib.import_module("kio.schema.init_producer_id.v5.request")
@@ -57,7 +57,7 @@ def init(transactional_id: str | None = None, producer_id: int = -1, epoch: int 
 @pytest.mark.parametrize("version", range(6))
 async def test_every_idempotent_producer_gets_a_unique_id(version: int) -> None:
     api = init_api(Counting())
-    responses = [await ask_in(api, version, init()) for _ in range(2)]
+    responses = [await send_in_version(api, version, init()) for _ in range(2)]
     assert [(one.error_code, one.producer_id, one.producer_epoch) for one in responses] == [
         (ErrorCode.none, 1000, 0),
         (ErrorCode.none, 1001, 0),
@@ -66,25 +66,25 @@ async def test_every_idempotent_producer_gets_a_unique_id(version: int) -> None:
 
 @pytest.mark.parametrize("version", range(3, 6))
 async def test_a_producer_that_restarts_gets_a_new_id(version: int) -> None:
-    response = await ask_in(init_api(Counting()), version, init(producer_id=7, epoch=3))
+    response = await send_in_version(init_api(Counting()), version, init(producer_id=7, epoch=3))
     assert (response.error_code, response.producer_id, response.producer_epoch) == (ErrorCode.none, 1000, 0)
 
 
 @pytest.mark.parametrize(("producer_id", "epoch"), [(7, -1), (-1, 3)])
 async def test_an_id_without_its_epoch_is_refused(producer_id: int, epoch: int) -> None:
-    response = await ask(init_api(Counting()), init(producer_id=producer_id, epoch=epoch))
+    response = await send_request(init_api(Counting()), init(producer_id=producer_id, epoch=epoch))
     assert (response.error_code, response.producer_id) == (ErrorCode.invalid_request, -1)
 
 
 async def test_a_failed_id_allocation_is_reported() -> None:
-    response = await ask(init_api(Failing()), init())
+    response = await send_request(init_api(Failing()), init())
     assert (response.error_code, response.producer_id) == (ErrorCode.kafka_storage_error, -1)
 
 
 @pytest.mark.parametrize("version", range(3))
 async def test_the_cluster_is_described(membership: Membership, version: int) -> None:
     wanted = DESCRIBE.DescribeClusterRequest(include_cluster_authorized_operations=False, include_fenced_brokers=True)
-    response = await ask_in(DescribeCluster(membership), version, wanted)
+    response = await send_in_version(DescribeCluster(membership), version, wanted)
     assert (response.error_code, response.cluster_id, response.controller_id) == (ErrorCode.none, "test-cluster", 5)
     (broker,) = response.brokers
     assert (broker.broker_id, broker.host, broker.port, broker.rack) == (5, "broker.example", 9092, "cellar")
@@ -93,7 +93,7 @@ async def test_the_cluster_is_described(membership: Membership, version: int) ->
 
 async def test_operations_are_reported_on_request(membership: Membership) -> None:
     wanted = DESCRIBE.DescribeClusterRequest(include_cluster_authorized_operations=True, include_fenced_brokers=False)
-    assert (await ask(DescribeCluster(membership), wanted)).cluster_authorized_operations == CLUSTER_OPERATIONS
+    assert (await send_request(DescribeCluster(membership), wanted)).cluster_authorized_operations == CLUSTER_OPERATIONS
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,6 @@ async def test_other_endpoints_are_refused(membership: Membership, kind: int, co
     wanted = DESCRIBE.DescribeClusterRequest(
         include_cluster_authorized_operations=False, endpoint_type=kind, include_fenced_brokers=False
     )
-    response = await ask(DescribeCluster(membership), wanted)
+    response = await send_request(DescribeCluster(membership), wanted)
     assert (response.error_code, response.brokers) == (code, ())
     assert response.error_message

@@ -46,7 +46,7 @@ from millstream.protocol.messages.codec import (
 )
 from millstream.protocol.messages.shape import default_of
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
-from millstream_testing.asking import ask
+from millstream_testing.api_requests import send_request
 
 GROUP = "workers"
 TOPIC = "orders"
@@ -85,7 +85,7 @@ class ShareNode:
         return topic.topic_id
 
     async def ask(self, key: int, version: int, client: ClientInfo | None = None, /, **given: Any) -> Any:
-        return await ask(self.apis[key], built(key, version, **given), client=client)
+        return await send_request(self.apis[key], built(key, version, **given), client=client)
 
     async def publish(self, *values: str, partition: int = 0) -> None:
         found = self.topics.partition(TOPIC, partition)
@@ -130,7 +130,7 @@ class Sharer:
         self.wait_ms = 0
         self.client = ClientInfo(connection_id=1, host="127.0.0.1", client_id="test")
 
-    async def beat(self, **given: Any) -> Any:
+    async def send_heartbeat(self, **given: Any) -> Any:
         names = (TOPIC,) if given.get("member_epoch", self.epoch) == 0 else None
         values = {"group_id": self.group, "member_id": self.member_id, "member_epoch": self.epoch}
         response = await self.share_node.ask(HEARTBEAT, 1, **{**values, "subscribed_topic_names": names, **given})
@@ -253,7 +253,7 @@ async def one(share_node: ShareNode, request: pytest.FixtureRequest) -> Sharer:
     await share_node.publish(*map(str, range(10)))
     made = Sharer(share_node, "one")
     made.wait_ms = request.param
-    assert (await made.beat()).error_code == ErrorCode.none
+    assert (await made.send_heartbeat()).error_code == ErrorCode.none
     return made
 
 
@@ -269,19 +269,19 @@ async def test_fetches_of_share_consumers_count_towards_their_quota(one: Sharer,
 
 async def test_a_member_joins_lives_and_leaves(share_node: ShareNode) -> None:
     one = Sharer(share_node, "one")
-    joined = await one.beat()
+    joined = await one.send_heartbeat()
     assert (joined.error_code, joined.member_id, joined.member_epoch) == (ErrorCode.none, "one", 1)
     assert joined.heartbeat_interval == timedelta(seconds=5)
     assert [(reported.topic_id, reported.partitions) for reported in joined.assignment.topic_partitions] == [
         (share_node.topic_id, (0, 1))
     ]
-    lives = await one.beat()
+    lives = await one.send_heartbeat()
     assert (lives.error_code, lives.member_epoch, lives.assignment) == (ErrorCode.none, 1, None)
     (described,) = (await share_node.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
     assert (described.group_state, described.group_epoch, described.assignor_name) == ("Stable", 1, "simple")
     (member,) = described.members
     assert (member.member_id, member.client_host, member.subscribed_topic_names) == ("one", "/127.0.0.1", (TOPIC,))
-    left = await one.beat(member_epoch=-1)
+    left = await one.send_heartbeat(member_epoch=-1)
     assert (left.error_code, left.member_epoch) == (ErrorCode.none, -1)
     (described,) = (await share_node.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
     assert (described.group_state, described.members) == ("Empty", ())
@@ -302,20 +302,20 @@ REFUSED_HEARTBEATS: list[tuple[dict[str, Any], str]] = [
 
 async def test_invalid_heartbeats_are_refused(share_node: ShareNode) -> None:
     one = Sharer(share_node, "one")
-    await one.beat()
+    await one.send_heartbeat()
     for given, code in REFUSED_HEARTBEATS:
-        response = await one.beat(**given)
+        response = await one.send_heartbeat(**given)
         assert (given, response.error_code.name, response.member_epoch) == (given, code, 0)
         assert response.error_message
 
 
 async def test_a_group_is_declared_by_its_first_member_and_deleted_with_it(share_node: ShareNode) -> None:
     one = Sharer(share_node, "one", group="undeclared")
-    await one.beat()
+    await one.send_heartbeat()
     assert share_node.subscriptions.existing("undeclared").topics == ()
     busy = await share_node.ask(DELETE_GROUPS, 2, groups_names=("undeclared",))
     assert busy.results[0].error_code == ErrorCode.non_empty_group
-    await one.beat(member_epoch=-1)
+    await one.send_heartbeat(member_epoch=-1)
     gone = await share_node.ask(DELETE_GROUPS, 2, groups_names=("undeclared",))
     assert gone.results[0].error_code == ErrorCode.none
     assert share_node.subscriptions.get("undeclared") is None
@@ -398,10 +398,10 @@ async def test_a_queue_that_keeps_failing_is_not_polled_in_a_busy_loop(
     assert isinstance(waiting, Parked)
     waiting.abandon()
     if isinstance(error, CoordinatorUnavailable):
-        asked = asyncio.ensure_future(one.fetch())
-        await asyncio.wait([asked], timeout=0.05)
-        assert asked.cancel()
-        await asyncio.wait([asked])
+        versioned = asyncio.ensure_future(one.fetch())
+        await asyncio.wait([versioned], timeout=0.05)
+        assert versioned.cancel()
+        await asyncio.wait([versioned])
 
 
 async def test_a_response_that_cannot_be_encoded_is_an_error_and_returns_its_messages(
@@ -414,7 +414,7 @@ async def test_a_response_that_cannot_be_encoded_is_an_error_and_returns_its_mes
     assert isinstance(encoded, list)
     assert read_response(FETCH, 1, b"".join(encoded)[4:]).error_code == ErrorCode.unknown_server_error
     two = Sharer(one.share_node, "two")
-    await two.beat()
+    await two.send_heartbeat()
     assert await two.got() == [(4, 9, 1)]
 
 
@@ -426,7 +426,7 @@ async def test_a_member_that_leaves_while_waiting_leases_nothing(one: Sharer) ->
     assert await waiting is None
     await one.share_node.publish("late")
     two = Sharer(one.share_node, "two")
-    await two.beat()
+    await two.send_heartbeat()
     assert await two.got() == [(10, 10, 1)]
 
 
@@ -524,7 +524,7 @@ async def test_batches_are_delivered_whole_unless_records_are_limited(share_node
     await share_node.publish("a", "b", "c")
     await share_node.publish("d", "e", "f")
     one = Sharer(share_node, "one")
-    await one.beat()
+    await one.send_heartbeat()
     assert await one.got(max_records=2) == [(0, 2, 1)]
     assert await one.got(max_records=2, share_acquire_mode=1) == [(3, 4, 1)]
     assert await one.got(max_records=0) == []
@@ -534,7 +534,7 @@ async def test_batches_are_delivered_whole_unless_records_are_limited(share_node
 
 async def test_a_request_waits_for_new_messages(share_node: ShareNode) -> None:
     one = Sharer(share_node, "one")
-    await one.beat()
+    await one.send_heartbeat()
     waits = asyncio.create_task(one.got(max_wait=60_000))
     await asyncio.sleep(0)
     await share_node.publish("a")
@@ -683,7 +683,7 @@ async def test_offsets_are_listed_reset_and_deleted(share_node: ShareNode, one: 
     assert reported.topics[0].partitions[0].error_code == ErrorCode.unknown_topic_or_partition
     assert (await share_node.move(2)).error_code == ErrorCode.non_empty_group
     assert (await share_node.forget()).error_code == ErrorCode.non_empty_group
-    await one.beat(member_epoch=-1)
+    await one.send_heartbeat(member_epoch=-1)
     assert partitions_of(await share_node.move(2))[0].error_code == ErrorCode.none
     assert partitions_of(await share_node.move(2, partition=9))[0].error_code == ErrorCode.unknown_topic_or_partition
     assert (
@@ -721,7 +721,7 @@ async def test_a_missing_group_has_no_offsets_and_is_created_by_a_reset(share_no
     (described,) = (await share_node.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
     assert (described.error_code, described.group_state) == (ErrorCode.none, "Empty")
     one = Sharer(share_node, "one")
-    assert (await one.beat()).member_epoch == 1
+    assert (await one.send_heartbeat()).member_epoch == 1
     assert await one.got() == [(2, 2, 1)]
     # A group of another type is not taken over.
     names = {"group_id": "consumers", "member_id": "m", "member_epoch": 0, "subscribed_topic_names": (TOPIC,)}

@@ -28,7 +28,7 @@ from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
 from millstream.core.topic import Topic
 from millstream.protocol.messages import codec
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream_testing.asking import ask, ask_in
+from millstream_testing.api_requests import send_in_version, send_request
 
 SECOND = timedelta(seconds=1)
 CREATE: Any = importlib.import_module("kio.schema.create_topics.v7.request")
@@ -72,7 +72,7 @@ class TestCreateTopics:
     @pytest.mark.parametrize("version", range(2, 8))
     async def test_topics_are_created(self, api: CreateTopics, topics: Topics, version: int) -> None:
         wanted = create(topic("orders", 3, 1, retention_ms="5000"), topic("defaults"))
-        response = await ask_in(api, version, wanted)
+        response = await send_in_version(api, version, wanted)
         assert [(one.name, one.error_code) for one in response.topics] == [
             ("orders", ErrorCode.none),
             ("defaults", ErrorCode.none),
@@ -94,7 +94,9 @@ class TestCreateTopics:
 
     @pytest.mark.parametrize("version", [2, 7])
     async def test_validation_creates_nothing(self, api: CreateTopics, topics: Topics, version: int) -> None:
-        response = await ask_in(api, version, create(topic("orders", 3), topic("bad name"), validate_only=True))
+        response = await send_in_version(
+            api, version, create(topic("orders", 3), topic("bad name"), validate_only=True)
+        )
         codes = [one.error_code for one in response.topics]
         assert codes == [ErrorCode.none, ErrorCode.invalid_topic_exception]
         assert topics.all() == []
@@ -122,14 +124,14 @@ class TestCreateTopics:
     async def test_invalid_topics_are_refused_with_a_message(
         self, api: CreateTopics, topics: Topics, wanted: Any, code: ErrorCode, says: str
     ) -> None:
-        (refused,) = (await ask(api, create(wanted))).topics
+        (refused,) = (await send_request(api, create(wanted))).topics
         assert refused.error_code is code
         assert says in refused.error_message
         assert (refused.num_partitions, refused.replication_factor) == (-1, -1)
         assert topics.all() == []
 
     async def test_partitions_can_be_placed_by_hand(self, api: CreateTopics, topics: Topics) -> None:
-        (made,) = (await ask(api, create(topic("placed", assignments={1: (5,), 0: (5,), 2: (5,)})))).topics
+        (made,) = (await send_request(api, create(topic("placed", assignments={1: (5,), 0: (5,), 2: (5,)})))).topics
         assert (made.error_code, made.num_partitions, made.replication_factor) == (ErrorCode.none, 3, 1)
         found = topics.get("placed")
         assert found is not None
@@ -137,7 +139,7 @@ class TestCreateTopics:
 
     async def test_an_existing_or_duplicate_topic_is_refused(self, api: CreateTopics, topics: Topics) -> None:
         await topics.create("orders")
-        response = await ask(api, create(topic("orders"), topic("twice"), topic("twice"), topic("fine")))
+        response = await send_request(api, create(topic("orders"), topic("twice"), topic("twice"), topic("fine")))
         assert [(one.name, one.error_code) for one in response.topics] == [
             ("orders", ErrorCode.topic_already_exists),
             ("twice", ErrorCode.invalid_request),
@@ -148,20 +150,20 @@ class TestCreateTopics:
     async def test_names_that_metrics_cannot_distinguish_are_refused_within_a_request(
         self, api: CreateTopics, topics: Topics
     ) -> None:
-        first, second = (await ask(api, create(topic("a.b"), topic("a_b")))).topics
+        first, second = (await send_request(api, create(topic("a.b"), topic("a_b")))).topics
         assert (first.error_code, second.error_code) == (ErrorCode.none, ErrorCode.invalid_topic_exception)
         assert "'a.b'" in second.error_message
         assert [one.name for one in topics.all()] == ["a.b"]
 
     async def test_many_topics_are_created_and_deleted_in_few_steps(self, api: CreateTopics, topics: Topics) -> None:
         names, before = [f"t{number}" for number in range(200)], topics.states_revision
-        created = (await ask(api, create(*map(topic, names)))).topics
+        created = (await send_request(api, create(*map(topic, names)))).topics
         assert [(one.name, one.error_code) for one in created] == [(name, ErrorCode.none) for name in names]
         agreed = topics.states_revision
         assert agreed - before < len(names) / 4
         named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in names)
         gone = (
-            await ask(DeleteTopics(topics), DELETE.DeleteTopicsRequest(topics=named, timeout=60 * SECOND))
+            await send_request(DeleteTopics(topics), DELETE.DeleteTopicsRequest(topics=named, timeout=60 * SECOND))
         ).responses
         assert [(one.name, one.error_code) for one in gone] == [(name, ErrorCode.none) for name in names]
         assert topics.all() == []
@@ -182,7 +184,7 @@ class TestDeleteTopics:
         else:
             named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in ("orders", "nope"))
             wanted = request_class(topics=named, timeout=SECOND)
-        response = await ask(api, wanted)
+        response = await send_request(api, wanted)
         assert [(one.name, one.error_code) for one in response.responses] == [
             ("orders", ErrorCode.none),
             ("nope", ErrorCode.unknown_topic_or_partition),
@@ -193,7 +195,7 @@ class TestDeleteTopics:
     async def test_topics_are_deleted_by_id(self, api: DeleteTopics, topics: Topics) -> None:
         made, unknown = await topics.create("orders"), uuid.uuid4()
         named = tuple(DELETE.DeleteTopicState(name=None, topic_id=topic_id) for topic_id in (made.topic_id, unknown))
-        gone, missing = (await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))).responses
+        gone, missing = (await send_request(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))).responses
         assert (gone.name, gone.topic_id, gone.error_code) == ("orders", made.topic_id, ErrorCode.none)
         assert (missing.name, missing.topic_id) == (None, unknown)
         assert missing.error_code is ErrorCode.unknown_topic_id
@@ -207,14 +209,14 @@ class TestDeleteTopics:
             DELETE.DeleteTopicState(name="orders", topic_id=None),
             DELETE.DeleteTopicState(name=None, topic_id=made.topic_id),
         )
-        response = await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))
+        response = await send_request(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))
         assert {one.error_code for one in response.responses} == {ErrorCode.invalid_request}
         assert len(topics.all()) == 2
 
     async def test_internal_topics_are_not_deleted(self, api: DeleteTopics, topics: Topics) -> None:
         await topics.create("__consumer_offsets", internal=True)
         named = (DELETE.DeleteTopicState(name="__consumer_offsets", topic_id=None),)
-        (refused,) = (await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))).responses
+        (refused,) = (await send_request(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))).responses
         assert refused.error_code is ErrorCode.policy_violation
 
 
@@ -237,10 +239,10 @@ class TestCreatePartitions:
 
     @pytest.mark.parametrize("version", range(4))
     async def test_topics_grow(self, api: CreatePartitions, topics: Topics, version: int) -> None:
-        (checked,) = (await ask_in(api, version, self.grow(("orders", 4), validate_only=True))).results
+        (checked,) = (await send_in_version(api, version, self.grow(("orders", 4), validate_only=True))).results
         assert checked.error_code is ErrorCode.none
         assert [one.partitions for one in topics.all()] == [2]
-        (grown,) = (await ask_in(api, version, self.grow(("orders", 4)))).results
+        (grown,) = (await send_in_version(api, version, self.grow(("orders", 4)))).results
         assert (grown.name, grown.error_code, grown.error_message) == ("orders", ErrorCode.none, None)
         assert [one.partitions for one in topics.all()] == [4]
         assert topics.partition("orders", 3).index == 3
@@ -260,7 +262,7 @@ class TestCreatePartitions:
     async def test_invalid_partition_counts_are_refused(
         self, api: CreatePartitions, wanted: tuple[str, int], assignments: Any, code: ErrorCode, says: str
     ) -> None:
-        (refused,) = (await ask(api, self.grow(wanted, assignments=assignments))).results
+        (refused,) = (await send_request(api, self.grow(wanted, assignments=assignments))).results
         assert refused.error_code is code
         assert says in refused.error_message
 
@@ -269,22 +271,22 @@ class TestCreatePartitions:
     ) -> None:
         copy = dataclasses.replace(topics.all()[0], mirror="paris")
         monkeypatch.setattr(topics, "get", lambda _name: copy)
-        (refused,) = (await ask(api, self.grow(("orders", 4)))).results
+        (refused,) = (await send_request(api, self.grow(("orders", 4)))).results
         assert refused.error_code is ErrorCode.policy_violation
         assert "copy of mirror 'paris'" in refused.error_message
         assert [one.partitions for one in topics.all()] == [2]
 
     async def test_new_partitions_can_be_placed_by_hand(self, api: CreatePartitions, topics: Topics) -> None:
-        (grown,) = (await ask(api, self.grow(("orders", 3), assignments=[(5,)]))).results
+        (grown,) = (await send_request(api, self.grow(("orders", 3), assignments=[(5,)]))).results
         assert grown.error_code is ErrorCode.none
 
     async def test_a_topic_named_twice_is_refused(self, api: CreatePartitions, topics: Topics) -> None:
-        (refused,) = (await ask(api, self.grow(("orders", 3), ("orders", 4)))).results
+        (refused,) = (await send_request(api, self.grow(("orders", 3), ("orders", 4)))).results
         assert refused.error_code is ErrorCode.invalid_request
 
     async def test_internal_topics_keep_their_partitions(self, api: CreatePartitions, topics: Topics) -> None:
         await topics.create("__consumer_offsets", partitions=1, internal=True)
-        (refused,) = (await ask(api, self.grow(("__consumer_offsets", 3)))).results
+        (refused,) = (await send_request(api, self.grow(("__consumer_offsets", 3)))).results
         assert refused.error_code is ErrorCode.policy_violation
 
 
@@ -299,7 +301,7 @@ class TestDeleteRecords:
     async def cut(self, api: DeleteRecords, offset: int, *, name: str = "orders", version: int = 2) -> tuple[Any, ...]:
         partition = CUT.DeleteRecordsPartition(partition_index=0, offset=offset)
         topic = CUT.DeleteRecordsTopic(name=name, partitions=(partition,))
-        response = await ask_in(api, version, CUT.DeleteRecordsRequest(topics=(topic,), timeout=SECOND))
+        response = await send_in_version(api, version, CUT.DeleteRecordsRequest(topics=(topic,), timeout=SECOND))
         (result,) = response.topics[0].partitions
         return result.error_code, result.low_watermark
 
@@ -351,21 +353,21 @@ INSTANT = timedelta(0)
 async def ask_for_many(topics: Topics, membership: Membership, kind: str) -> list[ErrorCode]:
     """Request a change of three topics, or of the twenty partitions of one."""
     if kind == "create":
-        made = await ask(CreateTopics(topics, membership), create(*(topic(name) for name in NAMES)))
+        made = await send_request(CreateTopics(topics, membership), create(*(topic(name) for name in NAMES)))
         return [one.error_code for one in made.topics]
     if kind == "grow":
         wanted = tuple(GROW.CreatePartitionsTopic(name=name, count=9, assignments=None) for name in NAMES)
         grown = GROW.CreatePartitionsRequest(topics=wanted, timeout=INSTANT, validate_only=False)
-        return [one.error_code for one in (await ask(CreatePartitions(topics, membership), grown)).results]
+        return [one.error_code for one in (await send_request(CreatePartitions(topics, membership), grown)).results]
     if kind == "delete":
         named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in NAMES)
         deleted = DELETE.DeleteTopicsRequest(topics=named, timeout=INSTANT)
-        return [one.error_code for one in (await ask(DeleteTopics(topics), deleted)).responses]
+        return [one.error_code for one in (await send_request(DeleteTopics(topics), deleted)).responses]
     indexes = tuple(range(20))
     if kind == "elect":
         partitions = ELECT.TopicPartitions(topic="wide", partitions=indexes)
         elected = ELECT.ElectLeadersRequest(election_type=0, topic_partitions=(partitions,), timeout=INSTANT)
-        (result,) = (await ask(ElectLeaders(topics), elected)).replica_election_results
+        (result,) = (await send_request(ElectLeaders(topics), elected)).replica_election_results
         return [one.error_code for one in result.partition_result]
     places = tuple(MOVE.ReassignablePartition(partition_index=index, replicas=(5,)) for index in indexes)
     moved = MOVE.AlterPartitionReassignmentsRequest(
@@ -373,7 +375,7 @@ async def ask_for_many(topics: Topics, membership: Membership, kind: str) -> lis
         allow_replication_factor_change=True,
         topics=(MOVE.ReassignableTopic(name="wide", partitions=places),),
     )
-    (responded,) = (await ask(AlterPartitionReassignments(topics, membership), moved)).responses
+    (responded,) = (await send_request(AlterPartitionReassignments(topics, membership), moved)).responses
     return [one.error_code for one in responded.partitions]
 
 

@@ -41,7 +41,7 @@ from millstream.core.errors import FencedProducer, UnknownTopic
 from millstream.core.ids import NodeId, ProducerId
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.records.control import Marker
-from millstream_testing.asking import ask, ask_in, client_info
+from millstream_testing.api_requests import client_info, send_in_version, send_request
 from millstream_testing.state_log import MemoryTopics
 
 ID = "tx"
@@ -122,7 +122,7 @@ class Broker:
         request = messages("init_producer_id", 5).InitProducerIdRequest(
             transactional_id=name, transaction_timeout=timedelta(minutes=1), **expected
         )
-        return await ask_in(self.init, version, request)
+        return await send_in_version(self.init, version, request)
 
     async def add_to(
         self, producer_id: int, epoch: int, *, version: int = 3, topic: str = "t", verify: bool = False
@@ -138,7 +138,7 @@ class Broker:
                 verify_only=verify,
                 topics=(wanted,),
             )
-            response = await ask(self.add, module.AddPartitionsToTxnRequest(transactions=(transaction,)))
+            response = await send_request(self.add, module.AddPartitionsToTxnRequest(transactions=(transaction,)))
             topics = response.results_by_transaction[0].topic_results
         else:
             module = messages("add_partitions_to_txn", version)
@@ -149,14 +149,14 @@ class Broker:
                 v3_and_below_producer_epoch=epoch,
                 v3_and_below_topics=(wanted,),
             )
-            topics = (await ask(self.add, request)).results_by_topic_v3_and_below
+            topics = (await send_request(self.add, request)).results_by_topic_v3_and_below
         return topics[0].results_by_partition[0].partition_error_code
 
     async def end_it(self, producer_id: int, epoch: int, *, commit: bool = True, version: int = 4) -> Any:
         request = messages("end_txn", 5).EndTxnRequest(
             transactional_id=ID, producer_id=producer_id, producer_epoch=epoch, committed=commit
         )
-        return await ask_in(self.end, version, request)
+        return await send_in_version(self.end, version, request)
 
     async def offsets(self, producer_id: int, epoch: int, *, version: int, topic: str = "t") -> Any:
         module = messages("txn_offset_commit", 5)
@@ -170,7 +170,7 @@ class Broker:
             producer_epoch=epoch,
             topics=(module.TxnOffsetCommitRequestTopic(name=topic, partitions=(partition,)),),
         )
-        return (await ask_in(self.commit_offsets, version, request)).topics[0].partitions[0].error_code
+        return (await send_in_version(self.commit_offsets, version, request)).topics[0].partitions[0].error_code
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ async def test_a_fenced_producer_gets_the_error_of_its_version(broker: Broker, v
     request = messages("add_offsets_to_txn", 4).AddOffsetsToTxnRequest(
         transactional_id=ID, producer_id=first.producer_id, producer_epoch=0, group_id="g"
     )
-    offsets = await ask_in(broker.add_offsets, min(version, 4), request)
+    offsets = await send_in_version(broker.add_offsets, min(version, 4), request)
     assert offsets.error_code is expected
 
 
@@ -220,7 +220,7 @@ async def test_invalid_initialisations_are_refused(broker: Broker) -> None:
     request = messages("init_producer_id", 5).InitProducerIdRequest(
         transactional_id=ID, transaction_timeout=timedelta(days=1)
     )
-    assert (await ask(broker.init, request)).error_code is ErrorCode.invalid_transaction_timeout
+    assert (await send_request(broker.init, request)).error_code is ErrorCode.invalid_transaction_timeout
 
 
 @pytest.mark.parametrize("version", range(6))
@@ -246,7 +246,7 @@ async def test_each_refusal_of_a_fenced_producer_is_logged(broker: Broker, caplo
     request = messages("end_txn", 5).EndTxnRequest(
         transactional_id=ID, producer_id=late[0], producer_epoch=late[1], committed=True
     )
-    assert (await ask_in(broker.end, 5, request)).error_code is ErrorCode.producer_fenced
+    assert (await send_in_version(broker.end, 5, request)).error_code is ErrorCode.producer_fenced
     lines = [vars(one) for one in caplog.records]
     assert [(one["msg"], one["levelname"], one["client_id"]) for one in lines] == [
         ("a producer is fenced", "INFO", "test")
@@ -274,7 +274,7 @@ async def test_offsets_of_a_transaction(broker: Broker, version: int) -> None:
         request = messages("add_offsets_to_txn", 4).AddOffsetsToTxnRequest(
             transactional_id=ID, producer_id=who[0], producer_epoch=0, group_id="g"
         )
-        assert (await ask_in(broker.add_offsets, min(version, 4), request)).error_code is ErrorCode.none
+        assert (await send_in_version(broker.add_offsets, min(version, 4), request)).error_code is ErrorCode.none
     assert await broker.offsets(*who, version=version) is ErrorCode.none
     assert await broker.offsets(who[0], 7, version=version) is ErrorCode.invalid_producer_epoch
     fetched = (await broker.groups.fetch("g", {"t": [0]}))["t"][0]
@@ -308,7 +308,7 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
         marker(-1, "t"),
         marker(1, "t", producer_id=-1),
     )
-    response = await ask_in(broker.markers, version, module.WriteTxnMarkersRequest(markers=wanted))
+    response = await send_in_version(broker.markers, version, module.WriteTxnMarkersRequest(markers=wanted))
     assert [one.topics[0].partitions[0].error_code for one in response.markers] == [
         ErrorCode.none,
         ErrorCode.unknown_topic_or_partition,
@@ -336,7 +336,7 @@ async def test_offsets_of_transactions_are_protected_from_unknown_coordinators(b
             topics=(module.WritableTxnMarkerTopic(name="__consumer_offsets", partition_indexes=(0,)),),
             coordinator_epoch=coordinator_epoch,
         )
-        response = await ask_in(broker.markers, 2, module.WriteTxnMarkersRequest(markers=(marker,)))
+        response = await send_in_version(broker.markers, 2, module.WriteTxnMarkersRequest(markers=(marker,)))
         code: ErrorCode = response.markers[0].topics[0].partitions[0].error_code
         return code
 
@@ -355,7 +355,7 @@ async def test_transactions_are_listed_and_described(broker: Broker) -> None:
     module = messages("list_transactions", 2)
 
     async def listed(**filters: Any) -> Any:
-        return await ask(broker.list, module.ListTransactionsRequest(**filters))
+        return await send_request(broker.list, module.ListTransactionsRequest(**filters))
 
     (found,) = (await listed()).transaction_states
     assert (found.transactional_id, found.producer_id, found.transaction_state) == (ID, begun.producer_id, "Ongoing")
@@ -367,8 +367,8 @@ async def test_transactions_are_listed_and_described(broker: Broker) -> None:
     assert (await listed(transactional_id_pattern="(")).error_code is ErrorCode.invalid_regular_expression
     assert (await listed(duration_filter=10**9)).transaction_states == ()
 
-    asked = messages("describe_transactions", 0).DescribeTransactionsRequest(transactional_ids=(ID, "nobody", ""))
-    known, absent, empty = (await ask(broker.describe, asked)).transaction_states
+    versioned = messages("describe_transactions", 0).DescribeTransactionsRequest(transactional_ids=(ID, "nobody", ""))
+    known, absent, empty = (await send_request(broker.describe, versioned)).transaction_states
     assert (known.error_code, known.transaction_state) == (ErrorCode.none, "Ongoing")
     assert [(one.topic, one.partitions) for one in known.topics] == [("t", (1,))]
     assert known.transaction_timeout == timedelta(minutes=1)
@@ -376,7 +376,7 @@ async def test_transactions_are_listed_and_described(broker: Broker) -> None:
     assert empty.error_code is ErrorCode.invalid_request
 
 
-async def asked(api: PrivateApi[Any, Any], body: Any) -> dict[str, Any]:
+async def versioned(api: PrivateApi[Any, Any], body: Any) -> dict[str, Any]:
     content = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     header = RequestHeader(api_key=api.key, version=0, correlation_id=1, client_id="c", body_at=0, flexible=False)
     given = cast("Any", api.handle_frame(memoryview(content), header, client_info()))
@@ -390,17 +390,17 @@ async def test_the_requests_of_the_batch_commit(broker: Broker) -> None:
     begun = await broker.begin("spark/q/0/0/a")
     member = {"transactional_id": "spark/q/0/0/a", "producer_id": begun.producer_id, "producer_epoch": 0}
     whole = {"query": "q", "batch": 0, "members": [member]}
-    failed = await asked(CompleteBatch(coordinator), whole)
+    failed = await versioned(CompleteBatch(coordinator), whole)
     assert failed["error"] == ErrorCode.invalid_txn_state
     assert "Empty" in failed["message"]
-    assert (await asked(PrepareTransaction(coordinator), member))["error"] == 0
-    assert await asked(LastBatch(coordinator), {"query": "q"}) == {"error": 0, "message": None, "batch": -1}
-    assert await asked(CompleteBatch(coordinator), whole) == {"error": 0, "message": None, "done_now": True}
-    assert (await asked(CompleteBatch(coordinator), whole))["done_now"] is False
-    assert (await asked(LastBatch(coordinator), {"query": "q"}))["batch"] == 0
-    assert (await asked(AbortBatch(coordinator), {"query": "q", "batch": 1}))["aborted"] == 0
+    assert (await versioned(PrepareTransaction(coordinator), member))["error"] == 0
+    assert await versioned(LastBatch(coordinator), {"query": "q"}) == {"error": 0, "message": None, "batch": -1}
+    assert await versioned(CompleteBatch(coordinator), whole) == {"error": 0, "message": None, "done_now": True}
+    assert (await versioned(CompleteBatch(coordinator), whole))["done_now"] is False
+    assert (await versioned(LastBatch(coordinator), {"query": "q"}))["batch"] == 0
+    assert (await versioned(AbortBatch(coordinator), {"query": "q", "batch": 1}))["aborted"] == 0
     again = await broker.begin()
     await broker.add_to(again.producer_id, 0)
-    assert (await asked(AbortTransaction(coordinator), {"transactional_id": ID}))["state"] == "Ongoing"
+    assert (await versioned(AbortTransaction(coordinator), {"transactional_id": ID}))["state"] == "Ongoing"
     for odd in (b"", b"{}", b"[1]", {"query": 7}):
-        assert (await asked(LastBatch(coordinator), odd))["error"] == ErrorCode.invalid_request
+        assert (await versioned(LastBatch(coordinator), odd))["error"] == ErrorCode.invalid_request

@@ -55,7 +55,7 @@ class Gate:
     """Returns scripted verifications, and records the requests."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, int, int, tuple[TopicPartition, ...], bool]] = []
+        self.versioned: list[tuple[str, int, int, tuple[TopicPartition, ...], bool]] = []
         self.errors: list[MillstreamError] = []
         self.meanwhile: Any = None
         self.silent = False
@@ -69,7 +69,7 @@ class Gate:
         *,
         add: bool,
     ) -> Mapping[TopicPartition, MillstreamError | None]:
-        self.asked.append((transactional_id, producer_id, producer_epoch, tuple(partitions), add))
+        self.versioned.append((transactional_id, producer_id, producer_epoch, tuple(partitions), add))
         await asyncio.sleep(60 if self.silent else 0)
         if self.meanwhile is not None:
             self.meanwhile()
@@ -198,11 +198,11 @@ async def test_the_coordinator_verifies_each_transaction_once(tmp_path: Path, ve
             response = await broker.produce({0: batch(sequence), 1: batch(sequence)}, version=version)
             assert response == {0: ErrorCode.none, 1: ErrorCode.none}
         both = (TopicPartition("t", broker.partition.index), broker.topics.partition("t", 1).log.partition)
-        assert broker.gate.asked == [("tx", PRODUCER, 0, both, version >= 12)]
+        assert broker.gate.versioned == [("tx", PRODUCER, 0, both, version >= 12)]
 
         await broker.end()
         assert await broker.write(3) is ErrorCode.none
-        assert len(broker.gate.asked) == 2
+        assert len(broker.gate.versioned) == 2
 
 
 async def test_a_long_poll_is_woken_by_the_marker(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ async def test_while_a_transaction_ends_the_next_is_verified_again(tmp_path: Pat
     async with broker_in(tmp_path) as broker:
         broker.gate.errors = [ConcurrentTransactions("busy"), ConcurrentTransactions("busy")]
         assert await broker.produce({0: batch(0)}) == {0: ErrorCode.none}
-        assert len(broker.gate.asked) == 3
+        assert len(broker.gate.versioned) == 3
         broker.gate.errors = [ConcurrentTransactions("busy")] * 100
         assert await broker.produce({1: batch(0)}) == {1: ErrorCode.concurrent_transactions}
 
@@ -366,10 +366,10 @@ async def test_offsets_and_producers_report_open_transactions(tmp_path: Path) ->
         module: Any = offsets_of
         one = module.ListOffsetsPartition(partition_index=0, timestamp=-1)
         topic = module.ListOffsetsTopic(name="t", partitions=(one,))
-        asked = module.ListOffsetsRequest(
+        versioned = module.ListOffsetsRequest(
             replica_id=-1, isolation_level=isolation, topics=(topic,), timeout=timedelta(seconds=1)
         )
-        response = await ListOffsets(broker.topics).handle(asked, CLIENT)
+        response = await ListOffsets(broker.topics).handle(versioned, CLIENT)
         return int(response.topics[0].partitions[0].offset)
 
     async with broker_in(tmp_path) as broker:
@@ -378,8 +378,8 @@ async def test_offsets_and_producers_report_open_transactions(tmp_path: Path) ->
         await broker.write(1)
         assert (await latest(broker, UNCOMMITTED), await latest(broker, COMMITTED)) == (3, 2)
         module: Any = producers_of
-        asked = module.DescribeProducersRequest(topics=(module.TopicRequest(name="t", partition_indexes=(0,)),))
-        response = await DescribeProducers(broker.topics, cast("Any", None)).handle(asked, CLIENT)
+        versioned = module.DescribeProducersRequest(topics=(module.TopicRequest(name="t", partition_indexes=(0,)),))
+        response = await DescribeProducers(broker.topics, cast("Any", None)).handle(versioned, CLIENT)
         (producer,) = response.topics[0].partitions[0].active_producers
         assert (producer.coordinator_epoch, producer.current_txn_start_offset) == (4, 2)
 
@@ -393,6 +393,6 @@ async def test_the_state_is_restored_after_a_restart(tmp_path: Path) -> None:
         assert broker.partition.last_stable_offset == 2
         assert broker.partition.aborted_in(Offset(0), Offset(2)) == [(PRODUCER, 0)]
         assert await broker.write(2) is ErrorCode.none
-        assert broker.gate.asked == []
+        assert broker.gate.versioned == []
         await broker.end()
         assert broker.partition.last_stable_offset == 5

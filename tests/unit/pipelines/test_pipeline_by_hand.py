@@ -16,10 +16,10 @@ from millstream.pipelines.runtime import manual_run as by_hand_module
 from millstream.pipelines.runtime.manual_run import ManualRun, ManualRunWatch
 from millstream.pipelines.runtime.runner import Stalled
 from millstream.pipelines.runtime.stall_watch import Activity
-from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
+from millstream_testing.pipeline_script import HANG_S, Script, UncontendedClaim, landing
 
 
-def by_hand(script: Script, claim: FreeClaim, stopping: threading.Event | None = None) -> ManualRun:
+def by_hand(script: Script, claim: UncontendedClaim, stopping: threading.Event | None = None) -> ManualRun:
     claim.take()
     context = JobContext(
         spark=cast("Any", None), brokers="", lake="", folder="", stopping=stopping or threading.Event()
@@ -40,7 +40,7 @@ def by_hand(script: Script, claim: FreeClaim, stopping: threading.Event | None =
 )
 def test_once_ends_when_everything_present_at_the_start_is_processed(lines: list[Step], rows: int) -> None:
     script = Script(*lines)
-    running = by_hand(script, FreeClaim())
+    running = by_hand(script, UncontendedClaim())
     running.run(once=True)
     assert (running.tally.rows, script.closed) == (rows, 1)
     assert not script.at_end.is_set()
@@ -50,7 +50,7 @@ def test_once_ends_when_everything_present_at_the_start_is_processed(lines: list
 def test_it_continues_until_it_is_stopped_or_taken_over() -> None:
     stopping = threading.Event()
     script = Script(Step(rows=1), Step(rows=1))
-    claim = FreeClaim()
+    claim = UncontendedClaim()
     running = by_hand(script, claim, stopping)
     running_thread = threading.Thread(target=running.run, kwargs={"once": False})
     running_thread.start()
@@ -67,7 +67,7 @@ def test_it_continues_until_it_is_stopped_or_taken_over() -> None:
 
 def test_a_failure_is_reported_with_the_progress_before_it() -> None:
     script = Script(Step(rows=1, lag=1), ValueError("no"))
-    running = by_hand(script, FreeClaim())
+    running = by_hand(script, UncontendedClaim())
     with pytest.raises(ValueError, match="no"):
         running.run(once=True)
     assert (running.tally.rows, script.closed) == (1, 1)
@@ -88,7 +88,7 @@ def run_watched(script: Script, java: Java, monkeypatch: pytest.MonkeyPatch, *, 
     monkeypatch.setattr(by_hand_module, "activity_of", lambda _spark: Activity())
     monkeypatch.setattr(by_hand_module, "kill_java", Java.kill)
     monkeypatch.setattr(by_hand_module, "END_S", 0.05)
-    claim, stopping = FreeClaim(), threading.Event()
+    claim, stopping = UncontendedClaim(), threading.Event()
     claim.take()
     spark: Any = java
     context = JobContext(spark=spark, brokers="", lake="", folder="", stopping=stopping)

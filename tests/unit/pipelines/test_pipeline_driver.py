@@ -19,7 +19,7 @@ from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.jobs.job import Job, JobContext, Step
 from millstream.pipelines.runtime.driver import CommandReader, Driver, EventWriter, Turns, run
 from millstream.pipelines.runtime.driver_messages import DriverCommand, DriverEvent, Options, Wanted
-from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
+from millstream_testing.pipeline_script import HANG_S, Script, UncontendedClaim, landing
 
 OPTIONS = Options(
     kafka="127.0.0.1:1",
@@ -46,7 +46,7 @@ class Scene:
             OPTIONS,
             None,
             self._send,
-            lambda _group, _on_lost: FreeClaim(),
+            lambda _group, _on_lost: UncontendedClaim(),
             jobs={PipelineKind.LAND: self._make},
             report_s=0.0,
             backoff_s=0.001,

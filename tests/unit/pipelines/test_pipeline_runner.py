@@ -15,7 +15,7 @@ from millstream.core.pipeline import Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import JobContext, JobKind, Step
 from millstream.pipelines.runtime.runner import FAILURES_MAX, WINDOW_S, Runner, Surroundings, Tally
-from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
+from millstream_testing.pipeline_script import HANG_S, Script, UncontendedClaim, landing
 
 NO_SPARK = cast("Any", None)
 
@@ -23,7 +23,7 @@ NO_SPARK = cast("Any", None)
 class Watched:
     """A runner in its thread, with all of its reports."""
 
-    def __init__(self, script: JobKind, claim: FreeClaim) -> None:
+    def __init__(self, script: JobKind, claim: UncontendedClaim) -> None:
         self.claim = claim
         self.reported: list[str] = []
         self.steps: list[object] = []
@@ -47,7 +47,7 @@ class Watched:
         with self._news:
             assert self._news.wait_for(lambda: state in self.reported, HANG_S)
 
-    def _claimed(self, group: str, on_lost: Any) -> FreeClaim:
+    def _claimed(self, group: str, on_lost: Any) -> UncontendedClaim:
         assert group == "pipeline-landing"
         self.claim.on_lost = on_lost
         return self.claim
@@ -59,8 +59,8 @@ class Watched:
 
 
 @contextmanager
-def running(script: Script, claim: FreeClaim | None = None) -> Iterator[Watched]:
-    watched = Watched(script, claim or FreeClaim())
+def running(script: Script, claim: UncontendedClaim | None = None) -> Iterator[Watched]:
+    watched = Watched(script, claim or UncontendedClaim())
     watched.thread.start()
     try:
         yield watched
@@ -100,7 +100,7 @@ def test_a_step_that_only_waits_is_not_in_progress() -> None:
         def close(self) -> None:
             watched.runner.stop()
 
-    watched = Watched(Waiting, FreeClaim())
+    watched = Watched(Waiting, UncontendedClaim())
     watched.thread.start()
     watched.thread.join(HANG_S)
     # Whatever ends the driver while the first step waits, this pipeline is not to blame.
@@ -181,7 +181,7 @@ def test_an_unavailable_service_parks_nothing_for_any_time() -> None:
 
 def test_failures_while_the_group_is_unreachable_do_not_count() -> None:
     script = Script(Step(rows=1), *[RuntimeError("the task failed")] * (3 * FAILURES_MAX))
-    claim = FreeClaim()
+    claim = UncontendedClaim()
     claim.confirms = False
     with running(script, claim) as watched:
         assert script.at_end.wait(HANG_S)
@@ -191,7 +191,7 @@ def test_failures_while_the_group_is_unreachable_do_not_count() -> None:
 def test_it_waits_while_another_runner_has_the_claim() -> None:
     busy = [GroupNotEmpty("it is being run by 'cli'")] * 3
     script = Script(Step(rows=1))
-    with running(script, FreeClaim(busy)) as watched:
+    with running(script, UncontendedClaim(busy)) as watched:
         watched.until("waiting")
         assert script.at_end.wait(HANG_S)
         report = watched.runner.report()

@@ -112,7 +112,7 @@ class DeadLetterQueue:
     async def crash(self) -> None:
         self.delivery.close(NotLeader("crash"))
         await self.letters.close()
-        self.bench.store.forget_unwritten()
+        self.bench.store.discard_pending()
 
 
 @pytest.fixture
@@ -206,18 +206,18 @@ async def test_a_letter_redriven_before_its_queue_knows_of_it_is_delivered(dlq: 
 
 async def test_after_a_crash_planned_letters_are_written_once(dlq: DeadLetterQueue) -> None:
     give(dlq, *map(str, range(8)))
-    dlq.bench.store.holds = True
+    dlq.bench.store.holds_writes = True
     dlq.reject(*range(8))
-    dlq.bench.store.let_go()
+    dlq.bench.store.release_writes()
     async with asyncio.timeout(WAIT_S):
         while not dlq.delivery.queue.planned():
             await asyncio.sleep(0)
         # The plans become durable, the letters written under them do not.
-        dlq.bench.store.let_go()
+        dlq.bench.store.release_writes()
         while len(dlq.box.letters) < 3:
             await asyncio.sleep(0)
     await dlq.crash()
-    dlq.bench.store.holds = False
+    dlq.bench.store.holds_writes = False
     await dlq.open()
     await dlq.until(0)
     assert dlq.box.values() == [str(number) for number in range(8)]
@@ -238,11 +238,11 @@ async def test_planned_letters_precede_others(dlq: DeadLetterQueue) -> None:
 
 async def test_a_deleted_message_is_dropped_and_the_rest_continues(dlq: DeadLetterQueue) -> None:
     give(dlq, "a", "b", "c")
-    dlq.bench.store.holds = True
+    dlq.bench.store.holds_writes = True
     dlq.reject(0, 1, 2)
     dlq.bench.partition.delete_before(Offset(2))
-    dlq.bench.store.holds = False
-    dlq.bench.store.let_go()
+    dlq.bench.store.holds_writes = False
+    dlq.bench.store.release_writes()
     await dlq.until(0)
     assert dlq.box.values() == ["c"]
     assert dlq.delivery.queue.counter(DeltaKind.DROPPED) == 2
@@ -282,11 +282,11 @@ async def test_without_a_dead_letter_topic_any_more_letters_are_dropped(dlq: Dea
     give(dlq, "a")
     dlq.delivery.change(SubscriptionSettings(), None)
     dlq.delivery.queue.settings = SubscriptionSettings(dead_letter_topic=DEAD)
-    dlq.bench.store.holds = True
+    dlq.bench.store.holds_writes = True
     dlq.reject(0)
     dlq.delivery.change(SubscriptionSettings(), None)
-    dlq.bench.store.holds = False
-    dlq.bench.store.let_go()
+    dlq.bench.store.holds_writes = False
+    dlq.bench.store.release_writes()
     await dlq.until(0)
     assert dlq.box.values() == []
 

@@ -130,7 +130,7 @@ async def test_a_burst_is_distributed_among_waiting_workers(bench: Workbench) ->
 
 async def test_a_worker_is_woken_when_the_store_has_space_again(bench: Workbench) -> None:
     delivery = await bench.open()
-    bench.store.holds = True
+    bench.store.holds_writes = True
     bench.publish("a", "b")
     delivery.try_receive(wanted())
     bench.store.room = False
@@ -138,7 +138,7 @@ async def test_a_worker_is_woken_when_the_store_has_space_again(bench: Workbench
     await turns()
     assert not waiting.done()
     bench.store.room = True
-    bench.store.let_go()
+    bench.store.release_writes()
     assert given_offsets(await waiting) == [1]
 
 
@@ -297,12 +297,12 @@ async def test_leases_are_returned_when_the_delivery_mode_allows(bench: Workbenc
         bench.partition = bench.make_partition(index)
         bench.publish("a")
         delivery = await bench.open(delivery=promise)
-        bench.store.holds = True
+        bench.store.holds_writes = True
         waiting = waits(delivery)
         await turns()
         assert not waiting.done()
-        bench.store.holds = False
-        bench.store.let_go()
+        bench.store.holds_writes = False
+        bench.store.release_writes()
         assert given_offsets(await waiting) == [0]
 
 
@@ -311,7 +311,7 @@ async def test_the_granted_lease_duration_is_reported(bench: Workbench, is_there
     delivery = await bench.open(delivery=EXACTLY_ONCE, lease_ms=1000)
     if is_there:
         bench.publish("a")
-    bench.store.holds = True
+    bench.store.holds_writes = True
     waiting = waits(delivery)
     await turns()
     if not is_there:
@@ -319,8 +319,8 @@ async def test_the_granted_lease_duration_is_reported(bench: Workbench, is_there
         await turns()
     assert delivery.queue.counts.leased == 1
     delivery.change(SubscriptionSettings(delivery=EXACTLY_ONCE, lease_ms=60_000), None)
-    bench.store.holds = False
-    bench.store.let_go()
+    bench.store.holds_writes = False
+    bench.store.release_writes()
     given = await waiting
     (lease,) = given[0].received.leases
     (reported,) = build_response(given, 0.0).partitions
@@ -330,15 +330,15 @@ async def test_the_granted_lease_duration_is_reported(bench: Workbench, is_there
 async def test_a_worker_that_disconnects_before_its_response_returns_its_leases(bench: Workbench) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("a")
-    bench.store.holds = True
+    bench.store.holds_writes = True
     leaving = waits(delivery, "leaves")
     await turns()
     assert delivery.queue.counts.leased == 1
     leaving.cancel()
     await asyncio.wait([leaving])
     assert delivery.queue.counts.leased == 0
-    bench.store.holds = False
-    bench.store.let_go()
+    bench.store.holds_writes = False
+    bench.store.release_writes()
     assert given_offsets(await waits(delivery, "stays")) == [0]
 
 
@@ -347,7 +347,7 @@ async def test_a_disconnecting_worker_does_not_affect_others_waiting_for_the_sam
     bench.publish("a", "b")
     delivery.try_receive(wanted(2))
     await delivery.durable()
-    bench.store.holds = True
+    bench.store.holds_writes = True
     leaving = asyncio.ensure_future(delivery.settle("one", settle(0, Verb.ACCEPT)))
     staying = asyncio.ensure_future(delivery.durable())
     await turns()
@@ -357,7 +357,7 @@ async def test_a_disconnecting_worker_does_not_affect_others_waiting_for_the_sam
     assert not staying.done()
     bench.publish("c")
     assert offsets(delivery.try_receive(wanted(1, "two"))) == [2]
-    bench.store.let_go()
+    bench.store.release_writes()
     await staying
     assert not delivery.is_closed
 
@@ -400,15 +400,15 @@ async def test_accepts_during_a_write_are_stored_together(bench: Workbench) -> N
     delivery = await bench.open()
     bench.publish(*map(str, range(6)))
     delivery.try_receive(wanted(6))
-    before, bench.store.holds = bench.store.writes, True
+    before, bench.store.holds_writes = bench.store.writes, True
     accepting = [asyncio.ensure_future(delivery.settle("one", settle(offset, Verb.ACCEPT))) for offset in range(6)]
     await turns()
     assert bench.store.writes == before + 1
-    bench.store.let_go()
+    bench.store.release_writes()
     await turns()
     assert [one.done() for one in accepting] == [True] + [False] * 5
     assert bench.store.writes == before + 2
-    bench.store.let_go()
+    bench.store.release_writes()
     assert await asyncio.gather(*accepting) == [[None]] * 6
     again = await bench.open()
     assert again.queue.oldest == 6
@@ -419,15 +419,15 @@ async def test_accepts_queued_behind_a_write_get_a_response_on_close(bench: Work
     delivery = await bench.open()
     bench.publish("a", "b")
     delivery.try_receive(wanted(2))
-    bench.store.holds = True
+    bench.store.holds_writes = True
     accepting = [asyncio.ensure_future(delivery.settle("one", settle(offset, Verb.ACCEPT))) for offset in range(2)]
     await turns()
     if is_stored:
         delivery.close(PartitionClosed("the broker is stopping"))
     else:
-        bench.store.refusal = StorageFailure("the disk is full")
-    bench.store.let_go()
-    bench.store.let_go()
+        bench.store.error = StorageFailure("the disk is full")
+    bench.store.release_writes()
+    bench.store.release_writes()
     outcomes = await asyncio.gather(*accepting, return_exceptions=True)
     if is_stored:
         assert outcomes == [[None], [None]]
@@ -442,23 +442,23 @@ async def test_an_accept_that_could_not_be_written_gets_no_response_and_the_queu
     bench.publish("a")
     delivery.try_receive(wanted())
     await delivery.durable(is_all=True)
-    bench.store.holds = True
+    bench.store.holds_writes = True
     accepting = asyncio.ensure_future(delivery.settle("one", settle(0, Verb.ACCEPT)))
     waiting = waits(delivery, "two")
     await turns()
-    bench.store.refusal = StorageFailure("the disk is full")
-    bench.store.let_go()
+    bench.store.error = StorageFailure("the disk is full")
+    bench.store.release_writes()
     with pytest.raises(StorageFailure):
         await accepting
     assert await waiting == []
     assert delivery.is_closed
-    bench.store.refusal, bench.store.holds = None, False
+    bench.store.error, bench.store.holds_writes = None, False
     bench.clock.advance_ms(200)
     again = await bench.open(lease_ms=100)
     received = again.try_receive(wanted(1, "two"))
     assert (offsets(received), received.leases[0].attempt) == ([0], 2)
     # Once, and not when another node has the queue.
-    bench.store.refusal = FencedLeaderEpoch("another leads")
+    bench.store.error = FencedLeaderEpoch("another leads")
     again.release_worker("two")
     await turns()
     assert (again.is_closed, len(caplog.messages)) == (True, 1)

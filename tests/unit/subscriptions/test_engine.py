@@ -237,12 +237,12 @@ async def test_a_queue_whose_partition_has_lost_messages_moves_back(
 
 
 async def test_a_queue_that_cannot_be_opened_is_retried(node: Node) -> None:
-    node.bench.store.refusal = StorageFailure("away")
+    node.bench.store.error = StorageFailure("away")
     node.topics.show(node.bench.partition)
     node.declared.declare(BILLING)
     await turns()
     assert node.engine.open_count == 0
-    node.bench.store.refusal = None
+    node.bench.store.error = None
     await node.opened(1)
     await node.engine.close()
 
@@ -301,14 +301,14 @@ async def test_a_failed_queue_is_reopened_automatically(node: Node, monkeypatch:
     await node.opened(1)
     (before,) = node.engine.deliveries
     node.bench.publish("a")
-    node.bench.store.refusal = StorageFailure("the disk is full")
+    node.bench.store.error = StorageFailure("the disk is full")
     before.try_receive(wanted())
     await node.opened(0)
     for _ in range(20):
         node.declared.notify()
         await turns()
     assert node.engine.tasks < 20
-    node.bench.store.refusal = None
+    node.bench.store.error = None
     await node.opened(1)
     (after,) = node.engine.deliveries
     assert after is not before

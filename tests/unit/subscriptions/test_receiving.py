@@ -38,13 +38,13 @@ async def test_delivered_messages_count_as_client_memory_until_sent(bench: Workb
     budget = Budget(1000)
     bench.publish("a")
     bench.publish("b" * 1000)
-    bench.store.holds = True
+    bench.store.holds_writes = True
     # One batch is delivered although it exceeds a fair share of the rest, but not a second one.
     asking = asyncio.ensure_future(receive([delivery], wanted(5)._replace(max_bytes=9999), budget, wait_s=0))
     await turns()
     held_bytes = budget.used_bytes
-    bench.store.holds = False
-    bench.store.let_go()
+    bench.store.holds_writes = False
+    bench.store.release_writes()
     ((_, received, *_),) = await asking
     assert (offsets(received), held_bytes, budget.used_bytes) == ([0], sum(map(len, received.batches)), 0)
 
@@ -209,14 +209,14 @@ async def test_leases_of_one_queue_are_returned_although_another_was_lost(bench:
     bench.partition = bench.make_partition(1)
     other = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("b")
-    bench.store.holds = True
+    bench.store.holds_writes = True
     asking = asyncio.ensure_future(receive([other, here], wanted(5), PLENTY, wait_s=WAIT_S))
     await turns()
     other.close(NotLeader("moved"))
-    bench.store.holds = False
-    bench.store.let_go()
+    bench.store.holds_writes = False
+    bench.store.release_writes()
     assert [one.delivery for one in await asking] == [other, here]
-    bench.store.holds = True
+    bench.store.holds_writes = True
     bench.publish("c")
     asking = asyncio.ensure_future(receive([here], wanted(5), PLENTY, wait_s=0))
     await asking

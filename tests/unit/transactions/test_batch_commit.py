@@ -29,7 +29,7 @@ from millstream.core.errors import (
 from millstream.core.ids import PartitionIndex, ProducerId
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.transactions import shared_place
-from millstream_testing.transaction_model import FoldedCoordinator, ModelPartition
+from millstream_testing.transaction_model import ModelPartition, ReloadingCoordinator
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self.coordinator = FoldedCoordinator()
+        self.coordinator = ReloadingCoordinator()
         self.partitions = {TopicPartition("t", PartitionIndex(index)): ModelPartition() for index in range(PARTS)}
         self.attempts = count()
         self.parts: dict[int, tuple[int, int]] = {}
@@ -114,7 +114,7 @@ class Run:
     def others_go_on(self) -> None:
         self.write_markers(all_of_them=False)
         if self.random.random() < 0.2:
-            self.coordinator.pass_time(self.random.choice([1, 61_000]))
+            self.coordinator.advance_ms(self.random.choice([1, 61_000]))
         for zombie in self.zombies[:]:
             if self.random.random() < 0.5:
                 self.zombies.remove(zombie)
@@ -166,7 +166,7 @@ def test_every_part_of_every_batch_is_committed_exactly_once(seed: int) -> None:
             zombie()
         except (Crash, MillstreamError):
             continue
-    run.coordinator.pass_time(100_000)
+    run.coordinator.advance_ms(100_000)
     run.coordinator.run(lambda shard: shard.batches.complete(QUERY, batches - 1, ()))
     run.write_markers(all_of_them=True)
     committed = [
@@ -208,7 +208,7 @@ class One:
     """A writer of one batch."""
 
     def __init__(self) -> None:
-        self.coordinator = FoldedCoordinator()
+        self.coordinator = ReloadingCoordinator()
 
     def begin(self, name: str) -> ProducerRef:
         request = InitRequest(transactional_id=name, timeout_ms=1000)
@@ -235,7 +235,7 @@ def test_a_prepared_transaction_has_no_timeout() -> None:
     one.write(ref)
     one.prepare(ref)
     one.prepare(ref)
-    one.coordinator.pass_time(10_000_000)
+    one.coordinator.advance_ms(10_000_000)
     assert one.states() == {"spark/q/0/0/a": "Prepared"}
     with pytest.raises(InvalidTransactionState):
         one.write(ref)

@@ -26,7 +26,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
-from millstream_testing.transaction_model import FoldedCoordinator, ModelPartition
+from millstream_testing.transaction_model import ModelPartition, ReloadingCoordinator
 
 FENCED = (ProducerFenced, FencedProducer, InvalidProducerMapping)
 PARTITIONS = [TopicPartition("t", PartitionIndex(index)) for index in range(3)]
@@ -57,7 +57,7 @@ class Producers:
     """Producers that share transactional ids, and a coordinator that is reloaded after each step."""
 
     def __init__(self) -> None:
-        self.coordinator = FoldedCoordinator()
+        self.coordinator = ReloadingCoordinator()
         self.partitions = {partition: ModelPartition() for partition in PARTITIONS}
         self.clients = [Client(name, version) for name in NAMES for version in (0, 2, 2)]
         self.numbers = 0
@@ -140,7 +140,7 @@ class Producers:
             self.coordinator.run(lambda shard: shard.complete(ending))
 
     def wait(self, milliseconds: int) -> None:
-        self.coordinator.pass_time(milliseconds)
+        self.coordinator.advance_ms(milliseconds)
 
     def administrator_aborts(self, name: str) -> None:
         try:
@@ -167,7 +167,7 @@ class Producers:
 
     def drain(self) -> None:
         """Let everything end, and check the final state."""
-        self.coordinator.pass_time(20_000)
+        self.coordinator.advance_ms(20_000)
         while endings := self.coordinator.run(lambda shard: shard.endings()):
             for ending in endings:
                 self._finish(ending)

@@ -36,7 +36,7 @@ REBALANCE_MS = 60_000
 INITIAL_DELAY_MS = 3_000
 
 
-class GroupTrial:
+class GroupHarness:
     """One shard of groups, its log and its clock."""
 
     def __init__(self, **limits: Any) -> None:
@@ -78,7 +78,7 @@ class GroupTrial:
             self.log.append(record)
             self.shard.replay(record)
 
-    def pass_ms(self, milliseconds: int) -> None:
+    def advance_ms(self, milliseconds: int) -> None:
         """Advance the time, and run each timer when it is due."""
         end = self.clock.monotonic() + milliseconds / 1000
         while (deadline := self.timers.next_deadline) is not None and deadline <= end:
@@ -90,7 +90,7 @@ class GroupTrial:
     def finish_joining(self, group_id: str = GROUP) -> None:
         """Wait for the initial delay of a new group, and no longer."""
         while self.group(group_id).state is GroupState.PREPARING:
-            self.pass_ms(INITIAL_DELAY_MS // 10)
+            self.advance_ms(INITIAL_DELAY_MS // 10)
 
     def reload(self, *, lost: int = 0) -> None:
         """Reload the state from the log without the last `lost` records; waiting requests fail."""

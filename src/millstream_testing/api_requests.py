@@ -14,22 +14,22 @@ def client_info() -> ClientInfo:
     return ClientInfo(connection_id=1, host="127.0.0.1", client_id="test")
 
 
-async def ask(api: Api[Any, Any] | RawApi, request: Any, *, client: ClientInfo | None = None) -> Any:
+async def send_request(api: Api[Any, Any] | RawApi, request: Any, *, client: ClientInfo | None = None) -> Any:
     """Send a request in its own version; the response is of the same version."""
     frame = codec.write_request(9, "test", request)[4:]
     header = codec.read_request_header(frame)
     client = client or client_info()
-    promised: Any
+    pending: Any
     if isinstance(api, Api):
-        promised = api.respond_to_frame(memoryview(frame), header, client)
+        pending = api.respond_to_frame(memoryview(frame), header, client)
     else:
-        promised = api.handle_frame(memoryview(frame), header, client)
-    if promised is not None:
-        encoded = b"".join(promised if isinstance(promised, list) else await promised)
-        laid_out = codec.read_response(header.api_key, header.version, encoded[4:])
-        if encoded != codec.write_response(header.api_key, header.version, header.correlation_id, laid_out):
+        pending = api.handle_frame(memoryview(frame), header, client)
+    if pending is not None:
+        encoded = b"".join(pending if isinstance(pending, list) else await pending)
+        decoded = codec.read_response(header.api_key, header.version, encoded[4:])
+        if encoded != codec.write_response(header.api_key, header.version, header.correlation_id, decoded):
             raise ValueError(f"{type(api).__name__} v{header.version} lays out its response wrongly: {encoded!r}")
-        return laid_out
+        return decoded
     if not isinstance(api, Api):
         return None
     read = codec.read_request(header.api_key, header.version, frame, header.body_at)
@@ -38,7 +38,7 @@ async def ask(api: Api[Any, Any] | RawApi, request: Any, *, client: ClientInfo |
     return codec.read_response(header.api_key, header.version, encoded[4:])
 
 
-def ask_frame(api: RawApi, request: Any, *, client: ClientInfo | None = None) -> Any:
+def send_frame(api: RawApi, request: Any, *, client: ClientInfo | None = None) -> Any:
     """Send a request to an API that reads its own frames and responds at once."""
     frame = memoryview(codec.write_request(9, "test", request)[4:])
     encoded = api.handle_frame(frame, codec.read_request_header(frame), client or client_info())
@@ -47,8 +47,8 @@ def ask_frame(api: RawApi, request: Any, *, client: ClientInfo | None = None) ->
     return codec.read_response(api.key, request.__version__, b"".join(encoded)[4:])
 
 
-async def ask_in(api: Api[Any, Any], version: int, request: Any) -> Any:
+async def send_in_version(api: Api[Any, Any], version: int, request: Any) -> Any:
     """Send a request in another version; the response has the request's own version."""
-    asked = reshape(request, codec.load_request_class(api.key, version))
-    encoded = await ask(api, asked)
+    versioned = reshape(request, codec.load_request_class(api.key, version))
+    encoded = await send_request(api, versioned)
     return reshape(encoded, codec.load_response_class(api.key, request.__version__))

@@ -21,7 +21,7 @@ from millstream.broker.groups.requests import (
 from millstream.broker.groups.shard import GroupShard
 from millstream.core.errors import MemberIdRequired
 from millstream.protocol.messages.primitives import Writer
-from millstream_testing.group_trial import GROUP, GroupTrial
+from millstream_testing.group_harness import GROUP, GroupHarness
 from millstream_testing.state_log import MemoryTopics
 
 SESSION_MS = 45_000
@@ -68,12 +68,12 @@ class SimulatedConsumer:
             **values,
         )
 
-    def leaving(self, epoch: int = -1, *, group_id: str = GROUP) -> ConsumerHeartbeat:
+    def leave_request(self, epoch: int = -1, *, group_id: str = GROUP) -> ConsumerHeartbeat:
         """Return the heartbeat with which it leaves."""
         return ConsumerHeartbeat(group_id=group_id, member_id=self.member_id, epoch=epoch, instance_id=self.instance_id)
 
-    def hear(self, response: HeartbeatResult) -> None:
-        """Apply a response; revoked partitions are given up only by `give_up`."""
+    def handle_response(self, response: HeartbeatResult) -> None:
+        """Apply a response; revoked partitions are given up only by `apply_assignment`."""
         self.epoch = response.epoch
         self.lost_response = False
         if response.assignment is not None:
@@ -82,7 +82,7 @@ class SimulatedConsumer:
             # There is nothing to revoke first.
             self.owned = self.assigned
 
-    def give_up(self) -> None:
+    def apply_assignment(self) -> None:
         """Give up revoked partitions, and take the assigned ones."""
         self.owned = self.assigned
 
@@ -92,7 +92,7 @@ class SimulatedConsumer:
         self.owned = self.assigned = NOTHING
 
 
-class ConsumerTrial(GroupTrial):
+class ConsumerHarness(GroupHarness):
     """One shard of groups, its log and its clock, with topics that are created, grow and are deleted."""
 
     def __init__(self, **limits: Any) -> None:
@@ -106,7 +106,7 @@ class ConsumerTrial(GroupTrial):
         if len(self.log) > (self._ends[-1] if self._ends else 0):
             self._ends.append(len(self.log))
 
-    def lose(self, batches: int) -> None:
+    def reload_without_last(self, batches: int) -> None:
         """Reload the state from the log without the records of the last operations."""
         kept = self._ends[: len(self._ends) - batches]
         self.reload(lost=len(self.log) - (kept[-1] if kept else 0))
@@ -140,23 +140,23 @@ class ConsumerTrial(GroupTrial):
     def send(self, request: ConsumerHeartbeat) -> Deferred[HeartbeatResult]:
         return self.run(lambda shard: shard.consumers.heartbeat(request))
 
-    def beat(self, consumer: SimulatedConsumer, *, full: bool = False) -> HeartbeatResult:
+    def send_heartbeat(self, consumer: SimulatedConsumer, *, full: bool = False) -> HeartbeatResult:
         """Send one heartbeat of a consumer and apply the response."""
         response = self.send(consumer.request(full=full)).result()
-        consumer.hear(response)
+        consumer.handle_response(response)
         return response
 
     def settle(self, *consumers: SimulatedConsumer, rounds: int = 10) -> None:
         """Step all consumers until nothing changes any more."""
         for _ in range(rounds):
             for consumer in consumers:
-                self.beat(consumer)
-                consumer.give_up()
+                self.send_heartbeat(consumer)
+                consumer.apply_assignment()
 
     def leave(self, *leavers: Any, group_id: str = GROUP) -> Any:
         """Let members leave: simulated consumers by their own protocol, others by the classic one."""
         if leavers and isinstance(leavers[0], SimulatedConsumer):
-            return [self.send(consumer.leaving()).result() for consumer in leavers]
+            return [self.send(consumer.leave_request()).result() for consumer in leavers]
         return super().leave(*leavers, group_id=group_id)
 
     def describe_consumers(self, group_id: str = GROUP) -> ConsumerGroupDescription:
@@ -196,8 +196,8 @@ def classic_protocols(
 class ClassicConsumer:
     """A member of the classic protocol that a test steps manually; it revokes everything before it rejoins."""
 
-    def __init__(self, trial: ConsumerTrial, *topics: str, instance_id: str | None = None) -> None:
-        self._trial = trial
+    def __init__(self, harness: ConsumerHarness, *topics: str, instance_id: str | None = None) -> None:
+        self._harness = harness
         self.topics = topics
         self.instance_id = instance_id
         self.member_id = ""
@@ -210,32 +210,32 @@ class ClassicConsumer:
         if not cooperative:
             self.owned = {}
         protocols = classic_protocols(*self.topics, owned=kept)
-        response = self._trial.join(self.member_id, instance_id=self.instance_id, protocols=protocols)
+        response = self._harness.join(self.member_id, instance_id=self.instance_id, protocols=protocols)
         if isinstance(response.error, MemberIdRequired):
             self.member_id = response.error.member_id
-            response = self._trial.join(self.member_id, protocols=protocols)
+            response = self._harness.join(self.member_id, protocols=protocols)
         response.listen(self._joined)
         return response
 
     def sync(self, **assignments: Mapping[str, Iterable[int]]) -> Deferred[Synced]:
         """Request the assignment; a leader sends those of all members."""
-        brought = {
+        encoded = {
             member_id: encode_assignment([(topic, list(numbers)) for topic, numbers in share.items()], version=1)
             for member_id, share in assignments.items()
         }
-        response = self._trial.sync(
-            self.member_id, generation=self.generation, assignments=brought, instance_id=self.instance_id
+        response = self._harness.sync(
+            self.member_id, generation=self.generation, assignments=encoded, instance_id=self.instance_id
         )
         response.listen(self._synced)
         return response
 
-    def beat(self) -> Deferred[None]:
+    def send_heartbeat(self) -> Deferred[None]:
         """Send a heartbeat."""
-        return self._trial.heartbeat(self.member_id, generation=self.generation, instance_id=self.instance_id)
+        return self._harness.heartbeat(self.member_id, generation=self.generation, instance_id=self.instance_id)
 
-    def go_on(self) -> None:
+    def rejoin_if_needed(self) -> None:
         """Act as a client: join and sync when asked to."""
-        if self.beat().error is not None:
+        if self.send_heartbeat().error is not None:
             self.join(cooperative=True)
             self.sync()
 
