@@ -16,7 +16,7 @@ KINDS = (PRODUCE, LATENCY, REQUESTS, START)
 ALWAYS, INTERVAL, OS = "always", "interval", "os"
 FLUSHES = (ALWAYS, INTERVAL, OS)
 DURABILITY = {ALWAYS: "fsync before ack", INTERVAL: "page cache, fsync every 1 s", OS: "page cache"}
-"""What an acknowledgement means under each flush setting, for every server that is measured in the same line."""
+"""The durability of an acknowledgement under each flush setting, for every server in the same line."""
 
 KIB = 1024
 SIZES = (KIB, 100)
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The line in a few words; no two lines of a run have the same."""
+        """A short name, unique within a run."""
         if self.kind == START:
             return "start and rest"
         size = size_text(self.size_bytes)
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def durability(self) -> str:
-        """What an acknowledgement means in this line."""
+        """The durability of an acknowledgement in this line."""
         return DURABILITY[self.flush]
 
     @property
@@ -71,21 +71,21 @@ class Case:
         return spread and not self.keyed and self.acks == "all" and not self.tls
 
     def messages_to_read(self, seconds: float) -> int:
-        """How many messages are read back in about so many seconds: as many from a slow server as from a fast one.
+        """Return how many messages are read in about so many seconds, the same number for slow and fast servers.
 
-        What a client has received before the clock starts counts less, the more is read; it must not count more for
-        a server that took fewer messages.
+        Messages that arrive before the clock starts matter less the more is read; they must not matter more for a
+        server that accepted fewer messages.
         """
         return int((500_000 if self.size_bytes == KIB else 1_500_000) * seconds)
 
     @property
     def consumes(self) -> bool:
-        """Whether what was produced is also read back; how it was synced makes no difference to reading."""
+        """Whether the messages are also read back; the flush setting makes no difference to reading."""
         return self.kind == PRODUCE and self.flush == OS
 
 
 def size_text(size_bytes: int) -> str:
-    """A size as people say it."""
+    """Format a size."""
     return "1 KiB" if size_bytes == KIB else f"{size_bytes} B"
 
 
@@ -98,12 +98,12 @@ FAST = Case(flush=OS)
 
 
 def default() -> list[Case]:
-    """The lines of a run without options."""
+    """Return the lines of a run without options."""
     return list(dict.fromkeys([*_throughput(), *_latency(), *_requests(), Case(kind=START)]))
 
 
 def quick() -> list[Case]:
-    """A few lines that show whether something went very wrong."""
+    """Return a few lines that reveal large regressions."""
     return [
         SAFE,
         FAST,
@@ -116,7 +116,7 @@ def quick() -> list[Case]:
 
 
 def everything() -> list[Case]:
-    """Every combination of the factors, and the lines of the default run that are no such combination."""
+    """Return every combination of the factors, and the other lines of the default run."""
     factors = product(FLUSHES, SIZES, (False, True), PARTITIONS, PRODUCERS, ACKS)
     return list(
         dict.fromkeys(
@@ -127,7 +127,7 @@ def everything() -> list[Case]:
 
 
 def chosen(cases: Iterable[Case], only: Sequence[str]) -> list[Case]:
-    """The cases that are of one of the kinds given, or have one of the texts given in their names; all if none is."""
+    """Return the cases of the given kinds, or with one of the given texts in their names; all if none is given."""
     return [case for case in cases if not only or any(_has(case, text) for text in only)]
 
 
@@ -152,7 +152,7 @@ def _throughput() -> Iterator[Case]:
     for flush in FLUSHES:
         yield Case(flush=flush, partitions=1)
         yield Case(flush=flush, partitions=1, size_bytes=100)
-    # What is hardest for a server: small messages in small batches, since keys spread them over all partitions.
+    # The hardest load for a server: small messages in small batches, since keys spread them over all partitions.
     yield Case(flush=ALWAYS, size_bytes=100, keyed=True, partitions=100, producers=10)
     yield Case(flush=OS, size_bytes=100, keyed=True, partitions=100, producers=10)
     yield Case(flush=OS, partitions=100, producers=10, keyed=True)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.cluster [--quick] [--only throughput,failover,partitions] [--json FILE]
 
-Everything runs on this machine and shares its cores: three nodes, etcd, PostgreSQL and the client. So the ratio says
-what replication costs when no core is added, not how fast three machines are.
+Everything runs on this machine and shares its cores: three nodes, etcd, PostgreSQL and the client. So the ratio shows
+what replication costs without additional cores, not how fast three machines are.
 """
 
 from __future__ import annotations
@@ -67,14 +67,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short round, 3 kills, 1,000 partitions")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, of throughput,failover,partitions")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each line is measured")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long a line is measured")
-    parser.add_argument("--kills", type=int, default=50, help="how many leaders are killed")
-    parser.add_argument("--partitions", type=int, default=10_000, help="how many partitions are very many")
-    parser.add_argument("--idle", type=float, default=60.0, help="for how many seconds rest is measured")
-    parser.add_argument(
-        "--json", type=Path, default=Path("build/bench/cluster.json"), help="where everything is written"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="the number of rounds of each line")
+    parser.add_argument("--seconds", type=float, default=5.0, help="the duration of a measurement")
+    parser.add_argument("--kills", type=int, default=50, help="the number of leaders to kill")
+    parser.add_argument("--partitions", type=int, default=10_000, help="the number of partitions of the large cluster")
+    parser.add_argument("--idle", type=float, default=60.0, help="how many seconds to measure at rest")
+    parser.add_argument("--json", type=Path, default=Path("build/bench/cluster.json"), help="the file for all results")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.seconds, arguments.kills = 1, 2.0, 3
@@ -83,7 +81,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def targets(results: Results, failovers: Sequence[float], many: Numbers) -> list[Target]:
-    """The targets, and whether they were reached."""
+    """Return the targets, and whether they were met."""
     shares = [found for line in results.lines(PRODUCED) if (found := _share(line)) is not None]
     worst = results.extreme(_share, PRODUCED, least=True)
     share = Target("replication 3, acks=all", f"at least {SHARE_MIN:.0%} of one node", None, "")
@@ -103,7 +101,7 @@ def targets(results: Results, failovers: Sequence[float], many: Numbers) -> list
 
 
 def _share(line: Line) -> float | None:
-    """How much of what one node takes in three take."""
+    """Return the throughput of three nodes relative to one."""
     return line.ratio("MB/s", THREE, ONE)
 
 
@@ -166,7 +164,7 @@ def _as_json(
 
 
 def print_line(line: str) -> None:
-    """Say something with the time."""
+    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

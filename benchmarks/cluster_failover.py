@@ -1,4 +1,4 @@
-"""How long producers wait when a leader is killed: from kill -9 to the next acknowledged message of what it led."""
+"""How long producers wait when a leader is killed: from kill -9 until its partitions acknowledge a message again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REQUEST_S_MAX = 10.0
 
 
 class Failover:
-    """A cluster with everything at its defaults, and an idempotent producer with acks=all at its defaults."""
+    """A cluster and an idempotent producer with acks=all, both with default settings."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -46,7 +46,7 @@ class Failover:
         try:
             etcd = stack.enter_context(LocalEtcd(folder / "etcd"))
             postgres = stack.enter_context(PostgresServer())
-            # Leaders go back at once, so that there is something to kill on every node.
+            # Leaders move back at once, so that every node leads partitions when it is killed.
             settings = {"leader-balance-ms": 500}
             group = ServerGroup(folder, etcd.url, postgres.new_database(), nodes=NODES, settings=settings)
             self._cluster = stack.enter_context(group)
@@ -61,7 +61,7 @@ class Failover:
         self._stack.close()
 
     def kill(self) -> float:
-        """Kill the next node; seconds until all that it led has acknowledged a message that was sent after that."""
+        """Kill the next node; return the seconds until all its partitions have acknowledged a later message."""
         self._wait_until_healthy()
         number = 1 + self._kills % NODES
         self._kills += 1
@@ -124,7 +124,7 @@ def _wait(condition: Callable[[], bool], problem: str) -> None:
 
 
 def run(kills: int, print_line: Callable[[str], None]) -> list[float]:
-    """Kill so many leaders, one after the other; the seconds of each."""
+    """Kill leaders one after the other; return the seconds of each failover."""
     found: list[float] = []
     with Failover() as failover:
         for number in range(1, kills + 1):

@@ -1,4 +1,4 @@
-"""A cluster with very many partitions: how long it takes to start and to move leaders, and what rest costs."""
+"""A cluster with very many partitions: the time to start and to move leaders, and the cost at rest."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NODES = 3
 TOPICS = 10
 _READY_S_MAX = 600.0
 _PROBE_S = 0.1
-_ASK_S_MAX = 60.0
+_REQUEST_S_MAX = 60.0
 _SETTLE_S = 10.0
 
 PrintLine = Callable[[str], None]
 
 
 def run(partitions: int, idle_s: float, print_line: PrintLine) -> Numbers:
-    """Everything in a row, on its own cluster."""
+    """Run all measurements in sequence, on one cluster."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         etcd = stack.enter_context(LocalEtcd(folder / "etcd"))
@@ -42,7 +42,7 @@ def run(partitions: int, idle_s: float, print_line: PrintLine) -> Numbers:
         group = ServerGroup(folder, etcd.url, postgres.new_database(), nodes=NODES, settings=settings)
         cluster = stack.enter_context(group)
         found: Numbers = {}
-        for step in (_create, _start_again, _rest, _lose_a_node, _come_back):
+        for step in (_create, _restart, _rest, _kill_node, _restart_node):
             for name, value in step(cluster, partitions, idle_s):
                 found[name] = value
                 print_line(f"{partitions:,} partitions: {name} {value:.2f}")
@@ -58,12 +58,12 @@ def _create(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
     topics = [NewTopic(f"many-{number}", partitions // TOPICS, NODES) for number in range(TOPICS)]
     for created in admin.create_topics(topics, operation_timeout=_READY_S_MAX, request_timeout=_READY_S_MAX).values():
         created.result(_READY_S_MAX)
-    _wait(cluster, lambda metadata: _all(metadata, partitions, _is_whole))
+    _wait(cluster, lambda metadata: _all(metadata, partitions, _is_in_sync))
     yield "created s", time.monotonic() - began
 
 
-def _start_again(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
-    """Stop everything in order, and start it: how long until all is led, and until all is in sync."""
+def _restart(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
+    """Stop all nodes cleanly and start them; measure the time until all partitions have leaders and are in sync."""
     _settle(cluster, partitions)
     began = time.monotonic()
     for node in cluster:
@@ -74,7 +74,7 @@ def _start_again(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found
     yield "start: nodes ready s", time.monotonic() - began
     _wait(cluster, lambda metadata: _all(metadata, partitions, lambda one: one.leader_id >= 0))
     yield "start: all led s", time.monotonic() - began
-    _wait(cluster, lambda metadata: _all(metadata, partitions, _is_whole))
+    _wait(cluster, lambda metadata: _all(metadata, partitions, _is_in_sync))
     yield "start: all in sync s", time.monotonic() - began
 
 
@@ -89,8 +89,8 @@ def _rest(cluster: ServerGroup, partitions: int, idle_s: float) -> Found:
         yield f"rest: node {number} MB", resident_of_tree(node.pid) / 1e6
 
 
-def _lose_a_node(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
-    """Kill the node that leads the most; how long until everything it led has another leader."""
+def _kill_node(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
+    """Kill the node that leads the most partitions; measure the time until all have another leader."""
     metadata = _metadata(cluster)
     leaders = [int(one.leader_id) for one in _partitions(metadata)]
     lost = max(cluster.nodes, key=leaders.count)
@@ -101,22 +101,22 @@ def _lose_a_node(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found
     yield "lost: all led again s", time.monotonic() - began
 
 
-def _come_back(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
-    """Start the node again after the kill: how long until it is ready, and until all is in sync."""
+def _restart_node(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
+    """Restart the killed node; measure the time until it is ready and all partitions are in sync."""
     began = time.monotonic()
     cluster.start()
     yield "back: node ready s", time.monotonic() - began
-    _wait(cluster, lambda metadata: _all(metadata, partitions, _is_whole))
+    _wait(cluster, lambda metadata: _all(metadata, partitions, _is_in_sync))
     yield "back: all in sync s", time.monotonic() - began
 
 
 def _settle(cluster: ServerGroup, partitions: int) -> None:
-    """Let preferred leaders take over, so that what follows begins from rest."""
+    """Wait until preferred leaders have taken over, so that the next measurement starts at rest."""
     _wait(cluster, lambda metadata: _all(metadata, partitions, lambda one: one.leader_id == one.replicas[0]))
     time.sleep(_SETTLE_S)
 
 
-def _is_whole(one: PartitionMetadata) -> bool:
+def _is_in_sync(one: PartitionMetadata) -> bool:
     return one.leader_id >= 0 and len(one.in_sync) == len(one.replicas)
 
 
@@ -131,7 +131,7 @@ def _partitions(metadata: ClusterMetadata) -> list[PartitionMetadata]:
 
 
 def _metadata(cluster: ServerGroup) -> ClusterMetadata:
-    return call_broker(Common(brokers=cluster.kafka, timeout=_ASK_S_MAX), lambda client: client.metadata())
+    return call_broker(Common(brokers=cluster.kafka, timeout=_REQUEST_S_MAX), lambda client: client.metadata())
 
 
 def _wait(cluster: ServerGroup, holds: Callable[[ClusterMetadata], bool]) -> None:
@@ -143,5 +143,5 @@ def _wait(cluster: ServerGroup, holds: Callable[[ClusterMetadata], bool]) -> Non
         except (MillstreamError, CommandFailed, OSError):
             pass
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the cluster did not get there within {_READY_S_MAX:g} s")
+            raise TimeoutError(f"the cluster did not reach the state within {_READY_S_MAX:g} s")
         time.sleep(_PROBE_S)

@@ -1,6 +1,6 @@
 """Three nodes against one on the same machine, and against three of Apache Kafka, with librdkafka.
 
-Measured are how much they take in as fast as librdkafka can send, and how long a message takes at a fixed rate.
+Measures the highest rate at which librdkafka can produce, and the latency at a fixed rate.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ CASES = (
     Case(kind=LATENCY, flush=OS, rate_per_s=1000, partitions=1),
     Case(kind=LATENCY, flush=ALWAYS, rate_per_s=1000, partitions=1),
 )
-"""What is measured; at most, three nodes should reach a share of one node's rate."""
+"""The measured cases; at the highest rate, three nodes should reach a share of one node's rate."""
 _KAFKA_FLUSH: Final = {OS: {}, ALWAYS: {"flush.messages": "1"}}
 
 _ADMIN_S_MAX = 60.0
 
 
 class ClusterUp(Server):
-    """`millstream cluster up`: etcd, PostgreSQL and three nodes, whose costs are counted together."""
+    """`millstream cluster up`: etcd, PostgreSQL and three nodes, whose costs are summed."""
 
     def command(self) -> Sequence[str]:
         """The command line."""
@@ -56,13 +56,13 @@ class ClusterUp(Server):
         return [sys.executable, "-m", "millstream.cli.main", "cluster", "up", *flags, *ports, *settings]
 
     def _first_line(self, process: subprocess.Popen[bytes] | ForkedProcess) -> bytes:
-        """What a single node would say: the addresses of all nodes as one."""
+        """Return the line that a single node would print, with the addresses of all nodes."""
         nodes = json.loads(super()._first_line(process))["nodes"]
         return json.dumps({key: ",".join(node[key] for node in nodes) for key in ("kafka", "http")}).encode()
 
 
 class Measurement:
-    """All servers, side by side, each measured while the others rest."""
+    """All servers; each is measured while the others are idle."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -76,7 +76,7 @@ class Measurement:
         except BaseException:
             self._stack.close()
             raise
-        # Ends in order, so that etcd and PostgreSQL are not cut off.
+        # Stop in order, so that etcd and PostgreSQL remain available to the nodes.
         self._stack.callback(three.stop)
         self._servers = {ONE: (one, 1), THREE: (three, REPLICATION)}
         try:
@@ -89,14 +89,14 @@ class Measurement:
 
     @property
     def names(self) -> Sequence[str]:
-        """Those that are measured."""
+        """The names of the measured servers."""
         return list(self._servers)
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def measure(self, name: str, case: Case, seconds: float) -> Measured:
-        """Measure one line on one of them."""
+        """Measure one line on one server."""
         server, replication = self._servers[name]
         with _topic(server, case, replication) as target:
             if case.kind == LATENCY:
@@ -106,7 +106,7 @@ class Measurement:
 
 @contextmanager
 def _topic(server: Server, case: Case, replication: int) -> Iterator[Target]:
-    """Its own topic, which goes when it was measured."""
+    """Create a topic for one measurement, and delete it afterwards."""
     name = f"bench-{uuid.uuid4().hex[:8]}"
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     least = {"min.insync.replicas": "2"} if replication > 1 else {}
@@ -120,7 +120,7 @@ def _topic(server: Server, case: Case, replication: int) -> Iterator[Target]:
 
 
 def run(rounds: int, seconds: float, cases: Sequence[Case] = CASES) -> Results:
-    """Measure every line in turn on all, several times over."""
+    """Measure every line on all servers in turn, in several rounds."""
     results = Results()
     with Measurement() as measurement:
         for name in measurement.names:

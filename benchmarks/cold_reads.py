@@ -1,10 +1,9 @@
-"""`make bench-cold-reads`: what verifying costs a fetch of stored records, in CPU time per gigabyte.
+"""`make bench-cold-reads`: what verification adds to a fetch of stored records, in CPU time per gigabyte.
 
 python -m benchmarks.cold_reads [--megabytes N] [--rounds N] [--json]
 
-Three ways take turns over the same segments: reads that are verified (CRC, offsets, epochs), the same reads shortly
-after one another, which are not verified again, and a bare `pread` of the same bytes, which is the least that a read
-can cost.
+Three variants alternate over the same segments: verified reads (CRC, offsets, epochs), repeated reads, which are not
+verified again, and a bare `pread` of the same bytes, which is the lower bound.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ BATCH_BYTES = (300, 1_000, 16_000, 100_000)
 
 
 def fill(log: Log, batch_bytes: int, total_bytes: int) -> None:
-    """Write batches of one record each, and one segment behind them, so that all of them are in closed ones."""
+    """Write batches of one record each, followed by one more segment, so that all of them are in closed segments."""
     batch = bytes(encode_batch([NewRecord(None, os.urandom(batch_bytes), (), 1000)]))
     for _ in range(total_bytes // len(batch)):
         log.append(bytearray(batch), leader_epoch=Epoch(0))
@@ -44,7 +43,7 @@ def fill(log: Log, batch_bytes: int, total_bytes: int) -> None:
 
 
 def read_all(log: Log) -> int:
-    """Read everything as a consumer's fetches do."""
+    """Read everything like a consumer's fetches."""
     offset, size = int(log.start_offset), 0
     while offset < log.end_offset:
         found = log.read_slice(offset, max_bytes=READ_BYTES, up_to=log.end_offset)
@@ -55,14 +54,14 @@ def read_all(log: Log) -> int:
 
 
 def read_cold(log: Log) -> int:
-    """The same when nothing was verified shortly before."""
+    """Read everything when nothing was verified recently."""
     for segment in log.segments:
         segment.forget_verified()
     return read_all(log)
 
 
 def read_bare(log: Log) -> int:
-    """The bytes alone."""
+    """Read only the bytes."""
     size = 0
     for segment in log.segments:
         descriptor = log.open_files.descriptor(segment)
@@ -71,18 +70,18 @@ def read_bare(log: Log) -> int:
     return size
 
 
-WAYS: dict[str, Callable[[Log], int]] = {"verified": read_cold, "not verified again": read_all, "pread": read_bare}
+VARIANTS: dict[str, Callable[[Log], int]] = {"verified": read_cold, "not verified again": read_all, "pread": read_bare}
 
 
 def measure(log: Log, rounds: int) -> dict[str, float]:
-    """CPU seconds per gigabyte of each way; the median of its rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    """Return the median CPU seconds per gigabyte of each variant."""
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for _ in range(rounds):
-        for name, way in WAYS.items():
+        for name, variant in VARIANTS.items():
             started = time.process_time()
-            size = way(log)
+            size = variant(log)
             seconds[name].append((time.process_time() - started) / size * 1e9)
-    return {name: round(median(of_way), 3) for name, of_way in seconds.items()}
+    return {name: round(median(of_variant), 3) for name, of_variant in seconds.items()}
 
 
 def main() -> None:
@@ -107,8 +106,8 @@ def main() -> None:
         print(json.dumps({"machine": facts(), "cpu_seconds_per_gigabyte": found}))
         return
     print("CPU seconds per gigabyte of stored records that is read, by the size of a batch")
-    for batch_bytes, ways in found.items():
-        print(f"{batch_bytes:>8} bytes  " + "   ".join(f"{name} {seconds:.3f}" for name, seconds in ways.items()))
+    for batch_bytes, variants in found.items():
+        print(f"{batch_bytes:>8} bytes  " + "   ".join(f"{name} {seconds:.3f}" for name, seconds in variants.items()))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""`make bench-commits`: what OffsetCommit and OffsetFetch take beside Produce, on a broker that producers keep busy.
+"""`make bench-commits`: latency of OffsetCommit and OffsetFetch relative to Produce, on a busy broker.
 
     python -m benchmarks.commits [--seconds S]
 
-Producers write small batches to many partitions as fast as they are acknowledged, each on its own connection, so
-that turns of the broker's loop are long. Groups commit and look up an offset in turn meanwhile. All of them wait for
-the same group commit (`flush=always`), so the times of one run compare; they are the broker's own.
+Producers write small batches to many partitions as fast as they are acknowledged, each on its own connection, so that
+iterations of the broker's loop are long. Meanwhile groups alternately commit and fetch an offset. All of them wait for
+the same group commit (`flush=always`), so the times of one run are comparable; the broker measures them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PRODUCERS: Final = 24
 COMMITTERS: Final = 8
 MESSAGES_IN_FLIGHT: Final = 200
 RATIOS_MAX: Final = {"OffsetCommit": 1.25, "OffsetFetch": 0.5}
-"""A commit is acknowledged with the records of producers, and gets its response in the same moment. A group that has no
-commit under way gets its offsets at once."""
+"""A commit is acknowledged together with the records of producers. A group without a pending commit gets its offsets
+immediately."""
 _SAMPLE: Final = re.compile(r'millstream_request_seconds_(sum|count)\{api="(\w+)"\} (\S+)')
 
 
 def main() -> int:
-    """Measure and print; 1 when a commit takes too long beside a produce request."""
+    """Measure and print; return 1 if a commit takes too long compared with a produce request."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=20.0)
     seconds: float = parser.parse_args().seconds
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def measure(server: Server, seconds: float) -> dict[str, float]:
-    """Run the load; the mean time of each API in milliseconds."""
+    """Run the load; return the mean time of each API in milliseconds."""
     admin = AdminClient({"bootstrap.servers": server.kafka})
     (created,) = admin.create_topics([NewTopic(TOPIC, PARTITIONS, 1)]).values()
     created.result(60)
@@ -62,7 +62,7 @@ def measure(server: Server, seconds: float) -> dict[str, float]:
     for thread in threads:
         thread.start()
     try:
-        # The first commits make the topic of offsets, and connections are opened meanwhile.
+        # The first commits create the offsets topic, and connections are opened meanwhile.
         time.sleep(seconds / 4)
         before = _counted(server)
         time.sleep(seconds)
@@ -105,7 +105,7 @@ def _committer(server: Server, group: str, stopping: threading.Event) -> Callabl
 
 
 def _counted(server: Server) -> dict[str, tuple[float, float]]:
-    """By API, how long all responses took together and how many they are."""
+    """Return the total time and the number of responses of each API."""
     with urllib.request.urlopen(f"http://{server.http}/metrics") as response:
         samples = _SAMPLE.findall(response.read().decode())
     found: dict[str, dict[str, float]] = {}

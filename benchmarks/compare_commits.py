@@ -4,7 +4,7 @@
 
 BEFORE and AFTER are commits, or folders with a checkout; without AFTER it is this checkout. In each round of a line
 both servers are measured once, and which one is first alternates. A row shows the median of both, and the ratio of
-after to before with its 95% confidence interval, from the rounds as pairs. A line is worse if the whole interval lies
+after to before with its 95% confidence interval, from the rounds as pairs. A line is worse if the whole interval is
 above 1; the exit code is then 1. The client and the method are those of `benchmarks.run`.
 """
 
@@ -62,7 +62,7 @@ class CheckoutServer(Server):
         command = list(super().command())
         if not any("pipelines_spare" in file.read_text(encoding="utf-8") for file in self._source.rglob("*.py")):
             spare = command.index("--pipelines-spare")
-            del command[spare : spare + 2]  # The checkout is from before there was a spare driver.
+            del command[spare : spare + 2]  # The checkout predates the spare driver.
         return command
 
     def environment(self) -> dict[str, str]:
@@ -83,7 +83,7 @@ class Checkout(Millstream):
 
 
 class Ratio(NamedTuple):
-    """What a version costs in relation to another, and the bounds of the confidence interval."""
+    """The cost of a version relative to another, with the bounds of the confidence interval."""
 
     low: float
     mean: float
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-compare-")))
         lines = cases.chosen(LINES, given.only)
-        with_tls = any(line.tls for line in lines)  # Versions before TLS can be compared by the other lines.
+        with_tls = any(line.tls for line in lines)  # Versions without TLS can be compared on the other lines.
         before, after = (
             stack.enter_context(Checkout(name, find_source(version, folder / name), with_tls=with_tls))
             for name, version in (("before", given.before), ("after", given.after))

@@ -4,11 +4,10 @@
 
 CPU seconds are those of the server's processes together, so that other work on the machine does not count. A search is
 measured on one topic with messages of 160 bytes and a filter on a field; the CPU of the process that evaluates filters
-is listed separately. Publishing and a page are timed without and beside a search, in turn; then the search is stopped,
-and what filters cost after that is measured. Browsers keep the overview open and refresh it as the script of the page
-does, while a steady load is published and read; their cost is the CPU of the broker's process beyond what it uses for
-the load alone, in turn.
-`--quick` uses 1,000 topics, 100 subscriptions and fewer messages.
+is listed separately. Publishing and a page are timed alternately with and without a concurrent search; then the search
+is stopped, and the remaining cost of filters is measured. Browsers keep the overview open and refresh it as the script
+of the page does, while a steady load is published and read; their cost is the CPU that the broker's process uses in
+addition to the load alone, measured in turn. `--quick` uses 1,000 topics, 100 subscriptions and fewer messages.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ BROWSERS: Final = 20
 BROWSERS_SHARE_MAX: Final = 0.02
 WATCHED_S: Final = 40.0
 WINDOWS: Final = 2
-"""How often the load is watched without browsers, and then with them."""
+"""How often the load is measured without browsers, and then with them."""
 LOAD_S: Final = 0.05
 LOAD_RECORDS: Final = 50
-"""A batch of so many records is published, and read, every so many seconds: 1,000 messages a second."""
+"""The interval and the size of the batches that are published and read: 1,000 messages per second."""
 REPEATS: Final = 5
 SEARCHED: Final = {"filter": "payload.total = 4242 AND payload.order < 0", "at": "0:0"}
-OTHERS: Final = 20
-"""How often others are timed beside a search."""
+OTHER_REQUESTS: Final = 20
+"""How often other requests are timed during a search."""
 STOPPED_S: Final = 2.0
 STOPPED_SHARE_MAX: Final = 0.05
 TOPICS_PER_REQUEST: Final = 500
@@ -99,7 +98,7 @@ def main() -> None:
                 is_good &= _browsers(server, client)
             if given.only in (None, "search"):
                 is_good &= _search(server, client, messages)
-                is_good &= _search_beside_others(server, client)
+                is_good &= _search_with_other_load(server, client)
         memory = dict(_memory(server.pid))
         print("memory: " + ", ".join(f"{name} {rss / 2**20:.0f} MiB" for name, rss in memory.items()))
     sys.exit(0 if is_good else 1)
@@ -137,7 +136,7 @@ def _value(number: int) -> bytes:
 
 
 def _pages(server: Server, client: httpx.Client) -> Iterator[bool]:
-    # The first visit starts the sampling, whose first two samples follow each other closely.
+    # The first visit starts the sampling, whose first two samples are close together.
     _page(client, "")
     time.sleep(2 * FIRST_S)
     for path in PAGES:
@@ -210,7 +209,7 @@ async def _load(kafka: str, is_over: threading.Event) -> None:
 
 
 def _broker_share(pid: int) -> float:
-    """Return how much of a core the broker's own process uses, for a while."""
+    """Return the share of a core that the broker's own process uses."""
     process = psutil.Process(pid)
     before, started = float(sum(process.cpu_times()[:2])), time.monotonic()
     time.sleep(WATCHED_S)
@@ -224,11 +223,11 @@ def _search(server: Server, client: httpx.Client, messages: int) -> bool:
     before, worker_before = _cpu_s(server.pid), _worker_cpu_s(server.pid)
     started = time.monotonic()
     with client.stream("GET", "/topics/searched/search", params=SEARCHED) as response:
-        said = [line for line in response.iter_lines() if line.startswith("data:")]
+        events = [line for line in response.iter_lines() if line.startswith("data:")]
     took_s = time.monotonic() - started
     worker_s = _worker_cpu_s(server.pid) - worker_before
     used_s = _cpu_s(server.pid) - before
-    print(f"search: {said[-1][:120]}")
+    print(f"search: {events[-1][:120]}")
     print(
         f"search: {messages / took_s:,.0f} messages a second, {messages / worker_s:,.0f} per CPU second of the process "
         f"that evaluates, {messages / used_s:,.0f} per CPU second of all processes"
@@ -236,15 +235,15 @@ def _search(server: Server, client: httpx.Client, messages: int) -> bool:
     return messages / worker_s >= SEARCHED_PER_CPU_S_MIN
 
 
-def _search_beside_others(server: Server, client: httpx.Client) -> bool:
-    """Time others without and beside a search, in turn; then stop it, and measure what is left of it."""
+def _search_with_other_load(server: Server, client: httpx.Client) -> bool:
+    """Time other requests with and without a search, in turn; then stop it, and measure its remaining cost."""
     timed: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for number in range(2 * WINDOWS):
         is_searching = bool(number % 2)
         with ExitStack() as stack:
             if is_searching:
                 _begin_search(stack, client)
-            timed[is_searching] += [_time_others(server, client) for _ in range(OTHERS)]
+            timed[is_searching] += [_time_other_requests(server, client) for _ in range(OTHER_REQUESTS)]
     for name, at in (("publish", 0), ("page", 1)):
         without, beside = (sorted(one[at] * 1000 for one in timed[way]) for way in (False, True))
         print(
@@ -259,13 +258,13 @@ def _search_beside_others(server: Server, client: httpx.Client) -> bool:
 
 
 def _begin_search(stack: ExitStack, client: httpx.Client) -> None:
-    """Start a search, and stop it with the stack, as a browser does: it closes the connection."""
+    """Start a search, and stop it with the stack by closing the connection, as a browser does."""
     own = stack.enter_context(httpx.Client(base_url=client.base_url, timeout=600))
     response = stack.enter_context(own.stream("GET", "/topics/searched/search", params=SEARCHED))
     next(response.iter_lines())
 
 
-def _time_others(server: Server, client: httpx.Client) -> tuple[float, float]:
+def _time_other_requests(server: Server, client: httpx.Client) -> tuple[float, float]:
     """Return how long a message takes to be published, and a page to be shown."""
     started = time.monotonic()
     address = f"http://{server.http}/v1/topics/{LOADED}/messages"

@@ -4,14 +4,14 @@
     python -m benchmarks.cores --partitions 10000 [--cores 1,4]
 
 Machines with different numbers of processes run side by side, one is loaded at a time, and the rounds are interleaved,
-so that ratios of one run compare even where others use the machine too. The load is librdkafka's: four producers on 16
+so that ratios of one run are comparable even on a shared machine. The load is librdkafka's: four producers on 16
 partitions, with messages of 1 KiB (CPU per GB) and of 100 bytes (CPU per message). On six or more cores the clients are
 pinned to the last two, and the servers to the rest. With fewer, both share the cores, and throughput says
-little about more processes: the numbers that count are the ratios of CPU, which must not grow. Apache Kafka is loaded
+little about more processes: the relevant numbers are the ratios of CPU, which must not grow. Apache Kafka is loaded
 in the same rounds on the same cores, unless it is not available or `--alone` is given.
 
-With `--partitions`, it measures machines that have so many instead: creating them, what the processes cost at rest, a
-clean stop and the start after it. CPU seconds count more than seconds where others use the machine too.
+With `--partitions`, it measures machines with that many partitions instead: their creation, the cost of the processes
+at rest, a clean stop and the start after it. On a shared machine, CPU seconds are more meaningful than seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from millstream_testing.server import Server
 
 PARTITIONS: Final = 16
 PINNED_MIN: Final = 6
-"""From so many cores on, clients and servers have some each."""
+"""The number of cores from which clients and servers are pinned to separate cores."""
 CASES: Final = {
     "1 KiB messages": Case(flush=OS, partitions=PARTITIONS, producers=4),
     "100 B messages": Case(flush=OS, partitions=PARTITIONS, producers=4, size_bytes=100),
@@ -62,9 +62,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cores", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cores", default="", help="numbers of processes; the default is 1, 2 and, with six cores, 4")
+    parser.add_argument("--cores", default="", help="numbers of processes (default: 1, 2 and, with six cores, 4)")
     parser.add_argument("--alone", action="store_true", help="without Apache Kafka")
-    parser.add_argument("--partitions", type=int, default=0, help="measure machines with so many, not throughput")
+    parser.add_argument(
+        "--partitions", type=int, default=0, help="measure machines with this many partitions instead of throughput"
+    )
     arguments = parser.parse_args()
     if arguments.partitions:
         return _measure_partitions(arguments.partitions, arguments.cores or "1,4")
@@ -153,7 +155,7 @@ def _print_rest(server: Server) -> None:
 
 
 def _cpu_by_process(server: Server) -> list[tuple[str, Cpu]]:
-    """Return the CPU of the main process and of each of its children, with that of their own children."""
+    """Return the CPU of the main process and of each child process, including its descendants."""
     main = psutil.Process(server.pid)
     children = [(f"child {number}", cpu_of(child.pid)) for number, child in enumerate(main.children(), 1)]
     own = cpu_of(server.pid)
@@ -195,7 +197,7 @@ def _measured(target: Target, case: Case, seconds: float) -> Numbers:
 
 def _print(name: str, found: dict[str, list[Numbers]]) -> None:
     base = next(iter(found.values()))
-    print(f"\n{name}: medians of {len(base)} interleaved rounds; in parentheses, of the ratios of each round")
+    print(f"\n{name}: medians of {len(base)} interleaved rounds; in parentheses, medians of the ratios of each round")
     for label, rounds in found.items():
         parts = []
         for number in SHOWN:

@@ -1,13 +1,12 @@
-"""`make bench-filters`: what filters cost in CPU time per message, beside the least that Python can do it with.
+"""`make bench-filters`: what filters cost in CPU time per message, compared with a hand-written loop.
 
-The last rows are whole subscriptions: queues of one partition, a different filter each, that look at all messages at
-their own pace. They count the CPU time of the broker's process and of the child that evaluates filters.
+The last rows are whole subscriptions: queues of one partition, each with a different filter, that scan all messages at
+their own pace. They include the CPU time of the broker's process and of the child that evaluates filters.
 
 python -m benchmarks.filters [--messages N] [--rounds N] [--queued N] [--json]
 
-The limit of a step is a bare loop for it written by hand, in the same run and turn about with what it limits: parsing
-the JSON and nothing else, or one list comprehension over values that are there already, with no NULL and no other kind
-of value looked after.
+The limit of a step is a hand-written loop, measured in the same run and alternately with the step: parsing the JSON and
+nothing else, or one list comprehension over values in memory, which handles neither NULL nor other types.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ FILTERS: dict[str, Limit | None] = {
 
 
 def orders(count: int, base_offset: int = 0) -> bytes:
-    """A batch of orders."""
+    """Return a batch of orders."""
     records = []
     for at in range(base_offset, base_offset + count):
         order = {
@@ -86,14 +85,14 @@ def orders(count: int, base_offset: int = 0) -> bytes:
 
 
 def cpu_us(work: Callable[[], Any], messages: int) -> float:
-    """CPU time of one call, per message."""
+    """Return the CPU time of one call, per message."""
     began = time.process_time_ns()
     work()
     return (time.process_time_ns() - began) / 1000 / messages
 
 
-def turn_about(works: list[Callable[[], Any]], messages: int, rounds: int) -> list[float]:
-    """The median of each, measured in turns."""
+def measure_in_turn(works: list[Callable[[], Any]], messages: int, rounds: int) -> list[float]:
+    """Return the median of each function, measured in turn."""
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(rounds):
         for work, times in zip(works, taken, strict=True):
@@ -102,7 +101,7 @@ def turn_about(works: list[Callable[[], Any]], messages: int, rounds: int) -> li
 
 
 class Bench:
-    """Measures step by step, and keeps what it found: the step, its time, and that of its limit."""
+    """Measures step by step, and records the time of each step and of its limit."""
 
     def __init__(self, messages: int, rounds: int) -> None:
         self.rows: list[tuple[str, float, float | None]] = []
@@ -137,7 +136,7 @@ class Bench:
 
     def _measure(self, name: str, work: Callable[[], Any], limit: Callable[[], Any] | None = None) -> None:
         work()
-        times = turn_about([work, limit or (lambda: None)], self._messages, self._rounds)
+        times = measure_in_turn([work, limit or (lambda: None)], self._messages, self._rounds)
         self.rows.append((name, times[0], times[1] if limit else None))
 
     def _measure_filter(self, compiled: Filter, limit: Limit | None) -> None:
@@ -150,22 +149,22 @@ class Bench:
             columns = [[batch.column(source) for source in sources] for batch in batches]
             bare = lambda: [run(*each) for each in columns]  # noqa: E731
             if [match for each in bare() for match in each] != [bool(m) for b in batches for m in compiled.matches(b)]:
-                raise SystemExit(f"the limit of {compiled.text} finds other messages")
+                raise SystemExit(f"the limit of {compiled.text} finds different messages")
         self._measure(compiled.text, lambda: [compiled.matches(batch) for batch in batches], bare)
 
 
 def measure_queues(number: int, messages: int) -> float:
-    """CPU time per message of queues with different filters, the child's included but not what its start takes."""
+    """Return the CPU time per message of queues with different filters, including the child's but not its startup."""
     batches = [orders(QUEUE_BATCH, base_offset=start) for start in range(0, messages + QUEUE_BATCH, QUEUE_BATCH)]
     taken = []
     for some in (batches[:1], batches):
         began = _cpu_s()
-        asyncio.run(_look_through(some, number))
+        asyncio.run(_scan(some, number))
         taken.append(_cpu_s() - began)
     return (taken[1] - taken[0]) / (len(batches) - 1) / QUEUE_BATCH * 1e6
 
 
-async def _look_through(batches: list[bytes], number: int) -> None:
+async def _scan(batches: list[bytes], number: int) -> None:
     sieve, place = FilterCache(FilterWorker()), TopicPartition("orders", PartitionIndex(0))
     texts = [text.replace("1000", str(1000 + at)) for at, text in enumerate(islice(cycle(FILTERS), number))]
     texts = [f"({text}) AND payload.order_id >= {at}" for at, text in enumerate(texts)]
@@ -179,7 +178,7 @@ async def _look_through(batches: list[bytes], number: int) -> None:
             at = following
 
     queues = [QueueFilter(sieve, place, compile_filter(text)) for text in texts]
-    # Each has room for another number of messages.
+    # Each has room for a different number of messages.
     await asyncio.gather(*(look(queue, 2 * QUEUE_BATCH + 37 * at) for at, queue in enumerate(queues)))
     await sieve.stop()
 

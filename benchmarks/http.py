@@ -1,11 +1,11 @@
-"""`make bench-http`: publishing over HTTP beside what the same HTTP server does with nothing behind it.
+"""`make bench-http`: publishing over HTTP, compared with the same HTTP server and an echo application.
 
 python -m benchmarks.http [--requests N] [--rounds N] [--json]
 
 The echo reads the body and responds with a document of the same size as a receipt, on the same uvicorn, protocol and
-loop; publishing responds when the message is durable. Both take turns, on the same machine as the client. The lines
-with `flush=os` do not wait for the disk, so they show what the gateway can do, the others what the disk lets it. CPU is
-what the gateway's process used, and the broker's beside it.
+loop; publishing responds when the message is durable. Both are measured in turn, on the same machine as the client. The
+lines with `flush=os` do not wait for the disk, so they show the limit of the gateway, the others that of the disk. CPU
+is that of the gateway's process, and separately that of the broker.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one round found, per second and in CPU seconds per million messages."""
+    """The results of one round, per second and in CPU seconds per million messages."""
 
     requests_per_s: float
     messages_per_s: float
@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """What is measured: one message and many, by one client and by many."""
+    """Return the cases: one message and many, by one client and by many."""
     headers = {"content-type": "application/json", "message-key": "c-7"}
     plain, unsynced = post(PATH, BODY, headers), post(UNSYNCED_PATH, BODY, headers)
     text = {"messages": [{"json": json.loads(BODY), "key": f"c-{at}"} for at in range(BATCH)]}
@@ -82,7 +82,7 @@ def cases() -> list[Case]:
 
 
 def gateway_of(server: Server) -> int:
-    """The process of a server's gateway."""
+    """Return the process id of a server's gateway."""
     for child in psutil.Process(server.pid).children():
         if "millstream.gateway.process" in " ".join(child.cmdline()):
             return int(child.pid)
@@ -90,13 +90,13 @@ def gateway_of(server: Server) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """The CPU seconds that a process has used."""
+    """Return the CPU seconds that a process has used."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
 
 class Echo:
-    """The server with nothing behind it, in its own process."""
+    """The echo server, in its own process."""
 
     def __init__(self) -> None:
         listening = socket.create_server(("127.0.0.1", 0))
@@ -131,7 +131,7 @@ async def measure(case: Case, address: str, gateway: int, broker: int | None, re
 
 
 async def run(server: Server, echo: Echo, requests: int, rounds: int) -> dict[str, list[Measured]]:
-    """All cases, turn about."""
+    """Measure all cases in turn."""
     found: dict[str, list[Measured]] = {case.name: [] for case in cases()}
     gateway = gateway_of(server)
     for turn in range(rounds + 1):
@@ -148,12 +148,12 @@ async def run(server: Server, echo: Echo, requests: int, rounds: int) -> dict[st
 
 
 def middle(rounds: list[Measured]) -> Measured:
-    """The median of each number."""
+    """Return the median of each number."""
     return Measured(*(median(column) for column in zip(*rounds, strict=True)))
 
 
 def report(found: dict[str, list[Measured]]) -> dict[str, Any]:
-    """Medians, and what publishing reaches of the echo before it."""
+    """Return medians, and the rate of publishing relative to the echo."""
     result: dict[str, Any] = {}
     before: Measured | None = None
     for case in cases():
@@ -163,7 +163,7 @@ def report(found: dict[str, list[Measured]]) -> dict[str, Any]:
             before = numbers
         elif before is not None:
             line["of_echo"] = round(numbers.requests_per_s / before.requests_per_s, 3)
-            # CPU time is measured in steps of a hundredth of a second, which is nothing for few requests.
+            # CPU time has a resolution of 10 ms, which is too coarse for few requests.
             if before.gateway_s:
                 line["gateway_cpu_of_echo"] = round(numbers.gateway_s / before.gateway_s, 2)
         result[case.name] = line
@@ -171,7 +171,7 @@ def report(found: dict[str, list[Measured]]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any], write: Callable[[str], Any]) -> None:
-    """The same for people."""
+    """Print the results as a table."""
     header = f"{'requests/s':>12}{'messages/s':>12}{'gateway':>10}{'broker':>9}{'p50 ms':>9}{'p99 ms':>9}{'of echo':>9}"
     write(f"{'':34}{header}")
     for name, line in result.items():

@@ -1,8 +1,8 @@
-"""The least that the gateway's own HTTP server can do: read a body, respond with a document of the size of a receipt.
+"""The lower bound for the gateway's HTTP server: read a body, respond with a document of the size of a receipt.
 
 python -m benchmarks.http_echo DESCRIPTOR
 
-The same uvicorn, protocol and loop as the gateway's; behind it the smallest application there is.
+It uses the same uvicorn, protocol and loop as the gateway, with a minimal application.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cheap HTTP client for load: connections that send the same request again as soon as it gets a response."""
+"""A lightweight HTTP load generator: each connection repeats its request as soon as it gets a response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Failed(Exception):
 
 
 class Load(asyncio.Protocol):
-    """One connection with one request under way."""
+    """One connection with one request in flight."""
 
     def __init__(self, request: bytes, latencies: list[float]) -> None:
         self._request = request
@@ -27,19 +27,19 @@ class Load(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember where to send to."""
+        """Store the transport."""
         # A cast, since uvloop's transports do not derive from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
 
     def begin(self, requests: int) -> asyncio.Future[None]:
-        """Send so many requests, one after the other."""
+        """Send this many requests, one after the other."""
         self.left = requests
         self.done = asyncio.get_running_loop().create_future()
         self._send()
         return self.done
 
     def data_received(self, data: bytes) -> None:
-        """A response, or some of it."""
+        """Process a response, or a part of it."""
         self._rest += data
         head, found, rest = self._rest.partition(_END)
         if not found:
@@ -59,7 +59,7 @@ class Load(asyncio.Protocol):
             self.done.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server has gone."""
+        """Fail the run: the server closed the connection."""
         if not self.done.done():
             self.done.set_exception(Failed("the connection was lost"))
 
@@ -75,7 +75,7 @@ class Load(asyncio.Protocol):
 
 
 async def run_load(address: str, request: bytes, *, connections: int, requests: int) -> tuple[float, list[float]]:
-    """Send requests over connections; how long all of them took, and each."""
+    """Send requests over connections; return the total time and the latencies."""
     host, port = address.rsplit(":", 1)
     latencies: list[float] = []
     loop = asyncio.get_running_loop()
@@ -91,7 +91,7 @@ async def run_load(address: str, request: bytes, *, connections: int, requests: 
 
 
 def post(path: str, body: bytes, headers: dict[str, str]) -> bytes:
-    """The bytes of a request."""
+    """Return the bytes of a request."""
     lines = [f"POST {path} HTTP/1.1", "host: bench", "user-agent: bench", "accept: */*"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body

@@ -1,5 +1,5 @@
-"""How long messages take at a fixed rate: from the time they are meant to be sent to their acknowledgement, and to
-their arrival at a consumer. See `percentiles` for why it is the intended time that counts."""
+"""Latency at a fixed rate: from the scheduled time of a message to its acknowledgement, and to its arrival at a
+consumer. `percentiles` explains why latency is measured from the scheduled time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
-from benchmarks.callbacks import COUNT, ERROR, TIMES, Notes, notes
+from benchmarks.callbacks import COUNT, ERROR, TIMES, Counters, counters
 from benchmarks.cases import Case
-from benchmarks.librdkafka import ClientFailed, Consumer, Load, Producer, error_text
+from benchmarks.librdkafka import ClientFailed, Consumer, PreparedMessages, Producer, error_text
 from benchmarks.percentiles import NS_PER_S, Schedule, percentile
 from benchmarks.processes import Meter
 from benchmarks.target import Numbers, Target
@@ -21,32 +21,32 @@ from benchmarks.throughput import settings_of
 ACKNOWLEDGED, END_TO_END = "acknowledged", "end to end"
 PERCENTS = (50, 99, 99.9)
 WARM_MESSAGES = 2000
-# Messages that are due within this time are sent together: waking up for each of 50,000 a second would take the CPU
-# that the server needs.
+# Messages that are due within this time are sent together: waking up for each of 50,000 messages per second would use
+# the CPU that the server needs.
 _TICK_NS = 200_000
 _LEAD_NS = 200_000_000
 _REST_S_MAX = 20.0
-_LOOK_MS = 100
+_POLL_MS = 100
 
 
 def linger_ms(rate_per_s: int) -> float:
-    """How long the client waits for more messages: not at all where they come one by one."""
+    """Return the client's linger time: none where messages are sent one by one."""
     return 0 if rate_per_s <= 1000 else 1
 
 
 def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
-    """Send at the rate of the case for some seconds; the percentiles of both ways."""
+    """Send at the rate of the case for some seconds; return the percentiles of both latencies."""
     count = int(case.rate_per_s * seconds)
-    acknowledged, received = notes(count), notes(count)
+    acknowledged, received = counters(count), counters(count)
     settings = settings_of(target, case, linger_ms(case.rate_per_s))
     reading = {**target.client_settings, "group.id": target.topic}
     with (
         closing(Producer(target.topic, settings, acknowledged)) as producer,
         closing(Consumer(target.topic, reading, range(case.partitions), received, timed=True)) as consumer,
-        _Loop(lambda: producer.poll(_LOOK_MS)),
-        _Loop(lambda: consumer.poll(_LOOK_MS)),
+        _Loop(lambda: producer.poll(_POLL_MS)),
+        _Loop(lambda: consumer.poll(_POLL_MS)),
     ):
-        load = Load(count, case.size_bytes, numbered=True)
+        load = PreparedMessages(count, case.size_bytes, numbered=True)
         warmed = _warm(target, case, producer, received)
         schedule = Schedule(time.monotonic_ns() + _LEAD_NS, case.rate_per_s, count)
         with Meter(target.pid) as meter:
@@ -66,14 +66,14 @@ def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
 
 
 def percentiles_of(latencies_ms: npt.NDArray[np.float64]) -> Numbers:
-    """The percentiles that the table shows, and the worst."""
+    """Return the percentiles of the table, and the maximum."""
     numbers = {f"p{percent:g} ms": percentile(latencies_ms, percent) for percent in PERCENTS}
     return numbers | {"max ms": float(latencies_ms.max())}
 
 
-def _warm(target: Target, case: Case, producer: Producer, received: Notes) -> int:
-    """Messages that are not measured: until they are through, both clients know every partition."""
-    load = Load(1, case.size_bytes)
+def _warm(target: Target, case: Case, producer: Producer, received: Counters) -> int:
+    """Send messages that are not measured, so that both clients know every partition."""
+    load = PreparedMessages(1, case.size_bytes)
     rounds = max(WARM_MESSAGES // case.partitions, 1)
     for _ in range(rounds):
         for partition in range(case.partitions):
@@ -82,7 +82,7 @@ def _warm(target: Target, case: Case, producer: Producer, received: Notes) -> in
     return rounds * case.partitions
 
 
-def _send(producer: Producer, load: Load, schedule: Schedule) -> float:
+def _send(producer: Producer, load: PreparedMessages, schedule: Schedule) -> float:
     """Send each message when it is due, and return how long that took."""
     sent = 0
     while sent < schedule.count:
@@ -96,12 +96,12 @@ def _send(producer: Producer, load: Load, schedule: Schedule) -> float:
     return (time.monotonic_ns() - schedule.start_ns) / NS_PER_S
 
 
-def _wait(target: Target, noted: Notes, count: int) -> None:
-    """Wait for this many messages; what is missing when the time is up has taken for ever."""
+def _wait(target: Target, counters: Counters, count: int) -> None:
+    """Wait for this many messages; those that are missing after the timeout have infinite latency."""
     deadline = time.monotonic() + _REST_S_MAX
-    while noted[COUNT] < count and time.monotonic() < deadline:
-        if noted[ERROR]:
-            raise ClientFailed(error_text(int(noted[ERROR])))
+    while counters[COUNT] < count and time.monotonic() < deadline:
+        if counters[ERROR]:
+            raise ClientFailed(error_text(int(counters[ERROR])))
         target.check()
         time.sleep(0.01)
 

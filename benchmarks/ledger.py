@@ -1,4 +1,4 @@
-"""`make bench-ledger`: what a ledger costs the broker, and how long an audit of very many deliveries takes.
+"""`make bench-ledger`: what a ledger costs the broker, and how long an audit of many deliveries takes.
 
     python -m benchmarks.ledger [--rounds N] [--messages N] [--deliveries N] [--range N] [--only PART]
 
@@ -14,8 +14,8 @@ one, nothing lands, and the node is killed with a ledger near its bound of 256 M
 time until it serves again, the time until a worker then has the next message, which needs the queue's state, and how
 long the trace of a message from before takes, without and with a ledger.
 
-Audit: a table of synthetic deliveries, stored as ranges, is accounted for by Spark on this machine, and the memory of
-the largest process is measured.
+Audit: Spark audits a table of synthetic deliveries, stored as ranges, on this machine, and the memory of the largest
+process is measured.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _VALUE: Final = b"x" * 100
 _BATCH: Final = 500
 _FRAMES: Final = 100_000
 _AT_ONCE: Final = 100
-"""Acknowledgements under way at a time where their cost is not measured."""
+"""The number of concurrent acknowledgements where their cost is not measured."""
 QUEUES: Final = 8
 _SAMPLED_S: Final = 0.1
-"""How often the CPU time of processes that end is looked at."""
+"""How often the CPU time of ending processes is sampled."""
 
 
 def main() -> int:
-    """Measure and print; 1 if a ledger costs more than it may."""
+    """Measure and print; return 1 if a ledger costs too much."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--messages", type=int, default=60_000)
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def broker_cpu_s(pid: int) -> float:
-    """The CPU seconds that a process has taken, by its own clock: a tick of /proc would be 5 % of a round."""
+    """Return the CPU seconds of a process by its own clock: a tick of /proc would be 5 % of a round."""
     return time.clock_gettime((~pid << 3) | _SCHEDULED)
 
 
@@ -108,7 +108,7 @@ async def cost(server: Server, rounds: int, messages: int) -> bool:
                     before = broker_cpu_s(server.pid)
                     await _deliver(client, f"cost-{way[:2]}-{number}-{ledger}", count, at_once, ledger=ledger)
                     if number:
-                        # The first round warms everything up.
+                        # The first round is a warm-up.
                         taken[ledger].append(broker_cpu_s(server.pid) - before)
             without, with_it = (statistics.median(taken[one]) for one in (False, True))
             ratio = statistics.median(b / a for a, b in zip(taken[False], taken[True], strict=True))
@@ -155,7 +155,7 @@ async def landing(server: Server, folder: str, messages: int) -> None:
 
 
 def _land(server: Server, lake: str) -> float:
-    """Run the pipeline once; return the CPU seconds of its processes, among them Java."""
+    """Run the pipeline once; return the CPU seconds of its processes, including Java."""
     command = [sys.executable, "-m", "millstream.cli.main", "pipeline", "run", "ledger", "--once", "--lake", lake]
     used: dict[int, float] = {}
     with subprocess.Popen([*command, "--brokers", server.kafka], stdout=subprocess.DEVNULL) as driver:
@@ -187,7 +187,7 @@ def failover(server: Server, messages: int, *, ledger: bool) -> None:
 
 
 async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) -> str:
-    """Accept messages one by one, many at a time; one more waits at the end. Return the id of the topic of states."""
+    """Accept messages one by one, concurrently, and leave one; return the id of the topic of states."""
     async with Client.connect(server.kafka) as client:
         await client.metadata([name], create=True)
         subscriptions = SubscriptionClient(client)
@@ -198,7 +198,7 @@ async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) 
         done = 0
         while done < count // _BATCH * _BATCH:
             messages = await subscriptions.receive(name, "worker", max_records=_AT_ONCE, wait_ms=1000)
-            # As workers do: neighbours that are accepted together would be one event.
+            # As workers do: neighbouring messages that are accepted together would be one event.
             random.shuffle(messages)
             await asyncio.gather(*(_settle_one(subscriptions, name, one) for one in messages))
             done += sum(message.attempt > 1 for message in messages)
@@ -229,7 +229,7 @@ async def _first_message_s(server: Server, name: str, traced: int) -> tuple[floa
 
 
 def audit_synthetic(folder: str, deliveries: int, length: int) -> bool:
-    """Write a ledger of deliveries in eight queues, and account for them."""
+    """Write a ledger of deliveries in eight queues, and audit it."""
     storage = ledger_storage(folder)
     began = time.monotonic()
     queues = _write_synthetic(LedgerTable(storage), deliveries, length)

@@ -1,8 +1,7 @@
-"""librdkafka without Python between it and the broker, so that a benchmark measures the broker and not the client.
+"""librdkafka without Python per message, so that a benchmark measures the broker and not the client.
 
-confluent-kafka makes a Python object per message, which on two cores costs more than the broker does. This calls the
-very library that confluent-kafka ships, unmodified, by its batch functions and with compiled callbacks: a message
-costs no Python at all.
+confluent-kafka creates a Python object per message, which on two cores costs more than the broker. This module calls
+the unmodified library that confluent-kafka ships, through its batch functions and with compiled callbacks.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any
 import confluent_kafka
 import numpy as np
 import numpy.typing as npt
-from benchmarks.callbacks import ACKNOWLEDGED, COUNTED, ERROR, RECEIVED, Notes
+from benchmarks.callbacks import ACKNOWLEDGED, COUNTED, ERROR, RECEIVED, Counters
 
 PRODUCER, CONSUMER = 0, 1
 ANY_PARTITION = -1
-# A number, not "the beginning": looking that up makes the client wait half a second for some of the partitions.
+# A number, not "the beginning", whose lookup delays some partitions by half a second.
 START_OFFSET = 0
 _BLOCK = 0x4
 _ERROR_TEXT_BYTES = 512
@@ -41,17 +40,17 @@ MESSAGE = np.dtype(
     ],
     align=True,
 )
-"""The library's own message, as it lies in memory."""
+"""The memory layout of the library's message."""
 
 Messages = npt.NDArray[np.void]
 
 
 class ClientFailed(Exception):
-    """The library or the broker behind it did not do what it was asked for."""
+    """The library or the broker reported an error."""
 
 
 def _keep_freed_memory() -> None:
-    """Ask glibc not to give memory back to the system: taking it again costs the client more than its work does."""
+    """Tell glibc to keep freed memory: returning it and allocating it again would dominate the client's cost."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 128 << 20), (_M_MMAP_THRESHOLD, 32 << 20)):
@@ -65,7 +64,7 @@ def _library() -> ctypes.CDLL:
     for folder in (package.parent / "confluent_kafka.libs", package / ".dylibs"):
         for path in sorted(folder.glob("librdkafka*")):
             return _declare(ctypes.CDLL(str(path)))
-    raise OSError("this confluent-kafka does not bring its own librdkafka")
+    raise OSError("this confluent-kafka does not include librdkafka")
 
 
 def version() -> str:
@@ -110,7 +109,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def error_text(code: int) -> str:
-    """What an error code means."""
+    """Return the text of an error code."""
     message: bytes = _library().rd_kafka_err2str(ctypes.c_int(code & 0xFFFFFFFF).value)
     return message.decode()
 
@@ -118,7 +117,7 @@ def error_text(code: int) -> str:
 class Client:
     """One librdkafka handle and one topic."""
 
-    def __init__(self, kind: int, topic: str, settings: Mapping[str, str], reports: Notes | None = None) -> None:
+    def __init__(self, kind: int, topic: str, settings: Mapping[str, str], reports: Counters | None = None) -> None:
         self._library = _library()
         self._name = topic.encode()
         error = ctypes.create_string_buffer(_ERROR_TEXT_BYTES)
@@ -135,16 +134,16 @@ class Client:
         self._topic = self._library.rd_kafka_topic_new(self._handle, self._name, None)
 
     def close(self) -> None:
-        """Let go of the library's threads and memory."""
+        """Release the library's threads and memory."""
         self._library.rd_kafka_topic_destroy(self._topic)
         self._library.rd_kafka_destroy(self._handle)
 
 
-class Load:
-    """Messages as they lie in memory, made once and sent as often as wanted.
+class PreparedMessages:
+    """Prepared messages, created once and sent repeatedly.
 
-    With `numbered`, the first eight bytes of a message are its number, from 1 on. So that a million of them need no
-    gigabyte, each message is a window into one long row of numbers.
+    With `numbered`, the first eight bytes of a message are its number, starting at 1. To save memory, each message is a
+    window into one long sequence of numbers.
     """
 
     def __init__(self, count: int, size_bytes: int, *, keys: int = 0, numbered: bool = False) -> None:
@@ -157,7 +156,7 @@ class Load:
             self.messages["private"] = np.arange(1, count + 1)
         else:
             self._payload = np.random.default_rng(1).integers(1, 2**62, size_bytes // 8 + 1)
-            # Not a number that anyone waits for.
+            # Not a number that a consumer waits for.
             self._payload[0] = 0
             self.messages["payload"] = self._payload.ctypes.data
         if keys:
@@ -167,13 +166,13 @@ class Load:
 
 
 class Producer(Client):
-    """Sends prepared messages; `reports` takes note of the response to each of them."""
+    """Sends prepared messages; `reports` records the responses."""
 
-    def __init__(self, topic: str, settings: Mapping[str, str], reports: Notes | None = None) -> None:
+    def __init__(self, topic: str, settings: Mapping[str, str], reports: Counters | None = None) -> None:
         super().__init__(PRODUCER, topic, settings, reports)
         self._reports = reports
 
-    def send(self, load: Load, first: int, count: int, partition: int = ANY_PARTITION) -> None:
+    def send(self, load: PreparedMessages, first: int, count: int, partition: int = ANY_PARTITION) -> None:
         """Queue some messages; waits while the client's own queue is full."""
         place = load.messages.ctypes.data + first * MESSAGE.itemsize
         taken = self._library.rd_kafka_produce_batch(self._topic, partition, _BLOCK, place, count)
@@ -182,17 +181,16 @@ class Producer(Client):
             raise ClientFailed(f"{count - taken} of {count} messages: {error_text(int(refused[refused != 0][0]))}")
 
     def poll(self, timeout_ms: int) -> int:
-        """Take the reports that are there, waiting at most `timeout_ms` for the first, and return how many there
-        were."""
+        """Process delivery reports, waiting at most `timeout_ms` for the first; return their number."""
         count: int = self._library.rd_kafka_poll(self._handle, timeout_ms)
         return count
 
     def flush(self, timeout_ms: int) -> bool:
-        """Wait until every message gets a response; False when the time is up before."""
+        """Wait until every message has a response; return False after the timeout."""
         return not self._library.rd_kafka_flush(self._handle, timeout_ms)
 
     def end_offset(self, partition: int) -> int:
-        """How many messages a partition has that was empty at first."""
+        """Return the number of messages of a partition that was empty."""
         low, high = ctypes.c_int64(), ctypes.c_int64()
         code = self._library.rd_kafka_query_watermark_offsets(
             self._handle, self._name, partition, ctypes.byref(low), ctypes.byref(high), _RESPONSE_MS_MAX
@@ -206,18 +204,18 @@ class TransactionalProducer(Producer):
     """Sends prepared messages in transactions; the settings have to name a transactional id."""
 
     def initialize(self) -> None:
-        """Become the producer of the transactional id."""
+        """Initialize the transactional id."""
         self._check(self._library.rd_kafka_init_transactions(self._handle, _RESPONSE_MS_MAX))
 
     def begin(self) -> None:
-        """What is sent from here on belongs to the next transaction."""
+        """Begin a transaction."""
         self._check(self._library.rd_kafka_begin_transaction(self._handle))
 
     def end(self, *, commit: bool) -> None:
-        """Wait until everything gets a response and the transaction is decided."""
+        """Wait for all responses, and commit or abort the transaction."""
         end = self._library.rd_kafka_commit_transaction if commit else self._library.rd_kafka_abort_transaction
         if not commit:
-            # An abort throws away what is not sent yet, and what is aborted here is to be read.
+            # An abort discards unsent messages, but these are to be read back.
             self.flush(_RESPONSE_MS_MAX)
         self._check(end(self._handle, _RESPONSE_MS_MAX))
 
@@ -229,33 +227,41 @@ class TransactionalProducer(Producer):
 
 
 class Consumer(Client):
-    """Reads partitions from their start; `notes` takes note of the messages and, with `timed`, of when they came."""
+    """Reads partitions from their start; `counters` records the messages and, with `timed`, their times of arrival."""
 
     def __init__(
-        self, topic: str, settings: Mapping[str, str], partitions: Sequence[int], notes: Notes, *, timed: bool = False
+        self,
+        topic: str,
+        settings: Mapping[str, str],
+        partitions: Sequence[int],
+        counters: Counters,
+        *,
+        timed: bool = False,
     ) -> None:
         super().__init__(CONSUMER, topic, settings)
         self._queue = self._library.rd_kafka_queue_new(self._handle)
         self._partitions = partitions
-        self._notes = notes
+        self._counters = counters
         self._callback = RECEIVED if timed else COUNTED
         for partition in partitions:
             if self._library.rd_kafka_consume_start_queue(self._topic, partition, START_OFFSET, self._queue):
                 raise ClientFailed(f"librdkafka could not start on partition {partition}")
 
     def waiting(self) -> int:
-        """How many messages the library has received and taken apart, and that were not taken yet."""
+        """Return how many messages the library has received and parsed, and that were not consumed yet."""
         count: int = self._library.rd_kafka_queue_length(self._queue)
         return count
 
     def poll(self, timeout_ms: int) -> None:
-        """Take all that is there, waiting at most `timeout_ms` for the first."""
-        self._library.rd_kafka_consume_callback_queue(self._queue, timeout_ms, self._callback, self._notes.ctypes.data)
-        if self._notes[ERROR]:
-            raise ClientFailed(error_text(int(self._notes[ERROR])))
+        """Consume all available messages, waiting at most `timeout_ms` for the first."""
+        self._library.rd_kafka_consume_callback_queue(
+            self._queue, timeout_ms, self._callback, self._counters.ctypes.data
+        )
+        if self._counters[ERROR]:
+            raise ClientFailed(error_text(int(self._counters[ERROR])))
 
     def close(self) -> None:
-        """Stop reading, then let go of the rest."""
+        """Stop reading, and release the client."""
         for partition in self._partitions:
             self._library.rd_kafka_consume_stop(self._topic, partition)
         self._library.rd_kafka_queue_destroy(self._queue)

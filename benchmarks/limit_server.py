@@ -1,13 +1,13 @@
-"""The limit server: the least a server can do and still take a Kafka client's messages and give them back.
+"""The limit server: the minimum that a server must do to accept and return a Kafka client's messages.
 
-It speaks just enough of the protocol for librdkafka to produce and to consume with `assign()`. It moves the same
-bytes over the same event loop, with the same flush policy, into one file per partition. It checks nothing, knows
-no idempotence, keeps no index but the start of each batch, and forgets all when it stops. What it reaches is the
-limit that Millstream is compared with in `benchmarks.run`.
+It implements just enough of the protocol for librdkafka to produce and to consume with `assign()`. It moves the same
+bytes over the same event loop, with the same flush policy, into one file per partition. It validates nothing, has no
+idempotence and no index except the start of each batch, and loses everything when it stops. `benchmarks.run` compares
+Millstream with it.
 
     python -m benchmarks.limit_server --data DIR --kafka 127.0.0.1:0 --flush always|interval|os|discard --partitions N
 
-With `--flush discard` nothing is even written: what is measured then is the client and the socket.
+With `--flush discard` nothing is written, so that only the client and the socket are measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import cast
 import uvloop
 
 PRODUCE, FETCH, LIST_OFFSETS, METADATA, FIND_COORDINATOR, API_VERSIONS, INIT_PRODUCER_ID = 0, 1, 2, 3, 10, 18, 22
-# Only the last version of each is understood, and librdkafka uses that; it wants to see some older ones offered too.
+# Only the last version of each is supported, and librdkafka uses it; it also expects some older ones to be listed.
 VERSIONS = (
     (PRODUCE, 0, 7),
     (FETCH, 4, 11),
@@ -49,7 +49,7 @@ WRITE_BUFFER_BYTES = 64 * 1024 * 1024
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 
 Wanted = list[tuple[bytes, list[tuple[int, int, int, "Partition"]]]]
-"""What a fetch asks for: per topic, the index, offset and byte limit of each partition."""
+"""The partitions of a fetch: per topic, the index, offset and byte limit of each."""
 
 _HEADER = struct.Struct(">ihhih")
 _I16 = struct.Struct(">h")
@@ -75,7 +75,7 @@ class Partition:
         self.waiting: dict[Connection, Callable[[], None]] = {}
 
     def append(self, view: memoryview, start: int, end: int) -> int:
-        """Give the batches between `start` and `end` their offsets and write them in one call."""
+        """Assign offsets to the batches between `start` and `end`, and write them in one call."""
         base = self.end_offset
         at = start
         while at < end:
@@ -90,14 +90,14 @@ class Partition:
         return base
 
     def show(self, offset: int, position: int) -> None:
-        """Let readers see up to here and wake those that wait."""
+        """Make everything up to here visible to readers, and wake waiting fetches."""
         self.visible_offset, self.visible_position = offset, position
         waiting, self.waiting = self.waiting, {}
         for wake in waiting.values():
             wake()
 
     def find(self, offset: int, bytes_max: int) -> tuple[int, int]:
-        """Where the whole batches from `offset` on lie in the file, up to `bytes_max` of them but at least one."""
+        """Return the file range of whole batches from `offset` on, up to `bytes_max` but at least one batch."""
         if offset >= self.visible_offset:
             return self.visible_position, 0
         first = bisect_right(self.offsets, offset) - 1
@@ -112,7 +112,7 @@ class Partition:
 
 
 class Store:
-    """All partitions and the one flusher that many producers share."""
+    """All partitions, with one flusher that all producers share."""
 
     def __init__(self, folder: Path, partitions: int, flush: str) -> None:
         self.folder = folder
@@ -126,7 +126,7 @@ class Store:
         self.flushing = False
 
     def topic(self, name: bytes) -> list[Partition]:
-        """The partitions of a topic, which is made when it is first named."""
+        """Return the partitions of a topic, which is created on first use."""
         found = self.topics.get(name)
         if found is None:
             paths = [self.folder / f"{name.decode()}-{index}.log" for index in range(self.partitions)]
@@ -150,13 +150,13 @@ class Store:
         respond()
 
     def sync_dirty(self) -> None:
-        """Sync in a thread what got a response before it was synced."""
+        """Sync files in a thread whose writes were acknowledged before the sync."""
         files = [partition.file for partition in self.dirty]
         self.dirty = {}
         asyncio.get_running_loop().run_in_executor(None, sync_files, files)
 
     def flush(self) -> None:
-        """Sync all that is dirty in a thread; what comes meanwhile shares the next one."""
+        """Sync all dirty files in a thread; later writes share the next sync."""
         self.flushing = True
         dirty = [(partition, partition.end_offset, partition.end_position) for partition in self.dirty]
         responding, self.waiting = self.waiting, []
@@ -182,7 +182,7 @@ def sync_files(files: list[int]) -> None:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Receives into one reused buffer, so no byte is copied between socket and file."""
+    """Receives into one reused buffer, so that no byte is copied between socket and file."""
 
     def __init__(self, store: Store, address: tuple[str, int]) -> None:
         self.store = store
@@ -225,7 +225,7 @@ class Connection(asyncio.BufferedProtocol):
         self.make_room(at)
 
     def make_room(self, at: int) -> None:
-        """Move what is left of an unfinished frame to the front when the frame would not fit behind it."""
+        """Move an incomplete frame to the front of the buffer if the rest does not fit."""
         left = self.end - at
         if not left:
             self.start = self.end = 0
@@ -250,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
         self.send([struct.pack(">ii", 4 + len(body), correlation) + body])
 
     def send(self, parts: list[bytes]) -> None:
-        """Send at the end of this turn of the loop: what is sent together costs one call to the kernel."""
+        """Send at the end of this loop iteration, so that all responses share one system call."""
         if not self.unsent:
             asyncio.get_running_loop().call_soon(self.send_now)
         self.unsent += parts
@@ -300,21 +300,25 @@ class Connection(asyncio.BufferedProtocol):
         for _ in range(topics):
             name, at = self.text(at)
             topic = self.store.topic(name)
-            asked = []
+            partition_count = []
             count = self.integer(at)
             at += 4
             for _ in range(count):
                 index, _, offset, _, limit = _FETCH_PARTITION.unpack_from(self.view, at)
                 at += _FETCH_PARTITION.size
-                asked.append((index, offset, limit, topic[index]))
-            wanted.append((name, asked))
-        if any(offset < partition.visible_offset for _, asked in wanted for _, offset, _, partition in asked):
+                partition_count.append((index, offset, limit, topic[index]))
+            wanted.append((name, partition_count))
+        if any(
+            offset < partition.visible_offset
+            for _, partition_count in wanted
+            for _, offset, _, partition in partition_count
+        ):
             self.send_fetched(correlation, wanted, bytes_max)
         else:
             self.wait(correlation, wanted, bytes_max, wait_ms)
 
     def wait(self, correlation: int, wanted: Wanted, bytes_max: int, wait_ms: int) -> None:
-        """Keep the fetch until the first append to one of its partitions, or until its time is up."""
+        """Hold the fetch until the first append to one of its partitions, or until it times out."""
         done = False
 
         def wake() -> None:
@@ -325,18 +329,18 @@ class Connection(asyncio.BufferedProtocol):
                 self.send_fetched(correlation, wanted, bytes_max)
 
         timer = asyncio.get_running_loop().call_later(wait_ms / 1000, wake)
-        for _, asked in wanted:
-            for _, _, _, partition in asked:
+        for _, partition_count in wanted:
+            for _, _, _, partition in partition_count:
                 partition.waiting[self] = wake
 
     def send_fetched(self, correlation: int, wanted: Wanted, bytes_max: int) -> None:
-        """Respond with the bytes as they lie in the files."""
+        """Respond with the bytes of the files."""
         pieces: list[tuple[bytes, int, int, int]] = []
         head = bytearray(struct.pack(">ihii", 0, 0, 0, len(wanted)))
         total = 4
-        for name, asked in wanted:
-            head += _I16.pack(len(name)) + name + _I32.pack(len(asked))
-            for index, offset, limit, partition in asked:
+        for name, partition_count in wanted:
+            head += _I16.pack(len(name)) + name + _I32.pack(len(partition_count))
+            for index, offset, limit, partition in partition_count:
                 position, size = partition.find(offset, min(limit, max(bytes_max, 1)))
                 bytes_max -= size
                 end = partition.visible_offset
@@ -348,7 +352,7 @@ class Connection(asyncio.BufferedProtocol):
         self.send([struct.pack(">ii", total + len(head), correlation)])
         for before, file, size, position in pieces:
             self.send([before, os.pread(file, size, position)])
-            # The client takes a large response off the socket while the rest of it is still being read.
+            # The client receives a large response while the rest is still being read.
             if total > AT_ONCE_BYTES:
                 self.send_now()
         self.send([bytes(head)])
@@ -422,7 +426,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to reuse large blocks: giving them back to the kernel each time costs a page fault per 4 KiB sent."""
+    """Tell glibc to reuse large blocks: returning them to the kernel costs a page fault per 4 KiB sent."""
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:

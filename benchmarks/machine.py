@@ -1,4 +1,4 @@
-"""Where the numbers come from: the facts about this machine, and making it ready to be measured on."""
+"""Facts about this machine, and its preparation for measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOUCHED_BYTES_MAX = 8 * 1024**3
 
 
 def facts() -> dict[str, Any]:
-    """The facts about the machine that a reader needs to judge the numbers."""
+    """Return the facts about the machine that are needed to interpret the numbers."""
     folder = tempfile.gettempdir()
     return {
         "cores": os.cpu_count(),
@@ -35,7 +35,7 @@ def _cpu_model() -> str:
 
 
 def file_system(folder: str, mounts: str) -> str:
-    """The type of the file system that a folder lies on, given the table of mounts."""
+    """Return the type of a folder's file system, given the table of mounts."""
     found, depth = "unknown", -1
     for line in mounts.splitlines():
         _, point, kind, *_ = line.split()
@@ -46,10 +46,10 @@ def file_system(folder: str, mounts: str) -> str:
 
 
 def touch_memory() -> None:
-    """Have the machine hand out memory before the clock runs.
+    """Allocate memory before the measurements.
 
-    A virtual machine gets its memory from its host when a page is first used. Without this, the first rounds pay for
-    the page cache of the files, and what is measured is the host.
+    A virtual machine gets its memory from its host when a page is first used. Otherwise the first rounds would include
+    the cost of the page cache, and measure the host.
     """
     size = min(psutil.virtual_memory().available // 2, TOUCHED_BYTES_MAX)
     mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()

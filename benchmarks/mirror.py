@@ -1,8 +1,8 @@
-"""`make bench-mirror`: the lag of a mirror, what it costs beside MirrorMaker 2, and how long failover and reverse take.
+"""`make bench-mirror`: the lag and cost of a mirror, compared with MirrorMaker 2, and the time of failover and reverse.
 
     python -m benchmarks.mirror [--full] [--peer] [--move] [--delay-ms MS]
 
-One node on each side, on loopback, or behind a link with a delay. Measured are
+One node on each side, on loopback, or behind a link with a delay. It measures
 
 - the lag: from when the source acknowledges a message until a consumer of the target has it, at 10 and 100 MB/s;
 - the CPU seconds for each GB that is copied, of the source and of the target; with `--peer` also those of MirrorMaker 2
@@ -11,8 +11,8 @@ One node on each side, on loopback, or behind a link with a delay. Measured are
 - how many bytes `reverse` sends when both sides have written 1 MB since they were equal;
 - with `--move`, how long it takes to move a backlog from Apache Kafka, and its cutover.
 
-The short form takes less than a minute without `--peer`; `--full` copies 1 GB and measures for longer. A rate that this
-machine cannot produce is reported as what it was.
+The short form takes less than a minute without `--peer`; `--full` copies 1 GB and measures for longer. If this
+machine cannot reach a rate, the actual rate is reported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from millstream_testing.server import Server
 
 MB = 1_000_000
 MESSAGE_BYTES = 50_000
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 PARTITIONS = 4
 MIRROR = "bench"
 _POM = Path(__file__).parent / "peers" / "mirror_maker.pom.xml"
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
 
 
 class Lag(NamedTuple):
-    """How long messages were on their way, and how many MB/s there were."""
+    """The latency of messages through the mirror, and the actual rate."""
 
     p50_ms: float
     p99_ms: float
@@ -81,14 +81,14 @@ class Pair:
             site.close()
 
     def address(self, server: Server) -> str:
-        """Where the other side reaches a server."""
+        """Return the address of a server for the other side."""
         (site,) = (one for one in self._sites if server in one.nodes)
         return site.outside if self._is_delayed else server.kafka
 
     def mirror(self, topic: str) -> None:
         """Let the target follow a topic."""
         name = f"{MIRROR}-{topic}"
-        _done(
+        _checked(
             CommandLine(self.target.kafka)(
                 "mirror", "create", name, "--from", self.address(self.source), "--topics", topic
             )
@@ -116,7 +116,7 @@ def main() -> int:
                 flush=True,
             )
         print(measure_copy(pair, sizes.backlog_mb), flush=True)
-        print(measure_way_back(pair), flush=True)
+        print(measure_failback(pair), flush=True)
         if arguments.peer:
             try:
                 print(measure_peer(pair, sizes.backlog_mb, Path(folder)), flush=True)
@@ -134,11 +134,11 @@ def main() -> int:
 
 
 def measure_lag(pair: Pair, rate_mb: int, seconds: float) -> Lag:
-    """Publish at a rate; compare when messages were acknowledged here and read there."""
+    """Publish at a rate; compare the times of acknowledgement at the source and of arrival at the target."""
     topic = f"lag-{rate_mb}"
     _create(pair.source, topic)
     pair.mirror(topic)
-    _await_end(pair.target, topic, 0)
+    _wait_for_end(pair.target, topic, 0)
     stored: dict[tuple[int, int], float] = {}
     read: dict[tuple[int, int], float] = {}
     stopping = threading.Event()
@@ -147,20 +147,22 @@ def measure_lag(pair: Pair, rate_mb: int, seconds: float) -> Lag:
     began = time.monotonic()
     sent = _publish_at(pair.source, topic, rate_mb * MB, seconds, stored)
     took_s = time.monotonic() - began
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while len(read) < len(stored) and time.monotonic() < deadline:
         time.sleep(0.1)
     stopping.set()
     reader.join()
-    # The first second is the consumer's, which is still joining.
-    late = [1000 * max(0.0, read[place] - at) for place, at in stored.items() if at > began + 1 and place in read]
+    # The first second is ignored, because the consumer is still joining.
+    late = [
+        1000 * max(0.0, read[position] - at) for position, at in stored.items() if at > began + 1 and position in read
+    ]
     return Lag(percentile(late, 50), percentile(late, 99), sent / took_s / MB)
 
 
 def _publish_at(
     server: Server, topic: str, bytes_per_s: float, seconds: float, stored: dict[tuple[int, int], float] | None
 ) -> int:
-    """Publish for a while at a rate, or as fast as it goes; return the bytes."""
+    """Publish for some seconds at a rate, or as fast as possible; return the number of bytes."""
     producer = Producer(
         {
             "bootstrap.servers": server.kafka,
@@ -172,8 +174,8 @@ def _publish_at(
 
     def delivered(error: object, message: object) -> None:
         if error is None and stored is not None:
-            place = message.partition(), message.offset()  # type: ignore[attr-defined]
-            stored[place] = time.monotonic()
+            position = message.partition(), message.offset()  # type: ignore[attr-defined]
+            stored[position] = time.monotonic()
 
     body, sent, began = os.urandom(MESSAGE_BYTES), 0, time.monotonic()
     while (now := time.monotonic()) < began + seconds:
@@ -182,7 +184,7 @@ def _publish_at(
             continue
         _produce(producer, topic, body, delivered)
         sent += len(body)
-    producer.flush(PATIENCE_S)
+    producer.flush(TIMEOUT_S)
     return sent
 
 
@@ -217,7 +219,7 @@ def measure_copy(pair: Pair, megabytes: int) -> str:
     end = _fill(pair.source, topic, megabytes)
     with _cpu(pair) as used:
         pair.mirror(topic)
-        took_s = _await_end(pair.target, topic, end)
+        took_s = _wait_for_end(pair.target, topic, end)
     return _cost("Millstream", used, megabytes, took_s)
 
 
@@ -249,11 +251,11 @@ emit.heartbeats.enabled = false
         command = [*java, "org.apache.kafka.connect.mirror.MirrorMaker", str(properties)]
         maker = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     try:
-        # What it needs to start is not counted.
-        _await_end(pair.target, f"source.{topic}", 1)
+        # Its startup is not counted.
+        _wait_for_end(pair.target, f"source.{topic}", 1)
         done = sum(_ends(pair.target, f"source.{topic}"))
         with _cpu(pair, maker.pid) as used:
-            took_s = _await_end(pair.target, f"source.{topic}", end)
+            took_s = _wait_for_end(pair.target, f"source.{topic}", end)
         return _cost("MirrorMaker 2", used, megabytes * (1 - done / end), took_s)
     finally:
         maker.kill()
@@ -267,10 +269,10 @@ def measure_move(pair: Pair, megabytes: int, folder: Path) -> str:
         end = _fill(peer, topic, megabytes)
         target = CommandLine(pair.target.kafka)
         with _cpu_of({"Kafka": peer.pid, "target": pair.target.pid}) as used:
-            _done(target("mirror", "create", name, "--from", peer.kafka, "--topics", topic))
-            took_s = _await_end(pair.target, topic, end)
+            _checked(target("mirror", "create", name, "--from", peer.kafka, "--topics", topic))
+            took_s = _wait_for_end(pair.target, topic, end)
         began = time.monotonic()
-        done = _done(target("mirror", "cutover", name, "--json", "--yes")).document
+        done = _checked(target("mirror", "cutover", name, "--json", "--yes")).document
         cutover_s = time.monotonic() - began
         if not done["complete"]:
             raise SystemExit("the cutover was not complete")
@@ -301,24 +303,24 @@ def _cost(name: str, used: dict[str, float], megabytes: float, took_s: float) ->
     return f"{name}: {total:.1f} CPU seconds for each GB ({each}), {megabytes / took_s:.0f} MB/s"
 
 
-# -- failover and the way back ------------------------------------------------------------------------------------
+# -- failover and failback -----------------------------------------------------------------------------------------
 
 
-def measure_way_back(pair: Pair) -> str:
+def measure_failback(pair: Pair) -> str:
     """Fail over, let both sides write 1 MB, and reverse; return what that took."""
     name = f"{MIRROR}-backlog"
     began = time.monotonic()
-    report = _done(CommandLine(pair.target.kafka)("mirror", "failover", name, "--json", "--yes")).document
+    report = _checked(CommandLine(pair.target.kafka)("mirror", "failover", name, "--json", "--yes")).document
     took_s = time.monotonic() - began
     for server in (pair.source, pair.target):
         producer = Producer({"bootstrap.servers": server.kafka})
         for _ in range(MB // MESSAGE_BYTES):
             _produce(producer, "backlog", os.urandom(MESSAGE_BYTES))
-        producer.flush(PATIENCE_S)
+        producer.flush(TIMEOUT_S)
     began = time.monotonic()
     target = CommandLine(pair.target.kafka)
-    _done(target("mirror", "reverse", name, "--address", pair.address(pair.target), "--json", "--yes"))
-    _await_end(pair.source, "backlog", sum(_ends(pair.target, "backlog")))
+    _checked(target("mirror", "reverse", name, "--address", pair.address(pair.target), "--json", "--yes"))
+    _wait_for_end(pair.source, "backlog", sum(_ends(pair.target, "backlog")))
     metrics = httpx.get(f"http://{pair.source.http}/metrics", timeout=30).text
     (sent,) = (
         float(line.rpartition(" ")[2])
@@ -334,24 +336,24 @@ def measure_way_back(pair: Pair) -> str:
 # -- topics -------------------------------------------------------------------------------------------------------
 
 
-def _done(outcome: Outcome) -> Outcome:
+def _checked(outcome: Outcome) -> Outcome:
     if outcome.code != 0:
         raise SystemExit(outcome.err)
     return outcome
 
 
 def _create(server: Server, topic: str) -> None:
-    _done(CommandLine(server.kafka)("topic", "create", topic, "--partitions", str(PARTITIONS)))
+    _checked(CommandLine(server.kafka)("topic", "create", topic, "--partitions", str(PARTITIONS)))
 
 
 def _fill(server: Server, topic: str, megabytes: int) -> int:
-    """Create a topic with so many MB; return the number of messages."""
+    """Create a topic with this many MB; return the number of messages."""
     _create(server, topic)
     producer = Producer({"bootstrap.servers": server.kafka, "linger.ms": 5, "batch.size": 1_000_000})
     body, count = os.urandom(MESSAGE_BYTES), megabytes * MB // MESSAGE_BYTES
     for _ in range(count):
         _produce(producer, topic, body)
-    producer.flush(PATIENCE_S)
+    producer.flush(TIMEOUT_S)
     return count
 
 
@@ -364,17 +366,17 @@ def _ends(server: Server, topic: str) -> list[int]:
         consumer.close()
 
 
-def _await_end(server: Server, topic: str, end: int) -> float:
-    """Wait until a topic has so many offsets; return how long that took."""
+def _wait_for_end(server: Server, topic: str, end: int) -> float:
+    """Wait until a topic reaches an end offset; return the seconds."""
     began = time.monotonic()
-    while time.monotonic() < began + PATIENCE_S:
+    while time.monotonic() < began + TIMEOUT_S:
         found = CommandLine(server.kafka)("topic", "describe", topic, "--json")
         if found.code == 0:
             has = sum(one["end"] or 0 for one in found.document["partitions"])
             if has >= end:
                 return time.monotonic() - began
         time.sleep(0.05)
-    raise SystemExit(f"{topic} does not reach offset {end} within {PATIENCE_S:g} s")
+    raise SystemExit(f"{topic} does not reach offset {end} within {TIMEOUT_S:g} s")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the servers are called in every table, and the order in which they stand there."""
+"""The names of the servers in all tables, and their order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _FIRST = (LIMIT, MILLSTREAM, KAFKA, BARE)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Each name once: first those that are in every line, last the client alone, between them the other peers."""
+    """Return each name once: first the servers of every line, then other peers, last the client alone."""
     known = {name: place for place, name in enumerate(_FIRST)}
     return sorted(set(names), key=lambda name: (name == DISCARD, known.get(name, len(known)), name))

@@ -1,4 +1,4 @@
-"""Where one message waits, and what it costs the server, at ordinary rates.
+"""The latency of single messages by step, and their cost, at ordinary rates.
 
     python -m benchmarks.one_message [--rates 100,1000] [--workers N] [--seconds S] [--rounds N] [--flush always|os]
                                      [--against FOLDER] [--trace] [--strace] [--floor]
@@ -6,13 +6,13 @@
 A message is published, leased to a worker and accepted, over bare sockets. At each rate: the time from when a message
 is due until its publisher gets a response and until a worker has it, and the time until the worker's acceptance gets
 a response; the server's CPU time, context switches and wake-ups of its loop for each message. `--against` measures
-another working tree in turn with this one, in the same run, since a shared machine is never quiet for long.
+another working tree alternately with this one, in the same run, since a shared machine is never idle for long.
 
-`--floor` shows what a publish takes by itself, without workers, beside what it cannot do without at that rate: a sync
-of a file, and a round trip to the limit server that keeps nothing.
+`--floor` measures a publish without workers, and its lower bounds at that rate: a sync of a file, and a round trip to
+the limit server that stores nothing.
 
-`--trace` lets messages pass one by one through a server whose hand-overs are timed, and prints the median of each
-step. `--strace` counts the system calls for each message, where strace may attach.
+`--trace` sends messages one by one through a server with timed steps, and prints the median of each step. `--strace`
+counts the system calls for each message, where strace may attach.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ TRACED: Final = 300
 TRACE_PAUSE_S: Final = 0.003
 END_S_MAX: Final = 10.0
 IDLE_S_MAX: Final = 30.0
-IDLE_LOOK_S: Final = 0.5
+IDLE_POLL_S: Final = 0.5
 ROOT: Final = Path(__file__).parent.parent
 _SIZE: Final = struct.Struct(">i")
 _ADMIN_S_MAX: Final = 30.0
@@ -95,13 +95,13 @@ class Peer:
         """Send a whole request."""
         self._socket.sendall(frame)
 
-    def ask(self, key: int, body: bytes) -> None:
+    def send_private(self, key: int, body: bytes) -> None:
         """Send one of Millstream's private requests."""
         head = request_head(key, 0, 1, "bench")
         self._socket.sendall(_SIZE.pack(len(head) + len(body)) + head + body)
 
     def read(self) -> None:
-        """Take what has arrived."""
+        """Receive available bytes, and process complete responses."""
         received = self._socket.recv(1 << 20)
         if not received:
             raise ConnectionError("the server closed the connection")
@@ -116,14 +116,14 @@ class Peer:
 
 
 class Times(NamedTuple):
-    """Nanoseconds for each message: when it was acknowledged and when received; and how long acceptances took."""
+    """The acknowledgement and receive times of each message, and the durations of acceptances, in nanoseconds."""
 
     published: np.ndarray[Any, np.dtype[np.int64]]
     received: np.ndarray[Any, np.dtype[np.int64]]
     settled: list[int]
 
 
-class Load:
+class MessageLoad:
     """A publisher and some workers in one thread; messages are numbered by their offsets."""
 
     def __init__(self, address: str, topic: str, workers: int) -> None:
@@ -157,7 +157,7 @@ class Load:
             self.accepted += count
             self.on_event("client: acceptance response")
             if not self.receives_at_once:
-                receiving.ask(RECEIVE_KEY, request)
+                receiving.send_private(RECEIVE_KEY, request)
 
         def received(frame: bytes) -> None:
             now = time.monotonic_ns()
@@ -165,7 +165,7 @@ class Load:
             if response.error:
                 raise RuntimeError(response.message)
             if not response.partitions or self.receives_at_once:
-                receiving.ask(RECEIVE_KEY, request)
+                receiving.send_private(RECEIVE_KEY, request)
             if not response.partitions:
                 return
             self.on_event("client: message received")
@@ -176,10 +176,10 @@ class Load:
                     count += lease.end - lease.start
             self.received += count
             sent.append((time.monotonic_ns(), count))
-            settling.ask(SETTLE_KEY, encode(SettleRequest(self._topic, worker, _acceptances(response))))
+            settling.send_private(SETTLE_KEY, encode(SettleRequest(self._topic, worker, _acceptances(response))))
 
         receiving.on_response, settling.on_response = received, settled
-        receiving.ask(RECEIVE_KEY, request)
+        receiving.send_private(RECEIVE_KEY, request)
 
     def _published(self, frame: bytes) -> None:
         self._times.published[self._responded - self._base] = time.monotonic_ns()
@@ -210,7 +210,7 @@ class Load:
             self._publisher.send(self._frame)
             self._sent += 1
             self._finish()
-            # The worker's next request has arrived by then.
+            # By then the worker's next request has arrived.
             time.sleep(TRACE_PAUSE_S)
 
     def _begin(self, count: int) -> Times:
@@ -246,22 +246,22 @@ def _acceptances(response: ReceiveResponse) -> list[PartitionSettles]:
 
 
 @contextmanager
-def opened(server: Server, topic: str, flush: str, workers: int) -> Iterator[Load]:
-    """A new topic with a subscription, and the clients."""
+def opened(server: Server, topic: str, flush: str, workers: int) -> Iterator[MessageLoad]:
+    """Create a topic with a subscription, and its clients."""
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     admin.create_topics([NewTopic(topic, 1, 1, config={"flush": flush})])[topic].result(_ADMIN_S_MAX)
     with selectors.DefaultSelector() as selector:
         responses: list[bytes] = []
         peer = Peer(server.kafka, selector)
         peer.on_response = responses.append
-        peer.ask(CREATE_KEY, encode(CreateSubscriptionRequest(topic, [topic], {})))
+        peer.send_private(CREATE_KEY, encode(CreateSubscriptionRequest(topic, [topic], {})))
         while not responses:
             peer.read()
         peer.close()
         created = decode(responses[0][response_body_at(CREATE_KEY, 0, responses[0]) :], Response)
         if created.error:
             raise RuntimeError(created.message)
-    load = Load(server.kafka, topic, workers)
+    load = MessageLoad(server.kafka, topic, workers)
     try:
         yield load
     finally:
@@ -272,7 +272,7 @@ def opened(server: Server, topic: str, flush: str, workers: int) -> Iterator[Loa
 
 
 class TreeServer(Server):
-    """A server that runs the code of a working tree, with its hand-overs timed if there is a file for the times."""
+    """A server that runs the code of a working tree, with timed steps if there is a file for the times."""
 
     def __init__(self, data: Path, tree: Path, trace: Path | None = None) -> None:
         super().__init__(data)
@@ -288,7 +288,7 @@ class TreeServer(Server):
 
 
 class Usage(NamedTuple):
-    """What a server has used so far."""
+    """The resources that a server has used so far."""
 
     user_s: float
     system_s: float
@@ -304,19 +304,19 @@ class Usage(NamedTuple):
         return cls(cpu.user_s, cpu.system_s, switches)
 
 
-def await_idle(pid: int) -> None:
-    """Wait until a server that was just started, and its children, have nothing left to do."""
+def wait_until_idle(pid: int) -> None:
+    """Wait until a server and its children are idle after the start."""
     deadline = time.monotonic() + IDLE_S_MAX
     before = sum(cpu_of(pid))
     while time.monotonic() < deadline:
-        time.sleep(IDLE_LOOK_S)
+        time.sleep(IDLE_POLL_S)
         used, before = sum(cpu_of(pid)) - before, sum(cpu_of(pid))
-        if used < IDLE_LOOK_S / 20:
+        if used < IDLE_POLL_S / 20:
             return
 
 
 def count_system_calls(pid: int, run: Callable[[], None]) -> Counter[str] | None:
-    """The system calls that a process makes meanwhile; None where strace cannot attach."""
+    """Return the system calls of a process during a run; None if strace cannot attach."""
     strace = shutil.which("strace")
     if strace is None:
         return None
@@ -355,11 +355,11 @@ POINTS: Final = (
     ("broker.subscriptions.receiving", "Wait.deliver", "before", "leased"),
     ("broker.net.connection", "Connection._send", "before", "response handed to the socket"),
 )
-"""Where the hand-overs are: module, function, whether its start or its end counts, and what has happened then."""
+"""The timed steps: module, function, whether its start or its end is recorded, and the name of the event."""
 
 
 def serve_traced(file: Path, arguments: Sequence[str]) -> None:
-    """Run a server and write down when each hand-over happened, and how many tasks were created meanwhile."""
+    """Run a server, and record the time of each step and the created tasks."""
     events: list[tuple[int, str]] = []
 
     def timed(function: Callable[..., Any], when: str, name: str) -> Callable[..., Any]:
@@ -402,7 +402,7 @@ def serve_traced(file: Path, arguments: Sequence[str]) -> None:
 
 
 def trace(folder: Path, tree: Path, flush: str) -> Table:
-    """The median time of each step of one message, and the tasks that the server creates for it."""
+    """Return the median time of each step of a message, and print the number of tasks that it creates."""
     file = folder / "trace.json"
     events: list[tuple[int, str]] = []
     with TreeServer(folder / "traced", tree, file) as server:
@@ -449,8 +449,8 @@ COLUMNS: Final = (
 )
 
 
-def measure(server: Server, load: Load, rate_per_s: int, seconds: float) -> list[float]:
-    """One round at one rate: what the columns show."""
+def measure(server: Server, load: MessageLoad, rate_per_s: int, seconds: float) -> list[float]:
+    """Measure one round at one rate; return the columns."""
     load.run(rate_per_s, WARM_S)
     before = Usage.of(server.pid)
     schedule, times = load.run(rate_per_s, seconds)
@@ -471,13 +471,13 @@ def measure(server: Server, load: Load, rate_per_s: int, seconds: float) -> list
 def compare(console: Console, given: argparse.Namespace, trees: dict[str, Path], folder: Path) -> None:
     """Measure every tree at every rate, in turn."""
     with ExitStack() as stack:
-        loads: dict[str, tuple[Server, Load]] = {}
+        loads: dict[str, tuple[Server, MessageLoad]] = {}
         for name, tree in trees.items():
             started = stack.enter_context(TreeServer(folder / name, tree))
             loads[name] = started, stack.enter_context(opened(started, "messages", given.flush, given.workers))
         for server, load in loads.values():
             load.run(given.rates[-1], WARM_S)
-            await_idle(server.pid)
+            wait_until_idle(server.pid)
         for rate in given.rates:
             title = f"{rate:,} messages/s, {given.workers} workers, flush={given.flush}; CPU and switches per message"
             table = Table(title, ["", *COLUMNS])
@@ -499,8 +499,8 @@ def compare(console: Console, given: argparse.Namespace, trees: dict[str, Path],
                 console.print(system_calls(name, *loads[name], given).rich())
 
 
-def system_calls(name: str, server: Server, load: Load, given: argparse.Namespace) -> Table:
-    """The system calls of each message at the first rate, the most frequent first."""
+def system_calls(name: str, server: Server, load: MessageLoad, given: argparse.Namespace) -> Table:
+    """Return the system calls per message at the first rate, most frequent first."""
     rate = given.rates[0]
     count = int(rate * given.seconds)
     table = Table(f"{name}: system calls for each message at {rate:,}/s", ["call", "times"])
@@ -512,7 +512,7 @@ def system_calls(name: str, server: Server, load: Load, given: argparse.Namespac
 
 
 def sync_at_rate(folder: Path, rate_per_s: int, seconds: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Milliseconds of a bare sync behind a small write, at a rate."""
+    """Return the milliseconds of a bare sync after a small write, at a rate."""
     schedule = Schedule(time.monotonic_ns(), rate_per_s, int(rate_per_s * seconds))
     took_ms = np.zeros(schedule.count)
     descriptor = os.open(folder / "synced", os.O_CREAT | os.O_WRONLY)
@@ -529,13 +529,13 @@ def sync_at_rate(folder: Path, rate_per_s: int, seconds: float) -> np.ndarray[An
 
 
 def floor(console: Console, given: argparse.Namespace, folder: Path) -> None:
-    """What a publish takes beside a sync and a round trip, in turn."""
+    """Measure a publish, a sync and a round trip in turn."""
     with ExitStack() as stack:
         limits = {}
-        for name, flush in (("the limit server, keeping nothing", "discard"), ("the limit server", given.flush)):
+        for name, flush in (("the limit server, storing nothing", "discard"), ("the limit server", given.flush)):
             settings = {"flush": flush, "partitions": 1}
             server = stack.enter_context(LimitServer(folder / flush, settings=settings))
-            limits[name] = Load(server.kafka, "floor", 0)
+            limits[name] = MessageLoad(server.kafka, "floor", 0)
         own = stack.enter_context(TreeServer(folder / "own", ROOT))
         limits["this tree"] = stack.enter_context(opened(own, "floor", given.flush, 0))
         for rate in given.rates:
@@ -562,7 +562,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rates", type=lambda text: [int(one) for one in text.split(",")], default=[100, 1000])
     parser.add_argument("--workers", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for how long messages are published in a round")
+    parser.add_argument("--seconds", type=float, default=3.0, help="the duration of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flush", choices=("always", "os"), default="always")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another working tree, measured in turn")

@@ -1,10 +1,10 @@
-"""Clients that take all they can get: each connection sends the same request again without waiting for responses.
+"""Clients that flood a broker: each connection repeats the same request without waiting for responses.
 
 python -m benchmarks.overload_flood KIND CONNECTIONS SECONDS HOST:PORT TOPIC
 
-`chaos_overload` starts it as its own process, so that it competes with the broker and not with what measures. It
-prints one line of JSON with what was sent and what got a response. Requests are such as clients send: heartbeats come
-from a member of a group, and a share fetch acquires messages in its own session, which the next request closes.
+`chaos_overload` starts it as its own process, so that it competes with the broker and not with the measurement. It
+prints one line of JSON with its counters. Requests are those of real clients: heartbeats come from a member of a group,
+and a share fetch acquires messages in its own session, which the next request closes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SENT_AHEAD_BYTES: Final = 256 * 1024
 RECONNECT_S: Final = 0.05
 PENDING_S_MAX: Final = 60.0
 _ERROR_AT, _NO_ERROR = 13, b"\0\0"
-"""Where the error code stands in a frame: behind size, correlation id, tags and throttle time."""
+"""The position of the error code in a frame: after size, correlation id, tags and throttle time."""
 
 
 def _frame(key: int, version: int, *body: bytes | bytearray | memoryview) -> bytes:
@@ -66,12 +66,12 @@ def _produce(topic: str) -> bytes:
 
 
 def _fetch(topic: str) -> bytes:
-    place = TopicPartition(topic, PartitionIndex(0))
-    return _frame(1, 12, write_fetch(12, {place: Offset(0)}, FetchLimits(max_wait_ms=0, max_bytes=1 << 20)))
+    partition = TopicPartition(topic, PartitionIndex(0))
+    return _frame(1, 12, write_fetch(12, {partition: Offset(0)}, FetchLimits(max_wait_ms=0, max_bytes=1 << 20)))
 
 
 def _share_fetch(group: str, topic_id: UUID | None) -> bytes:
-    """Open a session and acquire messages, then close it, which gives them back."""
+    """Open a session and acquire messages, then close it, which releases them."""
     partition = share_fetch.FetchPartition(partition_index=i32(0), acknowledgement_batches=())
     topics = (share_fetch.FetchTopic(topic_id=topic_id, partitions=(partition,)),)
     request = share_fetch.ShareFetchRequest(
@@ -102,7 +102,7 @@ def _heartbeat(group: str, member_id: str, epoch: int, topics: tuple[TopicName, 
 
 
 async def prepare(kind: str, address: str, topic: str) -> Callable[[], bytes]:
-    """Do what has to come before requests of a kind, and return what makes those of one connection."""
+    """Set up what requests of a kind need; return a factory for the request of each connection."""
     if kind in SAME_FOR_ALL:
         request = SAME_FOR_ALL[kind](topic)
         return lambda: request
@@ -115,8 +115,8 @@ async def prepare(kind: str, address: str, topic: str) -> Callable[[], bytes]:
         joined = await client.send(await client.coordinator("flood"), joining)
         if joined.error_code is not ErrorCode.none:
             raise SystemExit(f"a member could not join: {joined.error_code.name}: {joined.error_message}")
-        beat = write_request(1, "flood", _heartbeat("flood", member_id, joined.member_epoch))
-        return lambda: beat
+        heartbeat = write_request(1, "flood", _heartbeat("flood", member_id, joined.member_epoch))
+        return lambda: heartbeat
 
 
 SAME_FOR_ALL: dict[str, Callable[[str], bytes]] = {
@@ -139,7 +139,7 @@ class Flooder(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.received_bytes = 0
         self.first = b""
-        """How the first response begins."""
+        """The first bytes of the first response."""
         self.lost = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -164,7 +164,7 @@ class Flooder(asyncio.Protocol):
             self.first = (self.first + data)[: _ERROR_AT + 2]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The broker, or the end, has closed it."""
+        """Record that the connection was closed."""
         self._transport = None
         if not self.lost.done():
             self.lost.set_result(None)
@@ -190,13 +190,13 @@ class Flood:
         self.refused = 0
 
     async def run(self, connections: int, seconds: float) -> None:
-        """Send for some seconds, and again if nothing got a response, which says little on a busy machine."""
+        """Send for some seconds, and again if there was no response, which may happen on a busy machine."""
         request_of_connection = await prepare(self._kind, self._address, self._topic)
-        give_up = time.monotonic() + seconds + PENDING_S_MAX
+        deadline = time.monotonic() + seconds + PENDING_S_MAX
         while True:
             until = time.monotonic() + seconds
             await asyncio.gather(*(self._one(request_of_connection(), until) for _ in range(connections)))
-            if self.received_bytes or self._kind == SLOW_READER or time.monotonic() > give_up:
+            if self.received_bytes or self._kind == SLOW_READER or time.monotonic() > deadline:
                 return
 
     async def _one(self, request: bytes, until: float) -> None:
@@ -219,7 +219,7 @@ class Flood:
 
 
 def main(arguments: list[str]) -> None:
-    """Flood, then say what came of it."""
+    """Flood the broker, and print the counters."""
     kind, connections, seconds, address, topic = arguments
     flood = Flood(kind, address, topic)
     uvloop.run(flood.run(int(connections), float(seconds)))

@@ -1,4 +1,4 @@
-"""The results as pictures: rates, latency percentiles and CPU seconds, each with every server beside the others."""
+"""The results as plots: rates, latency percentiles and CPU seconds of all servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def color_of(name: str, names: list[str]) -> str:
-    """A color for each server, the same in every picture."""
+    """Return the color of a server, the same in every plot."""
     others = sorted(set(names) - set(COLORS))
     return COLORS.get(name) or _OTHERS[others.index(name) % len(_OTHERS)]
 
@@ -45,14 +45,13 @@ def _names(lines: list[Line]) -> list[str]:
 
 
 def axis_end(values: Sequence[float]) -> float:
-    """Where an axis ends: behind all but the few values that are so large that the others could not be
-    distinguished."""
+    """Return the end of an axis, which excludes a few very large values so that the others remain distinguishable."""
     usual = median(values)
     return max((value for value in values if value <= 6 * usual), default=0) or 1
 
 
 def _bars(lines: list[Line]) -> tuple[list[tuple[float, Line, str]], list[float], float]:
-    """Where each bar lies, where each line's label lies, and how tall all of it is, counted in bars from the top."""
+    """Return the positions of bars and labels and the total height, in bars from the top."""
     places, labels = [], []
     at = 0.0
     for line in lines:
@@ -130,7 +129,7 @@ def _latencies(lines: list[Line], path: Path) -> Path:
     """A row of dots for each server and line, on a logarithmic scale: p50, p99 and p99.9."""
     names = _names(lines)
     places, labels, height = _bars(lines)
-    figure, axes = _figure(height, "Latency at a fixed rate, from when a message should be sent (less is better)")
+    figure, axes = _figure(height, "Latency at a fixed rate, from the scheduled time of a message (less is better)")
     for at, line, name in places:
         values = [line.value(name, f"p{percent:g} ms") or 0 for percent in PERCENTS]
         axes.plot(values, [at] * len(values), color=color_of(name, names), linewidth=1.5, alpha=0.5)
@@ -139,7 +138,7 @@ def _latencies(lines: list[Line], path: Path) -> Path:
         axes.text(values[-1] * 1.08, at, f"{values[1]:,.2f}", va="center", fontsize=7, color="#444444")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("ms: p50 (circle), p99 (diamond; its number stands at the right), p99.9 (bar)")
+    axes.set_xlabel("ms: p50 (circle), p99 (diamond, with its value on the right), p99.9 (bar)")
     _label(axes, lines, labels, height)
     axes.set_yticks(labels, [f"{line.case.name}\n{line.direction}" for line in lines], fontsize=8)
     _legend(figure, names, [_patch(color_of(name, names)) for name in names])

@@ -1,4 +1,4 @@
-"""What a server and its children cost: CPU seconds from /proc/PID/stat, memory as it is resident while they work."""
+"""The cost of a server and its children: CPU seconds from /proc/PID/stat, and resident memory under load."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Cpu(NamedTuple):
 
 
 def tree_of(pid: int) -> list[int]:
-    """A process and everything it started that still runs."""
+    """Return a process and its running descendants."""
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def cpu_of(pid: int) -> Cpu:
-    """The CPU seconds of a process with all its threads, its children, and those of them that have ended."""
+    """Return the CPU seconds of a process, its threads and its children, including ended ones."""
     user = system = 0
     for each in tree_of(pid):
-        # The name of the program stands in parentheses and may hold spaces, so count from behind it.
+        # The program's name is in parentheses and may contain spaces, so count from the end of it.
         fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
         user += int(fields[11]) + int(fields[13])
         system += int(fields[12]) + int(fields[14])
@@ -42,7 +42,7 @@ def cpu_of(pid: int) -> Cpu:
 
 
 def resident_of(pid: int) -> int:
-    """The memory of one process that is in RAM, in bytes; 0 if it has ended."""
+    """Return the resident memory of a process in bytes; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except FileNotFoundError:
@@ -50,12 +50,12 @@ def resident_of(pid: int) -> int:
 
 
 def resident_of_tree(pid: int) -> int:
-    """The memory of a process and its children that is in RAM; what they share is counted more than once."""
+    """Return the resident memory of a process and its children; shared pages are counted more than once."""
     return sum(map(resident_of, tree_of(pid)))
 
 
 class PeakMemory:
-    """Looks at the memory of a process and its children, often, while something is measured."""
+    """Samples the memory of a process and its children during a measurement."""
 
     def __init__(self, pid: int) -> None:
         self._pids = tree_of(pid)
@@ -82,7 +82,7 @@ class PeakMemory:
 
 
 class Meter:
-    """Takes the CPU seconds and the peak of memory of a server, and the client's CPU seconds, around a measurement."""
+    """Measures the CPU seconds and peak memory of a server, and the client's CPU seconds."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

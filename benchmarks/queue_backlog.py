@@ -1,8 +1,8 @@
-"""What a backlog costs the server: resident memory with a million messages of which a tenth is leased, and CPU per
-message that is delivered and accepted, behind a short backlog and behind a long one.
+"""The cost of a backlog: resident memory with a million messages of which a tenth is leased, and CPU per delivered and
+accepted message after a short and after a long backlog.
 
-The leased messages are spread: a worker takes everything and gives nine of ten back, so that the queue has to know
-every single message. That is the most it can be made to remember of a backlog.
+The leased messages are spread: a worker leases everything and releases nine of ten, so that the queue has to track
+every single message, which is the worst case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 import uvloop
-from benchmarks.librdkafka import Load, Producer
+from benchmarks.librdkafka import PreparedMessages, Producer
 from benchmarks.processes import resident_of_tree
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
@@ -40,7 +40,7 @@ from millstream_testing.server import Server
 SHORT, MIDDLE, LONG = 10_000, 60_000, 1_000_000
 SIZE_BYTES: Final = 100
 ROUNDS, AT_ONCE, TAKEN = 10, 100, 5_000
-"""In each round so many messages are published, then taken and accepted, so many at once; only that counts."""
+"""The number of rounds, of messages per request, and of messages that are leased and accepted in a round."""
 _SLOW_AT_ONCE: Final = 10_000
 _EACH: Final = 10
 _REST_S: Final = 1.0
@@ -55,7 +55,7 @@ _SETTINGS: Final = {
 
 
 class Bench:
-    """A server with one topic of one partition, and a client for its messages as ranges, which opens none of them."""
+    """A server with one topic of one partition, and a client that leases ranges without decoding messages."""
 
     def __init__(self, server: Server, client: Client, topic: str) -> None:
         self._server = server
@@ -63,16 +63,16 @@ class Bench:
         self._topic = topic
 
     def publish(self, count: int) -> None:
-        """Messages into the topic."""
-        load = Load(1000, SIZE_BYTES)
+        """Publish messages to the topic."""
+        load = PreparedMessages(1000, SIZE_BYTES)
         settings = {"bootstrap.servers": self._server.kafka, "log_level": "0", "linger.ms": "5"}
         with closing(Producer(self._topic, settings)) as producer:
             for _ in range(count // load.count):
                 producer.send(load, 0, load.count)
             producer.flush(_RESPONSE_MS_MAX)
 
-    async def take(self, worker: str, count: int) -> list[LeasedRange]:
-        """Lease at most so many messages."""
+    async def lease(self, worker: str, count: int) -> list[LeasedRange]:
+        """Lease at most this many messages."""
         request = Receive(self._topic, worker, count, _BYTES_MAX, 0)
         body = await self._client.private(None, RECEIVE_KEY, msgspec.msgpack.encode(request))
         response = msgspec.msgpack.decode(body, type=ReceiveResponse)
@@ -81,7 +81,7 @@ class Bench:
         return [lease for part in response.partitions for lease in part.leases]
 
     async def settle(self, worker: str, ranges: Sequence[tuple[int, int]], verb: Verb) -> None:
-        """Say the same of some ranges."""
+        """Settle ranges with the same verb."""
         settled = [SettledRange(start, end, verb) for start, end in ranges]
         request = SettleRequest(self._topic, worker, [PartitionSettles(self._topic, 0, settled)])
         body = await self._client.private(None, SETTLE_KEY, msgspec.msgpack.encode(request))
@@ -90,20 +90,20 @@ class Bench:
             raise RuntimeError(f"messages could not be settled: {response}")
 
     async def lease_each_tenth(self, count: int) -> None:
-        """A slow worker takes all messages and keeps every tenth."""
+        """Lease all messages to a slow worker, which keeps every tenth."""
         held: list[LeasedRange] = []
         while sum(one.end - one.start for one in held) < count:
-            held += await self.take("slow", _SLOW_AT_ONCE)
+            held += await self.lease("slow", _SLOW_AT_ONCE)
         for lease in held:
-            given_back = [
+            released = [
                 (start, min(start + _EACH - 1, lease.end)) for start in range(lease.start + 1, lease.end, _EACH)
             ]
-            await self.settle("slow", given_back, Verb.RELEASE)
+            await self.settle("slow", released, Verb.RELEASE)
 
     async def cost_us(self) -> float:
-        """The server's CPU per message that is taken and accepted, while as many are published in between.
+        """Return the server's CPU per leased and accepted message, with as many published in between.
 
-        The least of all rounds: whatever else happens on the machine only adds to it.
+        It is the minimum of all rounds, since other load on the machine only adds to it.
         """
         costs: list[float] = []
         for _ in range(ROUNDS):
@@ -111,7 +111,7 @@ class Bench:
             await asyncio.sleep(0.1)
             before_ns, taken = _cpu_ns(self._server.pid), 0
             for _ in range(TAKEN // AT_ONCE):
-                leases = await self.take("quick", AT_ONCE)
+                leases = await self.lease("quick", AT_ONCE)
                 await self.settle("quick", [(one.start, one.end) for one in leases], Verb.ACCEPT)
                 taken += sum(one.end - one.start for one in leases)
             costs.append((_cpu_ns(self._server.pid) - before_ns) / taken / 1e3)
@@ -119,19 +119,19 @@ class Bench:
 
 
 def _cpu_ns(pid: int) -> int:
-    """What the threads of a process have used, finer than in ticks of the clock."""
+    """Return the CPU time of a process's threads, with a finer resolution than clock ticks."""
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
 
 
 def measure() -> dict[str, float]:
-    """Everything, on its own server."""
+    """Run all measurements on a new server."""
     found: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,
         Server(Path(folder) / "data") as server,
     ):
         for spread in (False, True):
-            # Where every tenth is leased, all that is taken has to come from the backlog.
+            # With every tenth message leased, all others come from the backlog.
             short = MIDDLE if spread else SHORT
             costs = [uvloop.run(_measure(server, backlog, spread, found)) for backlog in (short, LONG)]
             kind = "every tenth leased, in runs of nine" if spread else "not looked at yet"
@@ -143,7 +143,7 @@ def measure() -> dict[str, float]:
 
 
 async def _measure(server: Server, backlog: int, spread: bool, found: dict[str, float]) -> float:
-    """The cost of a message behind a backlog; also what the server's memory grows by, with the long one."""
+    """Return the cost of a message after a backlog, and record the growth of memory with the long one."""
     topic = f"backlog-{backlog}-{spread}".lower()
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(30)
@@ -151,7 +151,7 @@ async def _measure(server: Server, backlog: int, spread: bool, found: dict[str, 
         bench = Bench(server, client, topic)
         bench.publish(backlog)
         await SubscriptionClient(client).create(topic, [topic], _SETTINGS)
-        leases = await bench.take("quick", AT_ONCE)
+        leases = await bench.lease("quick", AT_ONCE)
         await bench.settle("quick", [(one.start, one.end) for one in leases], Verb.ACCEPT)
         if spread:
             before = await _resident(server)
@@ -165,6 +165,6 @@ async def _measure(server: Server, backlog: int, spread: bool, found: dict[str, 
 
 
 async def _resident(server: Server) -> int:
-    """The memory of the server, once it rests."""
+    """Return the memory of the server at rest."""
     await asyncio.sleep(_REST_S)
     return resident_of_tree(server.pid)

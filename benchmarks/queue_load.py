@@ -1,8 +1,8 @@
-"""What the Python clients of the queue benchmark share: they are programs that publish to a topic, take the messages
-with several workers and accept them. They say when they are ready, begin at a line on their input, and print what they
-measured as JSON, like the Go clients in `queue_clients`.
+"""Common parts of the queue benchmark's Python clients, which publish to a topic, receive the messages with several
+workers and accept them. They print when they are ready, start at a line on stdin, and print their results as JSON, like
+the Go clients in `queue_clients`.
 
-Both publish with librdkafka, which costs no Python per message.
+They publish with librdkafka, which runs no Python per message.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
-from benchmarks.callbacks import COUNT, ERROR, Notes, notes
-from benchmarks.librdkafka import Load, Producer, error_text
+from benchmarks.callbacks import COUNT, ERROR, Counters, counters
+from benchmarks.librdkafka import PreparedMessages, Producer, error_text
 from benchmarks.percentiles import NS_PER_S, Schedule, percentile
 
 _AT_ONCE: Final = 100
-_LOOK_MS: Final = 100
+_POLL_MS: Final = 100
 _TICK_S: Final = 0.0002
 _LOAD: Final = 10_000
 _RESPONSE_MS_MAX: Final = 60_000
@@ -34,20 +34,20 @@ def arguments(description: str, given: Sequence[str] | None = None) -> argparse.
     """Read the command line, which is that of the Go clients."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--address", required=True)
-    parser.add_argument("--queue", required=True, help="a topic that is there and empty")
-    parser.add_argument("--size", type=int, default=100, help="bytes of a message")
+    parser.add_argument("--queue", required=True, help="an existing empty topic")
+    parser.add_argument("--size", type=int, default=100, help="message size in bytes")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--publishers", type=int, default=1)
-    parser.add_argument("--backlog", type=int, default=20_000, help="how many messages may wait")
-    parser.add_argument("--batch", type=int, default=500, help="how many messages a worker takes at once")
-    parser.add_argument("--window", type=int, default=0, help="not needed here")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for how long messages are published")
-    parser.add_argument("--rate", type=int, default=0, help="messages a second; 0 for as many as possible")
+    parser.add_argument("--backlog", type=int, default=20_000, help="the maximum backlog")
+    parser.add_argument("--batch", type=int, default=500, help="the maximum number of messages per request of a worker")
+    parser.add_argument("--window", type=int, default=0, help="unused by this client")
+    parser.add_argument("--seconds", type=float, default=1.0, help="the duration of publishing")
+    parser.add_argument("--rate", type=int, default=0, help="messages per second; 0 for as many as possible")
     return parser.parse_args(given)
 
 
 class Run:
-    """What publishers and workers share; workers call `got` and `accept`."""
+    """The shared state of publishers and workers; workers call `record_received` and `record_accepted`."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
@@ -61,12 +61,12 @@ class Run:
 
     @property
     def is_timed(self) -> bool:
-        """Whether `got` wants to know the messages."""
+        """Whether `record_received` needs the numbers of messages."""
         return bool(self.given.rate)
 
     @property
     def is_received(self) -> bool:
-        """Whether workers have got everything there will be."""
+        """Whether workers have received all messages."""
         return self.is_published and self.received >= self.published
 
     @property
@@ -74,20 +74,20 @@ class Run:
         """Whether everything is accepted."""
         return self.is_published and self.accepted >= self.published
 
-    def got(self, count: int, numbers: Sequence[int] = ()) -> None:
-        """A worker has got messages; at a fixed rate they have numbers."""
+    def record_received(self, count: int, numbers: Sequence[int] = ()) -> None:
+        """Record received messages; at a fixed rate they have numbers."""
         if numbers:
             self._arrived.append((time.monotonic_ns(), np.array(numbers, np.int64)))
         with self._lock:
             self.received += count
 
-    def accept(self, count: int) -> None:
-        """Messages are accepted."""
+    def record_accepted(self, count: int) -> None:
+        """Record accepted messages."""
         with self._lock:
             self.accepted += count
 
     def begin(self) -> None:
-        """Say that everything is ready, and wait until it begins."""
+        """Print that the client is ready, and wait for the start signal."""
         print(json.dumps({"ready": True}), flush=True)
         if not sys.stdin.readline():
             raise SystemExit("no start signal arrived")
@@ -96,7 +96,7 @@ class Run:
         self._schedule = Schedule(self._began_ns, self._schedule.rate_per_s, self._schedule.count)
 
     def end(self) -> None:
-        """Print what was measured."""
+        """Print the results."""
         elapsed_s = (time.monotonic_ns() - self._began_ns) / NS_PER_S
         measured = {"messages": self.accepted, "seconds": elapsed_s, "cpu_s": _cpu_s() - self._cpu_s}
         if self.is_timed:
@@ -112,12 +112,12 @@ class Run:
 
     @property
     def schedule(self) -> Schedule:
-        """When messages are due, at a fixed rate."""
+        """The schedule of messages at a fixed rate."""
         return self._schedule
 
 
 class Publishers:
-    """Publish in threads of their own, as fast as the backlog allows or when messages are due."""
+    """Publish in threads, as fast as the backlog allows or when messages are due."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -129,22 +129,24 @@ class Publishers:
             "acks": "all",
             "linger.ms": "0" if 0 < given.rate <= 1000 else "1" if given.rate else "5",
         }
-        self._reports = [notes() for _ in range(given.publishers)]
+        self._reports = [counters() for _ in range(given.publishers)]
         self._producers = [
             self._stack.enter_context(closing(Producer(given.queue, settings, reports))) for reports in self._reports
         ]
         timed = int(given.rate * given.seconds)
-        self._load = Load(timed, given.size, numbered=True) if timed else Load(_LOAD, given.size)
+        self._load = (
+            PreparedMessages(timed, given.size, numbered=True) if timed else PreparedMessages(_LOAD, given.size)
+        )
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
-        """Connect; the first response of each is not what is measured, and its message is not counted."""
+        """Connect, and publish a first message that is not measured."""
         for producer in self._producers:
             producer.end_offset(0)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Let go of them."""
+        """Release the producers."""
         for thread in self._threads:
             thread.join()
         self._stack.close()
@@ -182,7 +184,7 @@ class Publishers:
         return sent
 
     def _at_rate(self, producer: Producer) -> int:
-        """One publisher sends all that is due."""
+        """Send all messages that are due from one publisher."""
         if producer is not self._producers[0]:
             return 0
         schedule, sent = self._run.schedule, 0
@@ -197,7 +199,7 @@ class Publishers:
                 time.sleep(max((schedule.due_at(sent) - now) / NS_PER_S, _TICK_S))
         return sent
 
-    def _confirm(self, producer: Producer, reports: Notes, sent: int) -> None:
+    def _confirm(self, producer: Producer, reports: Counters, sent: int) -> None:
         producer.flush(_RESPONSE_MS_MAX)
         if reports[ERROR] or reports[COUNT] != sent:
             print(f"{reports[COUNT]} of {sent} messages: {error_text(int(reports[ERROR]))}", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""What the queue machine costs: time per message by the size of ranges and of the backlog, and memory per message.
+"""The cost of the queue state machine: time per message by size of ranges and of the backlog, and memory per message.
 
     python benchmarks/queue_machine.py
 
-A message is looked at, leased, accepted, and its deltas are encoded; nothing is stored or sent. CPU time, the median
-of several runs. The ratio that counts stands in the last column: against the smallest backlog.
+A message is scanned, leased and accepted, and its deltas are encoded; nothing is stored or sent. The times are medians
+of CPU time over several runs. The last column is the ratio to the smallest backlog.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def new_queue(*, ordered: bool = False) -> Queue:
 
 
 def cycle(queue: Queue, size: int, count: int, now_ms: int, *, encode: bool) -> None:
-    """Look at messages, lease and accept them, a range at a time; each turn a millisecond later."""
+    """Scan, lease and accept messages, one range at a time, each a millisecond later."""
     for turn in range(count // size):
         now_ms += turn & 1
         first = queue.next_scan_offset
@@ -61,7 +61,7 @@ def median_us(make: Callable[[], Callable[[], None]], messages: int) -> float:
 
 
 def fill(queue: Queue, backlog: int) -> None:
-    """So many messages in the window, every tenth leased alone; the first is, so that the window does not shrink."""
+    """Fill the window with messages of which every tenth is leased, including the first, so that it does not shrink."""
     queue.add_scanned(queue.next_scan_offset, queue.next_scan_offset + backlog, now_ms=NOW_MS)
     start = queue.oldest
     leases = queue.acquire("share/slow", now_ms=NOW_MS, max_records=backlog)
@@ -109,7 +109,7 @@ def _ordered_cycles(size: int, count: int) -> Callable[[], None]:
 
 
 def _taking(backlog: int, size: int, count: int) -> Callable[[], None]:
-    """Lease from the backlog and accept, or give back every other; the expiry of the slow worker is far away."""
+    """Lease from the backlog and accept or release alternately; the slow worker's leases do not expire meanwhile."""
     queue = new_queue()
     fill(queue, backlog)
 

@@ -1,7 +1,7 @@
-"""The queue benchmark's client with Millstream's own requests: all workers in one event loop, each with connections of
-its own.
+"""The queue benchmark's client with Millstream's own requests: all workers in one event loop, each with its own
+connections.
 
-A worker has the acceptance of what it has got under way while it asks for more. It accepts ranges as they were leased.
+A worker requests more messages while an acceptance is in flight. It accepts ranges as they were leased.
 
     python -m benchmarks.queue_own --address HOST:PORT --queue TOPIC ...
 """
@@ -50,7 +50,7 @@ class Worker:
         self._name = f"worker-{number}"
 
     async def work(self) -> None:
-        """Take and accept, until all is accepted."""
+        """Receive and accept messages until all are accepted."""
         run = self._run
         accepting: asyncio.Task[None] | None = None
         while not run.is_received:
@@ -58,7 +58,7 @@ class Worker:
             values = [value for part in parts for value in _values(part)]
             if values:
                 numbers = [int.from_bytes(value[:8], "little") for value in values] if run.is_timed else ()
-                run.got(len(values), numbers)
+                run.record_received(len(values), numbers)
             if accepting is not None:
                 await accepting
             accepting = asyncio.get_running_loop().create_task(self._accept(parts, len(values))) if values else None
@@ -84,11 +84,11 @@ class Worker:
         response = _SETTLED.decode(await self._client.private(None, SETTLE_KEY, _ENCODE(request)))
         if response.error or any(code for outcomes in response.results for code, _ in outcomes):
             raise RuntimeError(f"messages could not be accepted: {response}")
-        self._run.accept(count)
+        self._run.record_accepted(count)
 
 
 def _values(part: PartitionMessages) -> Iterator[bytes]:
-    """The values of the leased messages, which have no keys here."""
+    """Yield the values of the leased messages, which have no keys here."""
     leased = {offset for lease in part.leases for offset in range(lease.start, lease.end)}
     for header in iterate_whole_headers(part.batches):
         check_crc(part.batches, header)
@@ -106,7 +106,7 @@ def _values(part: PartitionMessages) -> Iterator[bytes]:
 
 
 def _number(section: bytes, at: int) -> tuple[int, int]:
-    """A zigzag number of at most three bytes, and the place behind it."""
+    """Return a zigzag varint of at most three bytes, and the position after it."""
     byte = section[at]
     if byte < 0x80:
         return (byte >> 1) ^ -(byte & 1), at + 1
@@ -144,12 +144,12 @@ async def main() -> None:
 
 
 async def _all_accepted(run: Run, working: Sequence[asyncio.Future[None]]) -> None:
-    """Workers that wait for messages when the last is accepted are not waited for."""
+    """Wait until all messages are accepted, but not for workers that still wait for messages."""
     while not run.is_done:
         done = [task for task in working if task.done()]
         for task in done:
             task.result()
-        # A look takes CPU time from the workers, so it is frequent only when the end is near.
+        # Polling takes CPU time from the workers, so it is frequent only near the end.
         await asyncio.sleep(0.001 if run.is_published else 0.02)
 
 

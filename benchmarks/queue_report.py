@@ -1,4 +1,4 @@
-"""What the queue benchmark found, as tables."""
+"""The tables of the queue benchmark."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from benchmarks.target import Numbers
 from benchmarks.verdict import LEVEL_MIN
 
 Rounds = dict[str, list[Numbers]]
-"""By server, what each round has found."""
+"""The results of each round, by server."""
 
 MEMORY_BYTES_MAX: Final = 100_000_000
 COST_TIMES_MAX: Final = 1.15
-"""Two runs of the same differ by that much."""
+"""The variation between two identical runs."""
 
 
 @dataclass(slots=True)
-class Found:
-    """Everything that a run has measured."""
+class QueueResults:
+    """All results of a run."""
 
     machine: dict[str, Any]
     lines: dict[str, Rounds] = field(default_factory=dict)
@@ -33,21 +33,21 @@ class Found:
     time: str = ""
 
     def add(self, line: str, subject: str, numbers: Numbers) -> None:
-        """Note one measurement."""
+        """Add one measurement."""
         self.lines.setdefault(line, {}).setdefault(subject, []).append(numbers)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the results as JSON."""
         return asdict(self)
 
     def median(self, line: str, subject: str, what: str) -> float | None:
-        """What a server reached on a line."""
+        """Return the median of a server on a line."""
         rounds = self.lines[line].get(subject, [])
         return median(one[what] for one in rounds) if rounds else None
 
 
-def summary(found: Found, line: str) -> str:
-    """One line of progress."""
+def summary(found: QueueResults, line: str) -> str:
+    """Return one line of progress."""
     is_timed = line.endswith("/s")
     cells = []
     for subject in found.subjects:
@@ -57,8 +57,8 @@ def summary(found: Found, line: str) -> str:
     return f"{line}: {', '.join(cells)}"
 
 
-def tables(found: Found) -> list[Table]:
-    """All that there is something in."""
+def tables(found: QueueResults) -> list[Table]:
+    """Return all tables that have rows."""
     rates = [line for line in found.lines if not line.endswith("/s")]
     timed = [line for line in found.lines if line.endswith("/s")]
     made = [
@@ -67,7 +67,10 @@ def tables(found: Found) -> list[Table]:
         _lines(found, "Published, delivered and accepted: messages/s", rates, ("messages/s",), 0),
         _lines(found, "CPU seconds per million messages: server / client", rates, _CPU),
         _lines(
-            found, "From when a message is due to a worker that has it: p50 / p99 in ms", timed, ("p50 ms", "p99 ms")
+            found,
+            "From the scheduled time of a message to its receipt by a worker: p50 / p99 in ms",
+            timed,
+            ("p50 ms", "p99 ms"),
         ),
         _lines(found, "CPU seconds per million messages at a rate: server / client", timed, _CPU),
         _backlog(found),
@@ -80,18 +83,18 @@ _CPU: Final = ("server CPU s/M", "client CPU s/M")
 _LATE: Final = ("p50 ms", "p99 ms")
 
 
-def _machine(found: Found) -> Table:
+def _machine(found: QueueResults) -> Table:
     facts = found.machine | {"measured": found.time} if found.time else found.machine
     return Table("Queues: the machine", ["", ""], 2, [[name, str(value)] for name, value in facts.items()])
 
 
-def _subjects(found: Found) -> Table:
+def _subjects(found: QueueResults) -> Table:
     rows = [[name, *described] for name, described in found.subjects.items()]
     rows += [[name, "", "", f"not measured: {reason}"] for name, reason in found.missing.items()]
-    return Table("Queues: who is measured, and what is durable when", ["", "version", "durable", "client"], 4, rows)
+    return Table("Queues: servers and durability", ["", "version", "durable", "client"], 4, rows)
 
 
-def _lines(found: Found, title: str, lines: list[str], what: tuple[str, ...], digits: int = 1) -> Table:
+def _lines(found: QueueResults, title: str, lines: list[str], what: tuple[str, ...], digits: int = 1) -> Table:
     table = Table(title, ["line", *found.subjects])
     for line in lines:
         cells = []
@@ -102,12 +105,12 @@ def _lines(found: Found, title: str, lines: list[str], what: tuple[str, ...], di
     return table
 
 
-def _backlog(found: Found) -> Table:
+def _backlog(found: QueueResults) -> Table:
     rows = [[name, f"{value:,.1f}"] for name, value in found.backlog.items()]
     return Table("A backlog", ["", ""], 1, rows)
 
 
-def _verdict(found: Found) -> Table:
+def _verdict(found: QueueResults) -> Table:
     table = Table("Queues: targets", ["target", "wanted", "verdict", "found"], 4)
     for ours in (SHARE, OWN, SDK):
         for peer in (QUORUM, CLASSIC, REDIS):
@@ -122,7 +125,7 @@ def _verdict(found: Found) -> Table:
     return table
 
 
-def _compare(table: Table, found: Found, ours: str, peer: str, least: float) -> None:
+def _compare(table: Table, found: QueueResults, ours: str, peer: str, least: float) -> None:
     for what, is_better_high in (("messages/s", True), ("p50 ms", False), ("p99 ms", False)):
         ratios = {}
         for line in found.lines:

@@ -1,7 +1,6 @@
-"""The queue benchmark's client with the Python SDK: one subscriber, whose handler runs as often at once as there are
-workers.
+"""The queue benchmark's client with the Python SDK: one subscriber, with as many concurrent handlers as workers.
 
-    python -m benchmarks.queue_sdk --address HOST:PORT --queue TOPIC ...
+python -m benchmarks.queue_sdk --address HOST:PORT --queue TOPIC ...
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ async def main() -> None:
 
     async def handle(message: millstream.Message) -> None:
         value = message.value or b""
-        run.got(1, (int.from_bytes(value[:8], "little"),) if run.is_timed else ())
+        run.record_received(1, (int.from_bytes(value[:8], "little"),) if run.is_timed else ())
 
     async with millstream.connect(given.address) as ms:
         subscriber = await ms.subscribe(
@@ -31,10 +30,10 @@ async def main() -> None:
             run.begin()
             publishers.start()
             while not run.is_received:
-                # A look takes CPU time from the workers, so it is frequent only when the end is near.
+                # Polling takes CPU time from the workers, so it is frequent only near the end.
                 await asyncio.sleep(0.001 if run.is_published else 0.02)
             await subscriber.drain()
-            run.accept(run.received)
+            run.record_accepted(run.received)
             run.end()
         await subscriber.unsubscribe(delete=True)
 

@@ -1,7 +1,7 @@
-"""The queue benchmark's client with share consumers of confluent-kafka, as many as there are workers, each in a thread.
+"""The queue benchmark's client with confluent-kafka's share consumers, one per worker, each in a thread.
 
-Messages are accepted implicitly: those of a poll with the next request for more, the last ones by a commit, which is
-part of the time that is measured.
+Messages are accepted implicitly: those of a poll by the next poll, the last ones by a commit, which is included in the
+measurement.
 
     python -m benchmarks.queue_share --address HOST:PORT --queue TOPIC ...
 """
@@ -42,7 +42,7 @@ class Worker:
         self._thread.start()
 
     def end(self) -> None:
-        """Wait until it has accepted everything that it got."""
+        """Wait until it has accepted everything that it received."""
         self._thread.join()
 
     def close(self) -> None:
@@ -61,12 +61,14 @@ class Worker:
                 continue
             unaccepted += count
             if run.is_timed:
-                run.got(count, [int.from_bytes((message.value() or b"")[:8], "little") for message in messages])
+                run.record_received(
+                    count, [int.from_bytes((message.value() or b"")[:8], "little") for message in messages]
+                )
             else:
-                run.got(count)
+                run.record_received(count)
         if unaccepted:
             consumer.commit_sync(_COMMIT_S)
-            run.accept(unaccepted)
+            run.record_accepted(unaccepted)
 
 
 def main() -> None:
@@ -82,13 +84,13 @@ def main() -> None:
         for worker in workers:
             worker.end()
         run.end()
-    # Leaving takes each of them a while.
+    # Each consumer takes a while to leave.
     with ThreadPoolExecutor(len(workers)) as pool:
         list(pool.map(Worker.close, workers))
 
 
 def _join(workers: int) -> None:
-    """Members of a share group get their assignment within a heartbeat or two."""
+    """Wait for the assignments of the share group, which take a heartbeat or two."""
     time.sleep(min(2.0 + workers / 20, _READY_S_MAX))
 
 

@@ -1,12 +1,12 @@
-"""`make bench-queues`: subscriptions beside RabbitMQ, NATS JetStream and Redis Streams, interleaved in the same run.
+"""`make bench-queues`: subscriptions and RabbitMQ, NATS JetStream and Redis Streams, interleaved in the same run.
 
     python -m benchmarks.queues [--quick] [--only PART] [--subjects NAMES] [--rounds N] [--seconds S] [--out FILE]
                                 [--flush always|os]
 
-Messages are published, delivered to workers and accepted; publishers stop while too many wait, so it is one load that
-goes on. In each round of a line every server is measured once, each round begins with another one, and what is shown
-are the medians. The method is in docs/benchmarks.md. FILE gets the tables as Markdown; the numbers are beside
-it as JSON.
+Messages are published, delivered to workers and accepted; publishers pause while the backlog is too large, so the load
+is continuous. In each round of a line every server is measured once, each round starts with another server, and the
+tables show medians. docs/benchmarks.md describes the method. FILE gets the tables as Markdown; the numbers are written
+next to it as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final
 
 from benchmarks import machine, queue_backlog, queue_report
 from benchmarks.cases import ALWAYS, OS
-from benchmarks.queue_report import Found
+from benchmarks.queue_report import QueueResults
 from benchmarks.queue_subjects import NAMES, QueueCase, QueueFailed, QueueSubject, started
 from rich.console import Console
 
@@ -31,7 +31,7 @@ ROUNDS: Final = 3
 SECONDS: Final = 2.0
 LATENCY_TIMES: Final = 2
 BACKLOG: Final = 20_000
-"""Publishers stop while so many messages wait."""
+"""The backlog at which publishers pause."""
 THROUGHPUT: Final = tuple(QueueCase(size, workers) for size in (100, 1024) for workers in (1, 10, 100))
 LATENCY: Final = tuple(QueueCase(1024, 10, rate) for rate in (1_000, 5_000))
 PARTS: Final = ("throughput", "latency", "backlog")
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console = Console(width=_WIDTH)
     if given.show is not None:
-        found = Found(**json.loads(given.show.read_text(encoding="utf-8")))
+        found = QueueResults(**json.loads(given.show.read_text(encoding="utf-8")))
         return finish(console, found, given.out)
-    found = Found(machine.facts(), time=time.strftime("%Y-%m-%d %H:%M"))
+    found = QueueResults(machine.facts(), time=time.strftime("%Y-%m-%d %H:%M"))
     machine.touch_memory()
     with ExitStack() as stack:
         subjects, missing = started(given.subjects, stack, given.flush)
@@ -91,15 +91,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(given: argparse.Namespace) -> list[QueueCase]:
-    """The lines of this run."""
+    """Return the lines of this run."""
     cases = THROUGHPUT if "throughput" in given.only else ()
     return [*cases, *(LATENCY if "latency" in given.only else ())]
 
 
 def measure(
-    console: Console, found: Found, case: QueueCase, subject: QueueSubject, seconds: float, *, keep: bool = True
+    console: Console, found: QueueResults, case: QueueCase, subject: QueueSubject, seconds: float, *, keep: bool = True
 ) -> None:
-    """Measure one line of one server once; failures are printed and saved, and the run goes on."""
+    """Measure one line of one server once; failures are printed and saved, and the run continues."""
     try:
         numbers = subject.measure(case, seconds, BACKLOG)
     except (QueueFailed, OSError) as error:
@@ -111,8 +111,8 @@ def measure(
         found.add(case.name, subject.name, numbers)
 
 
-def finish(console: Console, found: Found, out: Path) -> int:
-    """Print the tables and write them down."""
+def finish(console: Console, found: QueueResults, out: Path) -> int:
+    """Print and save the tables."""
     tables = queue_report.tables(found)
     for table in tables:
         console.print(table.rich())

@@ -1,8 +1,8 @@
-"""`make bench-replay`: how fast `millstream replay` publishes messages again, from the log and from landed tables.
+"""`make bench-replay`: the rate at which `millstream replay` republishes messages from the log and from landed tables.
 
     python -m benchmarks.replay [--messages N] [--out FILE]
 
-Messages have 100 B and timestamps of 30 days in turn. The table is landed by the code of Spark's tasks, in this
+Messages have 100 B and timestamps spread over 30 days. The table is landed by the code of Spark's tasks, in this
 process: once partitioned by the hour of landing, and once by the day of the message, whose files have to be merged. The
 number of published messages is checked. CPU seconds are those of the replay and of the broker.
 """
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         server = stack.enter_context(Server(folder / "data"))
         fill(server, given.messages)
-        # The first one warms up: it compiles what is compiled on first use.
+        # The first one is a warm-up, which compiles kernels.
         replayed(server, "warm", from_table=False, expected=given.messages)
         for name, partition_by in (("the log", None), ("a table", ""), ("a table by event day", "day(timestamp)")):
             if partition_by is not None:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fill(server: Server, count: int) -> None:
-    """Publish messages of some days in turn; those of the oldest are younger than what retention deletes."""
+    """Publish messages with timestamps of several days, none older than the retention time."""
     millstream = CommandLine(server.kafka)
     assert millstream("topic", "create", SOURCE, "--set", "retention.ms=-1").code == 0
     producer = Producer({"bootstrap.servers": server.kafka, "linger.ms": 20, "log_level": 0})
@@ -93,7 +93,7 @@ def fill(server: Server, count: int) -> None:
 
 
 def land(server: Server, lake: Path, count: int, partition_by: str) -> None:
-    """Land the topic as one batch, and declare the pipeline by which the table is found."""
+    """Land the topic as one batch, and declare the pipeline that locates the table."""
     millstream = CommandLine(server.kafka)
     millstream("pipeline", "delete", "landed")
     created = millstream("pipeline", "create", "land", "landed", "--topic", SOURCE, "--lake", str(lake), "--stopped")
@@ -116,7 +116,7 @@ def land(server: Server, lake: Path, count: int, partition_by: str) -> None:
 
 
 def replayed(server: Server, name: str, *, from_table: bool, expected: int) -> tuple[float, float]:
-    """Messages per second, and CPU seconds per million."""
+    """Return messages per second, and CPU seconds per million."""
     into = f"into-{name.replace(' ', '-')}"
     assert CommandLine(server.kafka)("topic", "create", into, "--set", "retention.ms=-1").code == 0
     order = ReplayOrder(topic=SOURCE, into=into, from_table=from_table, name=name.replace(" ", "-"))

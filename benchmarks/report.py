@@ -1,4 +1,4 @@
-"""The results for people: tables for the terminal, and the same tables as Markdown."""
+"""The results as tables for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTHING = ""
 
 @dataclass(slots=True)
 class Table:
-    """Text in rows; the first columns are words, the others numbers."""
+    """A table of text; the first columns are words, the others numbers."""
 
     title: str
     header: list[str]
@@ -31,7 +31,7 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def rich(self) -> RichTable:
-        """For the terminal."""
+        """Return the table for the terminal."""
         table = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
         for place, name in enumerate(self.header):
             table.add_column(name, justify="left" if place < self.words else "right", overflow="fold")
@@ -40,14 +40,14 @@ class Table:
         return table
 
     def markdown(self) -> str:
-        """For a page."""
+        """Return the table as Markdown."""
         rule = ["---" if place < self.words else "---:" for place in range(len(self.header))]
         lines = [f"| {' | '.join(row)} |" for row in (self.header, rule, *self.rows)]
         return "\n".join((f"### {self.title}", "", *lines, ""))
 
 
 def tables(results: Results) -> Iterator[Table]:
-    """Everything that was measured, then what it means."""
+    """Yield all results, then the targets."""
     yield _durability(results)
     for direction in (PRODUCED, CONSUMED):
         subjects = results.subjects(direction)
@@ -62,7 +62,7 @@ def tables(results: Results) -> Iterator[Table]:
         title = f"{direction.capitalize()}: the client's CPU seconds per GB"
         yield _by_line(results, title, subjects, _plain("client CPU s/GB", 2), None, direction)
     for direction, meaning in ((ACKNOWLEDGED, "until it is acknowledged"), (END_TO_END, "until a consumer has it")):
-        title = f"From when a message should be sent {meaning}: p50 / p99 / p99.9 in ms"
+        title = f"From the scheduled time of a message {meaning}: p50 / p99 / p99.9 in ms"
         yield _by_line(results, title, results.subjects(direction), _percentiles, None, direction)
     yield _by_line(results, "One message per request, one at a time: p50 / p99 in ms", *_requests(results, ONE_BY_ONE))
     yield _by_line(results, "One message per request, 100 in flight: requests/s", *_requests(results, IN_FLIGHT))
@@ -79,7 +79,7 @@ MAIN = {
     IN_FLIGHT: "requests/s",
     STARTED: "first response s",
 }
-"""The number that says most about a direction."""
+"""The most relevant number of each direction."""
 
 
 def summary(results: Results, case: Case) -> str:
@@ -97,7 +97,7 @@ def summary(results: Results, case: Case) -> str:
 def _by_line(
     results: Results, title: str, subjects: list[str], cell: Cell, compared: str | None, direction: str
 ) -> Table:
-    """A row for each line, a column for each server."""
+    """Return a table with a row for each line and a column for each server."""
     table = Table(title, ["line", *subjects])
     if compared is not None:
         table.header += ["of the limit", "of Kafka"]
@@ -110,7 +110,7 @@ def _by_line(
 
 
 def _durability(results: Results) -> Table:
-    """What an acknowledgement means, for each server in the lines of each flush setting."""
+    """Return the durability of an acknowledgement, by server and flush setting."""
     table = Table("Durability: what an acknowledgement means", ["server", *FLUSHES], words=4)
     for name in results.subjects():
         durabilities = {
@@ -128,7 +128,7 @@ def _requests(results: Results, direction: str) -> tuple[list[str], Cell, str | 
 
 
 def number(value: float | None, digits: int) -> str:
-    """A number as people write it."""
+    """Format a number."""
     if value is None:
         return NOTHING
     return f"{value:,.{digits}f}" if value != float("inf") else "never"
@@ -169,7 +169,7 @@ def _in_flight(line: Line, subject: str) -> str:
 
 
 def _memory(results: Results) -> Table:
-    """Memory and start of each server."""
+    """Return the memory and startup time of each server."""
     header = ["server", "start s", "first response after s", "at rest MB", "peak under load MB", "of it children's MB"]
     table = Table("Start, and memory of the whole process tree (resident)", header)
     for name in results.subjects():
@@ -189,14 +189,14 @@ def _peak(results: Results, name: str) -> tuple[str, str]:
 
 
 def _verdict(results: Results) -> Table:
-    table = Table("Targets", ["target", "wanted", "verdict", "found", "furthest from it"], words=5)
+    table = Table("Targets", ["target", "wanted", "verdict", "found", "furthest from the target"], words=5)
     for target in targets(results):
         table.rows.append([target.what, target.wanted, target.mark, target.found, target.where])
     return table
 
 
 def facts_table(facts: Mapping[str, Any]) -> Table:
-    """Where the numbers come from."""
+    """Return the facts about the machine."""
     table = Table("Measured on", ["what", "which"], words=2)
     for name, value in facts.items():
         parts = [f"{one} {two}" for one, two in value.items()] if isinstance(value, dict) else [str(value)]

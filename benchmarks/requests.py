@@ -1,4 +1,4 @@
-"""Requests with one message each, over a bare socket: how long one takes, and how many fit into a second."""
+"""Requests with one message each, over a bare socket: their latency, and their rate."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _PRODUCE, _METADATA = 0, 3
 _PRODUCE_VERSION, _METADATA_VERSION = 7, 4
 _RECEIVE_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
-_ASK_TRIES_MAX = 200
-_ASK_PAUSE_S = 0.05
+_METADATA_ATTEMPTS_MAX = 200
+_METADATA_PAUSE_S = 0.05
 
 
 def first_response(address: str, topic: str) -> float:
-    """Seconds until a client that connects now has its topic, which is created by asking for it."""
+    """Return the seconds until a new client has metadata of its topic, which that request creates."""
     began = time.perf_counter()
     with connect(address) as peer:
-        _ask_for_topic(peer, topic)
+        _wait_for_topic(peer, topic)
     return time.perf_counter() - began
 
 
 def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
-    """One message after the other, then many in flight, for some seconds each."""
+    """Measure messages one after the other, then with many in flight, for some seconds each."""
     with connect(target.address) as peer:
-        _ask_for_topic(peer, target.topic)
+        _wait_for_topic(peer, target.topic)
         request = produce_frame(target.topic, case.size_bytes)
         for _ in range(200):
             _exchange(peer, request)
@@ -64,7 +64,7 @@ def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
 
 
 def connect(address: str) -> socket.socket:
-    """A connection that sends at once."""
+    """Return a connection without Nagle's algorithm."""
     host, _, port = address.rpartition(":")
     peer = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -83,7 +83,7 @@ def _exchange(peer: socket.socket, request: bytes) -> bytes:
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:
-    """Take `count` responses off the socket and return the last."""
+    """Receive `count` responses and return the last."""
     buffer = b""
     frame = b""
     while count:
@@ -103,7 +103,7 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 
 
 def request_frame(key: int, version: int, body: bytes) -> bytes:
-    """A whole request."""
+    """Return a complete request."""
     client = b"bench"
     header = struct.pack(">hhih", key, version, 1, len(client)) + client
     return struct.pack(">i", len(header) + len(body)) + header + body
@@ -113,19 +113,19 @@ def _text(value: str) -> bytes:
     return struct.pack(">h", len(value)) + value.encode()
 
 
-def _ask_for_topic(peer: socket.socket, topic: str) -> None:
-    """Ask for the topic until it is there; the first asking may create it."""
+def _wait_for_topic(peer: socket.socket, topic: str) -> None:
+    """Request metadata until the topic exists; the first request may create it."""
     request = request_frame(_METADATA, _METADATA_VERSION, struct.pack(">i", 1) + _text(topic) + b"\x01")
-    for _ in range(_ASK_TRIES_MAX):
+    for _ in range(_METADATA_ATTEMPTS_MAX):
         response = _exchange(peer, request)
         if struct.pack(">h", 0) + _text(topic) in response:
             return
-        time.sleep(_ASK_PAUSE_S)
+        time.sleep(_METADATA_PAUSE_S)
     raise TimeoutError("the server did not create the topic")
 
 
 def produce_frame(topic: str, size_bytes: int) -> bytes:
-    """A Produce request with one message."""
+    """Return a Produce request with one message."""
     record = NewRecord(key=None, value=bytes(size_bytes), timestamp_ms=int(time.time() * 1000))
     batch = bytes(encode_batch([record]))
     body = struct.pack(">hhi", -1, -1, 30_000) + struct.pack(">i", 1) + _text(topic)

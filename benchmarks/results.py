@@ -1,4 +1,4 @@
-"""What was measured so far, by line and server, and what follows from it."""
+"""The results so far, by line and server, and the numbers derived from them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Line:
     durability: dict[str, str] = field(default_factory=dict)
 
     def value(self, subject: str, number: str) -> float | None:
-        """The median of one number over the rounds; None if it was not measured."""
+        """Return the median of one number over the rounds; None if it was not measured."""
         values = [each[number] for each in self.rounds.get(subject, []) if number in each]
         return median(values) if values else None
 
     def peak(self, subject: str, number: str) -> float | None:
-        """The largest that one number was in any round."""
+        """Return the maximum of one number over the rounds."""
         return max((each[number] for each in self.rounds.get(subject, []) if number in each), default=None)
 
     def ratio(self, number: str, subject: str, other: str) -> float | None:
-        """How many times the number of another server this one's is, as the median over the rounds.
+        """Return the ratio of one number to that of another server, as the median over the rounds.
 
-        The machine may be faster in one round than in another, but the servers of a round are measured next to each
-        other. Where a server missed a round, what is compared is the medians.
+        The machine may be faster in one round than in another, but the servers of a round are measured close together.
+        If a server missed a round, the medians are compared.
         """
         mine, theirs = self.value(subject, number), self.value(other, number)
         if mine is None or not theirs:
@@ -48,7 +48,7 @@ class Line:
 
 
 def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
-    """JSON has no word for what never came to an end; there it is null."""
+    """Replace infinite values with None, since JSON cannot represent them."""
     return {number: None if value in (None, math.inf) else value for number, value in numbers.items()}
 
 
@@ -60,28 +60,28 @@ class Results:
         self.failures: list[str] = []
 
     def add(self, case: Case, subject: str, durability: str, measured: Measured) -> None:
-        """Take note of one measurement."""
+        """Add one measurement."""
         for direction, numbers in measured.items():
             line = self._lines.setdefault((case.name, direction), Line(case, direction))
             line.rounds.setdefault(subject, []).append(numbers)
             line.durability[subject] = durability
 
     def lines(self, *directions: str) -> Iterator[Line]:
-        """The lines in some directions, or all of them."""
+        """Yield the lines in some directions, or all of them."""
         return (line for line in self._lines.values() if not directions or line.direction in directions)
 
     def subjects(self, *directions: str) -> list[str]:
-        """The servers that appear in these lines, in the order in which they are always shown."""
+        """Return the servers of these lines, in display order."""
         return in_order(name for line in self.lines(*directions) for name in line.rounds)
 
     def extreme(self, pick: Callable[[Line], float | None], *directions: str, least: bool) -> tuple[float, Line] | None:
-        """The least or the largest of some number over lines, and the line where it was seen."""
+        """Return the minimum or maximum of a number over lines, and its line."""
         found = [(value, line) for line in self.lines(*directions) if (value := pick(line)) is not None]
         choose = min if least else max
         return choose(found, key=lambda each: each[0]) if found else None
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Everything, raw and as medians."""
+        """Return all results, raw and as medians."""
         return [
             {
                 "line": line.case.name,
@@ -101,7 +101,7 @@ class Results:
 
     @classmethod
     def from_json(cls, lines: list[dict[str, Any]]) -> Results:
-        """What was written down by another run."""
+        """Load the results of another run."""
         results = cls()
         for line in lines:
             for name, found in line["subjects"].items():

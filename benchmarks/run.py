@@ -1,12 +1,12 @@
-"""`make bench`: Millstream beside the limit server, Apache Kafka and other peers, interleaved in the same run.
+"""`make bench`: Millstream, the limit server, Apache Kafka and other peers, interleaved in the same run.
 
     python -m benchmarks.run [--quick | --full] [--only LINES] [--subjects NAMES] [--rounds N] [--seconds S]
                              [--out FOLDER] [--show FILE]
 
-The limit server moves the same bytes over the same event loop with the same flush policy and does nothing else, so
-the ratio says how much of what this machine can do is left after everything a broker has to do. In each round of a
-line every server is measured once, each round begins with another one, and what is shown are the medians. The method
-is in docs/benchmarks.md. Tables go to the terminal; FOLDER gets them as Markdown, the numbers as JSON, and plots.
+The limit server moves the same bytes over the same event loop with the same flush policy and does nothing else, so the
+ratio shows how much of the machine's capacity remains after a broker's work. In each round of a line every server is
+measured once, each round starts with another server, and the tables show medians. docs/benchmarks.md describes the
+method. Tables are printed; FOLDER gets them as Markdown, the numbers as JSON, and plots.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ OUT = Path("build/bench")
 ROUNDS, SECONDS = 3, 0.7
 QUICK_ROUNDS, QUICK_SECONDS = 1, 0.5
 LATENCY_TIMES = 5
-"""Percentiles need more messages than rates do: a line with a fixed rate takes so many times as long."""
+"""How much longer lines with a fixed rate take: percentiles need more messages than rates."""
 _WIDTH = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what was asked for, print it, and write it down; 1 if something could not be measured."""
+    """Measure the chosen lines, print and save the results; return 1 if something could not be measured."""
     given = parse(arguments)
     console = Console()
     if not console.is_terminal:
@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=(__doc__ or "").splitlines()[0])
     extent = parser.add_mutually_exclusive_group()
-    extent.add_argument("--quick", action="store_true", help="a few lines, measured once: is something very wrong?")
+    extent.add_argument("--quick", action="store_true", help="a few lines, measured once, to detect large regressions")
     extent.add_argument("--full", action="store_true", help="every combination of the factors: takes hours")
     kinds = ", ".join(cases.KINDS)
     parser.add_argument("--only", action="append", default=[], help=f"{kinds}, or a part of a name; may be repeated")
@@ -102,13 +102,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(given: argparse.Namespace) -> list[Case]:
-    """The lines of this run."""
+    """Return the lines of this run."""
     extent = cases.quick() if given.quick else cases.everything() if given.full else cases.default()
     return cases.chosen(extent, given.only)
 
 
 def start(console: Console, names: Sequence[str], stack: ExitStack, facts: dict[str, Any]) -> list[Subject]:
-    """Start every server that can be had; the others are named with what is missing."""
+    """Start every available server; record why the others are unavailable."""
     started = []
     versions: dict[str, str] = {"librdkafka": librdkafka.version()}
     for name in names:
@@ -146,7 +146,7 @@ def measure(
 
 
 def turns(case: Case, subjects: Sequence[Subject], rounds: int) -> Iterator[tuple[int, Subject]]:
-    """Every server in every round, each round beginning with another one."""
+    """Yield every server in every round, each round starting with another server."""
     offered = [subject for subject in subjects if subject.offers(case)]
     for turn in range(rounds if offered else 0):
         first = turn % len(offered)
@@ -155,7 +155,7 @@ def turns(case: Case, subjects: Sequence[Subject], rounds: int) -> Iterator[tupl
 
 
 def _measure_once(console: Console, results: Results, case: Case, subject: Subject, seconds: float) -> None:
-    """Measure one line once; failures are printed and saved, and the run goes on."""
+    """Measure one line once; failures are printed and saved, and the run continues."""
     seconds *= LATENCY_TIMES if case.kind == LATENCY else 1
     try:
         results.add(case, subject.name, subject.durability(case), subject.measure(case, seconds))
@@ -166,7 +166,7 @@ def _measure_once(console: Console, results: Results, case: Case, subject: Subje
 
 
 def write(folder: Path, results: Results, facts: dict[str, Any]) -> None:
-    """Write down everything."""
+    """Save all results."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {"machine": facts, "failures": results.failures, "lines": results.as_json()}
     (folder / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
-"""`make bench-sdk`: the Python SDK beside other Python clients, interleaved in the same run.
+"""`make bench-sdk`: the Python SDK and other Python clients, interleaved in the same run.
 
     python -m benchmarks.sdk [--quick] [--rounds N] [--seconds S] [--loads NAMES] [--clients NAMES] [--out FILE]
 
-aiokafka and confluent-kafka's asyncio client talk to the same broker as the SDK; aio-pika to RabbitMQ, nats-py to
-JetStream, both set to sync before they acknowledge, as Millstream does. Each measurement is its own process
-(`benchmarks/sdk_client.py`); in each round every client is measured once, and what is shown are the medians. CPU is the
-client's own. aio-pika and nats-py live in an environment in a cache folder of the user, which is made when it is
-missing.
+aiokafka and confluent-kafka's asyncio client use the same broker as the SDK; aio-pika uses RabbitMQ and nats-py uses
+JetStream, both configured to sync before they acknowledge, as Millstream does. Each measurement runs in its own process
+(`benchmarks/sdk_client.py`); in each round every client is measured once, and the tables show medians. CPU is the
+client's own. aio-pika and nats-py are installed in a virtual environment in the user's cache folder, which is created
+if it is missing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ADMIN_S_MAX: Final = 30.0
 
 
 class Load(NamedTuple):
-    """One line: what is done, with messages of which size."""
+    """One line: the kind of load and the message size."""
 
     name: str
     size: int
@@ -71,7 +71,7 @@ LOADS: Final = (
     Load("rate", 100, 1000),
 )
 _MESSAGES: Final = {"aio-pika": 20_000, "nats-py": 20_000}
-"""Backlogs of those that would else take minutes to publish one."""
+"""The sizes of backlogs for clients that would otherwise take minutes to publish one."""
 
 Found = dict[Load, dict[str, list[dict[str, float]]]]
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def started(clients: Sequence[str], stack: ExitStack, console: Console) -> tuple[dict[str, str], dict[str, str]]:
-    """Start the servers; the address for each client, and why some are missing."""
+    """Start the servers; return the address for each client, and why some are unavailable."""
     addresses: dict[str, str] = {}
     missing: dict[str, str] = {}
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
@@ -120,12 +120,12 @@ def started(clients: Sequence[str], stack: ExitStack, console: Console) -> tuple
 
 
 def rabbitmq(stack: ExitStack) -> str:
-    """Start RabbitMQ; its address."""
+    """Start RabbitMQ; return its address."""
     return stack.enter_context(RabbitMq()).amqp
 
 
 def nats(stack: ExitStack) -> str:
-    """Start NATS; the address of the server that syncs."""
+    """Start NATS; return the address of the server that syncs."""
     server = stack.enter_context(Nats()).server(ALWAYS)
     if server is None:
         raise PeerUnavailable("this nats-server cannot sync before it acknowledges")
@@ -135,7 +135,7 @@ def nats(stack: ExitStack) -> str:
 def measure_all(
     loads: Sequence[Load], addresses: dict[str, str], rounds: int, seconds: float, console: Console
 ) -> tuple[Found, dict[str, str]]:
-    """Every load by every client, in rounds that begin with another one each."""
+    """Measure every load with every client, in rounds that each start with another client."""
     found: Found = {}
     failed: dict[str, str] = {}
     names = list(addresses)
@@ -156,7 +156,7 @@ def measure_all(
 
 
 def measure(name: str, address: str, load: Load, seconds: float) -> dict[str, float] | str:
-    """One measurement; what went wrong, if something did."""
+    """Run one measurement; return the result, or the error as text."""
     topic = f"b{uuid.uuid4().hex[:12]}"
     if name not in PEERS:
         admin = AdminClient({"bootstrap.servers": address, "log_level": 0})
@@ -179,7 +179,7 @@ def measure(name: str, address: str, load: Load, seconds: float) -> dict[str, fl
 
 
 def python_of(name: str) -> Path:
-    """The interpreter that has a client."""
+    """Return the interpreter of the environment that has a client."""
     if name not in PEERS:
         return Path(sys.executable)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream-bench" / "python-peers"
@@ -191,7 +191,7 @@ def python_of(name: str) -> Path:
 
 
 def numbers(load: Load, rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The medians that a line shows."""
+    """Return the medians of a line."""
     shown = ["messages/s", "CPU s/M"]
     if load.per_s:
         shown = ["publish p50 ms", "publish p99 ms", "receive p50 ms", "receive p99 ms", "CPU s/M"]
@@ -199,7 +199,7 @@ def numbers(load: Load, rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def show(console: Console, load: Load, found: dict[str, list[dict[str, float]]]) -> None:
-    """One line, while others are measured."""
+    """Print one line while the run continues."""
     table = Table(title=load.title)
     rows = {name: numbers(load, rounds) for name, rounds in found.items()}
     table.add_column("")
@@ -211,12 +211,12 @@ def show(console: Console, load: Load, found: dict[str, list[dict[str, float]]])
 
 
 def formatted(value: float) -> str:
-    """A number with as many digits as it deserves."""
+    """Format a number with a precision that depends on its size."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def report(facts: dict[str, Any], found: Found, missing: dict[str, str]) -> str:
-    """The tables as Markdown."""
+    """Return the tables as Markdown."""
     lines = ["| " + " | ".join(facts) + " |", "|" + "---|" * len(facts)]
     lines += ["| " + " | ".join(str(value) for value in facts.values()) + " |", ""]
     for load, by_client in found.items():
@@ -224,13 +224,13 @@ def report(facts: dict[str, Any], found: Found, missing: dict[str, str]) -> str:
         columns = next(iter(rows.values()), {})
         lines += [f"### {load.title}", "", "| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
         lines += [f"| {name} | " + " | ".join(map(formatted, row.values())) + " |" for name, row in rows.items()]
-        lines += ["", *judged(load, rows), ""]
+        lines += ["", *comparison(load, rows), ""]
     lines += [f"- {name}: not measured: {reason}" for name, reason in missing.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def judged(load: Load, rows: dict[str, dict[str, float]]) -> Iterator[str]:
-    """Where the SDK is not ahead."""
+def comparison(load: Load, rows: dict[str, dict[str, float]]) -> Iterator[str]:
+    """Yield where another client is better than the SDK."""
     ours = rows.get(OURS, {})
     behind = [
         f"{name} in {column}"

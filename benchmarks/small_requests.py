@@ -1,4 +1,4 @@
-"""What single acknowledgements take at ordinary rates, Millstream beside Apache Kafka; and HTTP at the same rates.
+"""The latency of single acknowledgements at ordinary rates, Millstream and Apache Kafka, and of HTTP requests.
 
     python -m benchmarks.small_requests [--rates 100,1000] [--seconds S] [--rounds N] [--only commit,share,http]
 
@@ -103,7 +103,7 @@ def _create_topic(server: Server) -> None:
 
 
 def _commit_once(server: Server) -> None:
-    """Have the group's coordinator ready."""
+    """Commit once, so that the group's coordinator is ready."""
     consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": "committer", "log_level": 0})
     until = time.monotonic() + _S_MAX
     while True:
@@ -123,7 +123,7 @@ def _text(value: str) -> bytes:
 
 
 def commit_at_rate(server: Server, rate_per_s: int, seconds: float) -> list[float]:
-    """Commit an offset whenever one is due; p50 and p99 until that gets a response."""
+    """Commit an offset whenever one is due; return p50 and p99 of the latency."""
     head = struct.pack(">hhi", _OFFSET_COMMIT, _VERSION, 1) + _text("bench")
     body = _text("committer") + struct.pack(">i", -1) + _text("") + struct.pack(">h", -1)
     body += struct.pack(">i", 1) + _text(TOPIC) + struct.pack(">iiqih", 1, 0, 7, -1, -1)
@@ -181,7 +181,7 @@ def _publishing(server: Server, rate_per_s: int) -> Iterator[None]:
 
 
 def share_at_rate(server: Server, rate_per_s: int, seconds: float) -> list[float]:
-    """Accept what each poll returns; p50 and p99 of the calls that wait until that is durable."""
+    """Accept what each poll returns; return p50 and p99 of the synchronous commits."""
     consumer = ShareConsumer({"bootstrap.servers": server.kafka, "group.id": "sharers", "log_level": 0})
     consumer.subscribe([TOPIC])
     took_ms: list[float] = []
@@ -203,7 +203,7 @@ def share_at_rate(server: Server, rate_per_s: int, seconds: float) -> list[float
 
 
 class _Http:
-    """One connection with one request under way."""
+    """One connection with one request in flight."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

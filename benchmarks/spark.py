@@ -1,14 +1,14 @@
-"""`make bench-spark`: `format("millstream")` beside Parquet, a row-by-row source and Spark's own connector to Kafka.
+"""`make bench-spark`: `format("millstream")`, Parquet, a row-by-row source and Spark's own connector to Kafka.
 
     python -m benchmarks.spark [--quick] [--share OF_THE_ROWS] [--rounds N] [--codec NAME] [--ways NAMES] [--only TEXT]
         [--out FILE]
 
-The same rows with the same columns are read from a topic or from Parquet with the same codec, and dropped or written
-to Parquet; and they are written from Parquet to a topic or to Parquet. In each round every way has its turn in the same
-session, and what is shown are the medians; a first turn warms up and is not counted. CPU is that of everything:
-the driver, the JVM, its Python workers and the brokers. Before that, what each way reads is checked: a sum over the
-hashes of all keys and values. Spark's connector is fetched by Maven; Apache Kafka too. Where they cannot be had, they
-are left out, and the report says so.
+The same rows with the same columns are read from a topic or from Parquet with the same codec, and dropped or written to
+Parquet; and they are written from Parquet to a topic or to Parquet. Each round measures every variant once in the same
+session, and the tables show medians; the first round is a warm-up. CPU includes the driver, the JVM, its Python workers
+and the brokers. First, the rows that each variant reads are verified by a sum over the hashes of all keys and values.
+Spark's connector and Apache Kafka are fetched by Maven; if they are unavailable, they are skipped, and the report says
+so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,19 @@ from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.processes import cpu_of
 from benchmarks.report import Table
 from benchmarks.spark_rows import Nothing, RowByRow
-from benchmarks.spark_ways import JVM, JVM_KAFKA, LIMIT, OURS, PARTITIONS, ROWS, Load, Rows, Stage, Way, to_parquet
+from benchmarks.spark_variants import (
+    JVM,
+    JVM_KAFKA,
+    LIMIT,
+    OURS,
+    PARTITIONS,
+    ROWS,
+    Load,
+    Rows,
+    Stage,
+    Variant,
+    to_parquet,
+)
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from rich.console import Console
@@ -50,17 +62,17 @@ TRIGGERS_WARM: Final = 8
 TRIGGER_ROWS: Final = 1000
 TRIGGERS_S_MAX: Final = 180.0
 LEAST: Final = {LIMIT: 0.5, ROWS: 5.0, JVM: 1.0, JVM_KAFKA: 1.0}
-"""How many times the rate of the others ours should be."""
+"""The minimum ratio of Millstream's rate to that of the other variants."""
 
 OVERHEAD_MAX: Final = 1.3
 
 Numbers = dict[str, float]
 Found = dict[tuple[str, str], dict[str, list[Numbers]]]
-"""By load and task, then by way: the rounds."""
+"""The rounds by load and task, then by variant."""
 
 
 class WrongRows(Exception):
-    """A way did not read what was written."""
+    """A variant did not read what was written."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine.facts() | {"codec": given.codec, "master": given.master, "rounds": rounds}
     with ExitStack() as stack:
         stage = started(stack, given.master, given.codec, facts)
-        chosen = tuple(given.ways.split(",")) if given.ways else ("",)
+        chosen = tuple(given.variants.split(",")) if given.variants else ("",)
         found = measure_loads(stage, loads, rounds, chosen, given.only, console)
         triggers = measure_triggers(stage, rounds, console) if given.only in TRIGGER else {}
     tables = [*lines(found), *([trigger_table(triggers)] if triggers else []), targets(found, triggers)]
@@ -97,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def started(stack: ExitStack, master: str, codec: str, facts: dict[str, Any]) -> Stage:
-    """Start the brokers and the session, with whatever peers can be had."""
+    """Start the brokers and the session, with all available peers."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
     own = stack.enter_context(Server(folder / "data"))
     stage = Stage(None, folder, codec, own.kafka)  # type: ignore[arg-type]
@@ -143,7 +155,7 @@ def open_session(stack: ExitStack, master: str, jars: list[Path], folder: Path) 
 def measure_loads(
     stage: Stage, loads: Sequence[Load], rounds: int, chosen: tuple[str, ...], only: str, console: Console
 ) -> Found:
-    """Every task in every way, turn about."""
+    """Measure every task with every variant, in turn."""
     found: Found = {}
     for load in loads:
         tasks = [task for task in TASKS if only in f"{load.title}, {task}"]
@@ -151,50 +163,52 @@ def measure_loads(
             continue
         console.print(f"{time.strftime('%H:%M:%S')} {load.title}: making the rows")
         rows = Rows(stage, load)
-        ways = [way for way in rows.ways() if way.name.startswith(chosen)]
-        for way in ways:
-            check(rows, way)
+        variants = [variant for variant in rows.variants() if variant.name.startswith(chosen)]
+        for variant in variants:
+            check(rows, variant)
         for task in tasks:
-            rounds_by_way = found.setdefault((load.title, task), {way.name: [] for way in ways})
+            rounds_by_variant = found.setdefault((load.title, task), {variant.name: [] for variant in variants})
             for turn in range(rounds + 1):
-                for way in ways:
-                    numbers = measured(partial(run, stage, task, way), way.rows)
+                for variant in variants:
+                    numbers = measured(partial(run, stage, task, variant), variant.rows)
                     if turn:
-                        # The first turn warms up.
-                        rounds_by_way[way.name].append(numbers)
-            for name, each in rounds_by_way.items():
+                        # The first round is a warm-up.
+                        rounds_by_variant[variant.name].append(numbers)
+            for name, each in rounds_by_variant.items():
                 console.print(f"{time.strftime('%H:%M:%S')} {task}, {name}: {shown(each)}")
     return found
 
 
-def check(rows: Rows, way: Way) -> None:
-    """Whether a way reads what was written."""
-    wanted = summed(rows.input("input" if way.rows == rows.load.rows else "part"))
-    got = summed(way.read())
+def check(rows: Rows, variant: Variant) -> None:
+    """Check that a variant reads what was written."""
+    wanted = summed(rows.input("input" if variant.rows == rows.load.rows else "part"))
+    got = summed(variant.read())
     if got != wanted:
-        raise WrongRows(f"{way.name} reads {got[0]} rows with the sum {got[1]}; {wanted[0]} with {wanted[1]} it were")
+        raise WrongRows(
+            f"{variant.name} reads {got[0]} rows with the sum {got[1]}; {wanted[0]} with {wanted[1]} it were"
+        )
 
 
 def summed(frame: DataFrame) -> tuple[int, int]:
-    """How many rows, and the sum over the hashes of their keys and values."""
+    """Return the number of rows, and the sum over the hashes of their keys and values."""
     row = frame.selectExpr("count(*) as n", "sum(cast(xxhash64(key, value) as decimal(38, 0))) as s").first()
     if row is None:
         raise WrongRows("no row came back")
     return int(row.n), int(row.s)
 
 
-def run(stage: Stage, task: str, way: Way) -> Callable[[], None] | None:
-    """Do one task in one way; gives back what takes away what it made."""
+def run(stage: Stage, task: str, variant: Variant) -> Callable[[], None] | None:
+    """Run one task with one variant; return a function that removes its output."""
     if task == TOPIC:
-        return way.write()
+        return variant.write()
     if task == PARQUET:
-        return to_parquet(stage, way.read())
-    way.read().write.format("noop").mode("overwrite").save()
+        return to_parquet(stage, variant.read())
+    variant.read().write.format("noop").mode("overwrite").save()
     return None
 
 
 def measured(work: Callable[[], Callable[[], None] | None], rows: int) -> Numbers:
-    """The time and the CPU of everything that this process started."""
+    """Return the time and the CPU of this process and its children."""
     cpu_before, began = cpu_s(), time.perf_counter()
     undo = work()
     took_s, used_s = time.perf_counter() - began, cpu_s() - cpu_before
@@ -204,12 +218,12 @@ def measured(work: Callable[[], Callable[[], None] | None], rows: int) -> Number
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process, the JVM, the Python workers and the brokers, which are all its children."""
+    """Return the CPU seconds of this process and its children: the JVM, the Python workers and the brokers."""
     while True:
         try:
             return sum(cpu_of(os.getpid()))
         except (FileNotFoundError, ProcessLookupError):
-            # A worker has just ended; its parent has its time now.
+            # A worker has just ended; its CPU time is now counted in its parent.
             continue
 
 
@@ -217,7 +231,7 @@ def cpu_s() -> float:
 
 
 def measure_triggers(stage: Stage, rounds: int, console: Console) -> dict[str, list[Numbers]]:
-    """What a batch of a stream costs with our sink and with one that does nothing."""
+    """Measure the cost of a batch of a stream with our sink and with a null sink."""
     topic = stage.create(stage.millstream)
     sinks = {
         OURS: {"kafka.bootstrap.servers": stage.millstream, "topic": topic},
@@ -235,7 +249,7 @@ def measure_triggers(stage: Stage, rounds: int, console: Console) -> dict[str, l
 
 
 def trigger_costs(stage: Stage, sink: str, options: dict[str, str]) -> Numbers:
-    """Run a stream of small batches and take the median over them."""
+    """Run a stream of small batches and return the medians."""
     source = stage.spark.readStream.format("rate-micro-batch").option("rowsPerBatch", TRIGGER_ROWS)
     frame = source.option("numPartitions", 2).load().selectExpr("cast(value as string) as value")
     writer = frame.writeStream.format(sink).options(**options)
@@ -267,31 +281,31 @@ def _wait_for(query: StreamingQuery, batches: int) -> None:
 
 
 def shown(rounds: Sequence[Numbers]) -> str:
-    """Medians in a line."""
+    """Return the medians as one line."""
     return ", ".join(f"{formatted(median(one[name] for one in rounds))} {name}" for name in rounds[0])
 
 
 def formatted(value: float) -> str:
-    """A number with as many digits as it deserves."""
+    """Format a number with a precision that depends on its size."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def middle(rounds: Sequence[Numbers], number: str) -> float:
-    """The median of one number."""
+    """Return the median of one number."""
     return median(one[number] for one in rounds)
 
 
 def ratio(ours: Sequence[Numbers], theirs: Sequence[Numbers], number: str) -> float:
-    """The median over the rounds of ours to theirs, which were measured next to each other."""
+    """Return the median over the rounds of the ratio of ours to theirs."""
     return median(one[number] / other[number] for one, other in zip(ours, theirs, strict=True))
 
 
 def lines(found: Found) -> Iterator[Table]:
-    """A table for each load and task."""
-    for (load, task), by_way in found.items():
+    """Yield a table for each load and task."""
+    for (load, task), by_variant in found.items():
         table = Table(f"{load}, {task}", ["", "million rows/s", "CPU s per million", "ours to this: rate", "CPU"])
-        ours = by_way.get(OURS, [])
-        for name, rounds in by_way.items():
+        ours = by_variant.get(OURS, [])
+        for name, rounds in by_variant.items():
             row = [name, f"{middle(rounds, 'rows/s') / 1e6:.2f}", f"{middle(rounds, 'CPU s/M'):.2f}"]
             compared = [f"{ratio(ours, rounds, number):.2f}" for number in ("rows/s", "CPU s/M")] if ours else ["", ""]
             table.rows.append([*row, *compared])
@@ -299,7 +313,7 @@ def lines(found: Found) -> Iterator[Table]:
 
 
 def trigger_table(found: dict[str, list[Numbers]]) -> Table:
-    """What a batch costs."""
+    """Return the table of the cost of a batch."""
     table = Table(f"A batch of {TRIGGER_ROWS} rows of a stream", ["sink", "ms", "CPU ms"])
     for name, rounds in found.items():
         table.rows.append([name, *(formatted(middle(rounds, number)) for number in ("ms", "CPU ms"))])
@@ -307,13 +321,13 @@ def trigger_table(found: dict[str, list[Numbers]]) -> Table:
 
 
 def targets(found: Found, triggers: dict[str, list[Numbers]]) -> Table:
-    """What was to be reached."""
+    """Return the table of targets."""
     table = Table("Targets", ["line", "against", "wanted", "found", "verdict"], words=2)
-    for (load, task), by_way in found.items():
+    for (load, task), by_variant in found.items():
         for name, least in LEAST.items():
-            # What people write row by row is a source; a sink of that kind is shown, but nothing is asked of it.
-            if OURS in by_way and name in by_way and not (name == ROWS and task == TOPIC):
-                share = ratio(by_way[OURS], by_way[name], "rows/s")
+            # Row-by-row code is usually a source; such a sink is shown, but has no target.
+            if OURS in by_variant and name in by_variant and not (name == ROWS and task == TOPIC):
+                share = ratio(by_variant[OURS], by_variant[name], "rows/s")
                 verdict = "reached" if share >= least else "not reached"
                 table.rows.append([f"{load}, {task}", name, f"at least {least:g}", f"{share:.2f}", verdict])
     if triggers:
@@ -324,7 +338,7 @@ def targets(found: Found, triggers: dict[str, list[Numbers]]) -> Table:
 
 
 def report(facts: dict[str, Any], tables: Sequence[Table], missing: dict[str, str]) -> str:
-    """Everything as a page."""
+    """Return the report as Markdown."""
     text = ["# Spark: the numbers", "", _METHOD, ""]
     text += [f"- {name}: {value}" for name, value in facts.items()]
     text += [f"- {name}: not measured: {reason}" for name, reason in missing.items()]

@@ -1,13 +1,13 @@
-"""`make bench-spark`: topics landed as tables, beside Spark copying the same rows from Parquet to Parquet.
+"""`make bench-spark`: topics landed as tables, compared with Spark copying the same rows from Parquet to Parquet.
 
     python -m benchmarks.spark_landing [--quick] [--share OF_THE_ROWS] [--rounds N] [--only PART] [--out FILE]
 
-The copy has the same rows with the same columns, codec, size of row groups and statistics. Both begin with a new folder
-and end when what they wrote is committed: a table by its log, the copy as Spark commits a folder. Then the same bytes
-are landed from one topic and from a hundred, and a topic whose messages are of 30 days, in turn, is landed in one batch
-into tables partitioned by the hour of landing, by the day and by the hour of the message: the worst case, since every
-task has rows of every day. Turn about, medians of the rounds; a first turn warms up. `--only partitions` measures only
-the last.
+The copy has the same rows with the same columns, codec, row group size and statistics. Both start with a new folder and
+end when their output is committed: a table by its log, the copy as Spark commits a folder. Then the same bytes are
+landed from one topic and from a hundred, and a topic with messages of 30 days is landed in one batch into tables
+partitioned by the hour of landing, by the day and by the hour of the message, which is the worst case, since every task
+has rows of every day. Variants are measured in turn, and the tables show medians of the rounds; the first round is a
+warm-up. `--only partitions` measures only the last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import deltalake
 from benchmarks import machine
 from benchmarks.report import Table
 from benchmarks.spark import Numbers, WrongRows, measured, middle, open_session, ratio, shown
-from benchmarks.spark_ways import PARTITIONS, Load
+from benchmarks.spark_variants import PARTITIONS, Load
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from pyspark.sql import DataFrame, SparkSession
@@ -46,7 +46,7 @@ LOADS: Final = (Load(5_000_000, 100), Load(1_000_000, 1024))
 SPREAD: Final = Load(1_000_000, 1024)
 TOPICS: Final = 100
 TIMES_MAX: Final = 1.5
-"""How much longer a hundred topics may take than one with as much in it."""
+"""The maximum ratio of the time for a hundred topics to that for one with the same bytes."""
 
 LANDED, COPIED = "landed from a topic", "copied from Parquet"
 ONE, MANY = "one topic", f"{TOPICS} topics"
@@ -57,15 +57,15 @@ BY: Final = {
     f"by event day, {DAYS} days": "day(timestamp)",
     f"by event hour, {DAYS * 24} hours": "hour(timestamp)",
 }
-"""The partitionings that are compared."""
+"""The compared partitionings."""
 _WAIT_S: Final = 60.0
 
 Found = dict[str, dict[str, list[Numbers]]]
-"""By load, then by way: the rounds."""
+"""The rounds by load, then by variant."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shore:
+class LandingBench:
     """A session, a broker and a folder."""
 
     spark: SparkSession
@@ -73,7 +73,7 @@ class Shore:
     folder: Path
 
     def create(self, count: int, partitions: int) -> list[str]:
-        """New topics."""
+        """Create topics."""
         names = [f"bench-{uuid.uuid4().hex[:8]}-{number}" for number in range(count)]
         admin = AdminClient({"bootstrap.servers": self.brokers, "log_level": 0})
         for future in admin.create_topics([NewTopic(name, partitions, 1) for name in names]).values():
@@ -81,7 +81,7 @@ class Shore:
         return names
 
     def fill(self, topics: list[str], load: Load) -> None:
-        """Publish rows whose values no codec can make much of, each an hour after the one before, for some days."""
+        """Publish rows with incompressible values and timestamps an hour apart, over several days."""
         digests = ", ".join(f"sha2(concat(id, '/{part}'), 256)" for part in range(-(-load.size // 64)))
         names = ", ".join(f"'{name}'" for name in topics)
         frame = self.spark.range(0, load.rows, 1, PARTITIONS).selectExpr(
@@ -94,7 +94,7 @@ class Shore:
         writer.mode("append").save()
 
     def land(self, topics: list[str], lake: Path, rows: int, partition_by: str = "") -> None:
-        """Land everything that topics have; raise `WrongRows` unless it was all."""
+        """Land all messages of topics; raise `WrongRows` if some are missing."""
         overrides = {"topics": ",".join(topics), "batch.max.messages": str(2 * rows), "partition.by": partition_by}
         pipeline = Pipeline(pipeline_id=uuid.uuid4(), name=lake.name, kind=PipelineKind.LAND, overrides=overrides)
         job = LandJob(pipeline, JobContext(spark=self.spark, brokers=self.brokers, lake=str(lake), folder=""))
@@ -107,7 +107,7 @@ class Shore:
             raise WrongRows(f"{landed} rows of {rows} were landed")
 
     def landing(self, topics: list[str], rows: int, partition_by: str = "") -> Callable[[], Callable[[], None]]:
-        """Land into a new folder, which is taken away again."""
+        """Return a function that lands into a new folder and returns its cleanup."""
 
         def work() -> Callable[[], None]:
             lake = self.folder / f"lake-{uuid.uuid4().hex[:8]}"
@@ -117,7 +117,7 @@ class Shore:
         return work
 
     def copying(self, frame: DataFrame) -> Callable[[], Callable[[], None]]:
-        """Copy into a new folder, which is taken away again."""
+        """Return a function that copies into a new folder and returns its cleanup."""
 
         def work() -> Callable[[], None]:
             folder = self.folder / f"copy-{uuid.uuid4().hex[:8]}"
@@ -144,16 +144,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         server = stack.enter_context(Server(folder / "data"))
-        shore = Shore(open_session(stack, given.master, [], folder), server.kafka, folder)
+        bench = LandingBench(open_session(stack, given.master, [], folder), server.kafka, folder)
         dated_load = Load(int(DATED.rows * share), DATED.size)
-        dated = {f"{dated_load.title}, partitioned": measure_partitions(shore, dated_load, rounds, console)}
+        dated = {f"{dated_load.title}, partitioned": measure_partitions(bench, dated_load, rounds, console)}
         if given.only:
             tables = lines(dated)
         else:
             loads = [Load(int(load.rows * share), load.size) for load in LOADS]
-            copies = {load.title: measure_copy(shore, load, rounds, console) for load in loads}
+            copies = {load.title: measure_copy(bench, load, rounds, console) for load in loads}
             spread_load = Load(int(SPREAD.rows * share), SPREAD.size)
-            spread = measure_topics(shore, spread_load, rounds, console)
+            spread = measure_topics(bench, spread_load, rounds, console)
             compared = {f"{load}, raw": found for load, found in copies.items()}
             tables = [
                 *lines({**compared, f"{spread_load.title}, spread": spread, **dated}),
@@ -167,45 +167,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure_copy(shore: Shore, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
-    """A topic landed, and the landed rows copied by Spark."""
-    topics = shore.create(1, PARTITIONS)
-    shore.fill(topics, load)
-    first = shore.folder / "first"
-    shore.land(topics, first, load.rows)
+def measure_copy(bench: LandingBench, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
+    """Measure landing a topic, and copying the landed rows with Spark."""
+    topics = bench.create(1, PARTITIONS)
+    bench.fill(topics, load)
+    first = bench.folder / "first"
+    bench.land(topics, first, load.rows)
     files = deltalake.DeltaTable(str(first / topics[0])).file_uris()
-    frame = shore.spark.read.parquet(*files)
+    frame = bench.spark.read.parquet(*files)
     if frame.count() != load.rows:
         raise WrongRows(f"the table has {frame.count()} rows of {load.rows}")
-    ways = {LANDED: shore.landing(topics, load.rows), COPIED: shore.copying(frame)}
-    found = turn_about(ways, load, rounds, console)
+    variants = {LANDED: bench.landing(topics, load.rows), COPIED: bench.copying(frame)}
+    found = measure_in_turn(variants, load, rounds, console)
     shutil.rmtree(first)
     return found
 
 
-def measure_topics(shore: Shore, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
-    """The same rows in one topic and in many."""
-    one, many = shore.create(1, PARTITIONS), shore.create(TOPICS, 1)
-    shore.fill(one, load)
-    shore.fill(many, load)
-    return turn_about({ONE: shore.landing(one, load.rows), MANY: shore.landing(many, load.rows)}, load, rounds, console)
+def measure_topics(bench: LandingBench, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
+    """Measure the same rows in one topic and in many."""
+    one, many = bench.create(1, PARTITIONS), bench.create(TOPICS, 1)
+    bench.fill(one, load)
+    bench.fill(many, load)
+    return measure_in_turn(
+        {ONE: bench.landing(one, load.rows), MANY: bench.landing(many, load.rows)}, load, rounds, console
+    )
 
 
-def measure_partitions(shore: Shore, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
-    """The same rows in tables with other partitions."""
-    topics = shore.create(1, PARTITIONS)
-    shore.fill(topics, load)
-    ways = {name: shore.landing(topics, load.rows, partition_by) for name, partition_by in BY.items()}
-    return turn_about(ways, load, rounds, console)
+def measure_partitions(bench: LandingBench, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
+    """Measure the same rows in tables with different partitionings."""
+    topics = bench.create(1, PARTITIONS)
+    bench.fill(topics, load)
+    variants = {name: bench.landing(topics, load.rows, partition_by) for name, partition_by in BY.items()}
+    return measure_in_turn(variants, load, rounds, console)
 
 
-def turn_about(
-    ways: dict[str, Callable[[], Callable[[], None]]], load: Load, rounds: int, console: Console
+def measure_in_turn(
+    variants: dict[str, Callable[[], Callable[[], None]]], load: Load, rounds: int, console: Console
 ) -> dict[str, list[Numbers]]:
-    """Every way in every round; the first round warms up and is not counted."""
-    found: dict[str, list[Numbers]] = {name: [] for name in ways}
+    """Measure every variant in every round; the first round is a warm-up."""
+    found: dict[str, list[Numbers]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
-        for name, work in ways.items():
+        for name, work in variants.items():
             numbers = measured(work, load.rows)
             if turn:
                 found[name].append(numbers)
@@ -215,7 +217,7 @@ def turn_about(
 
 
 def lines(compared: Found) -> list[Table]:
-    """A table for each comparison."""
+    """Return a table for each comparison."""
     tables = []
     for title, found in compared.items():
         first = next(iter(found.values()))
@@ -228,7 +230,7 @@ def lines(compared: Found) -> list[Table]:
 
 
 def targets(copies: Found, spread: dict[str, list[Numbers]]) -> Table:
-    """What was to be reached."""
+    """Return the table of targets."""
     table = Table("Targets", ["line", "against", "wanted", "found", "verdict"], words=2)
     for load, found in copies.items():
         share = ratio(found[LANDED], found[COPIED], "rows/s")
@@ -241,7 +243,7 @@ def targets(copies: Found, spread: dict[str, list[Numbers]]) -> Table:
 
 
 def report(facts: dict[str, Any], tables: Sequence[Table]) -> str:
-    """Everything as a page."""
+    """Return the report as Markdown."""
     text = ["# Landing: the numbers", "", _METHOD, "", *(f"- {name}: {value}" for name, value in facts.items())]
     return "\n".join([*text, "", *(table.markdown() for table in tables)]).rstrip() + "\n"
 

@@ -4,7 +4,7 @@
 
 A node runs three transforms. Once they run, and the spare is ready where there is one, the driver is killed with its
 Java. The pause is the time from the kill until a message that is sent after it has passed the last of the transforms.
-Memory is what the processes have for themselves (PSS) before the first kill.
+Memory is the proportional set size (PSS) of the processes before the first kill.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PIPELINES: Final = 3
 WAIT_S: Final = 300.0
 QUIET_S: Final = 3.0
 QUIET_CPU_S: Final = 0.5
-"""Drivers are ready when they use no more CPU than this for a while; on a busy machine a spare starts for a minute."""
+"""Drivers are ready when they use at most this much CPU for a while; on a busy machine a spare takes a minute."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(spare: str, kills: int) -> tuple[list[float], int]:
-    """The pauses of some kills in seconds, and the memory of the drivers."""
+    """Return the pause of each kill in seconds, and the memory of the drivers."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         server = stack.enter_context(Server(folder / "data", settings={"pipelines-spare": spare}))
@@ -81,7 +81,7 @@ def measured(spare: str, kills: int) -> tuple[list[float], int]:
         pauses = []
         for _ in range(kills):
             settle(server, 2 if spare == "on" else 1)
-            # The one that was started first has the work.
+            # The driver that was started first runs the pipelines.
             working = min(drivers(server), key=lambda pid: psutil.Process(pid).create_time())
             began = time.perf_counter()
             os.killpg(working, signal.SIGKILL)
@@ -91,7 +91,7 @@ def measured(spare: str, kills: int) -> tuple[list[float], int]:
 
 
 def settle(server: Server, count: int) -> None:
-    """Wait until there are this many drivers, and all of them have nothing to do."""
+    """Wait until there are this many drivers, and all of them are idle."""
     wait_until(lambda: len(drivers(server)) == count, timeout_s=WAIT_S)
     before, used = 0.0, QUIET_CPU_S + 1
     while used > QUIET_CPU_S:
@@ -146,7 +146,7 @@ def drivers(server: Server) -> list[int]:
 
 
 def private_of(pid: int) -> int:
-    """The memory of a process, with its share of what it has in common with others."""
+    """Return the proportional set size of a process."""
     try:
         return int(psutil.Process(pid).memory_full_info().pss)
     except (psutil.Error, AttributeError):

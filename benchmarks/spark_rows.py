@@ -1,7 +1,6 @@
-"""What people write today: a Python source and sink over confluent-kafka that hand rows over one by one.
+"""A common approach: a Python source and sink over confluent-kafka that process rows one by one.
 
-Beside them, a sink that does nothing, against which the cost of ours per trigger is measured. Spark's workers import
-this module.
+It also has a null sink, with which the cost of our sink per trigger is compared. Spark's workers import this module.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ class RowByRow(DataSource):
         return "row-by-row"
 
     def schema(self) -> str:
-        """The columns of Spark's Kafka source."""
+        """Return the columns of Spark's Kafka source."""
         return _COLUMNS
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """A reader of one topic."""
+        """Return a reader of one topic."""
         return _Reader(dict(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """A writer to one topic."""
+        """Return a writer to one topic."""
         return _Writer(dict(self.options))
 
 
@@ -138,7 +137,7 @@ class Nothing(DataSource):
         return "nothing"
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
-        """A writer that does nothing."""
+        """Return a writer that does nothing."""
         return _Dropper()
 
 

@@ -2,13 +2,13 @@
 
     python -m benchmarks.spark_topics [--quick] [--rounds N] [--out FILE]
 
-Rows/s are messages that are there already, taken in one batch, commit included; a first batch warms up. Latency is that
-of single messages while the pipeline runs: from when one is sent until a consumer of committed messages has it. Half of
-the rules name a value of a field and compare another field; the other half, in the lines that say so, only compare.
+Rows/s are measured with a backlog that is processed in one batch, including its commit; the first batch is a warm-up.
+Latency is that of single messages while the pipeline runs, from sending until a consumer of committed messages has it.
+Half of the rules match the value of a field and compare another field; in the lines that say so, rules only compare.
 
-The second table is the latency of one transform with other pipelines beside it, which all read the same topic, so that
-every message is work for each of them: transforms and routes in turn, in threads and scheduling pools of their own as
-in a driver. `--only beside` measures nothing else.
+The second table is the latency of one transform with other concurrent pipelines that read the same topic, so that each
+of them processes every message: transforms and routes alternately, in their own threads and scheduling pools as in a
+driver. `--only beside` measures only this.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SINGLE: Final = 40
 SINGLE_WARM: Final = 10
 WAIT_S: Final = 120.0
 BESIDE: Final = (0, 2, 8)
-"""How many other pipelines run beside the one that is measured."""
+"""The numbers of other concurrent pipelines."""
 
 Kind = tuple[str, PipelineKind, dict[str, str], tuple[Rule, ...]]
 
@@ -72,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     facts = machine.facts() | {"master": given.master, "rounds": rounds}
     with ExitStack() as stack:
-        stage = Stage(stack, given.master)
+        bench = SparkBench(stack, given.master)
         if given.only is None:
-            stage.publish(messages)
+            bench.publish(messages)
             for kind in kinds():
-                table.rows.append(measured(stage, kind, rounds, messages))
+                table.rows.append(measured(bench, kind, rounds, messages))
                 console.print(" ".join(table.rows[-1]))
-        neighbours = beside_others(stage)
+        neighbours = measure_concurrent(bench)
     tables = [table, neighbours] if given.only is None else [neighbours]
     for one in tables:
         console.print(one.rich())
@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def beside_others(stage: Stage) -> Table:
-    """The latency of a transform with others beside it."""
+def measure_concurrent(bench: SparkBench) -> Table:
+    """Measure the latency of a transform with other concurrent pipelines."""
     table = Table(
         "One message through a transform, with other pipelines on its topic",
         ["others", "p50 ms", "p90 ms", "to 2 others: p50", "CPU ms per message"],
@@ -102,11 +102,11 @@ def beside_others(stage: Stage) -> Table:
             for number in range(count):
                 name, of, settings, rules = (transform, routes[0])[number % 2]
                 renamed = {**settings, "into": f"beside-{number}"} if of is PipelineKind.TRANSFORM else settings
-                job = stage.job((name, of, renamed, rules), "latest", 1_000_000)
+                job = bench.job((name, of, renamed, rules), "latest", 1_000_000)
                 job.step()
-                stack.enter_context(running(stage, job))
+                stack.enter_context(running(bench, job))
             cpu = cpu_s()
-            times = latencies(stage, transform)
+            times = latencies(bench, transform)
             cpu_ms = (cpu_s() - cpu) / SINGLE * 1000
         half, most = (float(one) for one in np.percentile(times, [50, 90]) * 1000)
         halves[count] = half
@@ -116,7 +116,7 @@ def beside_others(stage: Stage) -> Table:
 
 
 def kinds() -> Iterator[Kind]:
-    """What is measured."""
+    """Yield the measured pipelines."""
     sql = f"SELECT key, id, total * 1.19 AS gross FROM {SOURCE} WHERE total > 500"
     schemas = f'{{"{SOURCE}": "id long, region string, total double"}}'
     yield "transform", PipelineKind.TRANSFORM, {"sql": sql, "into": "large", "schemas": schemas}, ()
@@ -134,8 +134,8 @@ def _rules(prefix: str, conditions: Sequence[str]) -> tuple[Rule, ...]:
     )
 
 
-class Stage:
-    """A broker, a session, and a topic that is full."""
+class SparkBench:
+    """A broker, a session, and a topic with messages."""
 
     def __init__(self, stack: ExitStack, master: str) -> None:
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
@@ -166,7 +166,7 @@ class Stage:
         assert self.producer.flush(WAIT_S) == 0
 
     def job(self, kind: Kind, start: str, messages: int) -> Job:
-        """A pipeline that has read nothing yet."""
+        """Return a new pipeline."""
         name, of, settings, rules = kind
         overrides = {**settings, "from": start, "batch.max.messages": str(messages)}
         label = "".join(letter if letter.isalnum() else "-" for letter in name)
@@ -180,7 +180,7 @@ class Stage:
 
 
 def value_of(number: int) -> bytes:
-    """About 100 bytes of JSON."""
+    """Return about 100 bytes of JSON."""
     return b'{"id": %d, "region": "r%d", "total": %d, "note": "%040d"}' % (
         number,
         number % REGIONS,
@@ -189,56 +189,56 @@ def value_of(number: int) -> bytes:
     )
 
 
-def measured(stage: Stage, kind: Kind, rounds: int, messages: int) -> list[str]:
-    """One line of the table."""
-    warm = stage.job(kind, "earliest", 20_000)
+def measured(bench: SparkBench, kind: Kind, rounds: int, messages: int) -> list[str]:
+    """Measure one line of the table."""
+    warm = bench.job(kind, "earliest", 20_000)
     warm.step()
     warm.close()
     rates, cpus = [], []
     for _ in range(rounds):
-        job = stage.job(kind, "earliest", messages)
+        job = bench.job(kind, "earliest", messages)
         began, cpu = time.perf_counter(), cpu_s()
         taken = job.step().rows
         rates.append(taken / (time.perf_counter() - began) / 1000)
         cpus.append((cpu_s() - cpu) / taken * 1e6)
         job.close()
-    times = latencies(stage, kind)
+    times = latencies(bench, kind)
     half, most = np.percentile(times, [50, 90]) * 1000
     return [kind[0], f"{median(rates):,.0f}", f"{median(cpus):.1f}", f"{half:,.0f}", f"{most:,.0f}"]
 
 
 def cpu_s() -> float:
-    """What this process and all that it started have used: Spark, its workers and the broker."""
+    """Return the CPU seconds of this process and its children: Spark, its workers and the broker."""
     used = cpu_of(os.getpid())
     return used.user_s + used.system_s
 
 
-def latencies(stage: Stage, kind: Kind) -> list[float]:
-    """Seconds from sending a message until it is read where it was put, one at a time."""
+def latencies(bench: SparkBench, kind: Kind) -> list[float]:
+    """Return the seconds from sending a message until it is read from the target, one at a time."""
     target = kind[2].get("into") or kind[3][0].targets[0]
-    job = stage.job(kind, "latest", 1_000_000)
+    job = bench.job(kind, "latest", 1_000_000)
     job.step()
     times: list[float] = []
-    with running(stage, job), reading(stage, target) as receive:
+    with running(bench, job), reading(bench, target) as receive:
         for number in range(SINGLE):
             began = time.perf_counter()
-            # It passes every condition.
+            # It matches every condition.
             value = b'{"id": %d, "region": "r0", "total": 996, "note": ""}' % number
-            stage.producer.produce(SOURCE, value, key=b"0", partition=0)
-            stage.producer.flush(WAIT_S)
+            bench.producer.produce(SOURCE, value, key=b"0", partition=0)
+            bench.producer.flush(WAIT_S)
             receive()
             times.append(time.perf_counter() - began)
     return times[SINGLE_WARM:]
 
 
 @contextmanager
-def running(stage: Stage, job: Job) -> Iterator[None]:
-    """Do steps in a thread, as a driver does."""
+def running(bench: SparkBench, job: Job) -> Iterator[None]:
+    """Run the steps of a job in a thread, as a driver does."""
     ending = threading.Event()
 
     def work() -> None:
-        # A pool of its own, as the driver gives to each pipeline.
-        stage.spark.sparkContext.setLocalProperty("spark.scheduler.pool", uuid.uuid4().hex)
+        # Its own scheduling pool, as in a driver.
+        bench.spark.sparkContext.setLocalProperty("spark.scheduler.pool", uuid.uuid4().hex)
         while not ending.is_set():
             job.step()
         job.close()
@@ -253,11 +253,11 @@ def running(stage: Stage, job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def reading(stage: Stage, topic: str) -> Iterator[Callable[[], Any]]:
-    """A consumer at the end of a topic."""
+def reading(bench: SparkBench, topic: str) -> Iterator[Callable[[], Any]]:
+    """Open a consumer at the end of a topic."""
     consumer = Consumer(
         {
-            "bootstrap.servers": stage.server.kafka,
+            "bootstrap.servers": bench.server.kafka,
             "group.id": uuid.uuid4().hex,
             "isolation.level": "read_committed",
             "fetch.wait.max.ms": 1000,

@@ -1,4 +1,4 @@
-"""What a server has to be able to do to be measured."""
+"""The interface of a server under measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.cases import Case
 from benchmarks.target import Numbers
 
 Measured = dict[str, Numbers]
-"""What one measurement found, by direction: "produce" and "consume", for one."""
+"""The results of one measurement by direction, such as "produce" and "consume"."""
 
 PRODUCED, CONSUMED = "produce", "consume"
 
@@ -33,8 +33,8 @@ class Subject(ABC):
 
     @abstractmethod
     def measure(self, case: Case, seconds: float) -> Measured:
-        """Measure one line once, for about so many seconds in each direction."""
+        """Measure one line once, for about this many seconds in each direction."""
 
     def durability(self, case: Case) -> str:
-        """What an acknowledgement means here, in words."""
+        """Describe the durability of an acknowledgement."""
         return case.durability

@@ -1,4 +1,4 @@
-"""The servers that speak Kafka's protocol: Millstream, the limit server, one that keeps nothing, and Apache Kafka."""
+"""The servers with Kafka's protocol: Millstream, the limit server, one that stores nothing, and Apache Kafka."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STARTED = "start and rest"
 _ADMIN_S_MAX = 30.0
 _REST_S = 2.0
 _DELETE_S_MAX = 10.0
-# What brokers keep for themselves: journals and metadata.
+# The brokers' own data: journals and metadata.
 _LEFT_BYTES_MAX = 96 * 1024 * 1024
 _KAFKA_TLS = """\
 listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,TLS:SSL
@@ -42,7 +42,7 @@ _WARM = (Case(flush=OS), Case(flush=OS, partitions=1, size_bytes=100))
 
 
 def stored_bytes(folder: Path) -> int:
-    """What the files of a folder hold, as far as they are on the disk or on their way there."""
+    """Return the number of bytes allocated to the files of a folder."""
     total = 0
     for path, _, files in os.walk(folder):
         for file in files:
@@ -55,12 +55,12 @@ class KafkaSubject(Subject):
     """Measured with librdkafka, and with requests over a bare socket."""
 
     def offers(self, case: Case) -> bool:
-        """All lines but those with TLS, and the start of a server that is not one to be used."""
+        """Return whether the line is measured: not with TLS, and not the startup of a server that is not for use."""
         return case.kind != START and not case.tls
 
     @abstractmethod
     def topic(self, case: Case) -> AbstractContextManager[Target]:
-        """A topic as the line asks for, which goes when it was measured."""
+        """Create a topic for the line, and delete it after the measurement."""
 
     def measure(self, case: Case, seconds: float) -> Measured:
         """Measure one line once on its own topic."""
@@ -81,7 +81,7 @@ class LimitServer(Server):
     """`benchmarks.limit_server` as a process."""
 
     def command(self) -> Sequence[str]:
-        """This Python and the module, which is not installed but lies beside this one."""
+        """Return the command line: this Python and the module, which is not installed."""
         flags = [part for name, value in self.settings.items() for part in (f"--{name}", str(value))]
         serve = [sys.executable, "-m", "benchmarks.limit_server", "--data", str(self.data), "--kafka", self.kafka]
         return [*serve, *flags]
@@ -91,13 +91,13 @@ class LimitServer(Server):
 
 
 class Limit(KafkaSubject):
-    """The server that does the least, restarted for each measurement, since it knows no deletion."""
+    """The limit server, restarted for each measurement, since it cannot delete topics."""
 
     name = LIMIT
 
     @contextmanager
     def topic(self, case: Case) -> Iterator[Target]:
-        """Its own server."""
+        """Run a server for one measurement."""
         settings = {"flush": self.flush(case), "partitions": case.partitions}
         with (
             tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,
@@ -111,26 +111,26 @@ class Limit(KafkaSubject):
 
 
 class Discard(Limit):
-    """A server that responds and keeps nothing: what is measured with it is the client and the socket."""
+    """A server that responds and stores nothing, to measure the client and the socket."""
 
     name = DISCARD
 
     def offers(self, case: Case) -> bool:
-        """Only what does not depend on how messages are kept."""
+        """Return whether the line does not depend on storage."""
         return case.kind == PRODUCE and case.flush == OS and case.acks == "all" and not case.tls
 
     def measure(self, case: Case, seconds: float) -> Measured:
-        """Only in: there is nothing to read back."""
+        """Measure producing only: there is nothing to read back."""
         with self.topic(case) as target:
             return {PRODUCED: throughput.produce(target, case, seconds)[1]}
 
     def flush(self, case: Case) -> str:
-        """Throw everything away."""
+        """Return the setting that discards everything."""
         return "discard"
 
     def durability(self, case: Case) -> str:
-        """None at all."""
-        return "nothing is kept"
+        """Return that there is none."""
+        return "nothing is stored"
 
 
 class TlsListener:
@@ -142,7 +142,7 @@ class TlsListener:
 
     @property
     def client_settings(self) -> Mapping[str, str]:
-        """How librdkafka connects to it."""
+        """Return librdkafka's connection settings."""
         return {
             "bootstrap.servers": self.address,
             "security.protocol": "ssl",
@@ -160,18 +160,18 @@ class Broker(KafkaSubject):
 
     @abstractmethod
     def server(self, data: Path, tls: TlsListener | None = None) -> Server:
-        """The broker on a folder, as a user would start it."""
+        """Return the broker on a folder, as a user would start it."""
 
     @abstractmethod
     def topic_settings(self, flush: str) -> Mapping[str, str]:
-        """The topic's settings that give this durability."""
+        """Return the topic settings for this durability."""
 
     def offers(self, case: Case) -> bool:
-        """Every line."""
+        """Return True: every line is measured."""
         return True
 
     def __enter__(self) -> Self:
-        """Start, and send some messages through: just-in-time compilers are not what is measured."""
+        """Start the broker, and send some messages to warm up just-in-time compilers."""
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         try:
             self._tls = TlsListener(folder / "certs")
@@ -210,13 +210,13 @@ class Broker(KafkaSubject):
                 self._wait_until_deleted()
 
     def _wait_until_deleted(self) -> None:
-        """Brokers delete files in the background, which the next measurement would pay for."""
+        """Wait until files are deleted in the background, which would affect the next measurement."""
         deadline = time.monotonic() + _DELETE_S_MAX
         while time.monotonic() < deadline and stored_bytes(self._server.data) > _LEFT_BYTES_MAX:
             time.sleep(0.05)
 
     def start(self) -> dict[str, float]:
-        """Start another one on a folder that it stopped on before, and look at its memory while nothing happens."""
+        """Start another broker on an existing folder, and measure its startup and its memory at rest."""
         with (
             tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,
             self.server(Path(folder) / "data") as server,
@@ -233,17 +233,17 @@ class Broker(KafkaSubject):
 
 
 class Millstream(Broker):
-    """The broker that all this is about."""
+    """The broker under test."""
 
     name = MILLSTREAM
     version = millstream.__version__
 
     def server(self, data: Path, tls: TlsListener | None = None) -> Server:
-        """With its defaults."""
+        """Return a server with default settings."""
         return Server(data, settings=self.listener_settings(data, tls))
 
     def listener_settings(self, data: Path, tls: TlsListener | None) -> Mapping[str, object]:
-        """Flags that add a listener with TLS."""
+        """Return flags that add a listener with TLS."""
         if tls is None:
             return {}
         config = data.with_name("millstream.toml")
@@ -256,12 +256,12 @@ class Millstream(Broker):
         return {"config": config}
 
     def topic_settings(self, flush: str) -> Mapping[str, str]:
-        """Its own setting is what the lines are named after."""
+        """Return Millstream's own setting, after which the lines are named."""
         return {"flush": flush, "flush.ms": "1000"}
 
 
 class ApacheKafka(Broker):
-    """Apache Kafka; raises `PeerUnavailable` where it cannot be had."""
+    """Apache Kafka; raises `PeerUnavailable` if it is unavailable."""
 
     name = KAFKA
 
@@ -270,7 +270,7 @@ class ApacheKafka(Broker):
         self.version = kafka.version_of(kafka.fetch())
 
     def server(self, data: Path, tls: TlsListener | None = None) -> Server:
-        """With its defaults; see `peers.kafka`."""
+        """Return a server with default settings; see `peers.kafka`."""
         if tls is None:
             return kafka.kafka(data, OS)
         both = tls.certificates.folder / "both.pem"
@@ -278,7 +278,7 @@ class ApacheKafka(Broker):
         return kafka.kafka(data, OS, listener=f"TLS://{tls.address}", properties=_KAFKA_TLS.format(both=both))
 
     def topic_settings(self, flush: str) -> Mapping[str, str]:
-        """The same durability in Kafka's words."""
+        """Return Kafka's settings for the same durability."""
         durable = {ALWAYS: {"flush.messages": "1"}, INTERVAL: {"flush.ms": "1000"}, OS: {}}
-        # Deleted files go at once, so that the system does not spend the next measurement on writing them.
+        # Deleted files are removed at once, so that writing them does not affect the next measurement.
         return {"file.delete.delay.ms": "100", **durable[flush]}

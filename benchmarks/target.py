@@ -1,4 +1,4 @@
-"""One topic on one running server: what a measurement is made against."""
+"""The target of a measurement: one topic on one running server."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import dataclass, field
 from millstream_testing.server import Server, ServerFailed
 
 Numbers = dict[str, float]
-"""What was measured, by name; the unit is part of the name."""
+"""Results by name; the unit is part of the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A topic that is there and empty."""
+    """An existing empty topic."""
 
     server: Server
     topic: str
     partitions: int
     tls: Mapping[str, str] = field(default_factory=dict)
-    """Where and how librdkafka connects instead, if the line is measured with TLS."""
+    """librdkafka's connection settings, if the line is measured with TLS."""
 
     @property
     def client_settings(self) -> dict[str, str]:
-        """How librdkafka connects."""
+        """Return librdkafka's connection settings."""
         return {"bootstrap.servers": self.address, "log_level": "0", **self.tls}
 
     @property
     def address(self) -> str:
-        """Where clients connect."""
+        """The address for clients."""
         return self.server.kafka
 
     @property
     def pid(self) -> int:
-        """Whose CPU seconds and memory count."""
+        """The process whose CPU seconds and memory are measured."""
         return self.server.pid
 
     def check(self) -> None:
-        """Raise if the server is gone, with the end of what it logged."""
+        """Raise an error with the end of the log if the server has ended."""
         if not self.server.is_running():
             raise ServerFailed(f"the server ended; its log ends with:\n{self.server.log_tail()}")

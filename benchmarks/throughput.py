@@ -1,4 +1,4 @@
-"""How fast messages go in at most, with librdkafka as the client, and what that costs the server."""
+"""The highest rate of producing with librdkafka, and its cost for the server."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 from benchmarks.cases import IDEMPOTENT, Case
-from benchmarks.librdkafka import ClientFailed, Load, Producer
+from benchmarks.librdkafka import ClientFailed, PreparedMessages, Producer
 from benchmarks.processes import Meter
 from benchmarks.target import Numbers, Target
 
 KEYS = 10_000
 _AT_ONCE = 500
 _RESPONSE_S_MAX = 60.0
-_LOOK_MS = 500
+_POLL_MS = 500
 _FILL_S, _FILL_S_MAX = 0.5, 3.0
-# So that a server which is slow has not much left to do when the time is up.
+# Small queues, so that a slow server has little left to do when the time is up.
 _QUEUE_KB, _QUEUE_MESSAGES = 65_536, 100_000
 _SHARE_KB, _SHARE_MESSAGES = 16_384, 20_000
 
 
 def flow(case: Case, messages: int, elapsed_s: float, meter: Meter) -> Numbers:
-    """The numbers of one measurement in one direction."""
+    """Return the results of one measurement in one direction."""
     gb, millions = messages * case.size_bytes / 1e9, messages / 1e6
     return {
         "MB/s": gb * 1000 / elapsed_s,
@@ -39,15 +39,14 @@ def flow(case: Case, messages: int, elapsed_s: float, meter: Meter) -> Numbers:
 
 
 def produce(target: Target, case: Case, seconds: float) -> tuple[int, Numbers]:
-    """Send as fast as the server takes it, wait for every response; how many messages there are then, and the
-    numbers."""
+    """Send as fast as the server accepts, wait for every response; return the number of messages and the results."""
     with ExitStack() as stack:
         producers = [
             stack.enter_context(closing(Producer(target.topic, settings_of(target, case))))
             for _ in range(case.producers)
         ]
-        load = Load(KEYS, case.size_bytes, keys=KEYS if case.keyed else 0)
-        # The first message of each partition finds the topic and its leader, which is not what is measured.
+        load = PreparedMessages(KEYS, case.size_bytes, keys=KEYS if case.keyed else 0)
+        # The first message of each partition looks up the leader, which is not measured.
         for producer in producers:
             for partition in range(case.partitions):
                 producer.send(load, 0, 1, partition)
@@ -81,8 +80,8 @@ def settings_of(target: Target, case: Case, linger_ms: float = 5) -> dict[str, s
     }
 
 
-def _send(target: Target, producer: Producer, load: Load, ready: threading.Barrier, seconds: float) -> int:
-    """One producer: send until the time is up, then wait for the responses."""
+def _send(target: Target, producer: Producer, load: PreparedMessages, ready: threading.Barrier, seconds: float) -> int:
+    """Send with one producer until the time is up, then wait for the responses."""
     ready.wait()
     deadline = time.perf_counter() + seconds
     sent = 0
@@ -95,14 +94,14 @@ def _send(target: Target, producer: Producer, load: Load, ready: threading.Barri
 
 def _flush(target: Target, producer: Producer) -> None:
     deadline = time.monotonic() + _RESPONSE_S_MAX
-    while not producer.flush(_LOOK_MS):
+    while not producer.flush(_POLL_MS):
         target.check()
         if time.monotonic() > deadline:
             raise TimeoutError(f"not every message got a response within {_RESPONSE_S_MAX:g} s")
 
 
 def fill(target: Target, case: Case, stored: int, wanted: int) -> int:
-    """Produce until there are so many messages, or it takes too long; return how many there are."""
+    """Produce until there are this many messages, or it takes too long; return how many there are."""
     deadline = time.monotonic() + _FILL_S_MAX
     while stored < wanted and time.monotonic() < deadline:
         stored, _ = produce(target, case, _FILL_S)

@@ -1,4 +1,4 @@
-"""Producing in transactions, and reading what of it is committed: one measurement at a time, with librdkafka."""
+"""Producing in transactions and consuming committed messages with librdkafka, one measurement at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import closing
 
 from benchmarks import reader
 from benchmarks.cases import IDEMPOTENT, OS, Case
-from benchmarks.librdkafka import Load, Producer, TransactionalProducer
+from benchmarks.librdkafka import PreparedMessages, Producer, TransactionalProducer
 from benchmarks.processes import Meter
 from benchmarks.reader import COMMITTED
 from benchmarks.target import Numbers, Target
@@ -18,15 +18,15 @@ CASE = Case(flush=OS, acks=IDEMPOTENT, partitions=4)
 MESSAGES_MIXED = 400_000
 OF_ONE_TRANSACTION = 1000
 ABORTED_EACH = 4
-"""One of so many transactions is aborted in what consumers read."""
+"""One in this many transactions is aborted."""
 
 _AT_ONCE = 500
 _RESPONSE_MS_MAX = 60_000
 
 
 def produce(target: Target, seconds: float, commit_s: float | None) -> Numbers:
-    """Send as fast as the server takes it, in transactions of so many seconds, or in none; until all is decided."""
-    load = Load(_AT_ONCE, CASE.size_bytes)
+    """Send as fast as the server accepts, in transactions of this duration or without, and wait for all of them."""
+    load = PreparedMessages(_AT_ONCE, CASE.size_bytes)
     with closing(_producer(target, transactional=commit_s is not None)) as producer:
         for partition in range(CASE.partitions):
             producer.send(load, 0, 1, partition)
@@ -49,7 +49,7 @@ def _producer(target: Target, *, transactional: bool) -> Producer:
 
 
 def _end(producer: Producer, *, goes_on: bool = True) -> None:
-    """Wait until everything that was sent has a response and, in a transaction, is decided."""
+    """Wait until everything has a response and the transaction, if any, has ended."""
     if not isinstance(producer, TransactionalProducer):
         producer.flush(_RESPONSE_MS_MAX)
         return
@@ -58,7 +58,7 @@ def _end(producer: Producer, *, goes_on: bool = True) -> None:
         producer.begin()
 
 
-def _send(producer: Producer, load: Load, deadline: float, commit_s: float | None) -> int:
+def _send(producer: Producer, load: PreparedMessages, deadline: float, commit_s: float | None) -> int:
     sent = 0
     commit_at = deadline if commit_s is None else time.perf_counter() + commit_s
     while (now := time.perf_counter()) < deadline:
@@ -72,8 +72,8 @@ def _send(producer: Producer, load: Load, deadline: float, commit_s: float | Non
 
 
 def fill(target: Target) -> int:
-    """Write many small transactions, of which some are aborted; return how many messages are committed."""
-    load = Load(OF_ONE_TRANSACTION, CASE.size_bytes)
+    """Write many small transactions, some of them aborted; return the number of committed messages."""
+    load = PreparedMessages(OF_ONE_TRANSACTION, CASE.size_bytes)
     producer = _producer(target, transactional=True)
     committed = 0
     with closing(producer):
@@ -82,7 +82,7 @@ def fill(target: Target) -> int:
         count = MESSAGES_MIXED // OF_ONE_TRANSACTION
         for number in range(1, count + 1):
             producer.send(load, 0, OF_ONE_TRANSACTION)
-            # The last one is committed, so that who has read what is committed has read everything.
+            # The last one is committed, so that a consumer of committed messages reads to the end.
             commit = number % ABORTED_EACH != 0 or number == count
             producer.end(commit=commit)
             committed += OF_ONE_TRANSACTION if commit else 0
@@ -92,7 +92,7 @@ def fill(target: Target) -> int:
 
 
 def consume(target: Target, isolation: str, committed: int) -> Numbers:
-    """Read all of it. The rates count what the log holds, which is the same whatever the consumer gets of it."""
+    """Read everything. The rates count all stored messages, whichever of them the consumer gets."""
     wanted = committed if isolation == COMMITTED else MESSAGES_MIXED
     share = MESSAGES_MIXED / wanted
     numbers = reader.consume(target, CASE, wanted, isolation)

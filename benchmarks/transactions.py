@@ -1,10 +1,10 @@
-"""`make bench-transactions`: what transactions cost those who write in them, and those who read what is committed.
+"""`make bench-transactions`: what transactions cost producers, and consumers of committed messages.
 
     python -m benchmarks.transactions [--quick] [--rounds N] [--seconds S] [--no-kafka] [--json FILE]
 
-Each round measures every line of every server once, those that are compared right after each other and in another order
-each time. A ratio is taken within a round; the result is the median over the rounds. All servers leave it to the system
-when pages are written to the disk, as Kafka does by default.
+Each round measures every line of every server once; lines that are compared follow each other, in a different order in
+each round. Ratios are computed within a round, and the result is their median. All servers let the operating system
+decide when to write pages to disk, as Kafka does by default.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ PRODUCE: Final = tuple(COMMITS_S)
 CONSUME: Final = (UNCOMMITTED, COMMITTED)
 PRODUCE_SHARE_MIN, CONSUME_SHARE_MIN = 0.80, 0.95
 CONSUME_TIMES: Final = 3
-"""Reading takes a fraction of a second, and is measured so many times as often as writing."""
+"""How much more often reading is measured than writing, since it takes only a fraction of a second."""
 
 Rounds = dict[str, list[Numbers]]
-"""By line, what each round has found."""
+"""The results of each round, by line."""
 
 
-class Alike(Millstream):
+class OsFlushMillstream(Millstream):
     """Millstream with Kafka's default durability, also for the state of coordinators."""
 
     def server(self, data: Path, tls: TlsListener | None = None) -> Server:
-        """Pages are written when the system does so."""
+        """Return a server that lets the operating system write pages."""
         return Server(data, settings={"default-flush": "os", **self.listener_settings(data, tls)})
 
 
@@ -62,7 +62,7 @@ def main() -> int:
     reader.touch_memory()
     found: dict[str, Rounds] = {}
     with ExitStack() as stack:
-        brokers: list[Broker] = [stack.enter_context(Alike())]
+        brokers: list[Broker] = [stack.enter_context(OsFlushMillstream())]
         if not arguments.no_kafka:
             try:
                 brokers.append(stack.enter_context(ApacheKafka()))
@@ -84,11 +84,11 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transactions", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two short rounds")
-    parser.add_argument("--rounds", type=int, default=10, help="how often each line is measured")
+    parser.add_argument("--rounds", type=int, default=10, help="the number of rounds of each line")
     parser.add_argument("--seconds", type=float, default=4.0, help="how long a line of producing is measured")
     parser.add_argument("--no-kafka", action="store_true", help="measure Millstream only")
     parser.add_argument(
-        "--json", type=Path, default=Path("build/bench/transactions.json"), help="where everything is written"
+        "--json", type=Path, default=Path("build/bench/transactions.json"), help="the file for all results"
     )
     arguments = parser.parse_args()
     if arguments.quick:
@@ -120,7 +120,7 @@ def _filled(target: Target) -> tuple[Target, int]:
 
 
 def _order(lines: Sequence[str], brokers: Sequence[Broker], turn: int) -> Iterator[tuple[str, Broker]]:
-    """Everything once; who comes first changes from round to round."""
+    """Yield every line of every server once, in an order that changes from round to round."""
     for broker in brokers if turn % 2 == 0 else reversed(brokers):
         yield from ((line, broker) for line in (lines if turn // 2 % 2 == 0 else reversed(lines)))
 
@@ -129,12 +129,12 @@ def _order(lines: Sequence[str], brokers: Sequence[Broker], turn: int) -> Iterat
 
 
 def rate(numbers: Numbers) -> float:
-    """How much goes through."""
+    """Return the throughput."""
     return numbers["MB/s"]
 
 
 def cpu(numbers: Numbers) -> float:
-    """What a gigabyte costs the server."""
+    """Return the server's CPU seconds per gigabyte."""
     return numbers["user CPU s/GB"] + numbers["system CPU s/GB"]
 
 
@@ -145,7 +145,7 @@ def ratio(of: Sequence[Numbers], to: Sequence[Numbers], pick: Callable[[Numbers]
 
 
 def targets(found: dict[str, Rounds]) -> list[Goal]:
-    """What was to be reached, and whether it was."""
+    """Return the targets, and whether they were met."""
     ours = found[MILLSTREAM]
     goals = [
         _share("producing in transactions of 1 s", ours[EACH_SECOND], ours[PLAIN], PRODUCE_SHARE_MIN),
@@ -206,7 +206,7 @@ def _as_json(facts: dict[str, Any], found: dict[str, Rounds], goals: Sequence[Go
 
 
 def print_line(line: str) -> None:
-    """Say something with the time."""
+    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

@@ -37,7 +37,7 @@ OUT: Final = Path("build/bench/upsert.md")
 TOPIC: Final = str(uuid.UUID(int=1))
 LOAD_ROWS: Final = 1_000_000
 RAW_BYTES: Final = 100.0
-"""The assumed size of a message, by which buckets are split ahead."""
+"""The assumed size of a message, used to split buckets in advance."""
 SCHEMA: Final = pa.schema(
     [
         *(RAW.field(name) for name in ("partition", "offset", "timestamp", "key", "topic_id")),
@@ -51,7 +51,7 @@ SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one batch cost."""
+    """The cost of one batch."""
 
     files: int
     written: int

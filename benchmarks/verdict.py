@@ -1,4 +1,4 @@
-"""What was to be reached, and whether it was: one row for each target, with the line that is furthest from it."""
+"""The targets, and whether they were met: one row for each, with the line that is furthest from it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from benchmarks.subject import CONSUMED, PRODUCED
 
 OF_LIMIT_MIN = 0.85
 LEVEL_MIN = 0.95
-"""What counts as level: less of a difference than that is seen between two runs of the same server."""
+"""The ratio that counts as equal: smaller differences occur between two runs of the same server."""
 PRODUCE_USER_S_MAX, CONSUME_USER_S_MAX = 0.7, 0.4
 MEMORY_MB_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One target. `reached` is None where nothing was measured that could decide it."""
+    """One target. `reached` is None if the relevant lines were not measured."""
 
     what: str
     wanted: str
@@ -31,7 +31,7 @@ class Target:
 
     @property
     def mark(self) -> str:
-        """The verdict in a word."""
+        """The result in a word."""
         return {True: "reached", False: "not reached", None: "not measured"}[self.reached]
 
 
@@ -39,7 +39,7 @@ Pick = Callable[[Line], float | None]
 
 
 def targets(results: Results) -> list[Target]:
-    """Every target, in the order in which they were set."""
+    """Return every target, in their fixed order."""
     return [
         *_of_limit(results),
         *_against_kafka(results),
@@ -75,7 +75,7 @@ def _against_kafka(results: Results) -> Iterator[Target]:
 
 
 def _against_others(results: Results) -> Iterator[Target]:
-    """Peers have a bare client, so at the highest rate it is Millstream with a bare client that is compared."""
+    """Compare with other peers; they use a bare client, so at the highest rate Millstream does as well."""
     for name in results.subjects(PRODUCED, CONSUMED, IN_FLIGHT):
         if name in (MILLSTREAM, LIMIT, DISCARD, KAFKA, BARE):
             continue
@@ -93,7 +93,7 @@ def _shorter(number: str) -> Pick:
 
 
 def _least(what: str, wanted: float, results: Results, pick: Pick, *directions: str) -> Target:
-    """A target that every line has to reach; the line that is furthest from it is named."""
+    """Return a target that every line has to reach, with the line that is furthest from it."""
     values = [value for line in results.lines(*directions) if (value := pick(line)) is not None]
     worst = results.extreme(pick, *directions, least=True)
     if worst is None:
@@ -105,7 +105,7 @@ def _least(what: str, wanted: float, results: Results, pick: Pick, *directions: 
 
 def _user_cpu(results: Results, direction: str, wanted: float, size_bytes: int) -> Target:
     def cpu(line: Line) -> float | None:
-        # The target is for plain text; what TLS adds is shown beside Apache Kafka's.
+        # The target is for plain text; the cost of TLS is compared with Apache Kafka's.
         is_meant = line.case.size_bytes == size_bytes and not line.case.tls
         return line.value(MILLSTREAM, "user CPU s/GB") if is_meant else None
 

@@ -30,13 +30,13 @@ def _request(key: int, version: int, correlation: int, body: bytes) -> bytes:
 
 
 class Frames:
-    """Cuts bytes that come in pieces into responses."""
+    """Splits received bytes into responses."""
 
     def __init__(self) -> None:
         self._left = b""
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """The correlation id and the rest of each whole response."""
+        """Yield the correlation id and the body of each complete response."""
         self._left += data
         at = 0
         while len(self._left) - at >= 8:
@@ -87,7 +87,7 @@ class Topic(Session):
         return feed
 
     def read(self, count: int) -> Iterator[int]:
-        """Fetch from the start; the next request is under way while the messages of the last response are counted."""
+        """Fetch from the start; the next request is in flight while the messages of the last response are counted."""
         offset = came = 0
         buffers = [bytearray(2 * _FETCH_BYTES), bytearray(2 * _FETCH_BYTES)]
         self._fetch(offset)
@@ -117,7 +117,7 @@ class Topic(Session):
         return end
 
     def _next_offset(self, response: bytearray, offset: int) -> int:
-        """The offset behind the last batch, found from header to header."""
+        """Return the offset after the last batch, found by following the headers."""
         # Size, correlation id, throttle time, error, session, count, name, count; then the partition's own fields.
         at = 4 + 4 + 4 + 2 + 4 + 4 + len(self._name) + 4
         _, error, _, _, _, aborted = struct.unpack_from(">ihqqqi", response, at)
@@ -135,12 +135,12 @@ class Topic(Session):
 
 
 class BareMillstream(Millstream):
-    """The broker, with another client."""
+    """The broker, with a bare client."""
 
     name = BARE
 
     def offers(self, case: Case) -> bool:
-        """Where other peers are measured."""
+        """Return whether other peers are measured in this line."""
         return case.plain and case.kind == PRODUCE
 
     def measure(self, case: Case, seconds: float) -> Measured:

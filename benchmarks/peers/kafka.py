@@ -84,7 +84,7 @@ listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,INTERNAL
 
 
 class KafkaServer(Server):
-    """Apache Kafka as a process, with the addresses, the process id and the end of a `Server`."""
+    """Apache Kafka as a process, with the interface of a `Server`."""
 
     def command(self) -> Sequence[str]:
         """This module, which starts Java and prints the address when Kafka responds."""
@@ -114,7 +114,7 @@ def kafka(
     listener: str = "",
     properties: str = "",
 ) -> KafkaServer:
-    """A server that is ready to be started on this folder; its jars are fetched if they are not here yet.
+    """Return a server on this folder that is not started yet; its jars are fetched if necessary.
 
     With `internal` it listens there for brokers too, itself among them, which it has connect to `relay`. `listener` is
     one more address for clients, as in `SASL_SSL://127.0.0.1:9093`, and `properties` are more lines of its settings.
@@ -134,7 +134,7 @@ def kafka(
 
 
 def fetch(pom: Path = _POM) -> Path:
-    """The folder with Kafka's jars: that of KAFKA_HOME, the one fetched before, or a new one."""
+    """Return the folder with Kafka's jars: that of KAFKA_HOME, or one with fetched jars."""
     if shutil.which("java") is None:
         raise PeerUnavailable("Java is not on the PATH")
     if home := os.environ.get("KAFKA_HOME"):
@@ -153,7 +153,7 @@ def fetch(pom: Path = _POM) -> Path:
 
 
 def version_of(jars: Path) -> str:
-    """The version of Kafka in a folder of jars."""
+    """Return the version of Kafka in a folder of jars."""
     return next((found[1] for jar in jars.iterdir() if (found := _JAR.fullmatch(jar.name))), "of unknown version")
 
 
@@ -174,7 +174,7 @@ def _copy_jars(pom: Path, into: Path) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Format the storage, start Kafka, print its addresses once it responds, and stop it when asked to."""
+    """Format the storage, start Kafka, print its addresses once it responds, and stop it on SIGTERM."""
     java = ["java", *_JVM, "-cp", f"{fetch()}/*"]
     count: int = arguments.nodes
     folders = [arguments.data] if count == 1 else [arguments.data / f"node-{at + 1}" for at in range(count)]
@@ -227,7 +227,7 @@ def _write_properties(arguments: argparse.Namespace, files: Sequence[Path]) -> N
 
 
 def _advertised(properties: Path) -> str:
-    """The address of the node, which it keeps after a restart."""
+    """Return the address of the node, which it keeps after a restart."""
     found = re.search(
         r"^advertised\.listeners=PLAINTEXT://([^,\s]+)", properties.read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -251,7 +251,7 @@ def _format(java: Sequence[str], files: Sequence[Path]) -> None:
 
 
 def _wait_until_ready(address: str, node: subprocess.Popen[bytes]) -> None:
-    """Ask for a producer id until one is given: by then the node is in the cluster and its coordinators work."""
+    """Request a producer id until one is assigned: then the node is in the cluster and its coordinators work."""
     deadline = time.monotonic() + READY_S_MAX
     while time.monotonic() < deadline and node.poll() is None:
         if _gives_producer_ids(address):
@@ -279,7 +279,7 @@ def _gives_producer_ids(address: str) -> bool:
 
 
 def check() -> int:
-    """Start it with each flush policy, send messages through it, stop it, and say so."""
+    """Start Kafka with each flush policy, send messages through it, stop it, and print the result."""
     try:
         print(f"Apache Kafka {version_of(fetch())}", flush=True)
     except PeerUnavailable as reason:

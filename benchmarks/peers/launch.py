@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 class PeerServer(Server):
-    """A server of others as a process, with the address, the process id and the end of a `Server`."""
+    """A third-party server as a process, with the interface of a `Server`."""
 
     def __init__(self, data: Path, port: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         super().__init__(data)

@@ -36,7 +36,7 @@ _READ_AT_ONCE = 5000
 
 
 def fetch() -> Path:
-    """The server's program."""
+    """Return the path of the server's program."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream-bench" / f"nats-{VERSION}"
     binary = cache / "nats-server"
     if not binary.exists() and (go := shutil.which("go")) is not None:
@@ -70,7 +70,7 @@ class Stream(Session):
         self._publish = b"PUB %b %b.a %d\r\n%b\r\n" % (self._name.encode(), self._inbox.encode(), len(text), text)
 
     def _ask(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        """One request to JetStream's own API."""
+        """Send one request to JetStream's API."""
         text = json.dumps(body).encode()
         self.connection.socket.sendall(
             b"PUB $JS.API.%b %b.r %d\r\n%b\r\n" % (what.encode(), self._inbox.encode(), len(text), text)
@@ -81,7 +81,7 @@ class Stream(Session):
         return output
 
     def _read_response(self) -> bytes:
-        """The text of the next message to the place for responses; all others are dropped."""
+        """Return the next message to the reply subject; others are dropped."""
         came = b""
         while True:
             came += self.connection.receive()
@@ -90,7 +90,7 @@ class Stream(Session):
                 return came[head.end() : head.end() + int(head[1])]
 
     def messages(self, count: int) -> bytes:
-        """So many PUB with a place to respond to."""
+        """Return PUB commands with a reply subject."""
         return self._publish * count
 
     def acknowledgements(self) -> Callable[[bytes], int]:
@@ -98,7 +98,7 @@ class Stream(Session):
         return Counter(b"}", b'"error"').feed
 
     def read(self, count: int) -> Iterator[int]:
-        """Pull in batches from a consumer without acknowledgements; the next is asked for before the last is here."""
+        """Pull batches from a consumer without acknowledgements; the next is requested before the last has arrived."""
         config = {"ack_policy": "none", "deliver_policy": "all", "mem_storage": True, "max_waiting": 16}
         made = self._ask(f"CONSUMER.CREATE.{self._name}", {"stream_name": self._name, "config": config})
         body = json.dumps({"batch": _READ_AT_ONCE, "expires": 30_000_000_000}).encode()
@@ -120,7 +120,7 @@ class Stream(Session):
 
 
 class Nats(Subject):
-    """NATS with each of the two ways to sync, as two servers."""
+    """Two NATS servers, one for each sync policy."""
 
     name = NAME
 
@@ -149,7 +149,7 @@ class Nats(Subject):
         self._stack.close()
 
     def server(self, flush: str) -> PeerServer | None:
-        """The server that syncs in this way, if it can."""
+        """Return the server with this sync policy, if it is supported."""
         return self._servers.get(flush)
 
     def offers(self, case: Case) -> bool:
@@ -157,7 +157,7 @@ class Nats(Subject):
         return case.plain and case.kind in (PRODUCE, REQUESTS) and case.flush in self._servers
 
     def durability(self, case: Case) -> str:
-        """A little more than nothing under its default."""
+        """Describe the durability, which is weak with the default setting."""
         return _DURABILITY.get(case.flush, case.durability)
 
     def measure(self, case: Case, seconds: float) -> Measured:

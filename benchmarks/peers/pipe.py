@@ -39,12 +39,12 @@ class PeerFailed(Exception):
 
 
 def payload(size_bytes: int) -> bytes:
-    """A message."""
+    """Return a message."""
     return (MARK + b"0123456789abcdef" * (size_bytes // 16 + 1))[:size_bytes]
 
 
 class Counter:
-    """Counts a pattern in bytes that come in pieces."""
+    """Counts a pattern in received bytes."""
 
     def __init__(self, pattern: bytes, failure: bytes | None = None) -> None:
         self._pattern = pattern
@@ -52,7 +52,7 @@ class Counter:
         self._tail = b""
 
     def feed(self, data: bytes) -> int:
-        """How often the pattern ends in this piece."""
+        """Return how often the pattern ends in these bytes."""
         whole = self._tail + data
         keep = len(self._pattern) - 1
         self._tail = whole[-keep:] if keep else b""
@@ -62,7 +62,7 @@ class Counter:
 
 
 class Tally:
-    """Counts a pattern in all that a connection receives, without making an object of it."""
+    """Counts a pattern in everything that a connection receives, without creating objects."""
 
     def __init__(self, pattern: bytes) -> None:
         self._pattern = pattern
@@ -91,7 +91,7 @@ class Connection:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def receive(self) -> bytes:
-        """Some bytes, at least one."""
+        """Receive at least one byte."""
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:
             raise PeerFailed("the server closed the connection")
@@ -110,19 +110,19 @@ class Session(ABC):
 
     @abstractmethod
     def messages(self, count: int) -> bytes:
-        """What publishes so many messages."""
+        """Return the bytes that publish this many messages."""
 
     @abstractmethod
     def acknowledgements(self) -> Callable[[bytes], int]:
-        """What counts the acknowledgements in the bytes that come back."""
+        """Return a function that counts acknowledgements in received bytes."""
 
     @abstractmethod
     def read(self, count: int) -> Iterator[int]:
-        """Read so many messages from the start; yield how many arrived, each time that some did."""
+        """Read this many messages from the start; yield the number of messages as they arrive."""
 
 
 class Window:
-    """How many messages are sent and not yet acknowledged; the sender waits while there are too many."""
+    """Limits the number of unacknowledged messages; the sender waits while there are too many."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -132,25 +132,25 @@ class Window:
         self.failure: Exception | None = None
 
     def send(self, count: int) -> None:
-        """Wait until so many more may be sent."""
+        """Wait until this many more may be sent."""
         with self._changed:
             self._wait(lambda: self.sent + count - self.acknowledged <= self._most)
             self.sent += count
 
     def acknowledge(self, count: int) -> None:
-        """Take note of responses."""
+        """Record acknowledgements."""
         with self._changed:
             self.acknowledged += count
             self._changed.notify()
 
     def fail(self, failure: Exception) -> None:
-        """Take note that there will be no more responses."""
+        """Record that there will be no more responses."""
         with self._changed:
             self.failure = failure
             self._changed.notify()
 
     def finish(self) -> None:
-        """Wait until all that was sent is acknowledged."""
+        """Wait until everything is acknowledged."""
         with self._changed:
             self._wait(lambda: self.acknowledged >= self.sent)
 
@@ -208,7 +208,7 @@ def measure(sessions: Sequence[Session], case: Case, pid: int, seconds: float, w
 def _produce(
     sessions: Sequence[Session], case: Case, pid: int, seconds: float, window: int, at_once: int
 ) -> tuple[int, Numbers]:
-    """How many messages were sent at all, and the numbers for those that were sent while the clock ran."""
+    """Return the total number of sent messages, and the results for those that were measured."""
     windows = [Window(window // len(sessions)) for _ in sessions]
     chunks = [session.messages(at_once) for session in sessions]
     with ExitStack() as stack:

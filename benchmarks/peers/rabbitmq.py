@@ -30,29 +30,29 @@ _FIRST = 1
 
 
 def text(value: str) -> bytes:
-    """A text of the protocol."""
+    """Encode a string."""
     return struct.pack(">h", len(value)) + value.encode()
 
 
 def frame(key: int, body: bytes) -> bytes:
-    """A frame in version 1 of its kind."""
+    """Encode a frame in version 1."""
     return _HEAD.pack(4 + len(body), key, 1) + body
 
 
 def _property(response: bytes, name: str) -> str:
-    """One of the properties that a server sends about itself, which are pairs of texts."""
+    """Return one of the server's properties, which are pairs of strings."""
     found = response.partition(text(name))[2]
     return found[2 : 2 + struct.unpack_from(">h", found)[0]].decode() if found else "unknown"
 
 
 class Frames:
-    """Cuts bytes that come in pieces into frames."""
+    """Splits received bytes into frames."""
 
     def __init__(self) -> None:
         self._left = b""
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """The kind and the rest of each whole frame."""
+        """Yield the key and the body of each complete frame."""
         self._left += data
         at = 0
         while len(self._left) - at >= _HEAD.size:
@@ -66,7 +66,7 @@ class Frames:
 
 
 class Control:
-    """A connection that is logged in and asks for things."""
+    """An authenticated connection for requests."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -80,7 +80,7 @@ class Control:
         self.ask(_OPEN, text("/"))
 
     def ask(self, key: int, body: bytes) -> bytes:
-        """One request and its response."""
+        """Send one request and return its response."""
         self._connection.socket.sendall(frame(key, struct.pack(">I", 1) + body))
         response = self._next(key | 0x8000)
         (code,) = struct.unpack_from(">H", response, 4)
@@ -89,7 +89,7 @@ class Control:
         return response
 
     def _next(self, key: int) -> bytes:
-        """The next frame of one kind; others before it are dropped, what is behind it is kept."""
+        """Return the next frame with a key; earlier frames are dropped, later bytes are kept."""
         while True:
             while self._waiting:
                 kind, body = self._waiting.pop(0)
@@ -110,13 +110,13 @@ class Stream(Session):
         control.ask(_DECLARE_PUBLISHER, b"\x01" + text("") + text(self.name))
 
     def messages(self, count: int) -> bytes:
-        """One frame with so many messages, as this protocol has it; their numbers do not matter here."""
+        """Return one frame with this many messages; their ids are irrelevant here."""
         each = struct.pack(">I", len(self._text)) + self._text
         body = b"".join(struct.pack(">Q", number) + each for number in range(count))
         return frame(_PUBLISH, b"\x01" + struct.pack(">I", count) + body)
 
     def acknowledgements(self) -> Callable[[bytes], int]:
-        """A frame names the numbers of many messages."""
+        """Return a counter of acknowledgements; a frame contains the ids of many messages."""
         frames = Frames()
 
         def feed(data: bytes) -> int:
@@ -131,7 +131,7 @@ class Stream(Session):
         return feed
 
     def read(self, count: int) -> Iterator[int]:
-        """Subscribe from the first message on, with so much credit that the socket alone holds the server back."""
+        """Subscribe from the first message, with enough credit that only the socket limits the server."""
         start = struct.pack(">HH", _FIRST, _CREDIT)
         self.connection.socket.sendall(
             frame(_SUBSCRIBE, struct.pack(">I", 1) + b"\x01" + text(self.name) + start + struct.pack(">I", 0))
@@ -144,7 +144,7 @@ class Stream(Session):
 
 
 class RabbitMq(Subject):
-    """Its own node, with nothing but the stream plugin."""
+    """A RabbitMQ node with only the stream plugin."""
 
     name = NAME
 
@@ -164,7 +164,7 @@ class RabbitMq(Subject):
         return self._server
 
     def __enter__(self) -> Self:
-        """Start it, with its own name service that ends with it."""
+        """Start the node with its own epmd, which ends with it."""
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         port, names, amqp = free_port(), free_port(), free_port()
         self.amqp = f"127.0.0.1:{amqp}"

@@ -31,7 +31,7 @@ _TOOL_S_MAX = 120.0
 
 
 def command(*parts: bytes) -> bytes:
-    """A command in Redis' protocol."""
+    """Encode a command in Redis' protocol."""
     return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
@@ -44,15 +44,15 @@ class Stream(Session):
         self._add = command(b"XADD", self._name, b"*", b"m", payload(size_bytes))
 
     def messages(self, count: int) -> bytes:
-        """So many XADD."""
+        """Return XADD commands."""
         return self._add * count
 
     def acknowledgements(self) -> Callable[[bytes], int]:
-        """Each gets the id of the message, a text that begins with its length."""
+        """Return a counter of acknowledgements, each of which is a message id."""
         return Counter(b"$", b"-ERR").feed
 
     def read(self, count: int) -> Iterator[int]:
-        """XRANGE in pieces, each from behind the last id of the one before."""
+        """Read with XRANGE in chunks, each after the last id of the previous one."""
         start = b"-"
         while count > 0:
             wanted = min(count, _READ_AT_ONCE)
@@ -62,7 +62,7 @@ class Stream(Session):
             yield wanted
 
     def _last_id(self, wanted: int) -> bytes:
-        """Receive so many messages, and find the id of the last of them, which stands before it."""
+        """Receive this many messages, and return the id of the last one."""
         counter, came, tail = Counter(MARK, b"-ERR"), 0, b""
         # An id, the names of fields and the message itself, twice: the last message is whole in what is kept.
         keep = 2 * len(self._add) + 200
@@ -76,14 +76,14 @@ class Stream(Session):
         return bytes(re.findall(rb"\r\n(\d+-\d+)\r\n", tail)[-1])
 
     def delete(self) -> None:
-        """Give the memory back."""
+        """Delete the stream."""
         self.connection.socket.sendall(command(b"DEL", self._name))
         if not self.connection.receive().startswith(b":"):
             raise PeerFailed("Redis did not delete the stream")
 
 
 class Redis(Subject):
-    """Redis with each of the ways to sync its file, as so many servers."""
+    """Redis servers, one for each sync policy of the append-only file."""
 
     name = NAME
 

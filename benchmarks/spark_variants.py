@@ -1,4 +1,4 @@
-"""The ways in which rows get into Spark and out of it that are measured beside each other, on the same rows."""
+"""The variants of reading and writing rows with Spark, measured on the same rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ JVM_KAFKA: Final = "Spark's connector, Apache Kafka"
 PARTITIONS: Final = 4
 _ADMIN_S_MAX: Final = 60.0
 _PART: Final = 10
-"""The slow way gets a tenth of the rows; the result is per row."""
+"""The slow variant gets a tenth of the rows; the result is per row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many rows of a size."""
+    """The number and the size of rows."""
 
     rows: int
     size: int
@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(slots=True)
 class Stage:
-    """Where everything is: the session, the brokers, a folder, and what is left out with the reason."""
+    """The session, the brokers, a folder, and the reasons why variants are skipped."""
 
     spark: SparkSession
     folder: Path
@@ -51,31 +51,31 @@ class Stage:
     missing: dict[str, str] = field(default_factory=dict)
 
     def create(self, brokers: str) -> str:
-        """A new topic."""
+        """Create a topic."""
         name = f"bench-{uuid.uuid4().hex[:8]}"
         admin = AdminClient({"bootstrap.servers": brokers, "log_level": 0})
         admin.create_topics([NewTopic(name, PARTITIONS, 1)])[name].result(_ADMIN_S_MAX)
         return name
 
     def delete(self, brokers: str, name: str) -> None:
-        """Give its space back."""
+        """Delete a topic."""
         admin = AdminClient({"bootstrap.servers": brokers, "log_level": 0})
         admin.delete_topics([name])[name].result(_ADMIN_S_MAX)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way: how to read the rows, how to write them to a new place and take it away again, and how many they are."""
+class Variant:
+    """One variant: how to read the rows, how to write them to a new target and remove it, and their number."""
 
     name: str
     rows: int
     read: Callable[[], DataFrame]
     write: Callable[[], Callable[[], None]]
-    """Gives back what takes away the place that was written to."""
+    """Returns a function that removes the target."""
 
 
 class Rows:
-    """The rows of a load: a table to write from, and the same rows in topics and in a table to read from."""
+    """The rows of a load: a table as the input of writes, and the same rows in topics and in a table for reads."""
 
     def __init__(self, stage: Stage, load: Load) -> None:
         self.stage = stage
@@ -92,20 +92,20 @@ class Rows:
             self.write_jvm(self.input(), stage.kafka, self._kafka_topic)
 
     def input(self, name: str = "input") -> DataFrame:
-        """What is written."""
+        """Return the rows to write."""
         return self.stage.spark.read.parquet(str(self._folder / name))
 
-    def ways(self) -> list[Way]:
-        """Every way that there is on this machine."""
+    def variants(self) -> list[Variant]:
+        """Return every variant that is available on this machine."""
         stage, rows, ours = self.stage, self.load.rows, self.stage.millstream
         found = [
-            Way(OURS, rows, self.read_ours, lambda: self._to_new(ours, self.write_ours)),
-            Way(LIMIT, rows, lambda: stage.spark.read.parquet(str(self._folder / "read")), self._to_parquet),
-            Way(ROWS, rows // _PART, self._read_rows, self._write_rows),
+            Variant(OURS, rows, self.read_ours, lambda: self._to_new(ours, self.write_ours)),
+            Variant(LIMIT, rows, lambda: stage.spark.read.parquet(str(self._folder / "read")), self._to_parquet),
+            Variant(ROWS, rows // _PART, self._read_rows, self._write_rows),
         ]
         if stage.has_connector:
             found.append(
-                Way(
+                Variant(
                     JVM,
                     rows,
                     lambda: self._read_jvm(ours, self._topics["input"]),
@@ -115,7 +115,7 @@ class Rows:
         kafka = stage.kafka
         if stage.has_connector and kafka is not None:
             found.append(
-                Way(
+                Variant(
                     JVM_KAFKA,
                     rows,
                     lambda: self._read_jvm(kafka, self._kafka_topic),
@@ -124,20 +124,20 @@ class Rows:
             )
         return found
 
-    # -- each way -------------------------------------------------------------------------------------------------
+    # -- each variant ---------------------------------------------------------------------------------------------
 
     def read_ours(self) -> DataFrame:
-        """The topic through `format("millstream")`."""
+        """Read the topic through `format("millstream")`."""
         reader = self.stage.spark.read.format("millstream").option("kafka.bootstrap.servers", self.stage.millstream)
         return reader.option("subscribe", self._topics["input"]).load()
 
     def write_ours(self, frame: DataFrame, topic: str) -> None:
-        """To a topic through `format("millstream")`."""
+        """Write to a topic through `format("millstream")`."""
         writer = frame.write.format("millstream").option("kafka.bootstrap.servers", self.stage.millstream)
         writer.option("compression", self.stage.codec).option("topic", topic).mode("append").save()
 
     def write_jvm(self, frame: DataFrame, brokers: str, topic: str) -> None:
-        """To a topic through Spark's own connector."""
+        """Write to a topic through Spark's own connector."""
         writer = frame.write.format("kafka").option("kafka.bootstrap.servers", brokers).option("topic", topic)
         writer.option("kafka.compression.type", self.stage.codec).save()
 
@@ -168,7 +168,7 @@ class Rows:
     # -- how ------------------------------------------------------------------------------------------------------
 
     def _made(self) -> DataFrame:
-        """Rows whose values no codec can make much of, as long as they should be."""
+        """Return rows with incompressible values of the requested size."""
         size = self.load.size
         digests = ", ".join(f"sha2(concat(id, '/{part}'), 256)" for part in range(-(-size // 64)))
         value = f"substring(concat({digests}), 1, {size})"
@@ -182,7 +182,7 @@ class Rows:
 
 
 def to_parquet(stage: Stage, frame: DataFrame) -> Callable[[], None]:
-    """Write rows to a new table; gives back what takes it away."""
+    """Write rows to a new table; return a function that removes it."""
     folder = stage.folder / f"table-{uuid.uuid4().hex[:8]}"
     codec = "uncompressed" if stage.codec == "none" else stage.codec
     frame.write.option("compression", codec).parquet(str(folder))
