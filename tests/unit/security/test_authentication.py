@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from typing import Any
 import httpx
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.name import _ASN1Type
 from hypothesis import given
 from hypothesis import strategies as st
 from joserfc import jwt
@@ -414,6 +418,85 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> x509.Certificate:
 )
 def test_mapping_rules_work_as_in_kafka(certificate: x509.Certificate, rules: str, principal: str) -> None:
     assert PrincipalRules(rules).principal(certificate) == principal
+
+
+def named(*attributes: tuple[str, Any], kind: _ASN1Type | None = None) -> list[x509.RelativeDistinguishedName]:
+    """Return a name of these attributes, the ones with a `+` before their type together with the one before."""
+    groups: list[list[x509.NameAttribute[Any]]] = []
+    for oid, value in attributes:
+        attribute = x509.NameAttribute(x509.ObjectIdentifier(oid.strip("+")), value, kind, _validate=False)
+        if oid.startswith("+"):
+            groups[-1].append(attribute)
+        else:
+            groups.append([attribute])
+    return [x509.RelativeDistinguishedName(group) for group in groups]
+
+
+def certificate_of(name: list[x509.RelativeDistinguishedName]) -> x509.Certificate:
+    key = Ed25519PrivateKey.generate()
+    begins = datetime(2026, 1, 1, tzinfo=UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name(name))
+        .issuer_name(x509.Name(name))
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(begins)
+        .not_valid_after(begins + timedelta(days=1))
+        .sign(key, None)
+    )
+
+
+CN, OU, ORG, UID, EMAIL = "2.5.4.3", "2.5.4.11", "2.5.4.10", "0.9.2342.19200300.100.1.1", "1.2.840.113549.1.9.1"
+DC = "0.9.2342.19200300.100.1.25"
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        (named(("2.5.4.6", "DE"), (ORG, "Example"), (CN, "alice")), "CN=alice,O=Example,C=DE"),
+        (
+            named(("2.5.4.8", "s"), ("2.5.4.7", "l"), ("2.5.4.9", "st. 1"), (OU, "ops"), (DC, "d"), (UID, "u")),
+            "UID=u,DC=d,OU=ops,STREET=st. 1,L=l,ST=s",
+        ),
+        (named((CN, "alice"), (EMAIL, "a@b.c")), f"{EMAIL}=#16056140622e63,CN=alice"),
+        (
+            named((CN, "alice"), ("2.5.4.12", "Dr"), ("2.5.4.5", "17"), ("1.2.3.4", "private")),
+            "1.2.3.4=#0c0770726976617465,2.5.4.5=#13023137,2.5.4.12=#0c024472,CN=alice",
+        ),
+        (named(("2.5.4.4", "x" * 200), (CN, "a")), f"CN=a,2.5.4.4=#0c81c8{'78' * 200}"),
+        (named((CN, 'a,b+c"d\\e<f>g;h=i#j')), r"CN=a\,b\+c\"d\\e\<f\>g\;h\=i\#j"),
+        (named((CN, "#alice")), r"CN=\#alice"),
+        (named((CN, "  alice  smith ")), "CN=\\ \\ alice  smith\\ "),
+        (named((CN, " ")), "CN=\\ "),
+        (named((CN, "\ralice\n\t")), "CN=\\\ralice\n\t"),
+        (named((CN, "a\0b")), r"CN=a\00b"),
+        (named((CN, "Jürgen 東京 😀")), "CN=Jürgen 東京 😀"),
+        (named((CN, "alice/bob:*'?@!$%&|~^`{}[]_")), "CN=alice/bob:*'?@!$%&|~^`{}[]_"),
+        (named((CN, "alice"), ("+" + OU, "ops"), (ORG, "x")), "O=x,OU=ops+CN=alice"),
+        (named((EMAIL, "a@b"), ("+" + CN, "alice"), ("+" + UID, "7")), f"CN=alice+UID=7+{EMAIL}=#1603614062"),
+        (named((CN, "alice"), kind=_ASN1Type.PrintableString), "CN=alice"),
+        (named((CN, "alice"), kind=_ASN1Type.IA5String), "CN=alice"),
+        (named((CN, "alice"), kind=_ASN1Type.T61String), "CN=alice"),
+        (named((CN, "al"), kind=_ASN1Type.BMPString), r"CN=\00a\00l"),
+        (named((CN, "al"), kind=_ASN1Type.UniversalString), "CN=#1c08000000610000006c"),
+        (named((CN, "alice"), kind=_ASN1Type.VisibleString), "CN=#1a05616c696365"),
+        (named(("2.5.4.45", b"\0\1"), kind=_ASN1Type.BitString), "2.5.4.45=#03020001"),
+    ],
+    ids=str,
+)
+def test_the_name_in_a_certificate_is_printed_as_by_java(
+    name: list[x509.RelativeDistinguishedName], printed: str
+) -> None:
+    """What is expected was printed by `X500Principal.getName()` of Java 17."""
+    assert PrincipalRules("").principal(certificate_of(name)) == f"User:{printed}"
+
+
+def test_a_name_of_an_unknown_encoding_is_refused() -> None:
+    encoded = certificate_of(named((CN, "alice"))).public_bytes(Encoding.DER)
+    general_string = encoded.replace(b"\x0c\x05alice", b"\x1b\x05alice")
+    with pytest.raises(AuthenticationFailed, match="cannot be read"):
+        PrincipalRules("").principal(x509.load_der_x509_certificate(general_string))
 
 
 def test_a_certificate_without_a_matching_rule_is_refused(certificate: x509.Certificate) -> None:

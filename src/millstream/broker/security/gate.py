@@ -22,7 +22,7 @@ from millstream.broker.security.audit import HTTP
 from millstream.broker.security.rights import ANONYMOUS, Rights
 from millstream.broker.security.sasl import UNAUTHENTICATED, Authenticator, FailedAttempts, Mechanism, Verified
 from millstream.broker.security.state import SecurityState
-from millstream.broker.security.tls import PrincipalRules, peer_certificate, uris_of
+from millstream.broker.security.tls import PrincipalRules, peer_certificate, subject_of, uris_of
 from millstream.core.credential import TOKEN_PREFIX
 from millstream.core.errors import AuthenticationFailed, ProtocolViolation
 from millstream.core.ids import NodeId
@@ -120,16 +120,16 @@ class Gate:
         if not self.requires:
             session.admit(UNAUTHENTICATED)
             return session
-        certificate = None if self.is_internal else peer_certificate(connection.ssl_object)
-        if certificate is not None:
-            try:
+        name = ""
+        try:
+            certificate = None if self.is_internal else peer_certificate(connection.ssl_object)
+            if certificate is not None:
+                name = subject_of(certificate)
                 session.admit_certificate(certificate)
-            except AuthenticationFailed as error:
-                self.knowledge.attempts.total += 1
-                self.knowledge.state.audit.fail_sign_in(
-                    _subject(certificate), connection.host, connection.listener, CERTIFICATE, str(error)
-                )
-                raise ProtocolViolation(str(error)) from error
+        except AuthenticationFailed as error:
+            self.knowledge.attempts.total += 1
+            self.knowledge.state.audit.fail_sign_in(name, connection.host, connection.listener, CERTIFICATE, str(error))
+            raise ProtocolViolation(str(error)) from error
         return session
 
 
@@ -365,10 +365,6 @@ class Session:
 
 
 _NODE_PRINCIPAL: Final = "Node:self"
-
-
-def _subject(certificate: Any) -> str:
-    return str(certificate.subject.rfc4514_string())
 
 
 class _NodeSecret:

@@ -24,6 +24,24 @@ _logger = logging.getLogger(__name__)
 
 _RULE: Final = re2.compile(r"\s*(?:(DEFAULT)|RULE:((?:\\.|[^\\/])*)/((?:\\.|[^\\/])*)/([LU]?))\s*(?:,|\n|$)")
 
+_KEYWORDS: Final = {
+    "2.5.4.3": "CN",
+    "2.5.4.6": "C",
+    "2.5.4.7": "L",
+    "2.5.4.8": "ST",
+    "2.5.4.9": "STREET",
+    "2.5.4.10": "O",
+    "2.5.4.11": "OU",
+    "0.9.2342.19200300.100.1.1": "UID",
+    "0.9.2342.19200300.100.1.25": "DC",
+}
+"""The types of attributes that RFC 2253 names."""
+_TEXT_TAGS: Final = frozenset({0x0C, 0x13, 0x14, 0x16, 0x1E})
+"""UTF8String, PrintableString, T61String, IA5String and BMPString, all of which Java reads as UTF-8."""
+_ESCAPES: Final = str.maketrans({"\0": "\\00", **{one: f"\\{one}" for one in ',=+<>#;"\\'}})
+_BLANKS: Final = " \r"
+"""What is escaped at the beginning and the end of a value."""
+
 
 class DirectConnection(ssl.SSLObject):
     """A TLS connection that reads and writes without a Python wrapper around each call.
@@ -128,6 +146,39 @@ def peer_certificate(connection: ssl.SSLObject | None) -> x509.Certificate | Non
         raise AuthenticationFailed(f"the client's certificate cannot be read: {error}") from error
 
 
+def subject_of(certificate: x509.Certificate) -> str:
+    """Return the subject as Java's `X500Principal.getName()` prints it, so that Kafka's access rules match it."""
+    try:
+        names = certificate.subject.rdns
+    except ValueError as error:
+        raise AuthenticationFailed(f"the name in the client's certificate cannot be read: {error}") from error
+    return ",".join("+".join(map(_print_attribute, name)) for name in reversed(names))
+
+
+def _print_attribute(attribute: x509.NameAttribute[Any]) -> str:
+    # A name of one attribute, of one pair: its type and its value.
+    encoded = x509.Name([attribute]).public_bytes()
+    for _ in range(3):
+        encoded, _rest = _split_der(encoded)
+    _type, value = _split_der(encoded)
+    keyword = _KEYWORDS.get(attribute.oid.dotted_string)
+    if keyword is None or value[0] not in _TEXT_TAGS:
+        return f"{keyword or attribute.oid.dotted_string}=#{value.hex()}"
+    text = _split_der(value)[0].decode(errors="replace").translate(_ESCAPES)
+    inner = text.strip(_BLANKS)
+    before, after = text[: len(text) - len(text.lstrip(_BLANKS))], text.lstrip(_BLANKS)[len(inner) :]
+    return "".join([keyword, "=", *(f"\\{one}" for one in before), inner, *(f"\\{one}" for one in after)])
+
+
+def _split_der(encoded: bytes) -> tuple[bytes, bytes]:
+    """Return the content of the first value, and what follows it."""
+    size, start = encoded[1], 2
+    if size & 0x80:
+        start += size & 0x7F
+        size = int.from_bytes(encoded[2:start], "big")
+    return encoded[start : start + size], encoded[start + size :]
+
+
 class _Rule:
     """One rule of `ssl.principal.mapping.rules`."""
 
@@ -171,7 +222,7 @@ class PrincipalRules:
 
     def principal(self, certificate: x509.Certificate) -> str:
         """Return the principal of a client's certificate."""
-        name = certificate.subject.rfc4514_string()
+        name = subject_of(certificate)
         for rule in self._rules:
             mapped = name if rule is None else rule.map(name)
             if mapped:
