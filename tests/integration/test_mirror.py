@@ -329,7 +329,7 @@ def test_a_switch_refuses_and_a_reverse_names_a_topic_that_was_recreated(
     report = berlin("mirror", "failover", mirror, "--json").document
     cuts = {one["topic"]: (one["offset"], one["missing"]) for one in report["partitions"]}
     assert cuts == {topic: (1, None), other: (2, 0)}
-    assert f"{topic} was deleted there and created again" in report["source_error"]
+    assert f"{topic} was deleted at the source and created again" in report["source_error"]
     reversal = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")
     assert f"does not follow in {topic}:" in reversal.err
     assert (reversal.code, reversal.document["recreated"], reversal.document["removed"]) == (1, [topic], [])
@@ -515,6 +515,7 @@ def test_a_mirror_of_a_silent_source_is_created_with_a_warning(berlin: CommandLi
     made = berlin("mirror", "create", topic, "--from", "127.0.0.1:1")
     assert made.code == 0
     assert "not connected to its source yet" in made.err
+    assert ("check that the source is running" in made.err, "millstream serve" in made.err) == (True, False), made.err
     assert f"`millstream mirror update {topic} --set from=HOST:PORT`" in described(berlin, topic)["error"]
     assert berlin("mirror", "delete", topic).code == 0
 

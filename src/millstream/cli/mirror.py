@@ -424,10 +424,10 @@ def _cut_document(cut: CutPartition) -> dict[str, Any]:
 
 
 def _warn_of_unknown(report: FailoverResponse) -> None:
-    unknown = sum(cut.missing is None for cut in report.partitions)
-    if report.source_error or unknown:
-        why = one_line(report.source_error) or f"it did not respond for {counted(unknown, 'partition')}"
-        print_note(f"It is unknown which acknowledged records of the source are missing: {why}")
+    if report.source_error:
+        print_note(
+            f"It is unknown which acknowledged records of the source are missing: {one_line(report.source_error)}"
+        )
 
 
 def _print_cuts(cuts: Iterable[CutPartition]) -> None:

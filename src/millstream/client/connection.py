@@ -318,7 +318,7 @@ def connect(
         timeout_s=timeout,
         connect_s=connect_timeout,
         waiting_max=_WAITING_MAX,
-        given_as="to millstream.connect",
+        advice="start one with `millstream serve`, or give the address of a running one to millstream.connect",
         credentials=_credentials(**access),
     )
 

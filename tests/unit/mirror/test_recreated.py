@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
 import pytest
+from kio.schema.errors import ErrorCode
 
 from millstream.broker.log.store import LogStore
 from millstream.broker.mirror import failover
@@ -396,7 +397,32 @@ async def test_a_failover_does_not_know_what_is_missing_of_a_topic_that_was_recr
     broker.topic_id = NEW
     ends, problem = await failover._source_ends(mirror, [COPY])
     assert ends == {}
-    assert f"{COPY.name} was deleted there and created again" in problem
+    assert f"{COPY.name} was deleted at the source and created again" in problem
+
+
+async def test_a_failover_names_what_the_source_has_deleted_and_what_it_did_not_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reached:
+        async def __aenter__(self) -> Any:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def ends(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+            return {where: 3 for where in partitions if where.topic == "orders" and where.partition == 0}
+
+        async def metadata(self, _topics: Any) -> ClusterMetadata:
+            errors = {"gone": int(ErrorCode.unknown_topic_or_partition)}
+            return ClusterMetadata(cluster_id="", controller_id=ME, nodes={}, topics={}, errors=errors)
+
+    monkeypatch.setattr(failover, "Source", lambda *_, **__: Reached())
+    mirror = Mirror(mirror_id=UUID(int=5), name="m", overrides={"from": "paris:9092"})
+    copies = [dataclasses.replace(COPY, name=name, partitions=2) for name in ("orders", "gone")]
+    ends, problem = await failover._source_ends(mirror, copies)
+    assert ends == {TopicPartition("orders", PartitionIndex(0)): 3}
+    assert problem == "gone was deleted at the source; the source did not respond for orders-1"
 
 
 @pytest.mark.parametrize("step", ["fence", "follow"])

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Final, Literal
 
 import msgspec
+from kio.schema.errors import ErrorCode
 
 from millstream.broker.mirror.service import MirrorService, listed
 from millstream.broker.mirror.source import Source, is_original, offer_pages
@@ -278,7 +279,7 @@ async def _source_ends(mirror: Mirror, topics: Sequence[Topic]) -> tuple[dict[To
     try:
         async with asyncio.timeout(SOURCE_S), Source(mirror.settings, name=mirror.name) as source:
             ends = await source.ends(originals)
-            now = (await source.metadata({where.topic for where in originals})).topics
+            now = await source.metadata({where.topic for where in originals})
     except TimeoutError:
         return {}, f"the source did not respond within {SOURCE_S:g} s"
     except MillstreamError as error:
@@ -286,10 +287,21 @@ async def _source_ends(mirror: Mirror, topics: Sequence[Topic]) -> tuple[dict[To
     others = {
         topic.name
         for topic in topics
-        if (found := now.get(mirror.source_name(topic))) is not None and not is_original(topic, found)
+        if (found := now.topics.get(mirror.source_name(topic))) is not None and not is_original(topic, found)
     }
-    problem = f"{listed(others)} was deleted there and created again, so it is another topic now" if others else ""
-    return {originals[where]: end for where, end in ends.items() if originals[where].topic not in others}, problem
+    known = {originals[where]: end for where, end in ends.items() if originals[where].topic not in others}
+    deleted = {
+        where.topic
+        for original, where in originals.items()
+        if now.errors.get(original.topic) == ErrorCode.unknown_topic_or_partition and where not in known
+    }
+    silent = [str(where) for where in originals.values() if where not in known and where.topic not in others | deleted]
+    problems = {
+        "{} was deleted at the source": deleted,
+        "{} was deleted at the source and created again, so it is another topic now": others,
+        "the source did not respond for {}": silent,
+    }
+    return known, "; ".join(text.format(listed(names)) for text, names in problems.items() if names)
 
 
 # -- the way back -------------------------------------------------------------------------------------------------
@@ -596,7 +608,7 @@ async def _check_reachable(request: AdoptRequest) -> None:
     """Raise `InvalidMirror` unless this cluster reaches the one that takes over at the address of a request."""
     settings = check_mirror(request.name, request.settings)
     try:
-        connecting = Source(settings, name=request.name, given_as="with --address HOST:PORT")
+        connecting = Source(settings, name=request.name, advice="check the address")
         async with asyncio.timeout(REACH_S), connecting as source:
             problem = "" if source.cluster_id == request.cluster_id else "another cluster responds"
     except TimeoutError:

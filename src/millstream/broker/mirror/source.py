@@ -49,13 +49,15 @@ def credentials_of(settings: MirrorSettings) -> Credentials:
 class Source:
     """A connection to the source; use it as a context manager."""
 
-    def __init__(self, settings: MirrorSettings, *, name: str, given_as: str = "") -> None:
+    def __init__(self, settings: MirrorSettings, *, name: str, advice: str = "") -> None:
         self.client = Client.connect(
             settings.source,
             client_id=f"mirror-{name}",
             timeout_s=TIMEOUT_S,
             credentials=credentials_of(settings),
-            given_as=given_as or f"with `millstream mirror update {name} --set from=HOST:PORT`",
+            advice=advice
+            or "check that the source is running and reachable from here; its address is changed with "
+            f"`millstream mirror update {name} --set from=HOST:PORT`",
             waiting_max=64,
         )
         self.cluster_id = ""

@@ -63,7 +63,7 @@ _GROUP_COORDINATOR: Final = 0
 COORDINATORS_MAX: Final = 1024
 """How many coordinators a client remembers."""
 
-_GIVEN_AS: Final = "with --brokers HOST:PORT"
+_ADVICE: Final = "start one with `millstream serve`, or give the address of a running one with --brokers HOST:PORT"
 
 
 class Client:
@@ -77,7 +77,7 @@ class Client:
         timeout_s: float,
         connect_s: float = 0.0,
         waiting_max: int = BORROWED_MAX,
-        given_as: str = _GIVEN_AS,
+        advice: str = _ADVICE,
         credentials: Credentials | None = None,
     ) -> None:
         self._bootstrap = tuple(bootstrap)
@@ -87,8 +87,8 @@ class Client:
         """How long to retry connecting before giving up."""
         self._waiting_max = waiting_max
         self._credentials = credentials or NODE_CREDENTIALS.get()
-        self._given_as = given_as
-        """How users give addresses, for the error that no broker responds."""
+        self._advice = advice
+        """What to do if no broker responds."""
         self._pools: dict[tuple[str, int], Pool] = {}
         self._nodes: dict[NodeId, NodeMetadata] = {}
         self._leaders: dict[TopicPartition, NodeId] = {}
@@ -104,7 +104,7 @@ class Client:
         timeout_s: float = 30.0,
         connect_s: float = 0.0,
         waiting_max: int = BORROWED_MAX,
-        given_as: str = _GIVEN_AS,
+        advice: str = _ADVICE,
         credentials: Credentials | None = None,
     ) -> Self:
         """Prepare a client from `host:port,host:port`; entering it connects to the first that responds.
@@ -120,7 +120,7 @@ class Client:
             timeout_s=timeout_s,
             connect_s=connect_s,
             waiting_max=waiting_max,
-            given_as=given_as,
+            advice=advice,
             credentials=credentials,
         )
 
@@ -593,10 +593,7 @@ class Client:
             else:
                 return self._pool(host, port)
         tried = _join_addresses(addresses) + ("" if silent else within)
-        raise BrokerUnreachable(
-            f"no broker responded at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
-            f"or give the address of a running one {self._given_as}"
-        ) from silent
+        raise BrokerUnreachable(f"no broker responded at {tried} ({'; '.join(reasons)}); {self._advice}") from silent
 
     def _pool(self, host: str, port: int) -> Pool:
         if self._closed:
