@@ -69,6 +69,8 @@ INPUT, OUTPUT, COMPACTED = 0, 1, 3
 KEYS = 5
 GROUP, MIRROR = "group", "site"
 EQUAL_S_MAX = 60.0
+LOSS = 0.05
+"""How many requests and responses are lost, and sent again."""
 _WAIT_S = 0.2
 
 Place = tuple[int, int]
@@ -300,8 +302,14 @@ class Site:
             self.partitions_by_index[index].apply(self.store.states[index], me=NODE_ID)
 
     def set_mirror(self, mirror: str) -> None:
-        original_id = TOPIC.topic_id if mirror else None
-        self.store.topic = dataclasses.replace(self.store.topic, mirror=mirror, original_id=original_id)
+        self._change_topic(mirror=mirror, original_id=TOPIC.topic_id if mirror else None)
+
+    async def set_origins(self, _name: str, origins: tuple[str, ...], original_id: UUID) -> None:
+        await asyncio.sleep(0.001)
+        self._change_topic(origins=origins, original_id=original_id)
+
+    def _change_topic(self, **changes: Any) -> None:
+        self.store.topic = dataclasses.replace(self.store.topic, **changes)
         if self.is_up:
             for index, partition in self.partitions_by_index.items():
                 partition.change_settings(self.store.topic, _settings(index))
@@ -357,12 +365,16 @@ class _SourceClient:
     def __init__(self, world: World, site: Site) -> None:
         self._world = world
         self._site = site
+        self._knows_leaders = False
 
     async def leader_of(self, _topic: str, _partition: int) -> NodeId:
+        if not self._knows_leaders:
+            await self._world.cross_link(self._site)
+            self._knows_leaders = True
         return NODE_ID
 
     def forget_leaders(self) -> None:
-        pass
+        self._knows_leaders = False
 
     async def fetch_from(
         self, _leader: NodeId, positions: Mapping[TopicPartition, Offset], _limits: Any
@@ -408,9 +420,10 @@ class SimulatedSource:
         pass
 
     async def metadata(self, topics: Any = None) -> ClusterMetadata:
-        # It does not list its topic: the copy exists from the beginning.
-        known = TopicMetadata(name=TOPIC.name, topic_id=TOPIC.topic_id, is_internal=False, partitions={})
-        found = {name: known for name in topics or () if name == TOPIC.name}
+        await self.world.cross_link(self._site)
+        partitions: Any = dict.fromkeys(range(TOPIC.partitions))
+        known = TopicMetadata(name=TOPIC.name, topic_id=TOPIC.topic_id, is_internal=False, partitions=partitions)
+        found = {TOPIC.name: known} if topics is None or TOPIC.name in topics else {}
         return ClusterMetadata(cluster_id=self.cluster_id, controller_id=NODE_ID, nodes={}, topics=found, errors={})
 
     async def ask(self, _node: Any, key: int, request: Any, _kind: Any, *, waits: bool = False) -> Any:
@@ -419,7 +432,7 @@ class SimulatedSource:
             response = await self._site.service.barriers.take(request)
             await self.world.cross_link(self._site)
             return response
-        return OfferResponse()
+        return OfferResponse(mirrored=[topic.name for topic in self._site.all() if topic.mirror])
 
     async def fetch(
         self, leader: NodeId, positions: Mapping[TopicPartition, Offset], limits: Any, topic_ids: Mapping[str, UUID]
@@ -467,6 +480,8 @@ class World:
     async def cross_link(self, site: Site) -> None:
         """Wait for the delay of the link; raise `BrokerUnreachable` if the link is cut or the site is down."""
         await asyncio.sleep(self.random.uniform(self.delay_s / 2, self.delay_s))
+        if self.random.random() < LOSS:
+            await asyncio.sleep(self.random.uniform(0.2, 2))
         if self.is_link_cut or not site.is_up:
             await asyncio.sleep(self.random.uniform(0, 1))
             raise BrokerUnreachable(f"{site.name} is not reached")
@@ -787,6 +802,11 @@ async def _commits_by_group(site: Site, names: Sequence[str]) -> dict[str, dict[
     }
 
 
+async def _topic_configs(client: Any, _name: str) -> dict[str, Any]:
+    await client._world.cross_link(client._site)
+    return {}
+
+
 async def _list_groups(client: Any) -> list[tuple[str, str, str]]:
     return [(GROUP, "", "classic")]
 
@@ -807,6 +827,7 @@ def simulate_mirror(seed: int, *, tracing: bool = False) -> Outcome:
 
         for target, name, replacement in (
             (service_module, "Source", type("Line", (SimulatedSource,), {"world": world})),
+            (follower_module, "topic_configs", _topic_configs),
             (follower_module, "list_groups", _list_groups),
             (follower_module, "committed_by_group", _committed_by_group),
             (follower_module, "commits_by_group", _commits_by_group),

@@ -27,16 +27,16 @@ from millstream.core.errors import (
     NotLeader,
     StoreUnavailable,
 )
-from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex, ProducerEpoch, ProducerId
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.message import Response
-from millstream.protocol.private.mirror_messages import (
-    FenceRequest,
-)
+from millstream.protocol.private.mirror_messages import ExposeRequest, FenceRequest
 from millstream.protocol.records.batch import iterate_whole_headers, place_batch
+from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
+from millstream.protocol.wire.fetch import FetchedPartition
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
@@ -74,8 +74,17 @@ class OldSource:
         state = PartitionState(replicas=replicas, leader=leader, leader_epoch=Epoch(epoch), in_sync=replicas)
         self.partition_0.apply(Versioned(state, revision=epoch), me=ME)
 
+    def all(self) -> list[Topic]:
+        return [self.topic]
+
     def hosted(self) -> list[Partition]:
         return [self.partition_0]
+
+    def partitions_of(self, _topic: Topic) -> list[Partition]:
+        return self.hosted()
+
+    async def await_revision(self, _revision: int) -> None:
+        pass
 
     def partition(self, _name: str, _index: int) -> Partition:
         return self.partition_0
@@ -241,6 +250,79 @@ async def test_only_records_acknowledged_by_no_side_are_truncated(
     assert log.end_offset == kept
 
 
+class ContinuedSource:
+    """A source that continues after a switch was undone: with a commit where the copy has the mark of the cut.
+
+    It is also its client.
+    """
+
+    def __init__(self) -> None:
+        self.client = self
+        self.is_reachable = asyncio.Event()
+
+    async def leader_of(self, *_: Any) -> NodeId:
+        return NodeId(1)
+
+    async def end_of_epoch(self, _where: TopicPartition, asked: int) -> EpochEnd:
+        await self.is_reachable.wait()
+        return EpochEnd(Epoch(3), Offset(3)) if asked == 3 else EpochEnd(Epoch(-1), Offset(-1))
+
+    async def fetch(self, _leader: NodeId, positions: dict[TopicPartition, Offset], *_: Any) -> dict[Any, Any]:
+        if list(positions.values()) != [2]:
+            await asyncio.Event().wait()
+        marker = Marker(producer_id=ProducerId(1), producer_epoch=ProducerEpoch(0), commit=True, coordinator_epoch=0)
+        batch = encode_marker(marker, 0)
+        (header,) = iterate_whole_headers(memoryview(batch))
+        place_batch(batch, header, 2, 3)
+        return dict.fromkeys(positions, FetchedPartition(memoryview(batch), Offset(3), Offset(0), Offset(3)))
+
+
+async def test_records_that_are_still_to_be_truncated_are_not_taken_for_those_of_the_source(
+    old_source: OldSource,
+) -> None:
+    """Otherwise a transaction would count as whole before it has arrived, and would later stay hidden."""
+    partition, source = old_source.partition_0, ContinuedSource()
+    await partition.restart_mirrored(Offset(0))
+    old_source.lead(ME, epoch=MARK)
+    for at, epoch in enumerate((3, 3, MARK)):
+        partition.append_mirrored(empty_batch(at, at + 1, epoch), exposed=Offset(2))
+    copier = Copier(
+        None,  # type: ignore[arg-type]
+        source,  # type: ignore[arg-type]
+        SystemClock(),
+        rate=0,
+        gates=True,
+        cut_of=lambda _: None,
+        note_gaps=None,  # type: ignore[arg-type]
+        on_commit=lambda: None,
+    )
+    copier.follow([Copy(partition, TopicPartition(EU, PartitionIndex(0)))])
+    run = MirrorRun(SimpleNamespace(name=NAME, settings=None), old_source.service)  # type: ignore[arg-type]
+    old_source.service._runs[NAME], run.copier = run, copier
+
+    async def reached(**options: Any) -> int:
+        response = await old_source.service.expose(ExposeRequest(mirror=NAME, offsets={EU: {0: 3}}, **options))
+        offset: int = response.reached[EU][0]
+        return offset
+
+    copying = asyncio.create_task(copier.run())
+    assert (await reached(), await reached(is_readable=True)) == (0, 0)
+    # A barrier at which another node led the copy: this one does not know the commits beyond yet.
+    copier.verify({EU: {0: 1}})
+    assert partition.high_watermark == 2
+    waiting = asyncio.create_task(reached(wait_ms=600_000))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    source.is_reachable.set()
+    assert await waiting == 3
+    assert partition.high_watermark == 2
+    await reached(is_verified=True)
+    assert partition.high_watermark == 3
+    copying.cancel()
+    await asyncio.wait([copying])
+
+
 # -- a new leader of a compacted copy -----------------------------------------------------------------------------
 
 
@@ -253,12 +335,6 @@ class NewLeader(OldSource):
         self.catalog_mirrors = Mirrors(CatalogDeclarations(catalog), SystemClock())
         self.mirrors = Mirrors(CatalogDeclarations(catalog), SystemClock())
         self.service = service_of(self, self.mirrors)
-
-    def all(self) -> list[Topic]:
-        return [self.topic]
-
-    def partitions_of(self, _topic: Topic) -> list[Partition]:
-        return [self.partition_0]
 
     def become_leader(self) -> None:
         self.lead(OTHER, epoch=4)

@@ -125,6 +125,11 @@ class Copy:
         return self.partition.topic.original_id
 
     @property
+    def is_checked(self) -> bool:
+        """Whether the log here has nothing that the source does not have; if not, it may be truncated."""
+        return self.checked_epoch == self.partition.leader_epoch
+
+    @property
     def line(self) -> int:
         """Which line fetches it; the partitions of a topic are spread evenly."""
         return (self.partition.topic.topic_id.int + self.partition.index) % LINES
@@ -170,7 +175,9 @@ class Copy:
         if offset > self.verified:
             self.verified = offset
             del self.commits[: bisect_left(self.commits, offset)]
-            self.partition.expose(self.exposed)
+            if self.is_checked:
+                # Otherwise the commits above are not known yet.
+                self.partition.expose(self.exposed)
 
 
 class Copier:
@@ -250,6 +257,17 @@ class Copier:
                 # Copying had to wait for this.
                 self._changed.set()
             copy.verify(offset_in(offsets, copy.partition))
+
+    def checked(self, partition: Partition) -> Copy | None:
+        """Return the copy of a partition if it was compared with the source, so that its offsets are the source's."""
+        copy = self.copies.get((partition.topic.topic_id, partition.index))
+        return copy if copy is not None and copy.is_checked else None
+
+    async def until_checked(self, partitions: Iterable[Partition]) -> None:
+        """Wait until partitions were compared with the source, except those that this node leads no longer."""
+        for partition in partitions:
+            while partition.is_leader and self.checked(partition) is None:
+                await self._assigned.wait()
 
     async def without_gaps(self) -> None:
         """Wait until no copy lacks values of keys."""
@@ -361,7 +379,7 @@ class Copier:
         cut of the other side: the records there were copied.
         """
         partition, log = copy.partition, copy.partition.log
-        if copy.checked_epoch == partition.leader_epoch:
+        if copy.is_checked:
             return
         cut = self._cut_of(partition)
         while log.end_offset > log.start_offset:

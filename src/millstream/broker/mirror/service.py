@@ -734,25 +734,31 @@ class MirrorService:
                 async with asyncio.timeout(request.wait_ms / 1000):
                     await self.topics.await_revision(request.revision)
                     wanted = {one: offset_in(request.offsets, one) for one in self.led(request.mirror)}
+                    while (run := self._runs.get(request.mirror)) is None or (copier := run.copier) is None:
+                        await self._connected.wait()
+                    await copier.until_checked(one for one, offset in wanted.items() if offset)
                     if request.is_readable:
                         await Readable(wanted).wait()
                     else:
                         arrivals = [partition.arrived(offset) for partition, offset in wanted.items()]
                         await asyncio.gather(*(arrival for arrival in arrivals if arrival is not None))
-                        if (run := self._runs.get(request.mirror)) is not None and run.copier is not None:
-                            await run.copier.without_gaps()
+                        await copier.without_gaps()
         run = self._runs.get(request.mirror)
-        if request.is_verified and run is not None and run.copier is not None:
-            run.copier.verify(request.offsets)
-        # A failover cuts them where values are missing, so no transaction beyond that is whole.
-        lacking = {copy.key for copy in ([] if run is None else run.copies()) if copy.gap is not None}
+        copier = None if run is None else run.copier
+        if request.is_verified and copier is not None:
+            copier.verify(request.offsets)
         reached: dict[str, dict[int, int]] = {}
         for partition in self.led(request.mirror):
-            reached.setdefault(partition.topic.name, {})[partition.index] = (
-                partition.high_watermark
-                if request.is_readable or (partition.topic.topic_id, partition.index) in lacking
-                else partition.replicated_offset
-            )
+            copy = None if copier is None else copier.checked(partition)
+            if copy is None:
+                # It may have offsets beyond those of the source, which are truncated: then it has not reached them.
+                offset = 0
+            elif request.is_readable or copy.gap is not None:
+                # A failover cuts copies where values are missing, so no transaction beyond that is whole.
+                offset = partition.high_watermark
+            else:
+                offset = partition.replicated_offset
+            reached.setdefault(partition.topic.name, {})[partition.index] = offset
         waiting = [
             (copy.partition.topic.name, int(copy.partition.index))
             for copy in ([] if run is None else run.copies())
