@@ -108,6 +108,30 @@ def test_a_certificate_of_another_authority_is_refused(locked: Locked, tmp_path:
     log.await_line("TLS handshake failed", "the client's certificate is refused")
 
 
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=["1.2", "1.3"])
+@pytest.mark.parametrize("alert", ["unknown ca", "certificate expired"])
+def test_a_client_learns_that_its_certificate_is_refused(
+    locked: Locked, tmp_path: Path, version: ssl.TLSVersion, alert: str
+) -> None:
+    """Without the alert, Java clients retry until their timeout."""
+    expired = locked.certificates.sign("alice", begins_days=-2, lasts_days=1)
+    certificate, key = expired if "expired" in alert else Certificates(tmp_path).client("alice")
+    context = client_tls(locked.certificates.ca, certificate=certificate, key=key)
+    context.minimum_version = context.maximum_version = version
+
+    def request_metadata() -> None:
+        with (
+            connect(locked.server.kafka) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as connection,
+        ):
+            # With TLS 1.3, the client has sent its first request before its certificate is refused.
+            connection.sendall(METADATA)
+            connection.recv(1)
+
+    with pytest.raises(ssl.SSLError, match=f"alert {alert}"):
+        request_metadata()
+
+
 @pytest.mark.parametrize(
     "certificate",
     [{"hosts": ("elsewhere.example",)}, {"begins_days": -2, "lasts_days": 1}],

@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -35,6 +36,8 @@ ACCEPTS_PER_ROUND = 64
 clients that connect and hang up all the time would keep new clients waiting on a busy node."""
 HANDSHAKE_S = 10.0
 """How long the TLS handshake may take."""
+ALERT_S = 2.0
+"""How long a client whose handshake failed may take to read the reason and disconnect."""
 _TLS_REASONS: Final[Mapping[str, str]] = {
     "HTTP_REQUEST": "the client speaks HTTP without TLS",
     "WRONG_VERSION_NUMBER": "the client does not speak TLS, and this listener requires it",
@@ -79,6 +82,16 @@ def _handshake_reason(error: OSError) -> str:
         return f"the client's certificate is refused: {error.verify_message}"
     reason = error.reason if isinstance(error, ssl.SSLError) else ""
     return _TLS_REASONS.get(reason or "", reason or str(error))
+
+
+async def _send_alert(connected: socket.socket, alert: bytes) -> None:
+    """Send the reason of a failed handshake, and wait until the client has disconnected: a reset would discard it."""
+    with suppress(OSError):
+        if alert and connected.send(alert):
+            connected.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(ALERT_S):
+                while await asyncio.get_running_loop().sock_recv(connected, 4096):
+                    pass
 
 
 class Listener:
@@ -273,6 +286,9 @@ class Listener:
         for _ in range(ACCEPTS_PER_ROUND):
             try:
                 accepted, address = listening.accept()
+                accepted.setblocking(False)
+                # If the handshake fails, the transport closes its socket before it has sent the alert.
+                spare = accepted.dup()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -285,8 +301,9 @@ class Listener:
             if self._is_full or not self._may_enter(host, door):
                 self.traffic.connections_refused += 1
                 accepted.close()
+                spare.close()
                 continue
-            task = asyncio.get_running_loop().create_task(self._shake_hands(accepted, host, door))
+            task = asyncio.get_running_loop().create_task(self._shake_hands(accepted, spare, host, door))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
@@ -294,10 +311,9 @@ class Listener:
         if listening in self._accepting:
             asyncio.get_running_loop().add_reader(listening, self._accept, listening, door)
 
-    async def _shake_hands(self, accepted: socket.socket, host: str, door: Door) -> None:
+    async def _shake_hands(self, accepted: socket.socket, spare: socket.socket, host: str, door: Door) -> None:
         connection = self._create_connection(door)
         connection.opened = partial(self._on_handshake_done, door)
-        accepted.setblocking(False)
         self._count_address(connection, host, door)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -310,7 +326,9 @@ class Listener:
             self.traffic.handshakes_failed += 1
             extra = {"peer": host, "listener": door.name, "reason": _handshake_reason(error)}
             _logger.warning("TLS handshake failed", extra=extra)
+            await _send_alert(spare, getattr(error, "alert", b""))
         finally:
+            spare.close()
             if connection not in self.connections:
                 self._uncount_address(connection)
 

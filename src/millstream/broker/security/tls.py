@@ -49,12 +49,25 @@ class DirectConnection(ssl.SSLObject):
     OpenSSL decrypts one record of TLS per call, and producers send a record or two per message.
     """
 
+    _outgoing: ssl.MemoryBIO
+
     @classmethod
-    def _create(cls, *arguments: Any, **named: Any) -> ssl.SSLObject:
-        made: ssl.SSLObject = super()._create(*arguments, **named)  # type: ignore[misc]
+    def _create(cls, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, **named: Any) -> DirectConnection:
+        made: DirectConnection = super()._create(incoming, outgoing, **named)  # type: ignore[misc]
         inner = made._sslobj  # type: ignore[attr-defined]
         made.read, made.write, made.pending = inner.read, inner.write, inner.pending  # type: ignore[method-assign]
+        made._outgoing = outgoing
         return made
+
+    def do_handshake(self) -> None:
+        """Continue the handshake; the error of one that failed has an `alert`, which the transport would discard."""
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            error.alert = self._outgoing.read()  # type: ignore[attr-defined]
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
