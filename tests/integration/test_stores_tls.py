@@ -80,7 +80,7 @@ async def _lock(server: EncryptedEtcdServer) -> None:
     store = EtcdStore(address, CLUSTER, SystemClock())
 
     async def ask(name: str, request: Any) -> None:
-        await store._members.ask(lambda member: getattr(member.logins, name), request, repeatable=False)
+        await store._members.send(lambda member: getattr(member.logins, name), request, repeatable=False)
 
     for user, word in (("root", ROOT_WORD), ("millstream", ETCD_WORD)):
         await ask("UserAdd", rpc.AuthUserAddRequest(name=user, password=word))

@@ -433,7 +433,7 @@ class Broker:
         host = f"[{other.host}]" if ":" in other.host else other.host
         status = BrokerStatus(f"{host}:{other.port}", response_s=_PROBE_S_MAX)
         try:
-            return bool((await status.ask())["node_id"] == other.node_id)
+            return bool((await status.fetch())["node_id"] == other.node_id)
         except MillstreamError:
             return False
         finally:

@@ -152,7 +152,7 @@ class NodeSender:
             if self._acks == ACKS_NONE:
                 response = self._loop.create_task(self._channel.send(produce.PRODUCE_KEY, self._version, body))
             else:
-                response = self._channel.ask(produce.PRODUCE_KEY, self._version, body)
+                response = self._channel.request(produce.PRODUCE_KEY, self._version, body)
         except MillstreamError as error:
             self._handle_failure(sent, error, maybe_stored=False)
             return

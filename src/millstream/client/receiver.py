@@ -179,7 +179,7 @@ class Polls:
     async def _send_receive(self, node: NodeId, wanted: int) -> Leased:
         request = Receive(self._subscription, self._worker, wanted, _BYTES_MAX, WAIT_MS)
         pool = await self._client.pool_for(node)
-        leased = await self._requests.ask(pool, request, timeout_s=WAIT_MS / 1000 + _RESPONSE_S_MAX)
+        leased = await self._requests.receive(pool, request, timeout_s=WAIT_MS / 1000 + _RESPONSE_S_MAX)
         if leased.response.error:
             raise error_from_code(
                 leased.response.error, leased.response.message, about=f"subscription {self._subscription!r}"

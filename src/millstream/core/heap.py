@@ -79,7 +79,7 @@ class Trimmer:
             return
         self._tried_bytes = resident
         self._pause = self._calls_left = min(2 * self._pause, PAUSE_CALLS_MAX) or 1
-        asyncio.get_running_loop().run_in_executor(None, give_back)
+        asyncio.get_running_loop().run_in_executor(None, release_freed_memory)
 
 
 def resident_bytes() -> int:
@@ -91,7 +91,7 @@ def resident_bytes() -> int:
         return 0
 
 
-def give_back() -> None:
+def release_freed_memory() -> None:
     """Return freed memory to the system, which takes some milliseconds; a no-op where the C library cannot."""
     trim = _trim()
     if trim is not None:

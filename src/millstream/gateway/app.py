@@ -45,18 +45,18 @@ from millstream.gateway.registry.app import PREFIX as REGISTRY_PREFIX
 from millstream.gateway.registry.app import RegistryApp
 from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarting, Health
 
-Ask = Callable[[], Awaitable[dict[str, Any]]]
+FetchStatus = Callable[[], Awaitable[dict[str, Any]]]
 """Requests the broker's metrics; `broker/kafka/apis/node_status.py` defines the response."""
 
-AskHealth = Callable[[], Awaitable[Health]]
+CheckHealth = Callable[[], Awaitable[Health]]
 """Requests the broker's health, with a short timeout."""
 
 _NO_STORE = {"cache-control": "no-store"}
 
 
 def build_app(
-    ask: Ask,
-    health: AskHealth,
+    fetch_status: FetchStatus,
+    health: CheckHealth,
     services: Services | None = None,
     site: OriginCheck | None = None,
     callers: Callers | None = None,
@@ -65,7 +65,7 @@ def build_app(
 ) -> ASGIApp:
     """Build the gateway's ASGI application; without `callers`, everyone may do everything."""
     named = site or OriginCheck()
-    doors = _Pages(ask, health, services.pressure if services is not None else Pressure(), callers)
+    doors = _Pages(fetch_status, health, services.pressure if services is not None else Pressure(), callers)
     pages = Starlette(
         routes=[
             Route("/", doors.index),
@@ -122,8 +122,10 @@ def build_app(
 class _Pages:
     """The pages outside the API, one method each."""
 
-    def __init__(self, ask: Ask, health: AskHealth, pressure: Pressure, callers: Callers | None) -> None:
-        self._ask = ask
+    def __init__(
+        self, fetch_status: FetchStatus, health: CheckHealth, pressure: Pressure, callers: Callers | None
+    ) -> None:
+        self._fetch_status = fetch_status
         self._health = health
         self._pressure = pressure
         self._callers = callers
@@ -173,11 +175,11 @@ class _Pages:
     async def metrics(self, request: Request) -> Response:
         await self._health()
         if self._callers is None:
-            status = await self._ask()
+            status = await self._fetch_status()
         else:
             host = "" if request.client is None else request.client.host
             async with self._callers.acting_for(request.scope["headers"], host) as caller:
-                status = await caller.services.status.ask()
+                status = await caller.services.status.fetch()
         numbers = [*status["metrics"], *self._pressure.metrics()]
         text, content_type = render(numbers, request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type, **_NO_STORE})

@@ -80,14 +80,14 @@ class Pressure:
         """Remove a completed request."""
         self.requests[lane] -= 1
 
-    def take(self, lane: Lane, size: int) -> None:
+    def reserve(self, lane: Lane, size: int) -> None:
         """Reserve memory for a body or a response, or refuse the request."""
         taken = self.bytes[lane]
         if taken + size > self._bytes_max[lane]:
             raise self._refusal(f"requests in progress hold {taken} bytes")
         self.bytes[lane] = taken + size
 
-    def give_back(self, lane: Lane, size: int) -> None:
+    def release(self, lane: Lane, size: int) -> None:
         """Release memory."""
         self.bytes[lane] -= size
 
@@ -118,12 +118,12 @@ class ClientDisconnected(Exception):
 class RequestMemory:
     """The memory that one request holds."""
 
-    __slots__ = ("_lane", "_pressure", "_taken")
+    __slots__ = ("_lane", "_pressure", "_reserved")
 
     def __init__(self, pressure: Pressure, lane: Lane) -> None:
         self._pressure = pressure
         self._lane = lane
-        self._taken = 0
+        self._reserved = 0
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """Read the whole body, or raise `Refused`."""
@@ -138,21 +138,21 @@ class RequestMemory:
 
     def reserve(self, size: int) -> None:
         """Reserve memory for the largest possible response, or raise `Refused`."""
-        self._pressure.take(self._lane, size)
-        self._taken += size
+        self._pressure.reserve(self._lane, size)
+        self._reserved += size
 
     def resize(self, size: int) -> None:
         """Change the reserved memory, or raise `Refused` and keep the old amount."""
-        if size > self._taken:
-            self._pressure.take(self._lane, size - self._taken)
+        if size > self._reserved:
+            self._pressure.reserve(self._lane, size - self._reserved)
         else:
-            self._pressure.give_back(self._lane, self._taken - size)
-        self._taken = size
+            self._pressure.release(self._lane, self._reserved - size)
+        self._reserved = size
 
     def release(self) -> None:
         """Release everything."""
-        self._pressure.give_back(self._lane, self._taken)
-        self._taken = 0
+        self._pressure.release(self._lane, self._reserved)
+        self._reserved = 0
 
     async def _read_all(self, receive: Receive) -> bytes:
         whole = bytearray()
@@ -161,14 +161,14 @@ class RequestMemory:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
             body: bytes = message["body"]
-            if len(whole) + len(body) > self._taken:
-                self._reserve(len(whole) + len(body) - self._taken)
+            if len(whole) + len(body) > self._reserved:
+                self._reserve(len(whole) + len(body) - self._reserved)
             if not message["more_body"]:
                 return bytes(whole + body) if whole else body
             whole += body
 
     def _reserve(self, size: int) -> None:
-        if self._taken + size > BODY_BYTES_MAX:
+        if self._reserved + size > BODY_BYTES_MAX:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request body has at most {BODY_BYTES_MAX} bytes")
-        self._pressure.take(self._lane, size)
-        self._taken += size
+        self._pressure.reserve(self._lane, size)
+        self._reserved += size

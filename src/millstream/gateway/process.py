@@ -121,7 +121,7 @@ async def serve(
     port = None if registry is None else registry.getsockname()[1]
     site = OriginCheck(hosts)
     pages = ConsoleApp(services, site, callers, console, is_tls=tls is not None)
-    app = build_app(services.status.ask, broker.health, services, site, callers, registry_port=port, console=pages)
+    app = build_app(services.status.fetch, broker.health, services, site, callers, registry_port=port, console=pages)
     server = Server(app, tls)
     server.on_stopped = services.stop
     asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)

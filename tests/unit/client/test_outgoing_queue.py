@@ -36,14 +36,14 @@ class ChannelByHand:
 
     def __init__(self) -> None:
         self.is_open = True
-        self.asked: list[asyncio.Future[memoryview]] = []
+        self.responses: list[asyncio.Future[memoryview]] = []
 
     def version_for(self, api_key: int, *, newest: int, oldest: int) -> int:
         return VERSION
 
-    def ask(self, api_key: int, version: int, body: object) -> asyncio.Future[memoryview]:
-        self.asked.append(asyncio.get_running_loop().create_future())
-        return self.asked[-1]
+    def request(self, api_key: int, version: int, body: object) -> asyncio.Future[memoryview]:
+        self.responses.append(asyncio.get_running_loop().create_future())
+        return self.responses[-1]
 
 
 def produce_response(code: ErrorCode, base_offset: int = -1) -> memoryview:
@@ -94,25 +94,25 @@ async def test_a_moved_queue_resumes_after_the_last_response_of_its_old_node() -
     first = add(queue)
     old.notify(queue)
     await turn()
-    old_channel.asked[0].set_result(produce_response(ErrorCode.none, 0))
+    old_channel.responses[0].set_result(produce_response(ErrorCode.none, 0))
     await first
     receipts = []
-    for asked in (2, 3):
+    for sent in (2, 3):
         receipts.append(add(queue))
         queue.waiting_bytes += 64 * 1024  # Enough has accumulated that a second request is sent beside the first.
         old.notify(queue)
         await turn()
-        assert len(old_channel.asked) == asked
-    old_channel.asked[1].set_result(produce_response(ErrorCode.not_leader_or_follower))
+        assert len(old_channel.responses) == sent
+    old_channel.responses[1].set_result(produce_response(ErrorCode.not_leader_or_follower))
     await turn()
     assert troubled == [queue]
     queue.sender, queue.troubled = new, False
     assert not queue.can_send
-    old_channel.asked[2].set_result(produce_response(ErrorCode.out_of_order_sequence_number))
+    old_channel.responses[2].set_result(produce_response(ErrorCode.out_of_order_sequence_number))
     await turn()
-    new_channel.asked[0].set_result(produce_response(ErrorCode.none, 1))
+    new_channel.responses[0].set_result(produce_response(ErrorCode.none, 1))
     await turn()
-    new_channel.asked[1].set_result(produce_response(ErrorCode.none, 2))
+    new_channel.responses[1].set_result(produce_response(ErrorCode.none, 2))
     assert [(await receipt).offset for receipt in receipts] == [1, 2]
     old.close()
     new.close()
@@ -126,13 +126,13 @@ async def test_an_unreadable_response_counts_as_none() -> None:
     receipt = add(queue)
     way.notify(queue)
     await turn()
-    channel.asked[0].set_result(memoryview(b"\x00\x00\x00\x01\x00\xff\xff"))
+    channel.responses[0].set_result(memoryview(b"\x00\x00\x00\x01\x00\xff\xff"))
     await turn()
     assert troubled == [queue]
     queue.troubled = False
     way.notify(queue)
     await turn()
-    channel.asked[1].set_result(produce_response(ErrorCode.none, 4))
+    channel.responses[1].set_result(produce_response(ErrorCode.none, 4))
     assert (await receipt).offset == 4
     way.close()
 

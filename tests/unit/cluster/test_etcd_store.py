@@ -75,7 +75,7 @@ def own_etcd() -> Iterator[EtcdServer]:
 
 
 async def ask(store: EtcdStore, call: Callable[[etcd_store.EtcdMember], object], request: object) -> None:
-    await store._members.ask(call, request, repeatable=True)
+    await store._members.send(call, request, repeatable=True)
 
 
 async def test_another_member_responds_when_one_is_down(connect: Connect, etcd: EtcdServer) -> None:

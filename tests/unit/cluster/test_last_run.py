@@ -82,7 +82,7 @@ def test_a_folder_remembers_that_it_belongs_to_a_cluster(files: MemoryFiles) -> 
     first = run(files)
     first.begin("first")
     assert not run(files).was_admitted
-    first.note_admitted()
+    first.record_admitted()
     assert run(files).was_admitted
     run(files).begin("second")
     assert run(files).was_admitted
@@ -98,7 +98,7 @@ def test_a_full_disk_does_not_prevent_recording(files: MemoryFiles, full_errno: 
     assert again.is_unclean("first")
     for number in range(100):
         again.begin(f"incarnation {number}")
-    again.note_admitted()
+    again.record_admitted()
     last = run(files, "b")
     assert (last.was_admitted, last.ran_as("incarnation 99"), last.is_unclean("incarnation 99")) == (True, True, False)
     assert last.is_unclean("first")

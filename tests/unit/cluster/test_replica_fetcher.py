@@ -176,7 +176,7 @@ async def test_a_compacted_log_is_not_dropped_while_it_counts_as_in_sync(
     partition = follower(store, "os")
     partition.apply(Versioned(dataclasses.replace(STATE, in_sync=in_sync, eligible=eligible), 2), me=ME)
     partition.log.append(encode_batch([NewRecord(None, b"y", (), 1000)]), leader_epoch=Epoch(0))
-    partition.log.note_superseding(int(partition.log.end_offset))
+    partition.log.record_superseding(int(partition.log.end_offset))
     cut = partition.truncate(EpochEnd(Epoch(0), Offset(1)), leader_epoch=Epoch(1))
     if cut is not None:
         await cut

@@ -219,7 +219,7 @@ def test_a_folder_remembers_its_node_and_cluster() -> None:
     run = LastRun(files, "/data", boot_id="a", stopped_clean=True)
     run.set_owner(FolderOwner(node_id=2, cluster="c", cluster_id="id"))
     run.begin("mine")
-    run.note_admitted()
+    run.record_admitted()
     assert FolderOwner.read(files, "/data") == MINE
     LastRun(files, "/data", boot_id="a", stopped_clean=True).begin("again")
     assert FolderOwner.read(files, "/data").cluster_id == "id"

@@ -465,7 +465,7 @@ async def test_at_most_the_buffer_limit_is_read_of_a_batch(monkeypatch: pytest.M
     async def respond(*_asked: object, **_limits: object) -> Leased:
         return leased
 
-    monkeypatch.setattr(LeaseRequests, "ask", respond)
+    monkeypatch.setattr(LeaseRequests, "receive", respond)
     line = Line("127.0.0.1:1")
     try:
         unpacked = await line.receive(Receive("billing", "push/1", 3, RECEIVE_BYTES, 0))

@@ -152,10 +152,10 @@ async def test_an_unexpected_response_blocks_nothing(nodes: SettlingNodes, caplo
     async def breaks(_key: int, _body: bytes) -> memoryview:
         raise ZeroDivisionError("a defect")
 
-    nodes.settler._ask, ask = breaks, nodes.settler._ask
+    nodes.settler._send_request, ask = breaks, nodes.settler._send_request
     assert await nodes.accept(0) is False
     assert "could not be settled" in caplog.text
-    nodes.settler._ask = ask
+    nodes.settler._send_request = ask
     assert await nodes.accept(1) is True
 
 

@@ -123,15 +123,15 @@ async def test_an_old_source_is_truncated_at_the_cut(old_source: OldSource) -> N
 
 async def test_a_log_compacted_beyond_the_cut_is_fetched_again_as_a_whole(old_source: OldSource) -> None:
     partition, log = old_source.partition_0, old_source.partition_0.log
-    log.note_superseding(3)
+    log.record_superseding(3)
     await old_source.truncate(3)
     assert (log.start_offset, log.end_offset) == (0, 3)
-    log.note_superseding(3)
+    log.record_superseding(3)
     await old_source.truncate(2)
     assert (log.start_offset, log.end_offset, partition.high_watermark) == (0, 0, 0)
     # So is that of a follower.
     partition.append_mirrored(b"".join(empty_batch(at, at + 1, 3) for at in range(5)), exposed=None)
-    log.note_superseding(4)
+    log.record_superseding(4)
     old_source.lead(OTHER, epoch=1003)
     cut = partition.truncate(EpochEnd(Epoch(3), Offset(2)), leader_epoch=Epoch(1003))
     assert cut is not None
@@ -149,7 +149,7 @@ async def test_a_follower_in_sync_keeps_its_log_in_a_failover(
 ) -> None:
     """It led the copy before, and its source had compacted records because of later ones."""
     partition, log = old_source.partition_0, old_source.partition_0.log
-    log.note_superseding(5)
+    log.record_superseding(5)
     partition.expose(Offset(exposed))
     if is_restarted:
         partition = old_source.partition_0 = Partition(
@@ -164,7 +164,7 @@ async def test_a_follower_in_sync_keeps_its_log_in_a_failover(
 
 async def test_a_failover_never_drops_more_than_it_cuts(old_source: OldSource) -> None:
     partition, log = old_source.partition_0, old_source.partition_0.log
-    log.note_superseding(4)
+    log.record_superseding(4)
     await partition.cut_mirrored(Offset(3), refetches=False)
     assert (log.start_offset, log.end_offset) == (0, 3)
 

@@ -15,15 +15,15 @@ MIB = 1024 * 1024
 
 
 def test_memory_can_be_returned_repeatedly() -> None:
-    heap.give_back()
-    heap.give_back()
+    heap.release_freed_memory()
+    heap.release_freed_memory()
 
 
 def test_an_unsupported_c_library_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     heap._trim.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
     try:
-        heap.give_back()
+        heap.release_freed_memory()
     finally:
         heap._trim.cache_clear()
 
@@ -38,7 +38,7 @@ class Process:
         self.trims: list[int] = []
         monkeypatch.setattr(heap, "resident_bytes", lambda: self.resident_bytes)
         monkeypatch.setattr(heap, "_is_ours", self.is_ours)
-        monkeypatch.setattr(heap, "give_back", lambda: self.trims.append(threading.get_ident()))
+        monkeypatch.setattr(heap, "release_freed_memory", lambda: self.trims.append(threading.get_ident()))
         self._trimmer = heap.Trimmer()
 
     async def look(self, resident_bytes: int, *, moved_bytes: int = 0) -> int:

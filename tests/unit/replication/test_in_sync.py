@@ -109,7 +109,7 @@ class TestChanges:
     def test_followers_of_an_idle_log_get_time_after_an_append(self) -> None:
         in_sync = leading(state(A, B))
         fetched(in_sync, B, 100, now=1.0)
-        in_sync.note_log_growth(end_before=Offset(100), now=5000.0)
+        in_sync.record_log_growth(end_before=Offset(100), now=5000.0)
         assert wanted(in_sync, end=101, now=5009.0) is None
         assert wanted(in_sync, end=101, now=5011.0) is not None
 
@@ -196,7 +196,7 @@ class InSyncMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def append(self, count: int) -> None:
-        self.in_sync.note_log_growth(end_before=Offset(self.end), now=self.now)
+        self.in_sync.record_log_growth(end_before=Offset(self.end), now=self.now)
         self.end += count
         self.advance()
 

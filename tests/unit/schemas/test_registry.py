@@ -226,7 +226,7 @@ async def test_a_failed_start_of_the_child_process_is_not_blamed_on_the_schema(
     pool = ChildPool(program, noun="schemas", start_s=60 if program == "broken" else 0.1)
     try:
         with pytest.raises(QuotaExceeded, match=f"the process that examines schemas {problem}.*retry later"):
-            await pool.ask(b"")
+            await pool.request(b"")
     finally:
         await pool.close()
 

@@ -107,7 +107,7 @@ def test_dropped_events_are_reported_by_an_event(trail: AuditTrail, monkeypatch:
     for number in range(25):
         trail.change(ADMIN, "CreateTopics", Change(activity=Activity.CREATE, kind="topic", name=f"t{number}"))
     kept = trail.take()
-    trail.give_back(kept)
+    trail.requeue(kept)
     for _ in range(3):
         trail.sign_in(Actor("User:alice", "::1"), "default", "PLAIN")
     events = trail.take() + trail.take()

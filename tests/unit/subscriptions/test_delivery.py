@@ -797,12 +797,12 @@ async def test_the_clients_of_workers_are_known_while_they_hold_messages(bench: 
     delivery.try_receive(asked)
     delivery.try_receive(wanted(1, "two"))
     # The node has not leased to this worker itself; later requests identify it.
-    delivery.note_origin("two", Origin("painter", "10.0.0.2:6"), replaces=True)
-    delivery.note_origin("one", Origin("gateway", "127.0.0.1:1"), replaces=False)
+    delivery.record_origin("two", Origin("painter", "10.0.0.2:6"), replaces=True)
+    delivery.record_origin("one", Origin("gateway", "127.0.0.1:1"), replaces=False)
     held = [(one.first, one.last, one.attempt, one.worker, one.origin) for one in delivery.held_ranges()]
     assert held == [(0, 1, 1, "one", ("packer", "10.0.0.1:5")), (2, 2, 1, "two", ("painter", "10.0.0.2:6"))]
     for number in range(1000):
-        delivery.note_origin(f"gone-{number}", Origin("passer-by", ""))
+        delivery.record_origin(f"gone-{number}", Origin("passer-by", ""))
     assert len(delivery._origins) <= 2 * 2 + ORIGINS_KEPT
     assert [one.origin.client_id for one in delivery.held_ranges()] == ["packer", "painter"]
     delivery.settle_now("one", settle(0, Verb.ACCEPT))

@@ -316,7 +316,7 @@ class ClusterNode:
 
     def _apply_declared(self, declared: Declared) -> None:
         if self._controller is not None:
-            self._controller.note_declared(declared)
+            self._controller.apply_declaration(declared)
 
     def _may_join(self, node: NodeId, registration: int) -> bool:
         """Whether a replica may join the in-sync set: positions from before its last registration do not count."""

@@ -167,7 +167,7 @@ class Controller:
     ) -> None:
         """`registered` returns this process's registration; without one it neither decides nor interferes.
 
-        `author` is the name of this process in its announcements: its own changes come through `note_declared`.
+        `author` is the name of this process in its announcements: its own changes come through `apply_declaration`.
         """
         self._me = me
         self._registered = registered
@@ -203,7 +203,7 @@ class Controller:
         await self._reconciliation.attempted.wait()
         await self._await_revision(self._term.last_revision)
 
-    def note_declared(self, declared: Declared) -> None:
+    def apply_declaration(self, declared: Declared) -> None:
         """Apply a declaration of this process, if it is the controller."""
         if self._reconciliation is not None:
             self._reconciliation.wake_for(declared)

@@ -214,7 +214,7 @@ class EtcdMembers:
             await self._log_in(member)
         return member
 
-    async def ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
+    async def send(self, call: Call, request: Any, *, repeatable: bool) -> Any:
         """Send a request and return its response; try every member if it is repeatable, otherwise until it was sent."""
         reason = unreachable = ""
         maybe_done = False
@@ -350,7 +350,7 @@ class EtcdSession:
             self._stop()
             with suppress(StoreUnavailable):
                 request = rpc.LeaseRevokeRequest(ID=self.lease)
-                await self._members.ask(lambda member: member.leases.LeaseRevoke, request, repeatable=True)
+                await self._members.send(lambda member: member.leases.LeaseRevoke, request, repeatable=True)
         await asyncio.to_thread(self._thread.join, _JOIN_S_MAX)
 
     def _heartbeat(self) -> None:
@@ -647,7 +647,7 @@ class EtcdStore(HealthReporting):
         first = prefix
         while True:
             request = _page_request(prefix, first=first, revision=revision, keys_max=PAGE_KEYS)
-            response = await self._members.ask(lambda member: member.keys.Range, request, repeatable=True)
+            response = await self._members.send(lambda member: member.keys.Range, request, repeatable=True)
             revision = revision or response.header.revision
             for found in response.kvs:
                 entry = _to_entry(self._namespace, found)
@@ -663,7 +663,7 @@ class EtcdStore(HealthReporting):
         if not lease and any(isinstance(change, Put) and change.leased for change in changes):
             raise StoreRefused("a leased key needs a live session")
         request = _transaction_request(self._namespace, changes, expect, lease)
-        response = await self._members.ask(lambda member: member.keys.Txn, request, repeatable=False)
+        response = await self._members.send(lambda member: member.keys.Txn, request, repeatable=False)
         return int(response.header.revision) if response.succeeded else None
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
@@ -678,7 +678,7 @@ class EtcdStore(HealthReporting):
             raise StoreRefused("the previous session has not ended")
         # A lease whose response was lost expires, so asking twice is harmless.
         request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s))
-        granted = await self._members.ask(lambda member: member.leases.LeaseGrant, request, repeatable=True)
+        granted = await self._members.send(lambda member: member.leases.LeaseGrant, request, repeatable=True)
         self._session = EtcdSession(self._members, granted.ID, granted.TTL, self._clock, on_lost)
         return self._session
 

@@ -135,7 +135,7 @@ class LastRun:
         except OSError as error:
             _logger.warning("this run could not be recorded in the data folder", extra={"error": str(error)})
 
-    def note_admitted(self) -> None:
+    def record_admitted(self) -> None:
         """Record, durably, that the cluster relies on the contents of this folder from now on."""
         if not self.was_admitted:
             self.was_admitted = True

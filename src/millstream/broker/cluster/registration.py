@@ -212,7 +212,7 @@ class Registration:
 
     def _record_admission(self) -> None:
         try:
-            self._last_run.note_admitted()
+            self._last_run.record_admitted()
         except OSError as error:
             # A node with a full disk is still useful; the record only guards against a store that loses its data.
             _logger.warning("the admission of this node could not be recorded", extra={"error": str(error)})

@@ -104,7 +104,7 @@ class WireLink:
             self._room = None
         self._expect_response(fetch.max_wait_ms / 1000 + RESPONSE_S)
         try:
-            return read_replica_responses(await channel.ask(FETCH_KEY, VERSION, [write_replica_fetch(fetch)]))
+            return read_replica_responses(await channel.request(FETCH_KEY, VERSION, [write_replica_fetch(fetch)]))
         except BaseException:
             # A late response must not be mistaken for the response to the next request.
             await self.close()
@@ -525,7 +525,7 @@ class ReplicaFetcher:
             return cut
         if followed.is_damaged:
             followed.watermark = response.high_watermark
-            partition.note_watermark(response.high_watermark)
+            partition.apply_high_watermark(response.high_watermark)
             raise LogUnavailable(f"{partition.log.partition} waits for the repair of its damage")
         followed.watermark = NO_OFFSET
         stored = partition.append_fetched(

@@ -204,7 +204,7 @@ class Subscriptions(NamedHolder[Subscription]):
         return stored
 
     @finishing
-    async def note_use(self, name: str, used_ms: int) -> None:
+    async def record_use(self, name: str, used_ms: int) -> None:
         """Record durably that a subscription is in use."""
         found = self.existing(name)
         async with self._changing:

@@ -401,7 +401,7 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, compacted_until
     log.advance_end(headers[-1].next_offset, segment.size - start)
     log.settle_transactions()
     if log.settings.compacts and compacted_until > log.superseded_by and has_gaps(headers):
-        log.note_superseding(compacted_until)
+        log.record_superseding(compacted_until)
     if log.start_offset < start_offset:
         log.delete_before(start_offset)
 

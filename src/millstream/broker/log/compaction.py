@@ -385,7 +385,7 @@ class Compaction:
             return True
         new = _new_segment(self.log.directory, old, cleaned)
         # Stored with the checkpoint that makes the swap count.
-        self.log.note_superseding(mapped_to)
+        self.log.record_superseding(mapped_to)
         try:
             swapped = self.log.swap_in(old, new, self._pass.token)
         except OSError as error:

@@ -60,7 +60,7 @@ class Maintenance(Protocol):
 
     floors: RetentionFloors
 
-    def note_dirty(self, log: Log) -> None:
+    def mark_dirty(self, log: Log) -> None:
         """Record that a log has unsynced bytes."""
 
     def checkpoint_soon(self, log: Log) -> None:
@@ -293,7 +293,7 @@ class Log:
         self.settings = settings
         self.allows_fast_append = _allows_fast_append(settings)
         if self._is_dirty or settings.compacts:
-            self.maintenance.note_dirty(self)
+            self.maintenance.mark_dirty(self)
 
     # -- append ---------------------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class Log:
 
     def fail_write(self, doing: str, error: OSError) -> StorageFailure:
         """Return the error for a write that the disk refused, and remember the failure until a write succeeds."""
-        self.note_failure(f"{doing} failed: {error.strerror or error}")
+        self.record_failure(f"{doing} failed: {error.strerror or error}")
         _logger.error("the disk refused a write", extra={"partition": str(self.partition), "error": self.failure})
         return StorageFailure(
             f"{self.partition}: {self.failure}. Nothing was stored, reads continue; free space on the disk of "
@@ -399,7 +399,7 @@ class Log:
             self.maintenance.checkpoint_soon(self)
         if not self._is_dirty:
             self._is_dirty = self._is_changed = True
-            self.maintenance.note_dirty(self)
+            self.maintenance.mark_dirty(self)
         if self.health.failure is not None:
             self.health.succeed()
 
@@ -710,7 +710,7 @@ class Log:
         self.stored_offset = max(self.stored_offset, Offset(end_offset))
         self.advance_synced(end_offset)
 
-    def note_failure(self, what: str) -> None:
+    def record_failure(self, what: str) -> None:
         """Record a failure of the disk; the next attempt waits a little."""
         self.health.fail(what, self.clock.monotonic())
 
@@ -718,7 +718,7 @@ class Log:
         """Refuse writes until the tail of a segment whose sync failed is safe in another file."""
         if not self.health.broken:
             self.health.mark_broken()
-            self.note_failure(f"{segment.path} could not be synced")
+            self.record_failure(f"{segment.path} could not be synced")
             _logger.error(
                 "a file could not be synced and is not trusted again",
                 extra={"partition": str(self.partition), "file": segment.path},
@@ -726,7 +726,7 @@ class Log:
 
     def fail_sync(self, error: OSError, doing: str) -> None:
         """Fail requests that wait for a sync."""
-        self.note_failure(f"{doing} failed: {error.strerror or error}")
+        self.record_failure(f"{doing} failed: {error.strerror or error}")
         if not self.closed:
             _logger.error("a log could not be synced", extra={"partition": str(self.partition), "error": self.failure})
         if self._on_sync_failed is not None:
@@ -771,7 +771,7 @@ class Log:
         self.producers.transactions.cut_before(self.start_offset)
         self.mark_changed()
 
-    def note_superseding(self, end_offset: int) -> None:
+    def record_superseding(self, end_offset: int) -> None:
         """Account for a segment whose records are removed because of later ones below an offset."""
         self.superseded_by = max(self.superseded_by, end_offset)
 

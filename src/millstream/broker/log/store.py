@@ -357,7 +357,7 @@ class LogStore:
             self._is_commit_due = True
             self._loop.call_soon(self._commit_due)
 
-    def note_dirty(self, log: Log) -> None:
+    def mark_dirty(self, log: Log) -> None:
         """Plan the sync, checkpoint and compaction of a log that holds unsynced bytes."""
         self._plan_compaction(log)
         if log.settings.flush == FLUSH_OS:
@@ -565,7 +565,7 @@ class LogStore:
                 if any(segment.broken for segment in log.segments.unsynced()):
                     self.sync_soon(log)
                 else:
-                    self.note_dirty(log)
+                    self.mark_dirty(log)
 
     def _observe_commit(self, commit: Commit) -> None:
         now = self._clock.monotonic()
@@ -591,7 +591,7 @@ class LogStore:
         # Logs that became dirty before the loop ran have no timer yet.
         stale, self._stale = self._stale, {}
         for log in {**stale, **{log: None for log in self._logs.values() if log.is_dirty}}:
-            self.note_dirty(log)
+            self.mark_dirty(log)
         self._retention_timer()
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -110,7 +110,7 @@ class Truncation:
         is_done = log.closed or (self._error is None and self._failure is None)
         log.health.end_truncation(is_done=is_done)
         if self._failure is not None and not is_done:
-            log.note_failure(f"{self._doing} failed: {self._failure}")
+            log.record_failure(f"{self._doing} failed: {self._failure}")
             raise self._failure
         if self._error is not None and not is_done:
             raise log.fail_write(self._doing, self._error) from self._error

@@ -150,7 +150,7 @@ class InSync:
         follower.registration = registration
         return True
 
-    def note_log_growth(self, *, end_before: Offset, now: float) -> None:
+    def record_log_growth(self, *, end_before: Offset, now: float) -> None:
         """Record that the log has grown: replicas that had all of it are behind from now on."""
         for follower in self._followers.values():
             if follower.offset >= end_before:

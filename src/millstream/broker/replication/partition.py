@@ -703,7 +703,7 @@ class Partition(Replica):
 
     def _notify_followers(self, in_sync: InSync, end_before: Offset) -> None:
         if not self._is_behind:
-            in_sync.note_log_growth(end_before=end_before, now=self._clock.monotonic())
+            in_sync.record_log_growth(end_before=end_before, now=self._clock.monotonic())
             self._mark_behind(in_sync)
         for listener in tuple(self._append_listeners):
             listener.appended(self)

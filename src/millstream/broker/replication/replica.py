@@ -142,13 +142,13 @@ class Replica:
             # Compaction of the leader reads no further than its high watermark.
             log.append_replica(records, leader_epoch=leader_epoch, compacted_until=high_watermark)
             self.bytes_in += len(records)
-        self.note_watermark(high_watermark)
+        self.apply_high_watermark(high_watermark)
         if log.start_offset < log_start <= log.end_offset:
             log.delete_before(log_start)
             self.high_watermark = max(self.high_watermark, log.start_offset)
         return self.stored()
 
-    def note_watermark(self, high_watermark: Offset) -> None:
+    def apply_high_watermark(self, high_watermark: Offset) -> None:
         """Apply the leader's high watermark, up to the first damage of this replica."""
         known = max(min(high_watermark, self.intact_until), self.log.start_offset)
         if known > self.high_watermark:

@@ -82,7 +82,7 @@ class ChildPool:
         self._ending: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    async def ask(self, body: bytes) -> bytes:
+    async def request(self, body: bytes) -> bytes:
         """Return the response of a child; raise `ChildTimedOut` or `ChildDied` without one.
 
         Without a child that starts, and with too many requests waiting, it is `QuotaExceeded`: the request can be

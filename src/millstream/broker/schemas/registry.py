@@ -100,7 +100,7 @@ class SchemaExaminer:
                 f"a schema with its references and earlier versions takes over {MESSAGE_BYTES_MAX} bytes"
             )
         try:
-            response = msgspec.msgpack.decode(await self._children.ask(body), type=WorkerResponse)
+            response = msgspec.msgpack.decode(await self._children.request(body), type=WorkerResponse)
         except ChildTimedOut:
             limit_s = self._children.response_s
             raise _invalid_schema_error(

@@ -151,7 +151,7 @@ class SchemaRules:
 
     async def _send_request(self, body: bytes) -> RecordsResponse:
         try:
-            return msgspec.msgpack.decode(await self._children.ask(body), type=RecordsResponse)
+            return msgspec.msgpack.decode(await self._children.request(body), type=RecordsResponse)
         except ChildTimedOut:
             limit_s = self._children.response_s
             raise InvalidBatch(

@@ -210,7 +210,7 @@ class AuditTrail:
             self.changed.clear()
         return events
 
-    def give_back(self, events: list[Event]) -> None:
+    def requeue(self, events: list[Event]) -> None:
         """Return events that could not be written, to be written next."""
         self._events.extendleft(reversed(events))
         while len(self._events) > EVENTS_MAX:
@@ -360,7 +360,7 @@ class AuditLog:
                 await self._ensure_topic()
                 await self._appender.append(AUDIT, _PARTITION, self._encode(events))
             except BaseException:
-                self._trail.give_back(events)
+                self._trail.requeue(events)
                 raise
             self._trail.written += len(events)
 

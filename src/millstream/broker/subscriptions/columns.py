@@ -260,7 +260,7 @@ class Window(Columns):
         """Return the offset of an entry."""
         return self.base + index
 
-    def note_finished(self, _count: int) -> None:
+    def record_finished(self, _count: int) -> None:
         """Advance the start past messages that have become done."""
         index = self.first_unfinished(self.start - self.base)
         self.start = self.base + index
@@ -333,7 +333,7 @@ class Stragglers(Columns):
         """Return the hash of a message's key."""
         return self.keys[bisect_left(self.offsets, offset, self.front)]
 
-    def note_finished(self, count: int) -> None:
+    def record_finished(self, count: int) -> None:
         """Count messages that have become done, and compact the columns when most entries are."""
         self.finished_count += count
         self.front = self.first_unfinished(self.front)

@@ -362,7 +362,7 @@ class Delivery:
         """Return the client of a worker, as far as remembered."""
         return self._origins.get(worker, Origin())
 
-    def note_origin(self, worker: str, origin: Origin, *, replaces: bool = True) -> None:
+    def record_origin(self, worker: str, origin: Origin, *, replaces: bool = True) -> None:
         """Remember the client of a worker that holds messages, and of a few others."""
         if not replaces and worker in self._origins:
             return
@@ -565,7 +565,7 @@ class Delivery:
             batch_ends=[header.last_offset for header in headers] if demand.whole_batches else None,
         )
         if leases:
-            self.note_origin(demand.worker, demand.origin)
+            self.record_origin(demand.worker, demand.origin)
         batches = batches_covering(headers, [(lease.first, lease.last) for lease in leases])
         if leases and leases[-1].attempt == 1:
             for batch in batches:

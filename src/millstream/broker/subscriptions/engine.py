@@ -105,7 +105,7 @@ class Expiry:
                     await self._delete(subscription.name)
                     _logger.info("an unused subscription expired", extra={"subscription": subscription.name})
             elif used_here_ms - max(subscription.used_ms, subscription.created_ms) > lifetime_ms / NOTES_PER_LIFETIME:
-                await self._subscriptions.note_use(subscription.name, used_here_ms)
+                await self._subscriptions.record_use(subscription.name, used_here_ms)
         except UnknownSubscription:
             # Another node has deleted it.
             return

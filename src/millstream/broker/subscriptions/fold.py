@@ -328,7 +328,7 @@ class Fold:
         filtered = int(np.count_nonzero(filtered_out))
         self.counts[AVAILABLE] -= filtered
         self.counters[delta.kind] += filtered
-        self.window.note_finished(filtered)
+        self.window.record_finished(filtered)
 
     def _apply_parked(self, delta: Delta) -> None:
         for columns, start, end in self._require_parts(delta):
@@ -407,7 +407,7 @@ class Fold:
                     self._uncount_state(columns, start_index, stop - start_index)
                     columns.set_state(start_index, stop, DONE)
                     left += stop - start_index
-            columns.note_finished(left)
+            columns.record_finished(left)
         self._drop_plans(delta.first, delta.last)
         for offset in [offset for offset in self.revived if offset <= delta.last]:
             del self.revived[offset]
@@ -420,7 +420,7 @@ class Fold:
             raise CorruptState(f"queue {self.key} has no messages {delta.first} to {delta.last} to leave behind")
         self.stragglers.take_from(window, delta.first, delta.last, delta.extra)
         window.set_state(start, start + delta.last - delta.first + 1, DONE)
-        window.note_finished(delta.last - delta.first + 1)
+        window.record_finished(delta.last - delta.first + 1)
         self.counters[DeltaKind.LEFT_BEHIND] += delta.last - delta.first + 1
 
     def _apply_revived(self, delta: Delta) -> None:
@@ -463,7 +463,7 @@ class Fold:
     def _set_done(self, columns: Window | Stragglers, start: int, end: int) -> None:
         self._uncount_state(columns, start, end - start)
         columns.set_state(start, end, DONE)
-        columns.note_finished(end - start)
+        columns.record_finished(end - start)
 
     def _uncount_state(self, columns: Window | Stragglers, start: int, count: int) -> None:
         state = columns.states[start]

@@ -91,7 +91,7 @@ class Leasing:
         """Return messages that arrive late, for requests whose clients have gone."""
         await self._requests.close()
 
-    async def give_back(self, subscription: str, worker: str, messages: Sequence[LeasedMessage]) -> None:
+    async def return_messages(self, subscription: str, worker: str, messages: Sequence[LeasedMessage]) -> None:
         """Return messages that never reached the client they were leased for; that does not count as a delivery.
 
         Leases that cannot be returned expire.
@@ -106,7 +106,7 @@ class Leasing:
         try:
             return await self._subscriptions.confirmed(request.subscription, request.worker, messages)
         except asyncio.CancelledError:
-            await self.give_back(request.subscription, request.worker, messages)
+            await self.return_messages(request.subscription, request.worker, messages)
             raise
 
     async def _receive_available(
@@ -127,7 +127,7 @@ class Leasing:
             wanted = _count_fitting(messages, request)
         finally:
             # Surplus messages, or all of them if the client has gone or another node refuses.
-            await self.give_back(request.subscription, request.worker, messages[wanted:])
+            await self.return_messages(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 
     def _receive_from_any(self, nodes: Sequence[NodeId]) -> list[NodeId]:
@@ -145,11 +145,11 @@ class Leasing:
         self, nodes: Sequence[NodeId], request: Receive, refused: list[MillstreamError]
     ) -> list[LeasedMessage]:
         """Ask all nodes at once and return the first messages; nothing if none has any."""
-        asking = [asyncio.ensure_future(self._receive_from(node, request)) for node in nodes]
+        receiving = [asyncio.ensure_future(self._receive_from(node, request)) for node in nodes]
         is_wanted = False
         messages: list[LeasedMessage] = []
         try:
-            for response in asyncio.as_completed(asking):
+            for response in asyncio.as_completed(receiving):
                 try:
                     if await response:
                         break
@@ -157,20 +157,20 @@ class Leasing:
                     refused.append(error)
             is_wanted = True
         finally:
-            for task in asking:
+            for task in receiving:
                 task.cancel()
-            await asyncio.wait(asking)
-            received = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
+            await asyncio.wait(receiving)
+            received = [task.result() for task in receiving if not task.cancelled() and task.exception() is None]
             messages += chain.from_iterable(received)
             wanted = _count_fitting(messages, request) if is_wanted else 0
             # Surplus messages, or all of them if the client has gone.
-            await self.give_back(request.subscription, request.worker, messages[wanted:])
+            await self.return_messages(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 
     async def _receive_from(self, node: NodeId, request: Receive) -> list[LeasedMessage]:
         pool = await self._client.pool_for(node)
         try:
-            leased = await self._requests.ask(pool, request, timeout_s=RESPONSE_S + request.wait_ms / 1000)
+            leased = await self._requests.receive(pool, request, timeout_s=RESPONSE_S + request.wait_ms / 1000)
         except RequestTimedOut:
             self._hung_until[node] = asyncio.get_running_loop().time() + HUNG_S
             raise
@@ -182,7 +182,7 @@ class Leasing:
         try:
             unpacked = await self._reader.read_leased(node, leased, request.max_bytes)
         except BaseException:
-            self._requests.give_back(pool, request, response.partitions)
+            self._requests.return_leases(pool, request, response.partitions)
             raise
         await self._settle_rest(request, unpacked)
         return unpacked.messages
@@ -191,7 +191,7 @@ class Leasing:
         """Return messages leased beyond the requested bytes, and release those that cannot be read."""
         name, worker = request.subscription, request.worker
         try:
-            await self.give_back(name, worker, unpacked.surplus)
+            await self.return_messages(name, worker, unpacked.surplus)
             for message, reason in unpacked.unreadable:
                 extra = {"subscription": name, "partition": f"{message.topic}-{message.partition}"}
                 _logger.warning(
@@ -200,7 +200,7 @@ class Leasing:
                 with suppress(MillstreamError):
                     await self._subscriptions.settle(name, worker, [message], Verb.RELEASE, reason=reason)
         except BaseException:
-            await self.give_back(name, worker, unpacked.messages)
+            await self.return_messages(name, worker, unpacked.messages)
             raise
 
     async def _all_nodes(self) -> list[NodeId]:

@@ -214,7 +214,7 @@ class History:
         """Start sampling, seldom until the first visit."""
         self._task = asyncio.create_task(self._run())
 
-    def note_visit(self) -> None:
+    def record_visit(self) -> None:
         """Start sampling often, after the first visit."""
         self._visited.set()
 

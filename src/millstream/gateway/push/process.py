@@ -78,7 +78,7 @@ class Line:
         self._requests = LeaseRequests()
         self._unpacking = RecordReader(measure=message_bytes)
 
-    async def ask(self, key: int, body: bytes) -> memoryview:
+    async def request(self, key: int, body: bytes) -> memoryview:
         """Send a request that gets a response at once."""
         channel = await self._pool.shared()
         frame = await channel.exchange(key, 0, [body], timeout_s=RESPONSE_S)
@@ -86,13 +86,13 @@ class Line:
 
     async def receive(self, wanted: Receive) -> ReadRecords:
         """Receive messages from this node, within limits; a cancelled call leaves nothing leased."""
-        leased = await self._requests.ask(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + RESPONSE_S)
+        leased = await self._requests.receive(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + RESPONSE_S)
         if leased.response.error:
             raise error_from_code(leased.response.error, leased.response.message)
         try:
             return await self._unpacking.read_leased(None, leased, wanted.max_bytes)
         except BaseException:
-            self._requests.give_back(self._pool, wanted, leased.response.partitions)
+            self._requests.return_leases(self._pool, wanted, leased.response.partitions)
             raise
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class PushProcess:
             declared,
             worker,
             self._line.receive,
-            Settler(declared.name, worker, self._line.ask, self._client),
+            Settler(declared.name, worker, self._line.request, self._client),
             self._sender(declared),
             on_change=self._news.set,
         )

@@ -37,15 +37,15 @@ SETTLE_RETRY_S: Final = 5.0
 SETTLE_S: Final = 10.0
 """How long settling is retried at new leaders, and how long it may take in all; after that, the lease expires."""
 
-Ask = Callable[[int, bytes], Awaitable[memoryview]]
+SendRequest = Callable[[int, bytes], Awaitable[memoryview]]
 """Sends a private request to this node."""
 
 
 class Settler:
     """Settles the messages that one worker holds."""
 
-    def __init__(self, subscription: str, worker: str, ask: Ask, client: Client) -> None:
-        self._ask = ask
+    def __init__(self, subscription: str, worker: str, send_request: SendRequest, client: Client) -> None:
+        self._send_request = send_request
         self._client = client
         self._settler = settling.Settler(client, subscription, worker, send=self._send)
 
@@ -74,7 +74,7 @@ class Settler:
         return True
 
     async def _send(self, node: NodeId | None, key: int, body: bytes) -> memoryview:
-        return await (self._ask(key, body) if node is None else self._client.private(node, key, body))
+        return await (self._send_request(key, body) if node is None else self._client.private(node, key, body))
 
 
 RATE_S: Final = 10.0

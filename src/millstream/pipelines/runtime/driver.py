@@ -54,13 +54,13 @@ class Turns:
         """Let a pipeline take turns with other suspects from its next step on."""
         self._suspects.add(name)
 
-    def take(self, name: str) -> None:
+    def acquire(self, name: str) -> None:
         """Wait for a suspect's turn, before a step."""
         if name in self._suspects:
             self._turn.acquire()
             self._holder = name
 
-    def give_back(self, name: str, *, is_well: bool) -> None:
+    def release(self, name: str, *, is_well: bool) -> None:
         """End the turn after a step; success clears a suspect."""
         if is_well:
             self._suspects.discard(name)
@@ -241,10 +241,10 @@ class Driver:
             make=self._jobs[pipeline.kind],
             context=self._context,
             claim=self._claim,
-            turn=lambda: self._turns.take(name),
+            turn=lambda: self._turns.acquire(name),
             begun=lambda: self._on_step_begun(name),
             ended=lambda is_well: self._on_step_ended(name, is_well),
-            lost=lambda: self._turns.give_back(name, is_well=False),
+            lost=lambda: self._turns.release(name, is_well=False),
             cancel=lambda: self._cancel(name),
             changed=self._news.set,
             backoff_s=self._backoff_s,
@@ -272,7 +272,7 @@ class Driver:
 
     def _on_step_ended(self, name: str, is_well: bool) -> None:
         self._send(DriverEvent(ended=name, is_well=is_well))
-        self._turns.give_back(name, is_well=is_well)
+        self._turns.release(name, is_well=is_well)
 
     def _cancel(self, name: str) -> None:
         if self._spark is not None:

@@ -62,7 +62,7 @@ class Leased(NamedTuple):
         return fresh_until(self.sent_at, part.lease_ms, waited_ms=self.response.waited_ms)
 
 
-class _Asking:
+class _PendingReceive:
     """One request, in its own task so that its response outlives the caller."""
 
     def __init__(self, pool: Pool, request: Receive, timeout_s: float) -> None:
@@ -90,31 +90,31 @@ class LeaseRequests:
     """Requests messages from nodes; leases that arrive after the caller has given up are returned."""
 
     def __init__(self) -> None:
-        self._open: set[_Asking] = set()
+        self._open: set[_PendingReceive] = set()
         self._returning: set[asyncio.Task[None]] = set()
 
-    async def ask(self, pool: Pool, request: Receive, *, timeout_s: float) -> Leased:
+    async def receive(self, pool: Pool, request: Receive, *, timeout_s: float) -> Leased:
         """Request messages from one node, which responds within the request's wait unless something is wrong."""
-        asking = _Asking(pool, request, timeout_s + LATE_S)
-        self._open.add(asking)
+        pending = _PendingReceive(pool, request, timeout_s + LATE_S)
+        self._open.add(pending)
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(asking.task)
+                return await asyncio.shield(pending.task)
         except TimeoutError:
-            self._abandon(asking)
+            self._abandon(pending)
             raise RequestTimedOut(f"{pool.address} did not respond within {timeout_s:g} s") from None
         except asyncio.CancelledError:
-            self._abandon(asking)
+            self._abandon(pending)
             raise
         finally:
-            self._open.discard(asking)
+            self._open.discard(pending)
 
     def withdraw(self) -> None:
         """Make nodes respond at once, with the leases granted so far or by hanging up."""
-        for asking in self._open:
-            asking.withdraw()
+        for pending in self._open:
+            pending.withdraw()
 
-    def give_back(self, pool: Pool, request: Receive, partitions: list[PartitionMessages]) -> None:
+    def return_leases(self, pool: Pool, request: Receive, partitions: list[PartitionMessages]) -> None:
         """Return leases to the node that granted them; leases that cannot be returned expire."""
         if partitions:
             self._begin(_return(pool, request, partitions))
@@ -126,9 +126,9 @@ class LeaseRequests:
         for task in self._returning:
             task.cancel()
 
-    def _abandon(self, asking: _Asking) -> None:
-        asking.withdraw()
-        self._begin(_return_late(asking))
+    def _abandon(self, pending: _PendingReceive) -> None:
+        pending.withdraw()
+        self._begin(_return_late(pending))
 
     def _begin(self, returning: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(returning)
@@ -141,10 +141,10 @@ class LeaseRequests:
             _logger.error("leases could not be returned", exc_info=error)
 
 
-async def _return_late(asking: _Asking) -> None:
-    await asyncio.wait([asking.task])
-    if not asking.task.cancelled() and asking.task.exception() is None:
-        await _return(asking.pool, asking.request, asking.task.result().response.partitions)
+async def _return_late(pending: _PendingReceive) -> None:
+    await asyncio.wait([pending.task])
+    if not pending.task.cancelled() and pending.task.exception() is None:
+        await _return(pending.pool, pending.request, pending.task.result().response.partitions)
 
 
 async def _return(pool: Pool, request: Receive, partitions: list[PartitionMessages]) -> None:

@@ -188,7 +188,7 @@ class Channel(asyncio.BufferedProtocol):
         finally:
             timer.cancel()
 
-    def ask(self, api_key: int, version: int, body: list[Buffer]) -> asyncio.Future[memoryview]:
+    def request(self, api_key: int, version: int, body: list[Buffer]) -> asyncio.Future[memoryview]:
         """Send a body at once; the caller limits how many are in flight and how long a response may take."""
         response: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
         self._pending[self._write(api_key, version, body)] = response

@@ -119,25 +119,25 @@ class BrokerStatus:
         self._response_s = response_s
         self._connection = AsyncExitStack()
         self._client: Client | None = None
-        self._asking: asyncio.Task[dict[str, Any]] | None = None
+        self._fetching: asyncio.Task[dict[str, Any]] | None = None
 
-    async def ask(self) -> dict[str, Any]:
+    async def fetch(self) -> dict[str, Any]:
         """Return the broker's status, as `broker/kafka/apis/node_status.py` describes it."""
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._request_status())
-            self._asking.add_done_callback(self._on_response)
+        if self._fetching is None:
+            self._fetching = asyncio.create_task(self._request_status())
+            self._fetching.add_done_callback(self._on_response)
         # Shielded, since other callers may wait for the same response.
-        return await asyncio.shield(self._asking)
+        return await asyncio.shield(self._fetching)
 
     async def close(self) -> None:
         """Close the connection."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait([self._asking])
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.wait([self._fetching])
         await self._connection.aclose()
 
     def _on_response(self, done: asyncio.Task[dict[str, Any]]) -> None:
-        self._asking = None
+        self._fetching = None
         if not done.cancelled():
             # Retrieved, so that asyncio does not log an error whose callers have all gone.
             done.exception()

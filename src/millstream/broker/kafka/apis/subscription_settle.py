@@ -85,7 +85,7 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
                 return None
             (delivery,) = ready
             worker = with_owned_worker(request, client).worker
-            delivery.note_origin(worker, Origin(client.client_id, client.address), replaces=False)
+            delivery.record_origin(worker, Origin(client.client_id, client.address), replaces=False)
             results = _to_results(delivery.settle_now(worker, verbs))
             written = delivery.pending_write()
         except MillstreamError as error:
@@ -122,7 +122,7 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
             verbs = [_parse_settlement(one) for one in asked.verbs]
             engine = await self._service.engine()
             delivery = await engine.delivery(subscription, self._topics.partition(asked.topic, asked.partition))
-            delivery.note_origin(worker, origin, replaces=False)
+            delivery.record_origin(worker, origin, replaces=False)
             results = await delivery.settle(worker, verbs)
         except MillstreamError as error:
             return _error_results(error, asked)

@@ -213,7 +213,7 @@ async def _leased(
         except Refused:
             is_refused = True
         finally:
-            await services.leasing.give_back(receive.subscription, receive.worker, left)
+            await services.leasing.return_messages(receive.subscription, receive.worker, left)
         memory.resize(READ_BYTES)
         if is_refused:
             # Leased again once the memory that other streams hold is free.

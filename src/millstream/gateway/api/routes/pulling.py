@@ -207,7 +207,7 @@ async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMe
     request.memory.reserve(wanted.max_bytes)
     receive = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms, address=request.address)
     messages = await receive_until(services, receive, request.gone)
-    request.undelivered = partial(services.leasing.give_back, name, worker, messages)
+    request.undelivered = partial(services.leasing.return_messages, name, worker, messages)
     request.memory.resize(sum(held_bytes(message.record) for message in messages))
     if wanted.decode is None:
         return PulledMessages([leased(message, worker) for message in messages])
@@ -236,7 +236,7 @@ async def _return_leased(services: Services, receive: Receive, leasing: asyncio.
     """Return what was leased at the last moment, since no client waits for it."""
     leasing.cancel()
     with suppress(asyncio.CancelledError, MillstreamError):
-        await services.leasing.give_back(receive.subscription, receive.worker, await leasing)
+        await services.leasing.return_messages(receive.subscription, receive.worker, await leasing)
 
 
 def leased(message: LeasedMessage, worker: str, **more: Any) -> LeasedDocument:

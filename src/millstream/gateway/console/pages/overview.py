@@ -42,7 +42,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
     may_describe = await visit.may(Operation.DESCRIBE, ResourceType.CLUSTER)
     nodes: list[NodeSumsResponse] = []
     if may_describe:
-        visit.history.note_visit()
+        visit.history.record_visit()
         nodes = await node_sums(visit.services.client)
     # Users open this page when a node is down, so parts that need that node are omitted instead of failing.
     missing: list[str] = []
@@ -149,7 +149,7 @@ def _warnings(
 
 async def events(visit: Visit) -> Response:
     """Notify a browser of new numbers."""
-    visit.history.note_visit()
+    visit.history.record_visit()
     return Download(_sampled(visit), EVENT_STREAM)
 
 

@@ -245,7 +245,7 @@ class LedgerJob:
         if not self._settings.audit_every_ms or now_s < self._table.last_audit().get(AUDITED, 0) + every_s:
             return False
         report = self.audit()
-        self._table.note_audit({AUDITED: now_s, **report.levels()})
+        self._table.record_audit({AUDITED: now_s, **report.levels()})
         for one in [one for one in report.findings if one["kind"] not in HARMLESS][:FINDINGS_LOGGED]:
             _logger.error("pipeline %s: the audit found: %s", self._pipeline.name, one)
         for damaged in report.damage[:FINDINGS_LOGGED]:

@@ -142,7 +142,7 @@ class LedgerTable:
         found = {} if table is None else {name: table.transaction_version(_LEVEL.format(name)) for name in AUDIT_LEVELS}
         return {name: value for name, value in found.items() if value is not None}
 
-    def note_audit(self, levels: Mapping[str, int]) -> None:
+    def record_audit(self, levels: Mapping[str, int]) -> None:
         """Record an audit; if the commit comes too late, the next audit records its own."""
         table = self._refresh()
         if table is not None:
