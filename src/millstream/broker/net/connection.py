@@ -667,6 +667,7 @@ class Connection(asyncio.BufferedProtocol):
         except Exception as error:
             if not isinstance(error, ProtocolViolation):
                 _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
+            self._flush_responses()
             self.fail(error)
         finally:
             if self._unserved is None and self._unserved_bytes:

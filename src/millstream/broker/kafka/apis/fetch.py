@@ -8,7 +8,8 @@ A request that finds fewer than `min_bytes` waits for its partitions' high water
 last stable offset advances only with the high watermark, so the same applies to `read_committed`.
 
 Version notes: 7 adds sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id, 15
-moves the replica id into a tag, 18 adds a tag that only followers send. `follower_fetch` handles requests of followers.
+moves the replica id into a tag, 18 adds a tag that only followers send. `follower_fetch` handles requests of followers;
+a client that may not follow gets TOPIC_AUTHORIZATION_FAILED for each partition.
 """
 
 from __future__ import annotations
@@ -315,11 +316,16 @@ class Fetch:
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
         """Respond at once when there is enough to send, else have the connection wait."""
-        if header.version >= FIRST_WITHOUT_REPLICA_ID and is_replica_fetch(frame):
+        rights = client.rights
+        is_replica = header.version >= FIRST_WITHOUT_REPLICA_ID and is_replica_fetch(frame)
+        if is_replica and (rights is None or rights.cluster(Operation.CLUSTER_ACTION)):
             return self._followers.handle_frame(frame, header, client)
         request = _read(frame, header)
         if request.is_follower:
-            return self._followers.handle_frame(frame, header, client)
+            if rights is None or rights.check(Operation.CLUSTER_ACTION, ResourceType.CLUSTER):
+                return self._followers.handle_frame(frame, header, client)
+            denied = [_Found(key, ErrorCode.topic_authorization_failed, -1, -1, None) for key in request.wanted]
+            return _write(header, ErrorCode.none, 0, denied)
         client.fetch_requests += 1
         context = self._begin_session_fetch(request, header, client)
         if isinstance(context, ErrorCode):
