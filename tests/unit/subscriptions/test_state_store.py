@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from random import Random
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -291,6 +292,26 @@ async def test_unwritten_state_is_bounded_and_reported_at_the_end(monkeypatch: p
     with pytest.raises(NotCoordinator):
         await store.write(QueueWrite(key, Epoch(0), 1, b"x"))
     assert store.has_room(key)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_failing", [True, False], ids=["fails already", "fails meanwhile"])
+async def test_closing_does_not_wait_for_a_node_that_has_stopped(
+    monkeypatch: pytest.MonkeyPatch, is_failing: bool
+) -> None:
+    monkeypatch.setattr("millstream.broker.subscriptions.routed_store.CLOSE_S", 1000.0)
+    topics = MemoryTopics()
+    topics.leader = OTHER
+    states, peers, store = await opened(topics)
+    key = key_at(states, 0)
+    await store.load(key, Epoch(0))
+    peers.trouble = repeat(BrokerUnreachable("stopped"))
+    written = store.write(QueueWrite(key, Epoch(0), 0, b"x"))
+    while is_failing and store._lanes[PartitionIndex(0)]._pause_task is None:
+        await asyncio.sleep(0)
+    await store.close()
+    with pytest.raises(NotCoordinator):
+        await written
 
 
 async def test_queues_of_deleted_subscriptions_are_removed() -> None:

@@ -90,6 +90,7 @@ class StateLane:
         self._generation = 0
         self._pause_task: asyncio.Task[None] | None = None
         self._is_flush_scheduled = False
+        self._is_closing = False
         self._closed = False
 
     @property
@@ -115,14 +116,23 @@ class StateLane:
         await _all_finished([entry for entry in self._pending.values() if entry.write.key == key])
 
     async def close(self, *, patience_s: float) -> None:
-        """Wait a bounded time for pending writes, then fail the rest."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await _all_finished(list(self._pending.values()))
+        """Wait a bounded time for writes in flight, and fail the rest.
+
+        Nothing is sent again: the node that stores the partition has usually stopped as well, and workers whose
+        acknowledgements are not confirmed get their messages again.
+        """
+        self._is_closing = True
+        if self._pause_task is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await _all_finished(list(self._pending.values()))
         self._closed = True
         if self._pause_task is not None:
             self._pause_task.cancel()
             await asyncio.wait([self._pause_task])
+        self._fail_pending()
+
+    def _fail_pending(self) -> None:
         for entry in list(self._pending.values()):
             self._finish_write(entry, NotCoordinator("the state store was closed"))
 
@@ -178,8 +188,10 @@ class StateLane:
 
     def _resend(self) -> None:
         self._generation += 1
+        if self._is_closing:
+            self._fail_pending()
         self._queued = deque(self._pending.values())
-        if not self._closed and self._pause_task is None:
+        if not self._is_closing and self._pause_task is None:
             self._pause_task = asyncio.ensure_future(self._pause())
 
     async def _pause(self) -> None:
