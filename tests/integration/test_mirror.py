@@ -15,13 +15,10 @@ import msgspec
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
-from millstream.core.acl import CLUSTER_NAME, Acl, Operation, PatternType, ResourceType
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.mirror_messages import ADOPT_KEY, AdoptRequest, AdoptResponse
 from millstream.protocol.wire.client import Client
-from millstream_testing.command import CommandLine, Outcome
-from millstream_testing.security import ADMIN, declare_security, locked_server
+from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 
 PATIENCE_S = 60.0
@@ -911,90 +908,3 @@ def test_compaction_beyond_the_cut_loses_no_key_on_failback(
     assert read(paris.brokers, topic, 3) == everything
     paris("mirror", "failover", mirror)
     assert paris("mirror", "delete", mirror, "--force").code == 0
-
-
-SCHEMA = '{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]}'
-
-
-def may_read(principal: str) -> Acl:
-    return Acl(resource_type=ResourceType.TOPIC, resource_name="*", principal=principal, operation=Operation.READ)
-
-
-def acls_of(server: Server) -> frozenset[Acl]:
-    """Return the access rules in a catalog; the node itself does not list rules that it does not enforce."""
-    catalog = Catalog(f"sqlite:///{server.data / CATALOG_NAME}")
-    try:
-        return catalog.security().acls
-    finally:
-        catalog.close()
-
-
-def test_a_locked_source_with_its_schemas_and_access_rules(
-    sites: Sites, berlin: CommandLine, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rights = {
-        (ResourceType.TOPIC, "*"): (Operation.READ, Operation.DESCRIBE_CONFIGS),
-        (ResourceType.GROUP, "*"): (Operation.READ,),
-        (ResourceType.CLUSTER, CLUSTER_NAME): (Operation.DESCRIBE,),
-    }
-    rules = frozenset(
-        Acl(resource_type=kind, resource_name=name, pattern=PatternType.LITERAL, principal="User:mirror", operation=one)
-        for (kind, name), operations in rights.items()
-        for one in operations
-    ) | {may_read("User:guest")}
-    declare_security(tmp_path / "data", {"mirror": "mirror-password"}, rules)
-    (tmp_path / "password").write_text("mirror-password")
-    (tmp_path / "wrong").write_text("another-password")
-    (tmp_path / "order.avsc").write_text(SCHEMA)
-    name, subject = f"m-{topic}", f"{topic}-value"
-    with locked_server(tmp_path) as locked:
-        tls = {
-            "security.protocol": "SASL_SSL",
-            "sasl.mechanism": "SCRAM-SHA-512",
-            "sasl.username": ADMIN[0],
-            "sasl.password": ADMIN[1],
-            "ssl.ca.location": str(locked.certificates.ca),
-        }
-        publish(locked.server.kafka, topic, ["secret"], **tls)
-        group = Consumer({"bootstrap.servers": locked.server.kafka, "group.id": f"{topic}-group", **tls})
-        group.commit(offsets=[TopicPartition(topic, 0, 1)], asynchronous=False)
-        group.close()
-
-        def as_admin(*arguments: object) -> Outcome:
-            with monkeypatch.context() as admin:
-                admin.setenv("MILLSTREAM_USER", ADMIN[0])
-                admin.setenv("MILLSTREAM_PASSWORD", ADMIN[1])
-                admin.setenv("MILLSTREAM_TLS_CA", str(locked.certificates.ca))
-                done = CommandLine(locked.server.kafka)(*arguments)
-            assert done.code == 0, done.err
-            return done
-
-        registered = as_admin("schema", "register", subject, tmp_path / "order.avsc", "--json")
-        flags = ["--source-user", "mirror", "--source-tls-ca", locked.certificates.ca, "--schemas", "--acls"]
-        wrong = ["--topics", topic, *flags, "--source-password-file", tmp_path / "wrong"]
-        assert berlin("mirror", "create", name, "--from", locked.server.kafka, *wrong).code == 0
-        wait_for(lambda: "password is wrong" in described(berlin, name)["error"], what="the wrong password is reported")
-        assert berlin("topic", "describe", topic).code != 0
-        assert berlin("mirror", "update", name, "--set", f"password=@{tmp_path / 'password'}").code == 0
-        assert read(berlin.brokers, topic, 1) == [(0, 0, "secret")]
-
-        def has_all() -> bool:
-            schema = berlin("schema", "show", subject, "--json")
-            committed = berlin("group", "describe", f"{topic}-group", "--json")
-            return schema.code == 0 and committed.code == 0 and rules <= acls_of(sites.berlin)
-
-        wait_for(has_all, what="schemas, access rules and offsets are here")
-        assert berlin("schema", "show", subject, "--json").document["id"] == registered.document["id"]
-        assert "mirror-password" not in berlin("mirror", "describe", name, "--json").out
-        refused = berlin("mirror", "create", f"{name}-2", "--from", locked.server.kafka, *wrong)
-        assert "registry here has" in refused.err
-
-        # A rule revoked while berlin is down is deleted there afterwards; one of berlin's own is not.
-        sites.berlin.kill()
-        declare_security(sites.berlin.data, {}, frozenset({may_read("User:berlin")}))
-        as_admin("acl", "remove", "User:guest", "read", "topic:*")
-        sites.berlin.start()
-        wait_for(lambda: may_read("User:guest") not in acls_of(sites.berlin), what="the revoked rule is deleted")
-        assert acls_of(sites.berlin) >= rules - {may_read("User:guest")} | {may_read("User:berlin")}
-    berlin("mirror", "failover", name)
-    assert berlin("mirror", "delete", name, "--force").code == 0

@@ -30,6 +30,7 @@ from millstream.cli.output import (
     print_line,
     print_list,
     print_note,
+    print_noted,
     print_result,
     print_settings,
     print_table,
@@ -52,8 +53,8 @@ T = TypeVar("T")
 SECRETS = frozenset({"password", "token"})
 PARTITIONS_SHOWN_MAX = 50
 LONG_WAIT = Common(timeout=60.0)
-CONNECT_S = 3.0
-"""How long `create` waits for a connection to the source before it warns that there is none."""
+START_S = 3.0
+"""How long `create` waits until the mirror is connected to its source and knows what it cannot mirror."""
 
 Name = Annotated[str, typer.Argument(metavar="MIRROR", help="The name of the mirror.", show_default=False)]
 Topics = Annotated[
@@ -154,13 +155,14 @@ def create(
     }
     chosen = {key: text for key, text in given.items() if text}
     _call_mirrors(common, lambda mirrors: mirrors.create(name, chosen))
-    print_result({"mirror": name}, f"Mirror {name} copies from {source}.", as_json=common.as_json)
-    problem = _call_mirrors(common, lambda mirrors: mirrors.connection_problem(name, wait_s=CONNECT_S))
-    if problem:
-        print_note(
-            f"It is not connected to its source yet, and keeps trying ({one_line(problem)}); `millstream mirror "
-            f"describe {name}` shows whether it is"
-        )
+    unconnected, problems = _call_mirrors(common, lambda mirrors: mirrors.start_problems(name, wait_s=START_S))
+    if unconnected:
+        problems = [
+            f"It is not connected to its source yet, and keeps trying ({unconnected}); `millstream mirror describe "
+            f"{name}` shows whether it is"
+        ]
+    notes = [one_line(problem) for problem in problems]
+    print_noted({"mirror": name}, f"Mirror {name} copies from {source}.", notes, as_json=common.as_json)
 
 
 @app.command("list")
@@ -168,7 +170,14 @@ def list_(common: Common = COMMON) -> None:
     """List all mirrors and their lag."""
     found = _call_mirrors(common, lambda mirrors: mirrors.describe())
     keys = ("mirror", "state", "from", "topics", "lag", "lag_unknown", "lag_s", "bytes", "error")
-    rows = [{**{key: one[key] for key in keys}, "topics": len(one["topics"])} for one in found]
+    rows = [
+        {
+            **{key: one[key] for key in keys},
+            "topics": len(one["topics"]),
+            "error": one["error"] or "; ".join(one["problems"]),
+        }
+        for one in found
+    ]
     empty = "No mirrors yet; create one with: millstream mirror create"
     print_list({"mirrors": rows}, keys, [list(row.values()) for row in rows], empty=empty, as_json=common.as_json)
 
@@ -216,10 +225,8 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
         raise CommandFailed("give --set NAME=VALUE or --unset NAME", ExitCode.USAGE)
     _call_mirrors(common, lambda mirrors: mirrors.alter(name, changes))
     (described,) = _call_mirrors(common, lambda mirrors: mirrors.describe([name]))
-    document = {"mirror": name, "changed": sorted(changes), "notes": described["notes"]}
-    print_result(document, f"Mirror {name} is changed.", as_json=common.as_json)
-    for note in () if common.as_json else described["notes"]:
-        print_note(one_line(note))
+    document, notes = {"mirror": name, "changed": sorted(changes)}, [one_line(note) for note in described["notes"]]
+    print_noted(document, f"Mirror {name} is changed.", notes, as_json=common.as_json)
 
 
 @app.command("pause")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -29,6 +29,9 @@ CREDENTIALS: Final = ("tls", "tls.ca", "user", "password", "token", "sasl.mechan
 """The settings that say how to connect to the source."""
 EPOCH_STEP: Final = 1000
 """How far a failover raises the leader epoch: more than the old source can in elections before it follows."""
+
+NAMED_MAX: Final = 5
+"""How many topics, groups or rules a note names."""
 
 V = TypeVar("V")
 TopicOffsets = Mapping[str, Mapping[int, int]]
@@ -287,6 +290,18 @@ def check_mirror(name: str, overrides: Mapping[str, str]) -> MirrorSettings:
     settings = MirrorSettings.from_strings(overrides)
     settings.check()
     return settings
+
+
+class Problem(str):
+    """A note that something which is to be mirrored is not; other notes only inform."""
+
+    __slots__ = ()
+
+
+def listed(names: Collection[str]) -> str:
+    """Return names for a note, a limited number of them."""
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return ", ".join(sorted(names)[:NAMED_MAX]) + more
 
 
 def pattern_of(name: str) -> str:

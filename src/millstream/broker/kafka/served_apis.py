@@ -167,6 +167,7 @@ from millstream.broker.replication.partition import lagging_replicas
 from millstream.broker.schemas.rules import SchemaRules
 from millstream.broker.security.audit import AuditLog
 from millstream.broker.security.secrets import StoredSecrets
+from millstream.broker.security.state import SecurityState
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.metric import MetricSource
@@ -424,10 +425,15 @@ class ServedApis:
         yield SchemaSettings(schemas)
         yield SchemaConfigure(schemas)
 
+    @property
+    def _enforced_rules(self) -> SecurityState | None:
+        """The access rules; None if they are not enforced, which would be worse than none."""
+        return self._parts.declared.security if self._parts.config.authorizes else None
+
     def _mirror_apis(self) -> Iterable[RawApi]:
-        mirrors = self._mirrors
-        yield MirrorCreate(mirrors)
-        yield MirrorAlter(mirrors)
+        mirrors, rules = self._mirrors, self._enforced_rules
+        yield MirrorCreate(mirrors, rules)
+        yield MirrorAlter(mirrors, rules)
         yield MirrorDelete(mirrors)
         yield MirrorList(mirrors)
         yield MirrorFailover(mirrors)
@@ -486,9 +492,7 @@ class ServedApis:
         yield NoteReading()
         yield DescribeClientQuotas(self._parts.declared.quotas)
         yield AlterClientQuotas(self._parts.declared.quotas, has_users=self._parts.config.authorizes)
-        security = self._parts.declared.security
-        # Unenforced rules would be worse than none.
-        rules = security if self._parts.config.authorizes else None
+        security, rules = self._parts.declared.security, self._enforced_rules
         yield DescribeAcls(rules)
         yield CreateAcls(rules)
         yield DeleteAcls(rules)

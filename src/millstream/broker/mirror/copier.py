@@ -355,7 +355,7 @@ class Copier:
         was_gone = copy.is_gone
         if isinstance(error, UnknownTopic | UnknownTopicId):
             copy.unknown_since = now if copy.unknown_since is None else copy.unknown_since
-            copy.is_gone = now - copy.unknown_since >= GONE_S
+            copy.is_gone = copy.is_gone or now - copy.unknown_since >= GONE_S
         else:
             copy.unknown_since, copy.is_gone = None, False
         level = logging.DEBUG if copy.error == str(error) or was_gone else logging.WARNING

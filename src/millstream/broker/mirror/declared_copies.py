@@ -18,12 +18,14 @@ from collections.abc import AsyncIterator, Iterable, Sequence, Set
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from kio.schema.errors import ErrorCode
+
 from millstream.broker.mirror.source import Source
 from millstream.broker.schemas.registry import SchemaRegistry
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl
-from millstream.core.errors import InvalidMirror, NotCoordinator
-from millstream.core.mirror import MirrorSettings, SightingChange
+from millstream.core.errors import InvalidMirror, NotCoordinator, RequestRefused
+from millstream.core.mirror import MirrorSettings, SightingChange, listed
 from millstream.core.schema import (
     QualifiedSubject,
     SchemaContent,
@@ -43,18 +45,25 @@ ABSENT_TIMES: Final = 3
 """In how many consecutive responses of the source something has to be missing before it is deleted here."""
 SCHEMAS: Final = "schemas"
 ACLS: Final = "acls"
-SHOWN_MAX: Final = 5
 _UNKNOWN: Final = -1
 
 
-def check_declared(settings: MirrorSettings, schemas: SchemaRegistry, security: SecurityState) -> None:
-    """Raise `InvalidMirror` if schemas or access rules are to be copied and this cluster already has some."""
+def check_declared(settings: MirrorSettings, schemas: SchemaRegistry, rules: SecurityState | None) -> None:
+    """Raise `InvalidMirror` if schemas or access rules are to be copied and this cluster already has some.
+
+    The rules are None if this cluster does not enforce any.
+    """
     if settings.schemas and (subjects := schemas.subjects()):
         raise InvalidMirror(
             f"the schema registry here has {len(subjects)} subjects (such as {str(subjects[0])!r}), whose ids may be "
             "those of other schemas at the source; delete them permanently, or mirror without schemas"
         )
-    if settings.acls and (acls := security.snapshot.acls):
+    if settings.acls and rules is None:
+        raise InvalidMirror(
+            "access rules are not enforced here, because clients need not authenticate; start the nodes with "
+            "--auth required, or mirror without acls"
+        )
+    if settings.acls and rules is not None and (acls := rules.snapshot.acls):
         raise InvalidMirror(
             f"there are {len(acls)} access rules here; delete them to take those of the source, or mirror without acls"
         )
@@ -191,13 +200,21 @@ class DeclaredCopies:
     async def sync_acls(self) -> None:
         """Copy the source's access rules if they have changed."""
         seen = await self._sightings(ACLS)
-        wanted = {_acl_id(acl): acl for acl in await self._source.acls()}
+        try:
+            wanted = {_acl_id(acl): acl for acl in await self._source.acls()}
+        except RequestRefused as error:
+            if error.code != ErrorCode.security_disabled:
+                raise
+            raise InvalidMirror(
+                "the source has none to mirror, because its clients need not authenticate; let it require that, or use "
+                f"`millstream mirror update {self._run.mirror.name} --set acls=false`"
+            ) from None
         here = {_acl_id(acl): acl for acl in self._security.snapshot.acls}
         async with self._sighting_change(ACLS, seen, wanted.keys()) as change:
             gone = [here[item_id] for item_id in change.forgotten if item_id in here]
             await self._security.follow(wanted.values(), gone, change)
         own = [acl for item_id, acl in here.items() if item_id not in seen and item_id not in change.forgotten]
-        self._update_note("acls", "access rules", sorted(map(str, own)))
+        self._update_note("acls", "access rules", list(map(str, own)))
 
     def _versions_here(self) -> dict[str, tuple[QualifiedSubject, int]]:
         return {
@@ -236,9 +253,8 @@ class DeclaredCopies:
 
     def _update_note(self, key: str, noun: str, unknown: Sequence[str]) -> None:
         if unknown:
-            more = f" and {len(unknown) - SHOWN_MAX} more" if len(unknown) > SHOWN_MAX else ""
             self._run.notes[key] = (
-                f"{noun} that the source does not have stay here: {', '.join(unknown[:SHOWN_MAX])}{more}; "
+                f"{noun} that the source does not have stay here: {listed(unknown)}; "
                 "delete those that were deleted at the source yourself"
             )
         else:

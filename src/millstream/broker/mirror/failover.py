@@ -18,7 +18,7 @@ from typing import Final, Literal
 import msgspec
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.mirror.service import MirrorService, listed
+from millstream.broker.mirror.service import MirrorService
 from millstream.broker.mirror.source import Source, is_original, offer_pages
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
@@ -31,7 +31,16 @@ from millstream.core.errors import (
     UnknownMirror,
 )
 from millstream.core.ids import PartitionIndex
-from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets, check_mirror, merged_offsets, pattern_of
+from millstream.core.mirror import (
+    CREDENTIALS,
+    SOURCE,
+    Mirror,
+    TopicOffsets,
+    check_mirror,
+    listed,
+    merged_offsets,
+    pattern_of,
+)
 from millstream.core.regex import compile_regex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import Topic, TopicPartition, check_topic_name

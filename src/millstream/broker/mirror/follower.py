@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from millstream.broker.cluster.new_topics import NewTopic
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES, DeclaredCopies
 from millstream.broker.mirror.queue_states import MirroredQueues, Vector
-from millstream.broker.mirror.service import MirrorRun, listed
+from millstream.broker.mirror.service import MirrorRun
 from millstream.broker.mirror.source import Source, is_original, known_id
 from millstream.core.errors import (
     AuthenticationFailed,
@@ -26,6 +26,7 @@ from millstream.core.errors import (
     TopicExists,
 )
 from millstream.core.ids import PartitionIndex
+from millstream.core.mirror import Problem, listed
 from millstream.core.tasks import gather_or_cancel, run_until_first
 from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.mirror_messages import (
@@ -104,17 +105,21 @@ class Follower:
         self._waiting_at: set[tuple[str, int]] = set()
         """The copies at which clients wait at a commit."""
         self._queues = MirroredQueues(run, source, self._reached_offsets)
+        self.pending: set[str] = set()
+        """The tasks that have not compared topics, schemas or access rules with the source's yet."""
         self._absent: dict[str, int] = {}
         """Copies whose original is gone, and how often in a row it was missing."""
 
     async def run(self) -> None:
         """Run until cancelled or until the source cannot be reached."""
-        work = [self._loop(self._sync_topics, TOPICS_S)]
+        comparing: list[tuple[Callable[[], Awaitable[None]], float]] = [(self._sync_topics, TOPICS_S)]
         copies = DeclaredCopies(self._run, self._source)
         if self._settings.acls:
-            work.append(self._loop(copies.sync_acls, DECLARED_S))
+            comparing.append((copies.sync_acls, DECLARED_S))
         if self._settings.schemas and self._source.is_millstream:
-            work.append(self._loop(copies.sync_schemas, DECLARED_S))
+            comparing.append((copies.sync_schemas, DECLARED_S))
+        self.pending = {work.__name__ for work, _ in comparing}
+        work = [self._loop(*one) for one in comparing]
         if self._settings.groups:
             work.append(self._loop(self._sync_groups, GROUPS_S))
         if self._source.is_millstream:
@@ -144,7 +149,7 @@ class Follower:
                 except AuthenticationFailed:
                     raise
                 except MillstreamError as error:
-                    self._run.notes[what] = f"{what}: {error}"
+                    self._run.notes[what] = Problem(f"{what}: {error}")
                     if wanted is not None:
                         wanted.set()
                     if isinstance(error, BrokerUnreachable):
@@ -153,6 +158,7 @@ class Follower:
                         unreachable_since = now if unreachable_since is None else unreachable_since
                         if now - unreachable_since > RECONNECT_S:
                             raise
+                self.pending.discard(work.__name__)
             await asyncio.sleep(pause_s)
 
     async def sync_all(self, topics: Collection[str]) -> None:
@@ -204,7 +210,7 @@ class Follower:
                 await self._sync_topic(topic, offer.origins.get(name, ()), checks_configs=checks_configs)
                 self._run.notes.pop(key, None)
             except MillstreamError as error:
-                self._run.notes[key] = f"topic {name!r}: {error}"
+                self._run.notes[key] = Problem(f"topic {name!r}: {error}")
         await self._sync_deletions(metadata.topics)
 
     def _is_mirrored(self, topic: TopicMetadata, letters: Set[str]) -> bool:
@@ -601,7 +607,7 @@ class Follower:
                 self._run.notes[key] = f"group {group!r} has members here, so its offsets are not mirrored"
                 continue
             except MillstreamError as error:
-                self._run.notes[key] = f"group {group!r}: {error}"
+                self._run.notes[key] = Problem(f"group {group!r}: {error}")
                 continue
             self._run.notes.pop(key, None)
             if own:

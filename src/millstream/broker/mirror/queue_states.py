@@ -17,6 +17,7 @@ from millstream.broker.mirror.service import MirrorRun
 from millstream.broker.mirror.source import Source, is_original, offer_pages, queue_key
 from millstream.core.errors import BrokerUnreachable, MillstreamError, RequestTimedOut, SubscriptionExists
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.mirror import Problem
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, QueueKey
 from millstream.core.topic import Topic, TopicPartition
@@ -329,4 +330,4 @@ class MirroredQueues:
                     await declared.alter(offered.name, changes, topics=offered.topics)
             self._run.notes.pop(key, None)
         except MillstreamError as error:
-            self._run.notes[key] = f"subscription {offered.name!r}: {error}"
+            self._run.notes[key] = Problem(f"subscription {offered.name!r}: {error}")

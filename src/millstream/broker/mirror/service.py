@@ -37,7 +37,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.metric import Metric, Sample
-from millstream.core.mirror import EPOCH_STEP, Mirror, TopicOffsets, merged_offsets, pattern_of
+from millstream.core.mirror import EPOCH_STEP, Mirror, Problem, TopicOffsets, listed, merged_offsets, pattern_of
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
@@ -78,8 +78,6 @@ NOTICE_S: Final = 0.05
 NOTICE_RETRY_S: Final = 0.5
 LOAD_RETRY_S: Final = 1.0
 TRUNCATED_AT_ONCE: Final = 32
-NAMED_MAX: Final = 5
-"""How many topics or groups a note names."""
 OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
 R = TypeVar("R", bound=Response)
 
@@ -146,6 +144,8 @@ class MirrorRun:
                     )
                 self.error = str(error)
             finally:
+                if self.copier is not None:
+                    self.service.gone[self.mirror.mirror_id] = {copy.key for copy in self.copies() if copy.is_gone}
                 self.source = self.copier = self.follower = None
             await backoff.pause()
 
@@ -193,6 +193,7 @@ class MirrorRun:
                     verified=mirror.verified_until(topic.name, partition.index) or 0,
                     gap=mirror.gap_of(topic.name, partition.index),
                     caught_up_ms=self.service.clock.now_ms(),
+                    is_gone=key in self.service.gone.get(mirror.mirror_id, ()),
                 )
 
     # -- what is shown --------------------------------------------------------------------------------------
@@ -215,7 +216,9 @@ class MirrorRun:
             "source_cluster": "" if self.source is None else self.source.cluster_id,
             "bytes": 0 if self.copier is None else self.copier.bytes_copied,
             "bytes_per_s": 0.0 if self.copier is None else self.copier.bytes_per_s,
-            "notes": [self.notes[key] for key in sorted(self.notes)],
+            "is_listed": self.follower is not None and not self.follower.pending,
+            "notes": [str(self.notes[key]) for key in sorted(self.notes)],
+            "problems": sorted(str(note) for note in self.notes.values() if isinstance(note, Problem)),
             "groups": len(self.groups),
             "queues": self.queues,
             "partitions": [
@@ -261,6 +264,8 @@ class MirrorService:
         self.clock = clock
         self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
         """The cuts of copies that are not writable yet, by the mirror's id; None while one is being cut."""
+        self.gone: dict[UUID, set[CopyKey]] = {}
+        """The copies whose original was gone when a mirror last stopped, by the mirror's id."""
         self.switching: set[str] = set()
         """On the owner: the mirrors whose switch is running."""
         self.adopting = asyncio.Lock()
@@ -969,12 +974,6 @@ class MirrorService:
             "Copies that cannot be continued now.",
             [Sample(sum(bool(copy.error) for copy in run.copies()), (("mirror", name),)) for name, run in runs],
         )
-
-
-def listed(names: Collection[str]) -> str:
-    """Return names for a note, a limited number of them."""
-    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-    return ", ".join(sorted(names)[:NAMED_MAX]) + more
 
 
 def _is_cut_in(mirror: Mirror, request: CutRequest) -> bool:

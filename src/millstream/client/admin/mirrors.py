@@ -51,16 +51,17 @@ class MirrorClient:
         """Declare a mirror."""
         await self._request(None, CREATE_KEY, NewMirror(name=name, settings=dict(settings), wanted=is_wanted), Response)
 
-    async def connection_problem(self, name: str, *, wait_s: float) -> str:
-        """Wait until a mirror runs; return why it does not by then, or an empty text."""
+    async def start_problems(self, name: str, *, wait_s: float) -> tuple[str, list[str]]:
+        """Wait until a mirror has compared the topics; return why it does not run by then, and what is not mirrored."""
         loop = asyncio.get_running_loop()
         started, backoff = loop.time(), Backoff(max_s=SETTLE_LOOK_S)
         while True:
             (described,) = await self.describe([name])
-            if described["state"] == "running":
-                return ""
-            if described["error"] or loop.time() - started > wait_s:
-                return str(described["error"]) or "the source has not responded"
+            is_late = loop.time() - started > wait_s
+            if described["state"] == "running" and (described["is_listed"] or is_late):
+                return "", described["problems"]
+            if described["error"] or is_late:
+                return str(described["error"]) or "the source has not responded", []
             await backoff.pause()
 
     async def alter(self, name: str, settings: Mapping[str, str | None]) -> None:
@@ -127,8 +128,18 @@ class MirrorClient:
                 raise RequestTimedOut(f"mirror {name!r} was not idle within {wait_s:g} s ({why})")
             await asyncio.sleep(SETTLE_LOOK_S)
 
+    async def original_of(self, copy: str) -> dict[str, str] | None:
+        """Return the mirror that writes a topic, and the topic of its source; None if it is not a copy."""
+        for one in (await self._request(None, LIST_KEY, MirrorNames(), MirrorDescriptions)).mirrors:
+            if copy in one["copies"]:
+                return {"mirror": one["name"], "topic": copy.removeprefix(one["settings"]["rename"])}
+        return None
+
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Return mirrors with what all nodes report on them; a node that does not respond is in `notes`."""
+        """Return mirrors with what all nodes report on them; a node that does not respond is in `notes`.
+
+        `problems` are the notes that something is not mirrored.
+        """
         body = MirrorNames(names=None if names is None else list(names))
         nodes = sorted((await self._client.metadata(())).nodes)
         responses = await gather_or_cancel(self._list_on_node(node, body) for node in nodes)
@@ -216,6 +227,8 @@ def _merge_reports(found: list[dict[str, Any]], silent: list[str]) -> dict[str, 
         "bytes_per_s": sum(report["bytes_per_s"] for report in reports),
         "groups": max((report["groups"] for report in reports), default=0),
         "queues": max((report["queues"] for report in reports), default=0),
+        "is_listed": any(report.get("is_listed") for report in reports),
+        "problems": sorted({problem for report in reports for problem in report.get("problems", ())}),
         "notes": sorted({*newest["notes"], *(note for report in reports for note in report["notes"])}) + silent,
         "settings": newest["settings"],
         "overrides": newest["overrides"],

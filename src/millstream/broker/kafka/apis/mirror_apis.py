@@ -17,6 +17,7 @@ from millstream.broker.mirror.failover import SWITCH_S, adopt, fail_over, revers
 from millstream.broker.mirror.service import MirrorService, R
 from millstream.broker.mirror.source import Source
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
+from millstream.broker.security.state import SecurityState
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import CoordinatorUnavailable, InvalidMirror, MillstreamError
 from millstream.core.mirror import MirrorSettings
@@ -100,7 +101,14 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
         return await service.ask_node(owner, self.key, forwarded, kind, waits=True, timeout_s=timeout_s)
 
 
-class MirrorCreate(_MirrorApi[NewMirror, Response]):
+class _DeclaringApi(_MirrorApi[RequestT, ResponseT]):
+    def __init__(self, mirrors: MirrorService, rules: SecurityState | None) -> None:
+        super().__init__(mirrors)
+        self._rules = rules
+        """The access rules; None if clients need not authenticate, so that none are enforced."""
+
+
+class MirrorCreate(_DeclaringApi[NewMirror, Response]):
     """Creates a mirror.
 
         {"name": "paris", "settings": {"from": "broker-1.paris:9092", "topics": "orders.*"}, "wanted": true}
@@ -114,7 +122,7 @@ class MirrorCreate(_MirrorApi[NewMirror, Response]):
 
     async def handle(self, request: NewMirror) -> Response:
         settings = MirrorSettings.from_strings(request.settings)
-        check_declared(settings, self._mirrors.schemas, self._mirrors.security)
+        check_declared(settings, self._mirrors.schemas, self._rules)
         if await _cluster_of(settings, request.name) == self._mirrors.membership.cluster_id:
             raise InvalidMirror(f"{settings.source} is this cluster itself")
         await self._mirrors.mirrors.create(request.name, request.settings, is_wanted=request.wanted)
@@ -129,7 +137,7 @@ async def _cluster_of(settings: MirrorSettings, name: str) -> str | None:
     return None
 
 
-class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
+class MirrorAlter(_DeclaringApi[MirrorChanges, Response]):
     """Changes, pauses or resumes a mirror.
 
         {"name": "paris", "settings": {"rate": "10000000", "exclude": null}, "wanted": true}
@@ -148,7 +156,7 @@ class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
             added = {name: text for name, text in request.settings.items() if name in ("schemas", "acls") and text}
             wanted = MirrorSettings.from_strings(added)
             fresh = replace(wanted, schemas=wanted.schemas and not known.schemas, acls=wanted.acls and not known.acls)
-            check_declared(fresh, self._mirrors.schemas, self._mirrors.security)
+            check_declared(fresh, self._mirrors.schemas, self._rules)
             await self._mirrors.mirrors.alter(request.name, request.settings)
         if request.wanted is not None:
             await self._mirrors.mirrors.want(request.name, is_wanted=request.wanted)
@@ -179,11 +187,14 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
         response: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
         "wanted": true, "problem": "", "version": …, "topics": […], "copies": {"orders": 3}, "cuts": {…},
         "cutting": ["orders"], "interrupted": "", "notes": […],
-        "report": {"node": 1, "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "notes": […],
+        "report": {"node": 1, "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "is_listed": true,
+        "notes": […], "problems": […],
         "partitions": [{"topic": …, "partition": …, "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …,
         "epoch": …, "error": ""}]}}]}
 
-    `cutting` are copies whose failover has begun; `interrupted` says which failover or switch has not finished.
+    `is_listed` says whether the node, as the owner, has compared the topics with those of the source; `problems` are
+    the notes that something is not mirrored. `cutting` are copies whose failover has begun; `interrupted` says which
+    failover or switch has not finished.
     Every node knows all mirrors and reports on the partitions that it leads, so a client asks all nodes.
     """
 

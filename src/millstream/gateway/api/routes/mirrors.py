@@ -161,7 +161,15 @@ class ReversalReport(msgspec.Struct, frozen=True):
 
 async def list_mirrors(services: Services, request: Request[NoFields, NoFields]) -> MirrorList:
     found = await MirrorClient(services.client).describe()
-    rows = [{**one, "source": one["from"], "topics": len(one["topics"])} for one in found]
+    rows = [
+        {
+            **one,
+            "source": one["from"],
+            "topics": len(one["topics"]),
+            "error": one["error"] or "; ".join(one["problems"]),
+        }
+        for one in found
+    ]
     return MirrorList(msgspec.convert(rows, list[MirrorSummary]))
 
 
