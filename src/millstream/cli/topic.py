@@ -163,13 +163,14 @@ def describe(name: Name, common: Common = COMMON) -> None:
     from millstream.client.admin.topics import describe_topic
 
     async def question(client: Client) -> dict[str, Any]:
-        from millstream.client.admin.topic_notes import topic_readers, topic_writers
+        from millstream.client.admin.topic_notes import topic_original, topic_readers, topic_writers
         from millstream.client.admin.topic_schema import topic_schemas
 
         found = await describe_topic(client, name, advice=_LIST_ADVICE)
         found["schema"] = await topic_schemas(client, found["settings"])
         found["readers"] = await topic_readers(client, name)
         found["writers"] = await topic_writers(client, name)
+        found["copy_of"] = await topic_original(client, name)
         return found
 
     described = call_broker(common, question)
@@ -334,6 +335,8 @@ def _print_description(described: dict[str, Any]) -> None:
     messages = sum(one["end"] - one["start"] for one in partitions)
     print_line(f"{described['topic']}  ({counted(len(partitions), 'partition')}, {counted(messages, 'message')})")
     facts = {"id": described["id"], **{word: described[word] for word in CARD}}
+    if (original := described["copy_of"]) is not None:
+        facts["copy of"] = f"{original['topic']} by mirror {original['mirror']}"
     facts |= _schema_facts(described["schema"])
     for word in ("readers", "writers"):
         known = described[word]

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from millstream.client.admin.backlog import Backlog, Backlogs, Reader, reader_of
+from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.pipelines import PipelineClient, pipeline_of
 from millstream.client.admin.topics import default_replication, find_topic
 from millstream.core.errors import MillstreamError
@@ -128,6 +129,13 @@ async def topic_writers(client: Client, topic: str) -> list[dict[str, str]] | No
         ]
         listed = {"pipeline": pipelines, "dead letters of": subscriptions}
         return [{"kind": kind, "name": name} for kind, names in listed.items() for name in sorted(names)]
+    return None
+
+
+async def topic_original(client: Client, topic: str) -> dict[str, str] | None:
+    """Return of which topic of which mirror this is a copy; None if it is none, or unknown."""
+    with suppress(MillstreamError, ValueError):
+        return await MirrorClient(client).original_of(topic)
     return None
 
 

@@ -6,7 +6,8 @@ All changes of one topic are made together or not at all. Settings of a consumer
 (`consumer.session.timeout.ms`, `consumer.heartbeat.interval.ms`) belong to its name, whether it exists or not; settings
 of a share group are those of the subscription with that name. For a node, or all nodes (the empty name), the defaults
 of topics and the number of connections can be changed at run time, under Kafka's names. All other settings of a node
-need a restart: changing them is INVALID_REQUEST, with an error that says where they are set.
+need a restart: changing them is INVALID_REQUEST, with an error that says where they are set. The settings of a mirror's
+copy are changed at its source.
 
 Version notes: 1 is flexible.
 """
@@ -51,7 +52,7 @@ from millstream.broker.kafka.subscription_service import SubscriptionService, le
 from millstream.broker.security.changes import settings_changed
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
+from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError, MirroredTopic
 from millstream.core.group import DECLARED
 from millstream.core.setting import Setting
 from millstream.core.topic import Topic, TopicSettings, check_topic_name, unknown_setting
@@ -100,6 +101,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             return
         check_topic_name(resource.resource_name)
         topic = topic_named(self._topics, resource.resource_name)
+        check_own(topic)
         changes = self._changes(topic, resource.configs)
         await self._topics.alter(topic.name, changes, validate_only=validate_only)
 
@@ -220,6 +222,15 @@ def check_alterable(resource_type: int, names: Iterable[str]) -> None:
             raise InvalidRequest("; ".join([said, *ways[:_NAMES_SHOWN_MAX]]))
     elif resource_type != TOPIC_RESOURCE:
         raise InvalidRequest(f"resource type {resource_type} has no settings; topics and nodes have")
+
+
+def check_own(topic: Topic) -> None:
+    """Raise `MirroredTopic` for a copy, whose settings are those of its original."""
+    if topic.mirror:
+        raise MirroredTopic(
+            f"topic {topic.name!r} is a copy of mirror {topic.mirror!r}, which sets what is set at the source; change "
+            "the settings there"
+        )
 
 
 def _response(resource: AlterConfigsResource, code: ErrorCode, message: str | None) -> AlterConfigsResourceResponse:
