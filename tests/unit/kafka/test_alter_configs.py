@@ -75,10 +75,10 @@ class TestAlterConfigs:
         ],
     )
     async def test_invalid_settings_are_reported(
-        self, api: AlterConfigs, topics: Topics, versioned: Any, code: ErrorCode, says: str
+        self, api: AlterConfigs, topics: Topics, asked: Any, code: ErrorCode, says: str
     ) -> None:
         before = self.overrides(topics)
-        (response,) = (await send_request(api, versioned)).responses
+        (response,) = (await send_request(api, asked)).responses
         assert response.error_code is code
         assert says in response.error_message
         assert self.overrides(topics) == before

@@ -113,8 +113,8 @@ async def test_missing_topics_are_reported_beside_the_others(api: DescribeTopicP
         request("a", "b", cursor=("a", -1)),
     ],
 )
-async def test_an_invalid_request_gives_its_error_to_each_topic(api: DescribeTopicPartitions, versioned: Any) -> None:
-    response = await send_request(api, versioned)
+async def test_an_invalid_request_gives_its_error_to_each_topic(api: DescribeTopicPartitions, asked: Any) -> None:
+    response = await send_request(api, asked)
     assert [(topic.name, topic.error_code, topic.partitions) for topic in response.topics] == [
         ("a", ErrorCode.invalid_request, ()),
         ("b", ErrorCode.invalid_request, ()),
