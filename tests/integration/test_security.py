@@ -145,6 +145,15 @@ def certificate(locked: Locked) -> tuple[str, str]:
     return str(certificate), str(key)
 
 
+def test_sasl_takes_precedence_over_a_certificate(locked: Locked, certificate: tuple[str, str]) -> None:
+    shown = {"ssl.certificate.location": certificate[0], "ssl.key.location": certificate[1]}
+    for mechanism in MECHANISMS:
+        assert send(confluent(locked, ADMIN, mechanism, **shown), "of-admin", b"x") is None
+    error = send(confluent(locked, MALLORY, **shown), "alice-certificate", b"x")
+    assert error is not None
+    assert error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+
+
 async def test_aiokafka_with_a_certificate(locked: Locked, certificate: tuple[str, str]) -> None:
     context = ssl.create_default_context(cafile=str(locked.certificates.ca))
     context.load_cert_chain(*certificate)

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import httpx
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from kio.schema.errors import ErrorCode
 
 import millstream
 from millstream.broker.catalog.catalog import Catalog
@@ -36,7 +38,7 @@ from millstream.core import push
 from millstream.core.acl import Acl, Operation, PatternType, ResourceType
 from millstream.core.credential import SecurityChange, new_credentials
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, MillstreamError
-from millstream.core.ids import NodeId
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.pipelines.source.access import connection_access
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.security_messages import AUTHENTICATE_KEY, AuthenticateRequest, AuthenticateResponse
@@ -44,7 +46,14 @@ from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import ASSERTION, Credentials, client_tls, node_by_certificate
-from millstream.protocol.wire.replica_fetch import FETCH_KEY, VERSION, ReplicaFetch, write_replica_fetch
+from millstream.protocol.wire.replica_fetch import (
+    FETCH_KEY,
+    VERSION,
+    ReplicaFetch,
+    ReplicaPosition,
+    read_replica_responses,
+    write_replica_fetch,
+)
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
@@ -296,18 +305,23 @@ async def test_a_client_certificate_of_the_same_authority_cannot_act_as_a_follow
         certs.init(folder, ["127.0.0.1"], "elsewhere", 3, as_json=True)
         tls = client_tls(locked.ca, certificate=folder / "node-3.pem", key=folder / "node-3.key")
         credentials = Credentials(tls=tls)
-    fetch = ReplicaFetch(NodeId(2), 1, 0, 1000, {})
+    position = ReplicaPosition(Offset(0), Epoch(-1), Epoch(0), Offset(0), 1000)
+    fetch = ReplicaFetch(NodeId(2), 1, 0, 1000, {(UUID(int=1), PartitionIndex(0)): position})
     host, port = locked.nodes[0].kafka.rsplit(":", 1)
 
-    async def ask() -> None:
+    async def ask() -> list[int]:
         channel = await Channel.open(host, int(port), client_id="x", timeout_s=WAIT_S, credentials=credentials)
         try:
-            await channel.exchange(FETCH_KEY, VERSION, [write_replica_fetch(fetch)], timeout_s=WAIT_S)
+            response = await channel.exchange(FETCH_KEY, VERSION, [write_replica_fetch(fetch)], timeout_s=WAIT_S)
+            return [one.code for one in read_replica_responses(response).partitions.values()]
         finally:
             await channel.close()
 
-    with pytest.raises(BrokerUnreachable):
-        await ask()
+    if who == "client":
+        assert await ask() == [ErrorCode.topic_authorization_failed]
+    else:
+        with pytest.raises(BrokerUnreachable):
+            await ask()
 
 
 async def test_each_node_writes_to_the_audit_log(locked: Locked) -> None:

@@ -27,6 +27,7 @@ from millstream.core.credential import SHA_256, new_credentials
 from millstream.core.errors import AuthenticationFailed
 from millstream.core.ids import NodeId
 from millstream.protocol.wire.credentials import ASSERTION, PLAIN
+from millstream_testing.security import Certificates
 
 GATEWAY, CALLER = "192.0.2.1", "10.0.0.7"
 
@@ -101,6 +102,33 @@ async def test_an_assertion_opens_a_session_of_the_caller(
     assert not session.begin(PLAIN, bare=False)
     await knowledge.state.change_users(delete=[("alice", SHA_256)])
     assert session.is_revoked()
+    session.close()
+
+
+async def test_the_holder_of_a_certificate_may_authenticate_by_sasl_before_any_request(
+    knowledge: Knowledge, tmp_path: Path
+) -> None:
+    certificate, _ = Certificates(tmp_path / "certs").client("bob")
+
+    def opened_by_bob() -> Session:
+        session = opened(knowledge, requires=True)
+        session.admit_certificate(x509.load_pem_x509_certificate(certificate.read_bytes()))
+        assert knowledge.connections == {"User:CN=bob": 1}
+        return session
+
+    session = opened_by_bob()
+    assert session.may_begin(bare=False)
+    assert session.begin(PLAIN, bare=False)
+    await session.step(b"\0alice\0alice-password")
+    assert session.rights is not None
+    assert session.rights.principal == "User:alice"
+    assert knowledge.connections == {"User:alice": 1}
+    assert not session.may_begin(bare=False), "only once"
+    session.close()
+    assert not knowledge.connections
+    session = opened_by_bob()
+    session.keep_certificate()
+    assert not session.may_begin(bare=False)
     session.close()
 
 

@@ -103,6 +103,8 @@ class Gate:
         """Respond to a request of a client that has authenticated, or one that authenticates it."""
         session: Session = connection.session or self._open_session(connection)
         if session.is_known and not session.has_begun:
+            if session.may_switch and read_request_header(frame).api_key not in _BEFORE:
+                session.keep_certificate()
             return self.service.handle(frame, connection)
         session.requests += 1
         if session.requests > REQUESTS_MAX:
@@ -146,6 +148,8 @@ class Session:
         self._has_signed_in = False
         self._is_node = False
         """Whether the other end has shown the certificate of a node."""
+        self.may_switch = False
+        """Whether a client that is known by its certificate may authenticate by SASL: it has requested nothing yet."""
         self.requests = 0
         self.takes_tokens = False
         """Whether frames are bare SASL messages, as after the first version of SaslHandshake."""
@@ -159,9 +163,13 @@ class Session:
 
     @property
     def _is_default(self) -> bool:
-        """Whether the client may still become a caller: it is anonymous, where that is allowed, or a node."""
+        """Whether the client may still become another principal.
+
+        It is anonymous, where that is allowed, a node, or the holder of a certificate that may authenticate by SASL.
+        """
         acts_as_node = self.rights is not None and self.rights.node_id is not None
-        return (acts_as_node or not self._gate.requires) and self._mechanism_name in ("", ASSERTION)
+        is_caller = (acts_as_node or not self._gate.requires) and self._mechanism_name in ("", ASSERTION)
+        return is_caller or self.may_switch
 
     @property
     def mechanisms(self) -> Sequence[str]:
@@ -170,7 +178,7 @@ class Session:
 
     def may_begin(self, *, bare: bool) -> bool:
         """Whether a handshake is allowed now: first, and again in a session that expires (KIP-368)."""
-        if self.has_begun or (bare and self.is_known):
+        if self.has_begun or (bare and self.is_known and not self.may_switch):
             self._connection.close_after_response()
             return False
         return not self.is_known or self._is_default or bool(self._ends and self._mechanism_name)
@@ -254,12 +262,19 @@ class Session:
         if name is None:
             principal = knowledge.rules.principal(certificate)
             self._admit(Verified(principal=principal, expires_at=until), None)
+            self.may_switch = True
+            self._connection.serve_with(self._gate, self._gate.limits)
             return
         if name.cluster != knowledge.cluster:
             raise AuthenticationFailed(f"the certificate is that of a node of another cluster, {name.cluster!r}")
         self._admit(Verified(principal=f"Node:{name.node_id}", expires_at=until), name.node_id)
         # A caller that the node acts for later has signed in as well.
         self._is_node, self._has_signed_in = True, False
+
+    def keep_certificate(self) -> None:
+        """Remain the principal of the certificate."""
+        self.may_switch = False
+        self._connection.serve_with(self._gate.service, self._gate.limits)
 
     def is_revoked(self) -> bool:
         """Whether the password or token of the session is no longer valid."""
@@ -278,6 +293,9 @@ class Session:
     def close(self) -> None:
         """Release what the connection held."""
         self._cancel_timer()
+        self._uncount()
+
+    def _uncount(self) -> None:
         if self._counted_as:
             connections = self._gate.knowledge.connections
             connections[self._counted_as] -= 1
@@ -288,6 +306,7 @@ class Session:
     def _cancel_timer(self) -> None:
         if self._ends is not None:
             self._ends.cancel()
+            self._ends = None
 
     def _count(self, principal: str) -> None:
         """Count the connection for its principal; raise `AuthenticationFailed` if that has too many."""
@@ -302,6 +321,9 @@ class Session:
 
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
         knowledge, connection = self._gate.knowledge, self._connection
+        if self.may_switch:
+            self._uncount()
+            self.may_switch = self._has_signed_in = False
         is_new = not self._has_signed_in and verified.principal != ANONYMOUS
         if is_new and node_id is None:
             self._count(verified.principal)
