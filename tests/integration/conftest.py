@@ -15,7 +15,7 @@ from kafka.net.selector import NetworkSelector
 from kafka.net.transport import KafkaTCPTransport
 
 
-def close_what_kafka_python_leaves_open() -> None:
+def close_leaked_kafka_python_sockets() -> None:
     """Close the sockets that kafka-python leaks: of a refused or abandoned connection attempt, and of one closed
     before everything is sent. Otherwise the next test would fail with a ResourceWarning.
     """
@@ -45,4 +45,4 @@ def close_what_kafka_python_leaves_open() -> None:
     NetworkSelector.close = end_all
 
 
-close_what_kafka_python_leaves_open()
+close_leaked_kafka_python_sockets()

@@ -77,7 +77,7 @@ def lingering(folder: Path, paused: int) -> Any:
     return write
 
 
-def striking(folder: Path) -> Any:
+def route_with_crash(folder: Path) -> Any:
     """The output of a task of a route, whose process ends after the rows of one batch."""
     routed = task.routed
 
@@ -102,7 +102,7 @@ def main(given: dict[str, Any]) -> None:
     if given["pause"] == "in-task":
         output_rows.write_part = lingering(marks, paused)  # type: ignore[attr-defined]
     if given["pause"] == "kill-worker":
-        task.routed = striking(marks)
+        task.routed = route_with_crash(marks)
     reported = given["pipeline"]
     pipeline = Pipeline(
         pipeline_id=uuid.UUID(reported["id"]),

@@ -50,14 +50,14 @@ def faulty(folder: str, fault: str) -> Callable[[Iterator[pa.RecordBatch]], Iter
         for number, batch in enumerate(batches):
             if strikes and number == STRUCK_PORTION:
                 Path(folder, f"struck-{name}").touch()
-                strike(fault)
+                apply_fault(fault)
             yield batch
         Path(folder, f"passed-{name}").touch()
 
     return passed
 
 
-def strike(fault: str) -> None:
+def apply_fault(fault: str) -> None:
     """Apply the fault to this task."""
     if fault == "slow":
         time.sleep(SLOW_S)

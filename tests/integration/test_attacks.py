@@ -239,13 +239,13 @@ def test_slow_unauthenticated_clients_are_disconnected_in_time(tmp_path: Path, m
     connections.append((shaken, METADATA[:9]))
     stop = threading.Event()
 
-    def dribble(connection: socket.socket) -> None:
+    def send_byte_by_byte(connection: socket.socket) -> None:
         # One byte of a frame at a time, which is progress of a kind.
         with suppress(OSError):
             while not stop.wait(0.05):
                 connection.sendall(b"\0")
 
-    threads = [threading.Thread(target=dribble, args=(connections[3][0],))]
+    threads = [threading.Thread(target=send_byte_by_byte, args=(connections[3][0],))]
     try:
         for connection, sent in connections:
             # A closed connection needs no more.

@@ -28,7 +28,7 @@ READY_S_MAX = 240
 STOP_S_MAX = 60
 
 
-class Up:
+class ClusterUp:
     """A `cluster up` in the background of a test."""
 
     def __init__(self, data: Path, *flags: str) -> None:
@@ -83,11 +83,11 @@ class Up:
 
 
 @pytest.fixture
-def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
-    started: list[Up] = []
+def up(tmp_path: Path) -> Iterator[Callable[..., ClusterUp]]:
+    started: list[ClusterUp] = []
 
-    def start(*flags: str) -> Up:
-        started.append(Up(tmp_path / "cluster", *flags))
+    def start(*flags: str) -> ClusterUp:
+        started.append(ClusterUp(tmp_path / "cluster", *flags))
         started[-1].wait_until_ready()
         return started[-1]
 
@@ -97,7 +97,7 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
 
 
 def test_a_locked_cluster_has_only_its_administrator_as_user(
-    up: Callable[..., Up],
+    up: Callable[..., ClusterUp],
     postgres: PostgresServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -124,7 +124,7 @@ def test_a_locked_cluster_has_only_its_administrator_as_user(
     assert cluster_up.sessions(cluster.ready["etcd"].replace("https:", "http:"), "locks-itself") == {}
 
 
-def test_a_cluster_starts_survives_a_node_and_stops_cleanly(up: Callable[..., Up]) -> None:
+def test_a_cluster_starts_survives_a_node_and_stops_cleanly(up: Callable[..., ClusterUp]) -> None:
     cluster = up("--nodes", "3", "--set", "lease-ms=2000")
     assert [node["id"] for node in cluster.ready["nodes"]] == [1, 2, 3]
     assert cluster.ready["etcd"].startswith("http://127.0.0.1:")
@@ -178,7 +178,9 @@ def by_hand(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.trial
-def test_a_cluster_survives_the_loss_of_all_nodes_until_they_are_restarted_by_hand(up: Callable[..., Up]) -> None:
+def test_a_cluster_survives_the_loss_of_all_nodes_until_they_are_restarted_by_hand(
+    up: Callable[..., ClusterUp],
+) -> None:
     cluster = up("--nodes", "1", "--set", "lease-ms=1000")
     assert cluster.command("topic", "create", "orders").code == 0
     os.kill(cluster.ready["nodes"][0]["pid"], signal.SIGKILL)
@@ -202,7 +204,7 @@ def test_without_an_etcd_to_start_nothing_is_left_behind(tmp_path: Path, monkeyp
     assert not data.exists()
 
 
-def test_declarations_survive_and_no_process_outlives_the_command(up: Callable[..., Up]) -> None:
+def test_declarations_survive_and_no_process_outlives_the_command(up: Callable[..., ClusterUp]) -> None:
     cluster = up("--nodes", "1")
     assert cluster.command("topic", "create", "orders").code == 0
     cluster.process.kill()

@@ -114,7 +114,7 @@ def test_a_group_is_deleted(millstream: CommandLine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "output"),
     [
         (("describe", "nobody"), 3, "group 'nobody' does not exist"),
         (("delete", "nobody"), 3, "group 'nobody' does not exist"),
@@ -125,8 +125,8 @@ def test_a_group_is_deleted(millstream: CommandLine) -> None:
     ],
 )
 def test_invalid_group_commands_are_refused(
-    millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str
+    millstream: CommandLine, arguments: tuple[str, ...], code: int, output: str
 ) -> None:
     refused = millstream("group", *arguments)
     assert (refused.code, refused.out) == (code, "")
-    assert said in refused.err
+    assert output in refused.err

@@ -110,7 +110,7 @@ def test_a_partition_can_be_chosen(millstream: CommandLine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "output"),
     [
         (("x", "--file", "f"), 2, "not both"),
         (("x", "--key", "a", "--key-separator", ":"), 2, "not both"),
@@ -121,11 +121,11 @@ def test_a_partition_can_be_chosen(millstream: CommandLine) -> None:
     ],
 )
 def test_an_invalid_publish_is_refused(
-    millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str
+    millstream: CommandLine, arguments: tuple[str, ...], code: int, output: str
 ) -> None:
     refused = millstream("publish", "mistaken", *arguments)
     assert (refused.code, refused.out) == (code, "")
-    assert said in refused.err
+    assert output in refused.err
 
 
 def test_a_line_without_its_key_stops_and_reports_what_is_stored(millstream: CommandLine) -> None:

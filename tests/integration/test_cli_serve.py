@@ -123,7 +123,7 @@ def test_a_folder_in_use_is_a_conflict(start_server: StartServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (("--node-id", "one"), "node-id must be a whole number, not 'one'"),
         (("--log-level", "loud"), "log-level must be one of debug, info, warning, error, not 'loud'"),
@@ -137,10 +137,10 @@ def test_a_folder_in_use_is_a_conflict(start_server: StartServer) -> None:
         (("--group-consumer-heartbeat-ms", "60000"), "is larger than group-consumer-session-ms (45000)"),
     ],
 )
-def test_an_invalid_setting_is_a_usage_error(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_an_invalid_setting_is_a_usage_error(tmp_path: Path, arguments: tuple[str, ...], output: str) -> None:
     refused = call_command(["serve", "--data", str(tmp_path), *FREE, *arguments])
     assert (refused.code, refused.out) == (2, "")
-    assert said in refused.err
+    assert output in refused.err
 
 
 def test_a_missing_config_file_is_not_found(tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ def test_errors_use_the_names_that_were_typed(millstream: CommandLine, name: str
         (("--backoff", "5:1"), "--backoff MIN (5000 ms) is larger than --backoff MAX (1000 ms)"),
         (("--set", "share.delivery.count.limit=500"), "share.delivery.count.limit must be at most 200, not 500"),
     ]
-    for flags, said in cases:
+    for flags, output in cases:
         for command in (("create", f"{name}-new", "--topic", name), ("update", name)):
             refused = millstream("subscription", *command, *flags)
             assert (refused.code != 0, refused.out) == (True, "")
-            assert said in refused.err
+            assert output in refused.err
 
 
 def test_a_seek_in_a_missing_partition_is_not_found(millstream: CommandLine, name: str) -> None:
@@ -56,8 +56,8 @@ def test_a_seek_in_a_missing_partition_is_not_found(millstream: CommandLine, nam
 def test_an_at_most_once_pull_leases_nothing(millstream: CommandLine, name: str) -> None:
     assert millstream("subscription", "update", name, "--delivery", "at-most-once").code == 0
     assert millstream.process("publish", name, stdin=b"a\n").code == 0
-    said = millstream("subscription", "pull", name, "--wait", 60).err
-    assert said == "1 message received at most once, and not delivered again.\n"
+    output = millstream("subscription", "pull", name, "--wait", 60).err
+    assert output == "1 message received at most once, and not delivered again.\n"
 
 
 def test_a_pull_reports_the_outcome_of_its_messages(millstream: CommandLine, name: str) -> None:

@@ -19,8 +19,8 @@ def millstream(server: Server) -> CommandLine:
 def test_a_topic_from_create_to_delete(millstream: CommandLine) -> None:
     created = millstream("topic", "create", "life", "--partitions", 3, "--set", "retention.ms=1000", "--json")
     assert created.code == 0
-    said = {"topic": "life", "id": "", "partitions": 3, "replication": 1, "created": True, "notes": []}
-    assert {**created.document, "id": ""} == said
+    output = {"topic": "life", "id": "", "partitions": 3, "replication": 1, "created": True, "notes": []}
+    assert {**created.document, "id": ""} == output
     assert created.err == "", "one node is meant to have one copy"
 
     described = millstream("topic", "describe", "life", "--json").document
@@ -80,7 +80,7 @@ def test_an_existing_topic_is_a_conflict_unless_allowed(millstream: CommandLine)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "output"),
     [
         (("describe", "missing"), 3, "millstream topic list shows those that do"),
         (("delete", "missing"), 3, "does not exist"),
@@ -95,11 +95,11 @@ def test_an_existing_topic_is_a_conflict_unless_allowed(millstream: CommandLine)
     ],
 )
 def test_invalid_topics_are_refused_in_one_sentence(
-    millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str
+    millstream: CommandLine, arguments: tuple[str, ...], code: int, output: str
 ) -> None:
     refused = millstream("topic", *arguments)
     assert (refused.code, refused.out) == (code, "")
-    assert said in refused.err
+    assert output in refused.err
     assert refused.err.startswith("millstream: ")
     assert refused.err.count("\n") == 1
 

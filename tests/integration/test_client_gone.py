@@ -96,10 +96,10 @@ class Transaction:
 
     def ask(self, request: Any) -> Any:
         with self.connect() as connection:
-            return self.ask_over(connection, request)
+            return self.send_over(connection, request)
 
     @staticmethod
-    def ask_over(connection: socket.socket, request: Any) -> Any:
+    def send_over(connection: socket.socket, request: Any) -> Any:
         connection.sendall(write_request(1, "test", request))
         (size,) = struct.unpack(">i", connection.recv(4, socket.MSG_WAITALL))
         response = connection.recv(size, socket.MSG_WAITALL)
@@ -153,9 +153,9 @@ def test_records_sent_before_a_disconnect_do_not_join_the_next_transaction(tmp_p
             while given_up.recv(1 << 16):
                 pass
         with transaction.connect() as connection:
-            stored = transaction.ask_over(connection, transaction.produce(b"fresh"))
+            stored = transaction.send_over(connection, transaction.produce(b"fresh"))
             assert stored.responses[0].partition_responses[0].error_code is ErrorCode.none
-            assert transaction.ask_over(connection, transaction.end(commit=True)).error_code is ErrorCode.none
+            assert transaction.send_over(connection, transaction.end(commit=True)).error_code is ErrorCode.none
         consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": "g", "auto.offset.reset": "earliest"})
         consumer.subscribe(["t"])
         message = None

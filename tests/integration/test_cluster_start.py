@@ -122,8 +122,8 @@ def test_a_first_start_waits_for_the_catalog_and_reports_it(tmp_path: Path, sett
         process = subprocess.Popen(server.command(), stdout=log, stderr=log)
     try:
         for path in ("/readyz", "/healthz"):
-            code, said = await_response(http, path, "waits for the catalog")
-            assert (code, "Connection refused" in said) == (503, True)
+            code, output = await_response(http, path, "waits for the catalog")
+            assert (code, "Connection refused" in output) == (503, True)
         assert "is ready" not in (tmp_path / "log").read_text()
     finally:
         process.terminate()
@@ -137,8 +137,8 @@ def test_a_later_start_proceeds_without_the_catalog_and_health_reports_it(cluste
     node.settings["catalog"] = f"postgresql://nobody@{NOBODY}/none"
     try:
         node.start()
-        code, said = await_response(node.http, "/readyz", "the catalog is unavailable since")
-        assert code == 200, said
+        code, output = await_response(node.http, "/readyz", "the catalog is unavailable since")
+        assert code == 200, output
         command = CommandLine(node.kafka)
         for arguments in (("topic", "create", "new"), ("publish", "missing", "hello")):
             reported = command(*arguments, "--timeout", 5)

@@ -331,7 +331,7 @@ def test_the_samples_on_the_page_of_a_message_republish_it(console: Console, top
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "said"),
+    ("path", "status", "output"),
     [
         ("/topics/orders/messages?filter=payload.total+>>", 422, r"<pre[^>]*>[^<]*\n *\^+\n?</pre>.*Correct “Filter”"),
         ("/topics/orders/messages?from=never", 422, r'id="from"[^>]*aria-invalid.*Correct “From”'),
@@ -358,10 +358,10 @@ def test_the_samples_on_the_page_of_a_message_republish_it(console: Console, top
         ),
     ],
 )
-def test_an_error_is_shown_at_its_place(console: Console, path: str, status: int, said: str) -> None:
+def test_an_error_is_shown_at_its_place(console: Console, path: str, status: int, output: str) -> None:
     page = httpx.get(console.url + path, timeout=WAIT_S)
     assert page.status_code == status
-    assert re.search(said, unescape(page.text), re.DOTALL), page.text
+    assert re.search(output, unescape(page.text), re.DOTALL), page.text
 
 
 def test_messages_are_shown_as_decoded_by_their_schema(console: Console) -> None:
@@ -622,12 +622,12 @@ def test_the_rules_of_a_route_are_tried_and_changed(console: Console) -> None:
     page.get_by_label("From topic").fill("orders")
     page.get_by_label("To topics").fill("orders-eu")
     page.get_by_label("Condition").fill("headers['region'] = 'eu'")
-    for button, said in (
+    for button, output in (
         ("Try only", "recent messages of orders match"),
         ("Put rule", "pipeline rule put by-region eu"),
     ):
         page.get_by_role("button", name=button).click()
-        expect(page.get_by_role("status")).to_contain_text(said)
+        expect(page.get_by_role("status")).to_contain_text(output)
     page.get_by_role("link", name="Try them on recent messages").click()
     expect(page.get_by_role("row").filter(has_text="orders-eu")).to_contain_text("60 of 6")
     page.get_by_text("Delete a rule").click()

@@ -246,7 +246,7 @@ def test_a_subscription_hides_topics_that_the_user_may_not_describe(
 ) -> None:
     """The same over HTTP, in the console, on the command line and for private requests."""
 
-    async def ask_privately(name: str) -> None:
+    async def send_private_request(name: str) -> None:
         tls = client_tls(guarded.certificates.ca)
         credentials = Credentials(tls=tls, user="alice", password=PASSWORDS["alice"])
         async with Client.connect(guarded.server.kafka, credentials=credentials) as client:
@@ -294,7 +294,7 @@ def test_a_subscription_hides_topics_that_the_user_may_not_describe(
                     assert "topics that you may not describe" in text
                     assert "classified" not in text
                 assert "Change a setting" not in page
-                asyncio.run(ask_privately(name))
+                asyncio.run(send_private_request(name))
         finally:
             for name in ("alice-partly", "alice-hidden"):
                 assert admin.delete(f"/v1/subscriptions/{name}").is_success
@@ -457,7 +457,7 @@ def test_a_dry_run_reads_with_the_permissions_of_the_user(guarded: Guarded) -> N
             )
             assert made.is_success, made.text
 
-    def try_it(person: httpx.Client, name: str) -> httpx.Response:
+    def dry_run(person: httpx.Client, name: str) -> httpx.Response:
         page = person.get(f"/console/pipelines/{name}")
         assert ("Try it" in page.text) == (person is not alice)
         return person.post(f"/console/pipelines/{name}/dry-run", data={"csrf": _token(person.get("/console/topics"))})
@@ -470,11 +470,11 @@ def test_a_dry_run_reads_with_the_permissions_of_the_user(guarded: Guarded) -> N
     with guarded.client(follow_redirects=True) as alice, guarded.client(follow_redirects=True) as otto:
         assert sign_in(alice, "alice").status_code == 200
         assert sign_in(otto, "otto").status_code == 200
-        assert try_it(alice, "land-orders").status_code == 403
+        assert dry_run(alice, "land-orders").status_code == 403
         tokens = set(re.findall("mst_[0-9a-f]+", otto.get("/console/access").text))
-        shown = ended(otto, try_it(otto, "land-orders"))
+        shown = ended(otto, dry_run(otto, "land-orders"))
         assert "would be landed in a new table" in shown, shown
-        refused = ended(otto, try_it(otto, "land-secret"))
+        refused = ended(otto, dry_run(otto, "land-secret"))
         assert "would be landed" not in refused
         assert re.search(r"(not authorized|may not|READ).*secret|secret.*(not authorized|may not|READ)", refused), (
             refused
@@ -559,14 +559,14 @@ def test_a_browser_signs_in_at_the_openid_provider_or_shows_the_reason(
     with running_browser() as browser:
         watched = open_page(browser, f"{console}/topics", ignore_https_errors=True)
         page = watched.page
-        for attribute, value, said in (
+        for attribute, value, output in (
             ("denial", "alice is not in the group", "did not sign you in: alice is not in the group"),
             ("audience", "others", "its token is refused: the token is for another audience"),
         ):
             with monkeypatch.context() as changed:
                 changed.setattr(guarded.provider, attribute, value)
                 page.get_by_role("link", name="Sign in with your organization").click()
-                expect(page.get_by_role("alert")).to_contain_text(said)
+                expect(page.get_by_role("alert")).to_contain_text(output)
         page.goto(f"{console}/topics")
         page.get_by_role("link", name="Sign in with your organization").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("Topics")
@@ -587,14 +587,14 @@ def test_a_browser_signs_in_with_a_token_or_shows_the_reason(guarded: Guarded) -
         watched = open_page(browser, f"https://{guarded.server.http}/console/topics", ignore_https_errors=True)
         page = watched.page
         page.get_by_text("Use a token instead").click()
-        for wrong, said in (
+        for wrong, output in (
             ("mst_wrong.wrong", "the token is wrong, expired or revoked"),
             ("typed wrongly", "the token is neither an API token nor a JSON web token"),
             (guarded.issuer.token("alice", iss=guarded.provider.url, exp=1), "the token has expired"),
         ):
             page.get_by_label("Token").fill(wrong)
             page.get_by_role("button", name="Sign in", exact=True).click()
-            expect(page.get_by_role("alert")).to_contain_text(said)
+            expect(page.get_by_role("alert")).to_contain_text(output)
             expect(page.get_by_role("alert")).to_be_focused()
             expect(page.get_by_label("Token")).to_have_value("")
         page.get_by_label("Token").fill(token)

@@ -107,8 +107,8 @@ class Reader:
     def __init__(self, folder: Path, kafka: str, http: str) -> None:
         self.folder = folder
         self._beside: dict[str, subprocess.Popen[bytes]] = {}
-        self._said = folder / "beside.txt"
-        self._said.touch()
+        self._output = folder / "beside.txt"
+        self._output.touch()
         self._held = [ReservedPort() for _ in range(3)]
         webhook, second_kafka, second_http = self._held
         self._names: dict[str, Any] = {}
@@ -162,13 +162,13 @@ class Reader:
         if command in self._beside:
             self._beside[command].send_signal(signal.SIGINT)
             assert self._beside[command].wait(COMMAND_S_MAX) == 0
-        with self._said.open("ab") as said:
+        with self._output.open("ab") as output:
             self._beside[command] = subprocess.Popen(
                 ["sh", "-c", f"exec {self._here(command)}"],
                 cwd=self.folder,
                 env=self._environment,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
             )
         if "webhook" in command:
             self._wait_until_listening(self._beside[command], f"127.0.0.1:{self._instead[DEFAULT_WEBHOOK]}")
@@ -195,13 +195,13 @@ class Reader:
             timeout=COMMAND_S_MAX,
             check=False,
         )
-        assert ended.returncode == 0, f"{script}\n{ended.stdout}\n{ended.stderr}\n{self._said.read_text()}"
+        assert ended.returncode == 0, f"{script}\n{ended.stdout}\n{ended.stderr}\n{self._output.read_text()}"
         return ended.stdout
 
     def call(self, command: str) -> str:
         """Run one command in this process."""
         ended = call_command(shlex.split(self._here(command), comments=True)[1:])
-        assert ended.code == 0, f"{command}\n{ended.out}\n{ended.err}\n{self._said.read_text()}"
+        assert ended.code == 0, f"{command}\n{ended.out}\n{ended.err}\n{self._output.read_text()}"
         return ended.out
 
     async def execute(self, sample: Sample) -> None:
@@ -217,9 +217,9 @@ class Reader:
     def run_until(self, command: str, expected: str) -> str:
         """Run a command, and repeat it until its expected output has appeared."""
         deadline = time.monotonic() + COMMAND_S_MAX
-        while expected not in (said := self.run(command)):
-            assert time.monotonic() < deadline, f"{command}: {said}\n{self._said.read_text()}"
-        return said
+        while expected not in (output := self.run(command)):
+            assert time.monotonic() < deadline, f"{command}: {output}\n{self._output.read_text()}"
+        return output
 
     def _wait_until_listening(self, process: subprocess.Popen[bytes], where: str) -> None:
         """Wait for a program to listen: early pushes would be retried only later."""
@@ -230,7 +230,7 @@ class Reader:
             try:
                 socket.create_connection(address, COMMAND_S_MAX).close()
             except OSError:
-                assert process.poll() is None, self._said.read_text()
+                assert process.poll() is None, self._output.read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             else:
@@ -238,8 +238,8 @@ class Reader:
 
     def wait_for(self, words: str) -> None:
         deadline = time.monotonic() + COMMAND_S_MAX
-        while words not in self._said.read_text():
-            assert time.monotonic() < deadline, f"{words!r} did not come: {self._said.read_text()}"
+        while words not in self._output.read_text():
+            assert time.monotonic() < deadline, f"{words!r} did not come: {self._output.read_text()}"
             time.sleep(0.05)
 
     def _here(self, text: str) -> str:
@@ -324,9 +324,9 @@ def test_the_production_guide_works_as_written(tmp_path: Path) -> None:
         assert "user create admin" in before
         reader.run_script(before)
         with server:
-            said = reader.run_script(after)
+            output = reader.run_script(after)
     for words in ("Nothing is wrong.", '"ready"', "Created topic smoke-test", "hello", "millstream_log_free_bytes"):
-        assert words in said
+        assert words in output
 
 
 def has_samples(page: Path, use: str = "") -> bool:
@@ -338,7 +338,7 @@ def has_samples(page: Path, use: str = "") -> bool:
 async def test_samples_run(page: Path, reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
     make_lake(reader.folder / "lake")
     await reader.prepare(page.name)
-    said = ""
+    output = ""
     async with reader.connected():
         for sample in samples_of(page):
             if not sample.is_run or sample.use == "spark":
@@ -348,16 +348,16 @@ async def test_samples_run(page: Path, reader: Reader, capsys: pytest.CaptureFix
             elif sample.use == "beside":
                 reader.start_beside(sample.text.strip())
             elif sample.language == "sh":
-                said += await asyncio.to_thread(reader.run, sample.text)
+                output += await asyncio.to_thread(reader.run, sample.text)
             elif sample.language == "python":
                 await reader.execute(sample)
             else:
                 await asyncio.to_thread(check_sql, sample, reader)
     for words in SAID_BESIDE.get(page.name, ()):
         await asyncio.to_thread(reader.wait_for, words)
-    said += capsys.readouterr().out
+    output += capsys.readouterr().out
     for words in SHOWN.get(page.name, ()):
-        assert words in said
+        assert words in output
 
 
 @pytest.mark.timeout(900)
@@ -424,11 +424,11 @@ def test_the_tour_works_as_written(reader: Reader) -> None:
 
 
 def take(reader: Reader, command: str) -> None:
-    said = next((words for start, words in SAYS.items() if command.startswith(start)), "")
+    output = next((words for start, words in SAYS.items() if command.startswith(start)), "")
     if "dlq show" in command:
-        reader.run_until(command, said)
+        reader.run_until(command, output)
     else:
-        assert said in reader.run(command)
+        assert output in reader.run(command)
     for start, expected in WAITS_FOR.items():
         if command.startswith(start):
             for words in expected:

@@ -140,9 +140,9 @@ def test_a_full_disk_refuses_writes_and_recovers(disk: Path, server: Server) -> 
     assert error is not None
     assert error.code() == KafkaError.KAFKA_STORAGE_ERROR, error
     assert read_numbers(server) == sender.acknowledged
-    status, said = readiness(server)
+    status, output = readiness(server)
     assert status == 503
-    assert TOPIC in said
+    assert TOPIC in output
     # Some commits fit into space already allocated to the log; the first that does not is refused.
     stored = commit_until_refused(server, 6)
     assert committed(server) == stored

@@ -79,7 +79,7 @@ def receive(peer: socket.socket) -> bytes:
     return exactly(struct.unpack(">i", exactly(4))[0])
 
 
-def send_what_is_taken(peer: socket.socket, data: bytes) -> None:
+def send_until_refused(peer: socket.socket, data: bytes) -> None:
     """Send until the server accepts no more or disconnects."""
     peer.setblocking(False)
     try:
@@ -125,7 +125,7 @@ def test_partial_frames_of_many_connections(server: Server, topic: str) -> None:
         for number in range(300):
             peer = stack.enter_context(connect(server))
             sent = (10, 3_000, 200_000)[number % 3]
-            send_what_is_taken(peer, struct.pack(">i", 90_000_000) + header(PRODUCE, 7) + bytes(sent))
+            send_until_refused(peer, struct.pack(">i", 90_000_000) + header(PRODUCE, 7) + bytes(sent))
         still_works(server, topic, 100)
 
 
@@ -134,7 +134,7 @@ def test_producers_that_announce_more_than_fits(server: Server, topic: str) -> N
     with ExitStack() as stack:
         for _ in range(40):
             peer = stack.enter_context(connect(server))
-            send_what_is_taken(peer, struct.pack(">i", 50_000_000) + header(PRODUCE, 7) + bytes(8_000_000))
+            send_until_refused(peer, struct.pack(">i", 50_000_000) + header(PRODUCE, 7) + bytes(8_000_000))
         still_works(server, topic, 100)
 
 
@@ -154,7 +154,7 @@ def test_floods_of_tiny_requests(server: Server, topic: str) -> None:
         for key in (API_VERSIONS, METADATA) * 10:
             peer = stack.enter_context(connect(server))
             body = b"" if key == API_VERSIONS else struct.pack(">i", 0)
-            send_what_is_taken(peer, frame(header(key, 0 if key == API_VERSIONS else 1) + body) * 20_000)
+            send_until_refused(peer, frame(header(key, 0 if key == API_VERSIONS else 1) + body) * 20_000)
         still_works(server, topic, 10)
 
 
@@ -165,7 +165,7 @@ def test_random_bytes(server: Server, topic: str) -> None:
         for _ in range(200):
             peer = stack.enter_context(connect(server))
             start = struct.pack(">i", rng.choice((-1, 0, 2**31 - 1, -(2**31), 100_000, 1_000_000)))
-            send_what_is_taken(peer, start + rng.randbytes(rng.randrange(100_000)))
+            send_until_refused(peer, start + rng.randbytes(rng.randrange(100_000)))
         still_works(server, topic)
 
 

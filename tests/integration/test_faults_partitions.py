@@ -66,10 +66,10 @@ def test_thousands_of_partitions(tmp_path: Path, topics: int, settle_s: float) -
         assert resident_bytes(server) < RESIDENT_BYTES_MAX
         assert len(os.listdir(f"/proc/{server.pid}/fd")) < 1000
         if settle_s:
-            idle_for_a_while(server, settle_s)
+            check_idle(server, settle_s)
 
 
-def idle_for_a_while(server: Server, settle_s: float) -> None:
+def check_idle(server: Server, settle_s: float) -> None:
     """Check CPU time a few seconds apart: next to nothing may have been used in between."""
     time.sleep(settle_s)  # Checkpoints of the last writes.
     before = cpu_s(server)

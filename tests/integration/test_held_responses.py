@@ -184,7 +184,7 @@ def pull(server: Server, name: str, wait_ms: int = 60_000) -> Awaitable[Http]:
 # -- no worker handles a message that another one may have ---------------------------------------------------------
 
 
-async def overtake(proxy: Proxy, server: Server, topic: str, client_id: str, **wanted: object) -> None:
+async def settle_first_by_another(proxy: Proxy, server: Server, topic: str, client_id: str, **wanted: object) -> None:
     """Have another worker accept a message whose response to the client is held, then release the response."""
     handled = asyncio.Event()
 
@@ -220,7 +220,7 @@ async def test_a_handler_gets_no_message_that_another_worker_has_accepted(
     async with proxied(hidden) as (proxy, server), millstream.connect(proxy.address, client_id="late") as ms:
         await ms.publish(topic, "before")
         await ms.subscribe(topic, handle, name=topic, lease=SHORT_S, **wanted)  # type: ignore[arg-type]
-        await overtake(proxy, server, topic, "late", **wanted)
+        await settle_first_by_another(proxy, server, topic, "late", **wanted)
         await last.wait()
         assert handled == ["last"]
 
@@ -241,7 +241,7 @@ async def test_a_blocking_iteration_gets_none_either(hidden: Hidden, topic: str)
             async with asyncio.timeout(HANG_S):
                 while (await asyncio.gather(state(ms, receipt, topic)))[0] != "accepted":
                     await asyncio.sleep(0.01)
-        await overtake(proxy, server, topic, "late")
+        await settle_first_by_another(proxy, server, topic, "late")
         assert await taking == "last"
 
 
@@ -256,7 +256,7 @@ async def test_a_pull_gets_none_either(hidden: Hidden, topic: str) -> None:
     async with proxied(hidden) as (proxy, server):
         await declare(server, topic, SHORT_S)
         pulling = await pull(server, topic)
-        await overtake(proxy, server, topic, GATEWAY)
+        await settle_first_by_another(proxy, server, topic, GATEWAY)
         assert [message["value"] for message in await pulling.pulled()] == ["last"]
         await pulling.hang_up()
 
@@ -265,7 +265,7 @@ async def test_an_event_stream_gets_none_either(hidden: Hidden, topic: str) -> N
     async with proxied(hidden) as (proxy, server):
         await declare(server, topic, SHORT_S)
         stream = await Http.send(server, "GET", f"subscriptions/{topic}/events")
-        await overtake(proxy, server, topic, GATEWAY)
+        await settle_first_by_another(proxy, server, topic, GATEWAY)
         assert (await stream.event())["value"] == "last"
         await stream.hang_up()
 

@@ -60,8 +60,8 @@ def pull(http: httpx.Client, name: str, **wanted: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def settle(http: httpx.Client, name: str, **said: Any) -> dict[str, Any]:
-    response = http.post(f"/subscriptions/{name}/messages:settle", json=said)
+def settle(http: httpx.Client, name: str, **output: Any) -> dict[str, Any]:
+    response = http.post(f"/subscriptions/{name}/messages:settle", json=output)
     assert response.status_code == 200, response.text
     reported: dict[str, Any] = response.json()
     return reported
@@ -154,12 +154,12 @@ def test_messages_are_released_rejected_and_extended(http: httpx.Client, topic: 
         publish(http, topic, value)
     name = subscribe(http, topic, dead_letter_topic=f"{topic}.dead")
     again, never, longer = pull(http, name, max=3)
-    said = {
+    output = {
         "release": [{"lease": again["lease"], "delay_ms": 0}],
         "reject": [{"lease": never["lease"], "reason": "no good"}],
         "extend": [{"lease": longer["lease"], "delay_ms": 60_000}],
     }
-    assert settle(http, name, **said)["failed"] == 0
+    assert settle(http, name, **output)["failed"] == 0
     (once_more,) = pull(http, name, max=3)
     assert (once_more["value"], once_more["attempt"]) == ("again", 2)
     (letter,) = wait_until(lambda: http.get(f"/dead-letters/{name}").json().get("letters"))
@@ -203,8 +203,8 @@ def test_every_verb_accepts_a_lease_or_an_object(http: httpx.Client, topic: str)
     name = subscribe(http, topic)
     leases = [message["lease"] for message in pull(http, name, max=8)]
     verbs = ("accept", "release", "reject", "extend")
-    said = {verb: [leases[2 * at], {"lease": leases[2 * at + 1]}] for at, verb in enumerate(verbs)}
-    reported = settle(http, name, **said)
+    output = {verb: [leases[2 * at], {"lease": leases[2 * at + 1]}] for at, verb in enumerate(verbs)}
+    reported = settle(http, name, **output)
     assert (reported["failed"], [one["lease"] for one in reported["results"]]) == (0, leases)
 
 

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(900)
 Row = tuple[int, int, bytes | None, bytes | None]
 
 
-class Shore:
+class LandingSetup:
     """A broker with topics, and a lake."""
 
     def __init__(self, spark: SparkSession, server: Server, lake: Path) -> None:
@@ -113,67 +113,67 @@ def run(job: LandJob) -> list[Step]:
 
 
 @pytest.fixture
-def shore(spark: SparkSession, server: Server, tmp_path: Path) -> Shore:
-    return Shore(spark, server, tmp_path / "lake")
+def setup(spark: SparkSession, server: Server, tmp_path: Path) -> LandingSetup:
+    return LandingSetup(spark, server, tmp_path / "lake")
 
 
 def numbered(count: int, first: int = 0) -> list[bytes]:
     return [b"message %d" % number for number in range(first, first + count)]
 
 
-def test_every_message_is_landed_once(shore: Shore, topic: str) -> None:
-    shore.create(topic, partitions=3)
-    published = shore.publish(topic, numbered(1000), headers=[("region", b"eu"), ("none", None)])
-    steps = shore.land(topics=topic, batch_max_messages="400")
+def test_every_message_is_landed_once(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic, partitions=3)
+    published = setup.publish(topic, numbered(1000), headers=[("region", b"eu"), ("none", None)])
+    steps = setup.land(topics=topic, batch_max_messages="400")
     assert len(steps) >= 3
     assert sum(step.rows for step in steps) == 1000
     assert steps[-1].wait_s > 0
-    assert shore.landed(topic) == published
-    first = shore.rows(topic)[0]
+    assert setup.landed(topic) == published
+    first = setup.rows(topic)[0]
     assert first["headers"] == [{"key": "region", "value": b"eu"}, {"key": "none", "value": None}]
     assert first["timestamp_type"] == 0
     assert first["timestamp"].year >= 2024
-    more = shore.publish(topic, numbered(500, 1000), key=b"k")
-    shore.land(topics=topic)
-    assert shore.landed(topic) == sorted(published + more)
-    assert shore.land(topics=topic)[0].rows == 0
-    assert shore.landed(topic) == sorted(published + more)
+    more = setup.publish(topic, numbered(500, 1000), key=b"k")
+    setup.land(topics=topic)
+    assert setup.landed(topic) == sorted(published + more)
+    assert setup.land(topics=topic)[0].rows == 0
+    assert setup.landed(topic) == sorted(published + more)
 
 
-def test_a_missing_topic_is_reported(shore: Shore, topic: str) -> None:
+def test_a_missing_topic_is_reported(setup: LandingSetup, topic: str) -> None:
     with pytest.raises(UnknownTopic, match=f"millstream topic create {topic}"):
-        shore.land(topics=topic)
+        setup.land(topics=topic)
     with pytest.raises(InvalidSetting):
-        shore.job(topics=topic, decode="json", schema="no schema at all")
+        setup.job(topics=topic, decode="json", schema="no schema at all")
 
 
-def test_landing_continues_with_added_partitions(shore: Shore, topic: str) -> None:
-    shore.create(topic)
-    job = shore.job(topics=topic)
-    published = shore.publish(topic, numbered(10))
+def test_landing_continues_with_added_partitions(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic)
+    job = setup.job(topics=topic)
+    published = setup.publish(topic, numbered(10))
     run(job)
-    shore.admin.create_partitions([NewPartitions(topic, 3)])[topic].result(WAIT_S)
+    setup.admin.create_partitions([NewPartitions(topic, 3)])[topic].result(WAIT_S)
     for partition in range(3):
-        published += shore.publish(topic, numbered(5), partition=partition)
+        published += setup.publish(topic, numbered(5), partition=partition)
     run(job)
     job.close()
-    assert shore.landed(topic) == sorted(published)
+    assert setup.landed(topic) == sorted(published)
 
 
-def test_payloads_become_columns_that_grow(shore: Shore, topic: str) -> None:
-    shore.create(topic, partitions=2)
-    job = shore.job(topics=topic, decode="json")
-    shore.publish(topic, [{"id": number, "total": 1} for number in range(20)])
+def test_payloads_become_columns_that_grow(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic, partitions=2)
+    job = setup.job(topics=topic, decode="json")
+    setup.publish(topic, [{"id": number, "total": 1} for number in range(20)])
     run(job)
     ann = {"id": 20, "total": 2.5, "buyer": {"name": "Ann"}, "tags": ["a"], "key": "mine"}
     # The first value by partition and offset decides the type of a new column: that of `buyer.name` is Ann's.
-    shore.publish(topic, [ann, {"id": 21, "buyer": {"name": "Bob", "age": 30}}, {"new": True}, None], partition=0)
-    shore.publish(topic, [{"id": "x"}, b"no json", {"id": 22, "buyer": {"name": 5, "age": 1.0}}], partition=1)
+    setup.publish(topic, [ann, {"id": 21, "buyer": {"name": "Bob", "age": 30}}, {"new": True}, None], partition=0)
+    setup.publish(topic, [{"id": "x"}, b"no json", {"id": 22, "buyer": {"name": 5, "age": 1.0}}], partition=1)
     run(job)
-    shore.publish(topic, [{"id": 23, "total": 4}])
+    setup.publish(topic, [{"id": 23, "total": 4}])
     run(job)
     job.close()
-    rows = {row["value"]: row for row in shore.rows(topic)}
+    rows = {row["value"]: row for row in setup.rows(topic)}
     assert len(rows) == 26
     assert [rows[b'{"id": 7, "total": 1}'][name] for name in ("id", "total", "new")] == [7, 1, None]
     more = rows[b'{"id": 20, "total": 2.5, "buyer": {"name": "Ann"}, "tags": ["a"], "key": "mine"}']
@@ -182,171 +182,173 @@ def test_payloads_become_columns_that_grow(shore: Shore, topic: str) -> None:
     assert rows[b'{"id": 22, "buyer": {"name": 5, "age": 1.0}}']["buyer"] == {"name": "5", "age": 1}
     assert rows[b'{"new": true}']["new"] is True
     assert rows[None]["id"] is None
-    quarantined = {row["value"]: row["reason"] for row in shore.rows(topic, "__quarantine")}
+    quarantined = {row["value"]: row["reason"] for row in setup.rows(topic, "__quarantine")}
     assert quarantined == {
         b'{"id": "x"}': 'id: "x" is not of type long',
         b"no json": "the payload is not JSON: Expecting value: line 1 column 1 (char 0)",
     }
 
 
-def test_integer_columns_are_widened_for_fractions(shore: Shore, topic: str) -> None:
-    shore.create(topic, partitions=2)
-    other = shore.create(f"{topic}-other")
-    job = shore.job(pattern=f"{topic}.*", decode="json", batch_max_messages="50")
-    published = shore.publish(topic, [{"n": n, "in": {"a": [n]}, "id": 2**60 + n} for n in range(120)])
-    shore.publish(other, [{"n": 1}])
+def test_integer_columns_are_widened_for_fractions(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic, partitions=2)
+    other = setup.create(f"{topic}-other")
+    job = setup.job(pattern=f"{topic}.*", decode="json", batch_max_messages="50")
+    published = setup.publish(topic, [{"n": n, "in": {"a": [n]}, "id": 2**60 + n} for n in range(120)])
+    setup.publish(other, [{"n": 1}])
     run(job)
-    published += shore.publish(topic, [{"n": 0.5, "in": {"a": [1, 2.25]}, "new": 1}, {"id": 1.5}, {"n": 2**70}])
-    shore.publish(other, [{"n": 2.0}])
+    published += setup.publish(topic, [{"n": 0.5, "in": {"a": [1, 2.25]}, "new": 1}, {"id": 1.5}, {"n": 2**70}])
+    setup.publish(other, [{"n": 2.0}])
     assert sum(step.counts["widened"] for step in run(job)) == 2
-    published += shore.publish(topic, [{"n": 4, "id": 2.5}, {"n": 4.5}])
+    published += setup.publish(topic, [{"n": 4, "id": 2.5}, {"n": 4.5}])
     assert run(job)[-1].counts["widened"] == 0
-    assert [(row["n"], type(row["n"])) for row in shore.rows(other)] == [(1, int), (2, int)]
+    assert [(row["n"], type(row["n"])) for row in setup.rows(other)] == [(1, int), (2, int)]
     # A table that cannot be rewritten delays no other.
-    next(shore.lake.joinpath(other).rglob("*.parquet")).unlink()
-    shore.publish(other, [{"n": 2.5}])
-    published += shore.publish(topic, [{"n": 5}])
+    next(setup.lake.joinpath(other).rglob("*.parquet")).unlink()
+    setup.publish(other, [{"n": 2.5}])
+    published += setup.publish(topic, [{"n": 5}])
     run(job)
     job.close()
-    (refused,) = shore.rows(other, "__quarantine")
+    (refused,) = setup.rows(other, "__quarantine")
     assert (
         refused["reason"]
         == "n: 2.5 is not of type long; n stays long: a file of the table is missing, or cannot be read"
     )
-    rows = {(row["partition"], row["offset"]): row for row in shore.rows(topic)}
+    rows = {(row["partition"], row["offset"]): row for row in setup.rows(topic)}
     for partition, offset, _key, value in published:
         document = json.loads(value or b"")
         row = rows.pop((partition, offset), None)
         assert (row is None) == isinstance(document.get("id"), float)
         assert row is None or {name: row[name] for name in document} == document
     assert not rows
-    schema = pyarrow.schema(deltalake.DeltaTable(str(shore.lake / topic)).schema().to_arrow())
+    schema = pyarrow.schema(deltalake.DeltaTable(str(setup.lake / topic)).schema().to_arrow())
     kinds = {field.name: str(field.type) for field in schema}
     assert [kinds[name] for name in ("n", "id", "in")] == ["double", "int64", "struct<a: list<element: double>>"]
     reported = re.compile(
         r"id: [12]\.5 is not of type long; id stays long: it has \d+, which doubles cannot hold exactly"
     )
-    assert [bool(reported.fullmatch(row["reason"])) for row in shore.rows(topic, "__quarantine")] == [True, True]
+    assert [bool(reported.fullmatch(row["reason"])) for row in setup.rows(topic, "__quarantine")] == [True, True]
 
 
-def test_a_changed_schema_widens_the_table(shore: Shore, topic: str) -> None:
-    shore.create(topic)
-    shore.publish(topic, [{"total": 1, "buyer": {"age": 2}}])
+def test_a_changed_schema_widens_the_table(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic)
+    setup.publish(topic, [{"total": 1, "buyer": {"age": 2}}])
     settings = {"topics": topic, "decode": "json", "format": "parquet"}
-    shore.land(schema="total long, buyer struct<age long>", **settings)
-    shore.publish(topic, [{"total": 1.5}])
+    setup.land(schema="total long, buyer struct<age long>", **settings)
+    setup.publish(topic, [{"total": 1.5}])
     # A table that is too large is not widened, and that is reported.
     wide = "total double, buyer struct<age double, name string>"
-    shore.land(schema=wide, widen_max_bytes="10", **settings)
-    assert shore.land(schema=wide, **settings)[0].counts["widened"] == 2
-    shore.publish(topic, [{"total": 2.5, "buyer": {"age": 0.5, "name": "Ann"}}])
-    shore.land(schema=wide, **settings)
+    setup.land(schema=wide, widen_max_bytes="10", **settings)
+    assert setup.land(schema=wide, **settings)[0].counts["widened"] == 2
+    setup.publish(topic, [{"total": 2.5, "buyer": {"age": 0.5, "name": "Ann"}}])
+    setup.land(schema=wide, **settings)
     (refused,) = [
-        row for path in shore.lake.glob("*__quarantine/*/*/*") for row in parquet.read_table(path).to_pylist()
+        row for path in setup.lake.glob("*__quarantine/*/*/*") for row in parquet.read_table(path).to_pylist()
     ]
     assert refused["reason"].startswith("total: 1.5 is not of type long; total stays long: its table has")
-    rows = [row for path in shore.lake.glob(f"{topic}/*/*/*") for row in parquet.ParquetFile(path).read().to_pylist()]
+    rows = [row for path in setup.lake.glob(f"{topic}/*/*/*") for row in parquet.ParquetFile(path).read().to_pylist()]
     assert sorted((row["offset"], row["total"], row["buyer"]["age"]) for row in rows) == [(0, 1.0, 2.0), (2, 2.5, 0.5)]
     assert {type(row["total"]) for row in rows} == {float}
 
 
-def test_payloads_become_the_given_columns(shore: Shore, topic: str) -> None:
-    shore.create(topic)
-    published = shore.publish(
+def test_payloads_become_the_given_columns(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic)
+    published = setup.publish(
         topic,
         [{"id": 1, "at": "2026-01-02T03:04:05Z", "more": 1}, {"id": 2, "at": "soon"}, {"offset": 9}, {"id": 3.5}],
     )
     schema = "id int, at timestamp, offset long, buyer struct<name string>"
-    shore.land(topics=topic, decode="json", schema=schema)
-    rows = shore.rows(topic)
+    setup.land(topics=topic, decode="json", schema=schema)
+    rows = setup.rows(topic)
     assert [(row["offset"], row["id"], row["payload_offset"]) for row in rows] == [(0, 1, None), (2, None, 9)]
     assert rows[0]["at"].isoformat() == "2026-01-02T03:04:05+00:00"
     assert "more" not in rows[0]
-    assert [row["reason"] for row in shore.rows(topic, "__quarantine")] == [
+    assert [row["reason"] for row in setup.rows(topic, "__quarantine")] == [
         'at: "soon" is not of type timestamp',
         "id: 3.5 is not of type long",
     ]
-    assert sorted(shore.landed(topic) + shore.landed(topic, "__quarantine")) == published
+    assert sorted(setup.landed(topic) + setup.landed(topic, "__quarantine")) == published
 
 
-def test_every_topic_of_a_pattern_is_landed(shore: Shore, topic: str) -> None:
-    job = shore.job(pattern=f"{topic}-.*")
+def test_every_topic_of_a_pattern_is_landed(setup: LandingSetup, topic: str) -> None:
+    job = setup.job(pattern=f"{topic}-.*")
     assert run(job)[0].rows == 0
     published = {}
     for number in range(12):
-        name = shore.create(f"{topic}-{number}")
-        published[name] = shore.publish(name, numbered(5 * number))
-    shore.create(f"other-{topic}")
+        name = setup.create(f"{topic}-{number}")
+        published[name] = setup.publish(name, numbered(5 * number))
+    setup.create(f"other-{topic}")
     step = run(job)[-1]
     job.close()
     assert step.rows == sum(map(len, published.values()))
-    assert {name: shore.landed(name) for name in published} == published
-    assert {path.name for path in shore.lake.iterdir()} == set(published)
+    assert {name: setup.landed(name) for name in published} == published
+    assert {path.name for path in setup.lake.iterdir()} == set(published)
 
 
-def test_messages_before_and_after_a_topic_is_recreated_are_landed(shore: Shore, topic: str) -> None:
-    job = shore.job(topics=topic)
-    shore.create(topic)
-    first = shore.publish(topic, numbered(30))
+def test_messages_before_and_after_a_topic_is_recreated_are_landed(setup: LandingSetup, topic: str) -> None:
+    job = setup.job(topics=topic)
+    setup.create(topic)
+    first = setup.publish(topic, numbered(30))
     run(job)
-    shore.delete(topic)
+    setup.delete(topic)
     assert run(job)[-1].rows == 0
-    shore.create(topic)
-    second = shore.publish(topic, numbered(20, 100))
+    setup.create(topic)
+    second = setup.publish(topic, numbered(20, 100))
     assert run(job)[0].counts["remade"] == 1
     assert run(job)[0].counts["remade"] == 0
     job.close()
-    assert shore.landed(topic) == sorted(first + second)
-    ids = deltalake.DeltaTable(str(shore.lake / topic)).to_pyarrow_table(columns=["topic_id"]).column(0)
+    assert setup.landed(topic) == sorted(first + second)
+    ids = deltalake.DeltaTable(str(setup.lake / topic)).to_pyarrow_table(columns=["topic_id"]).column(0)
     assert sorted(count["counts"] for count in ids.value_counts().to_pylist()) == [20, 30]
 
 
 def test_a_topic_recreated_while_it_is_read_is_not_mistaken_for_the_old_one(
-    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
+    setup: LandingSetup, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shore.create(topic)
-    shore.publish(topic, numbered(30))
-    job = shore.job(topics=topic)
+    setup.create(topic)
+    setup.publish(topic, numbered(30))
+    job = setup.job(topics=topic)
     plan = job._share
 
     def change_then_share(batches: Any) -> None:
         plan(batches)
-        shore.delete(topic)
-        shore.create(topic)
-        shore.publish(topic, numbered(50, 100))
+        setup.delete(topic)
+        setup.create(topic)
+        setup.publish(topic, numbered(50, 100))
 
     monkeypatch.setattr(job, "_share", change_then_share)
     assert job.step().rows == 0
     monkeypatch.undo()
     run(job)
     job.close()
-    assert [value for _, _, _, value in shore.landed(topic)] == numbered(50, 100)
+    assert [value for _, _, _, value in setup.landed(topic)] == numbered(50, 100)
 
 
-def test_of_two_concurrent_runs_one_is_refused(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shore.create(topic, partitions=2)
-    published = shore.publish(topic, numbered(100))
-    late, early = shore.job(topics=topic), shore.job(topics=topic)
+def test_of_two_concurrent_runs_one_is_refused(
+    setup: LandingSetup, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.create(topic, partitions=2)
+    published = setup.publish(topic, numbered(100))
+    late, early = setup.job(topics=topic), setup.job(topics=topic)
     read = late._run
 
-    def read_and_be_overtaken(batches: Any) -> None:
+    def read_then_overtake(batches: Any) -> None:
         read(batches)
-        published.extend(shore.publish(topic, numbered(10, 100)))
+        published.extend(setup.publish(topic, numbered(10, 100)))
         run(early)
 
-    monkeypatch.setattr(late, "_run", read_and_be_overtaken)
+    monkeypatch.setattr(late, "_run", read_then_overtake)
     assert late.step().rows == 0
     monkeypatch.undo()
-    assert shore.landed(topic) == sorted(published)
-    published += shore.publish(topic, numbered(10, 200))
+    assert setup.landed(topic) == sorted(published)
+    published += setup.publish(topic, numbered(10, 200))
     assert run(late)[-1].rows == 10
     for job in (late, early):
         job.close()
-    assert shore.landed(topic) == sorted(published)
+    assert setup.landed(topic) == sorted(published)
 
 
-def test_files_of_a_failed_batch_are_deleted(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lake = shore.lake
+def test_files_of_a_failed_batch_are_deleted(setup: LandingSetup, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lake = setup.lake
 
     class Failing(LandTasks):
         """Of two tasks the second fails when the first has written a file."""
@@ -360,9 +362,9 @@ def test_files_of_a_failed_batch_are_deleted(shore: Shore, topic: str, monkeypat
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super()._land(topic, given)
 
-    shore.create(topic, partitions=2)
-    published = [row for number in (0, 1) for row in shore.publish(topic, numbered(20), partition=number)]
-    job = shore.job(topics=topic)
+    setup.create(topic, partitions=2)
+    published = [row for number in (0, 1) for row in setup.publish(topic, numbered(20), partition=number)]
+    job = setup.job(topics=topic)
     with monkeypatch.context() as patched:
         patched.setattr(land, "LandTasks", Failing)
         patched.setattr(job, "_tasks", lambda batches: [[one] for batch in batches for one in batch.topic_ranges()])
@@ -371,52 +373,52 @@ def test_files_of_a_failed_batch_are_deleted(shore: Shore, topic: str, monkeypat
     assert not list(lake.rglob("*.parquet"))
     run(job)
     job.close()
-    assert shore.landed(topic) == sorted(published)
+    assert setup.landed(topic) == sorted(published)
     assert len(list(lake.rglob("*.parquet"))) == len(deltalake.DeltaTable(str(lake / topic)).file_uris())
 
 
-def test_landing_can_start_at_the_latest_offset(shore: Shore, topic: str) -> None:
-    shore.create(topic)
-    shore.publish(topic, numbered(10))
-    assert shore.land(topics=topic, **{"from": "latest"})[-1].rows == 0
-    published = shore.publish(topic, numbered(10, 10))
-    shore.land(topics=topic, **{"from": "latest"})
-    assert shore.landed(topic) == published
+def test_landing_can_start_at_the_latest_offset(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic)
+    setup.publish(topic, numbered(10))
+    assert setup.land(topics=topic, **{"from": "latest"})[-1].rows == 0
+    published = setup.publish(topic, numbered(10, 10))
+    setup.land(topics=topic, **{"from": "latest"})
+    assert setup.landed(topic) == published
 
 
-def test_a_topic_created_between_two_runs_starts_with_its_first_message(shore: Shore, topic: str) -> None:
-    shore.create(topic)
-    shore.publish(topic, numbered(10))
-    first = shore.job(pattern=f"{topic}.*", **{"from": "latest"})
+def test_a_topic_created_between_two_runs_starts_with_its_first_message(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic)
+    setup.publish(topic, numbered(10))
+    first = setup.job(pattern=f"{topic}.*", **{"from": "latest"})
     run(first)
     first.close()
-    published = shore.publish(shore.create(f"{topic}-new"), numbered(10))
+    published = setup.publish(setup.create(f"{topic}-new"), numbered(10))
     again = LandJob(first._pipeline, first._context)
     run(again)
     again.close()
-    assert (shore.landed(topic), shore.landed(f"{topic}-new")) == ([], published)
+    assert (setup.landed(topic), setup.landed(f"{topic}-new")) == ([], published)
 
 
 def test_messages_deleted_by_retention_before_landing_are_counted(
-    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
+    setup: LandingSetup, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shore.create(topic)
-    job = shore.job(topics=topic)
+    setup.create(topic)
+    job = setup.job(topics=topic)
 
     def cut(offset: int) -> None:
-        shore.admin.delete_records([TopicPartition(topic, 0, offset)])[TopicPartition(topic, 0)].result(WAIT_S)
+        setup.admin.delete_records([TopicPartition(topic, 0, offset)])[TopicPartition(topic, 0)].result(WAIT_S)
 
-    published = shore.publish(topic, numbered(10))
+    published = setup.publish(topic, numbered(10))
     run(job)
-    published += shore.publish(topic, numbered(20, 10))
+    published += setup.publish(topic, numbered(20, 10))
     cut(25)
     step = run(job)[-1]
     assert step.counts["lost"] == 15
-    assert shore.landed(topic) == published[:10] + published[25:]
+    assert setup.landed(topic) == published[:10] + published[25:]
     job.close()
     # Retention may also delete after the tasks were planned.
-    published += shore.publish(topic, numbered(10, 30))
-    job = shore.job(topics=topic)
+    published += setup.publish(topic, numbered(10, 30))
+    job = setup.job(topics=topic)
     share = job._share
 
     def share_and_cut(batches: Any) -> None:
@@ -427,34 +429,34 @@ def test_messages_deleted_by_retention_before_landing_are_counted(
     (step,) = run(job)
     job.close()
     assert (step.rows, step.counts["lost"]) == (5, 5)
-    assert shore.landed(topic) == published[:10] + published[25:30] + published[35:]
+    assert setup.landed(topic) == published[:10] + published[25:30] + published[35:]
 
 
 def test_a_message_deleted_by_retention_hides_no_other_with_its_id(
-    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
+    setup: LandingSetup, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shore.create(topic)
-    shore.publish(topic, [b"first"], headers=[("message-id", b"a")])
-    kept = shore.publish(topic, [b"again"], headers=[("message-id", b"a")])
-    job = shore.job(topics=topic, dedupe_ms="3600000")
+    setup.create(topic)
+    setup.publish(topic, [b"first"], headers=[("message-id", b"a")])
+    kept = setup.publish(topic, [b"again"], headers=[("message-id", b"a")])
+    job = setup.job(topics=topic, dedupe_ms="3600000")
     write = job._run
 
     def cut_and_write(batches: Any) -> None:
-        shore.admin.delete_records([TopicPartition(topic, 0, 1)])[TopicPartition(topic, 0)].result(WAIT_S)
+        setup.admin.delete_records([TopicPartition(topic, 0, 1)])[TopicPartition(topic, 0)].result(WAIT_S)
         write(batches)
 
     monkeypatch.setattr(job, "_run", cut_and_write)
     first, second = run(job)
     job.close()
     assert (first.rows, second.rows, second.counts["duplicates"]) == (0, 1, 0)
-    assert shore.landed(topic) == kept
+    assert setup.landed(topic) == kept
 
 
-def test_only_committed_messages_are_landed(shore: Shore, topic: str) -> None:
-    shore.create(topic)
+def test_only_committed_messages_are_landed(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic)
     # On a slow machine Spark takes longer than the default transaction timeout of a minute.
     settings = {"transactional.id": topic, "transaction.timeout.ms": 600_000, "log_level": 0}
-    producer = Producer({"bootstrap.servers": shore.server.kafka, **settings})
+    producer = Producer({"bootstrap.servers": setup.server.kafka, **settings})
     producer.init_transactions(WAIT_S)
     for number, ends in enumerate((producer.commit_transaction, producer.abort_transaction) * 3):
         producer.begin_transaction()
@@ -463,30 +465,30 @@ def test_only_committed_messages_are_landed(shore: Shore, topic: str) -> None:
     producer.begin_transaction()
     producer.produce(topic, b"open")
     producer.flush(WAIT_S)
-    shore.land(topics=topic)
-    assert [value for _, _, _, value in shore.landed(topic)] == [b"0", b"2", b"4"]
+    setup.land(topics=topic)
+    assert [value for _, _, _, value in setup.landed(topic)] == [b"0", b"2", b"4"]
     producer.commit_transaction(WAIT_S)
     # The commit is decided when this is reported, and appears in the partition a moment later.
     deadline = time.monotonic() + WAIT_S
-    while not sum(step.rows for step in shore.land(topics=topic)):
+    while not sum(step.rows for step in setup.land(topics=topic)):
         assert time.monotonic() < deadline
-    assert [value for _, _, _, value in shore.landed(topic)] == [b"0", b"2", b"4", b"open"]
+    assert [value for _, _, _, value in setup.landed(topic)] == [b"0", b"2", b"4", b"open"]
 
 
-def test_messages_with_an_already_landed_id_are_skipped(shore: Shore, topic: str) -> None:
-    shore.create(topic, partitions=2)
+def test_messages_with_an_already_landed_id_are_skipped(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic, partitions=2)
 
     def publish(name: str, partition: int) -> Row:
         headers = [("message-id", name.encode()), ("message-id", b"second")]
-        return shore.publish(topic, [name.encode()], headers=headers, partition=partition)[0]
+        return setup.publish(topic, [name.encode()], headers=headers, partition=partition)[0]
 
     kept = [publish("a", 0), publish("b", 1)]
     publish("a", 0)
     publish("a", 1)
-    kept += shore.publish(topic, [b"without an id"] * 2, partition=0)
-    job = shore.job(topics=topic, dedupe_ms="3600000")
+    kept += setup.publish(topic, [b"without an id"] * 2, partition=0)
+    job = setup.job(topics=topic, dedupe_ms="3600000")
     assert run(job)[-1].counts["duplicates"] == 2
-    assert shore.landed(topic) == sorted(kept)
+    assert setup.landed(topic) == sorted(kept)
     publish("b", 0)
     kept.append(publish("c", 0))
     run(job)
@@ -494,35 +496,37 @@ def test_messages_with_an_already_landed_id_are_skipped(shore: Shore, topic: str
     publish("c", 1)
     kept.append(publish("d", 1))
     # Another run finds the ids in the table.
-    assert shore.land(topics=topic, dedupe_ms="3600000")[-1].counts["duplicates"] == 1
-    assert shore.landed(topic) == sorted(kept)
+    assert setup.land(topics=topic, dedupe_ms="3600000")[-1].counts["duplicates"] == 1
+    assert setup.landed(topic) == sorted(kept)
     kept.append(publish("d", 0))
-    shore.land(topics=topic)
-    assert shore.landed(topic) == sorted(kept)
+    setup.land(topics=topic)
+    assert setup.landed(topic) == sorted(kept)
 
 
-def test_small_files_of_past_hours_are_compacted(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shore.create(topic)
-    job = shore.job(topics=topic)
+def test_small_files_of_past_hours_are_compacted(
+    setup: LandingSetup, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.create(topic)
+    job = setup.job(topics=topic)
     write, moment = job._reports, datetime.now(UTC) - timedelta(hours=1)
     monkeypatch.setattr(job, "_reports", lambda batches, landed: write(batches, moment))
     published = []
     for number in range(4):
-        published += shore.publish(topic, numbered(10, 10 * number))
+        published += setup.publish(topic, numbered(10, 10 * number))
         job._tidied.clear()
         run(job)
     job.close()
-    assert shore.landed(topic) == published
-    assert len(deltalake.DeltaTable(str(shore.lake / topic)).file_uris()) == 1
+    assert setup.landed(topic) == published
+    assert len(deltalake.DeltaTable(str(setup.lake / topic)).file_uris()) == 1
 
 
-def test_tables_can_be_plain_parquet(shore: Shore, topic: str) -> None:
-    shore.create(topic, partitions=2)
-    published = shore.publish(topic, [{"id": number} for number in range(50)] + [b"no json"])
-    shore.land(topics=topic, format="parquet", decode="json", batch_max_messages="20")
-    more = shore.publish(topic, [{"id": 50, "more": True}])
-    shore.land(topics=topic, format="parquet", decode="json")
-    rows = [row for path in shore.lake.glob(f"{topic}*/*/*/*.parquet") for row in parquet.read_table(path).to_pylist()]
+def test_tables_can_be_plain_parquet(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic, partitions=2)
+    published = setup.publish(topic, [{"id": number} for number in range(50)] + [b"no json"])
+    setup.land(topics=topic, format="parquet", decode="json", batch_max_messages="20")
+    more = setup.publish(topic, [{"id": 50, "more": True}])
+    setup.land(topics=topic, format="parquet", decode="json")
+    rows = [row for path in setup.lake.glob(f"{topic}*/*/*/*.parquet") for row in parquet.read_table(path).to_pylist()]
     assert sorted((row["partition"], row["offset"], row["key"], row["value"]) for row in rows) == sorted(
         published + more
     )
@@ -530,39 +534,39 @@ def test_tables_can_be_plain_parquet(shore: Shore, topic: str) -> None:
     assert [row["value"] for row in rows if row.get("reason")] == [b"no json"]
 
 
-def test_tables_can_be_partitioned_by_event_time(shore: Shore, topic: str) -> None:
-    shore.create(topic, partitions=2)
+def test_tables_can_be_partitioned_by_event_time(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic, partitions=2)
     settings = {"topics": topic, "decode": "json", "partition_by": "day(created_at)"}
     days = ["2026-11-14T10:00:00Z", "2026-11-15T23:59:59.999Z", "2026-11-16T00:00:00+02:00", "2026-11-16T12:00:00"]
-    published = shore.publish(topic, [{"n": number, "created_at": days[number % 4]} for number in range(400)])
-    shore.land(**settings, batch_max_messages="150")
-    assert shore.landed(topic) == published
-    found = {row["n"]: str(row["event_day"]) for row in shore.rows(topic)}
+    published = setup.publish(topic, [{"n": number, "created_at": days[number % 4]} for number in range(400)])
+    setup.land(**settings, batch_max_messages="150")
+    assert setup.landed(topic) == published
+    found = {row["n"]: str(row["event_day"]) for row in setup.rows(topic)}
     assert [found[number] for number in range(4)] == ["2026-11-14", "2026-11-15", "2026-11-15", "2026-11-16"]
     # Late messages, one that widens a column, and some without a time.
-    late = shore.publish(topic, [{"n": 0.5, "created_at": "2024-02-29T00:00:00Z"}])
-    shore.publish(topic, [{"n": 1}, {"n": 2, "created_at": "soon"}, {"n": 3, "created_at": 17}, None])
-    counts = shore.land(**settings)[-1].counts
+    late = setup.publish(topic, [{"n": 0.5, "created_at": "2024-02-29T00:00:00Z"}])
+    setup.publish(topic, [{"n": 1}, {"n": 2, "created_at": "soon"}, {"n": 3, "created_at": 17}, None])
+    counts = setup.land(**settings)[-1].counts
     assert (counts["quarantined"], counts["quarantined.no-time"], counts["widened"]) == (4, 4, 1)
-    assert shore.landed(topic) == sorted(published + late)
-    assert {row["reason"].partition(",")[0] for row in shore.rows(topic, "__quarantine")} == {
+    assert setup.landed(topic) == sorted(published + late)
+    assert {row["reason"].partition(",")[0] for row in setup.rows(topic, "__quarantine")} == {
         "created_at is missing or null",
         'created_at: "soon" is not a time',
         'created_at: "17" is not a time',
     }
-    assert (shore.lake / topic / "event_day=2024-02-29").is_dir()
-    table = deltalake.DeltaTable(str(shore.lake / topic))
-    files = shore.spark.read.option("basePath", table.table_uri).parquet(*table.file_uris())
+    assert (setup.lake / topic / "event_day=2024-02-29").is_dir()
+    table = deltalake.DeltaTable(str(setup.lake / topic))
+    files = setup.spark.read.option("basePath", table.table_uri).parquet(*table.file_uris())
     assert files.where("event_day = date '2026-11-15'").count() == 200
     with pytest.raises(InvalidSetting, match=r"is partitioned by day\(created_at\), not by hour\(created_at\)"):
-        shore.land(**{**settings, "partition_by": "hour(created_at)"})
+        setup.land(**{**settings, "partition_by": "hour(created_at)"})
     with pytest.raises(InvalidSetting, match="not by the hour of landing"):
-        shore.land(topics=topic, decode="json")
+        setup.land(topics=topic, decode="json")
 
 
 @pytest.mark.parametrize("source", ["environment", "pipeline"])
 def test_tables_can_be_in_an_object_store(
-    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch, source: str
+    setup: LandingSetup, topic: str, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     moto = pytest.importorskip("moto.server")
     store = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -582,9 +586,9 @@ def test_tables_can_be_in_an_object_store(
             else:
                 monkeypatch.setenv(name, value)
         request.urlopen(request.Request(f"http://{host}:{port}/lake", method="PUT"), timeout=WAIT_S).close()
-        shore.create(topic, partitions=2)
-        published = shore.publish(topic, numbered(100))
-        shore.land(topics=topic, lake="s3://lake/tables", batch_max_messages="60", **own)
+        setup.create(topic, partitions=2)
+        published = setup.publish(topic, numbered(100))
+        setup.land(topics=topic, lake="s3://lake/tables", batch_max_messages="60", **own)
         table = deltalake.DeltaTable(f"s3://lake/tables/{topic}", storage_options={**options, "allow_http": "true"})
         rows = table.to_pyarrow_table(columns=["partition", "offset", "key", "value"]).to_pylist()
         assert sorted(tuple(row.values()) for row in rows) == published
@@ -592,11 +596,11 @@ def test_tables_can_be_in_an_object_store(
         store.stop()
 
 
-def test_common_readers_read_the_table(shore: Shore, topic: str) -> None:
-    shore.create(topic)
-    shore.publish(topic, [{"id": number, "buyer": {"name": f"n{number}"}} for number in range(10)])
-    shore.land(topics=topic, decode="json")
-    url = str(shore.lake / topic)
+def test_common_readers_read_the_table(setup: LandingSetup, topic: str) -> None:
+    setup.create(topic)
+    setup.publish(topic, [{"id": number, "buyer": {"name": f"n{number}"}} for number in range(10)])
+    setup.land(topics=topic, decode="json")
+    url = str(setup.lake / topic)
     assert polars.read_delta(url).select("id").sum().item() == 45
     landed = deltalake.DeltaTable(url).to_pyarrow_table()
     assert landed.to_pandas()["id"].sum() == 45

@@ -161,14 +161,14 @@ class LongTrial:
             if self._random.random() < 0.2:
                 stack.enter_context(self.driver())
                 self._note("two at once")
-            self._strike_in_passing(process)
+            self._inject_fault(process)
             if fault:
                 with suppress(TimeoutError):
                     self._wait(process)
             self._end(process, fault)
         self._age()
 
-    def _strike_in_passing(self, process: Popen[bytes]) -> None:
+    def _inject_fault(self, process: Popen[bytes]) -> None:
         """Kill processes that a program can do without: workers, and the broker."""
         for _ in range(self._random.randrange(1, 4)):
             begun = self._steps()

@@ -61,7 +61,7 @@ def publish(server: Server, topic: str, numbers: range) -> None:
     assert producer.flush(WAIT_S) == 0
 
 
-def surroundings(
+def make_surroundings(
     spark: SparkSession, server: Server, topic: str, link: Link, folder: Path, pins: list[dict[str, Any]]
 ) -> Surroundings:
     return Surroundings(
@@ -89,7 +89,7 @@ def test_a_repeated_run_takes_the_same_messages_and_writes_only_missing_output(
         assert millstream("topic", "create", name, "--partitions", "2").code == 0
     publish(server, topic, range(20))
     pins: list[dict[str, Any]] = []
-    around = surroundings(spark, server, topic, link, tmp_path, pins)
+    around = make_surroundings(spark, server, topic, link, tmp_path, pins)
     run = load_code(CODE, f"job-{topic}", "<job.py>")
     first = JobApi(around)
     with pytest.raises(ValueError, match="after the first write"):
@@ -126,7 +126,7 @@ def test_a_run_whose_messages_were_deleted_by_retention_continues_only_if_config
     assert CommandLine(server.kafka)("topic", "create", topic).code == 0
     publish(server, topic, range(10))
     pins: list[dict[str, Any]] = []
-    around = surroundings(spark, server, topic, link, tmp_path, pins)
+    around = make_surroundings(spark, server, topic, link, tmp_path, pins)
     assert JobApi(around).new_messages(topic).count() == 10
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     start = TopicPartition(topic, 0, 4)

@@ -35,7 +35,7 @@ async def ms(server: Server) -> AsyncIterator[millstream.Connection]:
         yield connection
 
 
-class Gathering:
+class CollectingHandler:
     """A handler that collects messages and signals when it has enough."""
 
     def __init__(self, count: int) -> None:
@@ -55,7 +55,7 @@ class Gathering:
 
 async def test_five_lines(ms: millstream.Connection, topic: str) -> None:
     receipt = await ms.publish(topic, {"order_id": 1}, key="customer-7", headers={"region": "eu"})
-    bill = Gathering(1)
+    bill = CollectingHandler(1)
     await ms.subscribe(topic, bill, name=f"{topic}-billing", start="earliest")
     (message,) = await bill.enough()
     assert message.json() == {"order_id": 1}
@@ -82,7 +82,7 @@ async def test_values_are_stored_by_type(ms: millstream.Connection, topic: str) 
     many = [*values, millstream.NewMessage(value="named", key="k", id="m-1", correlation_id="c-1")]
     await ms.publish(topic, "first")
     receipts = await ms.publish_many(topic, many)
-    got = Gathering(len(many) + 1)
+    got = CollectingHandler(len(many) + 1)
     await ms.subscribe(topic, got, name=topic, start="earliest", concurrency=1)
     messages = (await got.enough())[1:]
     assert [one.value for one in messages] == [b"raw", b"text", b'{"a":[1,null]}', b"5", None, b"x", b"named"]
@@ -111,7 +111,7 @@ async def test_the_result_of_a_handler_settles_its_message(ms: millstream.Connec
     await ms.publish_many(topic, ["fine", "fails twice", "never", "later", "by hand"])
     subscriber = await ms.subscribe(topic, handle, name=topic, start="earliest", dead_letter=f"{topic}-dead")
 
-    letter = Gathering(1)
+    letter = CollectingHandler(1)
     await ms.subscribe(f"{topic}-dead", letter, name=f"{topic}-dead", start="earliest")
     (dead,) = await letter.enough()
     assert (dead.text, dead.header_text("dlq-reason")) == ("never", "nonsense")
@@ -135,7 +135,7 @@ async def test_plain_functions_run_in_threads_and_publish_with_their_context(
 
     await ms.publish(f"{topic}-out", "made")
     await ms.publish(topic, "one", correlation_id="request-1")
-    out = Gathering(2)
+    out = CollectingHandler(2)
     await ms.subscribe(topic, handle, name=f"{topic}-a", start="earliest")
     await ms.subscribe(topic, forward, name=f"{topic}-b", start="earliest")
     await ms.subscribe(f"{topic}-out", out, name=f"{topic}-c", start="earliest")
@@ -237,7 +237,7 @@ async def test_closing_the_connection_ends_an_abandoned_loop(server: Server, top
 
 async def test_listening_gets_new_messages_and_keeps_none(ms: millstream.Connection, topic: str) -> None:
     await ms.publish(topic, "before")
-    got = Gathering(1)
+    got = CollectingHandler(1)
     subscriber = await ms.subscribe(topic, got, live=True)
     async with ms.listen([topic]) as stream:
         await ms.publish(topic, "now", headers={"a": "1"})
@@ -268,7 +268,7 @@ async def test_draining_completes_running_handlers_and_returns_the_rest(ms: mill
     await draining
     receipt = await ms.publish(topic, "later")
     assert handled == ["a"]
-    rest = Gathering(3)
+    rest = CollectingHandler(3)
     other = await ms.subscribe(topic, rest, name=topic)
     assert sorted([*handled, *(one.text for one in await rest.enough())]) == ["a", "b", "c", "later"]
     assert (await ms.delivery(receipt, subscription=topic, wait=HANG_S)).state == "accepted"
@@ -288,7 +288,7 @@ async def test_messages_not_drained_in_time_are_redelivered(ms: millstream.Conne
     subscriber = await ms.subscribe(topic, stuck, name=topic, start="earliest")
     await started.wait()
     await subscriber.drain(timeout=0.05)
-    got = Gathering(1)
+    got = CollectingHandler(1)
     await ms.subscribe(topic, got, name=topic)
     assert (await got.enough())[0].attempt == 2
 
@@ -387,7 +387,7 @@ async def test_a_delayed_message_is_delivered_when_due(ms: millstream.Connection
     await ms.publish(topic, "at", delay=datetime.now(UTC) + timedelta(seconds=0.1))
     await ms.publish(topic, "now")
     came: list[tuple[str, float]] = []
-    got = Gathering(3)
+    got = CollectingHandler(3)
     await ms.subscribe(topic, got, name=topic, start="earliest")
     for message in await got.enough():
         came.append((message.text, time.time()))
@@ -419,7 +419,7 @@ async def test_a_deleted_subscription_ends_its_handlers(ms: millstream.Connectio
 
 async def test_a_subscriber_may_be_stopped_twice(ms: millstream.Connection, topic: str) -> None:
     await ms.publish(topic, "x")
-    subscriber = await ms.subscribe(topic, Gathering(1), name=topic)
+    subscriber = await ms.subscribe(topic, CollectingHandler(1), name=topic)
     await subscriber.drain()
     assert ms._subscribers == []
     for delete in (False, False, True, True):
@@ -436,7 +436,7 @@ async def test_an_outage_of_a_handler_uses_up_no_message(
     monkeypatch.setattr(subscriber_module, "REST_S_MIN", 0.01)
     monkeypatch.setattr(subscriber_module, "REST_S_MAX", 0.01)
     monkeypatch.setattr(subscriber_module, "DELAY_S_MAX", 0.01)
-    count, accepted, failures, failures_max = 30, Gathering(30), 0, 100
+    count, accepted, failures, failures_max = 30, CollectingHandler(30), 0, 100
 
     async def handle(message: millstream.Message) -> None:
         nonlocal failures
@@ -460,7 +460,7 @@ async def test_bad_messages_at_the_front_do_not_block_good_ones(
 ) -> None:
     monkeypatch.setattr(subscriber_module, "REST_S_MIN", 0.01)
     monkeypatch.setattr(subscriber_module, "REST_S_MAX", 0.01)
-    bad, accepted = 40, Gathering(20)
+    bad, accepted = 40, CollectingHandler(20)
 
     async def handle(message: millstream.Message) -> None:
         if int(message.text) < bad:
@@ -493,7 +493,7 @@ async def test_a_worker_with_a_failing_handler_leaves_messages_to_others(
         await well.publish_many(topic, [str(number) for number in range(count)])
         settings: dict[str, Any] = {"attempts": 30, "backoff": (0, 0), "start": "earliest"}
         await broken.subscribe(topic, fail, name=topic, **settings)
-        handle = Gathering(count)
+        handle = CollectingHandler(count)
         await well.subscribe(topic, handle, name=topic, **settings)
         assert {message.text for message in await handle.enough()} == {str(number) for number in range(count)}
         assert failed <= 30
@@ -507,7 +507,7 @@ async def test_a_handler_without_parameters_is_refused(ms: millstream.Connection
 
 async def test_a_backoff_may_be_one_number(ms: millstream.Connection, topic: str) -> None:
     await ms.publish(topic, "a")
-    handle = Gathering(1)
+    handle = CollectingHandler(1)
     await ms.subscribe(topic, handle, name=topic, start="earliest", backoff=5)
     assert [message.text for message in await handle.enough()] == ["a"]
 
@@ -516,7 +516,7 @@ async def test_failures_of_one_kind_do_not_fill_the_log(
     ms: millstream.Connection, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first of each minute has a traceback, and the test takes less than ten minutes."""
-    handle = Gathering(40)
+    handle = CollectingHandler(40)
 
     async def fail_at_first(message: millstream.Message) -> None:
         if message.attempt == 1 and int(message.text) % 2:

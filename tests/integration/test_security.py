@@ -463,7 +463,7 @@ async def test_unknown_clients_are_refused(locked: Locked, credentials: Callable
 # -- on the wire ----------------------------------------------------------------------------------------------------
 
 
-def ask_raw(address: str, *frames: bytes) -> bytes:
+def send_plain_text(address: str, *frames: bytes) -> bytes:
     """Send frames in plain text and read until the broker disconnects."""
     host, port = address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
@@ -489,7 +489,7 @@ def request(key: int, version: int, body: bytes = b"") -> bytes:
     ],
 )
 def test_requests_before_authentication_close_the_connection(locked: Locked, frames: list[bytes]) -> None:
-    response = ask_raw(locked.clear, *frames)
+    response = send_plain_text(locked.clear, *frames)
     assert b"alice" not in response
     assert len(response) < 200
 
@@ -502,7 +502,7 @@ def test_a_large_frame_before_authentication_closes_the_connection(locked: Locke
 
 
 def test_many_requests_before_authentication_close_the_connection(locked: Locked) -> None:
-    response = ask_raw(locked.clear, *[request(17, 1, b"\0\x05PLAIN")] * 40)
+    response = send_plain_text(locked.clear, *[request(17, 1, b"\0\x05PLAIN")] * 40)
     assert response.count(b"SCRAM-SHA-256") <= 16
 
 
@@ -535,7 +535,7 @@ def test_no_other_request_is_served_during_and_after_a_failed_reauthentication(t
 
         def codes(*frames: bytes) -> list[int]:
             """Return the error codes of the responses, -1 for that of Metadata."""
-            response, found = ask_raw(server.kafka, handshake, plain(*ADMIN), *frames), []
+            response, found = send_plain_text(server.kafka, handshake, plain(*ADMIN), *frames), []
             while response:
                 (size,) = struct.unpack_from(">i", response)
                 body, response = response[8 : 4 + size], response[4 + size :]
@@ -557,7 +557,7 @@ def test_a_client_that_is_not_a_node_may_not_follow_a_partition(locked: Locked) 
     new = write_replica_fetch(ReplicaFetch(NodeId(1), 1, 0, 1000, {(topic, PartitionIndex(0)): position}))
     fetches = request(1, 4, old), request(1, 17, b"\0" + new)
     # The last request closes the connection.
-    response = ask_raw(locked.clear, request(17, 1, b"\0\x05PLAIN"), plain(*ALICE), *fetches, request(32767, 0))
+    response = send_plain_text(locked.clear, request(17, 1, b"\0\x05PLAIN"), plain(*ALICE), *fetches, request(32767, 0))
     denied = struct.pack(">ihq", 0, KafkaError.TOPIC_AUTHORIZATION_FAILED, -1)
     assert b"\0\x07alice-x" + struct.pack(">i", 1) + denied in response
     assert topic.bytes + b"\x02" + denied in response

@@ -180,7 +180,7 @@ def test_an_empty_topic_has_no_rows(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ({"subscribe": "nobody-made-this"}, "topic 'nobody-made-this' does not exist"),
         (
@@ -191,11 +191,11 @@ def test_an_empty_topic_has_no_rows(bench: Bench) -> None:
         ({"kafka.security.protocol": "SASL_SSL"}, "there is nothing to sign in by"),
     ],
 )
-def test_an_invalid_read_is_refused_at_once(bench: Bench, options: dict[str, str], said: str) -> None:
+def test_an_invalid_read_is_refused_at_once(bench: Bench, options: dict[str, str], output: str) -> None:
     from pyspark.errors import PySparkException
 
     bench.create()
-    with pytest.raises(PySparkException, match=said):
+    with pytest.raises(PySparkException, match=output):
         bench.read(**options).count()
 
 
@@ -206,8 +206,8 @@ def test_an_incompatible_schema_is_refused_at_once(bench: Bench) -> None:
     with pytest.raises(PySparkException, match="in a record it is bigint"):
         reader.schema("offset string").load().count()
     frame = bench.spark.range(1)
-    for columns, said in [("id as vale", "did you mean 'value'"), ("struct(id) as value", "make text of it first")]:
-        with pytest.raises(PySparkException, match=said):
+    for columns, output in [("id as vale", "did you mean 'value'"), ("struct(id) as value", "make text of it first")]:
+        with pytest.raises(PySparkException, match=output):
             bench.write(frame.selectExpr(columns))
 
 

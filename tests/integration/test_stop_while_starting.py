@@ -24,6 +24,6 @@ def test_early_clients_are_served(start_server: StartServer) -> None:
         server.stop()
         assert len(client.recv(4)) == 4
     server.start()
-    said = server.log.read_text(encoding="utf-8")
-    assert "died" not in said
-    assert "connections closed before they were done" not in said
+    output = server.log.read_text(encoding="utf-8")
+    assert "died" not in output
+    assert "connections closed before they were done" not in output

@@ -122,14 +122,14 @@ def test_the_check_does_not_wait_for_the_tls_shutdown_of_the_gateway(tmp_path: P
     context.load_cert_chain(certificates.node, certificates.node_key)
     asked = threading.Event()
 
-    def respond_and_fall_silent() -> None:
+    def respond_then_stall() -> None:
         connection, _ = listening.accept()
         with context.wrap_socket(connection, server_side=True) as encrypted:
             encrypted.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
             asked.wait(60)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        peer = threading.Thread(target=respond_and_fall_silent)
+        peer = threading.Thread(target=respond_then_stall)
         peer.start()
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ResourceWarning)

@@ -243,7 +243,7 @@ class SimulatedMachine(Machine):
             assert not any(broker.runs for broker in self.all), "files are moved while a broker runs"
             await asyncio.sleep(self.rng.uniform(0, 2))
 
-    async def ask_forever(self) -> None:
+    async def check_health_forever(self) -> None:
         while True:
             await self._refresh_health()
             self._health()
@@ -266,7 +266,7 @@ async def _live(folder: Path, rng: Random) -> None:
     for broker in machine.all:
         machine._running.start(broker.name, broker.run())
     await asyncio.gather(*(broker.ready for broker in machine.all))
-    asking = asyncio.create_task(machine.ask_forever())
+    asking = asyncio.create_task(machine.check_health_forever())
     broken = rng.sample(machine.all, rng.randint(0, len(machine.all)))
     for broker in broken:
         await asyncio.sleep(rng.uniform(0, 60))

@@ -76,7 +76,7 @@ def test_no_command_prints_help(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["launch"], "No such command 'launch'"),
         (["topic", "lst"], "Did you mean 'list'?"),
@@ -99,10 +99,10 @@ def test_no_command_prints_help(arguments: list[str]) -> None:
         (["--brokers", "127.0.0.1:1", "serve"], "No such option: --brokers ("),
     ],
 )
-def test_usage_errors_are_one_sentence(arguments: list[str], said: str) -> None:
+def test_usage_errors_are_one_sentence(arguments: list[str], output: str) -> None:
     reported = call_command(arguments)
     assert (reported.code, reported.out, reported.err.count("\n")) == (2, "", 1)
-    assert said in reported.err
+    assert output in reported.err
     assert "--help)" in reported.err
 
 

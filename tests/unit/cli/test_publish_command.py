@@ -28,7 +28,7 @@ class Publisher:
         pass
 
 
-async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -> Exception:
+async def output(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -> Exception:
     async def no_status(_client: Client, _node: object = None) -> Any:
         if status is None:
             raise BrokerUnreachable("away")
@@ -58,14 +58,14 @@ async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -
 
 async def test_the_cluster_is_asked_for_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     late = RequestTimedOut("no response in time")
-    reported = await said(monkeypatch, late, {"reasons": ["the catalog is away since noon"]})
+    reported = await output(monkeypatch, late, {"reasons": ["the catalog is away since noon"]})
     assert isinstance(reported, RequestTimedOut)
     assert str(reported).startswith(
         "cannot publish to 'orders' now, no response in time: the catalog is away since noon;"
     )
-    assert await said(monkeypatch, late, None) is late
+    assert await output(monkeypatch, late, None) is late
 
 
 async def test_of_several_failed_messages_the_first_error_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     full = StorageFailure("the disk is full")
-    assert await said(monkeypatch, PublishFailed(["a receipt", full, full]), {}) is full
+    assert await output(monkeypatch, PublishFailed(["a receipt", full, full]), {}) is full

@@ -51,8 +51,8 @@ def updated(
     subscription.update(
         "billing", settings=[f"{DEAD_LETTER_TOPIC}=other", "millstream.push.url=http://127.0.0.1:8080/hook"]
     )
-    said = capsys.readouterr()
-    return said.out, said.err
+    output = capsys.readouterr()
+    return output.out, output.err
 
 
 def test_every_note_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ class Died(BaseException):
     """The worker's process is dead; nothing it would do afterwards happens."""
 
 
-class Mortal(IdempotentHandler[Taken]):
+class DyingWorker(IdempotentHandler[Taken]):
     """A worker that can die between its effect and the record of it."""
 
     is_dead = False
@@ -53,8 +53,8 @@ class Mortal(IdempotentHandler[Taken]):
             await super()._give_back(message_id, owner)
 
 
-def mortal(handler: Callable[[Taken], Any], store: str, clock: ManualClock, name: str = "bill") -> Mortal:
-    return Mortal(handler, name=name, store=store, clock=clock, lease_s=LEASE_S, time_to_live_s=LIVE_S)
+def dying_worker(handler: Callable[[Taken], Any], store: str, clock: ManualClock, name: str = "bill") -> DyingWorker:
+    return DyingWorker(handler, name=name, store=store, clock=clock, lease_s=LEASE_S, time_to_live_s=LIVE_S)
 
 
 async def test_a_message_is_handled_once(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ async def test_effects_happen_as_often_as_documented_wherever_a_worker_dies(plan
     clock, effects, expected, handled = ManualClock(), Counter[str](), Counter[str](), set[str]()
     with tempfile.TemporaryDirectory() as folder:
         for identifier, plan in plans:
-            worker = mortal(handler_of(plan, effects), f"{folder}/db", clock)
+            worker = dying_worker(handler_of(plan, effects), f"{folder}/db", clock)
             if plan == "forget":
                 clock.advance_ms(int(LIVE_S * 1000))
                 handled.clear()
@@ -329,7 +329,7 @@ def test_old_ids_are_removed_in_chunks(tmp_path: Path) -> None:
     engine.dispose()
 
 
-async def in_no_time(message: Taken) -> None:
+async def do_nothing(message: Taken) -> None:
     """Do nothing."""
 
 
@@ -355,4 +355,4 @@ async def test_long_ids_are_accepted_and_invalid_names_refused(tmp_path: Path) -
         await one(Taken("x" * 1001))
     assert len(seen) == 2
     with pytest.raises(InvalidRequest, match="1 to 100 characters"):
-        IdempotentHandler(in_no_time, name="", store=str(tmp_path / "db"))
+        IdempotentHandler(do_nothing, name="", store=str(tmp_path / "db"))

@@ -97,13 +97,13 @@ class Cluster:
         is_held = not self.done & {*range(one.start, one.end)}
         return (0, None) if is_held else (INVALID_RECORD_STATE, "not held")
 
-    def give(self, node: int, count: int, lease_ms: int | None = None, *, attempt: int = 1) -> None:
+    def deliver(self, node: int, count: int, lease_ms: int | None = None, *, attempt: int = 1) -> None:
         """Respond to the next request of a node."""
         parts = [leased(self._offset, count, node, lease_ms=lease_ms, attempt=attempt)] if count else []
         self._offset += count
         self._queue(node).put_nowait(parts)
 
-    def give_again(self, node: int, first: int, count: int = 1, *, attempt: int = 1) -> None:
+    def redeliver(self, node: int, first: int, count: int = 1, *, attempt: int = 1) -> None:
         """Deliver messages again, as a node does that has lost its leases."""
         self._queue(node).put_nowait([leased(first, count, node, attempt=attempt)])
 
@@ -157,10 +157,10 @@ async def test_every_node_is_polled_even_with_little_credit(credit: int, ahead: 
             # An empty response is followed by another poll, and no node waits for ever behind another.
             asked = sum(map(len, cluster.asked.values()))
             for node in cluster.nodes:
-                cluster.give(node, 0)
+                cluster.deliver(node, 0)
             await until(lambda asked=asked: sum(map(len, cluster.asked.values())) == asked + 3)  # type: ignore[misc]
         assert len({len(asked) for asked in cluster.asked.values()}) == 1
-        cluster.give(3, 1)
+        cluster.deliver(3, 1)
         await waiting
         message = receiver.take()
         assert message is not None
@@ -184,7 +184,7 @@ async def test_polls_get_credit_in_order() -> None:
             await until(lambda: sum(map(len, cluster.asked.values())) == len(settlement) + 1)
             (node,) = (node for node in cluster.nodes if len(cluster.asked[node]) > settlement.count(node))
             settlement.append(node)
-            cluster.give(node, 0)
+            cluster.deliver(node, 0)
         assert settlement == [1, 2, 3, 1, 2, 3]
 
 
@@ -194,7 +194,7 @@ async def test_a_busy_node_does_not_starve_one_added_later(monkeypatch: pytest.M
     async with receiving(cluster, ahead=10) as receiver:
         await until(lambda: cluster.asked[1])
         cluster.nodes.add(2)
-        cluster.give(1, 1)
+        cluster.deliver(1, 1)
         await until(lambda: cluster.asked.get(2))
         assert receiver.take() is not None
 
@@ -208,7 +208,7 @@ async def test_a_cancelled_waiter_is_forgotten() -> None:
         third.cancel()
         await asyncio.wait([third])
         assert len(receiver._idle) == 2
-        cluster.give(1, 1)
+        cluster.deliver(1, 1)
         await until(lambda: len(receiver._idle) == 1)
         # It is woken for a message and cancelled in the same loop turn: another waiter gets the message.
         first.cancel()
@@ -219,7 +219,7 @@ async def test_a_cancelled_waiter_is_forgotten() -> None:
 async def test_settling_a_list_with_lost_leases_is_an_error_and_reports_the_others() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        cluster.give(1, 4)
+        cluster.deliver(1, 4)
         await receiver.wait_for_message()
         messages = receiver.take_many(4)
         receiver.done(messages[1])
@@ -229,7 +229,7 @@ async def test_settling_a_list_with_lost_leases_is_an_error_and_reports_the_othe
         assert cluster.settled == [(Verb.ACCEPT, 0), (Verb.ACCEPT, 2), (Verb.ACCEPT, 3)]
         with pytest.raises(InvalidRecordState, match="4 of 4 messages"):
             await stream.ack(messages)
-        cluster.give(1, 2)
+        cluster.deliver(1, 2)
         await receiver.wait_for_message()
         first, second = receiver.take_many(2)
         await stream.ack([first, second, second])
@@ -238,7 +238,7 @@ async def test_settling_a_list_with_lost_leases_is_an_error_and_reports_the_othe
 async def test_a_message_settled_on_hand_out_may_be_acknowledged() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10, delivery="at-most-once") as receiver:
-        cluster.give(1, 2)
+        cluster.deliver(1, 2)
         await receiver.wait_for_message()
         await MessageStream(started(receiver)).ack(receiver.take_many(2))
         assert cluster.settled == []
@@ -247,7 +247,7 @@ async def test_a_message_settled_on_hand_out_may_be_acknowledged() -> None:
 async def test_an_unsettled_message_is_dropped_when_its_lease_expires() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, credit=5, ahead=5) as receiver:
-        cluster.give(1, 5)
+        cluster.deliver(1, 5)
         await receiver.wait_for_message()
         first, *others = receiver.take_many(5)
         assert len(cluster.asked[1]) == 1
@@ -268,7 +268,7 @@ async def test_an_unsettled_message_is_dropped_when_its_lease_expires() -> None:
 async def test_a_batch_is_no_longer_renewed_when_the_next_is_requested() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, credit=5, ahead=5) as receiver:
-        cluster.give(1, 5)
+        cluster.deliver(1, 5)
         batches = MessageStream(started(receiver)).batches(2)
         first = await anext(batches)
         second = await anext(batches)
@@ -279,20 +279,20 @@ async def test_a_batch_is_no_longer_renewed_when_the_next_is_requested() -> None
 
 
 async def test_settled_messages_are_not_kept() -> None:
-    def helds() -> int:
+    def held_leases() -> int:
         gc.collect()
         return sum(type(one) is Lease and one.settler is receiver for one in gc.get_objects())
 
     cluster = Cluster(1)
     async with receiving(cluster, ahead=100) as receiver:
         for _ in range(3):
-            cluster.give(1, 100)
+            cluster.deliver(1, 100)
             await receiver.wait_for_message()
             for message in receiver.take_many(100):
                 receiver.accept(message)
         del message
         await receiver.settling.flush()
-        assert helds() == 0
+        assert held_leases() == 0
 
 
 async def test_messages_keep_their_order_across_deliveries() -> None:
@@ -314,8 +314,8 @@ async def test_messages_keep_their_order_across_deliveries() -> None:
 async def test_a_changed_lease_duration_is_applied() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10, lease_s=30.0) as receiver:
-        cluster.give(1, 1)
-        cluster.give(1, 1, lease_ms=5000)
+        cluster.deliver(1, 1)
+        cluster.deliver(1, 1, lease_ms=5000)
         await until(lambda: len(receiver._buffer) == 2)
         old, new = receiver.take_many(2)
         assert (old._lease.lease_s, new._lease.lease_s) == (30.0, 5.0)
@@ -331,12 +331,12 @@ async def test_a_changed_lease_duration_is_applied() -> None:
 async def test_buffered_messages_are_returned_unless_they_would_not_be_redelivered(delivery: str, kept: int) -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10, delivery=delivery) as receiver:
-        cluster.give(1, 2)
+        cluster.deliver(1, 2)
         await receiver.wait_for_message()
         await until(lambda: len(cluster.asked[1]) == 2)
         receiver.return_buffered()
         # The response to a poll in flight arrives all the same.
-        cluster.give(1, 1)
+        cluster.deliver(1, 1)
         await receiver.stop()
         await receiver.settling.flush()
         assert len(receiver.take_many(10)) == kept
@@ -347,7 +347,7 @@ async def test_buffered_messages_are_returned_unless_they_would_not_be_redeliver
 async def test_a_leaving_worker_may_still_settle_its_messages() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        cluster.give(1, 4)
+        cluster.deliver(1, 4)
         await receiver.wait_for_message()
         first, second = receiver.take_many(2)
         leaving = asyncio.create_task(receiver.leave())
@@ -374,10 +374,10 @@ async def arrived(receiver: Receiver) -> None:
 async def test_a_message_being_processed_that_is_leased_again_is_not_delivered_twice() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        cluster.give(1, 3)
+        cluster.deliver(1, 3)
         await receiver.wait_for_message()
         messages = receiver.take_many(1)
-        cluster.give_again(1, 0, 3, attempt=2)
+        cluster.redeliver(1, 0, 3, attempt=2)
         await arrived(receiver)
         messages += receiver.take_many(10)
         assert [one.offset for one in messages] == [0, 1, 2]
@@ -392,7 +392,7 @@ async def test_a_message_being_processed_that_is_leased_again_is_not_delivered_t
 async def test_a_message_being_processed_with_a_lost_lease_resumes_when_leased_again() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        cluster.give(1, 2)
+        cluster.deliver(1, 2)
         await receiver.wait_for_message()
         first, second = receiver.take_many(2)
         cluster.done = {0, 1}
@@ -401,7 +401,7 @@ async def test_a_message_being_processed_with_a_lost_lease_resumes_when_leased_a
         # The second message is no longer being processed, so any worker may receive it.
         receiver.accept(second)
         cluster.done.clear()
-        cluster.give_again(1, 0, 2, attempt=2)
+        cluster.redeliver(1, 0, 2, attempt=2)
         await receiver.wait_for_message()
         (again,) = receiver.take_many(10)
         assert (again.offset, again.attempt) == (1, 2)
@@ -413,7 +413,7 @@ async def test_a_message_being_processed_with_a_lost_lease_resumes_when_leased_a
 async def test_a_message_accepted_while_it_is_leased_again_is_not_redelivered() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        cluster.give(1, 2)
+        cluster.deliver(1, 2)
         await receiver.wait_for_message()
         first, second = receiver.take_many(2)
         # The accept of the first has no response yet when it is redelivered; the second was requested before its
@@ -423,7 +423,7 @@ async def test_a_message_accepted_while_it_is_leased_again_is_not_redelivered() 
         cluster.responding.clear()
         accepted = asyncio.create_task(first.ack())
         await until(lambda: 0 in cluster.done)
-        cluster.give_again(1, 0, 2)
+        cluster.redeliver(1, 0, 2)
         await until(lambda: receiver._unconfirmed)
         cluster.responding.set()
         await accepted
@@ -432,10 +432,10 @@ async def test_a_message_accepted_while_it_is_leased_again_is_not_redelivered() 
         assert (receiver._in_flight, len(receiver._leases)) == (0, 0)
         # Messages requested later are redelivered for a reason, such as a seek.
         await until(lambda: len(cluster.asked[1]) == 3)
-        cluster.give(1, 0)
+        cluster.deliver(1, 0)
         await until(lambda: len(cluster.asked[1]) == 4)
         cluster.done.clear()
-        cluster.give_again(1, 0, 2)
+        cluster.redeliver(1, 0, 2)
         await receiver.wait_for_message()
         assert [one.offset for one in receiver.take_many(10)] == [0, 1]
 
@@ -443,14 +443,14 @@ async def test_a_message_accepted_while_it_is_leased_again_is_not_redelivered() 
 async def test_a_message_redelivered_after_its_accept_is_found_to_be_leased() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        cluster.give(1, 1)
+        cluster.deliver(1, 1)
         await receiver.wait_for_message()
         (first,) = receiver.take_many(1)
         await until(lambda: len(cluster.asked[1]) == 2)
         await first.ack()
         # A seek: the waiting poll gets the accepted messages.
         cluster.done.clear()
-        cluster.give_again(1, 0)
+        cluster.redeliver(1, 0)
         async with asyncio.timeout(HANG_S):
             await receiver.wait_for_message()
         (again,) = receiver.take_many(1)
@@ -461,11 +461,11 @@ async def test_a_message_redelivered_after_its_accept_is_found_to_be_leased() ->
 async def test_unsettled_messages_are_redelivered() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        cluster.give(1, 1)
+        cluster.deliver(1, 1)
         await receiver.wait_for_message()
         (first,) = receiver.take_many(1)
         receiver.stop_renewing(first)
-        cluster.give_again(1, 0, attempt=2)
+        cluster.redeliver(1, 0, attempt=2)
         await receiver.wait_for_message()
         (again,) = receiver.take_many(1)
         assert (again.offset, again.attempt, first.is_settled) == (0, 2, True)

@@ -21,7 +21,7 @@ from millstream.core.subscription import Verb
 HANG_S = 60
 
 
-class Given:
+class ScriptedSource:
     """A source that yields the given messages, then waits; it records their settlements."""
 
     subscription = "billing"
@@ -106,7 +106,7 @@ async def forget(delete: bool) -> None:
 
 
 async def settled_by(count: int, handler: Handler) -> dict[int, tuple[int, int | None, str]]:
-    source = Given(count)
+    source = ScriptedSource(count)
     subscriber = Subscriber(source, handler, concurrency=1, forget=forget)
     await subscriber.start()
     await source.all_reported()
@@ -155,13 +155,13 @@ async def test_a_handler_that_cancels_its_own_task_has_failed(when: str) -> None
 
 
 def test_a_handler_does_not_block_the_end_of_the_program() -> None:
-    sources: list[Given] = []
+    sources: list[ScriptedSource] = []
 
     async def handle(message: Message) -> None:
         await asyncio.sleep(HANG_S)
 
     async def main() -> None:
-        sources.append(Given(1))
+        sources.append(ScriptedSource(1))
         await Subscriber(sources[0], handle, concurrency=1, forget=forget).start()
         while sources[0].messages:
             await asyncio.sleep(0)
@@ -186,7 +186,7 @@ async def test_a_base_exception_is_a_handler_error(is_plain: bool) -> None:
 
 
 async def test_a_stopped_worker_releases_its_message() -> None:
-    source, begun = Given(1), asyncio.Event()
+    source, begun = ScriptedSource(1), asyncio.Event()
 
     async def handle(message: Message) -> None:
         begun.set()
@@ -203,7 +203,7 @@ async def test_a_stopped_worker_releases_its_message() -> None:
 async def test_an_invalid_retry_delay_is_a_handler_error(seconds: Any) -> None:
     with pytest.raises(InvalidRequest, match="not a number of seconds"):
         RetryLater(seconds)
-    nack: Any = Given(1).messages[0].nack
+    nack: Any = ScriptedSource(1).messages[0].nack
     with pytest.raises(InvalidRequest, match="not a number of seconds"):
         await nack(delay=seconds or math.inf)
 
@@ -217,12 +217,14 @@ async def test_an_invalid_retry_delay_is_a_handler_error(seconds: Any) -> None:
 
 
 async def test_an_error_whose_str_fails_releases_the_message() -> None:
-    class Unspeakable(Exception):
+    class UnprintableError(Exception):
         def __str__(self) -> str:
             raise ValueError("no words")
 
     async def handle(message: Message) -> None:
-        raise (Unspeakable, Reject, RetryLater)[message.offset](*((), ("half \ud800",), (2.5, "soon"))[message.offset])
+        raise (UnprintableError, Reject, RetryLater)[message.offset](
+            *((), ("half \ud800",), (2.5, "soon"))[message.offset]
+        )
 
     assert await settled_by(3, handle) == {
         0: (Verb.RELEASE, None, ""),
@@ -240,7 +242,7 @@ async def test_plain_functions_run_up_to_the_concurrency_limit(is_idempotent: bo
         together.wait(HANG_S)
 
     idempotent = IdempotentHandler(handle, name="h", store=str(tmp_path / "handled.db")) if is_idempotent else None
-    source = Given(count)
+    source = ScriptedSource(count)
     subscriber = Subscriber(source, idempotent or handle, concurrency=count, forget=forget)
     await subscriber.start()
     await source.all_reported()
@@ -253,14 +255,14 @@ async def test_plain_functions_run_up_to_the_concurrency_limit(is_idempotent: bo
 # -- a handler that fails for everything -------------------------------------------------------------------------
 
 
-def verbs(source: Given) -> list[int]:
+def verbs(source: ScriptedSource) -> list[int]:
     return [source.settled[offset][0] for offset in sorted(source.settled)]
 
 
 async def test_a_handler_that_always_fails_is_given_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REST_S_MIN", 0.01)
     monkeypatch.setattr(module, "REST_S_MAX", 0.02)
-    source, is_well = Given(30), False
+    source, is_well = ScriptedSource(30), False
 
     async def handle(message: Message) -> None:
         nonlocal is_well
@@ -283,7 +285,7 @@ async def test_a_tried_message_goes_behind_the_others(monkeypatch: pytest.Monkey
     """Bad messages at the front of a queue do not starve the good ones behind them."""
     monkeypatch.setattr(module, "REST_S_MIN", 0.001)
     monkeypatch.setattr(module, "REST_S_MAX", 0.001)
-    bad, source = 60, Given(80)
+    bad, source = 60, ScriptedSource(80)
 
     async def handle(message: Message) -> None:
         if message.offset < bad:
@@ -305,7 +307,7 @@ async def test_failures_count_as_attempts_after_a_day_without_success(monkeypatc
     monkeypatch.setattr(module, "REST_S_MIN", 0.001)
     monkeypatch.setattr(module, "REST_S_MAX", 0.001)
     monkeypatch.setattr(module, "OUTAGE_S_MAX", 0.0)
-    source = Given(20)
+    source = ScriptedSource(20)
 
     async def handle(message: Message) -> None:
         raise ValueError("this cannot be read")
@@ -320,7 +322,7 @@ async def test_failures_count_as_attempts_after_a_day_without_success(monkeypatc
 
 async def test_a_few_failing_messages_use_up_their_attempts() -> None:
     """The messages may be at fault, so their subscription's attempt limit applies."""
-    source, again = Given(module.FAILED_MESSAGES_MAX - 1), 3
+    source, again = ScriptedSource(module.FAILED_MESSAGES_MAX - 1), 3
     all_of_them = list(source.messages)
 
     async def handle(message: Message) -> None:
@@ -340,7 +342,7 @@ async def test_a_few_failing_messages_use_up_their_attempts() -> None:
 
 async def test_a_failure_while_nothing_succeeds_is_not_counted_as_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REST_S_MIN", HANG_S)
-    source, gate = Given(20), asyncio.Event()
+    source, gate = ScriptedSource(20), asyncio.Event()
 
     async def handle(message: Message) -> None:
         await gate.wait()
@@ -368,7 +370,7 @@ async def test_a_handler_that_fails_for_some_messages_keeps_its_concurrency(case
         if message.offset % 10 != 9:
             raise ValueError("most cannot be read")
 
-    source = Given(60)
+    source = ScriptedSource(60)
     if case == "one message":
         source.messages = source.messages[:1] * 60
     subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
@@ -390,12 +392,12 @@ async def test_failures_of_one_kind_are_logged_once_and_counted(
             raise KeyError(message.offset)
 
     await settled_by(12, handle)
-    said = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
-    assert [is_traceback for _, is_traceback in said] == [True, True, False]
-    assert said[-1][0] == "the handler of 'billing' failed 7 more times, not logged"
+    output = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
+    assert [is_traceback for _, is_traceback in output] == [True, True, False]
+    assert output[-1][0] == "the handler of 'billing' failed 7 more times, not logged"
     caplog.clear()
     log = module.FailureLog("billing")
-    message = Given(1).messages[0]
+    message = ScriptedSource(1).messages[0]
     for _ in range(3):
         log.failed(message, ValueError())
     monkeypatch.setattr(module, "LOGGED_EVERY_S", 0.0)

@@ -32,7 +32,7 @@ async def open_store(request: pytest.FixtureRequest) -> AsyncIterator[OpenStore]
     service = EmbeddedService(clock, file=file)
     async with AsyncExitStack() as stack:
 
-        def open_door() -> CoordinationStore:
+        def open_store() -> CoordinationStore:
             store: CoordinationStore
             if request.param in ("embedded", "file"):
                 store = EmbeddedStore(service, clock)
@@ -48,7 +48,7 @@ async def open_store(request: pytest.FixtureRequest) -> AsyncIterator[OpenStore]
             stack.push_async_callback(store.close)
             return store
 
-        yield open_door
+        yield open_store
 
 
 @pytest.fixture

@@ -53,13 +53,13 @@ async def connect(etcd: EtcdServer) -> AsyncIterator[Connect]:
     cluster = uuid.uuid4().hex
     async with AsyncExitStack() as stack:
 
-        def open_door(*addresses: str, clock: Clock | None = None, request_s_max: float = WAIT_S) -> EtcdStore:
+        def open_store(*addresses: str, clock: Clock | None = None, request_s_max: float = WAIT_S) -> EtcdStore:
             urls = ",".join(f"http://{address}" for address in addresses or (address_of(etcd),))
             store = EtcdStore(EtcdAddress.parse(urls), cluster, clock or SystemClock(), request_s_max=request_s_max)
             stack.push_async_callback(store.close)
             return store
 
-        yield open_door
+        yield open_store
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ async def test_a_request_that_was_never_sent_is_known_to_have_failed(connect: Co
 
 
 @pytest.mark.parametrize(
-    ("response", "said"),
+    ("response", "output"),
     [
         (
             b"HTTP/1.1 404 Not Found\r\n\r\n",
@@ -110,14 +110,14 @@ async def test_a_request_that_was_never_sent_is_known_to_have_failed(connect: Co
         (b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5"}', "accepts no requests"),
     ],
 )
-async def test_another_server_in_the_place_of_etcd_is_reported(connect: Connect, response: bytes, said: str) -> None:
+async def test_another_server_in_the_place_of_etcd_is_reported(connect: Connect, response: bytes, output: str) -> None:
     async def other(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(response)
         writer.close()
 
     async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
         store = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        with pytest.raises(StoreRefused, match=said):
+        with pytest.raises(StoreRefused, match=output):
             await store.read("a")
 
 

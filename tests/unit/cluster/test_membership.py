@@ -21,7 +21,7 @@ ME = Node(node_id=NodeId(1), host="one", port=9092)
 OTHER = Node(node_id=NodeId(2), host="two", port=9092)
 
 
-class Picture:
+class ClusterSnapshot:
     """A node's view of its cluster."""
 
     def __init__(self, *nodes: Node) -> None:
@@ -39,12 +39,12 @@ def test_a_standalone_node_is_the_whole_cluster() -> None:
 
 
 def test_live_nodes_are_reported_in_order() -> None:
-    assert Membership("cluster", ME, Picture(OTHER, ME)).nodes() == [ME, OTHER]
-    assert Membership("cluster", ME, Picture(OTHER)).nodes() == [OTHER]
+    assert Membership("cluster", ME, ClusterSnapshot(OTHER, ME)).nodes() == [ME, OTHER]
+    assert Membership("cluster", ME, ClusterSnapshot(OTHER)).nodes() == [OTHER]
 
 
 def test_clients_never_get_an_empty_list_of_nodes() -> None:
-    starting = Membership("cluster", ME, Picture())
+    starting = Membership("cluster", ME, ClusterSnapshot())
     assert starting.nodes() == [ME]
     assert starting.controller_id == NO_CONTROLLER
     assert starting.node(ME.node_id) is None

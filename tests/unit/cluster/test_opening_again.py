@@ -40,8 +40,8 @@ async def test_the_log_is_opened_when_the_disk_works_again(
         await group.until(lambda: len(group[1].topics.partitions_of(topic)) == 1)
         assert failures[0] == 0
         await group.until(lambda: group[1].topics.partition("orders", 0).is_leader)
-        said = [record.levelname for record in caplog.records if "cannot be opened" in record.getMessage()]
-        assert said.count("ERROR") == 1
+        output = [record.levelname for record in caplog.records if "cannot be opened" in record.getMessage()]
+        assert output.count("ERROR") == 1
 
 
 async def test_opening_the_log_of_a_deleted_topic_is_not_retried(tmp_path: Path, failures: list[int]) -> None:

@@ -89,14 +89,14 @@ async def test_everything_is_reported_again_after_a_new_registration(store: LogS
     fetching = fetcher(link, registrations)
     fetching.follow(follower(store, "os"))
     task = asyncio.create_task(fetching.run())
-    said = []
+    output = []
     for session in (5, 5, 6):
         fetch = await link.fetches.get()
-        said.append((fetch.registration, fetch.session_id, len(fetch.wanted)))
-        if len(said) == 2:
+        output.append((fetch.registration, fetch.session_id, len(fetch.wanted)))
+        if len(output) == 2:
             registrations.append(8)
         link.responses.put_nowait(ReplicaResponses(0, session))
-    assert said == [(7, 0, 1), (7, 5, 0), (8, 0, 1)]
+    assert output == [(7, 0, 1), (7, 5, 0), (8, 0, 1)]
     await end(task)
 
 

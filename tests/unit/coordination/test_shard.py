@@ -593,7 +593,7 @@ async def test_only_a_shard_that_can_still_write_sends_a_final_refusal() -> None
     def refuse(state: Texts) -> Outcome[str]:
         raise InvalidRequest("over")
 
-    def hesitate(state: Texts) -> Outcome[str]:
+    def reject_operation(state: Texts) -> Outcome[str]:
         raise BatchTooLarge("try something smaller")
 
     partition = MemoryPartition(acknowledges=False)
@@ -609,7 +609,7 @@ async def test_only_a_shard_that_can_still_write_sends_a_final_refusal() -> None
     shard.open()
     await shard.wait_loaded()
     with pytest.raises(BatchTooLarge):
-        await shard.run(hesitate, pure=True)
+        await shard.run(reject_operation, pure=True)
     refused = shard.submit(refuse, pure=True)
     await settle()
     assert not refused.done()

@@ -184,9 +184,9 @@ def test_a_program_ends_cleanly_on_every_signal(sandbox: Sandbox, number: signal
         assert process.stdout.readline() == "handling\n"
         if number is not None:
             os.kill(process.pid, number)
-        said, wrong = process.communicate("\n", timeout=WAIT_S)
+        output, wrong = process.communicate("\n", timeout=WAIT_S)
     assert wrong == ""
-    assert said == ("handled\n" if number is None else "handled\ndrained\n")
+    assert output == ("handled\n" if number is None else "handled\ndrained\n")
     assert process.returncode == 0
 
 

@@ -19,12 +19,12 @@ sizes = st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 12), min_size=1)
 
 
 @st.composite
-def wishes(draw: st.DrawFn, partitions: dict[UUID, int], *, same: bool) -> list[MemberSubscription]:
+def subscriptions_of_members(draw: st.DrawFn, partitions: dict[UUID, int], *, same: bool) -> list[MemberSubscription]:
     topics = sorted(partitions)
-    everyones = frozenset(draw(st.sets(st.sampled_from(topics), min_size=1)))
+    common_topics = frozenset(draw(st.sets(st.sampled_from(topics), min_size=1)))
     made = []
     for number in range(draw(st.integers(1, 9))):
-        own = everyones if same else frozenset(draw(st.sets(st.sampled_from(topics))))
+        own = common_topics if same else frozenset(draw(st.sets(st.sampled_from(topics))))
         made.append(MemberSubscription(member_id=f"member-{number}", topics=own))
     return made
 
@@ -32,17 +32,19 @@ def wishes(draw: st.DrawFn, partitions: dict[UUID, int], *, same: bool) -> list[
 @st.composite
 def situations(draw: st.DrawFn, *, same: bool = False) -> tuple[list[MemberSubscription], dict[UUID, int]]:
     partitions = draw(sizes)
-    return draw(wishes(partitions, same=same)), partitions
+    return draw(subscriptions_of_members(partitions, same=same)), partitions
 
 
-def check_everything_is_given_once(wishes: list[MemberSubscription], partitions: dict[UUID, int], given: Given) -> None:
-    assert given.keys() == {wish.member_id for wish in wishes}
-    wanted = {topic_id for wish in wishes for topic_id in wish.topics}
+def check_everything_is_given_once(
+    subscriptions_of_members: list[MemberSubscription], partitions: dict[UUID, int], given: Given
+) -> None:
+    assert given.keys() == {wish.member_id for wish in subscriptions_of_members}
+    wanted = {topic_id for wish in subscriptions_of_members for topic_id in wish.topics}
     expected = {(topic_id, number) for topic_id in wanted for number in range(partitions[topic_id])}
     handed_out = [place for assignment in given.values() for place in partitions_in(assignment)]
     assert len(handed_out) == len(set(handed_out))
     assert set(handed_out) == expected
-    for wish in wishes:
+    for wish in subscriptions_of_members:
         assert given[wish.member_id].keys() <= wish.topics
         assert all(given[wish.member_id].values())
 
@@ -53,8 +55,8 @@ def moves(before: Given, after: Given) -> int:
     return sum(1 for place, member_id in new.items() if place in old and old[place] != member_id)
 
 
-def again(wishes: list[MemberSubscription], given: Given) -> list[MemberSubscription]:
-    return [dataclasses.replace(wish, previous=given.get(wish.member_id, {})) for wish in wishes]
+def again(subscriptions_of_members: list[MemberSubscription], given: Given) -> list[MemberSubscription]:
+    return [dataclasses.replace(wish, previous=given.get(wish.member_id, {})) for wish in subscriptions_of_members]
 
 
 @given(situations())

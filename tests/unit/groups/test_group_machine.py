@@ -98,7 +98,7 @@ class GroupHistory(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            self._everyone_has_a_response()
+            self._all_requests_have_responses()
             self.nothing_failed_on_the_side()
         finally:
             self._run(self.shard.close())
@@ -394,7 +394,7 @@ class GroupHistory(RuleBasedStateMachine):
         offset = fetched["orders"][0].offset
         assert self.last_acknowledged <= offset <= self.last_submitted
 
-    def _everyone_has_a_response(self) -> None:
+    def _all_requests_have_responses(self) -> None:
         if not hasattr(self, "shard"):
             return
         for _ in range(60):

@@ -23,12 +23,12 @@ from millstream.gateway.pressure import Pressure, RequestMemory
 from millstream_testing.producer_ledger import ProducerLedger
 
 
-class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number: int = 1
     names: list[str] = []
 
 
-class Said(msgspec.Struct, frozen=True):
+class ExampleResponse(msgspec.Struct, frozen=True):
     number: int
 
 
@@ -41,15 +41,15 @@ class ScriptedRoutes:
         self.ended = False
         self.error: Exception | None = None
 
-    async def respond(self, services: Services, asked: Request[Any, Any]) -> Said:
+    async def respond(self, services: Services, asked: Request[Any, Any]) -> ExampleResponse:
         if self.error is not None:
             raise self.error
-        return Said(asked.query.number)
+        return ExampleResponse(asked.query.number)
 
-    async def take(self, services: Services, asked: Request[Any, Any]) -> Said:
+    async def take(self, services: Services, asked: Request[Any, Any]) -> ExampleResponse:
         self.begun.set()
         await self.go_on.wait()
-        return asked.body if isinstance(asked.body, Said) else Said(len(asked.body))
+        return asked.body if isinstance(asked.body, ExampleResponse) else ExampleResponse(len(asked.body))
 
     async def stream(self, services: Services, asked: Request[Any, Any]) -> StreamResponse:
         return StreamResponse(self._pieces())
@@ -63,10 +63,12 @@ class ScriptedRoutes:
             self.ended = True
 
     def routes(self) -> list[Route[Any, Any]]:
-        shared: dict[str, Any] = {"summary": "", "tag": "", "response": Said}
+        shared: dict[str, Any] = {"summary": "", "tag": "", "response": ExampleResponse}
         return [
-            Route(method="GET", path="/things", handle=self.respond, query=Wanted, body=NoFields, **shared),
-            Route(method="POST", path="/things/{name}", handle=self.take, query=NoFields, body=Said, **shared),
+            Route(method="GET", path="/things", handle=self.respond, query=ExampleRequest, body=NoFields, **shared),
+            Route(
+                method="POST", path="/things/{name}", handle=self.take, query=NoFields, body=ExampleResponse, **shared
+            ),
             Route(method="PUT", path="/raw", handle=self.take, query=NoFields, body=bytes, lane=Lane.PUBLISH, **shared),
             Route(
                 method="GET",

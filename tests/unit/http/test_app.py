@@ -104,8 +104,8 @@ async def test_a_busy_broker_is_alive_and_a_stuck_one_is_not(silent_s: float, he
     for path, expected in (("/healthz", health), ("/readyz", readiness)):
         response = await get(path, responding(), silent_s=silent_s)
         assert response.status_code == expected
-        (said,) = response.json()["warnings" if expected == 200 else "reasons"]
-        assert said == f"the broker's event loop has not responded for {silent_s:.1f} s"
+        (output,) = response.json()["warnings" if expected == 200 else "reasons"]
+        assert output == f"the broker's event loop has not responded for {silent_s:.1f} s"
 
 
 async def test_ready_without_reasons_against_it() -> None:

@@ -89,13 +89,13 @@ async def test_a_long_task_continues_and_is_visible_to_its_user_only() -> None:
 async def test_a_task_that_can_be_stopped_is_asked_to_stop() -> None:
     tasks, stops = Tasks(lambda: None), asyncio.Event()
 
-    async def until_asked(_task: Task, _services: Services) -> str:
+    async def wait_until_stopped(_task: Task, _services: Services) -> str:
         await stops.wait()
         return "3 messages delivered again; stopped before the rest"
 
     task = Task("alice", "Redrive", "/console/x")
     task.on_stop = stops.set
-    await tasks.start(task, until_asked, Rights())
+    await tasks.start(task, wait_until_stopped, Rights())
     task.stop()
     await ended(task)
     assert (task.state, task.text) == ("stopped", "3 messages delivered again; stopped before the rest")

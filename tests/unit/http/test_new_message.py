@@ -85,7 +85,7 @@ def test_invalid_requests_are_refused(headers: dict[bytes, bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         {"value": "a", "json": 1},
         {"value": "a", "base64": "YQ=="},
@@ -95,25 +95,25 @@ def test_invalid_requests_are_refused(headers: dict[bytes, bytes]) -> None:
         {"deliver_at": "5", "delay": 0},
     ],
 )
-def test_a_message_of_a_batch_has_exactly_one_value_and_one_key(said: dict[str, Any]) -> None:
+def test_a_message_of_a_batch_has_exactly_one_value_and_one_key(output: dict[str, Any]) -> None:
     with pytest.raises(Refused):
-        from_batch(msgspec.json.decode(msgspec.json.encode(said), type=NewMessage))
+        from_batch(msgspec.json.decode(msgspec.json.encode(output), type=NewMessage))
 
 
 BROKEN = base64.b64encode(b'{"a": "\xff"}').decode()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         {"value": "{broken", "headers": {"content-type": "application/json"}},
         {"value": "", "headers": {"content-type": "application/vnd.shop.order+json; charset=utf-8"}},
         {"base64": BROKEN, "headers": {"content-type": "application/json"}},
     ],
 )
-def test_a_message_declared_as_json_must_be_json(said: dict[str, Any]) -> None:
+def test_a_message_declared_as_json_must_be_json(output: dict[str, Any]) -> None:
     def read(**more: Any) -> Any:
-        return from_batch(msgspec.convert({**said, **more}, NewMessage))
+        return from_batch(msgspec.convert({**output, **more}, NewMessage))
 
     with pytest.raises(Refused, match="not JSON"):
         read()

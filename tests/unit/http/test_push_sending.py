@@ -230,7 +230,7 @@ class Ledger(Settler):
         return [offset for offset, output, _ in self.output if output == verb]
 
 
-class Shelf:
+class LeasableMessages:
     """Messages that can be leased."""
 
     def __init__(self, count: int, lease_ms: int) -> None:
@@ -277,7 +277,7 @@ class Run:
     def __init__(self, hook: Webhook, count: int, **settings: str) -> None:
         # However slow the machine is, only those leases are extended that a test wants to be.
         declared = _declared(hook, **{"share_record_lock_duration_ms": "3600000", **settings})
-        self.ledger, self.shelf = Ledger(), Shelf(count, declared.lease_ms)
+        self.ledger, self.shelf = Ledger(), LeasableMessages(count, declared.lease_ms)
         timeout_s = declared.timeout_ms / 1000
         self.pusher = Pusher(
             declared,
@@ -550,7 +550,7 @@ async def test_a_silent_node_is_asked_again(hook: Webhook) -> None:
 async def test_a_shortened_lease_is_extended_in_time(hook: Webhook) -> None:
     hook.respond = lambda _request: Response(after_s=WAIT_S)
     run = Run(hook, 0, share_record_lock_duration_ms="3600000")
-    run.pusher._receive = Shelf(1, lease_ms=LEASE_MS).receive
+    run.pusher._receive = LeasableMessages(1, lease_ms=LEASE_MS).receive
     await hook.until(lambda: bool(hook.requests))
     await run.pusher.change(_declared(hook, share_record_lock_duration_ms=str(LEASE_MS)), sender(hook))
     await run.ledger.until(lambda: len(run.ledger.of(Verb.EXTEND)) >= 2)

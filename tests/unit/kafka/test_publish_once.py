@@ -46,7 +46,7 @@ class Place:
         return self.there
 
 
-class Door:
+class PublishOnceFixture:
     """PublishOnce on a partition in memory."""
 
     def __init__(self) -> None:
@@ -87,48 +87,48 @@ class Door:
 
 
 async def test_a_duplicate_message_is_not_stored_again() -> None:
-    door = Door()
-    assert await door.publish("a", "b", "a") == [(0, True), (1, True), (0, False)]
-    assert await door.publish("b", "c", compression=COMPRESSION_ZSTD) == [(1, False), (2, True)]
-    assert door.stored() == ["a", "b", "c"]
-    assert door.api.duplicates == 2
+    fixture = PublishOnceFixture()
+    assert await fixture.publish("a", "b", "a") == [(0, True), (1, True), (0, False)]
+    assert await fixture.publish("b", "c", compression=COMPRESSION_ZSTD) == [(1, False), (2, True)]
+    assert fixture.stored() == ["a", "b", "c"]
+    assert fixture.api.duplicates == 2
 
 
 async def test_a_message_without_a_timestamp_is_stamped_now() -> None:
-    door = Door()
+    fixture = PublishOnceFixture()
     batch = bytes(encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))]))
     for is_new in (True, False):
-        ((offset, timestamp_ms, was_new),) = (await door.api.handle(PublishOnceRequest("orders", 0, batch))).placed
-        assert (offset, timestamp_ms, was_new) == (0, door.bench.clock.now_ms(), is_new)
+        ((offset, timestamp_ms, was_new),) = (await fixture.api.handle(PublishOnceRequest("orders", 0, batch))).placed
+        assert (offset, timestamp_ms, was_new) == (0, fixture.bench.clock.now_ms(), is_new)
 
 
 async def test_messages_published_through_other_apis_are_detected() -> None:
-    door = Door()
-    door.publish_otherwise("a", COMPRESSION_ZSTD)
-    door.publish_in_transaction("gone", 1, commit=False)
-    door.publish_in_transaction("kept", 2, commit=True)
-    door.publish_in_transaction("open", 3, commit=None)
-    placed = await door.publish("a", "gone", "kept", "open")
+    fixture = PublishOnceFixture()
+    fixture.publish_otherwise("a", COMPRESSION_ZSTD)
+    fixture.publish_in_transaction("gone", 1, commit=False)
+    fixture.publish_in_transaction("kept", 2, commit=True)
+    fixture.publish_in_transaction("open", 3, commit=None)
+    placed = await fixture.publish("a", "gone", "kept", "open")
     assert [is_new for _, is_new in placed] == [False, True, False, True]
 
 
 async def test_many_ids_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published_ids, "ON_LOOP_BYTES", 0)
     monkeypatch.setattr(published_ids, "READ_BYTES", 1)
-    door = Door()
+    fixture = PublishOnceFixture()
     for number in range(20):
-        door.publish_otherwise(str(number))
-    placed = await asyncio.gather(door.publish("7", "new"), door.publish("new", "8"))
+        fixture.publish_otherwise(str(number))
+    placed = await asyncio.gather(fixture.publish("7", "new"), fixture.publish("new", "8"))
     assert sorted(offset for both in placed for offset, _ in both) == [7, 8, 20, 20]
 
 
 async def test_ids_beyond_the_limit_are_forgotten_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published_ids, "IDS_MAX", 2)
-    door = Door()
-    await door.publish("a", "b", "c")
-    assert await door.publish("b", "c") == [(1, False), (2, False)]
-    assert await door.publish("a") == [(3, True)]
-    forgotten = {metric.name: next(iter(metric.samples)).value for metric in door.api.metrics()}
+    fixture = PublishOnceFixture()
+    await fixture.publish("a", "b", "c")
+    assert await fixture.publish("b", "c") == [(1, False), (2, False)]
+    assert await fixture.publish("a") == [(3, True)]
+    forgotten = {metric.name: next(iter(metric.samples)).value for metric in fixture.api.metrics()}
     assert forgotten["millstream_deduplication_ids"] == 2
     assert forgotten["millstream_deduplication_ids_forgotten_total"] == 1
 
@@ -136,41 +136,41 @@ async def test_ids_beyond_the_limit_are_forgotten_and_counted(monkeypatch: pytes
 async def test_partitions_evicted_from_the_cache_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "NODE_IDS_MAX", 1)
     monkeypatch.setattr(api, "COUNT_EVERY", 1)
-    door = Door()
-    first = door.bench.partition
+    fixture = PublishOnceFixture()
+    first = fixture.bench.partition
     for _ in range(2):
-        await door.publish("a", "b")
-    cast("Place", door.api._topics).there = door.bench.make_partition(1)
-    await door.publish("a")
-    assert len(door.api._ids) == 1
-    cast("Place", door.api._topics).there = first
-    assert await door.publish("b") == [(1, False)]
+        await fixture.publish("a", "b")
+    cast("Place", fixture.api._topics).there = fixture.bench.make_partition(1)
+    await fixture.publish("a")
+    assert len(fixture.api._ids) == 1
+    cast("Place", fixture.api._topics).there = first
+    assert await fixture.publish("b") == [(1, False)]
 
 
 async def test_a_node_that_does_not_lead_refuses() -> None:
-    door = Door()
-    await door.publish("a")
+    fixture = PublishOnceFixture()
+    await fixture.publish("a")
     state = PartitionState(
         replicas=(NodeId(1), NodeId(2)), in_sync=(NodeId(1), NodeId(2)), leader=NodeId(2), leader_epoch=Epoch(5)
     )
-    door.bench.partition.apply(Versioned(state, 7), me=NodeId(1))
+    fixture.bench.partition.apply(Versioned(state, 7), me=NodeId(1))
     with pytest.raises(NotLeader):
-        await door.publish("a")
+        await fixture.publish("a")
 
 
 async def test_a_duplicate_is_acknowledged_together_with_the_original() -> None:
-    door = Door()
-    partition = door.bench.partition
+    fixture = PublishOnceFixture()
+    partition = fixture.bench.partition
     state = PartitionState(
         replicas=(NodeId(1), NodeId(2)), in_sync=(NodeId(1), NodeId(2)), leader=NodeId(1), leader_epoch=Epoch(5)
     )
     partition.apply(Versioned(state, 7), me=NodeId(1))
-    first = asyncio.ensure_future(door.publish("a"))
-    again = asyncio.ensure_future(door.publish("a"))
+    first = asyncio.ensure_future(fixture.publish("a"))
+    again = asyncio.ensure_future(fixture.publish("a"))
     await asyncio.sleep(0)
-    batch = bytes(encode_batch([door.record("a")]))
+    batch = bytes(encode_batch([fixture.record("a")]))
     with pytest.raises(RequestTimedOut):
-        await door.api.handle(PublishOnceRequest("orders", 0, batch, None, 1))
+        await fixture.api.handle(PublishOnceRequest("orders", 0, batch, None, 1))
     assert not first.done()
     assert not again.done()
     partition.read_for_follower(NodeId(2), offset=partition.log.end_offset, last_epoch=5, leader_epoch=5, max_bytes=1)
@@ -189,10 +189,10 @@ async def test_a_duplicate_is_acknowledged_together_with_the_original() -> None:
 async def test_messages_that_cannot_be_deduplicated_are_refused(
     batch: bytearray, window_ms: int | None, error: type[Exception]
 ) -> None:
-    door = Door()
+    fixture = PublishOnceFixture()
     with pytest.raises(error):
-        await door.api.handle(PublishOnceRequest("orders", 0, bytes(batch), window_ms))
-    assert door.stored() == []
+        await fixture.api.handle(PublishOnceRequest("orders", 0, bytes(batch), window_ms))
+    assert fixture.stored() == []
 
 
 def test_a_message_always_goes_to_the_same_partition() -> None:
@@ -218,46 +218,46 @@ def test_it_behaves_like_a_dictionary(steps: list[tuple[str, object]]) -> None:
 
 
 async def _follow(steps: list[tuple[str, object]]) -> None:
-    door = Door()
-    clock = door.bench.clock
+    fixture = PublishOnceFixture()
+    clock = fixture.bench.clock
     known: dict[str, list[tuple[int, int]]] = {}
     end = 0
 
-    def lately(name: str) -> list[tuple[int, int]]:
+    def within_window(name: str) -> list[tuple[int, int]]:
         return [one for one in known.get(name, ()) if one[1] >= clock.now_ms() - WINDOW_MS]
 
     for step, detail in steps:
         if step == "wait":
             clock.advance_ms(cast("int", detail))
         elif step == "failover":
-            door.restarted()
+            fixture.restarted()
         elif step == "otherwise":
             name = cast("str", detail)
-            door.publish_otherwise(name)
+            fixture.publish_otherwise(name)
             known.setdefault(name, []).append((end, clock.now_ms()))
             end += 1
         else:
             expected = []
             for name in cast("list[str]", detail):
-                is_new = not lately(name)
+                is_new = not within_window(name)
                 if is_new:
                     known.setdefault(name, []).append((end, clock.now_ms()))
                     end += 1
-                expected.append((lately(name)[-1][0], is_new))
-            assert await door.publish(*cast("list[str]", detail)) == expected
+                expected.append((within_window(name)[-1][0], is_new))
+            assert await fixture.publish(*cast("list[str]", detail)) == expected
 
 
 async def test_deleted_partitions_and_those_led_elsewhere_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = Door()
-    await door.publish("a")
-    assert len(door.api._ids) == 1
-    for listener in door.place.listeners:
-        listener(door.bench.partition.topic)
-    assert not door.api._ids
+    fixture = PublishOnceFixture()
+    await fixture.publish("a")
+    assert len(fixture.api._ids) == 1
+    for listener in fixture.place.listeners:
+        listener(fixture.bench.partition.topic)
+    assert not fixture.api._ids
     # A partition that this node no longer leads is evicted too, once others have been used often enough.
-    await door.publish("a")
+    await fixture.publish("a")
     monkeypatch.setattr(api, "COUNT_EVERY", 1)
     monkeypatch.setattr(published_ids.PublishedIds, "is_current", property(lambda self: self._partition is not there))
-    there, door.place.there = door.bench.partition, Workbench().partition
-    await door.publish("b")
-    assert list(door.api._ids) == [door.place.there]
+    there, fixture.place.there = fixture.bench.partition, Workbench().partition
+    await fixture.publish("b")
+    assert list(fixture.api._ids) == [fixture.place.there]

@@ -34,10 +34,10 @@ from millstream.protocol.messages.shape import reshape
 from millstream.protocol.records.record import NewRecord, encode_batch
 
 EACH_CLIENT = QuotaEntity(((CLIENT_ID, DEFAULT),))
-EVERYBODY = QuotaEntity(((USER, ANONYMOUS),))
+ANONYMOUS_ENTITY = QuotaEntity(((USER, ANONYMOUS),))
 
 
-class Hand:
+class SteppedClock:
     """A clock that advances only by hand."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ steps = st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 20)), min_size=1, 
 def test_a_client_that_waits_never_exceeds_its_rate_and_the_first_burst(
     rate: int, requests: list[tuple[int, float]]
 ) -> None:
-    clock = Hand()
+    clock = SteppedClock()
     bucket = Bucket(rate, clock.now)
     taken = 0
     for size, pause_s in requests:
@@ -91,7 +91,7 @@ async def test_without_quotas_no_client_is_limited(quotas: ClientQuotas) -> None
 
 
 async def test_a_debt_is_waited_for_and_then_forgotten(quotas: ClientQuotas) -> None:
-    clock = Hand()
+    clock = SteppedClock()
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=clock)
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 100.0})
     one, other = Muted("one"), Muted("other")
@@ -120,7 +120,7 @@ async def test_a_share_consumer_waits_until_its_debt_is_paid(quotas: ClientQuota
 
 
 async def test_the_debt_of_a_client_is_reported_without_muting_a_shared_connection(quotas: ClientQuotas) -> None:
-    clock, client = Hand(), Muted()
+    clock, client = SteppedClock(), Muted()
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=clock)
     assert meter.owed_ms(client.info) == 0
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 100.0})
@@ -132,14 +132,14 @@ async def test_the_debt_of_a_client_is_reported_without_muting_a_shared_connecti
 
 
 async def test_the_clients_of_a_user_share_one_bucket(quotas: ClientQuotas) -> None:
-    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
-    await quotas.alter(EVERYBODY, {PRODUCER_BYTE_RATE: 100.0})
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=SteppedClock())
+    await quotas.alter(ANONYMOUS_ENTITY, {PRODUCER_BYTE_RATE: 100.0})
     assert meter.charge(Muted("one").info, 1000) == 0
     assert meter.charge(Muted("other").info, 1) == 10
 
 
 async def test_users_are_limited_separately_and_a_client_id_across_users(quotas: ClientQuotas) -> None:
-    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=SteppedClock())
     await quotas.alter(QuotaEntity(((USER, DEFAULT),)), {PRODUCER_BYTE_RATE: 100.0})
     alice, bob = Muted("app", user="alice").info, Muted("app", user="bob").info
     assert (meter.charge(alice, 1001), meter.charge(bob, 1000)) == (10, 0)
@@ -152,7 +152,7 @@ async def test_users_are_limited_separately_and_a_client_id_across_users(quotas:
 
 
 async def test_every_throttle_time_is_bounded_and_restarts_on_change(quotas: ClientQuotas) -> None:
-    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=SteppedClock())
     client = Muted()
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
     assert meter.charge(client.info, 10**9) == THROTTLE_MS_MAX
@@ -164,7 +164,7 @@ async def test_every_throttle_time_is_bounded_and_restarts_on_change(quotas: Cli
 
 async def test_the_number_of_tracked_clients_is_bounded(quotas: ClientQuotas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota_meter, "CLIENTS_MAX", 2)
-    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=SteppedClock())
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
     assert [meter.charge(Muted(name).info, 11) for name in ("a", "b", "a", "c", "a")] == [1000, 1000, 12000, 1000, 1000]
 
@@ -221,7 +221,7 @@ def milliseconds(response: Any) -> int:
 @pytest.mark.parametrize("version", range(3, 14))
 async def test_produce_is_stored_and_throttled(topics: Topics, quotas: ClientQuotas, version: int) -> None:
     topic = await topics.create("orders", partitions=1)
-    produce = Produce(topics, QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand()))
+    produce = Produce(topics, QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=SteppedClock()))
     client = Muted()
     assert milliseconds(await exchange(produce, produce_request(version, topic), client.info)) == 0
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 50.0})
@@ -237,7 +237,7 @@ async def test_produce_is_stored_and_throttled(topics: Topics, quotas: ClientQuo
 async def test_produce_without_a_response_is_muted_too(topics: Topics, quotas: ClientQuotas) -> None:
     topic = await topics.create("orders", partitions=1)
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
-    produce = Produce(topics, QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand()))
+    produce = Produce(topics, QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=SteppedClock()))
     client = Muted()
     assert await exchange(produce, produce_request(9, topic, acks=0), client.info) is None
     assert len(client.seconds) == 1
@@ -248,7 +248,9 @@ async def test_fetch_gets_a_response_and_is_throttled(topics: Topics, quotas: Cl
     topic = await topics.create("orders", partitions=1)
     for _ in range(3):
         await topics.partition("orders", 0).append(encode_batch([NewRecord(None, bytes(1000), (), 1000)]))
-    fetch = Fetch(topics, Budget(1 << 30), QuotaMeter(quotas, CONSUMER_BYTE_RATE, clock=Hand()), bytes_max=1 << 20)
+    fetch = Fetch(
+        topics, Budget(1 << 30), QuotaMeter(quotas, CONSUMER_BYTE_RATE, clock=SteppedClock()), bytes_max=1 << 20
+    )
     client = Muted()
     response = await exchange(fetch, fetch_request(version, topic), client.info)
     everything = len(response.responses[0].partitions[0].records)

@@ -148,18 +148,18 @@ def test_invalid_acknowledgements_are_refused(batches: list[Batch]) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 4), min_size=1, max_size=8)), max_size=5))
 def test_every_offset_is_settled_once_as_acknowledged(plan: list[tuple[int, list[int]]]) -> None:
-    said: dict[int, int] = {}
+    output: dict[int, int] = {}
     batches, at = [], 0
     for hole, types in plan:
         at += hole
         batches.append(Batch(at, at + len(types) - 1, tuple(types)))
-        said.update(zip(range(at, at + len(types)), types, strict=True))
+        output.update(zip(range(at, at + len(types)), types, strict=True))
         at += len(types)
     verbs, gaps = settlements_of(batches, renews=True)
     done = {offset: int(one.verb) for one in verbs for offset in range(one.first, one.last + 1)}
     left = {offset for one in gaps for offset in range(one.first, one.last + 1)}
-    assert done == {offset: kind for offset, kind in said.items() if kind != GAP}
-    assert left == {offset for offset, kind in said.items() if kind == GAP}
+    assert done == {offset: kind for offset, kind in output.items() if kind != GAP}
+    assert left == {offset for offset, kind in output.items() if kind == GAP}
     assert [one.first for one in verbs] == sorted(one.first for one in verbs)
 
 

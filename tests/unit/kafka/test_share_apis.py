@@ -55,7 +55,7 @@ ALTER, DESCRIBE_CONFIGS, LIST_CONFIGS = 44, 32, 74
 HEARTBEAT, DESCRIBE, FETCH, ACKNOWLEDGE, OFFSETS, MOVE, FORGET, DELETE_GROUPS = 76, 77, 78, 79, 90, 91, 92, 42
 LIMITS: dict[str, Any] = {"max_wait": 0, "min_bytes": 1, "max_bytes": 1 << 20, "max_records": 500, "batch_size": 500}
 NO_LIMITS: dict[str, Any] = {"max_wait": 0, "min_bytes": 0, "max_bytes": 0, "max_records": 0, "is_renew_ack": True}
-NOWHERE = UUID(int=99)
+UNKNOWN_TOPIC = UUID(int=99)
 
 
 def built(key: int, version: int, name: str | None = None, **given: Any) -> Any:
@@ -334,7 +334,7 @@ async def test_the_granted_lease_duration_is_reported(one: Sharer, monkeypatch: 
     assert (await one.fetch()).acquisition_lock_timeout == timedelta(seconds=600)
 
 
-def asks_for_more(one: Sharer, *batches: tuple[int, ...]) -> Buffers | Promise | None:
+def continue_session(one: Sharer, *batches: tuple[int, ...]) -> Buffers | Promise | None:
     """Send a request that continues the session of a member and may wait; return what its connection gets."""
     parts = {"topic": "FetchTopic", "partition": "FetchPartition"}
     topics = one._topics(FETCH, 1, ((one.share_node.topic_id, 0),), batches, parts)
@@ -351,7 +351,7 @@ async def test_a_waiting_member_gets_the_first_message_without_a_task(
     monkeypatch.setattr("millstream.broker.kafka.apis.share_fetch._ACKNOWLEDGED_MS_MAX", 60_000)
     assert await one.got() == [(0, 9, 1)]
     tasks = asyncio.all_tasks()
-    waiting = asks_for_more(one, (0, 9, ACCEPT))
+    waiting = continue_session(one, (0, 9, ACCEPT))
     assert isinstance(waiting, Parked)
     await one.share_node.publish("late")
     encoded = await waiting
@@ -364,7 +364,7 @@ async def test_a_waiting_member_gets_the_first_message_without_a_task(
 
 async def test_refused_acknowledgements_are_reported_together_with_messages(one: Sharer) -> None:
     assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
-    encoded = asks_for_more(one, (5, 6, ACCEPT))
+    encoded = continue_session(one, (5, 6, ACCEPT))
     assert isinstance(encoded, list)
     response = read_response(FETCH, 1, b"".join(encoded)[4:])
     assert refusals(response) == [("none", int(ErrorCode.invalid_record_state))]
@@ -394,7 +394,7 @@ async def test_a_queue_that_keeps_failing_is_not_polled_in_a_busy_loop(
     assert await one.got() == [(0, 9, 1)]
     monkeypatch.setattr(Delivery, "try_receive", fails)
     monkeypatch.setattr("millstream.broker.kafka.apis.share_fetch._PAUSE_MS", 60_000)
-    waiting = asks_for_more(one)
+    waiting = continue_session(one)
     assert isinstance(waiting, Parked)
     waiting.abandon()
     if isinstance(error, CoordinatorUnavailable):
@@ -410,7 +410,7 @@ async def test_a_response_that_cannot_be_encoded_is_an_error_and_returns_its_mes
     assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
     with monkeypatch.context() as broken:
         broken.setattr(share_codec, "write_plain", lambda *_: 1 / 0)
-        encoded = asks_for_more(one)
+        encoded = continue_session(one)
     assert isinstance(encoded, list)
     assert read_response(FETCH, 1, b"".join(encoded)[4:]).error_code == ErrorCode.unknown_server_error
     two = Sharer(one.share_node, "two")
@@ -420,7 +420,7 @@ async def test_a_response_that_cannot_be_encoded_is_an_error_and_returns_its_mes
 
 async def test_a_member_that_leaves_while_waiting_leases_nothing(one: Sharer) -> None:
     assert await one.got() == [(0, 9, 1)]
-    waiting = asks_for_more(one)
+    waiting = continue_session(one)
     assert isinstance(waiting, Parked)
     waiting.abandon()
     assert await waiting is None
@@ -616,13 +616,13 @@ async def test_leases_are_renewed(one: Sharer) -> None:
 
 
 async def test_missing_topics_and_partitions_are_refused(one: Sharer) -> None:
-    places = ((NOWHERE, 0), (one.share_node.topic_id, 9))
+    places = ((UNKNOWN_TOPIC, 0), (one.share_node.topic_id, 9))
     response = await one.fetch(places=places)
     assert refusals(response) == [("unknown_topic_id", 0), ("unknown_topic_or_partition", 0)]
     assert await one.codes((0, 0, ACCEPT), places=places) == ["none", "unknown_topic_id", "unknown_topic_or_partition"]
 
 
-class Living:
+class LiveNodes:
     """Two nodes."""
 
     def __init__(self) -> None:
@@ -639,7 +639,7 @@ async def test_a_partition_led_by_another_node_is_refused(
 
     led = PartitionState(replicas=(NodeId(7),), in_sync=(NodeId(7),), leader=NodeId(7), leader_epoch=Epoch(3))
     await one.fetch()
-    monkeypatch.setattr(membership, "_cluster", Living())
+    monkeypatch.setattr(membership, "_cluster", LiveNodes())
     monkeypatch.setattr(share_node.topics, "partition_by_id", moved)
     monkeypatch.setattr(share_node.topics, "state_of", lambda _topic, _index: led)
     for response in (await one.fetch((0, 0, ACCEPT)), await one.acknowledge((0, 0, ACCEPT))):

@@ -350,7 +350,7 @@ NAMES = tuple(f"t{number}" for number in range(3))
 INSTANT = timedelta(0)
 
 
-async def ask_for_many(topics: Topics, membership: Membership, kind: str) -> list[ErrorCode]:
+async def request_many_changes(topics: Topics, membership: Membership, kind: str) -> list[ErrorCode]:
     """Request a change of three topics, or of the twenty partitions of one."""
     if kind == "create":
         made = await send_request(CreateTopics(topics, membership), create(*(topic(name) for name in NAMES)))
@@ -402,7 +402,7 @@ async def test_the_timeout_of_a_request_covers_all_of_its_items(
     now = loop.time
     monkeypatch.setattr(loop, "time", lambda: now() + passed_s)
 
-    async def take_all_the_time(first: Any, *_others: Any, **_options: Any) -> Topic | list[Topic | None] | None:
+    async def use_up_timeout(first: Any, *_others: Any, **_options: Any) -> Topic | list[Topic | None] | None:
         nonlocal begun, passed_s
         begun += len(first) if isinstance(first, list) else 1
         # Everything that starts concurrently has started when the time passes.
@@ -411,10 +411,10 @@ async def test_the_timeout_of_a_request_covers_all_of_its_items(
         wide = topics.get("wide")
         return [wide] * len(first) if isinstance(first, list) else wide
 
-    monkeypatch.setattr(topics, method, take_all_the_time)
+    monkeypatch.setattr(topics, method, use_up_timeout)
     for together in (create_topics, delete_topics):
         monkeypatch.setattr(together, "_AT_ONCE_MAX", 2)
-    codes = await ask_for_many(topics, membership, kind)
+    codes = await request_many_changes(topics, membership, kind)
     assert begun == begun_at_once
     assert codes == [ErrorCode.none] * begun + [ErrorCode.request_timed_out] * (len(codes) - begun)
     assert len(codes) > begun

@@ -10,15 +10,15 @@ from millstream_testing.object_store import ObjectStore, object_store
 
 
 @pytest.fixture(scope="session")
-def a_store() -> Iterator[ObjectStore]:
+def s3_store() -> Iterator[ObjectStore]:
     with object_store() as store:
         store.make_bucket("lake")
         yield store
 
 
 @pytest.fixture
-def s3(a_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3(s3_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
     """The location of the lake, accessed with credentials from the environment, as by any program."""
-    for name, value in a_store.environment.items():
+    for name, value in s3_store.environment.items():
         monkeypatch.setenv(name, value)
     return "s3://lake"

@@ -80,7 +80,7 @@ class Step:
         return self.table.commit(self.files, self._moves, schema=self._schema)
 
 
-def whole_step(folder: Path, log: Sequence[Change], end: int, schema: pa.Schema = SCHEMA) -> None:
+def run_step(folder: Path, log: Sequence[Change], end: int, schema: pa.Schema = SCHEMA) -> None:
     step = Step(folder, log, end, schema)
     step.stage()
     step.merge()
@@ -113,7 +113,7 @@ def test_the_table_equals_the_model_with_interrupted_and_concurrent_steps(tmp_pa
         if fate == "raced":
             # Another run does the same, or something else, before this one commits.
             other = source.choice((end, min(len(log), end + 50)))
-            whole_step(folder, log, other)
+            run_step(folder, log, other)
             with pytest.raises(StalePlan):
                 step.commit()
             reached = other
@@ -132,7 +132,7 @@ def test_the_table_equals_the_model_with_interrupted_and_concurrent_steps(tmp_pa
     remembered = {file.name for file in (folder / "_deleted").iterdir()}
     assert {one.path[8:] for one in table.stored() if one.path.endswith(".d.parquet")} <= remembered
     more = [*log, *((key, 400, False) for key in range(300))]
-    whole_step(folder, more, len(more))
+    run_step(folder, more, len(more))
     check(folder, more)
 
 
@@ -140,9 +140,9 @@ def test_a_table_that_begins_with_deletes_has_no_order_column_yet(tmp_path: Path
     folder = tmp_path / "customers"
     log: list[Change] = [(1, None, True), (1, None, True), (1, 7, False), (2, 8, False), (2, None, True)]
     without_order = SCHEMA.remove(SCHEMA.get_field_index("at"))
-    whole_step(folder, log, 1, without_order)
-    whole_step(folder, log, 2, without_order)
-    whole_step(folder, log, 5)
+    run_step(folder, log, 1, without_order)
+    run_step(folder, log, 2, without_order)
+    run_step(folder, log, 5)
     rows = deltalake.DeltaTable(str(folder)).to_pyarrow_table().to_pylist()
     assert [(row["key"], row["at"]) for row in rows] == [(b"1", 7)]
 
@@ -153,9 +153,9 @@ def test_tables_of_other_programs_are_refused(tmp_path: Path) -> None:
     every.next_offsets([(TOPIC, 0)])
     with pytest.raises(InvalidSetting, match="mode=append"):
         every.stored()
-    whole_step(tmp_path / "customers", [(1, 1, False)], 1)
+    run_step(tmp_path / "customers", [(1, 1, False)], 1)
     deltalake.write_deltalake(
         str(tmp_path / "customers"), deltalake.DeltaTable(str(tmp_path / "customers")).to_pyarrow_table(), mode="append"
     )
     with pytest.raises(CorruptState, match="which another program wrote"):
-        whole_step(tmp_path / "customers", [(1, 1, False), (2, 2, False)], 2)
+        run_step(tmp_path / "customers", [(1, 1, False), (2, 2, False)], 2)

@@ -69,7 +69,7 @@ def test_on_a_disk(tmp_path: Path, format: str) -> None:
 @pytest.mark.trial
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("format", ["delta", "parquet"])
-def test_in_an_object_store(a_store: ObjectStore, s3: str, format: str) -> None:
+def test_in_an_object_store(s3_store: ObjectStore, s3: str, format: str) -> None:
     storage = Storage.at(f"{s3}/{uuid.uuid4().hex}/orders")
-    assert _landed_through_kills(storage.url, format, 500, a_store.environment, kills=8) > 0
+    assert _landed_through_kills(storage.url, format, 500, s3_store.environment, kills=8) > 0
     _check(storage, format, 500)

@@ -187,14 +187,14 @@ class CompactionMachine(RuleBasedStateMachine):
     @rule(rounds=st.integers(1, 4))
     def compact(self, rounds: int) -> None:
         for _ in range(rounds):
-            self.note_touchable()
+            self.record_touchable()
             self.store.compact_once()
         self.check()
 
     @rule(after=st.integers(1, 40), cut=st.booleans(), together=st.booleans())
     def compact_and_fail(self, after: int, cut: bool, together: bool) -> None:
         """Fail the power, or kill the process, during compaction and the operations around it."""
-        self.note_touchable()
+        self.record_touchable()
         self.files.changes, self.files.fails_at = 0, after
         try:
             for _ in range(4):
@@ -242,7 +242,7 @@ class CompactionMachine(RuleBasedStateMachine):
 
     # -- invariants -----------------------------------------------------------------------------------------
 
-    def note_touchable(self) -> None:
+    def record_touchable(self) -> None:
         for model, log in zip(self.models, self.logs, strict=True):
             lag_ms = log.settings.min_compaction_lag_ms
             old = [record for record in model.sent if self.clock.now_ms() - record.sent_ms >= lag_ms]
@@ -339,7 +339,7 @@ def test_a_power_failure_at_every_disk_operation_is_survived(cut: bool) -> None:
     failed = True
     while failed:
         machine = _filled(after)
-        machine.note_touchable()
+        machine.record_touchable()
         machine.files.changes, machine.files.fails_at = 0, after
         failed = False
         try:

@@ -130,7 +130,7 @@ def opened_cleanly(folder: Path) -> bool:
     return clean
 
 
-def pass_over(folder: Path) -> CompactionPass:
+def compaction_pass(folder: Path) -> CompactionPass:
     store = opened(folder / "data")
     log = open_log(store)
     fill(log, 20)
@@ -152,7 +152,7 @@ def pass_over(folder: Path) -> CompactionPass:
 
 
 def test_the_child_does_the_same_as_the_thread(tmp_path: Path) -> None:
-    asked = pass_over(tmp_path)
+    asked = compaction_pass(tmp_path)
     child, inline = ChildWorker(asked), InlineWorker(DiskFiles(), with_token(asked, "other"))
     try:
         assert child.map_keys() == inline.map_keys()
@@ -168,7 +168,7 @@ def with_token(asked: CompactionPass, token: str) -> CompactionPass:
 
 
 def test_the_child_reports_errors(tmp_path: Path) -> None:
-    asked = pass_over(tmp_path)
+    asked = compaction_pass(tmp_path)
     path = Path(asked.groups[0][0].path)
     content = bytearray(path.read_bytes())
     content[100] ^= 1
@@ -186,7 +186,7 @@ def test_the_child_reports_errors(tmp_path: Path) -> None:
 
 
 def test_cancelled_work_ends(tmp_path: Path) -> None:
-    asked = pass_over(tmp_path)
+    asked = compaction_pass(tmp_path)
     for worker in (ChildWorker(asked), InlineWorker(DiskFiles(), asked)):
         worker.cancel()
         with pytest.raises(CleaningCancelled):

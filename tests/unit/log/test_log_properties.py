@@ -188,7 +188,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- durability -----------------------------------------------------------------------------------------
 
-    def note_durable(self) -> None:
+    def record_durable(self) -> None:
         for model, log in zip(self.models, self.logs, strict=True):
             model.durable = max(model.durable, log.synced_offset)
 
@@ -200,7 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
             pass
         for at in chosen:
             assert self.logs[at].synced_offset == self.logs[at].end_offset
-        self.note_durable()
+        self.record_durable()
 
     @rule()
     def commit_all(self) -> None:
@@ -215,7 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
     def upkeep(self) -> None:
         while self.store.checkpoint_once():
             pass
-        self.note_durable()
+        self.record_durable()
 
     @rule(at=st.integers(0, LOGS - 1), keep_cache=st.booleans())
     def fail_a_sync(self, at: int, keep_cache: bool) -> None:
@@ -233,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert not log.health.broken
         assert log.end_offset == model.end
         self.settle(model, log, allowed_from=model.end if keep_cache else model.durable)
-        self.note_durable()
+        self.record_durable()
 
     @rule(
         ending=st.sampled_from([".journal", "checkpoints", ".index", ".timeindex", "/0", "/3"]),
@@ -252,7 +252,7 @@ class StoreMachine(RuleBasedStateMachine):
         while self.store.commit_once() or self.store.checkpoint_once():
             pass
         self.files.forget_planted()
-        self.note_durable()
+        self.record_durable()
         self.commit(set(range(LOGS)))
         for at in chosen:
             self.store.checkpoint_soon(self.logs[at])

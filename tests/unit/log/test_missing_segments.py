@@ -44,7 +44,7 @@ def filled(open_store: OpenStore) -> list[int]:
     return bases
 
 
-def take_away(files: MemoryFiles, *bases: int) -> None:
+def remove_segments(files: MemoryFiles, *bases: int) -> None:
     for base in bases:
         files.remove(segment_path(f"/data/partitions/{TOPIC_ID}/0", base))
 
@@ -71,7 +71,7 @@ def test_a_missing_segment_is_damage(open_store: OpenStore, files: MemoryFiles, 
     bases = filled(open_store)
     first = bases[which]
     after = (*bases, 12)[bases.index(first) + 1]
-    take_away(files, first)
+    remove_segments(files, first)
 
     store = open_store()
     log = open_log(store)
@@ -92,7 +92,7 @@ def test_a_missing_segment_is_damage(open_store: OpenStore, files: MemoryFiles, 
 
 
 def test_all_segments_missing(open_store: OpenStore, files: MemoryFiles) -> None:
-    take_away(files, *filled(open_store))
+    remove_segments(files, *filled(open_store))
     store = open_store()
     log = open_log(store)
     assert log.damaged_ranges == ((0, 12),)
@@ -107,7 +107,7 @@ def test_deleted_segments_are_not_lost(open_store: OpenStore, files: MemoryFiles
     store = open_store()
     open_log(store).delete_before(1)
     store.close_now()
-    take_away(files, 0)
+    remove_segments(files, 0)
     assert open_log(open_store()).damaged_ranges == ((1, bases[1]),)
 
 
@@ -115,14 +115,14 @@ def test_a_missing_segment_after_a_crash(open_store: OpenStore, files: MemoryFil
     bases = filled(open_store)
     open_log(open_store())
     files.kill()
-    take_away(files, bases[-1])
+    remove_segments(files, bases[-1])
     store = open_store()
     assert open_log(store).damaged_ranges == ((bases[-1], 12),)
 
 
 def test_damage_is_removed_by_retention(open_store: OpenStore, files: MemoryFiles) -> None:
     bases = filled(open_store)
-    take_away(files, bases[0])
+    remove_segments(files, bases[0])
     log = open_log(open_store())
     log.delete_before(bases[1])
     assert log.damaged_ranges == ()

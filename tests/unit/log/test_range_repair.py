@@ -72,7 +72,7 @@ def place_of(log: Log, offset: int) -> int:
     return log.reader.locate(log.segments.containing(offset), offset)
 
 
-def mend(store: LogStore, log: Log, batches: bytes, *, lost: int = 0) -> None:
+def repair_range(store: LogStore, log: Log, batches: bytes, *, lost: int = 0) -> None:
     one = list(log.damage)[lost]
     fitted, next_offset = fit_batches(log, one, batches)
     job = RangeRepair(log, one, fitted, next_offset)
@@ -105,7 +105,7 @@ def test_identical_bytes_are_written_in_place(opened: tuple[LogStore, Log], file
     store, log = opened
     given = lose(files, store, log, offset)
     sizes = [(segment.path, segment.size) for segment in log.segments]
-    mend(store, log, given[offset])
+    repair_range(store, log, given[offset])
     assert values(log) == list(range(COUNT))
     assert [(segment.path, segment.size) for segment in log.segments] == sizes
     store.close_now()
@@ -122,7 +122,7 @@ def test_different_bytes_replace_the_segment_and_its_other_damage_stays(
     at = [first for first, _ in log.damaged_ranges].index(offset)
     epoch = log.epochs.epoch_at(offset)
     first = max(0, offset - 2) if log.epochs.epoch_at(max(0, offset - 2)) == epoch else offset
-    mend(store, log, bytes(empty_batch(first, offset + 1, epoch)), lost=at)
+    repair_range(store, log, bytes(empty_batch(first, offset + 1, epoch)), lost=at)
     assert log.damaged_ranges == ((15, 16),)
     whole = [number for number in range(COUNT) if number not in (offset, 15)]
     assert values(log) == whole
@@ -142,9 +142,9 @@ def test_a_range_may_be_restored_in_parts(opened: tuple[LogStore, Log], files: M
     while store.scrub_once():
         pass
     part = len(given) // (segment.next_offset - segment.base_offset) * 4
-    mend(store, log, given[:part])
+    repair_range(store, log, given[:part])
     assert log.damaged_ranges == ((segment.base_offset + 4, segment.next_offset),)
-    mend(store, log, given[part:])
+    repair_range(store, log, given[part:])
     assert not log.damage
     assert values(log) == list(range(COUNT))
 
@@ -201,7 +201,7 @@ def test_a_failing_disk_leaves_the_range_lost(opened: tuple[LogStore, Log], file
     job.finish()
     assert job.error is not None
     assert log.damaged_ranges == ((17, 18),)
-    mend(store, log, given[17])
+    repair_range(store, log, given[17])
     assert values(log) == list(range(COUNT))
 
 
@@ -293,7 +293,7 @@ def written(log: Log) -> list[int]:
 def test_producer_state_that_recovery_could_not_read_is_restored_by_a_repair(files: MemoryFiles) -> None:
     """Otherwise the marker of a transaction would be missed, and so would a sequence."""
     store, log, given = lose_unread(files)
-    mend(store, log, given)
+    repair_range(store, log, given)
     assert written(log) == [0, 1, 2, 3]
 
 

@@ -26,7 +26,7 @@ LOGS = 20
 
 
 @pytest.fixture(autouse=True)
-def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def lower_sync_all_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "SYNC_ALL_LOGS_MIN", 10)
 
 

@@ -473,7 +473,7 @@ async def test_records_below_the_cut_that_only_the_old_source_has_committed_are_
     assert log.saved == saved
 
 
-class OtherSide:
+class SwitchSource:
     """The source of a switch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
@@ -483,7 +483,7 @@ class OtherSide:
         monkeypatch.setattr(failover, "Source", lambda *_, **__: self)
         target.service.follower_of = self.follower_of
 
-    async def __aenter__(self) -> OtherSide:
+    async def __aenter__(self) -> SwitchSource:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -495,7 +495,7 @@ class OtherSide:
             raise refused.pop(0)
         return AdoptResponse(ends={name: {0: 40, 1: 40} for name in (EU, EUX, US)})
 
-    async def follower_of(self, *_: Any) -> OtherSide:
+    async def follower_of(self, *_: Any) -> SwitchSource:
         return self
 
     async def drain(self, *_: Any) -> None:
@@ -506,9 +506,9 @@ class OtherSide:
 
 
 @pytest.fixture
-async def other_side(target: Target, monkeypatch: pytest.MonkeyPatch) -> OtherSide:
+async def other_side(target: Target, monkeypatch: pytest.MonkeyPatch) -> SwitchSource:
     await target.mirrors.note_gated(await target.mirror())
-    return OtherSide(monkeypatch, target)
+    return SwitchSource(monkeypatch, target)
 
 
 SWITCH = ReverseRequest(name=NAME, address="berlin:9092")
@@ -518,7 +518,7 @@ SWITCH = ReverseRequest(name=NAME, address="berlin:9092")
     "refused", [InvalidMirror("run `reverse --save-to TOPIC`"), NotLeader("the link is down")], ids=["advice", "link"]
 )
 async def test_a_switch_whose_old_source_does_not_follow_advises_to_save_its_records(
-    target: Target, other_side: OtherSide, refused: MillstreamError
+    target: Target, other_side: SwitchSource, refused: MillstreamError
 ) -> None:
     other_side.refused["follow"] = [refused]
     expected = InvalidMirror if isinstance(refused, InvalidMirror) else RequestTimedOut
@@ -533,7 +533,7 @@ async def test_a_switch_whose_old_source_does_not_follow_advises_to_save_its_rec
 
 
 async def test_only_a_switch_that_is_not_running_is_reported_as_unfinished(
-    target: Target, other_side: OtherSide
+    target: Target, other_side: SwitchSource
 ) -> None:
     run = MirrorRun(await target.mirror(), target.service)
     run.fenced = [EU]
@@ -553,7 +553,7 @@ async def test_only_a_switch_that_is_not_running_is_reported_as_unfinished(
 
 
 async def test_a_switch_that_cannot_cut_every_copy_gives_the_source_its_role_back(
-    target: Target, other_side: OtherSide
+    target: Target, other_side: SwitchSource
 ) -> None:
     target.has_leaders = False
     other_side.refused["release"] = [BrokerUnreachable("the line is down for a moment")]
@@ -580,25 +580,25 @@ async def test_a_source_that_is_not_millstream_is_not_asked_to_follow(target: Ta
 
 
 async def test_a_cutover_that_is_repeated_does_not_need_the_source_again(
-    target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
+    target: Target, other_side: SwitchSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, target.has_leaders = FailoverRequest(name=NAME, is_planned=True), False
     with pytest.raises(NotLeader):
         await failover.fail_over(target.service, asked)
     target.has_leaders = True
     # The mirror does not run any more.
-    monkeypatch.delattr(OtherSide, "sync_all")
+    monkeypatch.delattr(SwitchSource, "sync_all")
     await failover.fail_over(target.service, asked)
     assert target.copies == []
 
 
-async def test_a_cutover_transfers_the_state_of_its_topics(target: Target, other_side: OtherSide) -> None:
+async def test_a_cutover_transfers_the_state_of_its_topics(target: Target, other_side: SwitchSource) -> None:
     await failover.fail_over(target.service, FailoverRequest(name=NAME, topics=[PATTERN], is_planned=True))
     assert other_side.synced == {EU}
 
 
 async def test_a_cutover_of_a_mirror_that_does_not_run_is_refused_at_once(
-    target: Target, other_side: OtherSide
+    target: Target, other_side: SwitchSource
 ) -> None:
     await target.mirrors.want(NAME, is_wanted=False)
     with pytest.raises(InvalidMirror, match="resume it first"):
@@ -607,7 +607,7 @@ async def test_a_cutover_of_a_mirror_that_does_not_run_is_refused_at_once(
 
 
 async def test_a_switch_that_cannot_be_undone_leaves_the_source_fenced(
-    target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
+    target: Target, other_side: SwitchSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If released, the source would accept writes beside copies that the advised failover makes writable."""
 
@@ -622,7 +622,7 @@ async def test_a_switch_that_cannot_be_undone_leaves_the_source_fenced(
 
 
 async def test_a_source_that_cannot_be_notified_of_an_abandoned_switch_is_named(
-    target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
+    target: Target, other_side: SwitchSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failover, "RELEASE_S", 0.0)
     target.has_leaders = False
@@ -708,12 +708,12 @@ async def test_a_release_of_topics_that_are_fenced_again_and_again_ends_with_adv
     async def pause(backoff: Backoff) -> None:
         pauses.append(backoff.take_s())
 
-    async def release_in_vain(_name: str, _mirror: str, *, is_draining: bool) -> None:
+    async def fail_to_release(_name: str, _mirror: str, *, is_draining: bool) -> None:
         assert not is_draining
 
     monkeypatch.setattr(Backoff, "pause", pause)
     await target.topics.set_mirror(US, NAME, is_draining=True)
-    monkeypatch.setattr(target.topics, "set_mirror", release_in_vain)
+    monkeypatch.setattr(target.topics, "set_mirror", fail_to_release)
     with pytest.raises(RequestTimedOut, match=f"keeps fencing topic '{US}'.*mirror failover {NAME}`"):
         await failover.adopt(target.service, release())
     assert len(pauses) == failover.RELEASE_ATTEMPTS

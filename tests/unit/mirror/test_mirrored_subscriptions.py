@@ -38,7 +38,7 @@ def offered(name: str = BILLING, number: int = 1, *, dead: str = DEAD) -> Offere
     )
 
 
-class Here:
+class TargetSubscriptions:
     """The subscriptions of the target, which record what is done with them."""
 
     def __init__(self, *declared: Subscription) -> None:
@@ -70,13 +70,13 @@ class Here:
 
 
 async def test_letters_are_tracked_before_their_topic_is_forgotten() -> None:
-    here = Here(subscription())
+    here = TargetSubscriptions(subscription())
     await here.queues._sync_subscription(offered(dead=OTHER))
     assert here.done == [("track", BILLING), ("alter", BILLING)]
 
 
 async def test_a_deletion_keeps_the_letters() -> None:
-    here = Here(subscription())
+    here = TargetSubscriptions(subscription())
     await here.queues._delete_subscriptions({UUID(int=1)})
     for _ in range(ABSENT_TIMES):
         await here.queues._delete_subscriptions(set())
@@ -85,7 +85,7 @@ async def test_a_deletion_keeps_the_letters() -> None:
 
 @pytest.mark.parametrize("excluded", ["", DEAD])
 def test_dead_letters_are_mirrored_with_the_subscriptions_that_write_them(excluded: str) -> None:
-    here = Here()
+    here = TargetSubscriptions()
     here.follower._settings = MirrorSettings(topics="orders", exclude=excluded)
     origins = {DEAD: ["orders"], f"{DEAD}-dead": [DEAD], OTHER: ["payments"]}
     assert here.follower._wanted_letters(origins) == {DEAD, f"{DEAD}-dead"} - {excluded}
@@ -94,7 +94,7 @@ def test_dead_letters_are_mirrored_with_the_subscriptions_that_write_them(exclud
 
 @pytest.mark.parametrize("name", [BILLING, LETTERS_PREFIX + DEAD])
 async def test_only_a_dead_letter_queue_is_replaced_by_that_of_the_source(name: str) -> None:
-    here = Here(subscription(name, 1))
+    here = TargetSubscriptions(subscription(name, 1))
     await here.queues._sync_subscription(offered(name, 2))
     if name == BILLING:
         assert here.done == []
@@ -106,7 +106,7 @@ async def test_only_a_dead_letter_queue_is_replaced_by_that_of_the_source(name: 
 class Offers:
     """A source that offers the states of three queues in each round, and the copy of its dead letter topic."""
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: TargetSubscriptions) -> None:
         self.letters = TopicPartition(DEAD, PartitionIndex(0))
         self.end, self.reached = 0, 0
         """Where the dead letter topic ends at the source, and its copy."""
@@ -168,7 +168,7 @@ class Offers:
 
 @pytest.fixture
 def offers() -> Offers:
-    return Offers(Here(subscription(), subscription(LETTERS_PREFIX + DEAD, 2), subscription("plain", 3)))
+    return Offers(TargetSubscriptions(subscription(), subscription(LETTERS_PREFIX + DEAD, 2), subscription("plain", 3)))
 
 
 async def test_the_state_of_a_queue_is_stored_after_its_dead_letters_have_arrived(offers: Offers) -> None:

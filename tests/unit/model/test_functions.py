@@ -63,15 +63,15 @@ def test_a_statement_with_functions_has_its_own_driver() -> None:
 def test_results_have_the_type_of_the_annotation() -> None:
     def when() -> datetime: ...  # type: ignore[empty-body]
 
-    def perhaps() -> Optional[float]: ...  # noqa: UP045
+    def optional_float() -> Optional[float]: ...  # noqa: UP045
 
-    def either() -> int | None: ...
+    def optional_int() -> int | None: ...
 
     def nothing(): ...  # type: ignore[no-untyped-def]
 
-    kinds = [returned_type("f", function) for function in (when, perhaps, either)]
+    kinds = [returned_type("f", function) for function in (when, optional_float, optional_int)]
     assert kinds == ["timestamp", "double", "bigint"]
-    either.__annotations__["return"] = "'array<string>'"
-    assert returned_type("f", either) == "array<string>"
+    optional_int.__annotations__["return"] = "'array<string>'"
+    assert returned_type("f", optional_int) == "array<string>"
     with pytest.raises(InvalidSetting, match="say what"):
         returned_type("f", nothing)

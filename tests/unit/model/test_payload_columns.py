@@ -39,7 +39,7 @@ def test_types_have_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("id lnog", "line 1, column 4: 'lnog' is not a type; did you mean 'long'?\n  id lnog\n     ^^^^"),
         ("id long,\ntotal xyz", "line 2, column 7: 'xyz' is not a type; there are boolean, "),
@@ -66,14 +66,14 @@ def test_types_have_parts() -> None:
         ("a " + "array<" * 100, "more than 50 deep"),
     ],
 )
-def test_an_error_has_its_position(text: str, said: str) -> None:
+def test_an_error_has_its_position(text: str, output: str) -> None:
     with pytest.raises(InvalidSetting) as refused:
         parse_columns(text)
-    assert said in str(refused.value)
+    assert output in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("a int, A long", "'a' and 'A', which differ in case alone"),
         ("x struct<b int, B int>", "differ in case"),
@@ -82,8 +82,8 @@ def test_an_error_has_its_position(text: str, said: str) -> None:
         ("a binary", "as string it keeps its JSON"),
     ],
 )
-def test_columns_that_tables_cannot_have_are_refused(text: str, said: str) -> None:
-    with pytest.raises(InvalidSetting, match=said):
+def test_columns_that_tables_cannot_have_are_refused(text: str, output: str) -> None:
+    with pytest.raises(InvalidSetting, match=output):
         check_landed(parse_columns(text))
 
 

@@ -49,7 +49,7 @@ def test_a_trailing_semicolon_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         (" \n", "is empty"),
         ("-- nothing", "is empty"),
@@ -67,10 +67,10 @@ def test_a_trailing_semicolon_is_accepted() -> None:
         ("SELECT * FROM größen", "write `größen` in backquotes"),
     ],
 )
-def test_invalid_statements_are_refused(text: str, said: str) -> None:
+def test_invalid_statements_are_refused(text: str, output: str) -> None:
     with pytest.raises(InvalidSetting) as refused:
         read_select(text)
-    assert said in str(refused.value)
+    assert output in str(refused.value)
 
 
 WORDS = [

@@ -93,7 +93,7 @@ def test_a_start_is_a_position_or_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "topics", "overrides", "error", "said"),
+    ("name", "topics", "overrides", "error", "output"),
     [
         ("", ["a"], {}, InvalidSubscription, "needs a name"),
         (" x", ["a"], {}, InvalidSubscription, "space"),
@@ -116,7 +116,7 @@ def test_a_start_is_a_position_or_a_time() -> None:
     ],
 )
 def test_invalid_declarations_are_reported(
-    name: str, topics: list[str], overrides: dict[str, str], error: type[InvalidRequest], said: str
+    name: str, topics: list[str], overrides: dict[str, str], error: type[InvalidRequest], output: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=output):
         check_subscription(name, topics, overrides)

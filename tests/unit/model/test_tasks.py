@@ -129,14 +129,14 @@ async def test_work_that_ends_or_fails_is_restarted() -> None:
 async def test_a_cancellation_together_with_the_result_is_not_lost() -> None:
     event, rounds = asyncio.Event(), 0
 
-    async def wait_again_and_again() -> None:
+    async def wait_repeatedly() -> None:
         nonlocal rounds
         while rounds < 3:
             with suppress(TimeoutError):
                 await within(HANG_S, event.wait())
             rounds += 1
 
-    task = asyncio.ensure_future(wait_again_and_again())
+    task = asyncio.ensure_future(wait_repeatedly())
     await asyncio.sleep(0)
     event.set()
     task.cancel()

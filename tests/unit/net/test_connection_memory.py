@@ -150,7 +150,7 @@ async def test_unread_responses_count_against_the_budget() -> None:
         assert budget.used_bytes < 3 << 20
 
 
-class Behind:
+class SlowService:
     """Promises a response to P, parks Q, waits in a task for T, and responds to all others with a megabyte."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Behind:
 @pytest.mark.parametrize("kind", [b"Q", b"T", b"S", b"a"])
 @pytest.mark.parametrize("is_closed", [False, True])
 async def test_responses_behind_an_unfinished_one_count_against_the_budget(kind: bytes, is_closed: bool) -> None:
-    service, budget = Behind(), Budget(1 << 30)
+    service, budget = SlowService(), Budget(1 << 30)
     async with listening(budget, service) as (listener, port), clients(port, 1) as ((reader, writer),):
         writer.write(framed(b"P") + framed(kind))
         if kind in (b"Q", b"T"):
@@ -206,7 +206,7 @@ class Late(Parked):
 
 
 async def test_a_promise_resolved_after_the_connection_is_lost_releases_its_memory() -> None:
-    service, budget = Behind(), Budget(1 << 30)
+    service, budget = SlowService(), Budget(1 << 30)
     service.parked = Late()
     async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):
         writer.write(framed(b"Q"))
@@ -220,7 +220,7 @@ async def test_a_promise_resolved_after_the_connection_is_lost_releases_its_memo
 
 
 async def test_a_request_that_cannot_be_abandoned_does_not_block_the_release_of_others() -> None:
-    service, budget = Behind(), Budget(1 << 30)
+    service, budget = SlowService(), Budget(1 << 30)
     async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):
         # A part of a large frame has arrived, too.
         writer.write(framed(b"Q") + struct.pack(">i", 1 << 20) + bytes(1000))

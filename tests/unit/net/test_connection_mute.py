@@ -11,8 +11,8 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
 from millstream.broker.net.listener import Listener, bind
 
-FOR_EVER_S = 3600.0
-A_MOMENT_S = 0.01
+NEVER_S = 3600.0
+SHORT_S = 0.01
 
 
 class MutesOnDemand:
@@ -69,7 +69,7 @@ async def echo(port: int, body: bytes) -> bytes:
 
 
 async def test_the_response_is_sent_and_later_requests_wait_until_the_mute_ends() -> None:
-    service = MutesOnDemand(FOR_EVER_S)
+    service = MutesOnDemand(NEVER_S)
     budget = Budget(1 << 30)
     async with listening(service, budget) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -88,7 +88,7 @@ async def test_the_response_is_sent_and_later_requests_wait_until_the_mute_ends(
 
 
 async def test_a_mute_ends_by_itself() -> None:
-    service = MutesOnDemand(A_MOMENT_S)
+    service = MutesOnDemand(SHORT_S)
     async with listening(service, Budget(1 << 30)) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(3):
@@ -98,7 +98,7 @@ async def test_a_mute_ends_by_itself() -> None:
 
 
 async def test_the_longer_of_two_mutes_applies() -> None:
-    service = MutesOnDemand(FOR_EVER_S)
+    service = MutesOnDemand(NEVER_S)
     async with listening(service, Budget(1 << 30)) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"mute") + framed(b"behind it"))
@@ -113,7 +113,7 @@ async def test_the_longer_of_two_mutes_applies() -> None:
 
 
 async def test_a_lost_muted_connection_releases_everything() -> None:
-    service = MutesOnDemand(FOR_EVER_S)
+    service = MutesOnDemand(NEVER_S)
     budget = Budget(1 << 30)
     async with listening(service, budget) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -92,7 +92,7 @@ async def test_requests_sent_with_the_end_of_the_handshake_are_served(running: R
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = running.tls.wrap_bio(incoming, outgoing, server_hostname="localhost")
 
-    def talk() -> bytes:
+    def exchange() -> bytes:
         with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
             while True:
                 try:
@@ -113,7 +113,7 @@ async def test_requests_sent_with_the_end_of_the_handshake_are_served(running: R
                     incoming.write(connection.recv(65536))
             return response
 
-    may_respond = await asyncio.to_thread(talk)
+    may_respond = await asyncio.to_thread(exchange)
     assert may_respond == b"".join(frame(bytes([number]) * 10_000) for number in range(3))
 
 

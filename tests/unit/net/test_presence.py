@@ -10,17 +10,17 @@ from millstream.broker.net.presence import Presence
 
 
 def test_callbacks_are_called_once_and_not_if_removed_before() -> None:
-    presence, said = Presence(), list[str]()
+    presence, output = Presence(), list[str]()
     for name in ("one", "two", "three"):
-        presence.on_close(name, partial(said.append, name))
+        presence.on_close(name, partial(output.append, name))
     presence.forget("two")
     presence.forget("unknown")
     # The client has shut down its side; requests in flight may still get a response.
     presence.leave()
-    assert said == []
+    assert output == []
     presence.end()
     presence.end()
-    assert said == ["one", "three"]
+    assert output == ["one", "three"]
 
 
 def test_a_completed_request_does_not_remove_the_callback_of_the_next() -> None:
@@ -39,15 +39,15 @@ def test_a_completed_request_does_not_remove_the_callback_of_the_next() -> None:
 
 
 def test_a_callback_may_remove_others() -> None:
-    presence, said = Presence(), list[str]()
+    presence, output = Presence(), list[str]()
 
     def callback() -> None:
         presence.forget("one")
-        said.append("one")
+        output.append("one")
 
     presence.on_close("one", callback)
     presence.end()
-    assert said == ["one"]
+    assert output == ["one"]
 
 
 def test_a_failing_callback_does_not_prevent_others(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,7 +48,7 @@ class Clock:
         return self.now
 
 
-class Glutton:
+class GreedyConnection:
     """A connection that always has more work than a turn allows."""
 
     def __init__(self, turns: Turns, clock: Clock, host: str, name: str, given: Counter[str]) -> None:
@@ -76,9 +76,9 @@ async def test_an_address_gets_no_larger_share_by_opening_more_connections(conne
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     for number in range(connections):
-        turns.wait(Glutton(turns, clock, "10.0.0.1", "many", given).flow)
+        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", "many", given).flow)
         if number == connections // 2:
-            turns.wait(Glutton(turns, clock, "10.0.0.2", "one", given).flow)
+            turns.wait(GreedyConnection(turns, clock, "10.0.0.2", "one", given).flow)
     await rounds(ROUNDS)
     assert given.total() >= ROUNDS
     assert given["one"] == pytest.approx(given["many"], rel=0.1)
@@ -88,12 +88,12 @@ async def test_connections_of_one_address_share_evenly_and_a_new_one_is_not_last
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     for number in range(50):
-        turns.wait(Glutton(turns, clock, "10.0.0.1", str(number), given).flow)
+        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", str(number), given).flow)
     while given.total() < 1000:
         await asyncio.sleep(0)
     assert max(given.values()) - min(given.values()) <= 1
     before = given.total()
-    new = Glutton(turns, clock, "10.0.0.1", "new", given)
+    new = GreedyConnection(turns, clock, "10.0.0.1", "new", given)
     # Its first use is charged from the position of the others, so it is served within one round of them.
     turns.spend(new.flow, 2 * QUANTUM_S, clock.now)
     while not given["new"]:
@@ -105,7 +105,7 @@ async def test_light_requests_take_precedence_up_to_half_of_the_loop() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     for number in range(10):
-        turns.wait(Glutton(turns, clock, "10.0.0.1", str(number), given).flow)
+        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", str(number), given).flow)
     light = turns.join("10.0.0.1", lambda: None)
     assert not any(turns.spend(light, LIGHT_BURST_S / 10, clock.now, is_light=True) for _ in range(9))
     # A slow one is not penalised, but uses up the share.
@@ -120,7 +120,7 @@ async def test_light_requests_take_precedence_up_to_half_of_the_loop() -> None:
 
 def crowd(turns: Turns, clock: Clock, given: Counter[str], connections: int = 400) -> None:
     for number in range(connections):
-        turns.wait(Glutton(turns, clock, "10.0.0.1", str(number), given).flow)
+        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", str(number), given).flow)
 
 
 async def test_light_requests_beyond_their_share_do_not_wait_for_bulk_of_their_address() -> None:
@@ -142,7 +142,7 @@ async def test_light_requests_beyond_their_share_do_not_wait_for_bulk_of_their_a
 async def test_time_used_while_none_waited_is_not_credited_to_each_of_a_crowd() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
-    first = Glutton(turns, clock, "10.0.0.1", "first", given)
+    first = GreedyConnection(turns, clock, "10.0.0.1", "first", given)
     assert not turns.spend(first.flow, QUANTUM_ALONE_S - QUANTUM_S, clock.now)
     crowd(turns, clock, given)
     turns.spend(first.flow, 2 * QUANTUM_S, clock.now)
@@ -155,7 +155,7 @@ async def test_followers_have_their_own_share_on_a_machine_that_floods() -> None
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
     crowd(turns, clock, given)
-    follower = Glutton(turns, clock, "10.0.0.1", "follower", given)
+    follower = GreedyConnection(turns, clock, "10.0.0.1", "follower", given)
     turns.move(follower.flow, FOLLOWERS)
     turns.wait(follower.flow)
     await rounds(ROUNDS)
@@ -165,8 +165,8 @@ async def test_followers_have_their_own_share_on_a_machine_that_floods() -> None
 async def test_a_connection_closed_while_waiting_gets_no_turn() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)
-    gone = Glutton(turns, clock, "10.0.0.1", "gone", given)
-    stays = Glutton(turns, clock, "10.0.0.1", "stays", given)
+    gone = GreedyConnection(turns, clock, "10.0.0.1", "gone", given)
+    stays = GreedyConnection(turns, clock, "10.0.0.1", "stays", given)
     turns.wait(gone.flow)
     turns.wait(stays.flow)
     turns.leave(gone.flow)

@@ -46,7 +46,7 @@ class Owner:
     def on_change(self, listener: Callable[[], None]) -> None:
         self._listener = listener
 
-    def be(self, *, mine: bool) -> None:
+    def set_owner(self, *, mine: bool) -> None:
         self.is_mine, self.is_elsewhere = mine, not mine
         self._listener()
 
@@ -159,12 +159,12 @@ async def test_a_pipeline_that_keeps_failing_is_parked_without_affecting_others(
     async with scene_in(tmp_path) as scene:
         await scene.declare("good", "orders")
         await scene.declare("bad", "failing")
-        assert await scene.until_parked("bad") == "it fails as scripted"
+        assert await scene.until_parked("bad") == "the script fails this step"
         await scene.board.until(lambda: scene.board.report("good").rows > 2)
         assert scene.board.restarts == 0
         # A restart by the user retries it.
         await scene.declared.start("bad")
-        assert await scene.until_parked("bad") == "it fails as scripted"
+        assert await scene.until_parked("bad") == "the script fails this step"
 
 
 async def test_a_pipeline_that_crashes_the_driver_is_parked_without_affecting_others(tmp_path: Path) -> None:
@@ -210,12 +210,12 @@ async def test_a_silent_driver_is_killed(tmp_path: Path) -> None:
 
 async def test_a_node_that_is_not_the_owner_runs_nothing(tmp_path: Path) -> None:
     async with scene_in(tmp_path) as scene:
-        scene.owner.be(mine=False)
+        scene.owner.set_owner(mine=False)
         await scene.declare("a", "orders")
         assert scene.board.describe("a") is None
-        scene.owner.be(mine=True)
+        scene.owner.set_owner(mine=True)
         await scene.board.until(lambda: scene.board.report("a").state == "running")
-        scene.owner.be(mine=False)
+        scene.owner.set_owner(mine=False)
         await scene.board.until(lambda: scene.child.pid is None)
         assert scene.board.describe("a") is None
         assert scene.child.restarts == 0

@@ -48,7 +48,7 @@ class Scene:
             clock=lambda: self.now_s,
         )
 
-    def pass_by(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Check as often as a driver would."""
         for _ in range(round(seconds / LOOK_S)):
             self.now_s += LOOK_S
@@ -77,7 +77,7 @@ def test_a_pipeline_with_progress_is_left_alone_and_spark_is_not_queried() -> No
     with watched(one) as scene:
         for _ in range(100):
             one.progress.sign()
-            scene.pass_by(LOOK_S)
+            scene.advance(LOOK_S)
         assert (one.given_up, scene.replaced, scene.asked, one.progress.still_s) == ([], [], 0, 0.0)
 
 
@@ -86,7 +86,7 @@ def test_a_long_batch_that_makes_progress_is_not_cancelled() -> None:
     with watched(one) as scene:
         for tasks in range(100):
             scene.activity = Activity({"a": tasks}, {"a": 1})
-            scene.pass_by(50)
+            scene.advance(50)
         assert (one.given_up, scene.replaced) == ([], [])
         assert scene.asked > 100
 
@@ -97,13 +97,13 @@ def test_a_stalled_pipeline_is_abandoned_once_and_then_the_driver_is_replaced() 
         for _ in range(12):
             scene.activity = Activity({"a": 7}, {"a": 1})
             other.progress.sign()
-            scene.pass_by(LOOK_S)
+            scene.advance(LOOK_S)
         assert one.progress.still_s == 50.0
         assert one.given_up == []
-        scene.pass_by(10)
+        scene.advance(10)
         assert one.given_up == ["it made no progress for 60 s and was cancelled"]
         assert scene.replaced == []
-        scene.pass_by(20)
+        scene.advance(20)
         assert len(one.given_up) == 1
         assert scene.replaced == [("a", "it made no progress for 80 s and could not be cancelled")]
 
@@ -111,12 +111,12 @@ def test_a_stalled_pipeline_is_abandoned_once_and_then_the_driver_is_replaced() 
 def test_a_pipeline_that_resumes_after_it_was_abandoned_gets_its_full_time_again() -> None:
     one = Pipeline()
     with watched(one) as scene:
-        scene.pass_by(65)
+        scene.advance(65)
         assert len(one.given_up) == 1
         one.progress.sign()
-        scene.pass_by(60)
+        scene.advance(60)
         assert len(one.given_up) == 1
-        scene.pass_by(5)
+        scene.advance(5)
         assert len(one.given_up) == 2
         assert scene.replaced == []
 
@@ -125,12 +125,12 @@ def test_a_waiting_or_unlimited_pipeline_is_left_alone() -> None:
     waiting, patient = Pipeline("a"), Pipeline("b", stall_s=0.0)
     waiting.progress.rest()
     with watched(waiting, patient) as scene:
-        scene.pass_by(10_000)
+        scene.advance(10_000)
         assert (waiting.given_up, patient.given_up, scene.replaced) == ([], [], [])
         assert patient.progress.still_s > 9000
         # One that must end does, whatever else it is allowed to do.
         patient.is_ending = True
-        scene.pass_by(LOOK_S)
+        scene.advance(LOOK_S)
         assert [name for name, _ in scene.replaced] == ["b"]
 
 
@@ -138,12 +138,12 @@ def test_a_pipeline_whose_tasks_are_queued_behind_others_is_not_blamed() -> None
     hanging, waiting = Pipeline("a"), Pipeline("b", stall_s=30.0)
     with watched(hanging, waiting) as scene:
         scene.activity = Activity({"a": 1, "b": 1}, {"a": 1, "b": 0})
-        scene.pass_by(70)
+        scene.advance(70)
         assert (len(hanging.given_up), waiting.given_up) == (1, [])
         # No other pipeline is left, and still nothing runs.
         scene.activity = Activity({"b": 1}, {"b": 0})
         hanging.progress.rest()
-        scene.pass_by(40)
+        scene.advance(40)
         assert len(waiting.given_up) == 1
 
 
@@ -152,10 +152,10 @@ def test_tasks_that_run_on_after_they_were_cancelled_have_the_driver_replaced_wh
     with watched(one, other) as scene:
         one.progress.rest()
         scene.activity = Activity({"b": 1}, {"b": 1}, {"a": 1})
-        scene.pass_by(40)
+        scene.advance(40)
         assert scene.replaced == []
         scene.activity = Activity({"b": 1}, {"b": 0}, {"a": 1})
-        scene.pass_by(20)
+        scene.advance(20)
         assert [name for name, _ in scene.replaced] == ["a"]
         assert other.given_up == []
 
@@ -183,14 +183,14 @@ def test_no_pipeline_is_blamed_while_java_is_unresponsive() -> None:
             scene.watch._look_s = LOOK_S
         assert (one.given_up, scene.replaced) == ([], [])
         scene.silent.set()
-        scene.pass_by(20)
+        scene.advance(20)
         assert one.given_up == ["it made no progress for 10 s and was cancelled"]
 
 
 def test_a_suspended_process_blames_no_pipeline() -> None:
     one = Pipeline()
     with watched(one) as scene:
-        scene.pass_by(20)
+        scene.advance(20)
         scene.now_s += 100_000
         scene.watch.look()
         assert (one.given_up, scene.replaced) == ([], [])
@@ -204,5 +204,5 @@ def test_a_failing_spark_query_is_not_progress() -> None:
             raise RuntimeError("no such job")
 
         scene.watch._activity = failing
-        scene.pass_by(70)
+        scene.advance(70)
         assert len(one.given_up) == 1

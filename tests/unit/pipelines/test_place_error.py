@@ -27,7 +27,7 @@ _IN_A_TASK = (
 
 
 @pytest.mark.parametrize(
-    ("said", "reported"),
+    ("output", "reported"),
     [
         (
             _NO_BUCKET,
@@ -47,10 +47,10 @@ _IN_A_TASK = (
         ),
     ],
 )
-def test_the_error_is_one_line(said: str, reported: str) -> None:
-    assert place_error(said) == reported
-    assert reason_of(RuntimeError(said)) == reported
-    assert reason_of(RuntimeError(f"Traceback (most recent call last):\n  File x\nOSError: {said}")) == reported
+def test_the_error_is_one_line(output: str, reported: str) -> None:
+    assert place_error(output) == reported
+    assert reason_of(RuntimeError(output)) == reported
+    assert reason_of(RuntimeError(f"Traceback (most recent call last):\n  File x\nOSError: {output}")) == reported
 
 
 def test_other_errors_are_unchanged() -> None:

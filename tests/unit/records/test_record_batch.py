@@ -20,7 +20,7 @@ from millstream.protocol.records.batch import (
 from millstream.protocol.records.record import NewRecord, encode_batch
 
 
-def a_batch(base_offset: int = 0) -> bytearray:
+def make_batch(base_offset: int = 0) -> bytearray:
     return encode_batch([NewRecord(b"k", b"v", (), 7), NewRecord(None, b"w", (), 3)], base_offset=base_offset)
 
 
@@ -49,11 +49,11 @@ def test_a_header_describes_its_batch() -> None:
 
 
 def test_a_batch_without_a_producer_has_no_sequence() -> None:
-    assert read_header(a_batch()).last_sequence == -1
+    assert read_header(make_batch()).last_sequence == -1
 
 
 def test_setting_the_offset_keeps_the_crc_valid() -> None:
-    batch = a_batch()
+    batch = make_batch()
     place_batch(batch, read_header(batch), 1234, 9)
     header = read_header(batch)
     check_crc(batch, header)
@@ -61,7 +61,7 @@ def test_setting_the_offset_keeps_the_crc_valid() -> None:
 
 
 def test_stamping_a_batch_updates_its_crc() -> None:
-    batch = a_batch()
+    batch = make_batch()
     stamp_append_time(batch, read_header(batch), 99)
     header = read_header(batch)
     check_crc(batch, header)
@@ -69,7 +69,7 @@ def test_stamping_a_batch_updates_its_crc() -> None:
 
 
 def test_a_changed_byte_is_detected() -> None:
-    batch = a_batch()
+    batch = make_batch()
     batch[-1] ^= 1
     with pytest.raises(CorruptBatch, match="CRC-32C"):
         check_crc(batch, read_header(batch))
@@ -88,7 +88,7 @@ def test_a_changed_byte_is_detected() -> None:
     ],
 )
 def test_an_invalid_header_is_refused(at: int, layout: str, value: int, error: type[Exception], message: str) -> None:
-    batch = a_batch()
+    batch = make_batch()
     struct.pack_into(layout, batch, at, value)
     with pytest.raises(error, match=message):
         read_header(batch)
@@ -96,26 +96,26 @@ def test_an_invalid_header_is_refused(at: int, layout: str, value: int, error: t
 
 def test_a_truncated_header_is_refused() -> None:
     with pytest.raises(CorruptBatch, match="at least 61"):
-        read_header(a_batch()[: HEADER_BYTES - 1])
+        read_header(make_batch()[: HEADER_BYTES - 1])
 
 
 def test_a_response_may_end_within_a_batch() -> None:
-    response = a_batch() + a_batch(2) + a_batch(4)
-    size = len(a_batch())
+    response = make_batch() + make_batch(2) + make_batch(4)
+    size = len(make_batch())
     for end in range(len(response) + 1):
         assert [header.base_offset for header in iterate_whole_headers(response[:end])] == [0, 2, 4][: end // size]
 
 
 def test_a_log_may_not_end_within_a_batch() -> None:
-    assert len(list(iterate_headers(a_batch() + a_batch()))) == 2
+    assert len(list(iterate_headers(make_batch() + make_batch()))) == 2
     with pytest.raises(CorruptBatch):
-        list(iterate_headers(a_batch() + a_batch()[:-1]))
+        list(iterate_headers(make_batch() + make_batch()[:-1]))
 
 
 @pytest.mark.parametrize("base_offset", [-1, 2**63 - 2])
 def test_invalid_offsets_are_refused(base_offset: int) -> None:
     with pytest.raises(CorruptBatch, match="offsets"):
-        list(iterate_whole_headers(a_batch(base_offset)))
+        list(iterate_whole_headers(make_batch(base_offset)))
 
 
 def test_numbers_that_overflow_a_header_are_refused() -> None:

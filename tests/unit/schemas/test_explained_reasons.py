@@ -32,7 +32,7 @@ def message(fields: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "level", "old", "new", "said"),
+    ("kind", "level", "old", "new", "output"),
     [
         (
             *(AVRO, "BACKWARD", avro(A), avro(A, B)),
@@ -64,10 +64,10 @@ def message(fields: str) -> str:
         ),
     ],
 )
-def test_a_reason_names_the_field_and_the_change(kind: str, level: str, old: str, new: str, said: str) -> None:
+def test_a_reason_names_the_field_and_the_change(kind: str, level: str, old: str, new: str, output: str) -> None:
     before, after = (SchemaText(text=text, schema_type=kind, references=(), version=3) for text in (old, new))
     found = explain_reasons(check(after, [before], level), new)
-    assert found.changes == [said]
+    assert found.changes == [output]
     assert found.rule.startswith(f"It is incompatible with version 3: with compatibility level {level}, ")
 
 

@@ -73,9 +73,9 @@ async def authenticate(passwords: Passwords, credentials: Credentials, *, tamper
     verified: Verified | None = None
     while True:
         response = await server.step(message if tamper is None else tamper(message))
-        said, verified = response if isinstance(response, tuple) else (response, verified)
+        output, verified = response if isinstance(response, tuple) else (response, verified)
         try:
-            message = client.send(said)
+            message = client.send(output)
         except StopIteration:
             assert verified is not None, "the client is content before the broker is"
             return verified
@@ -140,7 +140,7 @@ async def test_a_truncated_proof_is_refused(passwords: Passwords, cut: int) -> N
 async def test_a_tampered_final_message_is_refused(passwords: Passwords, tamper: Any) -> None:
     credentials = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256)
     with pytest.raises(AuthenticationFailed):
-        await authenticate(passwords, credentials, tamper=lambda said: tamper(said) if b",p=" in said else said)
+        await authenticate(passwords, credentials, tamper=lambda output: tamper(output) if b",p=" in output else output)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_garbage_authenticates_no_user(first: bytes, second: bytes) -> None:
         def credential(self, user: str, mechanisms: object) -> None:
             return None
 
-    async def talk() -> None:
+    async def exchange() -> None:
         checker = Passwords(NoUsers())  # type: ignore[arg-type]
         for mechanism in SCRAM_MECHANISMS:
             server = Authenticator(checker, None).begin(mechanism)
@@ -179,7 +179,7 @@ def test_garbage_authenticates_no_user(first: bytes, second: bytes) -> None:
         checker.close()
 
     with pytest.raises(AuthenticationFailed):
-        asyncio.run(talk())
+        asyncio.run(exchange())
 
 
 async def test_an_unknown_user_is_indistinguishable_from_a_known_one(passwords: Passwords) -> None:

@@ -65,7 +65,7 @@ def test_read_committed_is_the_default(given: dict[str, str], level: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "output"),
     [
         ({}, "none was given"),
         ({"subscribe": "a", "assign": "{}"}, "subscribe and assign were given"),
@@ -85,8 +85,8 @@ def test_read_committed_is_the_default(given: dict[str, str], level: int) -> Non
         ({"subscribe": "a", "valueFormat": "avro"}, "one of bytes, string, json"),
     ],
 )
-def test_invalid_options_are_refused(given: dict[str, str], said: str) -> None:
-    with pytest.raises(InvalidSetting, match=said):
+def test_invalid_options_are_refused(given: dict[str, str], output: str) -> None:
+    with pytest.raises(InvalidSetting, match=output):
         read_options(given)
 
 
@@ -97,7 +97,7 @@ def test_tuning_options_of_other_clients_are_warned_about_by_name(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "output"),
     [
         ("kafka.security.protocol", "SASL_SSL", "there is nothing to sign in by"),
         ("kafka.sasl.mechanism", "PLAIN", "there is nothing to sign in by"),
@@ -114,9 +114,9 @@ def test_tuning_options_of_other_clients_are_warned_about_by_name(name: str) -> 
         ("kafka.transactional.id", "mine", "not supported"),
     ],
 )
-def test_unsupported_options_are_refused(name: str, text: str, said: str) -> None:
+def test_unsupported_options_are_refused(name: str, text: str, output: str) -> None:
     for check, given in ((read_options, {"subscribe": "a"}), (write_options, {"topic": "a"})):
-        with pytest.raises(InvalidSetting, match=said) as refused:
+        with pytest.raises(InvalidSetting, match=output) as refused:
             check({**given, name: text})
         assert name in str(refused.value)
         assert "secret" not in str(refused.value)
@@ -170,7 +170,7 @@ def test_offsets_committed_with_the_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "output"),
     [
         ({"sourceGroup": "copy"}, "go together"),
         ({"sourceGroup": "copy", "sourceOffsets": '{"orders": {"0": -1}}'}, "not allowed here"),
@@ -179,8 +179,8 @@ def test_offsets_committed_with_the_rows() -> None:
         ({"sourceMember": "me", "sourceGeneration": "3"}, "needs sourceOffsets"),
     ],
 )
-def test_invalid_offsets_to_commit_are_refused(given: dict[str, str], said: str) -> None:
-    with pytest.raises(InvalidSetting, match=said):
+def test_invalid_offsets_to_commit_are_refused(given: dict[str, str], output: str) -> None:
+    with pytest.raises(InvalidSetting, match=output):
         write_options({"topic": "out", **given})
 
 

@@ -25,8 +25,8 @@ def table(title: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for first, second, *_ in lines[2:]:
         names = re.split(r",\s*", first)
-        said = re.split(r",\s*", second) if second.count(",") == len(names) - 1 else [second] * len(names)
-        found |= dict(zip(names, said, strict=True))
+        output = re.split(r",\s*", second) if second.count(",") == len(names) - 1 else [second] * len(names)
+        found |= dict(zip(names, output, strict=True))
     return found
 
 
@@ -75,8 +75,8 @@ def test_every_column_is_on_the_page() -> None:
     ],
 )
 def test_the_defaults_of_reading_are_those_on_the_page(option: str, field: str) -> None:
-    said = table("Options for reading")[option]
-    given = {"subscribe": "a", **({option: said} if said else {})}
+    output = table("Options for reading")[option]
+    given = {"subscribe": "a", **({option: output} if output else {})}
     assert getattr(read_options(given), field) == getattr(ReadOptions(subscribe=("a",)), field)
     assert getattr(read_options({"subscribe": "a"}), field) == getattr(ReadOptions(subscribe=("a",)), field)
 
@@ -91,8 +91,8 @@ def test_the_defaults_of_reading_are_those_on_the_page(option: str, field: str) 
     ],
 )
 def test_the_defaults_of_writing_are_those_on_the_page(option: str, field: str) -> None:
-    said = table("Options for writing")[option]
-    assert getattr(write_options({option: said}), field) == getattr(WriteOptions(), field)
+    output = table("Options for writing")[option]
+    assert getattr(write_options({option: output}), field) == getattr(WriteOptions(), field)
     assert getattr(write_options({}), field) == getattr(WriteOptions(), field)
 
 

@@ -31,7 +31,7 @@ WAIT_S = 60.0
 DEAD = "dead"
 
 
-class Box(DeadLetterAppender):
+class DeadLetterLog(DeadLetterAppender):
     """A dead letter topic of one partition, which checks producer sequences as a log does."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Box(DeadLetterAppender):
 class DeadLetterQueue:
     """A queue with a dead letter topic."""
 
-    def __init__(self, bench: Workbench, box: Box) -> None:
+    def __init__(self, bench: Workbench, box: DeadLetterLog) -> None:
         self.bench = bench
         self.box = box
         self.ids = 0
@@ -117,19 +117,19 @@ class DeadLetterQueue:
 
 @pytest.fixture
 async def dlq() -> DeadLetterQueue:
-    made = DeadLetterQueue(Workbench(), Box())
+    made = DeadLetterQueue(Workbench(), DeadLetterLog())
     await made.open()
     return made
 
 
-def give(dlq: DeadLetterQueue, *values: str, compression: int = 0) -> None:
+def dead_letter_all(dlq: DeadLetterQueue, *values: str, compression: int = 0) -> None:
     for value in values:
         dlq.bench.publish(value, compression=compression)
     dlq.delivery.try_receive(wanted(100))
 
 
 async def test_many_letters_are_written_once_and_in_order(dlq: DeadLetterQueue) -> None:
-    give(dlq, *map(str, range(23)), compression=COMPRESSION_GZIP)
+    dead_letter_all(dlq, *map(str, range(23)), compression=COMPRESSION_GZIP)
     dlq.reject(*range(23))
     await dlq.until(0)
     assert dlq.box.values() == [str(number) for number in range(23)]
@@ -142,7 +142,7 @@ async def test_a_letter_refused_for_its_content_does_not_block_others(
     dlq: DeadLetterQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     dlq.box.too_large = b"huge"
-    give(dlq, "a", "huge", "b", "huge too", *map(str, range(10)))
+    dead_letter_all(dlq, "a", "huge", "b", "huge too", *map(str, range(10)))
     dlq.reject(*range(14))
     await dlq.until(2)
     assert sorted(dlq.box.values()) == sorted(["a", "b", *map(str, range(10))])
@@ -156,7 +156,7 @@ async def test_a_letter_refused_for_its_content_does_not_block_others(
     assert "millstream topic alter dead --set max.message.bytes=" in reported[0]
     assert dlq.delivery.refused_letters == {1, 3}
     assert "it does not fit" in dlq.delivery.letter_refusal
-    give(dlq, "later")
+    dead_letter_all(dlq, "later")
     dlq.reject(14)
     await dlq.until(2)
     dlq.box.too_large = b"nothing is"
@@ -168,7 +168,7 @@ async def test_a_letter_refused_for_its_content_does_not_block_others(
 
 async def test_a_transient_failure_is_retried(dlq: DeadLetterQueue, caplog: pytest.LogCaptureFixture) -> None:
     dlq.box.trouble = [UnknownTopic("it is being made"), StorageFailure("the disk is full"), NotLeader("moved")]
-    give(dlq, "a", "b", "c")
+    dead_letter_all(dlq, "a", "b", "c")
     dlq.reject(0, 1, 2)
     await dlq.until(0)
     assert dlq.box.values() == ["a", "b", "c"]
@@ -177,7 +177,7 @@ async def test_a_transient_failure_is_retried(dlq: DeadLetterQueue, caplog: pyte
 
 async def test_a_lost_response_duplicates_nothing(dlq: DeadLetterQueue) -> None:
     dlq.box.lost_responses = 3
-    give(dlq, "a", "b", "c", "d")
+    dead_letter_all(dlq, "a", "b", "c", "d")
     dlq.reject(0, 1, 2, 3)
     await dlq.until(0)
     assert dlq.box.values() == ["a", "b", "c", "d"]
@@ -185,7 +185,7 @@ async def test_a_lost_response_duplicates_nothing(dlq: DeadLetterQueue) -> None:
 
 @pytest.mark.parametrize("crashes", [False, True])
 async def test_a_letter_redriven_before_its_queue_knows_of_it_is_delivered(dlq: DeadLetterQueue, crashes: bool) -> None:
-    give(dlq, "a")
+    dead_letter_all(dlq, "a")
     dlq.box.lost_responses = 1
     dlq.reject(0)
     async with asyncio.timeout(WAIT_S):
@@ -205,7 +205,7 @@ async def test_a_letter_redriven_before_its_queue_knows_of_it_is_delivered(dlq: 
 
 
 async def test_after_a_crash_planned_letters_are_written_once(dlq: DeadLetterQueue) -> None:
-    give(dlq, *map(str, range(8)))
+    dead_letter_all(dlq, *map(str, range(8)))
     dlq.bench.store.holds_writes = True
     dlq.reject(*range(8))
     dlq.bench.store.release_writes()
@@ -226,7 +226,7 @@ async def test_after_a_crash_planned_letters_are_written_once(dlq: DeadLetterQue
 async def test_planned_letters_precede_others(dlq: DeadLetterQueue) -> None:
     """Sequences are consecutive, so none is given to a letter that would overtake."""
     dlq.box.trouble = [StorageFailure("the disk is full")]
-    give(dlq, *map(str, range(10)))
+    dead_letter_all(dlq, *map(str, range(10)))
     dlq.reject(*range(5, 10))
     async with asyncio.timeout(WAIT_S):
         while not dlq.delivery.queue.planned():
@@ -237,7 +237,7 @@ async def test_planned_letters_precede_others(dlq: DeadLetterQueue) -> None:
 
 
 async def test_a_deleted_message_is_dropped_and_the_rest_continues(dlq: DeadLetterQueue) -> None:
-    give(dlq, "a", "b", "c")
+    dead_letter_all(dlq, "a", "b", "c")
     dlq.bench.store.holds_writes = True
     dlq.reject(0, 1, 2)
     dlq.bench.partition.delete_before(Offset(2))
@@ -255,7 +255,7 @@ async def test_transactional_messages_become_letters_and_unreadable_ones_never_d
     broken[62:] = bytes(len(broken) - 62)
     broken[17:21] = crc32c.crc32c(bytes(broken[21:])).to_bytes(4, "big")
     dlq.bench.partition.write(broken, acks=-1)
-    give(dlq, "plain")
+    dead_letter_all(dlq, "plain")
     await dlq.delivery.scan_settled(patience_s=WAIT_S)
     dlq.delivery.try_receive(wanted(10))
     dlq.reject(0, 3)
@@ -268,7 +268,7 @@ async def test_a_dead_letter_topic_recreated_with_fewer_partitions_is_used(dlq: 
     dlq.box.partition_count = 4
     await dlq.open()
     dlq.box.trouble = [StorageFailure("the disk is full")]
-    give(dlq, "a")
+    dead_letter_all(dlq, "a")
     dlq.reject(0)
     async with asyncio.timeout(WAIT_S):
         while not dlq.delivery.queue.planned():
@@ -279,7 +279,7 @@ async def test_a_dead_letter_topic_recreated_with_fewer_partitions_is_used(dlq: 
 
 
 async def test_without_a_dead_letter_topic_any_more_letters_are_dropped(dlq: DeadLetterQueue) -> None:
-    give(dlq, "a")
+    dead_letter_all(dlq, "a")
     dlq.delivery.change(SubscriptionSettings(), None)
     dlq.delivery.queue.settings = SubscriptionSettings(dead_letter_topic=DEAD)
     dlq.bench.store.holds_writes = True
@@ -292,7 +292,7 @@ async def test_without_a_dead_letter_topic_any_more_letters_are_dropped(dlq: Dea
 
 
 async def test_a_seek_while_letters_are_planned_writes_none_of_them(dlq: DeadLetterQueue) -> None:
-    give(dlq, "a", "b")
+    dead_letter_all(dlq, "a", "b")
     dlq.reject(0)
     dlq.delivery.seek(Offset(0))
     await turns()
@@ -304,7 +304,7 @@ async def test_a_seek_while_letters_are_planned_writes_none_of_them(dlq: DeadLet
 
 
 async def test_a_message_rejected_just_after_the_last_write_is_not_forgotten(dlq: DeadLetterQueue) -> None:
-    give(dlq, *map(str, range(30)))
+    dead_letter_all(dlq, *map(str, range(30)))
     for offset in range(30):
         dlq.reject(offset)
         await turns(offset % 7)
@@ -314,7 +314,7 @@ async def test_a_message_rejected_just_after_the_last_write_is_not_forgotten(dlq
 
 async def test_a_closing_queue_stops_writing(dlq: DeadLetterQueue) -> None:
     dlq.box.trouble = [StorageFailure("the disk is full")] * 1000
-    give(dlq, "a")
+    dead_letter_all(dlq, "a")
     dlq.reject(0)
     await turns()
     await dlq.crash()
@@ -325,7 +325,7 @@ async def test_an_unexpected_failure_is_reported_and_retried(
     dlq: DeadLetterQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     dlq.box.trouble = [ZeroDivisionError("a bug")]  # type: ignore[list-item]
-    give(dlq, "a")
+    dead_letter_all(dlq, "a")
     dlq.reject(0)
     await dlq.until(0)
     assert dlq.box.values() == ["a"]

@@ -97,7 +97,7 @@ def memberships(draw: st.DrawFn) -> Term:
 
 
 @st.composite
-def likes(draw: st.DrawFn) -> Term:
+def like_terms(draw: st.DrawFn) -> Term:
     operand = draw(TEXT_TERMS | fields())
     pattern = draw(st.text("ab%_5é", max_size=6))
     return Term(
@@ -136,7 +136,7 @@ def _equal(parts: tuple[Term, Term], row: Row) -> model.Truth:
     return model.compare("=", parts[0].of(row), parts[1].of(row))
 
 
-CONDITIONS = st.recursive(comparisons() | betweens() | memberships() | likes() | nulls(), extend, max_leaves=5)
+CONDITIONS = st.recursive(comparisons() | betweens() | memberships() | like_terms() | nulls(), extend, max_leaves=5)
 
 
 def as_record(row: Row) -> Record:

@@ -18,7 +18,7 @@ Message = tuple[str, int]
 
 
 @dataclass
-class Story:
+class Scenario:
     """The actual events, before they become a history. A log entry of None is an invisible offset."""
 
     sent: list[tuple[str, int, int]] = field(default_factory=list)
@@ -57,10 +57,10 @@ class Story:
 
 
 @st.composite
-def stories(draw: DrawFn) -> Story:
-    story = Story()
+def scenarios(draw: DrawFn) -> Scenario:
+    scenario = Scenario()
     partitions = draw(st.integers(1, 3))
-    story.logs = {partition: [] for partition in range(partitions)}
+    scenario.logs = {partition: [] for partition in range(partitions)}
     next_sequence: dict[str, int] = {}
     fate = st.tuples(
         st.sampled_from(["a", "b", "c"]),
@@ -71,107 +71,107 @@ def stories(draw: DrawFn) -> Story:
     for producer, partition, end, step in draw(st.lists(fate, max_size=40)):
         sequence = next_sequence.get(producer, 0)
         next_sequence[producer] = sequence + step
-        story.sent.append((producer, sequence, partition))
+        scenario.sent.append((producer, sequence, partition))
         if end == "never arrived":
             continue
-        story.logs[partition].append((producer, sequence))
+        scenario.logs[partition].append((producer, sequence))
         if end.startswith("acked"):
-            offset = len(story.logs[partition]) - 1
-            story.acked[producer, sequence] = (partition, offset if end == "acked" else -1)
-    story.rewinds = draw(st.sets(st.integers(0, 40)))
-    return story
+            offset = len(scenario.logs[partition]) - 1
+            scenario.acked[producer, sequence] = (partition, offset if end == "acked" else -1)
+    scenario.rewinds = draw(st.sets(st.integers(0, 40)))
+    return scenario
 
 
-def choose_acked(draw: Callable[..., int], story: Story) -> tuple[Message, int, int]:
+def choose_acked(draw: Callable[..., int], scenario: Scenario) -> tuple[Message, int, int]:
     """Choose an acknowledged message and its position; create one if there is none."""
-    if all(offset < 0 for _, offset in story.acked.values()):
-        story.logs[0].append(("new", 0))
-        story.sent.append(("new", 0, 0))
-        story.acked["new", 0] = (0, len(story.logs[0]) - 1)
-    known = [(message, place) for message, place in story.acked.items() if place[1] >= 0]
+    if all(offset < 0 for _, offset in scenario.acked.values()):
+        scenario.logs[0].append(("new", 0))
+        scenario.sent.append(("new", 0, 0))
+        scenario.acked["new", 0] = (0, len(scenario.logs[0]) - 1)
+    known = [(message, place) for message, place in scenario.acked.items() if place[1] >= 0]
     message, (partition, offset) = known[draw(st.integers(0, len(known) - 1))]
     return message, partition, offset
 
 
 @settings(deadline=None)
-@given(stories())
-def test_a_valid_history_gives_no_finding(story: Story) -> None:
-    assert story.counts() == {}
+@given(scenarios())
+def test_a_valid_history_gives_no_finding(scenario: Scenario) -> None:
+    assert scenario.counts() == {}
 
 
 @settings(deadline=None)
-@given(stories(), st.data())
-def test_a_lost_message_is_found(story: Story, data: st.DataObject) -> None:
-    _, partition, offset = choose_acked(data.draw, story)
-    story.logs[partition][offset] = None
-    assert story.counts() == {Kind.LOST: 1}
+@given(scenarios(), st.data())
+def test_a_lost_message_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    _, partition, offset = choose_acked(data.draw, scenario)
+    scenario.logs[partition][offset] = None
+    assert scenario.counts() == {Kind.LOST: 1}
 
 
 @settings(deadline=None)
-@given(stories(), st.data())
-def test_a_duplicate_message_is_found_unless_its_producer_may_repeat(story: Story, data: st.DataObject) -> None:
-    message, partition, _ = choose_acked(data.draw, story)
-    story.logs[partition].append(message)
-    assert story.counts() == {Kind.DOUBLED: 1}
-    story.repeating.add(message[0])
-    assert story.counts() == {}
+@given(scenarios(), st.data())
+def test_a_duplicate_message_is_found_unless_its_producer_may_repeat(scenario: Scenario, data: st.DataObject) -> None:
+    message, partition, _ = choose_acked(data.draw, scenario)
+    scenario.logs[partition].append(message)
+    assert scenario.counts() == {Kind.DOUBLED: 1}
+    scenario.repeating.add(message[0])
+    assert scenario.counts() == {}
 
 
 @settings(deadline=None)
-@given(stories(), st.data())
-def test_reordered_messages_are_found(story: Story, data: st.DataObject) -> None:
-    message, partition, offset = choose_acked(data.draw, story)
+@given(scenarios(), st.data())
+def test_reordered_messages_are_found(scenario: Scenario, data: st.DataObject) -> None:
+    message, partition, offset = choose_acked(data.draw, scenario)
     producer = message[0]
-    later = (producer, 1 + max(sequence for name, sequence, _ in story.sent if name == producer))
-    story.sent.append((*later, partition))
-    story.logs[partition].insert(offset, later)
-    for other, (place, at) in list(story.acked.items()):
+    later = (producer, 1 + max(sequence for name, sequence, _ in scenario.sent if name == producer))
+    scenario.sent.append((*later, partition))
+    scenario.logs[partition].insert(offset, later)
+    for other, (place, at) in list(scenario.acked.items()):
         if place == partition and at >= offset:
-            story.acked[other] = (place, at + 1)
-    story.acked[later] = (partition, offset)
-    assert story.counts() == {Kind.REORDERED: 1}
+            scenario.acked[other] = (place, at + 1)
+    scenario.acked[later] = (partition, offset)
+    assert scenario.counts() == {Kind.REORDERED: 1}
 
 
 @settings(deadline=None)
-@given(stories(), st.data(), st.sampled_from(["audit", "group"]))
-def test_an_offset_skipped_by_one_reader_is_found(story: Story, data: st.DataObject, reader: str) -> None:
-    _, partition, offset = choose_acked(data.draw, story)
-    story.skipped[reader] = {(partition, offset)}
-    assert story.counts() == {Kind.SKIPPED: 1}
+@given(scenarios(), st.data(), st.sampled_from(["audit", "group"]))
+def test_an_offset_skipped_by_one_reader_is_found(scenario: Scenario, data: st.DataObject, reader: str) -> None:
+    _, partition, offset = choose_acked(data.draw, scenario)
+    scenario.skipped[reader] = {(partition, offset)}
+    assert scenario.counts() == {Kind.SKIPPED: 1}
 
 
 @settings(deadline=None)
-@given(stories(), st.data())
-def test_a_wrong_acknowledged_offset_is_found(story: Story, data: st.DataObject) -> None:
-    message, partition, _ = choose_acked(data.draw, story)
-    story.acked[message] = (partition, len(story.logs[partition]) + 3)
-    assert story.counts() == {Kind.INCONSISTENT: 1}
+@given(scenarios(), st.data())
+def test_a_wrong_acknowledged_offset_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    message, partition, _ = choose_acked(data.draw, scenario)
+    scenario.acked[message] = (partition, len(scenario.logs[partition]) + 3)
+    assert scenario.counts() == {Kind.INCONSISTENT: 1}
 
 
 @settings(deadline=None)
-@given(stories(), st.data())
-def test_readers_that_disagree_are_found(story: Story, data: st.DataObject) -> None:
-    _, partition, offset = choose_acked(data.draw, story)
-    story.sent.append(("z", 0, partition))
-    story.seen["group", partition, offset] = ("z", 0)
-    assert story.counts() == {Kind.INCONSISTENT: 1}
+@given(scenarios(), st.data())
+def test_readers_that_disagree_are_found(scenario: Scenario, data: st.DataObject) -> None:
+    _, partition, offset = choose_acked(data.draw, scenario)
+    scenario.sent.append(("z", 0, partition))
+    scenario.seen["group", partition, offset] = ("z", 0)
+    assert scenario.counts() == {Kind.INCONSISTENT: 1}
 
 
 @settings(deadline=None)
-@given(stories(), st.data())
-def test_a_message_in_the_wrong_partition_is_found(story: Story, data: st.DataObject) -> None:
-    partition = data.draw(st.sampled_from(sorted(story.logs)))
-    story.sent.append(("z", 0, partition + 1))
-    story.logs[partition].append(("z", 0))
-    assert story.counts() == {Kind.INCONSISTENT: 1}
+@given(scenarios(), st.data())
+def test_a_message_in_the_wrong_partition_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    partition = data.draw(st.sampled_from(sorted(scenario.logs)))
+    scenario.sent.append(("z", 0, partition + 1))
+    scenario.logs[partition].append(("z", 0))
+    assert scenario.counts() == {Kind.INCONSISTENT: 1}
 
 
 @settings(deadline=None)
-@given(stories(), st.data())
-def test_a_message_that_was_never_sent_is_found(story: Story, data: st.DataObject) -> None:
-    partition = data.draw(st.sampled_from(sorted(story.logs)))
-    story.logs[partition].append(("z", 0))
-    assert story.counts() == {Kind.PHANTOM: 1}
+@given(scenarios(), st.data())
+def test_a_message_that_was_never_sent_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    partition = data.draw(st.sampled_from(sorted(scenario.logs)))
+    scenario.logs[partition].append(("z", 0))
+    assert scenario.counts() == {Kind.PHANTOM: 1}
 
 
 def test_an_offset_that_was_acknowledged_twice_is_found() -> None:
@@ -264,10 +264,10 @@ def test_many_findings_are_counted_and_the_first_described() -> None:
 
 
 @settings(deadline=None)
-@given(stories())
-def test_a_history_survives_saving_and_loading(tmp_path_factory: pytest.TempPathFactory, story: Story) -> None:
-    story.repeating.add("c")
-    history = story.history()
+@given(scenarios())
+def test_a_history_survives_saving_and_loading(tmp_path_factory: pytest.TempPathFactory, scenario: Scenario) -> None:
+    scenario.repeating.add("c")
+    history = scenario.history()
     path = tmp_path_factory.mktemp("history") / "history.jsonl"
     history.save(path)
     assert list(History.load(path).events()) == list(history.events())

@@ -70,10 +70,10 @@ def test_the_client_id_is_found_in_the_first_request() -> None:
 
 
 def test_data_sent_over_a_cut_link_arrives_when_it_is_healed(relay: LinkRelay) -> None:
-    said = request("replica-2")
+    output = request("replica-2")
     with closing(connect(relay)) as link, closing(connect(relay)) as client:
-        link.sendall(said)
-        assert link.recv(len(said), socket.MSG_WAITALL) == said
+        link.sendall(output)
+        assert link.recv(len(output), socket.MSG_WAITALL) == output
         relay.cut("replica-2")
         link.sendall(b"held")
         client.sendall(request("somebody"))

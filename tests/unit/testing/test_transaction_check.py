@@ -48,7 +48,7 @@ class Entry:
 
 
 @dataclass
-class Story:
+class Scenario:
     """The actual events, before they become a history."""
 
     begun: list[TransactionBegun] = field(default_factory=list)
@@ -137,124 +137,128 @@ class Story:
 
 
 @st.composite
-def stories(draw: DrawFn) -> Story:
+def scenarios(draw: DrawFn) -> Scenario:
     """Two producers with interleaved transactions of every outcome; the last ones of each are always present."""
-    story = Story()
+    scenario = Scenario()
     step = st.tuples(st.sampled_from((0, 1)), st.integers(1, 3), st.sampled_from(FATES))
     opened: dict[int, tuple[TransactionBegun, str]] = {}
     for partition, sources, fate in draw(st.lists(step, max_size=16)):
         if partition in opened:
-            story.end(*opened.pop(partition))
+            scenario.end(*opened.pop(partition))
         else:
-            opened[partition] = story.begin(PRODUCERS[partition], sources, partition), fate
+            opened[partition] = scenario.begin(PRODUCERS[partition], sources, partition), fate
     for one, fate in opened.values():
-        story.end(one, fate)
+        scenario.end(one, fate)
     for fate in (*FATES, "committed"):
-        story.end(story.begin(PRODUCERS[0], draw(st.integers(1, 3)), 0), fate)
-    story.end(story.begin(PRODUCERS[1], 1, 1), "committed")
-    return story
+        scenario.end(scenario.begin(PRODUCERS[0], draw(st.integers(1, 3)), 0), fate)
+    scenario.end(scenario.begin(PRODUCERS[1], 1, 1), "committed")
+    return scenario
 
 
-def choose(story: Story, data: st.DataObject, *fates: str) -> tuple[TransactionBegun, Entry]:
+def choose(scenario: Scenario, data: st.DataObject, *fates: str) -> tuple[TransactionBegun, Entry]:
     """Choose a transaction with one of these outcomes, and one of its records."""
-    one = data.draw(st.sampled_from(story.of(*fates)))
-    return one, data.draw(st.sampled_from(story.entries((one.producer, one.number))))
+    one = data.draw(st.sampled_from(scenario.of(*fates)))
+    return one, data.draw(st.sampled_from(scenario.entries((one.producer, one.number))))
 
 
-@given(stories())
-def test_a_valid_history_gives_no_finding(story: Story) -> None:
-    assert story.counts() == {}
+@given(scenarios())
+def test_a_valid_history_gives_no_finding(scenario: Scenario) -> None:
+    assert scenario.counts() == {}
 
 
-@given(stories())
-def test_an_incomplete_history_gives_no_finding(story: Story) -> None:
-    story.observed_offsets.clear()
-    assert check(story.history()).ok
+@given(scenarios())
+def test_an_incomplete_history_gives_no_finding(scenario: Scenario) -> None:
+    scenario.observed_offsets.clear()
+    assert check(scenario.history()).ok
 
 
-@given(stories(), st.data())
-def test_an_aborted_message_that_is_read_is_found(story: Story, data: st.DataObject) -> None:
-    _, entry = choose(story, data, "aborted")
-    entry.polled_at["audit"] = next(story.clock)
-    assert story.counts() == {Kind.ABORTED_READ: 1}
+@given(scenarios(), st.data())
+def test_an_aborted_message_that_is_read_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    _, entry = choose(scenario, data, "aborted")
+    entry.polled_at["audit"] = next(scenario.clock)
+    assert scenario.counts() == {Kind.ABORTED_READ: 1}
 
 
-@given(stories(), st.data())
-def test_a_message_that_was_never_committed_is_found(story: Story, data: st.DataObject) -> None:
-    _, entry = choose(story, data, "killed before")
-    entry.polled_at["audit"] = next(story.clock)
-    assert story.counts() == {Kind.EARLY_READ: 1}
+@given(scenarios(), st.data())
+def test_a_message_that_was_never_committed_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    _, entry = choose(scenario, data, "killed before")
+    entry.polled_at["audit"] = next(scenario.clock)
+    assert scenario.counts() == {Kind.EARLY_READ: 1}
 
 
-@given(stories(), st.data())
-def test_a_read_before_the_commit_is_found(story: Story, data: st.DataObject) -> None:
-    one, entry = choose(story, data, "committed", "without a response, committed")
+@given(scenarios(), st.data())
+def test_a_read_before_the_commit_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    one, entry = choose(scenario, data, "committed", "without a response, committed")
     end_requested = Transaction(
-        one, [(each.commit, each.at) for each in story.ends if isinstance(each, EndRequested) and _is(each, one)]
+        one, [(each.commit, each.at) for each in scenario.ends if isinstance(each, EndRequested) and _is(each, one)]
     )
     assert end_requested.commit_requested_at is not None
     entry.polled_at["audit"] = end_requested.commit_requested_at
-    assert story.counts() == {}
+    assert scenario.counts() == {}
     entry.polled_at["audit"] -= 1
-    assert story.counts() == {Kind.EARLY_READ: 1}
+    assert scenario.counts() == {Kind.EARLY_READ: 1}
 
 
 def _is(event: EndRequested | TransactionEnded, one: TransactionBegun) -> bool:
     return (event.producer, event.number) == (one.producer, one.number)
 
 
-@given(stories(), st.data(), st.sampled_from(["committed", "without a response, committed"]))
-def test_a_transaction_with_one_missing_message_is_torn(story: Story, data: st.DataObject, fate: str) -> None:
-    _, entry = choose(story, data, fate)
+@given(scenarios(), st.data(), st.sampled_from(["committed", "without a response, committed"]))
+def test_a_transaction_with_one_missing_message_is_torn(scenario: Scenario, data: st.DataObject, fate: str) -> None:
+    _, entry = choose(scenario, data, fate)
     entry.hidden_from = set(READERS)
-    assert story.counts() == {Kind.TORN: 1}
+    assert scenario.counts() == {Kind.TORN: 1}
 
 
-@given(stories(), st.data())
-def test_a_partially_visible_transaction_without_a_response_is_torn(story: Story, data: st.DataObject) -> None:
-    _, entry = choose(story, data, "without a response, aborted")
+@given(scenarios(), st.data())
+def test_a_partially_visible_transaction_without_a_response_is_torn(scenario: Scenario, data: st.DataObject) -> None:
+    _, entry = choose(scenario, data, "without a response, aborted")
     for reader in ("audit", "other"):
-        entry.polled_at[reader] = next(story.clock)
-    counts = story.counts()
+        entry.polled_at[reader] = next(scenario.clock)
+    counts = scenario.counts()
     assert counts.pop(Kind.TORN) == 1
     # Its source was processed again, unless this was the last attempt.
     assert set(counts) <= {Kind.DOUBLED}
 
 
-@given(stories())
-def test_outputs_without_their_offsets_are_torn(story: Story) -> None:
-    last = max(each.offset for each in story.observed_offsets if each.partition == 0)
-    story.observed_offsets = [each for each in story.observed_offsets if (each.partition, each.offset) != (0, last)]
-    assert story.counts() == {Kind.TORN: 1}
+@given(scenarios())
+def test_outputs_without_their_offsets_are_torn(scenario: Scenario) -> None:
+    last = max(each.offset for each in scenario.observed_offsets if each.partition == 0)
+    scenario.observed_offsets = [
+        each for each in scenario.observed_offsets if (each.partition, each.offset) != (0, last)
+    ]
+    assert scenario.counts() == {Kind.TORN: 1}
 
 
-@given(stories())
-def test_offsets_without_their_outputs_are_torn(story: Story) -> None:
-    one = story.begin(PRODUCERS[0], 2, 0)
-    story.end(one, "without a response, aborted")
-    story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 0, one.inputs[0].next, next(story.clock)))
-    assert story.counts() == {Kind.TORN: 1}
+@given(scenarios())
+def test_offsets_without_their_outputs_are_torn(scenario: Scenario) -> None:
+    one = scenario.begin(PRODUCERS[0], 2, 0)
+    scenario.end(one, "without a response, aborted")
+    scenario.observed_offsets.append(
+        OffsetObserved("offsets", "group", "in", 0, one.inputs[0].next, next(scenario.clock))
+    )
+    assert scenario.counts() == {Kind.TORN: 1}
 
 
-@given(stories(), st.data())
-def test_a_committed_transaction_without_records_is_lost(story: Story, data: st.DataObject) -> None:
-    one, _ = choose(story, data, "committed")
-    for entry in story.entries((one.producer, one.number)):
+@given(scenarios(), st.data())
+def test_a_committed_transaction_without_records_is_lost(scenario: Scenario, data: st.DataObject) -> None:
+    one, _ = choose(scenario, data, "committed")
+    for entry in scenario.entries((one.producer, one.number)):
         entry.hidden_from = set(READERS)
-    assert story.counts() == {Kind.LOST: 1}
+    assert scenario.counts() == {Kind.LOST: 1}
 
 
-@given(stories())
-def test_an_unprocessed_source_behind_the_group_is_lost(story: Story) -> None:
-    story.end(story.begin("w9", 1, 9, first=1), "committed")
-    assert story.counts() == {Kind.LOST: 1}
+@given(scenarios())
+def test_an_unprocessed_source_behind_the_group_is_lost(scenario: Scenario) -> None:
+    scenario.end(scenario.begin("w9", 1, 9, first=1), "committed")
+    assert scenario.counts() == {Kind.LOST: 1}
 
 
-@given(stories(), st.data())
-def test_a_message_at_two_offsets_is_found(story: Story, data: st.DataObject) -> None:
-    one, entry = choose(story, data, "committed")
-    story.logs[_where(one, entry)].append(Entry(entry.message, visible=True, visible_at=next(story.clock)))
-    assert story.counts() == {Kind.DOUBLED: 1}
+@given(scenarios(), st.data())
+def test_a_message_at_two_offsets_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    one, entry = choose(scenario, data, "committed")
+    scenario.logs[_where(one, entry)].append(Entry(entry.message, visible=True, visible_at=next(scenario.clock)))
+    assert scenario.counts() == {Kind.DOUBLED: 1}
 
 
 def _where(one: TransactionBegun, entry: Entry) -> Where:
@@ -263,116 +267,118 @@ def _where(one: TransactionBegun, entry: Entry) -> Where:
     return output.topic, output.partition
 
 
-@given(stories(), st.data())
-def test_a_source_that_was_processed_twice_is_found(story: Story, data: st.DataObject) -> None:
-    (consumed,) = choose(story, data, "committed", "without a response, committed")[0].inputs
-    story.end(story.begin("zombie", 1, consumed.partition, first=consumed.first), "without a response, committed")
-    observed_offsets = story.observed_offsets.pop()
-    story.position[consumed.partition] = max(story.position[consumed.partition], observed_offsets.offset)
-    assert story.counts() == {Kind.DOUBLED: 2}
+@given(scenarios(), st.data())
+def test_a_source_that_was_processed_twice_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    (consumed,) = choose(scenario, data, "committed", "without a response, committed")[0].inputs
+    scenario.end(scenario.begin("zombie", 1, consumed.partition, first=consumed.first), "without a response, committed")
+    observed_offsets = scenario.observed_offsets.pop()
+    scenario.position[consumed.partition] = max(scenario.position[consumed.partition], observed_offsets.offset)
+    assert scenario.counts() == {Kind.DOUBLED: 2}
 
 
-@given(stories(), st.data(), st.sampled_from(["audit", "other", "all"]))
-def test_a_message_skipped_by_one_reader_is_found(story: Story, data: st.DataObject, reader: str) -> None:
-    _, entry = choose(story, data, "committed", "without a response, committed")
+@given(scenarios(), st.data(), st.sampled_from(["audit", "other", "all"]))
+def test_a_message_skipped_by_one_reader_is_found(scenario: Scenario, data: st.DataObject, reader: str) -> None:
+    _, entry = choose(scenario, data, "committed", "without a response, committed")
     entry.hidden_from = {reader}
-    assert story.counts() == {Kind.SKIPPED: 1}
+    assert scenario.counts() == {Kind.SKIPPED: 1}
 
 
-@given(stories(), st.data(), st.sampled_from(["audit", "all"]), st.booleans())
+@given(scenarios(), st.data(), st.sampled_from(["audit", "all"]), st.booleans())
 def test_a_reader_that_goes_back_without_a_seek_is_found(
-    story: Story, data: st.DataObject, reader: str, sought: bool
+    scenario: Scenario, data: st.DataObject, reader: str, sought: bool
 ) -> None:
-    one, entry = choose(story, data, "committed")
+    one, entry = choose(scenario, data, "committed")
     where = _where(one, entry)
-    log = story.logs[where]
-    again = [at for at in range(log.index(entry), len(log)) if story.may_see(reader, log[at])]
-    story.more[reader] = [(where, at, sought and at == again[0]) for at in again]
-    assert story.counts() == ({} if sought else {Kind.WENT_BACK: 1})
+    log = scenario.logs[where]
+    again = [at for at in range(log.index(entry), len(log)) if scenario.may_see(reader, log[at])]
+    scenario.more[reader] = [(where, at, sought and at == again[0]) for at in again]
+    assert scenario.counts() == ({} if sought else {Kind.WENT_BACK: 1})
 
 
-@given(stories())
-def test_reordered_messages_are_found(story: Story) -> None:
-    log = story.logs["a", 0]
-    one, other = story.begin(PRODUCERS[0], 2, 0), story.begin(PRODUCERS[0], 2, 0, first=story.position[0] + 2)
-    story.end(one, "committed")
-    story.end(other, "committed")
-    early, late = (next(each for each in log if each in story.entries((x.producer, x.number))) for x in (one, other))
+@given(scenarios())
+def test_reordered_messages_are_found(scenario: Scenario) -> None:
+    log = scenario.logs["a", 0]
+    one, other = scenario.begin(PRODUCERS[0], 2, 0), scenario.begin(PRODUCERS[0], 2, 0, first=scenario.position[0] + 2)
+    scenario.end(one, "committed")
+    scenario.end(other, "committed")
+    early, late = (next(each for each in log if each in scenario.entries((x.producer, x.number))) for x in (one, other))
     early.message, late.message = late.message, early.message
-    early.visible_at = late.visible_at = next(story.clock)
-    assert story.counts() == {Kind.REORDERED: 1}
+    early.visible_at = late.visible_at = next(scenario.clock)
+    assert scenario.counts() == {Kind.REORDERED: 1}
 
 
-@given(stories(), st.data())
-def test_readers_that_disagree_are_found(story: Story, data: st.DataObject) -> None:
-    _, entry = choose(story, data, "committed")
-    other = story.begin("w9", 1, 9)
-    story.end(other, "committed")
+@given(scenarios(), st.data())
+def test_readers_that_disagree_are_found(scenario: Scenario, data: st.DataObject) -> None:
+    _, entry = choose(scenario, data, "committed")
+    other = scenario.begin("w9", 1, 9)
+    scenario.end(other, "committed")
     entry.seen_as["other"] = ("w9", 0, 0)
-    entry.polled_at["other"] = next(story.clock)
-    assert story.counts() == {Kind.INCONSISTENT: 1}
+    entry.polled_at["other"] = next(scenario.clock)
+    assert scenario.counts() == {Kind.INCONSISTENT: 1}
 
 
-@given(stories())
-def test_a_message_that_was_never_written_is_found(story: Story) -> None:
-    story.logs["a", 0].append(Entry(("ghost", 0, 0), visible=True))
-    assert story.counts() == {Kind.PHANTOM: 1}
+@given(scenarios())
+def test_a_message_that_was_never_written_is_found(scenario: Scenario) -> None:
+    scenario.logs["a", 0].append(Entry(("ghost", 0, 0), visible=True))
+    assert scenario.counts() == {Kind.PHANTOM: 1}
 
 
-@given(stories())
-def test_a_message_in_the_wrong_partition_is_found(story: Story) -> None:
-    one = story.begin(PRODUCERS[0], 1, 0)
-    story.end(one, "committed")
-    entry = story.entries((one.producer, one.number))[0]
-    log = story.logs[_where(one, entry)]
+@given(scenarios())
+def test_a_message_in_the_wrong_partition_is_found(scenario: Scenario) -> None:
+    one = scenario.begin(PRODUCERS[0], 1, 0)
+    scenario.end(one, "committed")
+    entry = scenario.entries((one.producer, one.number))[0]
+    log = scenario.logs[_where(one, entry)]
     log[log.index(entry)] = Entry(None)
-    story.logs.setdefault(("elsewhere", 7), []).append(entry)
-    assert story.counts() == {Kind.INCONSISTENT: 1}
+    scenario.logs.setdefault(("elsewhere", 7), []).append(entry)
+    assert scenario.counts() == {Kind.INCONSISTENT: 1}
 
 
-@given(stories(), st.data())
-def test_a_committed_offset_that_goes_back_is_found(story: Story, data: st.DataObject) -> None:
-    before = data.draw(st.sampled_from(story.observed_offsets))
-    at = story.observed_offsets.index(before) + 1
-    story.observed_offsets[at:at] = [msgspec.structs.replace(before, offset=before.offset - 1), before]
-    assert story.counts() == {Kind.WENT_BACK: 1}
+@given(scenarios(), st.data())
+def test_a_committed_offset_that_goes_back_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    before = data.draw(st.sampled_from(scenario.observed_offsets))
+    at = scenario.observed_offsets.index(before) + 1
+    scenario.observed_offsets[at:at] = [msgspec.structs.replace(before, offset=before.offset - 1), before]
+    assert scenario.counts() == {Kind.WENT_BACK: 1}
 
 
-@given(stories(), st.data())
-def test_an_offset_reported_before_its_commit_is_found(story: Story, data: st.DataObject) -> None:
-    at = data.draw(st.integers(0, len(story.observed_offsets) - 1))
-    story.observed_offsets[at] = msgspec.structs.replace(story.observed_offsets[at], at=0)
-    assert story.counts() == {Kind.EARLY_READ: 1}
+@given(scenarios(), st.data())
+def test_an_offset_reported_before_its_commit_is_found(scenario: Scenario, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(scenario.observed_offsets) - 1))
+    scenario.observed_offsets[at] = msgspec.structs.replace(scenario.observed_offsets[at], at=0)
+    assert scenario.counts() == {Kind.EARLY_READ: 1}
 
 
-@given(stories())
-def test_a_reported_aborted_offset_is_found(story: Story) -> None:
-    one = story.begin("w9", 1, 9)
-    story.end(one, "aborted")
-    story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 9, one.inputs[0].next, next(story.clock)))
-    assert story.counts() == {Kind.ABORTED_READ: 1, Kind.TORN: 1}
+@given(scenarios())
+def test_a_reported_aborted_offset_is_found(scenario: Scenario) -> None:
+    one = scenario.begin("w9", 1, 9)
+    scenario.end(one, "aborted")
+    scenario.observed_offsets.append(
+        OffsetObserved("offsets", "group", "in", 9, one.inputs[0].next, next(scenario.clock))
+    )
+    assert scenario.counts() == {Kind.ABORTED_READ: 1, Kind.TORN: 1}
 
 
-@given(stories())
-def test_an_offset_that_was_never_committed_is_found(story: Story) -> None:
-    story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 5, 3, next(story.clock)))
-    assert story.counts()[Kind.INCONSISTENT] == 1
+@given(scenarios())
+def test_an_offset_that_was_never_committed_is_found(scenario: Scenario) -> None:
+    scenario.observed_offsets.append(OffsetObserved("offsets", "group", "in", 5, 3, next(scenario.clock)))
+    assert scenario.counts()[Kind.INCONSISTENT] == 1
 
 
-@given(stories())
-def test_a_program_that_missed_a_message_of_its_source_is_found(story: Story) -> None:
-    one = story.begin(PRODUCERS[0], 3, 0)
-    story.begun[-1] = short = msgspec.structs.replace(one, outputs=one.outputs[:2] + one.outputs[4:])
-    for log in story.logs.values():
+@given(scenarios())
+def test_a_program_that_missed_a_message_of_its_source_is_found(scenario: Scenario) -> None:
+    one = scenario.begin(PRODUCERS[0], 3, 0)
+    scenario.begun[-1] = short = msgspec.structs.replace(one, outputs=one.outputs[:2] + one.outputs[4:])
+    for log in scenario.logs.values():
         log[:] = [each for each in log if each.message is None or each.message[:2] != (one.producer, one.number)]
-    story.end(short, "aborted")
-    assert story.counts() == {Kind.SKIPPED: 1}
+    scenario.end(short, "aborted")
+    assert scenario.counts() == {Kind.SKIPPED: 1}
 
 
-@given(stories())
-def test_a_history_survives_saving_and_loading(tmp_path_factory: pytest.TempPathFactory, story: Story) -> None:
+@given(scenarios())
+def test_a_history_survives_saving_and_loading(tmp_path_factory: pytest.TempPathFactory, scenario: Scenario) -> None:
     path = tmp_path_factory.mktemp("history") / "history.jsonl"
-    history = story.history()
+    history = scenario.history()
     history.save(path)
     loaded = TransactionHistory.load(path)
     assert list(loaded.events()) == list(history.events())

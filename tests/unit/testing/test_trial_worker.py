@@ -13,7 +13,7 @@ from millstream_testing.transaction_worker import Task
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_worker import TrialWorker
 
-NOBODY = "127.0.0.1:1"
+UNREACHABLE = "127.0.0.1:1"
 WAIT_S = 60
 
 
@@ -23,7 +23,7 @@ def new_task(tmp_path: Path) -> Callable[[str], Task]:
         return Task(
             producer=producer,
             client="confluent",
-            brokers=NOBODY,
+            brokers=UNREACHABLE,
             group="group",
             transactional_id="worker",
             source="source",

@@ -104,14 +104,14 @@ class Run:
                     raise Crash
                 self.complete(batch, chosen)
             except (Crash, ProducerFenced, InvalidTransactionState, InvalidProducerMapping):
-                self.others_go_on()
+                self.run_concurrent_steps()
                 continue
             return
 
     def complete(self, batch: int, members: tuple[Member, ...]) -> None:
         self.ask(lambda shard: shard.batches.complete(QUERY, batch, members))
 
-    def others_go_on(self) -> None:
+    def run_concurrent_steps(self) -> None:
         self.write_markers(all_of_them=False)
         if self.random.random() < 0.2:
             self.coordinator.advance_ms(self.random.choice([1, 61_000]))
@@ -160,7 +160,7 @@ def test_every_part_of_every_batch_is_committed_exactly_once(seed: int) -> None:
     batches = 4
     for batch in range(batches):
         run.batch(batch)
-        run.others_go_on()
+        run.run_concurrent_steps()
     for zombie in run.zombies:
         try:
             zombie()

@@ -360,14 +360,14 @@ async def test_partitions_of_this_node_are_written_directly() -> None:
 
 @pytest.mark.parametrize("here", [True, False])
 async def test_a_leader_that_does_not_know_a_topic_yet_is_retried(here: bool) -> None:
-    class Unheard:
+    class Unreachable:
         async def write(self, marker: Marker, partition: TopicPartition) -> None:
             raise UnknownTopic("not yet")
 
     topics = MemoryTopics()
     topics.add("t", partitions=2)
     topics.leader = ME if here else OTHER
-    routes = MarkerRoutes(topics, Unheard(), Peer(lambda request: refused(request, unknown=True)), me=ME)
+    routes = MarkerRoutes(topics, Unreachable(), Peer(lambda request: refused(request, unknown=True)), me=ME)
     assert isinstance((await routes.write(marker(), [SECOND]))[SECOND], NotLeader)
     await routes.close()
 

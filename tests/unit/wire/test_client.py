@@ -89,11 +89,11 @@ async def test_an_unreachable_broker_is_reported_with_advice() -> None:
         with pytest.raises(BrokerUnreachable) as caught:
             async with Client.connect(f"127.0.0.1:{port},localhost:{port}", timeout_s=60):
                 pass
-    said = str(caught.value)
-    assert f"127.0.0.1:{port}, localhost:{port}" in said
-    assert f"127.0.0.1:{port}: connection refused" in said
-    assert "millstream serve" in said
-    assert "--brokers" in said
+    output = str(caught.value)
+    assert f"127.0.0.1:{port}, localhost:{port}" in output
+    assert f"127.0.0.1:{port}: connection refused" in output
+    assert "millstream serve" in output
+    assert "--brokers" in output
 
 
 async def test_a_broker_that_starts_meanwhile_is_found(
@@ -281,10 +281,10 @@ async def test_large_and_small_responses_in_any_fragmentation(broker: ScriptedBr
 
 
 async def test_a_request_without_a_response_times_out(broker: ScriptedBroker) -> None:
-    async def swallow(header: codec.RequestHeader, frame: memoryview) -> Any:
+    async def ignore_request(header: codec.RequestHeader, frame: memoryview) -> Any:
         return None
 
-    broker.handlers[PRIVATE] = swallow
+    broker.handlers[PRIVATE] = ignore_request
     async with connect(broker) as client:
         client._timeout_s = 0.2
         with pytest.raises(RequestTimedOut, match=r"did not respond within 0\.2 s"):
@@ -316,10 +316,10 @@ async def test_a_cancelled_request_does_not_affect_others(broker: ScriptedBroker
 
 
 async def test_requests_to_a_silent_broker_do_not_accumulate(broker: ScriptedBroker) -> None:
-    async def swallow(header: codec.RequestHeader, frame: memoryview) -> Any:
+    async def ignore_request(header: codec.RequestHeader, frame: memoryview) -> Any:
         return None
 
-    async def ask_and_give_up(client: Client) -> None:
+    async def send_and_cancel(client: Client) -> None:
         for number in range(1, 1000):
             asking = asyncio.create_task(client.private(None, PRIVATE, b""))
             while broker.asked(PRIVATE) < number and not asking.done():
@@ -328,10 +328,10 @@ async def test_requests_to_a_silent_broker_do_not_accumulate(broker: ScriptedBro
                 await asking
             asking.cancel()
 
-    broker.handlers[PRIVATE] = swallow
+    broker.handlers[PRIVATE] = ignore_request
     async with connect(broker) as client:
         with pytest.raises(BrokerUnreachable, match="abandoned"):
-            await ask_and_give_up(client)
+            await send_and_cancel(client)
     assert broker.asked(PRIVATE) < 200
 
 

@@ -123,10 +123,10 @@ async def test_a_throttling_broker_is_sent_nothing_until_the_time_is_over() -> N
 async def test_produce_takes_no_longer_than_the_clients_own_timeout(broker: ScriptedBroker) -> None:
     waits: list[timedelta] = []
 
-    async def swallow(header: codec.RequestHeader, frame: memoryview) -> Any:
+    async def ignore_request(header: codec.RequestHeader, frame: memoryview) -> Any:
         waits.append(codec.read_request(PRODUCE, header.version, frame, header.body_at).timeout)
 
-    broker.handlers[PRODUCE] = swallow
+    broker.handlers[PRODUCE] = ignore_request
     async with connect(broker) as client:
         await client.leader_of("orders", 0)
         client._timeout_s = 0.3

@@ -19,7 +19,7 @@ from millstream_testing.messages import random_message, versions_of
 
 
 @dataclass(frozen=True)
-class Odd:
+class MismatchedMessage:
     """A message whose field is a text where others have a list."""
 
     groups: str = field(default="", metadata={"kafka_type": "string"})
@@ -115,4 +115,4 @@ def test_nested_messages_are_converted() -> None:
 
 def test_a_change_of_structure_is_refused() -> None:
     with pytest.raises(TypeError, match="the API must convert it itself"):
-        reshape(load_response_class(15, 0)(groups=()), Odd)
+        reshape(load_response_class(15, 0)(groups=()), MismatchedMessage)
