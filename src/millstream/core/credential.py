@@ -122,8 +122,9 @@ def check_user_name(name: str) -> None:
     is_reserved = name == "ANONYMOUS" or name.startswith(TOKEN_PREFIX)
     if len(name) > NAME_CHARACTERS_MAX or _NAME.fullmatch(name) is None or is_reserved:
         raise InvalidRequest(
-            f"the name of a user has up to {NAME_CHARACTERS_MAX} letters, digits and the characters _ . @ + -, "
-            f"is not ANONYMOUS and does not begin with {TOKEN_PREFIX}; {name[:200]!r} cannot be one"
+            f"the name of a user has up to {NAME_CHARACTERS_MAX} ASCII letters, digits and the characters _ . @ + -, "
+            f"begins with a letter, a digit or _, is not ANONYMOUS and does not begin with {TOKEN_PREFIX}; "
+            f"{name[:200]!r} cannot be one"
         )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hmac
 import json
+import logging
 import re
 import time
 from collections.abc import Iterable
@@ -35,7 +36,7 @@ from millstream.broker.security.rights import Rights
 from millstream.broker.security.sasl import Authenticator, BearerToken, FailedAttempts, Passwords, Verified
 from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.broker.security.tls import PrincipalRules
-from millstream.core.acl import EVERYONE, Acl, Operation, ResourceType
+from millstream.core.acl import EVERYONE, OPERATIONS, Acl, Operation, ResourceType
 from millstream.core.credential import (
     SCRAM_MECHANISMS,
     SHA_256,
@@ -45,6 +46,7 @@ from millstream.core.credential import (
     split_token,
 )
 from millstream.core.errors import AuthenticationFailed, InvalidRequest, InvalidSetting
+from millstream.core.topic import AUDIT
 from millstream.protocol.wire.credentials import PLAIN, Credentials, NodeName
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
 
@@ -164,6 +166,12 @@ async def test_a_final_message_without_a_first_one_is_refused(passwords: Passwor
             await Authenticator(passwords, None).begin(SHA_256).step(message)
 
 
+async def test_a_refused_first_message_gets_the_reason(passwords: Passwords) -> None:
+    for message, reason in ((b"p=tls-unique,,n=alice,r=x", "channel binding is not served"), (b"??", "cannot be read")):
+        with pytest.raises(AuthenticationFailed, match=reason):
+            await Authenticator(passwords, None).begin(SHA_256).step(message)
+
+
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_garbage_authenticates_no_user(first: bytes, second: bytes) -> None:
     class NoUsers:
@@ -206,6 +214,26 @@ async def test_a_verified_password_is_cached_until_it_changes(
         await passwords.check(USER, PASSWORD)
 
 
+async def test_only_changes_of_users_are_logged(passwords: Passwords, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="millstream.broker.security.state"):
+        await passwords.state.change_users()
+        assert not caplog.records
+        await passwords.state.change_users(new_credentials(USER, "another-password"))
+    (record,) = caplog.records
+    assert vars(record)["users"] == [USER]
+    assert not hasattr(record, "acls_added")
+
+
+async def test_the_audit_log_can_only_be_read(tmp_path: Path) -> None:
+    catalog = Catalog.open_folder(tmp_path)
+    state = SecurityState(CatalogDeclarations(catalog), ["User:admin"])
+    admin = Rights(state, "User:admin", "127.0.0.1")
+    readable = (Operation.READ, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
+    assert admin.operations(ResourceType.TOPIC, AUDIT) == sum(1 << one for one in readable)
+    assert admin.operations(ResourceType.TOPIC, "orders") == sum(1 << one for one in OPERATIONS[ResourceType.TOPIC])
+    catalog.close()
+
+
 def test_repeated_failures_take_increasingly_long_up_to_a_limit() -> None:
     attempts = FailedAttempts()
     pauses = [attempts.pause_s("10.0.0.1", "alice") for _ in range(12)]
@@ -215,9 +243,9 @@ def test_repeated_failures_take_increasingly_long_up_to_a_limit() -> None:
     assert attempts.pause_s("10.0.0.3", "alice") == pauses[-1], "from another address, too"
 
 
-@pytest.mark.parametrize("name", ["CN=alice", "oauth:alice", "a,b", "", "ANONYMOUS", "a b", "-x", "x" * 200])
+@pytest.mark.parametrize("name", ["CN=alice", "oauth:alice", "a,b", "", "ANONYMOUS", "a b", "-x", "x" * 200, "jürgen"])
 def test_a_user_name_cannot_imitate_another_kind_of_principal(name: str) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=r"ASCII letters, digits and the characters _ \. @ \+ -"):
         check_user_name(name)
 
 

@@ -21,11 +21,14 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId
 from millstream.core.subscription import LETTERS_PREFIX
+from millstream.core.topic import AUDIT
 
 ANONYMOUS: Final = "User:ANONYMOUS"
 OWNER_HOST: Final = "127.0.0.1"
 """The host of pipelines and push, for rules that name a host."""
 _REMEMBERED_MAX: Final = 10_000
+_ON_AUDIT: Final = (Operation.READ, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
+"""The operations on the audit log; no one can do others."""
 _ERRORS: Final[dict[ResourceType, type[MillstreamError]]] = {
     ResourceType.TOPIC: TopicNotAuthorized,
     ResourceType.GROUP: GroupNotAuthorized,
@@ -181,7 +184,9 @@ class Rights:
 
     def operations(self, kind: ResourceType, name: str = CLUSTER_NAME) -> int:
         """Return the allowed operations on a resource as a Kafka bit field."""
-        return sum(1 << operation for operation in OPERATIONS[kind] if self.allows(operation, kind, name))
+        is_audit = kind is ResourceType.TOPIC and name == AUDIT
+        possible = _ON_AUDIT if is_audit else OPERATIONS[kind]
+        return sum(1 << operation for operation in possible if self.allows(operation, kind, name))
 
 
 def owner_refusal(state: SecurityState, owner: Owner, needs: Iterable[tuple[Operation, ResourceType, str]] = ()) -> str:

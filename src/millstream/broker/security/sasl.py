@@ -190,8 +190,10 @@ class _Scram:
     def _challenge_response(self, message: str) -> bytes:
         flag, _, rest = message.partition(",")
         authorized, comma, first = rest.partition(",")
-        if flag not in ("n", "y") or not comma:
+        if flag.startswith("p="):
             raise AuthenticationFailed("SCRAM with channel binding is not served")
+        if flag not in ("n", "y") or not comma:
+            raise AuthenticationFailed("a message of SCRAM cannot be read")
         # Extensions, which have longer names, follow the nonce.
         named = scram_fields(",".join(first.split(",", 2)[:2]))
         name, nonce = _decode_name(named.get("n", "")), named.get("r", "")

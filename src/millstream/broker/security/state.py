@@ -145,7 +145,8 @@ class SecurityState(Holder):
         change = SecurityChange(put_credentials=tuple(put), delete_credentials=tuple(delete))
         if len(self._credentials) + len(change.put_credentials) > CREDENTIALS_MAX:
             raise InvalidRequest(f"there are {CREDENTIALS_MAX} credentials at most; delete some first")
-        await self._change(change)
+        if change.put_credentials or change.delete_credentials:
+            await self._change(change)
 
     async def add_token(self, token: ApiToken) -> None:
         """Store a token, durably, and remove those that have expired."""
@@ -205,16 +206,16 @@ class SecurityState(Holder):
             self._apply(await self._declarations.call(Catalog.security))
         if change.delete_credentials:
             await self.load_owned()
+        changed = {
+            "users": sorted({one.user for one in change.put_credentials}),
+            "users_without": sorted({user for user, _ in change.delete_credentials}),
+            "tokens_created": sorted(f"{one.token_id} of {one.owner}" for one in change.put_tokens),
+            "tokens_removed": sorted(change.delete_tokens)[:_LOGGED_MAX],
+            "acls_added": sorted(map(str, change.add_acls)),
+            "acls_removed": sorted(map(str, change.delete_acls)),
+        }
         _logger.info(
-            "users, tokens or access rules changed",
-            extra={
-                "users": sorted({one.user for one in change.put_credentials}),
-                "users_without": sorted({user for user, _ in change.delete_credentials}),
-                "tokens_created": sorted(f"{one.token_id} of {one.owner}" for one in change.put_tokens),
-                "tokens_removed": sorted(change.delete_tokens)[:_LOGGED_MAX],
-                "acls_added": sorted(map(str, change.add_acls)),
-                "acls_removed": sorted(map(str, change.delete_acls)),
-            },
+            "users, tokens or access rules changed", extra={name: named for name, named in changed.items() if named}
         )
 
     def _apply(self, declared: DeclaredSecurity) -> None:
