@@ -105,7 +105,8 @@ class MirrorSettings:
     acls: bool = setting(
         "acls",
         False,
-        "Whether access rules are mirrored (users and passwords are not); this cluster must have no access rules.",
+        "Whether access rules are mirrored (users and passwords are not); clients of this cluster must authenticate, "
+        "and it must have no access rules.",
         needs_restart=False,
     )
     tls: bool = setting("tls", False, "Whether connections to the source use TLS.", needs_restart=False)
