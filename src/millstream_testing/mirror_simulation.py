@@ -12,7 +12,7 @@ first site returns and follows. These rules are checked at random times and afte
   second site has the last update of each key;
 - a failover that is repeated cuts at the same offsets;
 - readers of committed records never see a part of a transaction;
-- the offsets of a group are never ahead of what the same transactions wrote;
+- the offsets of a group are never ahead of what the same transactions wrote, and after the failover not behind it;
 - what a site has acknowledged after it took over is stored;
 - at the end both sites are equal; in the compacted partition, in the last update of each key.
 """
@@ -32,6 +32,7 @@ from unittest import mock
 from uuid import UUID
 
 from millstream.broker.log.store import LogStore
+from millstream.broker.mirror import failover as failover_module
 from millstream.broker.mirror import follower as follower_module
 from millstream.broker.mirror import service as service_module
 from millstream.broker.mirror.declared import Mirrors
@@ -228,7 +229,7 @@ class Site:
             mirrors,
             SimpleNamespace(),
             self.coordinator,
-            SimpleNamespace(),
+            SimpleNamespace(partitions=1, transactional_groups=self._transactional_groups),
             SimpleNamespace(),
             SimpleNamespace(),
             self.world.clock,
@@ -253,6 +254,12 @@ class Site:
         task.add_done_callback(self.world.ended)
         self._tasks.append(task)
         return task
+
+    def _transactional_groups(self) -> dict[int, dict[str, dict[str, dict[int, int]]]]:
+        offsets: dict[str, dict[int, int]] = {}
+        for where, offset in self.store.groups.items():
+            offsets.setdefault(where.topic, {})[where.partition] = offset
+        return {0: {GROUP: offsets}}
 
     # -- as its topics ---------------------------------------------------------------------------------------
 
@@ -508,6 +515,7 @@ class World:
         self.trace.record("second", f"took over at {cuts}")
         self._check_cut(first, second, cuts)
         self._check_readers(second)
+        self._check_repeats(second)
         self._write_to(second)
         await asyncio.sleep(self.random.uniform(0.2, 3))
         await self._stop_writing()
@@ -680,6 +688,7 @@ class World:
             site.kill(loses_cache=self.random.random() < 0.5)
             await site.start()
         cuts = await self._cut(site, order)
+        await failover_module.apply_recorded_offsets(site.service, site.service.mirrors.all()[0])
         for index, offset in first.items():
             if cuts[index] != offset:
                 raise Violation(f"a repeated failover cuts {index} at {cuts[index]}, and at first it was {offset}")
@@ -755,6 +764,13 @@ class World:
             if index == INPUT and offset < read and f"out-{value}" not in seen:
                 raise Violation(f"{site.name}: the group has read up to {read}, and {value} was not written out")
 
+    def _check_repeats(self, site: Site) -> None:
+        found = site.read_committed()
+        outputs, read = set(found.values()), site.store.groups.get(TopicPartition(TOPIC.name, PartitionIndex(INPUT)), 0)
+        for (index, offset), value in found.items():
+            if index == INPUT and offset >= read and f"out-{value}" in outputs:
+                raise Violation(f"{site.name}: the group reads from {read} on, and writes {value} out again")
+
     def _check_cut(self, first: Site, second: Site, cuts: dict[int, int]) -> None:
         first_contents = {place: value for place, value in first.read().items() if place[1] < cuts[place[0]]}
         second_contents = {place: value for place, value in second.read().items() if place[1] < cuts[place[0]]}
@@ -823,7 +839,7 @@ def simulate_mirror(seed: int, *, tracing: bool = False) -> Outcome:
         world = World(seed)
 
         async def commit(site: Site, _group: str, offsets: Mapping[TopicPartition, int], *, metadata: str) -> None:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(world.random.uniform(0.001, 1))
             site.store.groups.update(offsets)
             site.store.applied.update(offsets)
 
@@ -834,6 +850,8 @@ def simulate_mirror(seed: int, *, tracing: bool = False) -> Outcome:
             (follower_module, "committed_by_group", _committed_by_group),
             (follower_module, "commits_by_group", _commits_by_group),
             (follower_module, "commit_offsets", commit),
+            (failover_module, "commits_by_group", _commits_by_group),
+            (failover_module, "commit_offsets", commit),
             (MirrorService, "client", lambda self: self.topics),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from uuid import UUID
 import httpx
 import msgspec
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.mirror_messages import ADOPT_KEY, AdoptRequest, AdoptResponse
@@ -354,6 +355,88 @@ def transact(brokers: str, name: str, topics: list[str], values: list[str], *, e
     if ends:
         producer.commit_transaction(PATIENCE_S)
     return producer
+
+
+def transform(
+    brokers: str, group: str, source: str, target: str, *, count: int, is_done: Callable[[int], bool]
+) -> None:
+    """Consume, transform and produce, in transactions with the offsets of a group, until done or the broker fails.
+
+    A transaction has so many messages.
+    """
+    consumer = Consumer({"bootstrap.servers": brokers, "group.id": group, "enable.auto.commit": False})
+    producer = Producer({"bootstrap.servers": brokers, "transactional.id": group})
+    producer.init_transactions(PATIENCE_S)
+    (start,) = consumer.committed([TopicPartition(source, 0)], PATIENCE_S)
+    position = max(start.offset, 0)
+    # Not as a member: offsets of groups with members are not mirrored.
+    consumer.assign([TopicPartition(source, 0, position)])
+    try:
+        while not is_done(position):
+            messages = [one for one in consumer.consume(count, 0.2) if one.error() is None]
+            if messages:
+                producer.begin_transaction()
+                for message in messages:
+                    producer.produce(target, b"out-" + (message.value() or b""))
+                position = (messages[-1].offset() or 0) + 1
+                offsets = [TopicPartition(source, 0, position)]
+                producer.send_offsets_to_transaction(offsets, consumer.consumer_group_metadata(), 5.0)
+                producer.commit_transaction(5.0)
+    except KafkaException:
+        pass
+    finally:
+        consumer.close()
+
+
+def committed_values(brokers: str, topic: str) -> list[str]:
+    """Return the committed messages of a topic with one partition, up to its end."""
+    settings = {"group.id": "reader", "enable.auto.commit": False, "enable.partition.eof": True}
+    consumer = Consumer({"bootstrap.servers": brokers, "isolation.level": "read_committed", **settings})
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    found: list[str] = []
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while time.monotonic() < deadline:
+            message = consumer.poll(0.5)
+            error = None if message is None else message.error()
+            if error is not None and error.code() == KafkaError._PARTITION_EOF:
+                return found
+            if message is not None and error is None:
+                found.append((message.value() or b"").decode())
+        raise AssertionError(f"the end of {topic} was not reached")
+    finally:
+        consumer.close()
+
+
+def test_an_application_repeats_no_transaction_after_an_unplanned_failover(
+    sites: Sites, paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    source, target, group = f"{topic}-in", f"{topic}-out", f"{topic}-group"
+    for one in (source, target):
+        paris("topic", "create", one)
+    name = mirrored(paris, berlin, topic)
+    values = [f"{number:04}" for number in range(2000)]
+    publish(paris.brokers, source, values)
+    wait_for(lambda: caught_up(berlin, name, source, paris), what="the input has arrived")
+    is_killed = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            transform, paris.brokers, group, source, target, count=3, is_done=lambda _: is_killed.is_set()
+        )
+        wait_for(lambda: any(committed(berlin, group)), what="offsets of transactions have arrived")
+        sites.paris.kill()
+        is_killed.set()
+        running.result()
+    try:
+        assert berlin("mirror", "failover", name).code == 0
+        done = committed_values(berlin.brokers, target)
+        assert done
+        assert committed(berlin, group) == [len(done)]
+        transform(berlin.brokers, group, source, target, count=100, is_done=lambda position: position == len(values))
+        assert committed_values(berlin.brokers, target) == [f"out-{value}" for value in values]
+    finally:
+        sites.paris.start()
+    assert berlin("mirror", "delete", name, "--force").code == 0
 
 
 def subscribe(site: CommandLine, name: str, topic: str, *flags: str) -> None:

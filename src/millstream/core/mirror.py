@@ -207,6 +207,8 @@ class Mirror:
     """For an old source that now follows: the ranges that it has dropped, by topic and partition."""
     verified: TopicOffsets = field(default_factory=dict)
     """The offset up to which each partition holds complete transactions; from there on, readers wait at a commit."""
+    group_offsets: Mapping[str, TopicOffsets] = field(default_factory=dict)
+    """The offsets of groups that transactions up to there have committed, and that may not be applied here yet."""
     gaps: TopicOffsets = field(default_factory=dict)
     """The offset from which copies may lack values that the source compacted because of records yet to arrive."""
     is_gated: bool = False

@@ -90,14 +90,14 @@ async def test_a_group_is_transactional_from_the_first_offset_that_a_transaction
     await groups.commit(request(1))
     await commit(groups, 5)
     await groups.end_transaction(0, marker(7, 0, commit=False))
-    assert groups.transactional_groups() == {0: []}
+    assert groups.transactional_groups() == {0: {}}
     await commit(groups, 5)
     await groups.end_transaction(0, marker(7, 0, commit=True))
     await groups.commit(request(6))
-    assert groups.transactional_groups() == {0: [GROUP]}
+    assert groups.transactional_groups() == {0: {GROUP: {TOPIC: {0: 6}}}}
     await groups.delete(GROUP)
     await groups.commit(request(1))
-    assert groups.transactional_groups() == {0: []}
+    assert groups.transactional_groups() == {0: {}}
 
 
 async def test_a_pending_first_offset_is_reported_when_all_offsets_are_requested(

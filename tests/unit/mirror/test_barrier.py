@@ -34,10 +34,11 @@ class Coordinator:
         yield
 
 
-def barrier(
-    *responses: HoldResponse, moves: bool = False, groups: dict[int, list[str]] | None = None
-) -> BarrierResponse:
-    """Request a barrier on a node whose only peer gives these responses when it begins and when it ends."""
+Groups = dict[int, dict[str, dict[str, dict[int, int]]]]
+
+
+def barrier(*responses: HoldResponse, moves: bool = False, groups: Groups | None = None) -> BarrierResponse:
+    """Request a barrier on a node whose only peer gives these responses, from its beginning to its end."""
     coordinator, left = Coordinator(), list(responses)
     membership = SimpleNamespace(
         me=SimpleNamespace(node_id=NodeId(1)),
@@ -48,9 +49,10 @@ def barrier(
     coordinator_of_groups = SimpleNamespace(partitions=3, transactional_groups=lambda: groups)
     service: Any = made(None, membership, None, None, coordinator, coordinator_of_groups, None, None, None, None)
     wants_groups = groups is not None
+    asked: list[tuple[bool, bool]] = []
 
     async def ask_node(_node: NodeId, _key: int, request: HoldRequest, _response: Any) -> HoldResponse:
-        assert request.with_groups == (wants_groups and not request.hold_ms)
+        asked.append((bool(request.hold_ms), request.with_groups))
         return left.pop(0)
 
     async def high_watermarks(_topics: Any) -> dict[str, dict[int, int]]:
@@ -62,34 +64,36 @@ def barrier(
     found: BarrierResponse = asyncio.run(
         service.barriers.take(BarrierRequest(topics=["orders"], with_groups=wants_groups))
     )
+    assert asked == [(True, False), *([(False, True)] if wants_groups else []), (False, False)]
     return found
 
 
-def held(*shards: tuple[int, int], is_held: bool = True, groups: dict[int, list[str]] | None = None) -> HoldResponse:
-    return HoldResponse(held=is_held, shards=list(shards), transactional_groups=groups or {})
+def held(*shards: tuple[int, int], is_held: bool = True, groups: Groups | None = None) -> HoldResponse:
+    return HoldResponse(held=is_held, shards=list(shards), groups=groups or {})
 
 
 def test_a_barrier_is_valid_if_every_coordinator_was_held() -> None:
     assert barrier(held((1, 2), (2, 2)), held((1, 2), (2, 2))) == BarrierResponse(offsets=OFFSETS)
 
 
-def test_groups_come_from_all_nodes() -> None:
-    ended = held((1, 2), (2, 2), groups={0: ["a"], 2: []})
-    found = barrier(held((1, 2), (2, 2)), ended, groups={1: ["b", "c"]})
-    assert sorted(found.transactional_groups or ()) == ["a", "b", "c"]
+def test_offsets_of_groups_come_from_all_nodes_while_decisions_are_held_back() -> None:
+    peer, read = held((1, 2), (2, 2)), held(groups={0: {"a": {"orders": {0: 5}, "other": {0: 1}}}, 2: {}})
+    found = barrier(peer, read, peer, groups={1: {"b": {}, "c": {"orders": {0: 6}}}})
+    assert found.groups == {"a": {"orders": {0: 5}}, "b": {}, "c": {"orders": {0: 6}}}
 
 
 @pytest.mark.parametrize(
     "groups",
     [
         pytest.param({}, id="no coordinator is reported"),
-        pytest.param({0: ["a"]}, id="one was between two nodes"),
-        pytest.param({0: ["a"], 1: ["b"], 2: []}, id="one came over from the other node"),
+        pytest.param({0: {"a": {}}}, id="one was between two nodes"),
+        pytest.param({0: {"a": {}}, 1: {"b": {}}, 2: {}}, id="one came over from the other node"),
     ],
 )
-def test_groups_of_a_coordinator_that_moves_are_not_taken_for_none(groups: dict[int, list[str]]) -> None:
-    found = barrier(held((1, 2), (2, 2)), held((1, 2), (2, 2), groups=groups), groups={1: []})
-    assert found.transactional_groups is None
+def test_there_is_no_barrier_without_the_groups_of_a_coordinator_that_moves(groups: Groups) -> None:
+    peer = held((1, 2), (2, 2))
+    with pytest.raises(RequestTimedOut, match="a coordinator of groups"):
+        barrier(peer, held(groups=groups), peer, groups={1: {}})
 
 
 @pytest.mark.parametrize(
@@ -106,14 +110,19 @@ def test_a_barrier_is_void_otherwise(began: HoldResponse, ended: HoldResponse, m
         barrier(began, ended, moves=moves)
 
 
-def test_a_node_returns_its_groups_when_it_releases() -> None:
+def test_a_node_returns_its_groups_while_it_holds_decisions_back() -> None:
     membership = SimpleNamespace(me=SimpleNamespace(node_id=NodeId(1)), node=lambda _: None)
-    groups = SimpleNamespace(transactional_groups=lambda: {2: ["a"]})
+    groups = SimpleNamespace(transactional_groups=lambda: {2: {"a": {}}})
     made: Any = MirrorService
     service: Any = made(None, membership, None, None, Coordinator(), groups, None, None, None, None)
 
     async def hold() -> list[HoldResponse]:
-        asked = [HoldRequest(token="t", hold_ms=60_000), HoldRequest(token="t", with_groups=True)]
-        return [await service.barriers.hold(one) for one in asked]
+        begin, read, end = (
+            HoldRequest(token="t", hold_ms=60_000),
+            HoldRequest(token="t", with_groups=True),
+            HoldRequest(token="t"),
+        )
+        return [await service.barriers.hold(one) for one in (begin, read, end, read)]
 
-    assert asyncio.run(hold()) == [held((0, 4)), held((0, 4), groups={2: ["a"]})]
+    read = HoldResponse(held=True, groups={2: {"a": {}}})
+    assert asyncio.run(hold()) == [held((0, 4)), read, held((0, 4)), HoldResponse(held=False, groups=read.groups)]

@@ -27,6 +27,7 @@ from millstream.core.clock import SystemClock
 from millstream.core.errors import (
     BrokerUnreachable,
     CoordinatorUnavailable,
+    GroupNotEmpty,
     InvalidMirror,
     MillstreamError,
     MirrorInUse,
@@ -57,6 +58,7 @@ from millstream.protocol.private.mirror_messages import (
 from millstream.protocol.records.batch import iterate_whole_headers, place_batch
 from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
+from millstream.protocol.wire.group_offsets import MIRRORED, Commit
 
 NAME = "paris"
 EU, EUX, US = "orders.eu", "orders-eu", "orders.us"
@@ -214,6 +216,35 @@ async def test_dead_letters_are_failed_over_with_the_last_topic_that_they_come_f
     await target.fail_over(EUX)
     assert target.copies == []
     assert {one.topic for one in (await target.fail_over(EUX)).partitions} == {EUX, US}
+
+
+async def test_a_failover_applies_the_offsets_of_groups_that_were_recorded_with_its_cut(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [TopicPartition(EU, PartitionIndex(index)) for index in range(3)]
+    here: Any = {"g": {places[0]: Commit(5, MIRRORED), places[1]: Commit(9, "")}, "busy": {}}
+    applied: dict[str, Any] = {}
+    errors: dict[str, MillstreamError] = {"busy": GroupNotEmpty("it has members"), "g": NotLeader("no leader")}
+
+    async def commit(_client: Any, group: str, offsets: Any, *, metadata: str) -> None:
+        assert target.copies, "clients can write already"
+        if group in errors:
+            raise errors[group]
+        applied[group] = (offsets, metadata)
+
+    monkeypatch.setattr(target.service, "client", lambda: None)
+    monkeypatch.setattr(target.service, "exposed_offsets", AsyncMock(return_value=dict.fromkeys(places[:2], 8)))
+    monkeypatch.setattr(failover, "commits_by_group", AsyncMock(return_value=here))
+    monkeypatch.setattr(failover, "commit_offsets", commit)
+    recorded = {group: {EU: {0: 7, 1: 8, 2: 4}} for group in here}
+    await target.mirrors.note_verified(await target.mirror(), {}, recorded)
+    with pytest.raises(NotLeader):
+        await target.fail_over()
+    del errors["g"]
+    await target.fail_over()
+    # Where this side has a later offset, or no longer has the partition, nothing is applied.
+    assert applied == {"g": ({places[0]: 7}, MIRRORED)}
+    assert (await target.mirror()).group_offsets == {}
 
 
 async def test_a_failover_that_ends_before_that_is_recorded_continues_with_the_others(target: Target) -> None:

@@ -494,7 +494,9 @@ class StuckGroups(Groups):
         self.there[AUDIT] = 20
         self.reached = {"orders": {0: 30}, "audit": {0: 5}}
         self.waiting: list[tuple[str, int]] = []
-        self.transactional: list[str] | None = None
+        self.transactional: list[str] = []
+        self.at_barrier: dict[str, dict[int, int]] = {}
+        """What transactional groups have committed at the moment of a barrier."""
         self.mirror.verified = {}
         service = self.run.service
         service.mirrors.note_verified = AsyncMock()
@@ -511,8 +513,8 @@ class StuckGroups(Groups):
         return {one: self.reached[one.topic][one.partition] for one in where}
 
     async def ask(self, _node: Any, _key: int, request: BarrierRequest, *_: Any, **__: Any) -> BarrierResponse:
-        groups = self.transactional if request.with_groups else None
-        return BarrierResponse(offsets={topic: {0: 30} for topic in request.topics}, transactional_groups=groups)
+        groups = dict.fromkeys(self.transactional, self.at_barrier)
+        return BarrierResponse(offsets={topic: {0: 30} for topic in request.topics}, groups=groups)
 
     async def sync(self, *, is_planned: bool) -> None:
         if is_planned:
@@ -537,12 +539,10 @@ async def test_a_cutover_of_some_topics_does_not_wait_for_a_copy_of_another(monk
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
-@pytest.mark.parametrize(
-    "transactional", [None, [], ["g"]], ids=["groups unknown", "no transaction", "transactional group"]
-)
+@pytest.mark.parametrize("transactional", [[], ["g"]], ids=["no transaction", "transactional group"])
 @pytest.mark.parametrize("cut", [None, 20, 30], ids=["failover not finished", "records cut off", "nothing cut off"])
 async def test_offsets_are_not_applied_without_records_that_a_failover_of_other_topics_has_cut_off(
-    monkeypatch: pytest.MonkeyPatch, cut: int | None, transactional: list[str] | None, is_planned: bool
+    monkeypatch: pytest.MonkeyPatch, cut: int | None, transactional: list[str], is_planned: bool
 ) -> None:
     groups = StuckGroups(monkeypatch)
     groups.reached["audit"][0], groups.transactional = 30, transactional
@@ -592,9 +592,12 @@ async def test_only_transactional_groups_keep_their_offsets_where_records_were_c
     assert (groups.here, groups.run.notes) == ({WHERE: 10, AUDIT: 20}, {})
 
 
-async def test_offsets_wait_if_a_failover_begins_while_copies_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_transactional", [True, False])
+async def test_offsets_of_transactions_wait_if_a_failover_begins_while_copies_arrive(
+    monkeypatch: pytest.MonkeyPatch, is_transactional: bool
+) -> None:
     groups = StuckGroups(monkeypatch)
-    groups.reached["audit"][0], groups.transactional = 30, []
+    groups.reached["audit"][0], groups.transactional = 30, ["g"] * is_transactional
 
     async def expose(request: ExposeRequest) -> ExposeResponse:
         if request.offsets:
@@ -603,9 +606,27 @@ async def test_offsets_wait_if_a_failover_begins_while_copies_arrive(monkeypatch
 
     groups.run.service.expose = expose
     await groups.sync(is_planned=False)
-    assert (groups.here, list(groups.run.notes)) == ({}, [follower.TORN])
+    assert groups.here == ({} if is_transactional else {WHERE: 30, AUDIT: 20})
+    assert list(groups.run.notes) == [follower.TORN] * is_transactional
+
+
+async def test_offsets_of_transactions_are_those_of_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = StuckGroups(monkeypatch)
+    groups.reached["audit"][0], groups.transactional = 30, ["g"]
+    # The offsets were read before the barrier; a transaction has committed more since.
+    groups.there, groups.at_barrier = {WHERE: 10, AUDIT: 20}, {"orders": {0: 25}, "unknown": {0: 1}}
     await groups.sync(is_planned=False)
-    assert (groups.here, groups.run.notes) == ({WHERE: 30, AUDIT: 20}, {})
+    assert groups.here == {WHERE: 25, AUDIT: 20}
+    noted = groups.run.service.mirrors.note_verified
+    assert noted.await_args.args[2] == {"g": {"orders": {0: 25}, "audit": {0: 20}}}
+    # Only those that are not applied yet are recorded.
+    groups.there, groups.at_barrier = {WHERE: 25, AUDIT: 20}, {"orders": {0: 28}, "audit": {0: 20}}
+    await groups.follower._sync_transactions()
+    assert noted.await_count == 1
+    groups.waiting = [("orders", 0)]
+    await groups.follower._sync_transactions()
+    assert noted.await_args.args[2] == {"g": {"orders": {0: 28}}}
+    assert groups.here == {WHERE: 28, AUDIT: 20}
 
 
 @pytest.mark.parametrize("arrives", [0, 1], ids=["before the barrier", "with the barrier"])

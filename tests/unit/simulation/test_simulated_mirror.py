@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 
-from millstream.broker.mirror import copier, service
+from millstream.broker.mirror import copier, failover, service
+from millstream.broker.mirror.barriers import Barriers
 from millstream.broker.mirror.copier import Copier, Copy
 from millstream.broker.mirror.follower import Follower
 from millstream.broker.mirror.service import MirrorService
@@ -64,6 +65,10 @@ def _count_before_a_truncation(self: Copier, partition: Partition) -> Copy | Non
     return self.copies.get((partition.topic.topic_id, partition.index))
 
 
+async def _no_groups(*_: Any) -> dict[str, Any]:
+    return {}
+
+
 def _no_commits(*_: Any) -> array[int]:
     return array("q")
 
@@ -78,6 +83,8 @@ def _no_commits(*_: Any) -> array[int]:
         pytest.param(MirrorService, "_restrict_reads", _expose_everything, id="a restarted leader exposes everything"),
         pytest.param(service, "commits_from", _no_commits, id="a failover keeps halves of transactions"),
         pytest.param(Copier, "checked", _count_before_a_truncation, id="records to be truncated count as arrived"),
+        pytest.param(Barriers, "_read_groups", _no_groups, id="offsets of groups are from before the barrier"),
+        pytest.param(failover, "apply_recorded_offsets", _no_groups, id="recorded offsets of groups are not applied"),
         pytest.param(service, "own_history_start", lambda *_: None, id="a repeated failover cuts again"),
         pytest.param(copier, "_has_gaps", lambda *_: False, id="a compacted copy is exposed where values are missing"),
         pytest.param(Replica, "_truncate_to_fetch", _keep_what_is_below, id="a compacted log is cut like any other"),

@@ -163,6 +163,7 @@ mirrors = Table(
     Column("aborted", JSON, nullable=False),
     Column("dropped", JSON, nullable=False),
     Column("verified", JSON, nullable=False),
+    Column("group_offsets", JSON, nullable=False),
     Column("gaps", JSON, nullable=False),
     Column("is_gated", Boolean, nullable=False),
     Column("cut_epochs", JSON, nullable=False),
@@ -171,7 +172,7 @@ mirrors = Table(
     Column("sightings_owner", String(64), nullable=False),
 )
 """Mirrors of other clusters. `cuts`, `aborted`, `dropped`, `verified` and `gaps` hold offsets, by topic and partition,
-and `cut_epochs` leader epochs.
+`group_offsets` by group, topic and partition, and `cut_epochs` leader epochs.
 
 `sightings_source` is the cluster that `mirror_sightings` are of, `sightings_owner` the only node that may change them.
 """

@@ -310,13 +310,15 @@ class GroupCoordinator(Coordinator[GroupShard]):
             if shard.state is not None:
                 yield from shard.state.committed()
 
-    def transactional_groups(self) -> dict[int, list[str]]:
+    def transactional_groups(self) -> dict[int, dict[str, dict[str, dict[int, int]]]]:
         """Return the groups with offsets that transactions have committed, by partition of the offsets topic.
+
+        Of each group, all offsets are returned, by topic and partition.
 
         Partitions that this node does not lead, or is still reading back, are missing.
         """
         states = {index: self._runtime.shard_at(PartitionIndex(index)).state for index, _ in self._runtime.led()}
-        return {index: list(state.transactional_groups()) for index, state in states.items() if state is not None}
+        return {index: state.transactional_groups() for index, state in states.items() if state is not None}
 
     @property
     def partitions(self) -> int:

@@ -63,6 +63,15 @@ class Offsets:
         """Return every offset of a group, by topic and partition."""
         return self._by_group.get(group_id, _NOTHING)
 
+    def of_transactional_groups(self) -> dict[str, dict[str, dict[int, int]]]:
+        """Return the offsets of groups for which transactions have committed some, by group, topic and partition."""
+        found: dict[str, dict[str, dict[int, int]]] = {group_id: {} for group_id in self.transactional_groups}
+        for group_id, topics in found.items():
+            for (topic, partition), committed in self.of_group(group_id).items():
+                if self._is_current(topic, committed):
+                    topics.setdefault(topic, {})[partition] = committed.offset
+        return found
+
     def all_keys(self) -> list[OffsetKey]:
         return [OffsetKey(group_id, *place) for group_id, offsets in self._by_group.items() for place in offsets]
 

@@ -8,7 +8,7 @@ here reads a clock that was not given to it, waits, or does I/O.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import islice
 from typing import Final
 
@@ -294,9 +294,9 @@ class GroupShard:
         for key, committed in self._offsets.current():
             yield key.group_id, key.topic, key.partition, committed.offset
 
-    def transactional_groups(self) -> Collection[str]:
-        """Return the groups with offsets that transactions have committed; read-only."""
-        return self._offsets.transactional_groups
+    def transactional_groups(self) -> dict[str, dict[str, dict[int, int]]]:
+        """Return the groups with offsets that transactions have committed, and their offsets."""
+        return self._offsets.of_transactional_groups()
 
     def join(self, request: JoinRequest) -> Outcome[Joined]:
         """Add a member, or let it rejoin."""

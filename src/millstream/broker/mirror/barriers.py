@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
@@ -17,6 +17,7 @@ from millstream.protocol.private.mirror_messages import (
     BarrierResponse,
     HoldRequest,
     HoldResponse,
+    Offsets,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class Barriers:
                 )
                 found = await self._service.high_watermarks(request.topics)
                 offsets = {name: ends for name, ends in found.items() if self._has_id(name, request.topic_ids)}
-                release = HoldRequest(token=token, with_groups=request.with_groups)
+                groups = await self._read_groups(token, offsets) if request.with_groups else {}
+                release = HoldRequest(token=token)
                 ended = await gather_or_cancel(
                     self._service.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others
                 )
@@ -75,14 +77,23 @@ class Barriers:
         held = sorted(index for shards in (own, *(one.shards for one in began)) for index, _ in shards)
         if not is_same or held != list(range(self._transactions.partitions)):
             raise RequestTimedOut("a coordinator of transactions moved to another node; no barrier was possible")
-        if not request.with_groups:
-            return BarrierResponse(offsets=offsets)
-        groups = [self._groups.transactional_groups(), *(one.transactional_groups for one in ended)]
-        if sorted(index for found in groups for index in found) != list(range(self._groups.partitions)):
-            # A coordinator of groups is loading, or moves to another node. The caller then holds back all groups.
-            return BarrierResponse(offsets=offsets)
-        names = [name for found in groups for some in found.values() for name in some]
-        return BarrierResponse(offsets=offsets, transactional_groups=names)
+        return BarrierResponse(offsets=offsets, groups=groups)
+
+    async def _read_groups(self, token: str, topics: Collection[str]) -> dict[str, Offsets]:
+        """Return the offsets of transactional groups in some topics, while all nodes hold back decisions."""
+        asked = HoldRequest(token=token, with_groups=True)
+        responses = await gather_or_cancel(
+            self._service.ask_node(node, HOLD_KEY, asked, HoldResponse) for node in self._service.others
+        )
+        by_node = [self._groups.transactional_groups(), *(one.groups for one in responses)]
+        if sorted(index for found in by_node for index in found) != list(range(self._groups.partitions)):
+            raise RequestTimedOut("a coordinator of groups is loading or moving; no barrier was possible")
+        return {
+            group: {topic: found for topic, found in offsets.items() if topic in topics}
+            for shards in by_node
+            for groups in shards.values()
+            for group, offsets in groups.items()
+        }
 
     def _has_id(self, name: str, topic_ids: Mapping[str, UUID]) -> bool:
         """Whether a topic has the id by which the caller knows it, if it does."""
@@ -93,14 +104,15 @@ class Barriers:
 
     async def hold(self, request: HoldRequest) -> HoldResponse:
         """Hold back decisions here for a while, or let them through again; say whether they were held."""
+        if request.with_groups:
+            return HoldResponse(held=request.token in self._held, groups=self._groups.transactional_groups())
         if not request.hold_ms:
             holding, shards = self._held.pop(request.token, None), self._transactions.led()
             if holding is None or holding.done():
                 return HoldResponse(held=False)
             holding.cancel()
             await asyncio.wait([holding])
-            groups = self._groups.transactional_groups() if request.with_groups else {}
-            return HoldResponse(held=True, shards=shards, transactional_groups=groups)
+            return HoldResponse(held=True, shards=shards)
         ready = asyncio.Event()
 
         async def keep() -> None:

@@ -90,13 +90,18 @@ class Mirrors(NamedHolder[Mirror]):
             self._notify()
         return stored
 
-    async def note_verified(self, mirror: Mirror, verified: TopicOffsets) -> None:
-        """Record durably up to where transactions have arrived as a whole; not once the mirror is stopped."""
+    async def note_verified(
+        self, mirror: Mirror, verified: TopicOffsets, group_offsets: Mapping[str, TopicOffsets]
+    ) -> None:
+        """Record durably up to where transactions have arrived as a whole; not once the mirror is stopped.
+
+        `group_offsets` are those that these transactions have committed, and that are not applied yet.
+        """
 
         def noted(now: Mirror) -> Mirror:
             if not now.is_wanted:
                 raise InvalidMirror(f"mirror {now.name!r} is paused")
-            return dataclasses.replace(now, verified=verified)
+            return dataclasses.replace(now, verified=verified, group_offsets=group_offsets)
 
         async with self._changing:
             stored = await self._declarations.call(Catalog.alter_mirror, mirror.mirror_id, noted)
@@ -135,13 +140,20 @@ class Mirrors(NamedHolder[Mirror]):
     async def forget_topic(self, name: str, topic: str) -> None:
         """Forget durably what is recorded of a copy, because it is recreated."""
         known = self._by_name.get(name)
-        if known is None or not any(topic in noted for noted in (known.verified, known.gaps, known.cut_epochs)):
+        if known is None:
+            return
+        recorded = (known.verified, known.gaps, known.cut_epochs, *known.group_offsets.values())
+        if not any(topic in noted for noted in recorded):
             return
 
         def forgotten(now: Mirror) -> Mirror:
             return dataclasses.replace(
                 now,
                 verified={one: offsets for one, offsets in now.verified.items() if one != topic},
+                group_offsets={
+                    group: {one: offsets for one, offsets in found.items() if one != topic}
+                    for group, found in now.group_offsets.items()
+                },
                 gaps={one: offsets for one, offsets in now.gaps.items() if one != topic},
                 cut_epochs={one: epochs for one, epochs in now.cut_epochs.items() if one != topic},
             )

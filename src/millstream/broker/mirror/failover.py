@@ -63,6 +63,7 @@ from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.control import read_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 from millstream.protocol.wire.error_codes import TRANSIENT
+from millstream.protocol.wire.group_offsets import MIRRORED, commit_offsets, commits_by_group
 
 _logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     mirror = await service.begin_cut(mirror, topics, is_partial=request.topics is not None)
     ends, source_error = await _source_ends(mirror, topics)
     cuts = await cut_topics(service, mirror, topics)
+    await apply_recorded_offsets(service, mirror)
     await make_writable(service, topics)
     await _track_letters(service, topics)
     await service.end_cut(mirror)
@@ -248,6 +250,36 @@ async def cut_topics(service: MirrorService, mirror: Mirror, topics: Sequence[To
 
     await service.mirrors.change(mirror.name, recorded)
     return cuts
+
+
+async def apply_recorded_offsets(service: MirrorService, mirror: Mirror) -> None:
+    """Apply the offsets of groups that were committed by the transactions that a failover keeps.
+
+    They were recorded together with the cut, and the mirror may have been stopped before it applied them.
+    """
+    recorded = {
+        group: {
+            TopicPartition(topic, PartitionIndex(index)): offset
+            for topic, found in offsets.items()
+            for index, offset in found.items()
+        }
+        for group, offsets in mirror.group_offsets.items()
+    }
+    if not recorded:
+        return
+    readable = await service.exposed_offsets({where for offsets in recorded.values() for where in offsets})
+    for group, here in (await commits_by_group(service.client(), list(recorded))).items():
+        if isinstance(here, MillstreamError):
+            raise here
+        wanted = {where: min(at, readable[where]) for where, at in recorded[group].items() if where in readable}
+        behind = {where: at for where, at in wanted.items() if where not in here or here[where].offset < at}
+        try:
+            if behind:
+                await commit_offsets(service.client(), group, behind, metadata=MIRRORED)
+        except TRANSIENT:
+            raise
+        except MillstreamError as error:
+            _logger.warning("offsets of a group are not applied", extra={"group": group, "error": str(error)})
 
 
 async def make_writable(service: MirrorService, topics: Sequence[Topic]) -> None:

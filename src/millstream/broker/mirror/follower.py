@@ -81,8 +81,8 @@ class Barrier(NamedTuple):
     """The high watermarks of the originals, by the names of their copies."""
     cut_off: Vector
     """Those of topics that were failed over, with which the mirror does not continue."""
-    transactional: Collection[str] | None
-    """The groups for which transactions have committed offsets; None if they are unknown."""
+    transactional: Commits
+    """The groups for which transactions have committed offsets, and their offsets in the copies at that moment."""
 
 
 class Follower:
@@ -406,7 +406,7 @@ class Follower:
         if not torn:
             return committed
         found, held_back = dict(committed), list[str]()
-        for group in committed if barrier.transactional is None else committed.keys() & set(barrier.transactional):
+        for group in committed.keys() & barrier.transactional.keys():
             before = self._applicable.get(group, {})
             found[group] = {where: before[where] for where in committed[group] if where in before}
             if found[group] != committed[group]:
@@ -430,7 +430,7 @@ class Follower:
         asked = BarrierRequest(
             topics=[topic.removeprefix(prefix) for topic in (*topics, *cut)],
             topic_ids=topic_ids,
-            with_groups=bool(cut),
+            with_groups=self._settings.groups,
         )
         barrier = await self._source.ask(None, BARRIER_KEY, asked, BarrierResponse, waits=True)
         found = {prefix + topic: ends for topic, ends in barrier.offsets.items()}
@@ -441,7 +441,16 @@ class Follower:
             raise RequestTimedOut(
                 f"offsets of groups and clients that read transactions wait, because {missing} has not arrived"
             )
-        return Barrier(offsets, {topic: found.get(topic, {}) for topic in cut}, barrier.transactional_groups)
+        groups = {
+            group: {
+                TopicPartition(prefix + topic, PartitionIndex(index)): offset
+                for topic, ends in read.items()
+                for index, offset in ends.items()
+                if index in offsets.get(prefix + topic, {})
+            }
+            for group, read in barrier.groups.items()
+        }
+        return Barrier(offsets, {topic: found.get(topic, {}) for topic in cut}, groups)
 
     async def _expose_transactions(self, *, gives_way: bool = False) -> None:
         committed = self._committed
@@ -468,11 +477,24 @@ class Follower:
         for topic, index in waiting:
             if index in offsets.get(topic, {}):
                 verified.setdefault(topic, {})[index] = offsets[topic][index]
-        await self._service.mirrors.note_verified(mirror, verified)
+        # Offsets from before the barrier: the transactions that committed them have arrived as a whole. Those of
+        # transactional groups are from the barrier itself, so that they include all transactions that are exposed.
+        committed = {**committed, **{one: committed.get(one, {}) | read for one, read in barrier.transactional.items()}}
+        applicable = self._without_torn(committed, barrier)
+        await self._service.mirrors.note_verified(mirror, verified, self._unapplied(applicable, barrier.transactional))
         await self._reached_offsets(offsets, is_verified=True)
-        # Offsets from before the barrier: the transactions that committed them have arrived as a whole.
-        self._applicable = self._without_torn(committed, barrier)
+        self._committed, self._applicable = committed, applicable
         await self._apply_groups(self._applicable)
+
+    def _unapplied(self, commits: Commits, groups: Collection[str]) -> dict[str, dict[str, dict[int, int]]]:
+        """Return the offsets of some groups that were not applied here, by group, topic and partition."""
+        found: dict[str, dict[str, dict[int, int]]] = {}
+        for group in commits.keys() & groups:
+            known = self._run.groups.get(group, {})
+            for where, offset in commits[group].items():
+                if known.get(where) != offset:
+                    found.setdefault(group, {}).setdefault(where.topic, {})[where.partition] = offset
+        return found
 
     async def drain(self, ends: Vector, deadline: float) -> None:
         """Wait until clients can read everything that the source has, which accepts no more writes."""

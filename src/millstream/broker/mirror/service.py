@@ -586,8 +586,8 @@ class MirrorService:
         def ended(now: Mirror) -> Mirror:
             left = {name: epochs for name, epochs in now.cut_epochs.items() if name in copied}
             gaps = {name: offsets for name, offsets in now.gaps.items() if name in copied}
-            is_wanted = now.is_wanted or now.resumes
-            return dataclasses.replace(now, cut_epochs=left, gaps=gaps, is_wanted=is_wanted, resumes=False)
+            resumed = dataclasses.replace(now, is_wanted=now.is_wanted or now.resumes, resumes=False)
+            return dataclasses.replace(resumed, cut_epochs=left, gaps=gaps, group_offsets={})
 
         await self.mirrors.change(mirror.name, ended)
 

@@ -288,15 +288,15 @@ class BarrierRequest(msgspec.Struct, frozen=True, kw_only=True):
     topic_ids: dict[str, UUID] = msgspec.field(default_factory=dict)
     """The ids that topics had; those that have another one now are left out of the response."""
     with_groups: bool = False
-    """Whether to return the groups with offsets that transactions have committed."""
+    """Whether to return the groups with offsets that transactions have committed, and their offsets."""
 
 
 class BarrierResponse(Response, frozen=True, kw_only=True):
     """The high watermarks of that moment."""
 
     offsets: Offsets = msgspec.field(default_factory=dict)
-    transactional_groups: list[str] | None = None
-    """With groups: those for which transactions had committed offsets before the response. None if they are unknown."""
+    groups: dict[str, Offsets] = msgspec.field(default_factory=dict)
+    """With groups: those for which transactions had committed offsets, and their offsets in these topics."""
 
 
 class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,9 +304,9 @@ class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     token: str
     hold_ms: int = 0
-    """0 releases."""
+    """0 releases, unless groups are asked for."""
     with_groups: bool = False
-    """When releasing: whether to return the groups with offsets that transactions have committed."""
+    """Whether to return the groups with offsets that transactions have committed, and keep holding decisions back."""
 
 
 class HoldResponse(Response, frozen=True, kw_only=True):
@@ -314,8 +314,8 @@ class HoldResponse(Response, frozen=True, kw_only=True):
 
     held: bool = False
     shards: Sequence[tuple[int, int]] = ()
-    transactional_groups: dict[int, list[str]] = msgspec.field(default_factory=dict)
-    """With groups: those with offsets that transactions have committed, for each coordinator of groups on the node."""
+    groups: dict[int, dict[str, Offsets]] = msgspec.field(default_factory=dict)
+    """With groups: the offsets of those for which transactions have committed some, for each coordinator of groups."""
 
 
 class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -319,10 +319,11 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
     """Returns the high watermarks of a moment at which no transaction is half committed.
 
         {"topics": ["orders"], "with_groups": true}
-        response: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}}, "transactional_groups": ["billing"]}
+        response: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}},
+        "groups": {"billing": {"orders": {0: 4700}}}}
 
     For that moment, all nodes hold back the decisions of transactions. REQUEST_TIMED_OUT if they take long to end.
-    `transactional_groups` are those with offsets that transactions have committed; null if they were not asked for.
+    `groups` are those for which transactions have committed offsets, with their offsets at that moment.
     """
 
     key = BARRIER_KEY
@@ -337,11 +338,11 @@ class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     """Holds back the decisions of transactions on a node, for the node that carries out MirrorBarrier.
 
         {"token": "9f…", "hold_ms": 2000, "with_groups": false}
-        response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]], "transactional_groups": {}}
+        response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]], "groups": {}}
 
-    `shards` are the coordinators that the node runs, as partition and leader epoch. 0 ms lets decisions through again;
-    `held` then says whether they were held until now, and `transactional_groups` are the groups of MirrorBarrier, by
-    the partition of `__consumer_offsets` that stores them.
+    `shards` are the coordinators that the node runs, as partition and leader epoch. 0 ms lets decisions through again,
+    and `held` says whether they were held until now. `with_groups` returns the groups of MirrorBarrier instead, by the
+    partition of `__consumer_offsets` that stores them.
     """
 
     key = HOLD_KEY
