@@ -624,8 +624,11 @@ def _identity(value: Any) -> str:
 
 # -- comparing ----------------------------------------------------------------------------------------------------
 
+_REPEATED: Final = "each partition repeats the group's error, for clients that look only there"
 ACCEPTED: Final[Mapping[str, str]] = {
-    "fetch v12: as a follower": "followers are nodes, which certificates name; anyone else is cut off",
+    "fetch v12: as a follower": "followers are nodes, which certificates name; others with the right are cut off",
+    "offset fetch v7: topics, other-group": _REPEATED,
+    "offset fetch v7: topics, p-group": _REPEATED,
     "list partition reassignments v0: topics": "Kafka repeats what it was asked about beside the error",
     "describe user scram credentials v0: a user": "Kafka adds a result for a user without a name",
     "produce v11: in transaction None": "records are not looked at before the topic is allowed",

@@ -116,7 +116,6 @@ AGAIN: Final[Mapping[str, Sequence[Step]]] = {
 }
 _UNKNOWN = "Kafka tells at once that a user is not known; ours asks for a proof first, as of one that is"
 _CLOSED = "both close the connection; Kafka responds first, with an error of that API"
-_SESSION = "the session goes on while its client proves itself again"
 _REFUSED = "Kafka agrees to the mechanism and then closes the connection; ours says that it is not the session's"
 ACCEPTED: Final[Mapping[str, str]] = {
     "scram: unknown user": _UNKNOWN,
@@ -124,8 +123,8 @@ ACCEPTED: Final[Mapping[str, str]] = {
     "metadata between handshake and token": _CLOSED,
     "versions between handshake and token": _CLOSED,
     "versions twice": "a client may ask again, which tells it nothing new",
-    "again: metadata in between": _SESSION,
-    "again: versions in between": _SESSION,
+    "again: metadata in between": _CLOSED,
+    "again: versions in between": _CLOSED,
     "again: another mechanism": _REFUSED,
     "again: unknown mechanism": _REFUSED,
     "again: bare token": _REFUSED,
