@@ -24,7 +24,7 @@ from millstream_testing.mirror_simulation import simulate_mirror
 SEEDS_MAX = 40
 
 
-@pytest.mark.parametrize("seed", [0, 1, 10])
+@pytest.mark.parametrize("seed", [0, 1, 10, 910156])
 def test_a_seed_passes_and_is_reproducible(seed: int) -> None:
     outcome = simulate_mirror(seed)
     assert outcome.failure is None, "\n".join(outcome.trace)

@@ -400,11 +400,19 @@ class Copier:
                     "recreated. Delete the copy to fetch it again, or fail over to keep it"
                 )
             await partition.cut_mirrored(point, refetches=True)
+        await self._drop_lost_tail(copy)
         copy.commits = commits_from(partition, copy.verified) if self._gates else array("q")
         partition.expose(copy.exposed)
         if copy.commits:
             self._on_commit()
         copy.checked_epoch = partition.leader_epoch
+
+    async def _drop_lost_tail(self, copy: Copy) -> None:
+        """Truncate the copy where a power failure lost records of its tail, if the source still has them."""
+        log = copy.partition.log
+        lost = next((one for one in log.damage if one.unread and one not in log.damage.repairable), None)
+        if lost is not None and await self._has_offset(copy, Offset(lost.first)):
+            await copy.partition.cut_mirrored(Offset(lost.first), refetches=True)
 
     async def _check_id(self, copy: Copy) -> None:
         """Raise an error if the original has another id now.
@@ -413,12 +421,17 @@ class Copier:
         """
         if copy.original_id is None:
             return
+        await self._has_offset(copy, copy.end)
+
+    async def _has_offset(self, copy: Copy, offset: Offset) -> bool:
+        """Whether the original has an offset or ends there; raise an error if its leader does not know its id."""
         leader = await self._source.client.leader_of(copy.source.topic, copy.source.partition)
         limits, topic_ids = FetchLimits(max_bytes=1, max_wait_ms=0), {copy.source.topic: copy.original_id}
-        fetched = await self._source.fetch(leader, {copy.source: copy.end}, limits, topic_ids)
+        fetched = await self._source.fetch(leader, {copy.source: offset}, limits, topic_ids)
         response = fetched.get(copy.source, UnknownTopicId(f"the leader of {copy.source} does not know its id"))
         if isinstance(response, MillstreamError) and not isinstance(response, OffsetOutOfRange):
             raise response
+        return not isinstance(response, OffsetOutOfRange)
 
     # -- one line -------------------------------------------------------------------------------------------
 
