@@ -197,6 +197,29 @@ def test_a_removed_replica_that_returns_is_empty(open_store: OpenStore, files: M
     assert not any(report.is_notable for report in again.recovery_reports)
 
 
+def test_a_removal_that_a_crash_interrupted_is_completed(
+    open_store: OpenStore, files: MemoryFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    for partition in range(2):
+        put(log := open_log(store, partition), b"a")
+        store.checkpoint_now(log)
+
+    def crash(_keys: object) -> None:
+        files.crash()
+        raise OSError(5, "killed")
+
+    monkeypatch.setattr(store, "_record_removed", crash)
+    monkeypatch.setattr(store, "_remove_deleted", lambda _folder: None)
+    store.delete_log(log, may_return=True)
+
+    again = open_store()
+    assert list(again.stored()) == [(TOPIC_ID, 0)]
+    returned = open_log(again, 1)
+    assert (values(returned), list(returned.damage)) == ([], [])
+    assert values(open_log(again, 0)) == [b"a"]
+
+
 @pytest.mark.parametrize("is_checkpoint", [True, False], ids=["checkpoint", "commit"])
 def test_deleting_a_log_during_its_sync_affects_no_other_and_is_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_checkpoint: bool

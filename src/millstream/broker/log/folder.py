@@ -162,6 +162,15 @@ class DataFolder:
         if not self._files.names(folder):
             self._files.remove_directory(folder)
 
+    def deleted(self) -> Iterator[LogKey]:
+        """Yield the deleted logs whose files are not removed yet, unless there is another one in their place."""
+        for topic in self._files.names(self.partitions):
+            topic_id = _parse_topic_id(topic)
+            names = set(self._files.names(f"{self.partitions}/{topic}"))
+            for number in (name.removesuffix(DELETED_SUFFIX) for name in names if name.endswith(DELETED_SUFFIX)):
+                if topic_id is not None and number.isdigit() and number not in names:
+                    yield topic_id, PartitionIndex(int(number))
+
     def remove_deleted(self) -> None:
         """Remove the folders of deleted logs, and of topics that are empty afterwards."""
         for topic in self._files.names(self.partitions):

@@ -166,8 +166,13 @@ class LogStore:
 
     def _recover(self) -> None:
         mark = self._folder.take_clean_stop()
+        is_clean = mark is not None and mark.ledger_bytes == self._ledger.size_bytes and not self._ledger.damaged
+        # A crash may have come between a removal and its entry in the ledger.
+        removed = [key for key in self._folder.deleted() if key in self._ledger]
+        if removed:
+            self._record_removed(removed)
         self._folder.remove_deleted()
-        if mark is not None and mark.ledger_bytes == self._ledger.size_bytes and not self._ledger.damaged:
+        if mark is not None and is_clean:
             self._unrecovered = {(topic_id, PartitionIndex(partition)) for topic_id, partition in mark.unrecovered}
             remove_journal(self._files, self._folder.journal)
             return
@@ -310,14 +315,17 @@ class LogStore:
         `may_return` says that the partition still exists elsewhere, so that this store may get a replica of it again.
         """
         self._remove(log)
-        if not may_return:
-            self._ledger.forget(log.key)
+        self._ledger.forget(log.key)
         try:
             deleted_folder = self._folder.mark_deleted(log.directory)
-            if may_return:
-                self._record_removed([log.key])
         except OSError as error:
             raise StorageFailure(f"{log.partition} could not be deleted: {error.strerror or error}") from error
+        if may_return:
+            try:
+                self._record_removed([log.key])
+            except OSError as error:
+                # The next checkpoint records that the log was forgotten.
+                _logger.warning("a removed log could not be recorded yet", extra={"error": str(error)})
         if self._loop is None:
             self._remove_deleted(deleted_folder)
         else:
