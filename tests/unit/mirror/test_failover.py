@@ -218,32 +218,38 @@ async def test_dead_letters_are_failed_over_with_the_last_topic_that_they_come_f
     assert {one.topic for one in (await target.fail_over(EUX)).partitions} == {EUX, US}
 
 
+@pytest.mark.parametrize("returns", [True, False], ids=["coordinator returns", "coordinator stays away"])
 async def test_a_failover_applies_the_offsets_of_groups_that_were_recorded_with_its_cut(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+    target: Target, monkeypatch: pytest.MonkeyPatch, returns: bool
 ) -> None:
     places = [TopicPartition(EU, PartitionIndex(index)) for index in range(3)]
     here: Any = {"g": {places[0]: Commit(5, MIRRORED), places[1]: Commit(9, "")}, "busy": {}}
+    here["back"] = {places[0]: Commit(8, MIRRORED)}
     applied: dict[str, Any] = {}
     errors: dict[str, MillstreamError] = {"busy": GroupNotEmpty("it has members"), "g": NotLeader("no leader")}
 
     async def commit(_client: Any, group: str, offsets: Any, *, metadata: str) -> None:
         assert target.copies, "clients can write already"
-        if group in errors:
-            raise errors[group]
+        error = errors.pop(group, None) if returns else errors.get(group)
+        if error is not None:
+            raise error
         applied[group] = (offsets, metadata)
 
+    async def read(_client: Any, groups: list[str]) -> Any:
+        return {group: here[group] for group in groups}
+
+    monkeypatch.setattr(failover, "APPLY_S", 600.0 if returns else 0.0)
     monkeypatch.setattr(target.service, "client", lambda: None)
     monkeypatch.setattr(target.service, "exposed_offsets", AsyncMock(return_value=dict.fromkeys(places[:2], 8)))
-    monkeypatch.setattr(failover, "commits_by_group", AsyncMock(return_value=here))
+    monkeypatch.setattr(failover, "commits_by_group", read)
     monkeypatch.setattr(failover, "commit_offsets", commit)
     recorded = {group: {EU: {0: 7, 1: 8, 2: 4}} for group in here}
     await target.mirrors.note_verified(await target.mirror(), {}, recorded)
-    with pytest.raises(NotLeader):
-        await target.fail_over()
-    del errors["g"]
     await target.fail_over()
-    # Where this side has a later offset, or no longer has the partition, nothing is applied.
-    assert applied == {"g": ({places[0]: 7}, MIRRORED)}
+    # Where a client has committed a later offset here, or the partition is gone, nothing is applied.
+    both = {places[0]: 7, places[1]: 8}
+    assert applied.pop("back") == (both, MIRRORED)
+    assert applied == ({"g": ({places[0]: 7}, MIRRORED)} if returns else {})
     assert (await target.mirror()).group_offsets == {}
 
 

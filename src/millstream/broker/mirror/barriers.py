@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
@@ -59,9 +59,11 @@ class Barriers:
                 began = await gather_or_cancel(
                     self._service.ask_node(node, HOLD_KEY, hold, HoldResponse) for node in others
                 )
+                # Before the watermarks: groups also commit offsets without transactions, which are not held back, and
+                # what was written before such a commit must be below the watermarks.
+                groups = await self._read_groups(token) if request.with_groups else {}
                 found = await self._service.high_watermarks(request.topics)
                 offsets = {name: ends for name, ends in found.items() if self._has_id(name, request.topic_ids)}
-                groups = await self._read_groups(token, offsets) if request.with_groups else {}
                 release = HoldRequest(token=token)
                 ended = await gather_or_cancel(
                     self._service.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others
@@ -77,10 +79,14 @@ class Barriers:
         held = sorted(index for shards in (own, *(one.shards for one in began)) for index, _ in shards)
         if not is_same or held != list(range(self._transactions.partitions)):
             raise RequestTimedOut("a coordinator of transactions moved to another node; no barrier was possible")
-        return BarrierResponse(offsets=offsets, groups=groups)
+        read = {
+            group: {topic: ends for topic, ends in topics.items() if topic in offsets}
+            for group, topics in groups.items()
+        }
+        return BarrierResponse(offsets=offsets, groups={group: topics for group, topics in read.items() if topics})
 
-    async def _read_groups(self, token: str, topics: Collection[str]) -> dict[str, Offsets]:
-        """Return the offsets of transactional groups in some topics, while all nodes hold back decisions."""
+    async def _read_groups(self, token: str) -> dict[str, Offsets]:
+        """Return the offsets of transactional groups, while all nodes hold back decisions."""
         asked = HoldRequest(token=token, with_groups=True)
         responses = await gather_or_cancel(
             self._service.ask_node(node, HOLD_KEY, asked, HoldResponse) for node in self._service.others
@@ -88,12 +94,7 @@ class Barriers:
         by_node = [self._groups.transactional_groups(), *(one.groups for one in responses)]
         if sorted(index for found in by_node for index in found) != list(range(self._groups.partitions)):
             raise RequestTimedOut("a coordinator of groups is loading or moving; no barrier was possible")
-        return {
-            group: {topic: found for topic, found in offsets.items() if topic in topics}
-            for shards in by_node
-            for groups in shards.values()
-            for group, offsets in groups.items()
-        }
+        return {group: topics for shards in by_node for groups in shards.values() for group, topics in groups.items()}
 
     def _has_id(self, name: str, topic_ids: Mapping[str, UUID]) -> bool:
         """Whether a topic has the id by which the caller knows it, if it does."""

@@ -78,6 +78,8 @@ HELD_FIRST_S: Final = 0.1
 HELD_MAX_S: Final = 10.0
 MARKERS_MAX: Final = 1_000_000
 """Commit markers that wait to be verified, in one partition; beyond it, copying waits for them."""
+TORN_MAX: Final = 10_000
+"""The records at the end of a copy that are fetched again if some of them were lost."""
 _SCAN_BYTES: Final = 1024 * 1024
 
 CopyKey = tuple[UUID, int]
@@ -408,11 +410,17 @@ class Copier:
         copy.checked_epoch = partition.leader_epoch
 
     async def _drop_lost_tail(self, copy: Copy) -> None:
-        """Truncate the copy where a power failure lost records of its tail, if the source still has them."""
+        """Truncate the copy where a power failure lost records of its tail, if the source still has them.
+
+        Only the last records, which were not synced, and so were neither verified nor compacted.
+        """
         log = copy.partition.log
-        lost = next((one for one in log.damage if one.unread and one not in log.damage.repairable), None)
-        if lost is not None and await self._has_offset(copy, Offset(lost.first)):
-            await copy.partition.cut_mirrored(Offset(lost.first), refetches=True)
+        first = max(log.superseded_by, copy.verified, log.end_offset - TORN_MAX)
+        for lost in log.damage:
+            is_torn = lost.unread and lost.first >= first and lost not in log.damage.repairable
+            if is_torn and await self._has_offset(copy, Offset(lost.first)):
+                await copy.partition.cut_mirrored(Offset(lost.first), refetches=True)
+                return
 
     async def _check_id(self, copy: Copy) -> None:
         """Raise an error if the original has another id now.

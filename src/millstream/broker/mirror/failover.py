@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, Literal
@@ -62,6 +62,7 @@ from millstream.protocol.private.mirror_messages import (
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.control import read_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
+from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import TRANSIENT
 from millstream.protocol.wire.group_offsets import MIRRORED, commit_offsets, commits_by_group
 
@@ -70,6 +71,8 @@ _logger = logging.getLogger(__name__)
 Step = Literal["fence", "follow"]
 SOURCE_S: Final = 2.0
 """How long a failover waits for the source to report its high watermarks."""
+APPLY_S: Final = 10.0
+"""How long a failover tries to apply the offsets of groups."""
 REACH_S: Final = 10.0
 """How long an old source tries to reach the cluster that takes over, before it changes anything."""
 CONCURRENT_MAX: Final = 32
@@ -268,18 +271,49 @@ async def apply_recorded_offsets(service: MirrorService, mirror: Mirror) -> None
     if not recorded:
         return
     readable = await service.exposed_offsets({where for offsets in recorded.values() for where in offsets})
-    for group, here in (await commits_by_group(service.client(), list(recorded))).items():
+    wanted = {
+        group: {where: min(at, readable[where]) for where, at in offsets.items() if where in readable}
+        for group, offsets in recorded.items()
+    }
+    backoff, deadline = Backoff(), service.clock.monotonic() + APPLY_S
+    while wanted:
+        failed = await _apply_offsets(service.client(), wanted)
+        is_over = service.clock.monotonic() >= deadline
+        wanted = {
+            group: wanted[group] for group, error in failed.items() if isinstance(error, TRANSIENT) and not is_over
+        }
+        for group in failed.keys() - wanted.keys():
+            # Clients must be able to write even if a coordinator stays away.
+            extra = {"group": group, "offsets": str(recorded[group]), "error": str(failed[group])}
+            _logger.warning("offsets of a group are not applied", extra=extra)
+        if wanted:
+            await backoff.pause()
+
+
+async def _apply_offsets(
+    client: Client, wanted: Mapping[str, Mapping[TopicPartition, int]]
+) -> dict[str, MillstreamError]:
+    """Commit offsets that are not behind those that clients have committed here; return the errors by group."""
+    failed: dict[str, MillstreamError] = {}
+    try:
+        committed = await commits_by_group(client, list(wanted))
+    except MillstreamError as error:
+        return dict.fromkeys(wanted, error)
+    for group, here in committed.items():
         if isinstance(here, MillstreamError):
-            raise here
-        wanted = {where: min(at, readable[where]) for where, at in recorded[group].items() if where in readable}
-        behind = {where: at for where, at in wanted.items() if where not in here or here[where].offset < at}
+            failed[group] = here
+            continue
+        changed = {
+            where: at
+            for where, at in wanted[group].items()
+            if where not in here or here[where].offset < at or here[where].metadata == MIRRORED
+        }
         try:
-            if behind:
-                await commit_offsets(service.client(), group, behind, metadata=MIRRORED)
-        except TRANSIENT:
-            raise
+            if changed:
+                await commit_offsets(client, group, changed, metadata=MIRRORED)
         except MillstreamError as error:
-            _logger.warning("offsets of a group are not applied", extra={"group": group, "error": str(error)})
+            failed[group] = error
+    return failed
 
 
 async def make_writable(service: MirrorService, topics: Sequence[Topic]) -> None:

@@ -479,7 +479,8 @@ class Follower:
                 verified.setdefault(topic, {})[index] = offsets[topic][index]
         # Offsets from before the barrier: the transactions that committed them have arrived as a whole. Those of
         # transactional groups are from the barrier itself, so that they include all transactions that are exposed.
-        committed = {**committed, **{one: committed.get(one, {}) | read for one, read in barrier.transactional.items()}}
+        merged = {group: committed.get(group, {}) | read for group, read in barrier.transactional.items()}
+        committed = {**committed, **{group: found for group, found in merged.items() if found}}
         applicable = self._without_torn(committed, barrier)
         await self._service.mirrors.note_verified(mirror, verified, self._unapplied(applicable, barrier.transactional))
         await self._reached_offsets(offsets, is_verified=True)
