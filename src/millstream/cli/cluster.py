@@ -12,7 +12,7 @@ import typer
 
 from millstream.cli import cluster_plan
 from millstream.cli.connection import call_broker
-from millstream.cli.exit_code import CommandFailed
+from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
     COMMON,
     AsJson,
@@ -338,6 +338,10 @@ def adopt(
 
     if not data.is_dir():
         raise NotFound(f"{data} does not exist; give the data folder of the machine with --data")
+    if undo and dry_run:
+        raise CommandFailed(
+            "--dry-run shows what an adoption would do; it cannot be combined with --undo", ExitCode.USAGE
+        )
     given = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
     settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
     found = asyncio.run(adopt_machine(settings, data.absolute(), dry_run=dry_run, undo=undo))

@@ -38,6 +38,7 @@ HANDSHAKE_S = 10.0
 """How long the TLS handshake may take."""
 ALERT_S = 2.0
 """How long a client whose handshake failed may take to read the reason and disconnect."""
+ALERT_READS_MAX = 16
 _TLS_REASONS: Final[Mapping[str, str]] = {
     "HTTP_REQUEST": "the client speaks HTTP without TLS",
     "WRONG_VERSION_NUMBER": "the client does not speak TLS, and this listener requires it",
@@ -84,14 +85,24 @@ def _handshake_reason(error: OSError) -> str:
     return _TLS_REASONS.get(reason or "", reason or str(error))
 
 
+def _duplicate(accepted: socket.socket) -> socket.socket:
+    try:
+        return accepted.dup()
+    except OSError:
+        accepted.close()
+        raise
+
+
 async def _send_alert(connected: socket.socket, alert: bytes) -> None:
     """Send the reason of a failed handshake, and wait until the client has disconnected: a reset would discard it."""
     with suppress(OSError):
         if alert and connected.send(alert):
             connected.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(ALERT_S):
-                while await asyncio.get_running_loop().sock_recv(connected, 4096):
-                    pass
+                for _ in range(ALERT_READS_MAX):
+                    if not await asyncio.get_running_loop().sock_recv(connected, 4096):
+                        return
+                    await asyncio.sleep(0)
 
 
 class Listener:
@@ -288,7 +299,7 @@ class Listener:
                 accepted, address = listening.accept()
                 accepted.setblocking(False)
                 # If the handshake fails, the transport closes its socket before it has sent the alert.
-                spare = accepted.dup()
+                spare = _duplicate(accepted)
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:

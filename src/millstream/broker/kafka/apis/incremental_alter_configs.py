@@ -226,10 +226,9 @@ def check_alterable(resource_type: int, names: Iterable[str]) -> None:
 
 def check_own(topic: Topic) -> None:
     """Raise `MirroredTopic` for a copy, whose settings are those of its original."""
-    if topic.mirror:
+    if topic.mirror and not topic.is_draining:
         raise MirroredTopic(
-            f"topic {topic.name!r} is a copy of mirror {topic.mirror!r}, which sets what is set at the source; change "
-            "the settings there"
+            f"topic {topic.name!r} is a copy of mirror {topic.mirror!r}; change its settings at the source"
         )
 
 
