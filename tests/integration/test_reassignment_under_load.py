@@ -157,6 +157,36 @@ def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: 
     assert differing_replicas(folders, [identity], len(BEFORE)) == []
 
 
+@pytest.mark.trial
+def test_replicas_return_to_a_node_that_was_drained_and_restarted(cluster: ServerGroup, topic: str) -> None:
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    new = NewTopic(topic, 4, replica_assignment=[[3, 1], [3, 2], [3, 1], [3, 2]])
+    admin.create_topics([new], operation_timeout=WAIT_S)[topic].result(WAIT_S)
+    producer = Producer({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    for number in range(4000):
+        producer.produce(topic, b"x" * 500, partition=number % 4)
+        producer.poll(0)
+    assert producer.flush(WAIT_S) == 0
+    millstream = CommandLine(",".join(cluster[number].kafka for number in (1, 2)))
+    folder = cluster[3].data / "partitions" / str(topic_id(admin, topic))
+
+    def drain(node: int) -> None:
+        for command in (("plan", "drain", node), ("apply", "--wait")):
+            response = millstream("cluster", *command)
+            assert response.code == 0, response.err
+
+    # Its stop writes checkpoints of all its logs.
+    cluster[3].restart()
+    drain(3)
+    wait_until(lambda: not any(folder.glob("[0-9]*")))
+    cluster[3].restart()
+    assert millstream("cluster", "undrain", 3).code == 0
+    drain(2)
+    assert any(folder.glob("[0-9]*"))
+    assert cluster[3].log is not None
+    assert "damaged" not in cluster[3].log.read_text(errors="replace")
+
+
 def remove_by_a_plan(cluster: ServerGroup, admin: AdminClient, topic: str) -> None:
     """Plan to remove node 3, and apply the plan while the controller dies."""
     millstream = CommandLine(",".join(cluster[number].kafka for number in (1, 2)))

@@ -89,7 +89,7 @@ class Ledger:
         return self._last_version
 
     def write(self, states: Iterable[tuple[LogKey, int, bytes]]) -> None:
-        """Append checkpoints and what was forgotten, durably. A version older than a stored one is left out."""
+        """Append checkpoints and deletions, durably. A version older than a stored one is left out."""
         with self._lock:
             fresh = [item for item in states if item[1] > self._versions.get(item[0], -1)]
             try:
@@ -110,7 +110,7 @@ class Ledger:
             self._versions.update((key, version) for key, version, _ in fresh)
 
     def forget(self, key: LogKey) -> None:
-        """Forget the log of a deleted topic; the file says so from the next write on."""
+        """Forget a deleted log; the next write records it."""
         with self._lock:
             self._versions.pop(key, None)
             if key in self._places:

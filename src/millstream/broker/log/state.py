@@ -60,7 +60,7 @@ class LogState(msgspec.Struct, frozen=True, array_like=True):
 
 
 def empty_state(journal_mark: tuple[int, int]) -> LogState:
-    """Return the state of an empty log, of which nothing before the mark in the journal is valid."""
+    """Return the state of an empty log; its journal entries before the mark are void."""
     return LogState(
         format=FORMAT,
         topic="",

@@ -4,10 +4,10 @@ An offset of -1 means that none is committed. From 2 on, a null list of topics m
 whose committed offset is -1. Every response is durable: it waits for offsets whose append is not acknowledged yet. With
 `require_stable` (from 7 on), a partition whose offset an open transaction is about to change gets
 UNSTABLE_OFFSET_COMMIT. Version notes: up to 7 for one group, from 8 on for several; 1 has no error for the group, so
-that each partition carries it. Up to 7 they do so as well: clients exist (aiokafka) that look only there, would take a
-group that is still being loaded for one without offsets, and would read everything again. 10 names topics by id, where
-an unknown one gets UNKNOWN_TOPIC_ID. From 9 on a member of a consumer group sends its id and epoch: an unknown one gets
-UNKNOWN_MEMBER_ID, another epoch STALE_MEMBER_EPOCH.
+that each partition carries it. Versions 2 to 7 repeat it in each partition, because aiokafka reads only that and would
+otherwise start again from the beginning. 10 names topics by id, where an unknown one gets UNKNOWN_TOPIC_ID. From 9 on a
+member of a consumer group sends its id and epoch: an unknown one gets UNKNOWN_MEMBER_ID, another epoch
+STALE_MEMBER_EPOCH.
 """
 
 from __future__ import annotations
