@@ -264,7 +264,7 @@ class TestResponses:
 
     async def test_an_exhausted_memory_budget_does_not_block_followers(self) -> None:
         leader = Leader(budget_bytes=1000)
-        leader.budget.take(5000)
+        leader.budget.reserve(5000)
         leader.write(0, size=BYTES_MIN // 2)
         responses = await Fetcher(leader).ask({0: at(0)})
         assert len(responses.partitions[key(0)].records) > BYTES_MIN // 2

@@ -660,12 +660,12 @@ async def test_a_fetch_waits_while_the_memory_budget_is_exhausted(tmp_path: Path
         topic = await topics.create("t")
         await topics.partition("t", 0).append(bytearray(batch(b"x")))
         budget = Budget(100)
-        budget.take(100)
+        budget.reserve(100)
         request = fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=60_000)
         waiting = asyncio.create_task(ask(fetch_api(topics, budget), request))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        budget.give_back(100)
+        budget.release(100)
         response = await waiting
         assert values(response.responses[0].partitions[0]) == [b"x"]
 

@@ -244,12 +244,12 @@ async def test_a_shutdown_is_noticed_without_memory_to_read() -> None:
     budget = Budget(10_000)
     async with listening(service, budget) as (listener, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        budget.take(10_000)
+        budget.reserve(10_000)
         writer.write(framed(b"poll"))
         await until_polling(service)
         writer.close()
         await asyncio.wait_for(until_polling_ends(listener), 60)
-        budget.give_back(10_000)
+        budget.release(10_000)
         await asyncio.wait_for(until_closed(listener), 60)
 
 

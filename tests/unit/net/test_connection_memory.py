@@ -235,22 +235,22 @@ async def test_a_request_that_cannot_be_abandoned_does_not_block_the_release_of_
 @pytest.mark.parametrize("count", [1, 5])
 def test_one_connection_at_a_time_may_exceed_the_budget(count: int) -> None:
     budget = Budget(100)
-    budget.take(1000)
+    budget.reserve(1000)
     grown: list[int] = []
 
     def grow(number: int) -> None:
-        assert budget.take_pass(number)
+        assert budget.acquire_pass(number)
         grown.append(number)
 
-    assert budget.take_pass("first")
+    assert budget.acquire_pass("first")
     for number in range(count):
-        assert not budget.take_pass(number)
+        assert not budget.acquire_pass(number)
         budget.wait_to_grow(number, lambda number=number: grow(number))  # type: ignore[misc]
     assert budget.waiting == count
-    budget.hand_on_pass("somebody else")
+    budget.release_pass("somebody else")
     assert grown == []
-    budget.hand_on_pass("first")
+    budget.release_pass("first")
     for number in range(count):
         assert grown == list(range(number + 1))
-        budget.hand_on_pass(number)
+        budget.release_pass(number)
     assert budget.waiting == 0

@@ -167,7 +167,7 @@ async def test_a_final_message_without_a_first_one_is_refused(passwords: Passwor
 
 
 async def test_a_refused_first_message_gets_the_reason(passwords: Passwords) -> None:
-    for message, reason in ((b"p=tls-unique,,n=alice,r=x", "channel binding is not served"), (b"??", "cannot be read")):
+    for message, reason in ((b"p=tls-unique,,n=alice,r=x", "channel binding is not served"), (b"??", "is malformed")):
         with pytest.raises(AuthenticationFailed, match=reason):
             await Authenticator(passwords, None).begin(SHA_256).step(message)
 
@@ -525,6 +525,16 @@ def test_a_name_of_an_unknown_encoding_is_refused() -> None:
     general_string = encoded.replace(b"\x0c\x05alice", b"\x1b\x05alice")
     with pytest.raises(AuthenticationFailed, match="cannot be read"):
         PrincipalRules("").principal(x509.load_der_x509_certificate(general_string))
+
+
+def test_names_that_java_cannot_decode_remain_distinct() -> None:
+    """A BMPString consists of UTF-16, which Java reads as UTF-8."""
+    encoded = certificate_of(named((CN, "name"))).public_bytes(Encoding.DER)
+    principals = [
+        PrincipalRules("").principal(x509.load_der_x509_certificate(encoded.replace(b"\x0c\x04name", changed)))
+        for changed in (b"\x1e\x04\x00\xe9\x00a", b"\x1e\x04\x00\xe8\x00a")
+    ]
+    assert principals == ["User:CN=#1e0400e90061", "User:CN=#1e0400e80061"]
 
 
 def test_a_certificate_without_a_matching_rule_is_refused(certificate: x509.Certificate) -> None:

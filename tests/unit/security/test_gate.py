@@ -127,7 +127,7 @@ async def test_the_holder_of_a_certificate_may_authenticate_by_sasl_before_any_r
     session.close()
     assert not knowledge.connections
     session = opened_by_bob()
-    session.keep_certificate()
+    session.refuse_sasl()
     assert not session.may_begin(bare=False)
     session.close()
 

@@ -52,16 +52,16 @@ async def test_delivered_messages_count_as_client_memory_until_sent(bench: Workb
 async def test_a_worker_waits_for_client_memory(bench: Workbench) -> None:
     delivery = await bench.open()
     budget = Budget(1000)
-    budget.take(1000)
+    budget.reserve(1000)
     bench.publish("a")
     assert await receive([delivery], wanted(5), budget, wait_s=0) == []
     asking = asyncio.ensure_future(receive([delivery], wanted(5), budget, wait_s=WAIT_S))
     await turns()
     assert (asking.done(), budget.waiting) == (False, 1)
-    budget.give_back(1000)
+    budget.release(1000)
     assert given_offsets(await asking) == [0]
     bench.publish("b")
-    budget.take(1000)
+    budget.reserve(1000)
     asking = asyncio.ensure_future(receive([delivery], wanted(5), budget, wait_s=WAIT_S))
     await turns()
     asking.cancel()

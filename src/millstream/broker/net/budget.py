@@ -14,7 +14,7 @@ class Budget:
 
     Partly received frames must not wait for memory that other partly received frames hold, or they would deadlock.
     Frames may therefore grow only up to three quarters of the budget, which leaves room for small requests, and beyond
-    that one at a time: the holder of the pass may exceed the limits, finish, and hand the pass on.
+    that one at a time: the holder of the pass may exceed the limits, finish, and release the pass.
     """
 
     __slots__ = ("_growing", "_pass", "_waiting", "limit_bytes", "used_bytes")
@@ -54,11 +54,11 @@ class Budget:
         """How many wait for room."""
         return len(self._waiting) + len(self._growing)
 
-    def take(self, size_bytes: int) -> None:
+    def reserve(self, size_bytes: int) -> None:
         """Count bytes as held; callers check `has_room` first."""
         self.used_bytes += size_bytes
 
-    def give_back(self, size_bytes: int) -> None:
+    def release(self, size_bytes: int) -> None:
         """Count bytes as free again, and wake those that wait while there is room."""
         self.used_bytes -= size_bytes
         while self._waiting and self.has_room:
@@ -74,13 +74,13 @@ class Budget:
         """Call `resume` once there is room to grow, or the pass is free."""
         self._growing[who] = resume
 
-    def take_pass(self, who: Hashable) -> bool:
+    def acquire_pass(self, who: Hashable) -> bool:
         """Let one at a time grow beyond the limits; return False while another one does."""
         if self._pass is None:
             self._pass = who
         return self._pass is who
 
-    def hand_on_pass(self, who: Hashable) -> None:
+    def release_pass(self, who: Hashable) -> None:
         """Release the pass and wake the next frame that waits for it."""
         if self._pass is who:
             self._pass = None

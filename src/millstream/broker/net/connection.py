@@ -239,7 +239,7 @@ class Connection(asyncio.BufferedProtocol):
             self.presence.delivered()
         self._watch_for_end(wanted=False)
         self._budget.stop_waiting(self)
-        self._budget.hand_on_pass(self)
+        self._budget.release_pass(self)
         if self._muted is not None:
             self._muted.cancel()
         if self._task is not None:
@@ -250,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
         for promise in self._promises:
             if promise.is_resolved:
                 self._turns.keep(self._flow, promise.cost_bytes)
-                self._budget.give_back(promise.held_bytes)
+                self._budget.release(promise.held_bytes)
             elif promise is not self._parked:
                 # Its records become durable in the same commit as those of others, so they count until then.
                 promise.on_resolved = partial(self._turns.keep, self._flow, promise.cost_bytes)
@@ -487,13 +487,13 @@ class Connection(asyncio.BufferedProtocol):
     def _may_grow(self) -> bool:
         # Only a frame that is served as soon as it is complete may hold the pass, since others wait for it.
         is_busy = self._is_waiting or self._has_unserved or self._draining
-        return self._budget.has_room_to_grow or (not is_busy and self._budget.take_pass(self))
+        return self._budget.has_room_to_grow or (not is_busy and self._budget.acquire_pass(self))
 
     def _release(self, buffer: bytearray) -> None:
         """Release the buffer of a request that has been served, or never will be."""
         release_buffer(self._budget, buffer)
         if self._partial is None:
-            self._budget.hand_on_pass(self)
+            self._budget.release_pass(self)
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -523,12 +523,12 @@ class Connection(asyncio.BufferedProtocol):
         if not self._unserved_bytes:
             data = memoryview(bytearray(data))
             self._unserved_bytes = len(data) + FRAME_COST_BYTES
-            self._budget.take(self._unserved_bytes)
+            self._budget.reserve(self._unserved_bytes)
         self._unserved = data
         self._await_turn_if_free()
 
     def _release_unserved(self) -> None:
-        self._budget.give_back(self._unserved_bytes)
+        self._budget.release(self._unserved_bytes)
         self._unserved_bytes = 0
 
     def _serve(self, frame: memoryview, buffer: bytearray | None) -> None:
@@ -570,7 +570,7 @@ class Connection(asyncio.BufferedProtocol):
         self._turns.begin_task(self._flow)
         self._promises.append(promise)
         self._parked = promise
-        self._budget.take(size + FRAME_COST_BYTES)
+        self._budget.reserve(size + FRAME_COST_BYTES)
         promise.on_resolved = partial(self._unpark, promise, size)
         self.presence.on_leave(promise.abandon)
 
@@ -578,7 +578,7 @@ class Connection(asyncio.BufferedProtocol):
         """Send the response that the connection waited for; called from within the event that completes it."""
         self._parked = None
         self.presence.forget_on_leave(promise.abandon)
-        self._budget.give_back(size + FRAME_COST_BYTES)
+        self._budget.release(size + FRAME_COST_BYTES)
         if self._transport is None:
             return
         began, charged = self._turns.clock(), self._began
@@ -604,7 +604,7 @@ class Connection(asyncio.BufferedProtocol):
         promise = Promise()
         self._promises.append(promise)
         if buffer is None:
-            self._budget.take(size + FRAME_COST_BYTES)
+            self._budget.reserve(size + FRAME_COST_BYTES)
         self._task = self._loop.create_task(self._wait_for(promise, response))
         if response.is_abandoned_with_client:
             self.presence.cancel_on_disconnect(self._task)
@@ -639,7 +639,7 @@ class Connection(asyncio.BufferedProtocol):
         self._task = None
         self.presence.forget_on_leave(task.cancel)
         if buffer is None:
-            self._budget.give_back(size + FRAME_COST_BYTES)
+            self._budget.release(size + FRAME_COST_BYTES)
         else:
             self._release(buffer)
         spent_s, self._sending_s = response.spent_s + self._sending_s, 0.0
@@ -754,7 +754,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._promises and self._promises[-1] is promise and promise.buffers is not None:
             parts = promise.buffers.parts if isinstance(promise.buffers, Stream) else promise.buffers
             promise.held_bytes = sum(len(part) for part in parts if isinstance(part, Piece))
-            self._budget.take(promise.held_bytes)
+            self._budget.reserve(promise.held_bytes)
 
     def _promise_kept(self) -> None:
         # One commit keeps many promises; wait for the others of this turn of the loop.
@@ -802,7 +802,7 @@ class Connection(asyncio.BufferedProtocol):
         if kept_bytes:
             self._turns.keep(self._flow, kept_bytes)
         if held_bytes:
-            self._budget.give_back(held_bytes)
+            self._budget.release(held_bytes)
         if not out:
             return
         self._ready = []
@@ -879,9 +879,9 @@ class Connection(asyncio.BufferedProtocol):
         change = size_bytes - self._unread_bytes
         self._unread_bytes = size_bytes
         if change > 0:
-            self._budget.take(change)
+            self._budget.reserve(change)
         elif change < 0:
-            self._budget.give_back(-change)
+            self._budget.release(-change)
 
     # -- backpressure ---------------------------------------------------------------------------------------
 

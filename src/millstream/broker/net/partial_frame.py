@@ -20,11 +20,11 @@ class FrameBuffers:
     def __init__(self) -> None:
         self._free: list[bytearray] = []
 
-    def take(self) -> bytearray:
+    def acquire(self) -> bytearray:
         """Return a buffer with arbitrary content."""
         return self._free.pop() if self._free else bytearray(BUFFER_BYTES)
 
-    def give_back(self, buffer: bytearray) -> None:
+    def release(self, buffer: bytearray) -> None:
         """Keep a buffer for the next frame, unless enough are kept or it has another size."""
         if len(buffer) == BUFFER_BYTES and len(self._free) < KEPT_MAX:
             self._free.append(buffer)
@@ -82,15 +82,15 @@ class PartialFrame:
         filled = self._filled
         size = min(self.size, max(FRAME_BYTES_MIN, 4 * filled if may_grow else filled + 1))
         is_large = may_grow and size >= LARGE_BYTES and filled < BUFFER_BYTES
-        room = _buffers.take() if is_large else bytearray(size)
-        self._budget.take(len(room) + FRAME_COST_BYTES)
+        room = _buffers.acquire() if is_large else bytearray(size)
+        self._budget.reserve(len(room) + FRAME_COST_BYTES)
         return room
 
 
 def release_buffer(budget: Budget, buffer: bytearray) -> None:
     """Return the buffer of a frame that is no longer needed."""
-    _buffers.give_back(buffer)
-    budget.give_back(len(buffer) + FRAME_COST_BYTES)
+    _buffers.release(buffer)
+    budget.release(len(buffer) + FRAME_COST_BYTES)
 
 
 def invalid_size(size: int, bytes_max: int) -> ProtocolViolation:

@@ -50,11 +50,11 @@ async def record_changes(
             rights.record(api, change)
         return response
 
-    rights.is_changing = True
+    rights.is_changing_declarations = True
     try:
         return await finish(carry_out())
     finally:
-        rights.is_changing = False
+        rights.is_changing_declarations = False
 
 
 def single_change(kind: str, activity: Activity, *, name: str = "name") -> Changes:

@@ -103,8 +103,8 @@ class Gate:
         """Respond to a request of a client that has authenticated, or one that authenticates it."""
         session: Session = connection.session or self._open_session(connection)
         if session.is_known and not session.has_begun:
-            if session.may_switch and read_request_header(frame).api_key not in _BEFORE:
-                session.keep_certificate()
+            if session.may_use_sasl and read_request_header(frame).api_key not in _BEFORE:
+                session.refuse_sasl()
             return self.service.handle(frame, connection)
         session.requests += 1
         if session.requests > REQUESTS_MAX:
@@ -148,7 +148,7 @@ class Session:
         self._has_signed_in = False
         self._is_node = False
         """Whether the other end has shown the certificate of a node."""
-        self.may_switch = False
+        self.may_use_sasl = False
         """Whether a client that is known by its certificate may authenticate by SASL: it has requested nothing yet."""
         self.requests = 0
         self.takes_tokens = False
@@ -169,7 +169,7 @@ class Session:
         """
         acts_as_node = self.rights is not None and self.rights.node_id is not None
         is_caller = (acts_as_node or not self._gate.requires) and self._mechanism_name in ("", ASSERTION)
-        return is_caller or self.may_switch
+        return is_caller or self.may_use_sasl
 
     @property
     def mechanisms(self) -> Sequence[str]:
@@ -178,7 +178,7 @@ class Session:
 
     def may_begin(self, *, bare: bool) -> bool:
         """Whether a handshake is allowed now: first, and again in a session that expires (KIP-368)."""
-        if self.has_begun or (bare and self.is_known and not self.may_switch):
+        if self.has_begun or (bare and self.is_known and not self.may_use_sasl):
             self._connection.close_after_response()
             return False
         return not self.is_known or self._is_default or bool(self._ends and self._mechanism_name)
@@ -262,7 +262,7 @@ class Session:
         if name is None:
             principal = knowledge.rules.principal(certificate)
             self._admit(Verified(principal=principal, expires_at=until), None)
-            self.may_switch = True
+            self.may_use_sasl = True
             self._connection.serve_with(self._gate, self._gate.limits)
             return
         if name.cluster != knowledge.cluster:
@@ -271,9 +271,9 @@ class Session:
         # A caller that the node acts for later has signed in as well.
         self._is_node, self._has_signed_in = True, False
 
-    def keep_certificate(self) -> None:
+    def refuse_sasl(self) -> None:
         """Remain the principal of the certificate."""
-        self.may_switch = False
+        self.may_use_sasl = False
         self._connection.serve_with(self._gate.service, self._gate.limits)
 
     def is_revoked(self) -> bool:
@@ -284,7 +284,7 @@ class Session:
         """Close the connection if its password or token is no longer valid; a change of its own gets its response."""
         if not self.is_revoked():
             return
-        if self.rights is not None and self.rights.is_changing:
+        if self.rights is not None and self.rights.is_changing_declarations:
             self._connection.close_after_response()
         else:
             error = AuthenticationFailed("the user or token was deleted, or the password was changed")
@@ -321,9 +321,9 @@ class Session:
 
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
         knowledge, connection = self._gate.knowledge, self._connection
-        if self.may_switch:
+        if self.may_use_sasl:
             self._uncount()
-            self.may_switch = self._has_signed_in = False
+            self.may_use_sasl = self._has_signed_in = False
         is_new = not self._has_signed_in and verified.principal != ANONYMOUS
         if is_new and node_id is None:
             self._count(verified.principal)

@@ -59,7 +59,7 @@ class Rights:
         "_snapshot",
         "_state",
         "host",
-        "is_changing",
+        "is_changing_declarations",
         "node_id",
         "principal",
         "tokens",
@@ -80,7 +80,7 @@ class Rights:
         """The node of this cluster that the client is; nodes may do everything."""
         self.tokens = tuple(tokens)
         """The API token of the client and those it was created with: the scope of each applies."""
-        self.is_changing = False
+        self.is_changing_declarations = False
         """Whether a request of the client that changes declarations is being processed; it may revoke its caller."""
         self._scopes = tuple(AclSnapshot(token.scope) for token in tokens if token.scope)
         self._state = state

@@ -184,7 +184,7 @@ class _Scram:
         try:
             text = message.decode()
         except UnicodeDecodeError:
-            raise AuthenticationFailed("a message of SCRAM cannot be read") from None
+            raise AuthenticationFailed("the SCRAM message is malformed") from None
         return self._challenge_response(text) if self._credential is None else self._check_proof(text, self._credential)
 
     def _challenge_response(self, message: str) -> bytes:
@@ -193,12 +193,12 @@ class _Scram:
         if flag.startswith("p="):
             raise AuthenticationFailed("SCRAM with channel binding is not served")
         if flag not in ("n", "y") or not comma:
-            raise AuthenticationFailed("a message of SCRAM cannot be read")
+            raise AuthenticationFailed("the SCRAM message is malformed")
         # Extensions, which have longer names, follow the nonce.
         named = scram_fields(",".join(first.split(",", 2)[:2]))
         name, nonce = _decode_name(named.get("n", "")), named.get("r", "")
         if not name or not nonce or len(nonce) > 256 or authorized not in ("", f"a={named['n']}"):
-            raise AuthenticationFailed("a message of SCRAM cannot be read")
+            raise AuthenticationFailed("the SCRAM message is malformed")
         self.user = name
         known = self._passwords.state.credential(name, (self._mechanism,))
         self._is_known = known is not None

@@ -208,7 +208,7 @@ class SecurityState(Holder):
             await self.load_owned()
         changed = {
             "users": sorted({one.user for one in change.put_credentials}),
-            "users_without": sorted({user for user, _ in change.delete_credentials}),
+            "users_removed": sorted({user for user, _ in change.delete_credentials}),
             "tokens_created": sorted(f"{one.token_id} of {one.owner}" for one in change.put_tokens),
             "tokens_removed": sorted(change.delete_tokens)[:_LOGGED_MAX],
             "acls_added": sorted(map(str, change.add_acls)),

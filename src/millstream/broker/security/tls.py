@@ -39,8 +39,8 @@ _KEYWORDS: Final = {
 _TEXT_TAGS: Final = frozenset({0x0C, 0x13, 0x14, 0x16, 0x1E})
 """UTF8String, PrintableString, T61String, IA5String and BMPString, all of which Java reads as UTF-8."""
 _ESCAPES: Final = str.maketrans({"\0": "\\00", **{one: f"\\{one}" for one in ',=+<>#;"\\'}})
-_BLANKS: Final = " \r"
-"""What is escaped at the beginning and the end of a value."""
+_ESCAPED_AT_ENDS: Final = " \r"
+"""The characters that are escaped at the beginning and the end of a value."""
 
 
 class DirectConnection(ssl.SSLObject):
@@ -165,21 +165,26 @@ def subject_of(certificate: x509.Certificate) -> str:
         names = certificate.subject.rdns
     except ValueError as error:
         raise AuthenticationFailed(f"the name in the client's certificate cannot be read: {error}") from error
-    return ",".join("+".join(map(_print_attribute, name)) for name in reversed(names))
+    return ",".join("+".join(map(_format_attribute, name)) for name in reversed(names))
 
 
-def _print_attribute(attribute: x509.NameAttribute[Any]) -> str:
+def _format_attribute(attribute: x509.NameAttribute[Any]) -> str:
     # A name of one attribute, of one pair: its type and its value.
     encoded = x509.Name([attribute]).public_bytes()
     for _ in range(3):
         encoded, _rest = _split_der(encoded)
     _type, value = _split_der(encoded)
     keyword = _KEYWORDS.get(attribute.oid.dotted_string)
+    in_hex = f"{keyword or attribute.oid.dotted_string}=#{value.hex()}"
     if keyword is None or value[0] not in _TEXT_TAGS:
-        return f"{keyword or attribute.oid.dotted_string}=#{value.hex()}"
-    text = _split_der(value)[0].decode(errors="replace").translate(_ESCAPES)
-    inner = text.strip(_BLANKS)
-    before, after = text[: len(text) - len(text.lstrip(_BLANKS))], text.lstrip(_BLANKS)[len(inner) :]
+        return in_hex
+    try:
+        text = _split_der(value)[0].decode().translate(_ESCAPES)
+    except UnicodeDecodeError:
+        # Java replaces what it cannot decode, so that different names would become the same principal.
+        return in_hex
+    inner = text.strip(_ESCAPED_AT_ENDS)
+    before, after = text[: len(text) - len(text.lstrip(_ESCAPED_AT_ENDS))], text.lstrip(_ESCAPED_AT_ENDS)[len(inner) :]
     return "".join([keyword, "=", *(f"\\{one}" for one in before), inner, *(f"\\{one}" for one in after)])
 
 

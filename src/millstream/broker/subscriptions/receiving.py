@@ -63,15 +63,15 @@ class _BudgetShare:
     def take(self, received: Received) -> int:
         """Account for received messages; return their size."""
         size = sum(map(len, received.batches))
-        self.budget.take(size)
+        self.budget.reserve(size)
         self._taken_bytes += size
         return size
 
-    def give_back_soon(self) -> None:
+    def release_soon(self) -> None:
         """Release the memory in the loop's next turn: the response is sent or abandoned by then."""
         taken_bytes, self._taken_bytes = self._taken_bytes, 0
         if taken_bytes:
-            asyncio.get_running_loop().call_soon(self.budget.give_back, taken_bytes)
+            asyncio.get_running_loop().call_soon(self.budget.release, taken_bytes)
 
 
 class Wait:
@@ -284,7 +284,7 @@ class ParkedLease(Parked):
             _logger.error("request failed unexpectedly", exc_info=error, extra={"worker": self._worker})
 
     def _finish(self, buffers: Buffers | None) -> None:
-        self._share.give_back_soon()
+        self._share.release_soon()
         self.resolve(buffers)
 
 
@@ -323,7 +323,7 @@ async def receive(
             grants = _receive_from_any(deliveries, demand, share)
         return await _await_durable(grants, demand.worker, also_after)
     finally:
-        share.give_back_soon()
+        share.release_soon()
 
 
 def _rotate(deliveries: Sequence[Delivery]) -> Sequence[Delivery]:

@@ -273,6 +273,6 @@ def scram_fields(message: str) -> dict[str, str]:
     for part in message.split(","):
         name, equals, value = part.partition("=")
         if len(name) != 1 or not equals or name in fields:
-            raise AuthenticationFailed("a message of SCRAM cannot be read")
+            raise AuthenticationFailed("the SCRAM message is malformed")
         fields[name] = value
     return fields
