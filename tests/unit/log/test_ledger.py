@@ -55,6 +55,16 @@ def test_a_log_stays_forgotten_after_a_restart(disk: MemoryFiles) -> None:
     assert last_states(disk.content(PATH)) == {key(2): b"another", key(3): b"three"}
 
 
+def test_a_checkpoint_captured_before_a_deletion_is_not_written(disk: MemoryFiles) -> None:
+    ledger = Ledger(disk, "/data")
+    captured = ledger.next_version()
+    ledger.forget(key(1))
+    ledger.write([(key(1), captured, b"before"), (key(2), captured, b"two")])
+    assert [ledger.state_of(key(n)) for n in (1, 2)] == [None, b"two"]
+    write(ledger, k1=b"after")
+    assert ledger.state_of(key(1)) == b"after"
+
+
 def test_a_torn_end_is_ignored(disk: MemoryFiles) -> None:
     ledger = Ledger(disk, "/data")
     write(ledger, k1=b"one")

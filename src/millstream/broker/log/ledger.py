@@ -112,7 +112,8 @@ class Ledger:
     def forget(self, key: LogKey) -> None:
         """Forget a deleted log; the next write records it."""
         with self._lock:
-            self._versions.pop(key, None)
+            # A checkpoint that was captured before the deletion may still be written.
+            self._versions[key] = self.next_version()
             if key in self._places:
                 self._drop_place(key)
                 self._forgotten.add(key)
