@@ -64,7 +64,7 @@ class Node:
         await self.security.load()
         await self.mirrors.load()
         mirror = self.mirrors.get(NAME) or await self.mirrors.create(NAME, {"from": "paris:9092", "acls": "true"})
-        service = SimpleNamespace(schemas=self.registry, security=self.security, mirrors=self.mirrors)
+        service = SimpleNamespace(schemas=self.registry, rules=self.security, mirrors=self.mirrors)
         run: Any = SimpleNamespace(service=service, mirror=mirror, notes={})
         source: Any = SimpleNamespace(cluster_id=cluster_id)
         self.run, self.source = run, source

@@ -20,6 +20,7 @@ from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.membership import NO_CONTROLLER
 from millstream.broker.kafka.apis.mirror_apis import MirrorAdopt, MirrorFailover
 from millstream.broker.mirror import failover
+from millstream.broker.mirror import service as service_module
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.service import MirrorRun, MirrorService
 from millstream.core.backoff import Backoff
@@ -324,6 +325,42 @@ async def test_a_copy_that_cannot_be_read_to_its_end_is_named(target: Target) ->
     assert (await target.mirror()).gaps == {}
 
 
+@pytest.mark.parametrize("change", ["pause", "other settings", "other source", "deletion"])
+async def test_a_mirror_remembers_deleted_originals_until_its_source_changes(
+    target: Target, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    service, connected = target.service, asyncio.Event()
+    key = target.topics.by_name[EU].topic_id, 0
+
+    class SilentSource:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        async def __aenter__(self) -> None:
+            service._runs[NAME].copier = SimpleNamespace(copies={key: SimpleNamespace(key=key, is_gone=True)})
+            connected.set()
+            await asyncio.Event().wait()
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(service_module, "Source", SilentSource)
+    monkeypatch.setattr(target.topics, "hosted", list, raising=False)
+    service._supervise = lambda _name, task: asyncio.create_task(task)
+    await service._apply()
+    await connected.wait()
+    await target.mirrors.want(NAME, is_wanted=False)
+    if change == "other settings":
+        await target.mirrors.alter(NAME, {"rate": "1000"})
+    elif change == "other source":
+        await target.mirrors.alter(NAME, {"from": "rome:9092"})
+    elif change == "deletion":
+        await target.fail_over()
+        await target.mirrors.delete(NAME)
+    await service._apply()
+    assert list(service.gone.values()) == ([{key}] if change in ("pause", "other settings") else [])
+
+
 # -- the old source -----------------------------------------------------------------------------------------------
 
 
@@ -354,6 +391,19 @@ async def test_a_repeated_reverse_names_the_records_dropped_by_the_first_attempt
         assert (await failover._follow(target.service, request, [])).removed == [lost]
     mirror = await target.mirror()
     assert (mirror.is_wanted, mirror.cuts, mirror.dropped) == (True, {EU: {0: 5, 1: 7}}, {EU: {0: [(5, 9)]}})
+
+
+async def test_an_old_source_that_enforces_no_access_rules_is_not_made_to_mirror_them(target: Target) -> None:
+    await target.mirrors.change(NAME, lambda now: dataclasses.replace(now, is_wanted=False))
+    request = AdoptRequest(
+        name=NAME,
+        step="fence",
+        settings={"from": "paris:9092", "acls": "true"},
+        topic_ids=[target.topics.by_name[EU].topic_id],
+    )
+    with pytest.raises(InvalidMirror, match="does not enforce them"):
+        await failover.adopt(target.service, request)
+    assert not target.topics.by_name[EU].is_draining
 
 
 @pytest.mark.parametrize(

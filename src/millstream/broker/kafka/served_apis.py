@@ -245,7 +245,7 @@ class ServedApis:
             self._transactions.coordinator,
             self._groups,
             parts.declared.schemas,
-            parts.declared.security,
+            self._enforced_rules,
             parts.clock,
             parts.supervise,
         )
@@ -431,9 +431,9 @@ class ServedApis:
         return self._parts.declared.security if self._parts.config.authorizes else None
 
     def _mirror_apis(self) -> Iterable[RawApi]:
-        mirrors, rules = self._mirrors, self._enforced_rules
-        yield MirrorCreate(mirrors, rules)
-        yield MirrorAlter(mirrors, rules)
+        mirrors = self._mirrors
+        yield MirrorCreate(mirrors)
+        yield MirrorAlter(mirrors)
         yield MirrorDelete(mirrors)
         yield MirrorList(mirrors)
         yield MirrorFailover(mirrors)

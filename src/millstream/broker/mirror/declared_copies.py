@@ -48,22 +48,24 @@ ACLS: Final = "acls"
 _UNKNOWN: Final = -1
 
 
-def check_declared(settings: MirrorSettings, schemas: SchemaRegistry, rules: SecurityState | None) -> None:
-    """Raise `InvalidMirror` if schemas or access rules are to be copied and this cluster already has some.
+def enforced(rules: SecurityState | None) -> SecurityState:
+    """Return the access rules of this cluster; raise `InvalidMirror` if it does not enforce any."""
+    if rules is None:
+        raise InvalidMirror(
+            "access rules cannot be mirrored to a cluster that does not enforce them, because its clients need not "
+            "authenticate; start its nodes with --auth required, or mirror without acls"
+        )
+    return rules
 
-    The rules are None if this cluster does not enforce any.
-    """
+
+def check_declared(settings: MirrorSettings, schemas: SchemaRegistry, rules: SecurityState | None) -> None:
+    """Raise `InvalidMirror` if schemas or access rules are to be copied and this cluster already has some."""
     if settings.schemas and (subjects := schemas.subjects()):
         raise InvalidMirror(
             f"the schema registry here has {len(subjects)} subjects (such as {str(subjects[0])!r}), whose ids may be "
             "those of other schemas at the source; delete them permanently, or mirror without schemas"
         )
-    if settings.acls and rules is None:
-        raise InvalidMirror(
-            "access rules are not enforced here, because clients need not authenticate; start the nodes with "
-            "--auth required, or mirror without acls"
-        )
-    if settings.acls and rules is not None and (acls := rules.snapshot.acls):
+    if settings.acls and (acls := enforced(rules).snapshot.acls):
         raise InvalidMirror(
             f"there are {len(acls)} access rules here; delete them to take those of the source, or mirror without acls"
         )
@@ -146,7 +148,7 @@ class DeclaredCopies:
         self._run = run
         self._source = source
         self._schemas = run.service.schemas
-        self._security = run.service.security
+        self._rules = run.service.rules
         self._last = _UNKNOWN
         """The latest change of the source's registry that was copied."""
         self._sightings_by_kind: dict[str, Sightings] = {}
@@ -199,6 +201,7 @@ class DeclaredCopies:
 
     async def sync_acls(self) -> None:
         """Copy the source's access rules if they have changed."""
+        rules = enforced(self._rules)
         seen = await self._sightings(ACLS)
         try:
             wanted = {_acl_id(acl): acl for acl in await self._source.acls()}
@@ -206,13 +209,13 @@ class DeclaredCopies:
             if error.code != ErrorCode.security_disabled:
                 raise
             raise InvalidMirror(
-                "the source has none to mirror, because its clients need not authenticate; let it require that, or use "
-                f"`millstream mirror update {self._run.mirror.name} --set acls=false`"
+                "the source has no access rules to mirror, because its clients need not authenticate; start its nodes "
+                f"with --auth required, or run `millstream mirror update {self._run.mirror.name} --set acls=false`"
             ) from None
-        here = {_acl_id(acl): acl for acl in self._security.snapshot.acls}
+        here = {_acl_id(acl): acl for acl in rules.snapshot.acls}
         async with self._sighting_change(ACLS, seen, wanted.keys()) as change:
             gone = [here[item_id] for item_id in change.forgotten if item_id in here]
-            await self._security.follow(wanted.values(), gone, change)
+            await rules.follow(wanted.values(), gone, change)
         own = [acl for item_id, acl in here.items() if item_id not in seen and item_id not in change.forgotten]
         self._update_note("acls", "access rules", list(map(str, own)))
 

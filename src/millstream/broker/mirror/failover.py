@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import suppress
 from functools import partial
 from typing import Final, Literal
+from uuid import UUID
 
 import msgspec
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.mirror.declared_copies import enforced
 from millstream.broker.mirror.service import MirrorService
-from millstream.broker.mirror.source import Source, is_original, offer_pages
+from millstream.broker.mirror.source import Source, is_original, offer_pages, queue_key
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     CoordinatorUnavailable,
@@ -30,11 +32,12 @@ from millstream.core.errors import (
     TopicExists,
     UnknownMirror,
 )
-from millstream.core.ids import PartitionIndex
+from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.mirror import (
     CREDENTIALS,
     SOURCE,
     Mirror,
+    MirrorSettings,
     TopicOffsets,
     check_mirror,
     listed,
@@ -55,6 +58,7 @@ from millstream.protocol.private.mirror_messages import (
     FailoverResponse,
     OfferRequest,
     OfferResponse,
+    QueueSnapshot,
     RemovedRange,
     ReverseRequest,
     ReverseResponse,
@@ -648,6 +652,8 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
     _check_savable(service, request, topics)
     if not request.is_fenced:
         # Otherwise the fence has checked it.
+        if MirrorSettings.from_strings(request.settings).acls:
+            enforced(service.rules)
         await _check_reachable(request)
     if declared is None:
         await service.mirrors.create(request.name, request.settings, is_wanted=False)
@@ -890,8 +896,24 @@ async def _cut_queues(service: MirrorService, cuts: TopicOffsets, topics: Sequen
     async def cut_on(ask: Callable[[OfferRequest], Awaitable[OfferResponse]]) -> None:
         async for offer in offer_pages(ask, by_id):
             for queue in offer.queues:
-                await service.cut_queue(queue, by_id, cuts)
+                await _cut_queue(service, queue, by_id, cuts)
 
     await cut_on(service.offer)
     for node in service.others:
         await cut_on(partial(service.ask_node, node, OFFER_KEY, kind=OfferResponse))
+
+
+async def _cut_queue(
+    service: MirrorService, queue: QueueSnapshot, topics: Mapping[UUID, Topic], cuts: TopicOffsets
+) -> None:
+    """Cut the stored state of a queue of a topic that is not open any more."""
+    from millstream.broker.subscriptions.snapshot import cut_snapshot
+
+    topic = topics.get(UUID(bytes=queue.topic_id))
+    cut = None if topic is None else cuts.get(topic.name, {}).get(queue.partition)
+    state = None if topic is None else service.topics.state_of(topic, queue.partition)
+    if topic is None or cut is None or state is None:
+        return
+    snapshot, is_cut = await asyncio.to_thread(cut_snapshot, queue.snapshot, cut)
+    if is_cut:
+        await service.subscriptions.write_state(queue_key(queue), Epoch(state.leader_epoch), snapshot)

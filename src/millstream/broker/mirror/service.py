@@ -22,7 +22,7 @@ from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.mirror.barriers import Barriers
 from millstream.broker.mirror.copier import Copier, Copy, CopyKey, Readable, awaits_gaps, commits_from, offset_in
 from millstream.broker.mirror.declared import Mirrors
-from millstream.broker.mirror.source import Source, queue_key
+from millstream.broker.mirror.source import Source
 from millstream.broker.replication.partition import Partition
 from millstream.broker.schemas.registry import SchemaRegistry
 from millstream.broker.security.state import SecurityState
@@ -37,7 +37,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.metric import Metric, Sample
-from millstream.core.mirror import EPOCH_STEP, Mirror, Problem, TopicOffsets, listed, merged_offsets, pattern_of
+from millstream.core.mirror import EPOCH_STEP, SOURCE, Mirror, Problem, TopicOffsets, listed, merged_offsets, pattern_of
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
@@ -145,7 +145,7 @@ class MirrorRun:
                 self.error = str(error)
             finally:
                 if self.copier is not None:
-                    self.service.gone[self.mirror.mirror_id] = {copy.key for copy in self.copies() if copy.is_gone}
+                    self.service.gone[_gone_key(self.mirror)] = {copy.key for copy in self.copies() if copy.is_gone}
                 self.source = self.copier = self.follower = None
             await backoff.pause()
 
@@ -193,7 +193,7 @@ class MirrorRun:
                     verified=mirror.verified_until(topic.name, partition.index) or 0,
                     gap=mirror.gap_of(topic.name, partition.index),
                     caught_up_ms=self.service.clock.now_ms(),
-                    is_gone=key in self.service.gone.get(mirror.mirror_id, ()),
+                    is_gone=key in self.service.gone.get(_gone_key(mirror), ()),
                 )
 
     # -- what is shown --------------------------------------------------------------------------------------
@@ -250,13 +250,14 @@ class MirrorService:
         transactions: TransactionCoordinator,
         groups: GroupCoordinator,
         schemas: SchemaRegistry,
-        security: SecurityState,
+        rules: SecurityState | None,
         clock: Clock,
         supervise: Supervise,
     ) -> None:
         self.topics = topics
         self.schemas = schemas
-        self.security = security
+        self.rules = rules
+        """The access rules; None if clients need not authenticate, so that none are enforced."""
         self.membership = membership
         self.mirrors = mirrors
         self.subscriptions = subscriptions
@@ -264,8 +265,8 @@ class MirrorService:
         self.clock = clock
         self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
         """The cuts of copies that are not writable yet, by the mirror's id; None while one is being cut."""
-        self.gone: dict[UUID, set[CopyKey]] = {}
-        """The copies whose original was gone when a mirror last stopped, by the mirror's id."""
+        self.gone: dict[tuple[UUID, str], set[CopyKey]] = {}
+        """The copies whose original was gone when a mirror last stopped, by the mirror's id and its source."""
         self.switching: set[str] = set()
         """On the owner: the mirrors whose switch is running."""
         self.adopting = asyncio.Lock()
@@ -412,12 +413,12 @@ class MirrorService:
         """Start, restart and stop what the declarations have changed."""
         await self._restrict_compacted()
         self._restrict_reads(partition for partition in self.topics.hosted() if not awaits_gaps(partition))
-        self._forget_cancelled()
         declared = {mirror.name: mirror for mirror in self.mirrors.all() if mirror.is_due}
         for name, run in list(self._runs.items()):
             now = declared.get(name)
             if now is None or now.mirror_id != run.mirror.mirror_id or now.overrides != run.mirror.overrides:
                 await self._stop(name)
+        self._forget_cancelled()
         for name, mirror in declared.items():
             if name not in self._runs:
                 run = self._runs[name] = MirrorRun(mirror, self)
@@ -425,7 +426,9 @@ class MirrorService:
             self._runs[name].refreshed.set()
 
     def _forget_cancelled(self) -> None:
-        """Forget the cuts of deleted mirrors, and those that were cancelled: copying continues."""
+        """Forget what belongs to deleted mirrors or earlier sources, and cancelled cuts: copying continues."""
+        current = {_gone_key(mirror) for mirror in self.mirrors.all()}
+        self.gone = {key: copies for key, copies in self.gone.items() if key in current}
         known = {mirror.mirror_id: mirror.cut_epochs for mirror in self.mirrors.all()}
         names = {topic.topic_id: topic.name for topic in self.topics.all()}
         for mirror_id, cuts in list(self.cutting.items()):
@@ -904,19 +907,6 @@ class MirrorService:
             )
         return OfferResponse(subscriptions=subscriptions, queues=queues, has_more=has_more)
 
-    async def cut_queue(self, queue: QueueSnapshot, topics: Mapping[UUID, Topic], cuts: TopicOffsets) -> None:
-        """Cut the stored state of a queue of a topic that is not open any more."""
-        from millstream.broker.subscriptions.snapshot import cut_snapshot
-
-        topic = topics.get(UUID(bytes=queue.topic_id))
-        cut = None if topic is None else cuts.get(topic.name, {}).get(queue.partition)
-        state = None if topic is None else self.topics.state_of(topic, queue.partition)
-        if topic is None or cut is None or state is None:
-            return
-        snapshot, is_cut = await asyncio.to_thread(cut_snapshot, queue.snapshot, cut)
-        if is_cut:
-            await self.subscriptions.write_state(queue_key(queue), Epoch(state.leader_epoch), snapshot)
-
     def metrics(self) -> Iterable[Metric]:
         """Yield the lag, the traffic and the errors of mirrors."""
         now_ms = self.clock.now_ms()
@@ -979,6 +969,10 @@ class MirrorService:
 def _is_cut_in(mirror: Mirror, request: CutRequest) -> bool:
     """Whether a cut belongs to a failover or switch of a mirror that has begun and not ended."""
     return mirror.cut_epochs.get(request.topic, {}).get(request.partition) == request.epoch
+
+
+def _gone_key(mirror: Mirror) -> tuple[UUID, str]:
+    return mirror.mirror_id, mirror.overrides.get(SOURCE, "")
 
 
 def own_history_start(partition: Partition, epoch: int) -> Offset | None:

@@ -17,7 +17,6 @@ from millstream.broker.mirror.failover import SWITCH_S, adopt, fail_over, revers
 from millstream.broker.mirror.service import MirrorService, R
 from millstream.broker.mirror.source import Source
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
-from millstream.broker.security.state import SecurityState
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import CoordinatorUnavailable, InvalidMirror, MillstreamError
 from millstream.core.mirror import MirrorSettings
@@ -101,14 +100,7 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
         return await service.ask_node(owner, self.key, forwarded, kind, waits=True, timeout_s=timeout_s)
 
 
-class _DeclaringApi(_MirrorApi[RequestT, ResponseT]):
-    def __init__(self, mirrors: MirrorService, rules: SecurityState | None) -> None:
-        super().__init__(mirrors)
-        self._rules = rules
-        """The access rules; None if clients need not authenticate, so that none are enforced."""
-
-
-class MirrorCreate(_DeclaringApi[NewMirror, Response]):
+class MirrorCreate(_MirrorApi[NewMirror, Response]):
     """Creates a mirror.
 
         {"name": "paris", "settings": {"from": "broker-1.paris:9092", "topics": "orders.*"}, "wanted": true}
@@ -122,7 +114,7 @@ class MirrorCreate(_DeclaringApi[NewMirror, Response]):
 
     async def handle(self, request: NewMirror) -> Response:
         settings = MirrorSettings.from_strings(request.settings)
-        check_declared(settings, self._mirrors.schemas, self._rules)
+        check_declared(settings, self._mirrors.schemas, self._mirrors.rules)
         if await _cluster_of(settings, request.name) == self._mirrors.membership.cluster_id:
             raise InvalidMirror(f"{settings.source} is this cluster itself")
         await self._mirrors.mirrors.create(request.name, request.settings, is_wanted=request.wanted)
@@ -137,7 +129,7 @@ async def _cluster_of(settings: MirrorSettings, name: str) -> str | None:
     return None
 
 
-class MirrorAlter(_DeclaringApi[MirrorChanges, Response]):
+class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
     """Changes, pauses or resumes a mirror.
 
         {"name": "paris", "settings": {"rate": "10000000", "exclude": null}, "wanted": true}
@@ -156,7 +148,7 @@ class MirrorAlter(_DeclaringApi[MirrorChanges, Response]):
             added = {name: text for name, text in request.settings.items() if name in ("schemas", "acls") and text}
             wanted = MirrorSettings.from_strings(added)
             fresh = replace(wanted, schemas=wanted.schemas and not known.schemas, acls=wanted.acls and not known.acls)
-            check_declared(fresh, self._mirrors.schemas, self._rules)
+            check_declared(fresh, self._mirrors.schemas, self._mirrors.rules)
             await self._mirrors.mirrors.alter(request.name, request.settings)
         if request.wanted is not None:
             await self._mirrors.mirrors.want(request.name, is_wanted=request.wanted)
