@@ -179,7 +179,7 @@ def test_a_removed_replica_that_returns_is_empty(open_store: OpenStore, files: M
     assert any(path.endswith(".journal") for path in files.walk())
     for log in logs:
         store.checkpoint_now(log)
-    store.delete_log(logs[2], may_return=True)
+    store.delete_log(logs[2], topic_remains=True)
     if end == "clean stop":
         store.close_now()
     elif end == "crash":
@@ -211,7 +211,7 @@ def test_a_removal_that_a_crash_interrupted_is_completed(
 
     monkeypatch.setattr(store, "_record_removed", crash)
     monkeypatch.setattr(store, "_remove_deleted", lambda _folder: None)
-    store.delete_log(log, may_return=True)
+    store.delete_log(log, topic_remains=True)
 
     again = open_store()
     assert list(again.stored()) == [(TOPIC_ID, 0)]

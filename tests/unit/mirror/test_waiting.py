@@ -553,7 +553,7 @@ async def test_offsets_are_not_applied_without_records_that_a_failover_of_other_
     await groups.sync(is_planned=is_planned)
     is_whole = cut == 30 or transactional == []
     assert groups.here == ({WHERE: 30, AUDIT: 20} if is_whole else {})
-    assert list(groups.run.notes) == ([] if is_whole else [follower.TORN])
+    assert list(groups.run.notes) == ([] if is_whole else [follower.HELD_BACK])
 
 
 async def test_a_copy_of_a_reversed_mirror_that_was_deleted_here_does_not_count_as_failed_over(
@@ -584,7 +584,7 @@ async def test_only_transactional_groups_keep_their_offsets_where_records_were_c
     for _ in range(2):
         await groups.sync(is_planned=is_planned)
         assert groups.here == {WHERE: 10, AUDIT: 20}
-        assert "offsets of groups exact are not mirrored any more" in groups.run.notes[follower.TORN]
+        assert "offsets of groups exact are not mirrored any more" in groups.run.notes[follower.HELD_BACK]
         # What is lost here comes back: the same as before.
         groups.here.clear()
     there["exact"] = {WHERE: 10}
@@ -607,7 +607,7 @@ async def test_offsets_of_transactions_wait_if_a_failover_begins_while_copies_ar
     groups.run.service.expose = expose
     await groups.sync(is_planned=False)
     assert groups.here == ({} if is_transactional else {WHERE: 30, AUDIT: 20})
-    assert list(groups.run.notes) == [follower.TORN] * is_transactional
+    assert list(groups.run.notes) == [follower.HELD_BACK] * is_transactional
 
 
 async def test_offsets_of_transactions_are_those_of_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -730,7 +730,7 @@ async def test_a_copy_is_fetched_again_after_a_failure(fails: str) -> None:
         topic = dataclasses.replace(ORDERS, name=name, topic_id=UUID(int=number))
         log = SimpleNamespace(end_offset=Offset(0), partition=where)
         partition: Any = SimpleNamespace(topic=topic, index=0, leader_epoch=1, is_leader=True, log=log)
-        copy = Copy(partition, where, checked_epoch=1)
+        copy = Copy(partition, where, compared_epoch=1)
         copier.copies[copy.key] = copy
     running = asyncio.create_task(copier.run())
     try:

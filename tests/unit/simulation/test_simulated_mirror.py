@@ -82,7 +82,9 @@ def _no_commits(*_: Any) -> array[int]:
         pytest.param(Copier, "__init__", _expose_as_it_arrives, id="transactions exposed as they arrive"),
         pytest.param(MirrorService, "_restrict_reads", _expose_everything, id="a restarted leader exposes everything"),
         pytest.param(service, "commits_from", _no_commits, id="a failover keeps halves of transactions"),
-        pytest.param(Copier, "checked", _count_before_a_truncation, id="records to be truncated count as arrived"),
+        pytest.param(
+            Copier, "compared_copy", _count_before_a_truncation, id="records to be truncated count as arrived"
+        ),
         pytest.param(Barriers, "_read_groups", _no_groups, id="offsets of groups are from before the barrier"),
         pytest.param(failover, "apply_recorded_offsets", _no_groups, id="recorded offsets of groups are not applied"),
         pytest.param(service, "own_history_start", lambda *_: None, id="a repeated failover cuts again"),

@@ -284,7 +284,7 @@ class FolderSettlement:
                 is_copy = node not in hosts and any(key in stored.get(host, ()) for host in hosts)
                 if is_copy and key in stored.get(node, ()):
                     log = stores[node].open_log(key[0], TopicPartition(str(key[0]), key[1]), TopicSettings())
-                    stores[node].delete_log(log, may_return=True)
+                    stores[node].delete_log(log, topic_remains=True)
         await self._change(map(Delete, removed))
 
     async def _find_hosts(self, present: Mapping[str, NodeId]) -> dict[PartitionKey, tuple[NodeId, Versioned]]:

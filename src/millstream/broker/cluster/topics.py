@@ -784,7 +784,7 @@ class Topics:
         for stored_id, index in tuple(self._store.stored()):
             if stored_id == topic_id and only in (None, index):
                 log = self._store.open_log(topic_id, TopicPartition(f"deleted-{topic_id}", index), self._defaults)
-                self._store.delete_log(log, may_return=only is not None)
+                self._store.delete_log(log, topic_remains=only is not None)
 
     def _require(self, name: str) -> Topic:
         topic = self._by_name.get(name)
@@ -956,7 +956,7 @@ class Topics:
                 self._notify_leadership(partition)
                 for listener in self._drop_listeners:
                     listener([partition])
-                self._store.delete_log(partition.log, may_return=True)
+                self._store.delete_log(partition.log, topic_remains=True)
             else:
                 self._remove_leftovers(key[0], key[1])
         except MillstreamError as error:

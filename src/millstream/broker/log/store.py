@@ -309,10 +309,10 @@ class LogStore:
             self._unrecovered.add(log.key)
         self._remove(log)
 
-    def delete_log(self, log: Log, *, may_return: bool = False) -> None:
+    def delete_log(self, log: Log, *, topic_remains: bool = False) -> None:
         """Delete a log and its files, durably; the space is freed a little later.
 
-        `may_return` says that the partition still exists elsewhere, so that this store may get a replica of it again.
+        With `topic_remains`, only a replica is removed: this store may get one of the same partition again.
         """
         self._remove(log)
         self._ledger.forget(log.key)
@@ -320,7 +320,7 @@ class LogStore:
             deleted_folder = self._folder.mark_deleted(log.directory)
         except OSError as error:
             raise StorageFailure(f"{log.partition} could not be deleted: {error.strerror or error}") from error
-        if may_return:
+        if topic_remains:
             try:
                 self._record_removed([log.key])
             except OSError as error:

@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 
 LINES: Final = 4
 """How many fetches run concurrently for each leader of the source."""
-CHECKED_AT_ONCE: Final = 32
+COMPARED_AT_ONCE: Final = 32
 """How many partitions are compared with their originals concurrently: each takes a round trip or more."""
 LEADER_BYTES: Final = 32 * 1024 * 1024
 """How much is fetched from each leader of the source at once, by all its lines together."""
@@ -102,7 +102,7 @@ class Copy:
     """The offset at which the copy is complete again; -1 until the source has reported it."""
     source_end: int = -1
     """The source's high watermark, as of the last fetch; -1 before the first."""
-    checked_epoch: int = -2
+    compared_epoch: int = -2
     """The leader epoch here for which the history was compared with the source's."""
     caught_up_ms: int = 0
     """When the exposed offset last was the source's high watermark; at first, when copying began."""
@@ -127,9 +127,9 @@ class Copy:
         return self.partition.topic.original_id
 
     @property
-    def is_checked(self) -> bool:
+    def is_compared(self) -> bool:
         """Whether the log here has nothing that the source does not have; if not, it may be truncated."""
-        return self.checked_epoch == self.partition.leader_epoch
+        return self.compared_epoch == self.partition.leader_epoch
 
     @property
     def line(self) -> int:
@@ -177,7 +177,7 @@ class Copy:
         if offset > self.verified:
             self.verified = offset
             del self.commits[: bisect_left(self.commits, offset)]
-            if self.is_checked:
+            if self.is_compared:
                 # Otherwise the commits above are not known yet.
                 self.partition.expose(self.exposed)
 
@@ -260,15 +260,15 @@ class Copier:
                 self._changed.set()
             copy.verify(offset_in(offsets, copy.partition))
 
-    def checked(self, partition: Partition) -> Copy | None:
+    def compared_copy(self, partition: Partition) -> Copy | None:
         """Return the copy of a partition if it was compared with the source, so that its offsets are the source's."""
         copy = self.copies.get((partition.topic.topic_id, partition.index))
-        return copy if copy is not None and copy.is_checked else None
+        return copy if copy is not None and copy.is_compared else None
 
-    async def until_checked(self, partitions: Iterable[Partition]) -> None:
+    async def await_comparison(self, partitions: Iterable[Partition]) -> None:
         """Wait until partitions were compared with the source, except those that this node leads no longer."""
         for partition in partitions:
-            while partition.is_leader and self.checked(partition) is None:
+            while partition.is_leader and self.compared_copy(partition) is None:
                 await self._assigned.wait()
 
     async def without_gaps(self) -> None:
@@ -314,7 +314,7 @@ class Copier:
                     self._suspend(copy, MillstreamError(f"internal error: {failed!r}"))
         now = self._clock.monotonic()
         wanted = [copy for copy in self.copies.values() if copy.held_until <= now]
-        turn = asyncio.Semaphore(CHECKED_AT_ONCE)
+        turn = asyncio.Semaphore(COMPARED_AT_ONCE)
         leaders = await gather_or_cancel(self._leader_of(copy, turn) for copy in wanted)
         members: dict[tuple[NodeId, int], dict[CopyKey, Copy]] = {}
         for copy, leader in zip(wanted, leaders, strict=True):
@@ -381,7 +381,7 @@ class Copier:
         cut of the other side: the records there were copied.
         """
         partition, log = copy.partition, copy.partition.log
-        if copy.is_checked:
+        if copy.is_compared:
             return
         cut = self._cut_of(partition)
         while log.end_offset > log.start_offset:
@@ -407,7 +407,7 @@ class Copier:
         partition.expose(copy.exposed)
         if copy.commits:
             self._on_commit()
-        copy.checked_epoch = partition.leader_epoch
+        copy.compared_epoch = partition.leader_epoch
 
     async def _drop_lost_tail(self, copy: Copy) -> None:
         """Truncate the copy where a power failure lost records of its tail, if the source still has them.
@@ -544,7 +544,7 @@ class Copier:
                 self._changed.set()
                 self._suspend(copy, error)
             except MillstreamError as error:
-                copy.checked_epoch = -2
+                copy.compared_epoch = -2
                 self._suspend(copy, await self._explained(copy, error))
             else:
                 copy.failures, copy.error, copy.unknown_since, copy.is_gone = 0, "", None, False
@@ -590,7 +590,7 @@ class Copier:
         epoch, end = max(header.leader_epoch for header in headers), copy.end
         if epoch > partition.leader_epoch:
             await self._topics.raise_epoch(partition.topic, partition.index, Epoch(epoch))
-            copy.checked_epoch = partition.leader_epoch
+            copy.compared_epoch = partition.leader_epoch
         if self.copies.get(copy.key) is not copy or copy.end != end:
             return None
         records = response.records[headers[0].position : headers[-1].end_position]

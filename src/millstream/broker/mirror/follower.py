@@ -68,7 +68,7 @@ ARRIVAL_S: Final = 30.0
 ARRIVAL_WAIT_S: Final = 5.0
 NOTICE_LOST_S: Final = 5.0
 """After how long the owner asks all nodes whether clients wait at a commit, although none has reported it."""
-TORN: Final = "offsets after a failover"
+HELD_BACK: Final = "offsets after a failover"
 """The key of the note that offsets of some groups are not applied any more."""
 CONFIGS_S: Final = 10.0
 """How often the source is asked for the settings of known topics."""
@@ -373,7 +373,7 @@ class Follower:
         applicable = {**before, **{group: {**before.get(group, {}), **found} for group, found in chosen.items()}}
         await self._reached_offsets({})
         if applicable != before and not self._is_waiting_in(topics):
-            applicable = self._without_torn(applicable, await self._reach_barrier(topics))
+            applicable = self._applicable_at(applicable, await self._reach_barrier(topics))
         if self._is_waiting_in(topics):
             await self._expose_transactions()
             return
@@ -390,8 +390,8 @@ class Follower:
         ended = {topic: cuts[topic] for topic in self._service.taken_over(cuts)}
         return {**ended, **{topic: {} for topic in unfinished}}
 
-    def _without_torn(self, committed: Commits, barrier: Barrier) -> Commits:
-        """Return offsets that were read before a barrier; groups whose work may be cut off keep what they had before.
+    def _applicable_at(self, committed: Commits, barrier: Barrier) -> Commits:
+        """Return which offsets may be applied at a barrier; groups whose work may be cut off keep what they had before.
 
         A transaction may have committed offsets together with records that a failover of some topics has cut off. Later
         offsets of the same group count on its work too, even if no transaction has committed them.
@@ -402,7 +402,7 @@ class Follower:
             for topic, cuts in self._cut_topics().items()
             if topic not in ends or any(end > cuts.get(index, 0) for index, end in ends[topic].items())
         ]
-        self._run.notes.pop(TORN, None)
+        self._run.notes.pop(HELD_BACK, None)
         if not torn:
             return committed
         found, held_back = dict(committed), list[str]()
@@ -412,7 +412,7 @@ class Follower:
             if found[group] != committed[group]:
                 held_back.append(group)
         if held_back:
-            self._run.notes[TORN] = (
+            self._run.notes[HELD_BACK] = (
                 f"offsets of groups {listed(held_back)} are not mirrored any more: {listed(torn)} was failed over, "
                 "and the source has records there beyond the cut, perhaps of transactions that also committed these "
                 "offsets; after a failover, these groups continue at the offsets that were mirrored before"
@@ -456,7 +456,7 @@ class Follower:
         committed = self._committed
         await self._reached_offsets({})
         if not self._waiting_at and committed == self._applicable:
-            self._run.notes.pop(TORN, None)
+            self._run.notes.pop(HELD_BACK, None)
             return
         name = self._run.mirror.name
         cut = self._service.mirrors.unfinished_cuts(name)
@@ -481,7 +481,7 @@ class Follower:
         # transactional groups are from the barrier itself, so that they include all transactions that are exposed.
         merged = {group: committed.get(group, {}) | read for group, read in barrier.transactional.items()}
         committed = {**committed, **{group: found for group, found in merged.items() if found}}
-        applicable = self._without_torn(committed, barrier)
+        applicable = self._applicable_at(committed, barrier)
         await self._service.mirrors.note_verified(mirror, verified, self._unapplied(applicable, barrier.transactional))
         await self._reached_offsets(offsets, is_verified=True)
         self._committed, self._applicable = committed, applicable

@@ -744,7 +744,7 @@ class MirrorService:
                     wanted = {one: offset_in(request.offsets, one) for one in self.led(request.mirror)}
                     while (run := self._runs.get(request.mirror)) is None or (copier := run.copier) is None:
                         await self._connected.wait()
-                    await copier.until_checked(one for one, offset in wanted.items() if offset)
+                    await copier.await_comparison(one for one, offset in wanted.items() if offset)
                     if request.is_readable:
                         await Readable(wanted).wait()
                     else:
@@ -757,7 +757,7 @@ class MirrorService:
             copier.verify(request.offsets)
         reached: dict[str, dict[int, int]] = {}
         for partition in self.led(request.mirror):
-            copy = None if copier is None else copier.checked(partition)
+            copy = None if copier is None else copier.compared_copy(partition)
             if copy is None:
                 # It may have offsets beyond those of the source, which are truncated: then it has not reached them.
                 offset = 0

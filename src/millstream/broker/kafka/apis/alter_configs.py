@@ -18,7 +18,7 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message, topic_named
 from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE
-from millstream.broker.kafka.apis.incremental_alter_configs import check_alterable, check_own
+from millstream.broker.kafka.apis.incremental_alter_configs import check_alterable, check_not_mirrored
 from millstream.broker.security.changes import settings_changed
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.core.topic import check_topic_name
@@ -61,7 +61,7 @@ class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
         name = resource.resource_name
         if is_topic:
             check_topic_name(name)
-            check_own(topic_named(self._topics, name))
+            check_not_mirrored(topic_named(self._topics, name))
         settings: dict[str, str | None] = {}
         for config in resource.configs:
             if config.name in settings:

@@ -101,7 +101,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             return
         check_topic_name(resource.resource_name)
         topic = topic_named(self._topics, resource.resource_name)
-        check_own(topic)
+        check_not_mirrored(topic)
         changes = self._changes(topic, resource.configs)
         await self._topics.alter(topic.name, changes, validate_only=validate_only)
 
@@ -224,7 +224,7 @@ def check_alterable(resource_type: int, names: Iterable[str]) -> None:
         raise InvalidRequest(f"resource type {resource_type} has no settings; topics and nodes have")
 
 
-def check_own(topic: Topic) -> None:
+def check_not_mirrored(topic: Topic) -> None:
     """Raise `MirroredTopic` for a copy, whose settings are those of its original."""
     if topic.mirror and not topic.is_draining:
         raise MirroredTopic(
