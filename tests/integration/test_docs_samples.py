@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PRODUCTION = ROOT / "docs" / "guides" / "production.md"
+GUIDES = ROOT / "docs" / "guides"
+PRODUCTION, RESTORE, UPGRADE = (GUIDES / f"{name}.md" for name in ("production", "restore", "upgrade"))
 PAGES = sorted(set((ROOT / "docs").rglob("*.md")) - {PRODUCTION})
 DEFAULT_KAFKA, DEFAULT_HTTP, DEFAULT_WEBHOOK = "127.0.0.1:9092", "127.0.0.1:8080", "8090"
 SECOND_KAFKA, SECOND_HTTP = "127.0.0.1:9192", "127.0.0.1:8180"
@@ -327,6 +328,52 @@ def test_the_production_guide_works_as_written(tmp_path: Path) -> None:
             output = reader.run_script(after)
     for words in ("Nothing is wrong.", '"ready"', "Created topic smoke-test", "hello", "millstream_log_free_bytes"):
         assert words in output
+
+
+@pytest.mark.timeout(300)
+def test_the_guides_of_backup_restore_and_upgrade_work_as_written(tmp_path: Path) -> None:
+    """With folders of this test, and a node that is stopped and started where the guides say so."""
+    server = Server(tmp_path / "millstream" / "data", settings=NODE)
+    (tmp_path / "backup").mkdir()
+    here = {
+        "/var/lib/millstream": str(server.data.parent),
+        "/backup/": f"{tmp_path}/backup/",
+        "/tmp/check": str(tmp_path / "check"),
+        "/opt/millstream": str(tmp_path / "version"),
+        "$(date +%F)": "2026-11-16",
+        "chown -R millstream: ": ": ",
+    }
+    with server, Reader(tmp_path, server.kafka, server.http) as reader, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MILLSTREAM_BROKERS", server.kafka)
+        patch.setenv(TIMEOUT_VARIABLE, str(COMMAND_S_MAX / 2))
+
+        def follow(guide: Path, start: str) -> str:
+            """Run the sample that starts with these words."""
+            (sample,) = (one for one in samples_of(guide) if one.text.startswith(start))
+            text = re.sub("|".join(map(re.escape, here)), lambda found: here[found[0]], sample.text)
+            output = ""
+            for line in text.splitlines():
+                if line.startswith("systemctl stop"):
+                    assert server.stop() == 0
+                elif line.startswith("systemctl start"):
+                    server.start()
+                else:
+                    output += reader.run(line)
+            return output
+
+        reader.run(
+            "millstream topic create kept\nmillstream subscription create work --topic kept\nmillstream publish kept 1"
+        )
+        follow(RESTORE, "systemctl stop millstream\ntar ")
+        assert "Nothing is wrong." in follow(RESTORE, "mkdir /tmp/check")
+        # After the backup, a message is accepted, another published, and a topic deleted by mistake.
+        reader.run(
+            "millstream subscription pull work --accept\nmillstream publish kept 2\nmillstream topic delete kept --yes"
+        )
+        assert "Nothing is wrong." in follow(RESTORE, "systemctl stop millstream\nmv ")
+        assert reader.run("millstream tail kept --from start -n 1").split()[-1] == "1"
+        assert len(reader.run("millstream subscription pull work --json").splitlines()) == 1, "it is delivered again"
+        follow(UPGRADE, "systemctl stop millstream")
 
 
 def has_samples(page: Path, use: str = "") -> bool:
