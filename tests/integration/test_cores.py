@@ -113,7 +113,7 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
 
         # A hanging process is reported through any other.
         os.kill(machine["nodes"][1]["pid"], signal.SIGSTOP)
-        output = CommandLine(machine["kafka"])("doctor", "--timeout", "6").out
+        output = CommandLine(machine["kafka"])("doctor", "--timeout", "3").out
         os.kill(machine["nodes"][1]["pid"], signal.SIGCONT)
         assert "node 1001 does not respond" in output
         assert "WARNING  clock" not in output
