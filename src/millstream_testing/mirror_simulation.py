@@ -255,11 +255,11 @@ class Site:
         self._tasks.append(task)
         return task
 
-    def _transactional_groups(self) -> dict[int, dict[str, dict[str, dict[int, int]]]]:
+    def _transactional_groups(self, *_: object) -> tuple[dict[int, dict[str, dict[str, dict[int, int]]]], bool]:
         offsets: dict[str, dict[int, int]] = {}
         for where, offset in self.store.groups.items():
             offsets.setdefault(where.topic, {})[where.partition] = offset
-        return {0: {GROUP: offsets}}
+        return {0: {GROUP: offsets}}, False
 
     # -- as its topics ---------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
+from uuid import UUID
 
 import pytest
 from hypothesis import example, given, settings
@@ -86,18 +88,24 @@ async def test_offsets_apply_with_the_commit_marker(groups: GroupCoordinator) ->
 async def test_a_group_is_transactional_from_the_first_offset_that_a_transaction_has_committed(
     groups: GroupCoordinator,
 ) -> None:
-    assert groups.transactional_groups() == {}
+    def found(topic_id: UUID | None = None, limit: int = 1, topic: str = TOPIC) -> Any:
+        return groups.transactional_groups({topic: topic_id}, limit)
+
+    assert found() == ({}, False)
     await groups.commit(request(1))
     await commit(groups, 5)
     await groups.end_transaction(0, marker(7, 0, commit=False))
-    assert groups.transactional_groups() == {0: {}}
+    assert found() == ({0: {}}, False)
     await commit(groups, 5)
     await groups.end_transaction(0, marker(7, 0, commit=True))
     await groups.commit(request(6))
-    assert groups.transactional_groups() == {0: {GROUP: {TOPIC: {0: 6}}}}
+    assert found() == ({0: {GROUP: {TOPIC: {0: 6}}}}, False)
+    # Too many, of another topic, and of another topic that had the same name.
+    assert found(limit=0) == ({0: {}}, True)
+    assert found(limit=0, topic="other") == found(UUID(int=99)) == ({0: {}}, False)
     await groups.delete(GROUP)
     await groups.commit(request(1))
-    assert groups.transactional_groups() == {0: {}}
+    assert found() == ({0: {}}, False)
 
 
 async def test_a_pending_first_offset_is_reported_when_all_offsets_are_requested(
@@ -219,7 +227,8 @@ def test_a_reload_after_every_step_changes_nothing(taken: list[tuple[str, int, i
             again.replay(record_now)
         assert [again.durable_record(name) for name in names] == [shard.durable_record(name) for name in names]
         assert set(again.durable_keys()) == set(names)
-        assert set(again.transactional_groups()) == ({GROUP} if is_transactional else set())
+        transactional = {key.group_id for key, _ in again.offsets_of_transactional_groups({TOPIC: None})}
+        assert transactional == ({GROUP} if is_transactional else set())
         shard = again
     _, fetched = shard.fetch(GROUP, {TOPIC: [0, 1]})
     assert not isinstance(fetched, Deferred)

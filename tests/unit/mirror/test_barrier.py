@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 
+from millstream.broker.mirror import barriers
 from millstream.broker.mirror.service import MirrorService
 from millstream.core.errors import RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.protocol.private.mirror_messages import BarrierRequest, BarrierResponse, HoldRequest, HoldResponse
 
 OFFSETS = {"orders": {0: 7}}
+ORDERS_ID = UUID(int=1)
 
 
 class Coordinator:
@@ -46,13 +49,14 @@ def barrier(*responses: HoldResponse, moves: bool = False, groups: Groups | None
         nodes=lambda: [SimpleNamespace(node_id=NodeId(1)), SimpleNamespace(node_id=NodeId(2))],
     )
     made: Any = MirrorService
-    coordinator_of_groups = SimpleNamespace(partitions=3, transactional_groups=lambda: groups)
-    service: Any = made(None, membership, None, None, coordinator, coordinator_of_groups, None, None, None, None)
+    coordinator_of_groups = SimpleNamespace(partitions=3, transactional_groups=lambda *_: (groups, False))
+    topics = {"orders": SimpleNamespace(topic_id=ORDERS_ID)}
+    service: Any = made(topics, membership, None, None, coordinator, coordinator_of_groups, None, None, None, None)
     wants_groups = groups is not None
     asked: list[tuple[bool, bool]] = []
 
     async def ask_node(_node: NodeId, _key: int, request: HoldRequest, _response: Any) -> HoldResponse:
-        asked.append((bool(request.hold_ms), request.with_groups))
+        asked.append((bool(request.hold_ms), request.groups_in == {"orders": ORDERS_ID}))
         return left.pop(0)
 
     async def high_watermarks(_topics: Any) -> dict[str, dict[int, int]]:
@@ -64,14 +68,18 @@ def barrier(*responses: HoldResponse, moves: bool = False, groups: Groups | None
 
     service.ask_node, service.high_watermarks = ask_node, high_watermarks
     found: BarrierResponse = asyncio.run(
-        service.barriers.take(BarrierRequest(topics=["orders"], with_groups=wants_groups))
+        service.barriers.take(
+            BarrierRequest(topics=["orders"], topic_ids={"orders": ORDERS_ID}, with_groups=wants_groups)
+        )
     )
     assert asked == [(True, False), *([(False, True)] if wants_groups else []), (False, False)]
     return found
 
 
-def held(*shards: tuple[int, int], is_held: bool = True, groups: Groups | None = None) -> HoldResponse:
-    return HoldResponse(held=is_held, shards=list(shards), groups=groups or {})
+def held(
+    *shards: tuple[int, int], is_held: bool = True, groups: Groups | None = None, left_out: bool = False
+) -> HoldResponse:
+    return HoldResponse(held=is_held, shards=list(shards), groups=groups or {}, left_out=left_out)
 
 
 def test_a_barrier_is_valid_if_every_coordinator_was_held() -> None:
@@ -82,6 +90,19 @@ def test_offsets_of_groups_come_from_all_nodes_while_decisions_are_held_back() -
     peer, read = held((1, 2), (2, 2)), held(groups={0: {"a": {"orders": {0: 5}, "other": {0: 1}}}, 2: {}})
     found = barrier(peer, read, peer, groups={1: {"b": {}, "c": {"orders": {0: 6}}}})
     assert found.groups == {"a": {"orders": {0: 5}}, "c": {"orders": {0: 6}}}
+
+
+@pytest.mark.parametrize("by", ["sum", "node"])
+def test_too_many_offsets_of_groups_are_left_out(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    monkeypatch.setattr(barriers, "OFFSETS_MAX", 2)
+    peer, theirs = held((1, 2), (2, 2)), {"a": {"orders": {0: 5, 1: 5}}}
+    for count, left_out in ((2, False), (3, True)):
+        if by == "sum":
+            read, ours = held(groups={0: theirs, 2: {}}), {f"b{at}": {"orders": {0: 1}} for at in range(count - 2)}
+        else:
+            read, ours = held(groups={0: {}, 2: {}}, left_out=left_out), {"b": {"orders": {0: 1}}}
+        found = barrier(peer, read, peer, groups={1: ours})
+        assert (found.offsets, found.left_out, not found.groups) == (OFFSETS, left_out, left_out)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +135,20 @@ def test_a_barrier_is_void_otherwise(began: HoldResponse, ended: HoldResponse, m
 
 def test_a_node_returns_its_groups_while_it_holds_decisions_back() -> None:
     membership = SimpleNamespace(me=SimpleNamespace(node_id=NodeId(1)), node=lambda _: None)
-    groups = SimpleNamespace(transactional_groups=lambda: {2: {"a": {}}})
+    groups = SimpleNamespace(
+        transactional_groups=lambda topics, _: ({2: {"a": {name: {0: 1} for name in topics}}}, True)
+    )
     made: Any = MirrorService
     service: Any = made(None, membership, None, None, Coordinator(), groups, None, None, None, None)
 
     async def hold() -> list[HoldResponse]:
         begin, read, end = (
             HoldRequest(token="t", hold_ms=60_000),
-            HoldRequest(token="t", with_groups=True),
+            HoldRequest(token="t", groups_in={"orders": None}),
             HoldRequest(token="t"),
         )
         return [await service.barriers.hold(one) for one in (begin, read, end, read)]
 
-    read = HoldResponse(held=True, groups={2: {"a": {}}})
-    assert asyncio.run(hold()) == [held((0, 4)), read, held((0, 4)), HoldResponse(held=False, groups=read.groups)]
+    read = HoldResponse(held=True, groups={2: {"a": {"orders": {0: 1}}}}, left_out=True)
+    late = HoldResponse(held=False, groups=read.groups, left_out=True)
+    assert asyncio.run(hold()) == [held((0, 4)), read, held((0, 4)), late]

@@ -378,6 +378,7 @@ class Groups:
             copied_topics=lambda _: [ORDERS],
             exposed_offsets=self.exposed_offsets,
             client=lambda: self,
+            is_owner=True,
         )
         settings = SimpleNamespace(rename="", groups=True, subscriptions=False)
         self.run = SimpleNamespace(
@@ -497,6 +498,7 @@ class StuckGroups(Groups):
         self.transactional: list[str] = []
         self.at_barrier: dict[str, dict[int, int]] = {}
         """What transactional groups have committed at the moment of a barrier."""
+        self.left_out = False
         self.mirror.verified = {}
         service = self.run.service
         service.mirrors.note_verified = AsyncMock()
@@ -513,8 +515,9 @@ class StuckGroups(Groups):
         return {one: self.reached[one.topic][one.partition] for one in where}
 
     async def ask(self, _node: Any, _key: int, request: BarrierRequest, *_: Any, **__: Any) -> BarrierResponse:
-        groups = dict.fromkeys(self.transactional, self.at_barrier)
-        return BarrierResponse(offsets={topic: {0: 30} for topic in request.topics}, groups=groups)
+        groups = {} if self.left_out else dict.fromkeys(self.transactional, self.at_barrier)
+        offsets = {topic: {0: 30} for topic in request.topics}
+        return BarrierResponse(offsets=offsets, groups=groups, left_out=self.left_out)
 
     async def sync(self, *, is_planned: bool) -> None:
         if is_planned:
@@ -627,6 +630,85 @@ async def test_offsets_of_transactions_are_those_of_the_barrier(monkeypatch: pyt
     await groups.follower._sync_transactions()
     assert noted.await_args.args[2] == {"g": {"orders": {0: 28}}}
     assert groups.here == {WHERE: 28, AUDIT: 20}
+
+
+async def test_too_many_offsets_of_transactions_are_mirrored_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = StuckGroups(monkeypatch)
+    groups.reached["audit"][0], groups.transactional, groups.left_out = 30, ["g"], True
+    groups.there, groups.at_barrier = {WHERE: 10}, {"orders": {0: 25}}
+    await groups.sync(is_planned=False)
+    assert groups.here == {WHERE: 10}
+    assert list(groups.run.notes) == [follower.LEFT_OUT]
+    # Any group may be one of a transaction whose records were cut off.
+    groups.there, groups.mirror.cuts = {WHERE: 11}, {"output": {0: 20}}
+    await groups.sync(is_planned=False)
+    assert groups.here == {WHERE: 10}
+    groups.mirror.cuts, groups.left_out = {}, False
+    await groups.sync(is_planned=False)
+    assert (groups.here, groups.run.notes) == ({WHERE: 25}, {})
+
+
+@pytest.mark.parametrize("created", ["while copies arrive", "while groups are read", "before offsets are applied"])
+async def test_offsets_of_a_topic_are_not_those_of_a_copy_created_since(
+    monkeypatch: pytest.MonkeyPatch, created: str
+) -> None:
+    groups, copies = StuckGroups(monkeypatch), list[str]()
+    groups.reached["audit"][0], groups.transactional, groups.waiting = 30, ["g"], [("audit", 0), ("orders", 0)]
+    groups.at_barrier = {"orders": {0: 25}, "audit": {0: 25}}
+    service, expose, read = groups.run.service, groups.expose, groups.committed_by_group
+    verified: list[Any] = []
+
+    async def create_all(wanted: list[Any]) -> list[None]:
+        copies.extend(one.name for one in wanted)
+        return [None]
+
+    async def create() -> None:
+        if not copies:
+            copies.append("begun")
+            original: Any = SimpleNamespace(name="audit", topic_id=UUID(int=9), partitions=[0], replication=1)
+            async with groups.follower._creating:
+                await groups.follower._create(original, "audit", ())
+
+    async def expose_later(request: ExposeRequest) -> ExposeResponse:
+        if request.is_verified:
+            verified.append(request.offsets)
+        elif request.offsets and created == "while copies arrive":
+            await create()
+        return await expose(request)
+
+    async def read_later(client: Any, names: list[str]) -> dict[str, dict[TopicPartition, int]]:
+        found = await read(client, names)
+        if created == "while groups are read":
+            await create()
+        return found
+
+    async def note_later(*_: Any) -> None:
+        if created == "before offsets are applied":
+            late.append(asyncio.create_task(create()))
+            await asyncio.sleep(0)
+
+    late: list[asyncio.Task[None]] = []
+    service.topics.create_all = create_all
+    service.membership = SimpleNamespace(nodes=lambda: [1])
+    service.mirrors.forget_topic, service.mirrors.note_verified = AsyncMock(), AsyncMock(side_effect=note_later)
+    groups.run.settings.replication, groups.run.refreshed = 0, asyncio.Event()
+    monkeypatch.setattr(groups.follower, "_overrides", AsyncMock(return_value={}))
+    monkeypatch.setattr(follower, "committed_by_group", read_later)
+    service.expose = expose_later
+    await groups.follower._sync_groups()
+    if created == "while groups are read":
+        assert groups.follower._committed == {"g": {WHERE: 30}}
+        return
+    await groups.follower._sync_transactions()
+    recorded = service.mirrors.note_verified.await_args.args
+    is_before = created == "while copies arrive"
+    names = {"orders"} if is_before else {"orders", "audit"}
+    assert set(recorded[1]) == set(recorded[2]["g"]) == set(verified[0]) == {one.topic for one in groups.here} == names
+    # One that is created later waits until they are applied, and forgets them.
+    for one in late:
+        await one
+    assert copies == ["begun", "audit"]
+    assert groups.follower._applicable == {"g": {WHERE: 25}}
 
 
 @pytest.mark.parametrize("arrives", [0, 1], ids=["before the barrier", "with the barrier"])

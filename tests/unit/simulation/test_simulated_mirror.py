@@ -65,8 +65,8 @@ def _count_before_a_truncation(self: Copier, partition: Partition) -> Copy | Non
     return self.copies.get((partition.topic.topic_id, partition.index))
 
 
-async def _no_groups(*_: Any) -> dict[str, Any]:
-    return {}
+async def _no_groups(*_: Any) -> tuple[dict[str, Any], bool]:
+    return {}, False
 
 
 def _no_commits(*_: Any) -> array[int]:

@@ -310,15 +310,27 @@ class GroupCoordinator(Coordinator[GroupShard]):
             if shard.state is not None:
                 yield from shard.state.committed()
 
-    def transactional_groups(self) -> dict[int, dict[str, dict[str, dict[int, int]]]]:
+    def transactional_groups(
+        self, topics: Mapping[str, UUID | None], limit: int
+    ) -> tuple[dict[int, dict[str, dict[str, dict[int, int]]]], bool]:
         """Return the groups with offsets that transactions have committed, by partition of the offsets topic.
 
-        Of each group, all offsets are returned, by topic and partition.
-
-        Partitions that this node does not lead, or is still reading back, are missing.
+        Of each group, all offsets in some topics are returned, by topic and partition. Topics are given with their ids;
+        None stands for whichever has the name now. If there are more offsets than the limit, none are returned, and the
+        second value is True. Partitions that this node does not lead, or is still reading back, are missing.
         """
         states = {index: self._runtime.shard_at(PartitionIndex(index)).state for index, _ in self._runtime.led()}
-        return {index: state.transactional_groups() for index, state in states.items() if state is not None}
+        found: dict[int, dict[str, dict[str, dict[int, int]]]] = {
+            index: {} for index, state in states.items() if state is not None
+        }
+        count = 0
+        for index, state in states.items():
+            for key, offset in () if state is None else state.offsets_of_transactional_groups(topics):
+                if count == limit:
+                    return {one: {} for one in found}, True
+                found[index].setdefault(key.group_id, {}).setdefault(key.topic, {})[key.partition] = offset
+                count += 1
+        return found, False
 
     @property
     def partitions(self) -> int:

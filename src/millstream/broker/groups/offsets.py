@@ -63,14 +63,15 @@ class Offsets:
         """Return every offset of a group, by topic and partition."""
         return self._by_group.get(group_id, _NOTHING)
 
-    def of_transactional_groups(self) -> dict[str, dict[str, dict[int, int]]]:
-        """Return the offsets of groups for which transactions have committed some, by group, topic and partition."""
-        found: dict[str, dict[str, dict[int, int]]] = {group_id: {} for group_id in self.transactional_groups}
-        for group_id, topics in found.items():
+    def of_transactional_groups(self, topics: Mapping[str, UUID | None]) -> Iterator[tuple[OffsetKey, int]]:
+        """Yield the offsets in some topics of groups for which transactions have committed some.
+
+        Topics are given with their ids; None stands for whichever has the name now.
+        """
+        for group_id in self.transactional_groups:
             for (topic, partition), committed in self.of_group(group_id).items():
-                if self._is_current(topic, committed):
-                    topics.setdefault(topic, {})[partition] = committed.offset
-        return found
+                if topic in topics and self._is_of(topic, committed, topics[topic]):
+                    yield OffsetKey(group_id, topic, partition), committed.offset
 
     def all_keys(self) -> list[OffsetKey]:
         return [OffsetKey(group_id, *place) for group_id, offsets in self._by_group.items() for place in offsets]
@@ -114,7 +115,12 @@ class Offsets:
         return _as_fetched(committed)
 
     def _is_current(self, topic: str, committed: CommittedOffset) -> bool:
-        return committed.topic_id is None or committed.topic_id == self._topic_id_of(topic)
+        return self._is_of(topic, committed, None)
+
+    def _is_of(self, topic: str, committed: CommittedOffset, topic_id: UUID | None) -> bool:
+        """Whether an offset is one of the topic with an id, or of the current one if that is None."""
+        current = self._topic_id_of(topic)
+        return (committed.topic_id or current) == (topic_id or current)
 
 
 def _as_fetched(committed: CommittedOffset) -> FetchedOffset:

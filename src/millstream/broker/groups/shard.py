@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import islice
 from typing import Final
+from uuid import UUID
 
 from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord, Timers
 from millstream.broker.groups.consumer.assignor import NoTopics
@@ -294,9 +295,9 @@ class GroupShard:
         for key, committed in self._offsets.current():
             yield key.group_id, key.topic, key.partition, committed.offset
 
-    def transactional_groups(self) -> dict[str, dict[str, dict[int, int]]]:
-        """Return the groups with offsets that transactions have committed, and their offsets."""
-        return self._offsets.of_transactional_groups()
+    def offsets_of_transactional_groups(self, topics: Mapping[str, UUID | None]) -> Iterable[tuple[OffsetKey, int]]:
+        """Return the offsets in some topics of groups for which transactions have committed some."""
+        return self._offsets.of_transactional_groups(topics)
 
     def join(self, request: JoinRequest) -> Outcome[Joined]:
         """Add a member, or let it rejoin."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 HOLD_S: Final = 2.0
 """The longest time for which a barrier delays commits and aborts."""
 HOLDS_MAX: Final = 100
+OFFSETS_MAX: Final = 100_000
+"""The most offsets of transactional groups that a barrier returns: beyond it, it returns none."""
 
 
 class Barriers:
@@ -61,7 +63,8 @@ class Barriers:
                 )
                 # Before the watermarks: groups also commit offsets without transactions, which are not held back, and
                 # what was written before such a commit must be below the watermarks.
-                groups = await self._read_groups(token) if request.with_groups else {}
+                wanted = {name: request.topic_ids.get(name) for name in request.topics}
+                groups, left_out = await self._read_groups(token, wanted) if request.with_groups else ({}, False)
                 found = await self._service.high_watermarks(request.topics)
                 offsets = {name: ends for name, ends in found.items() if self._has_id(name, request.topic_ids)}
                 release = HoldRequest(token=token)
@@ -83,18 +86,27 @@ class Barriers:
             group: {topic: ends for topic, ends in topics.items() if topic in offsets}
             for group, topics in groups.items()
         }
-        return BarrierResponse(offsets=offsets, groups={group: topics for group, topics in read.items() if topics})
+        return BarrierResponse(
+            offsets=offsets, groups={group: topics for group, topics in read.items() if topics}, left_out=left_out
+        )
 
-    async def _read_groups(self, token: str) -> dict[str, Offsets]:
-        """Return the offsets of transactional groups, while all nodes hold back decisions."""
-        asked = HoldRequest(token=token, with_groups=True)
+    async def _read_groups(self, token: str, topics: Mapping[str, UUID | None]) -> tuple[dict[str, Offsets], bool]:
+        """Return the offsets of transactional groups in topics, while all nodes hold back decisions.
+
+        If they are too many, none are returned, and the second value is True.
+        """
+        asked = HoldRequest(token=token, groups_in=dict(topics))
         responses = await gather_or_cancel(
             self._service.ask_node(node, HOLD_KEY, asked, HoldResponse) for node in self._service.others
         )
-        by_node = [self._groups.transactional_groups(), *(one.groups for one in responses)]
+        own, left_out = self._groups.transactional_groups(topics, OFFSETS_MAX)
+        by_node = [own, *(one.groups for one in responses)]
         if sorted(index for found in by_node for index in found) != list(range(self._groups.partitions)):
             raise RequestTimedOut("a coordinator of groups is loading or moving; no barrier was possible")
-        return {group: topics for shards in by_node for groups in shards.values() for group, topics in groups.items()}
+        found = {group: read for shards in by_node for groups in shards.values() for group, read in groups.items()}
+        count = sum(len(ends) for read in found.values() for ends in read.values())
+        is_over = left_out or any(one.left_out for one in responses) or count > OFFSETS_MAX
+        return ({}, True) if is_over else (found, False)
 
     def _has_id(self, name: str, topic_ids: Mapping[str, UUID]) -> bool:
         """Whether a topic has the id by which the caller knows it, if it does."""
@@ -105,8 +117,9 @@ class Barriers:
 
     async def hold(self, request: HoldRequest) -> HoldResponse:
         """Hold back decisions here for a while, or let them through again; say whether they were held."""
-        if request.with_groups:
-            return HoldResponse(held=request.token in self._held, groups=self._groups.transactional_groups())
+        if request.groups_in is not None:
+            groups, left_out = self._groups.transactional_groups(request.groups_in, OFFSETS_MAX)
+            return HoldResponse(held=request.token in self._held, groups=groups, left_out=left_out)
         if not request.hold_ms:
             holding, shards = self._held.pop(request.token, None), self._transactions.led()
             if holding is None or holding.done():

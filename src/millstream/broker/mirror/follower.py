@@ -70,6 +70,8 @@ NOTICE_LOST_S: Final = 5.0
 """After how long the owner asks all nodes whether clients wait at a commit, although none has reported it."""
 HELD_BACK: Final = "offsets after a failover"
 """The key of the note that offsets of some groups are not applied any more."""
+LEFT_OUT: Final = "offsets of transactions"
+"""The key of the note that offsets of transactional groups are mirrored like those of other groups."""
 CONFIGS_S: Final = 10.0
 """How often the source is asked for the settings of known topics."""
 
@@ -83,6 +85,8 @@ class Barrier(NamedTuple):
     """Those of topics that were failed over, with which the mirror does not continue."""
     transactional: Commits
     """The groups for which transactions have committed offsets, and their offsets in the copies at that moment."""
+    left_out: bool
+    """Whether these groups are unknown, because they have too many offsets."""
 
 
 class Follower:
@@ -102,6 +106,10 @@ class Follower:
         """Held while offsets of groups are carried over: none are applied that were read before those applied last."""
         self._is_awaited = False
         """Whether a planned switch or failover waits for the lock; then a wait for copies to arrive ends early."""
+        self._creating = asyncio.Lock()
+        """Held while a copy is created, and while what was read of the source is recorded and applied."""
+        self._created: set[str] = set()
+        """The copies that were created since the source was last asked for offsets, which are not theirs."""
         self._waiting_at: set[tuple[str, int]] = set()
         """The copies at which clients wait at a commit."""
         self._queues = MirroredQueues(run, source, self._reached_offsets)
@@ -175,7 +183,7 @@ class Follower:
                     if self._source.is_millstream:
                         await self._sync_offsets_in(topics)
                     else:
-                        await self._apply_groups(self._applicable)
+                        await self._apply_applicable()
             finally:
                 self._is_awaited = False
         if self._source.is_millstream and self._settings.subscriptions and not self._settings.rename:
@@ -255,7 +263,8 @@ class Follower:
                     "its records came from this cluster, so it is not copied back; use `millstream mirror reverse` on "
                     f"the source, or `millstream mirror update {self._run.mirror.name} --set returning=true`"
                 )
-            await self._create(original, name, origins)
+            async with self._creating:
+                await self._create(original, name, origins)
             return
         if copy.mirror != self._run.mirror.name:
             if copy.mirror:
@@ -302,7 +311,8 @@ class Follower:
         original_id = known_id(original)
         topic_id = None if settings.rename else original_id
         # Offsets that were read before may be those of a topic that had this name.
-        self._committed, self._applicable = _without(self._committed, name), _without(self._applicable, name)
+        self._created.add(name)
+        self._committed, self._applicable = _without(self._committed, {name}), _without(self._applicable, {name})
         wanted = NewTopic(
             name=name,
             partitions=len(original.partitions),
@@ -368,6 +378,7 @@ class Follower:
 
         A transaction at which clients wait may have written to any copy, so it has to arrive in all of them.
         """
+        self._created.clear()
         before = self._applicable
         chosen = _offsets_in(self._committed, topics)
         applicable = {**before, **{group: {**before.get(group, {}), **found} for group, found in chosen.items()}}
@@ -377,8 +388,9 @@ class Follower:
         if self._is_waiting_in(topics):
             await self._expose_transactions()
             return
-        self._applicable = applicable
-        await self._apply_groups(_offsets_in(applicable, topics))
+        async with self._creating:
+            self._applicable = _without(applicable, self._created)
+            await self._apply_groups(_offsets_in(self._applicable, topics))
 
     def _is_waiting_in(self, topics: Collection[str]) -> bool:
         return any(topic in topics for topic, _ in self._waiting_at)
@@ -406,7 +418,7 @@ class Follower:
         if not torn:
             return committed
         found, held_back = dict(committed), list[str]()
-        for group in committed.keys() & barrier.transactional.keys():
+        for group in committed if barrier.left_out else committed.keys() & barrier.transactional.keys():
             before = self._applicable.get(group, {})
             found[group] = {where: before[where] for where in committed[group] if where in before}
             if found[group] != committed[group]:
@@ -450,9 +462,16 @@ class Follower:
             }
             for group, read in barrier.groups.items()
         }
-        return Barrier(offsets, {topic: found.get(topic, {}) for topic in cut}, groups)
+        self._run.notes.pop(LEFT_OUT, None)
+        if barrier.left_out:
+            self._run.notes[LEFT_OUT] = (
+                "transactions have committed too many offsets in mirrored topics to mirror them together with their "
+                "records; after an unplanned failover, their groups may repeat their last seconds of work"
+            )
+        return Barrier(offsets, {topic: found.get(topic, {}) for topic in cut}, groups, barrier.left_out)
 
     async def _expose_transactions(self, *, gives_way: bool = False) -> None:
+        self._created.clear()
         committed = self._committed
         await self._reached_offsets({})
         if not self._waiting_at and committed == self._applicable:
@@ -462,10 +481,19 @@ class Follower:
         cut = self._service.mirrors.unfinished_cuts(name)
         copied = [topic.name for topic in self._service.copied_topics(name) if topic.name not in cut]
         barrier = await self._reach_barrier(copied, gives_way=gives_way)
-        offsets = barrier.offsets
-        mirror = self._service.mirrors.get(name)
-        if mirror is None:
+        async with self._creating:
+            await self._record_barrier(barrier, committed, cut)
+
+    async def _record_barrier(self, barrier: Barrier, committed: Commits, cut: Collection[str]) -> None:
+        """Record up to where transactions are whole, let clients read on, and apply offsets.
+
+        They were read before the barrier, and so was which copies are being cut.
+        """
+        mirror = self._service.mirrors.get(self._run.mirror.name)
+        if mirror is None or not self._service.is_owner:
             return
+        # Copies that were created since then are those of other topics.
+        offsets = {topic: ends for topic, ends in barrier.offsets.items() if topic not in self._created}
         waiting = {
             *self._waiting_at,
             *((topic, index) for topic in mirror.verified for index in mirror.verified[topic]),
@@ -480,7 +508,7 @@ class Follower:
         # Offsets from before the barrier: the transactions that committed them have arrived as a whole. Those of
         # transactional groups are from the barrier itself, so that they include all transactions that are exposed.
         merged = {group: committed.get(group, {}) | read for group, read in barrier.transactional.items()}
-        committed = {**committed, **{group: found for group, found in merged.items() if found}}
+        committed = _without({**committed, **{group: found for group, found in merged.items() if found}}, self._created)
         applicable = self._applicable_at(committed, barrier)
         await self._service.mirrors.note_verified(mirror, verified, self._unapplied(applicable, barrier.transactional))
         await self._reached_offsets(offsets, is_verified=True)
@@ -560,6 +588,10 @@ class Follower:
         async with self._syncing:
             await self._read_groups()
             await self._forget_lost_offsets()
+            await self._apply_applicable()
+
+    async def _apply_applicable(self) -> None:
+        async with self._creating:
             await self._apply_groups(self._applicable)
 
     async def _forget_lost_offsets(self) -> None:
@@ -575,6 +607,7 @@ class Follower:
 
     async def _read_groups(self) -> None:
         prefix = self._settings.rename
+        self._created.clear()
         names = [name for name, _, kind in await list_groups(self._source.client) if kind != "share"]
         copies = self._service.copied_topics(self._run.mirror.name)
         read = await committed_by_group(self._source.client, names)
@@ -592,7 +625,7 @@ class Follower:
             }
             if ours:
                 found[group] = ours
-        self._committed = found
+        self._committed = found = _without(found, self._created)
         if not self._source.is_millstream:
             self._applicable = found
         elif found != self._applicable:
@@ -649,9 +682,9 @@ class Follower:
         return (self._service.mirrors.get(self._run.mirror.name) or self._run.mirror).cuts
 
 
-def _without(commits: Commits, topic: str) -> Commits:
+def _without(commits: Commits, topics: Set[str]) -> Commits:
     """Return the offsets in all other topics."""
-    return _offsets_in(commits, {where.topic for offsets in commits.values() for where in offsets} - {topic})
+    return _offsets_in(commits, {where.topic for offsets in commits.values() for where in offsets} - topics)
 
 
 def _offsets_in(commits: Commits, topics: Collection[str]) -> Commits:

@@ -297,6 +297,8 @@ class BarrierResponse(Response, frozen=True, kw_only=True):
     offsets: Offsets = msgspec.field(default_factory=dict)
     groups: dict[str, Offsets] = msgspec.field(default_factory=dict)
     """With groups: those for which transactions had committed offsets, and their offsets in these topics."""
+    left_out: bool = False
+    """Whether groups are left out, because they have too many offsets."""
 
 
 class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,8 +307,8 @@ class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     hold_ms: int = 0
     """0 releases, unless groups are asked for."""
-    with_groups: bool = False
-    """Whether to return the groups with offsets that transactions have committed, and keep holding decisions back."""
+    groups_in: dict[str, UUID | None] | None = None
+    """Topics and their ids, to keep holding decisions back and return groups that transactions have committed for."""
 
 
 class HoldResponse(Response, frozen=True, kw_only=True):
@@ -315,7 +317,9 @@ class HoldResponse(Response, frozen=True, kw_only=True):
     held: bool = False
     shards: Sequence[tuple[int, int]] = ()
     groups: dict[int, dict[str, Offsets]] = msgspec.field(default_factory=dict)
-    """With groups: the offsets of those for which transactions have committed some, for each coordinator of groups."""
+    """With groups: their offsets in the topics, for each coordinator of groups."""
+    left_out: bool = False
+    """Whether groups are left out, because they have too many offsets."""
 
 
 class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -310,12 +310,13 @@ class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
 class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
     """Returns the high watermarks of a moment at which no transaction is half committed.
 
-        {"topics": ["orders"], "with_groups": true}
+        {"topics": ["orders"], "topic_ids": {"orders": "5cf0…"}, "with_groups": true}
         response: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}},
-        "groups": {"billing": {"orders": {0: 4700}}}}
+        "groups": {"billing": {"orders": {0: 4700}}}, "left_out": false}
 
     For that moment, all nodes hold back the decisions of transactions. REQUEST_TIMED_OUT if they take long to end.
-    `groups` are those for which transactions have committed offsets, with their offsets at that moment.
+    `groups` are those for which transactions have committed offsets, with their offsets in these topics at that moment.
+    If there are more than 100,000 such offsets, none are returned, and `left_out` is true.
     """
 
     key = BARRIER_KEY
@@ -329,12 +330,13 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
 class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     """Holds back the decisions of transactions on a node, for the node that carries out MirrorBarrier.
 
-        {"token": "9f…", "hold_ms": 2000, "with_groups": false}
-        response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]], "groups": {}}
+        {"token": "9f…", "hold_ms": 2000, "groups_in": null}
+        response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]], "groups": {},
+        "left_out": false}
 
     `shards` are the coordinators that the node runs, as partition and leader epoch. 0 ms lets decisions through again,
-    and `held` says whether they were held until now. `with_groups` returns the groups of MirrorBarrier instead, by the
-    partition of `__consumer_offsets` that stores them.
+    and `held` says whether they were held until now. `groups_in`, topics with their ids or null, returns the groups of
+    MirrorBarrier instead, by the partition of `__consumer_offsets` that stores them.
     """
 
     key = HOLD_KEY
