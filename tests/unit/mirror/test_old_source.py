@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 from uuid import UUID
 
 import pytest
@@ -26,6 +28,7 @@ from millstream.core.errors import (
     MillstreamError,
     NotLeader,
     StoreUnavailable,
+    UnknownTopicId,
 )
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex, ProducerEpoch, ProducerId
 from millstream.core.partition_state import PartitionState, Versioned
@@ -248,6 +251,76 @@ async def test_only_records_acknowledged_by_no_side_are_truncated(
     with pytest.raises(CopyDiverged) if diverged else nullcontext():
         await copier._check_history(copy)
     assert log.end_offset == kept
+
+
+@pytest.mark.parametrize("is_running", [True, False], ids=["while it is copied", "before it is copied"])
+@pytest.mark.parametrize("cause", ["", "has replicas", "is compacted", "was recreated"])
+async def test_offsets_that_no_replica_has_are_fetched_from_the_source_again(
+    old_source: OldSource, cause: str, is_running: bool
+) -> None:
+    partition, log = old_source.partition_0, old_source.partition_0.log
+    partition.topic = dataclasses.replace(old_source.topic, original_id=UUID(int=1))
+    await partition.restart_mirrored(Offset(0))
+    batches = [filled_batch(at, 3) for at in range(5)]
+    for batch in batches:
+        partition.append_mirrored(batch, exposed=None)
+    old_source.logs.checkpoint_now(log)
+    files: Any = log.open_files.files
+    files.flip_bit(log.segments.containing(2).path, 3 * len(batches[0]) - 1, 0)
+    while old_source.logs.scrub_once():
+        pass
+    assert log.damaged_ranges == ((2, 3),)
+    if cause == "has replicas":
+        log.damage.has_replicas = True
+    elif cause == "is compacted":
+        log.change_settings(TopicSettings(flush="os", cleanup_policy="compact"))
+    where = TopicPartition(EU, PartitionIndex(0))
+
+    async def end_of_epoch(*_: Any) -> EpochEnd:
+        return EpochEnd(Epoch(3), Offset(5))
+
+    async def fetch(_leader: NodeId, positions: dict[Any, Offset], *_: Any) -> dict[Any, Any]:
+        # The last batch of a response may be cut off.
+        records = memoryview(b"".join(batches[positions[where] :])[: len(batches[0]) + 70])
+        found = FetchedPartition(records, Offset(5), Offset(0), Offset(5))
+        return {where: UnknownTopicId("it has another id") if cause == "was recreated" else found}
+
+    made: Any = Copier
+    client = SimpleNamespace(leader_of=AsyncMock(return_value=OTHER))
+    source = SimpleNamespace(end_of_epoch=end_of_epoch, fetch=fetch, client=client)
+    clock = ManualClock()
+    copier = made(None, source, clock, rate=0, gates=False, cut_of=lambda _: None, note_gaps=None, on_commit=None)
+    copy = Copy(partition, where, compared_epoch=partition.leader_epoch if is_running else -2)
+    copier.follow([copy])
+    if is_running:
+        nothing = FetchedPartition(memoryview(b""), Offset(5), Offset(0), Offset(5))
+        await copier._apply_responses(copier.copies, {copy.key: Offset(5)}, {where: nothing})
+        # It may hold commits, so it is compared again.
+        assert copy.is_compared == bool(cause)
+    else:
+        await copier._check_history(copy)
+    assert log.damaged_ranges == (((2, 3),) if cause else ())
+    if not cause:
+        assert bytes(log.read(2, max_bytes=1, up_to=3)) == batches[2]
+
+
+@pytest.mark.parametrize("is_compared", [True, False])
+async def test_a_copy_that_is_to_be_compared_again_stays_so_when_its_epoch_is_raised(
+    old_source: OldSource, is_compared: bool
+) -> None:
+    partition, where = old_source.partition_0, TopicPartition(EU, PartitionIndex(0))
+
+    async def raise_epoch(_topic: Topic, _index: int, epoch: Epoch) -> None:
+        old_source.lead(ME, epoch=epoch)
+
+    made: Any = Copier
+    topics = SimpleNamespace(raise_epoch=raise_epoch)
+    copier = made(topics, None, ManualClock(), rate=0, gates=False, cut_of=None, note_gaps=None, on_commit=None)
+    copy = Copy(partition, where, compared_epoch=partition.leader_epoch if is_compared else -2)
+    copier.follow([copy])
+    batch = FetchedPartition(memoryview(filled_batch(5, 9)), Offset(6), Offset(0), Offset(6))
+    await copier._apply_responses(copier.copies, {copy.key: Offset(5)}, {where: batch})
+    assert (partition.leader_epoch, partition.log.end_offset, copy.is_compared) == (9, 6, is_compared)
 
 
 class ContinuedSource:

@@ -115,6 +115,8 @@ class Copy:
     """Whether the original was deleted: the copy stays as it is, and neither fails nor lags."""
     failures: int = 0
     held_until: float = 0.0
+    repair_at: float = 0.0
+    """When lost offsets are fetched from the source again."""
     bytes_copied: int = 0
 
     @property
@@ -403,6 +405,7 @@ class Copier:
                 )
             await partition.cut_mirrored(point, refetches=True)
         await self._drop_lost_tail(copy)
+        await self._restore_lost(copy)
         copy.commits = commits_from(partition, copy.verified) if self._gates else array("q")
         partition.expose(copy.exposed)
         if copy.commits:
@@ -422,6 +425,32 @@ class Copier:
                 await copy.partition.cut_mirrored(Offset(lost.first), refetches=True)
                 return
 
+    async def _restore_lost(self, copy: Copy) -> None:
+        """Fetch offsets again that the disk lost and no replica has: the same bytes.
+
+        Not those of compacted logs. Compaction here may have removed the tombstones of values that the source still
+        has, and compaction there values whose later ones have not arrived.
+        """
+        log, now = copy.partition.log, self._clock.monotonic()
+        if not log.damage or copy.original_id is None or log.settings.compacts or now < copy.repair_at:
+            return
+        copy.repair_at = now + HELD_MAX_S
+        repairable = log.damage.repairable
+        for lost in [one for one in log.damage if one not in repairable and one.first >= log.superseded_by]:
+            size = min(lost.end - lost.start or LINE_BYTES, LINE_BYTES)
+            try:
+                fetched = await self._fetch_at(copy, Offset(lost.first), size)
+                records = memoryview(b"") if fetched is None else fetched.records
+                ends = [header.end_position for header in iterate_whole_headers(records)]
+                if ends:
+                    await copy.partition.restore_range(lost, records[: ends[-1]])
+                    # A larger range is restored in parts, and any may hold commits.
+                    copy.repair_at, copy.compared_epoch = 0.0, -2
+                    self._changed.set()
+            except MillstreamError as error:
+                extra = {"partition": str(log.partition), "offset": lost.first, "error": str(error)}
+                _logger.warning("lost offsets cannot be fetched from the source now", extra=extra)
+
     async def _check_id(self, copy: Copy) -> None:
         """Raise an error if the original has another id now.
 
@@ -433,13 +462,19 @@ class Copier:
 
     async def _has_offset(self, copy: Copy, offset: Offset) -> bool:
         """Whether the original has an offset or ends there; raise an error if its leader does not know its id."""
+        return await self._fetch_at(copy, offset, max_bytes=1) is not None
+
+    async def _fetch_at(self, copy: Copy, offset: Offset, max_bytes: int) -> FetchedPartition | None:
+        """Fetch from the original at an offset; None if it does not have it, and does not end there."""
         leader = await self._source.client.leader_of(copy.source.topic, copy.source.partition)
-        limits, topic_ids = FetchLimits(max_bytes=1, max_wait_ms=0), {copy.source.topic: copy.original_id}
+        limits, topic_ids = FetchLimits(max_bytes=max_bytes, max_wait_ms=0), {copy.source.topic: copy.original_id}
         fetched = await self._source.fetch(leader, {copy.source: offset}, limits, topic_ids)
         response = fetched.get(copy.source, UnknownTopicId(f"the leader of {copy.source} does not know its id"))
-        if isinstance(response, MillstreamError) and not isinstance(response, OffsetOutOfRange):
+        if isinstance(response, OffsetOutOfRange):
+            return None
+        if isinstance(response, MillstreamError):
             raise response
-        return not isinstance(response, OffsetOutOfRange)
+        return response
 
     # -- one line -------------------------------------------------------------------------------------------
 
@@ -548,6 +583,7 @@ class Copier:
                 self._suspend(copy, await self._explained(copy, error))
             else:
                 copy.failures, copy.error, copy.unknown_since, copy.is_gone = 0, "", None, False
+                await self._restore_lost(copy)
                 if stored is not None:
                     syncing.append((copy, stored))
             await asyncio.sleep(0)
@@ -589,8 +625,10 @@ class Copier:
         partition = copy.partition
         epoch, end = max(header.leader_epoch for header in headers), copy.end
         if epoch > partition.leader_epoch:
+            is_compared = copy.is_compared
             await self._topics.raise_epoch(partition.topic, partition.index, Epoch(epoch))
-            copy.compared_epoch = partition.leader_epoch
+            if is_compared:
+                copy.compared_epoch = partition.leader_epoch
         if self.copies.get(copy.key) is not copy or copy.end != end:
             return None
         records = response.records[headers[0].position : headers[-1].end_position]
