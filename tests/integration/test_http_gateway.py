@@ -411,6 +411,7 @@ def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Clien
         ("POST", "/topics/t/messages", {"content": b"x", "headers": {"message-delay": "soon"}}, 422),
         ("POST", "/topics/t/messages", {"content": b"x", "headers": {"message-kee": "typo"}}, 422),
         ("POST", "/topics/t/messages", {"content": b"{", "headers": {"content-type": MESSAGES}}, 400),
+        ("POST", "/topics/t/messages", {"content": b"{", "headers": {"content-type": "application/json"}}, 400),
         ("POST", "/topics/t/messages", {"content": b'{"messages":[]}', "headers": {"content-type": MESSAGES}}, 422),
         ("POST", "/topics/t/messages?deduplicate=perhaps", {"content": b"x"}, 422),
         ("POST", "/topics/t/messages", {"content": b"x", "headers": {"sec-fetch-site": "cross-site"}}, 403),

@@ -58,6 +58,7 @@ from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 
+ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "millstream.rules.yml"
 WAIT_MS = 60_000
 
 
@@ -352,7 +353,7 @@ async def test_a_handler_that_always_fails_loses_nothing_by_default(server: Serv
                 await asyncio.sleep(0.05)
 
 
-async def test_dropping_is_explicit_counted_listed_and_logged(server: Server) -> None:
+async def test_dropping_is_explicit_counted_listed_logged_and_alerted_on(server: Server) -> None:
     settings = {ATTEMPTS: "1", DEAD_LETTER_TOPIC: "none"}
     async with subscribed_topic(server, "dropping", settings) as work:
         await work.publish("a", "b", "c")
@@ -364,9 +365,11 @@ async def test_dropping_is_explicit_counted_listed_and_logged(server: Server) ->
         assert "messages were dropped: they exhausted their attempts or were rejected" in server.log.read_text()
         metrics = await asyncio.to_thread(server.metrics)
         assert f'millstream_subscription_dropped_total{{subscription="{work.name}"}} 3.0' in metrics
+        assert "(increase(millstream_subscription_dropped_total[15m])) > 0" in ALERTS.read_text(encoding="utf-8")
+        await work.publish("d")
         deleted = await asyncio.to_thread(command, "topic", "delete", work.topic, "--yes")
         assert (deleted.code, "every message is delivered" in deleted.err) == (0, False)
-        assert "3 messages are dropped" in deleted.err
+        assert "of which 1 message is not delivered yet and 3 messages are dropped." in deleted.err
 
 
 async def test_a_delayed_message_does_not_block_others(server: Server) -> None:

@@ -74,6 +74,7 @@ def test_read_committed_is_the_default(given: dict[str, str], level: int) -> Non
         ({"assign": '{"a": [-1]}'}, "option assign"),
         ({"assign": "[0]"}, "option assign"),
         ({"subscribe": "a", "startingOffsets": "first"}, "startingOffsets is earliest, latest, earliest-landed or"),
+        ({"subscribe": "a", "startingOffsets": "earliest-landed", "filter": "offset > 1"}, "cannot be combined with"),
         ({"subscribe": "a", "startingOffsets": '{"a":{"0":-3}}'}, "-3 is not allowed here"),
         ({"subscribe": "a", "endingOffsets": "earliest"}, "cannot be earliest"),
         ({"subscribe": "a", "startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
