@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from millstream.pipelines.source.writer import TopicWriter
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.group_offsets import committed_offsets
 from millstream.spark.bulk import records
+from millstream_testing.page import samples_of
 from millstream_testing.server import Server
 
 if TYPE_CHECKING:
@@ -273,6 +275,41 @@ def test_a_session_keeps_what_spark_submit_was_given(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.stdout.split("\n")[:2] == ["local[3] nightly false 5 true", "false"], ran.stderr
+
+
+@pytest.mark.trial
+@pytest.mark.parametrize("command", ["python", "spark-submit"])
+def test_the_format_is_found_by_the_documented_remedy(tmp_path: Path, command: str) -> None:
+    """Spark starts `python3` from the PATH, which here does not have Millstream."""
+    import pyspark
+
+    page = Path(__file__).parents[2] / "docs" / "spark.md"
+    (sample,) = (one.text for one in samples_of(page) if one.text.startswith("export PYSPARK_PYTHON="))
+    remedy = sample.replace("$HOME/millstream-env/bin/python", sys.executable)
+    (tmp_path / "job.py").write_text(
+        "from pyspark.sql import SparkSession\n"
+        "spark = SparkSession.builder.master('local[1]').config('spark.ui.enabled', 'false').getOrCreate()\n"
+        "print(spark.read.format('millstream').option('subscribe', 'x').load().columns[:2])\n"
+    )
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))
+    full = {"python": sys.executable, "spark-submit": f"{Path(pyspark.__file__).parent}/bin/spark-submit"}[command]
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("PYSPARK_")}
+    environment["JAVA_HOME"] = use_fitting_java({**os.environ})
+    environment["PATH"] = f"{commands}:{environment['PATH']}"
+
+    def run(script: str) -> str:
+        words = ["bash", "-c", f"{script}\n{full} job.py 2>&1"]
+        return subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WAIT_S * 5, check=False
+        ).stdout
+
+    assert "['key', 'value']" in run(remedy)
+    (error,) = re.findall(r"`(\[DATA_SOURCE_NOT_FOUND\] [^`]*)`", page.read_text(encoding="utf-8"))
+    if command == "python":
+        # The driver has Millstream, and the process that Spark starts does not.
+        assert error in run("")
 
 
 async def test_a_stream_resumes_and_sees_new_partitions(bench: Bench) -> None:
