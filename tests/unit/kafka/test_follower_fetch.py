@@ -26,6 +26,7 @@ from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.wire.replica_fetch import (
+    CLOSED_SESSION_EPOCH,
     FETCH_KEY,
     VERSION,
     PartitionKey,
@@ -261,6 +262,18 @@ class TestResponses:
             served += [index for _, index in with_records]
             wanted = {index: at(1, last_epoch=4) for _, index in with_records}
         assert served == [0, 1, 2]
+
+    async def test_a_repair_keeps_to_its_limit_beyond_its_first_partition_too(self, leader: Leader) -> None:
+        for index in range(3):
+            leader.write(index, size=1000)
+        fetcher = Fetcher(leader)
+        for max_bytes, count in ((1, 1), (1500, 1), (2500, 2), (9999, 3)):
+            fetcher.epoch = CLOSED_SESSION_EPOCH
+            wanted = {index: at(0, last_epoch=4, leader_epoch=NO_EPOCH) for index in range(3)}
+            responses = await fetcher.ask(wanted, max_bytes=max_bytes)
+            assert [bool(one.records) for one in responses.partitions.values()] == [True] * count + [False] * (
+                3 - count
+            )
 
     async def test_an_exhausted_memory_budget_does_not_block_followers(self) -> None:
         leader = Leader(budget_bytes=1000)

@@ -345,6 +345,7 @@ class FollowerFetch:
     def _read_for_repair(self, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaResponse]:
         """Read what a replica has lost, within the byte limits."""
         remaining = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
+        is_first = True
         found: dict[PartitionKey, ReplicaResponse] = {}
         for key, position in fetch.wanted.items():
             try:
@@ -353,12 +354,14 @@ class FollowerFetch:
                     offset=position.offset,
                     leader_epoch=position.last_epoch,
                     max_bytes=min(position.max_bytes, remaining),
+                    at_least_one=is_first,
                 )
             except MillstreamError as error:
                 found[key] = ReplicaResponse(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
             else:
                 found[key] = ReplicaResponse(ErrorCode.none, read.high_watermark, read.log_start, None, read.records)
                 remaining = max(0, remaining - len(read.records))
+                is_first = is_first and not read.records
         return found
 
     def _read_watermark(

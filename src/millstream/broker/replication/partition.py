@@ -632,7 +632,9 @@ class Partition(Replica):
             records = self._read_shared(in_sync, offset, max_bytes, reads, at_least_one=at_least_one)
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
 
-    def read_for_repair(self, node: NodeId, *, offset: Offset, leader_epoch: int, max_bytes: int) -> FollowerRead:
+    def read_for_repair(
+        self, node: NodeId, *, offset: Offset, leader_epoch: int, max_bytes: int, at_least_one: bool = True
+    ) -> FollowerRead:
         """Read from an offset, for a replica whose disk lost it.
 
         Any replica serves this up to the high watermark it knows, because all replicas are identical below it. The
@@ -646,7 +648,7 @@ class Partition(Replica):
         records: Buffer = b""
         if offset < up_to:
             try:
-                records = log.read(offset, max_bytes=max_bytes, up_to=up_to)
+                records = log.read(offset, max_bytes=max_bytes, up_to=up_to, at_least_one=at_least_one)
             except InspectionPending:
                 # It is not known yet whether it was lost here too.
                 raise
