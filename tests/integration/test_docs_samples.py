@@ -380,6 +380,11 @@ def has_samples(page: Path, use: str = "") -> bool:
     return any(one.is_run and (one.use == "spark") == (use == "spark") for one in samples_of(page))
 
 
+def test_every_guide_for_one_node_is_followed() -> None:
+    followed = {page.stem for page in PAGES if has_samples(page)} | {PRODUCTION.stem}
+    assert {"stuck", "from-kafka", "from-rabbitmq", "from-celery", "restore", "upgrade", "production"} <= followed
+
+
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("page", [page for page in PAGES if has_samples(page)], ids=lambda page: page.name)
 async def test_samples_run(page: Path, reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
