@@ -33,6 +33,7 @@ from millstream.core.errors import (
     UnknownSubscription,
     UnknownTopic,
 )
+from millstream.core.job import JobRun, RunState
 from millstream.core.mirror import Mirror
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
@@ -175,6 +176,27 @@ def test_a_pipeline_is_stored_with_its_rules(open_catalog: OpenCatalog) -> None:
         catalog.delete_pipeline(director)
     with pytest.raises(UnknownPipeline):
         catalog.alter_pipeline(director.pipeline_id, change)
+
+
+def test_a_run_of_a_job_is_begun_once_and_changed_by_its_owner(catalog: Catalog) -> None:
+    job = Pipeline(pipeline_id=uuid4(), name="hello", kind=PipelineKind.JOB)
+    run = JobRun(pipeline_id=job.pipeline_id, number=1, state=RunState.RUNNING, scheduled_ms=1, started_ms=1, node=1)
+    assert not catalog.begin_job_run(run)
+    catalog.add_pipeline(job)
+    assert catalog.begin_job_run(run)
+    assert not catalog.begin_job_run(dataclasses.replace(run, node=2))
+    taken = dataclasses.replace(run, node=2, attempt=2)
+    assert catalog.update_job_run(run, taken)
+    assert not catalog.update_job_run(run, dataclasses.replace(run, state=RunState.SUCCEEDED))
+    assert catalog.job_runs(job.pipeline_id, limit=10) == [taken]
+
+
+def test_a_restored_catalog_gets_the_topics_that_it_lacks(catalog: Catalog) -> None:
+    orders, payments = declared("orders"), declared("payments")
+    catalog.add_topics([orders])
+    assert catalog.restore("former", [orders, declared("orders"), payments]) == 1
+    assert catalog.topics() == [orders, payments]
+    assert catalog.read_cluster_id() == "former"
 
 
 def test_a_subscription_is_stored_changed_and_deleted_with_a_record(open_catalog: OpenCatalog) -> None:

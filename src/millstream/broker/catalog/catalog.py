@@ -290,8 +290,8 @@ class Catalog:
             here = about.c.name == _CLUSTER_ID
             connection.execute(update(about).where(here).values(value=cluster_id))
             for topic in known:
-                row = self._insert(topics).values(**row_of(topic)).on_conflict_do_nothing()
-                added += connection.execute(row).rowcount
+                inserted = self._insert(topics).values(**row_of(topic)).on_conflict_do_nothing()
+                added += len(connection.execute(inserted.returning(topics.c.topic_id)).all())
         self.cluster_id = cluster_id
         return added
 

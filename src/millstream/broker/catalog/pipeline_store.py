@@ -107,7 +107,9 @@ def begin_run(connection: Connection, into: postgresql.Insert | sqlite.Insert, r
     declared = select(pipelines.c.pipeline_id).where(pipelines.c.pipeline_id == row["pipeline_id"])
     if connection.execute(declared.with_for_update()).first() is None:
         return False
-    begun = connection.execute(into.values(row).on_conflict_do_nothing()).rowcount == 1
+    # Not by the count of rows: PostgreSQL's driver does not report it for an insert.
+    inserted = into.values(row).on_conflict_do_nothing().returning(job_runs.c.number)
+    begun = connection.execute(inserted).first() is not None
     here = job_runs.c.pipeline_id == row["pipeline_id"]
     connection.execute(delete(job_runs).where(here, job_runs.c.number <= run.number - RUNS_KEPT))
     return begun
