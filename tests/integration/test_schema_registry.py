@@ -359,6 +359,24 @@ def test_import_mode_keeps_ids(rest: httpx.Client, topic: str) -> None:
     assert refusal(rest.get(f"/subjects/{path}/versions", params={"deleted": True})) == (404, 40401)
 
 
+def test_imported_ids_leave_room_for_others(rest: httpx.Client, topic: str) -> None:
+    context = f":.crowded-{topic}:"
+    path = quote(f"{context}orders", safe="")
+    rest.put(f"/mode/{path}", json={"mode": "IMPORT"})
+    assert refusal(register(rest, f"{context}orders", record("a"), id=2**31 - 1)) == (422, 42205)
+    assert refusal(register(rest, f"{context}orders", record("a"), id=10**20)) == (422, 422)
+    for version in (-2, 2**31):
+        assert refusal(register(rest, f"{context}orders", record("a"), id=1, version=version)) == (422, 42202)
+    assert register(rest, f"{context}orders", record("a"), id=2**30).status_code == 200
+    made = register(rest, f"{context}others", record("b")).json()["id"]
+    assert made == 2**30 + 1
+    found = rest.get(f"/schemas/ids/{made}", params={"subject": f"{context}others"})
+    assert found.status_code == 200
+    # Numbers of thousands of digits are not converted.
+    assert rest.get(f"/schemas/ids/{'9' * 5000}").status_code == 404
+    assert refusal(rest.get(f"/subjects/{path}/versions/{'9' * 5000}")) == (422, 42202)
+
+
 def test_metadata_and_rules_are_stored(rest: httpx.Client, topic: str) -> None:
     metadata = {"properties": {"owner": "shop"}, "tags": {"R.a": ["PII"]}, "sensitive": ["owner"]}
     rule = {"name": "check", "kind": "CONDITION", "type": "CEL", "expr": "true", "mode": "WRITE"}

@@ -34,6 +34,12 @@ MODES: Final = ("READWRITE", "READONLY", "READONLY_OVERRIDE", "IMPORT", "FORWARD
 READWRITE, READONLY, READONLY_OVERRIDE, IMPORT, FORWARD = MODES
 
 
+NUMBER_MAX: Final = 2**31 - 1
+"""The greatest schema id and the greatest version: messages name their schemas by an id of 32 bits."""
+IMPORTED_ID_MAX: Final = 2**30
+"""The greatest id that a client may choose. An id reserves those below it, so half of them stay for other clients."""
+
+
 class RegistryCode(enum.IntEnum):
     """The error codes of Confluent's registry. The first three digits are the HTTP status."""
 

@@ -10,12 +10,21 @@ from typing import TypeVar
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.schema_store import SchemaTransaction
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.schemas import registry as registry_module
 from millstream.broker.schemas.child_pool import WORKERS_MAX, ChildPool
 from millstream.broker.schemas.registry import NewSchema, SchemaExaminer, SchemaRegistry
 from millstream.core.errors import CatalogUnavailable, QuotaExceeded, SchemaRegistryError
-from millstream.core.schema import AVRO, JSON_SCHEMA, QualifiedSubject, RegistryCode, SchemaContent, SubjectVersion
+from millstream.core.schema import (
+    AVRO,
+    JSON_SCHEMA,
+    NUMBER_MAX,
+    QualifiedSubject,
+    RegistryCode,
+    SchemaContent,
+    SubjectVersion,
+)
 from millstream.protocol.schemas.formats import SchemaText
 
 T = TypeVar("T")
@@ -75,6 +84,19 @@ async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         await examiner.close()
         for node in opened:
             node.catalog.close()
+
+
+async def test_a_context_without_ids_left_refuses_new_schemas(nodes: list[Node]) -> None:
+    registry = nodes[0].registry
+
+    def use_up(transaction: SchemaTransaction) -> None:
+        transaction.add_schema(".", new('"int"').content, schema_id=NUMBER_MAX - 1)
+
+    await nodes[0].declarations.change(Catalog.change_schemas, 0, use_up, None)
+    assert (await registry.register(ORDERS, new('"long"'))).schema_id == NUMBER_MAX
+    with pytest.raises(SchemaRegistryError, match="no schema ids left"):
+        await registry.register(ORDERS, new('"double"'))
+    assert (await registry.register(QualifiedSubject.parse(":.other:orders"), new('"double"'))).schema_id == 1
 
 
 async def test_concurrent_registrations_share_ids_and_lose_none(nodes: list[Node]) -> None:

@@ -18,9 +18,12 @@ from millstream.broker.catalog.tables import (
     schema_versions,
     schemas,
 )
+from millstream.core.errors import SchemaRegistryError
 from millstream.core.schema import (
     GLOBAL_CONTEXT,
+    NUMBER_MAX,
     QualifiedSubject,
+    RegistryCode,
     SchemaChanges,
     SchemaContent,
     SchemaReference,
@@ -123,10 +126,17 @@ class SchemaTransaction:
 
     def _next_id(self, context: str) -> int:
         first = self._insert(schema_contexts).values(context=context, last_id=1)
-        grown = {"last_id": schema_contexts.c.last_id + 1}
-        self._connection.execute(first.on_conflict_do_update(index_elements=[schema_contexts.c.context], set_=grown))
-        last = select(schema_contexts.c.last_id).where(schema_contexts.c.context == context)
-        return int(self._connection.execute(last).scalar_one())
+        last = schema_contexts.c.last_id
+        grown = first.on_conflict_do_update(
+            index_elements=[schema_contexts.c.context], set_={"last_id": last + 1}, where=last < NUMBER_MAX
+        )
+        given = self._connection.execute(grown.returning(last)).scalar_one_or_none()
+        if given is None:
+            raise SchemaRegistryError(
+                f"context {context!r} has no schema ids left; register in another one, such as :.NAME:SUBJECT",
+                code=RegistryCode.NOT_PERMITTED,
+            )
+        return int(given)
 
     def _skip_ids(self, context: str, schema_id: int) -> None:
         """Reserve all ids up to this one."""

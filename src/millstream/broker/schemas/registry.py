@@ -49,8 +49,10 @@ from millstream.core.schema import (
     FORWARD,
     GLOBAL_CONTEXT,
     IMPORT,
+    IMPORTED_ID_MAX,
     LEVEL,
     MODES,
+    NUMBER_MAX,
     READONLY,
     READONLY_OVERRIDE,
     READWRITE,
@@ -390,6 +392,7 @@ class SchemaRegistry:
                 if new.version not in (None, -1, next_version):
                     raise _invalid_schema_error("Version is not one more than previous version")
             version = next_version if new.version in (None, -1) else new.version
+            parse_version(str(version))
             deleted = [one for one in versions if one.is_deleted and not self._referrers.get((subject, one.version))]
             work = _registration(
                 SubjectVersion(subject=subject, version=version, schema_id=new.schema_id or 0),
@@ -550,6 +553,11 @@ class SchemaRegistry:
         self.check_writable(subject)
         if new.schema_id is not None and mode not in (IMPORT, FORWARD):
             raise _not_permitted(f"Subject {subject} is not in import mode")
+        if new.schema_id is not None and not 1 <= new.schema_id <= IMPORTED_ID_MAX:
+            raise _not_permitted(
+                f"Schema id {new.schema_id} is not between 1 and {IMPORTED_ID_MAX}; the ids above are for schemas that "
+                "are registered without an id"
+            )
         if new.schema_id is None and mode != READWRITE:
             raise _not_permitted(f"Subject {subject} is not in read-write mode")
 
@@ -932,7 +940,7 @@ def parse_version(text: str) -> int | None:
     """Return the number of a version; None for the latest."""
     if text in ("latest", "-1"):
         return None
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= 2**31 - 1:
+    if len(text) <= len(str(NUMBER_MAX)) and text.isascii() and text.isdigit() and 1 <= int(text) <= NUMBER_MAX:
         return int(text)
     raise SchemaRegistryError(
         f"The specified version '{text}' is not a valid version id. Allowed values are between [1, 2^31-1] and the "

@@ -21,7 +21,7 @@ from millstream import __version__
 from millstream.client.admin.schemas import SchemaClient
 from millstream.core.errors import CatalogUnavailable, MillstreamError, SchemaRegistryError, StorageFailure
 from millstream.core.json_problem import plain_problem
-from millstream.core.schema import AVRO, CONFIG_KEYS, DEFAULT_LEVEL, LEVEL, SCHEMA_TYPES, RegistryCode
+from millstream.core.schema import AVRO, CONFIG_KEYS, DEFAULT_LEVEL, LEVEL, NUMBER_MAX, SCHEMA_TYPES, RegistryCode
 from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
 from millstream.gateway.api.problem import Refused, retry_after, status_of
 from millstream.gateway.api.route import JSON, Lane
@@ -45,7 +45,7 @@ INVALID_BODY: Final = 400
 MISSING_BODY: Final = 422
 _LEVEL_SENT: Final = "compatibility"
 """The name of the level in requests; responses call it `compatibilityLevel`."""
-_NUMBER: Final = re.compile(r"-?[0-9]{1,9}")
+_NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
 
 
 class _Reference(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,7 +249,7 @@ async def _schemas(client: SchemaClient, request: RegistryRequest) -> Any:
 
 def _by_id(request: RegistryRequest) -> GetSchema:
     number = request.names["id"]
-    if not (number.isascii() and number.isdigit() and int(number) < 2**31):
+    if not (_NUMBER.fullmatch(number) and 0 <= int(number) <= NUMBER_MAX):
         raise SchemaRegistryError("HTTP 404 Not Found", code=404)
     subject = request.qualified(request.text("subject"))
     return GetSchema(id=int(number), subject=subject, format=_format(request), deleted=request.flag("deleted"))

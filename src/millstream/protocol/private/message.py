@@ -12,12 +12,20 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from millstream.core.errors import ProtocolViolation
+from millstream.core.errors import InvalidRequest, ProtocolViolation
 from millstream.protocol.wire.error_codes import error_from_code
 
 T = TypeVar("T")
 
-encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Any) -> bytes:
+    """Encode a message, or raise `InvalidRequest` for a number that is too large."""
+    try:
+        return _encoder.encode(message)
+    except OverflowError:
+        raise InvalidRequest("a number has more than 64 bits") from None
 
 
 class Nothing(msgspec.Struct, frozen=True):
