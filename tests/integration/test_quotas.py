@@ -144,6 +144,42 @@ def test_a_user_is_throttled_across_client_ids(tmp_path: Path) -> None:
         broker.stop_and_wait()
 
 
+def test_a_throttled_producer_authenticates_again_over_its_connection(tmp_path: Path) -> None:
+    declare_security(tmp_path / "data", {"admin": "admin-password"})
+    settings = {"auth": "required", "super-users": "admin", "session-max-ms": 1000}
+    broker = EmbeddedBroker(tmp_path / "data", settings=settings)
+    broker.start_and_wait()
+    reports: list[dict[str, Any]] = []
+    producer = Producer(
+        {
+            "bootstrap.servers": broker.kafka_address,
+            "log_level": 0,
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "PLAIN",
+            "sasl.username": "admin",
+            "sasl.password": "admin-password",
+            "batch.size": 2000,
+            "statistics.interval.ms": 50,
+            "stats_cb": lambda statistics: reports.append(json.loads(statistics)["brokers"]),
+        }
+    )
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MILLSTREAM_USER", "admin")
+            patch.setenv("MILLSTREAM_PASSWORD", "admin-password")
+            assert CommandLine(broker.kafka_address)("quota", "set", "user:admin", "--produce", 100).code == 0
+        # Each request is throttled for longer than the session lasts, and they are sent before the handshake.
+        for _ in range(20):
+            producer.produce("renewed", bytes(1000), partition=0)
+        while not any(node["req"].get("SaslHandshake", 0) > 4 for node in (reports or [{}])[-1].values()):
+            producer.poll(0.05)
+        assert [node["disconnects"] for node in reports[-1].values() if node["req"].get("Produce")] == [0]
+    finally:
+        producer.purge()
+        producer.flush(WAIT_S)
+        broker.stop_and_wait()
+
+
 def test_a_consumer_is_throttled_and_reads_everything(server: Server, topic: str) -> None:
     fill(server, topic)
     set_quota(server, topic, consumer_byte_rate=RATE)

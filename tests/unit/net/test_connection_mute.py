@@ -129,3 +129,22 @@ async def test_a_lost_muted_connection_releases_everything() -> None:
         connection.mute(1)
         assert budget.used_bytes == 0
     assert service.handled == [b"mute"]
+
+
+async def test_a_lifted_mute_serves_what_waits_and_a_restored_one_goes_on() -> None:
+    service = MutesOnDemand(NEVER_S)
+    async with listening(service, Budget(1 << 30)) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"mute") + framed(b"mute, behind it"))
+        assert await read_frame(reader) == b"mute"
+        (connection,) = service.connections
+        connection.lift_mute()
+        assert await read_frame(reader) == b"mute, behind it"
+        writer.write(framed(b"read now"))
+        assert await read_frame(reader) == b"read now"
+        connection.restore_mute()
+        assert connection.is_muted
+        writer.write(framed(b"read later"))
+        assert await echo(port, b"other") == b"other"
+        assert service.handled[-1] == b"other"
+        writer.close()

@@ -64,6 +64,9 @@ def opened(knowledge: Knowledge, *, fail: Callable[[Exception], None] = lambda _
         deadline=None,
         serve_with=lambda _service, _limits: None,
         close_after_response=lambda: None,
+        is_muted=False,
+        lift_mute=lambda: None,
+        restore_mute=lambda: None,
         fail=fail,
     )
     return at._open_session(cast("Connection", connection))
@@ -158,6 +161,25 @@ async def test_a_client_that_reauthenticates_may_finish(knowledge: Knowledge, mo
     monkeypatch.setattr(gate, "DEADLINE_S", 0.01)
     async with asyncio.timeout(30):
         await failed.wait()
+    session.close()
+
+
+async def test_a_throttled_client_has_a_while_to_reauthenticate(
+    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
+    monkeypatch.setattr(gate, "DEADLINE_S", 0.01)
+    events: list[str] = []
+    failed = asyncio.Event()
+    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=lambda _: failed.set())
+    connection: Any = session._connection
+    connection.is_muted, connection.lift_mute = True, lambda: events.append("lifted")
+    connection.restore_mute = lambda: events.append("restored")
+    assert session.begin(PLAIN, bare=False)
+    await session.step(b"\0alice\0alice-password")
+    async with asyncio.timeout(30):
+        await failed.wait()
+    assert events == ["restored", "lifted"]
     session.close()
 
 

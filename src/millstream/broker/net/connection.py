@@ -185,9 +185,9 @@ class Connection(asyncio.BufferedProtocol):
         self._draining = False
         self._is_flushing = False
         """Whether the connection was closed after its last response, so that it ends when that has left."""
-        self._write_paused = False
-        self._read_paused = False
+        self._write_paused = self._read_paused = False
         self._muted: asyncio.TimerHandle | None = None
+        self._mute_is_lifted = False
         self._unread_bytes = 0
         self.presence = Presence()
         self.peer = self.host = ""
@@ -415,6 +415,22 @@ class Connection(asyncio.BufferedProtocol):
         self._muted = self._loop.call_at(until, self._resume_serving)
         self._adjust_reading()
 
+    @property
+    def is_muted(self) -> bool:
+        """Whether requests wait because the client is throttled."""
+        return self._muted is not None and not self._mute_is_lifted
+
+    def lift_mute(self) -> None:
+        """Serve requests although the client is throttled, until `restore_mute`."""
+        self._mute_is_lifted = True
+        self._serve_next()
+
+    def restore_mute(self) -> None:
+        """Make the requests of a throttled client wait again."""
+        if self._mute_is_lifted:
+            self._mute_is_lifted = False
+            self._adjust_reading()
+
     def _resume_serving(self) -> None:
         self._muted = None
         self.last_activity = self._loop.time()
@@ -510,7 +526,7 @@ class Connection(asyncio.BufferedProtocol):
             or self._task is not None
             or self._parked is not None
             or self._write_paused
-            or self._muted is not None
+            or self.is_muted
             or bool(self._outgoing)
         )
 
@@ -901,7 +917,7 @@ class Connection(asyncio.BufferedProtocol):
             or self._draining
             or self._write_paused
             or self._outgoing
-            or self._muted is not None
+            or self.is_muted
             or self._awaits_turn
             or (self._flow.under_way_bytes and not self._turns.may_promise(self._flow))
             or self._unserved is not None

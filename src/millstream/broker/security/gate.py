@@ -345,6 +345,7 @@ class Session:
         if client is not None:
             client.rights = self.rights
         connection.serve_with(self._gate.service, self._gate.limits)
+        connection.restore_mute()
         self._cancel_timer()
         is_password = self._mechanism_name != "" and not self._gate.is_internal
         lasts = knowledge.session_s_max if is_password else 0.0
@@ -358,8 +359,10 @@ class Session:
         return lasts if self._mechanism_name else 0.0
 
     def _expire(self, *, is_last: bool = False) -> None:
-        if self.has_begun and not is_last:
-            # The client is reauthenticating, and has as much time as a new one.
+        if (self.has_begun or self._connection.is_muted) and not is_last:
+            # The client is reauthenticating, and has as much time as a new one. The handshake of a throttled client may
+            # wait behind its own requests; the quota still counts those that are served meanwhile.
+            self._connection.lift_mute()
             again = partial(self._expire, is_last=True)
             self._ends = asyncio.get_running_loop().call_later(DEADLINE_S, again)
             return
