@@ -29,6 +29,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     broker.stop_and_wait()
 
 
+def test_an_operator_lists_all_groups_and_describes_its_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("own", "others"):
+        assert run("topic", "create", f"{name}-topic").code == 0
+        assert run("group", "reset", f"{name}-group", "--to", "start", "--topic", f"{name}-topic").code == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("oper-password"))
+    assert run("user", "create", "oper", "--password-stdin").code == 0
+    assert run("acl", "grant", "User:oper", "operator", "topic:own-topic", "group:own-group", "cluster").code == 0
+    monkeypatch.setenv("MILLSTREAM_USER", "oper")
+    monkeypatch.setenv("MILLSTREAM_PASSWORD", "oper-password")
+    listed = run("group", "list", "--json").document["groups"]
+    numbers = {one["group"]: (one["members"], one["lag"]) for one in listed}
+    assert (numbers["own-group"], numbers["others-group"]) == ((0, 0), (None, None))
+    refused = run("group", "describe", "others-group")
+    assert refused.code != 0
+    assert "needs DESCRIBE on group:others-group" in refused.err
+
+
 def test_a_role_grants_the_rules_that_it_prints(run: Run) -> None:
     granted = run("acl", "grant", "User:ann", "worker", "topic:orders", "group:billing")
     assert granted.lines == [

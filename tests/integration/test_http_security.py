@@ -291,6 +291,29 @@ def test_cluster_routes_require_describe_on_the_cluster(locked: Locked, path: st
         assert "describe" in refused.json()["detail"]
 
 
+async def test_groups_are_listed_without_numbers_to_those_who_may_not_describe_them(
+    locked: Locked, admin: Client
+) -> None:
+    with locked.client(ADMIN) as owner:
+        assert publish(owner, "closed-groups").status_code == 201
+        moved = owner.post("/v1/groups/closed-group/reset", json={"to": "start", "topics": ["closed-groups"]})
+        assert moved.status_code == 200, moved.text
+    oper = ("oper", "oper-password")
+    await put_user(admin, *oper)
+    describe = acl.Acl(
+        resource_type=acl.ResourceType.CLUSTER,
+        resource_name=acl.CLUSTER_NAME,
+        principal="User:oper",
+        operation=acl.Operation.DESCRIBE,
+    )
+    await add_acls(admin, [describe])
+    with locked.client(oper) as client:
+        listed = client.get("/v1/groups")
+        assert listed.status_code == 200, listed.text
+        (one,) = [one for one in listed.json()["groups"] if one["group"] == "closed-group"]
+        assert (one["members"], one["lag"]) == (None, None)
+
+
 LISTS = {
     "/topics",
     "/subscriptions",

@@ -45,17 +45,24 @@ if TYPE_CHECKING:
 
 
 async def group_summaries(client: Client, listed: Sequence[tuple[str, str, str]] | None = None) -> list[dict[str, Any]]:
-    """Return every group, or some that were listed, as one row each, except groups that end meanwhile."""
+    """Return every group, or some that were listed, as one row each, except groups that end meanwhile.
+
+    The list itself may name groups that the client may not describe; they have no numbers.
+    """
     turn = asyncio.Semaphore(_GROUPS_AT_ONCE_MAX)
 
     async def summarize(name: str, state: str, kind: str) -> dict[str, Any] | None:
+        summary: dict[str, Any] = {"group": name, "state": state, "type": kind, "members": None, "lag": None}
         async with turn:
             try:
                 group = await describe_group(client, name)
+                summary["members"] = len(group.members)
+                summary["lag"] = total_lag(await progress_of(client, group))
             except UnknownGroup:
                 return None
-            lag = total_lag(await progress_of(client, group))
-        return {"group": name, "state": state, "type": kind, "members": len(group.members), "lag": lag}
+            except NotAuthorized:
+                pass
+        return summary
 
     wanted = await list_groups(client) if listed is None else listed
     found = await gather_or_cancel(summarize(*one) for one in wanted)
@@ -178,6 +185,13 @@ class Progress:
 
 async def describe_group(client: Client, name: str) -> Group:
     """Return one group of any type, or `UnknownGroup`."""
+    try:
+        return await _find_group(client, name)
+    except GroupNotAuthorized:
+        raise GroupNotAuthorized(f"not authorized; describing a group needs DESCRIBE on group:{name}") from None
+
+
+async def _find_group(client: Client, name: str) -> Group:
     found = await _describe_classic(client, name) or await _describe_consumers(client, name)
     found = found or await _describe_shares(client, name)
     if found is None:
@@ -309,7 +323,7 @@ async def _bounds(client: Client, topic: str, partitions: list[int]) -> Mapping[
 async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None:
     """Raise `GroupNotEmpty` if the group is in use, `UnknownGroup` if it must exist but does not."""
     try:
-        group = await describe_group(client, name)
+        group = await _find_group(client, name)
     except UnknownGroup:
         if may_be_new:
             return

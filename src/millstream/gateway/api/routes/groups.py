@@ -23,12 +23,12 @@ from millstream.protocol.wire.group_offsets import commit_offsets
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
-    """A group's summary; `lag` is null if nothing is committed."""
+    """A group's summary: `lag` is null if nothing is committed; it and `members` are null without DESCRIBE on it."""
 
     group: str
     state: str
     type: str
-    members: int
+    members: int | None
     lag: int | None
 
 
