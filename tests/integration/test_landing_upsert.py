@@ -22,7 +22,9 @@ from millstream.core.errors import InvalidSetting
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind, Step, TimeWindow
 from millstream.pipelines.jobs.land.backfill import make_requarantine
+from millstream.pipelines.jobs.land.inference import SAMPLE_MAX
 from millstream.pipelines.jobs.land.job import make_job
+from millstream.pipelines.lake.keyed_table import KEEPS_TYPES
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 
@@ -141,6 +143,36 @@ def test_the_newest_change_of_each_key_wins(keys: Keys) -> None:
     assert counted.fetchall() == [(len(found), len(found))]
     assert polars.scan_delta(keys.place).select("id").collect().height == len(found)
     assert keys.land(key="id", order_by="at", delete_when="op = 'd'")[0].rows == 0
+
+
+def test_keys_and_orders_beyond_doubles_stay_apart(keys: Keys) -> None:
+    keys.create()
+    first = 2**60
+    keys.publish([(None, {"id": first + number, "ts": first, "v": str(number)}) for number in range(20)])
+    keys.publish(
+        [(None, {"id": first, "ts": first + 1, "v": "newer"}), (None, {"id": first, "ts": first, "v": "late"})]
+    )
+    keys.publish([(None, {"id": 2**63 + 5, "ts": 2**64, "v": "unsigned"})])
+    steps = keys.land(key="id", order_by="ts")
+    assert {int(row["id"]): row["v"] for row in keys.rows()} == {
+        first: "newer",
+        **{first + number: str(number) for number in range(1, 20)},
+        2**63 + 5: "unsigned",
+    }
+    assert (count_of(steps, "late"), count_of(steps, "quarantined")) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [("upsert", KEEPS_TYPES), ("append", f"it has {2**60 + SAMPLE_MAX - 1}, which doubles cannot hold exactly")],
+)
+def test_a_fraction_after_the_sample_rounds_no_numbers(keys: Keys, mode: str, reason: str) -> None:
+    keys.create()
+    keys.publish([*((None, {"id": 2**60 + number}) for number in range(SAMPLE_MAX)), (None, {"id": 1.5})])
+    (step,) = keys.land(mode=mode, key="id" if mode == "upsert" else "")
+    assert {row["id"] for row in keys.rows()} == {2**60 + number for number in range(SAMPLE_MAX)}
+    assert step.counts["quarantined"] == 1
+    assert keys.reasons() == [f"id: 1.5 is not of type long; id stays long: {reason}"]
 
 
 def test_debezium_envelopes_become_rows(keys: Keys) -> None:

@@ -85,6 +85,15 @@ def test_the_tombstone_after_a_delete_event_of_debezium_is_ignored_if_there_is_a
     assert (reasons, fits) == ([None, None], [True, False])
 
 
+def test_a_key_or_an_order_value_that_a_double_rounds_is_refused() -> None:
+    fields = pa.schema([pa.field("id", pa.float64()), pa.field("ver", pa.float64())])
+    pairs = [(1.5, 2), (2**53 - 1, 2), (2**60 + 1, 2), (1, -(2**64))]
+    messages = [(None, json.dumps({"id": key, "ver": version}).encode()) for key, version in pairs]
+    _, reasons, fits = changes_of([*messages, (str(2**60).encode(), None)], fields, key="id", **{"order.by": "ver"})
+    assert fits == [True, True, False, False, False]
+    assert [reason and reason.partition(":")[0] for reason in reasons] == [None, None, "id", "ver", "id"]
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [(b"5", b"5"), (b"a-5", b'"a-5"'), (b"\0\0\0\0\0\0\0*", None), (b"\0\0\0\0\x07\x02a", None), (b"\xff", None)],

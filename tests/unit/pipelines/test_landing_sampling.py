@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from millstream.pipelines.jobs.land.inference import SAMPLE_ALL_MAX, decide, sample_ranges
 from millstream.pipelines.source.ranges import Range
@@ -38,3 +39,26 @@ def test_a_sample_does_not_depend_on_the_backlog() -> None:
     assert sample_ranges(many) == [Range("t", number, 5, 1005) for number in range(2)]
     wide = sample_ranges([Range("t", number, 0, 10**6) for number in range(1000)])
     assert sum(map(len, wide)) == SAMPLE_ALL_MAX
+
+
+@pytest.mark.parametrize(
+    ("others", "kind"),
+    [([1.5], "int64"), ([2**63], "decimal128(38, 0)"), ([10**40], "int64"), ([2**63, 1.5], "int64")],
+    ids=["a fraction", "an unsigned number", "more than 38 digits", "both"],
+)
+def test_a_long_in_the_sample_is_never_rounded(others: list[float], kind: str) -> None:
+    numbers = [2**60 + 1, *others]
+    assert columns(*({"a": number} for number in numbers)) == {"a": kind}
+    assert columns({"a": {"b": numbers}}) == {"a": f"struct<b: list<element: {kind}>>"}
+    assert columns(*({"a": number} for number in (2**53, 1.5))) == {"a": "double"}
+
+
+def test_a_column_that_the_sample_keeps_long_is_not_widened_later() -> None:
+    found = decide([{"a": {"b": [-(2**60)]}, "c": 5}], known=pa.schema([]), detects=False)
+    assert found.fixed == {("a", "b", "[]"): f"it has {-(2**60)}, which doubles cannot hold exactly"}
+
+
+def test_large_whole_numbers_are_decimal_where_nothing_else_keeps_their_digits() -> None:
+    assert decide([{"n": 2**64 + 1}], known=pa.schema([]), detects=False, keeps_digits=True).fields == pa.schema(
+        [("n", pa.decimal128(38, 0))]
+    )

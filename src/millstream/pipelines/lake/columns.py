@@ -18,6 +18,26 @@ Place = tuple[str, ...]
 ELEMENT: Final = "[]"
 """The step from an array to its elements."""
 
+EXACT_MAX: Final = 2**53
+"""Doubles hold every integer up to here."""
+
+
+def inexact_reason(number: int) -> str:
+    """Return why a long column with this number does not become double."""
+    return f"it has {number}, which doubles cannot hold exactly"
+
+
+def long_places(schema: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
+    """Yield the paths that are long."""
+    kind = _kind(schema)
+    if pa.types.is_struct(kind):
+        for field in kind:
+            yield from long_places(field.type, (*above, field.name))
+    elif pa.types.is_list(kind):
+        yield from long_places(kind.value_type, (*above, ELEMENT))
+    elif pa.types.is_int64(kind):
+        yield above
+
 
 def narrower(known: pa.DataType | pa.Schema, wanted: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
     """Yield the paths that are long in one type and double in the wanted one."""

@@ -72,6 +72,9 @@ STAGED_KEPT: Final = timedelta(days=1)
 
 GROUP_ROWS: Final = 256 * 1024
 
+KEEPS_TYPES: Final = "the columns of a table with one row per key keep their types"
+"""Why a column stays long."""
+
 _CONFIGURATION: Final = {
     **CONFIGURATION,
     # Every commit replaces files, so the log grows fast, and old versions cannot be read anyway.
@@ -230,8 +233,7 @@ class KeyedTable(DeltaTable):
 
     def widen(self, places: Sequence[Place], *, run: Run, bytes_max: int) -> dict[Place, str]:
         """Widen nothing."""
-        reason = "the columns of a table with one row per key keep their types; give it as double in `schema`"
-        return dict.fromkeys(places, reason)
+        return dict.fromkeys(places, KEEPS_TYPES)
 
     def vacuum(self, *, grace: timedelta = GRACE) -> int:
         """Delete replaced files after an hour, and files that no commit names after the grace period."""

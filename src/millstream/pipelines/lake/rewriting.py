@@ -25,7 +25,15 @@ import pyarrow.parquet as pq
 from deltalake.transaction import RemoveAction
 
 from millstream.core.errors import Conflict
-from millstream.pipelines.lake.columns import Place, file_schema, narrower, retyped, values_at
+from millstream.pipelines.lake.columns import (
+    EXACT_MAX,
+    Place,
+    file_schema,
+    inexact_reason,
+    narrower,
+    retyped,
+    values_at,
+)
 from millstream.pipelines.lake.delta_log import DeltaLog, added, schema_of
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table_file import ActiveFile, Written, active_files, from_json, to_json
@@ -39,8 +47,6 @@ from millstream.pipelines.lake.task_writer import (
     row_groups,
 )
 
-EXACT_MAX: Final = 2**53
-"""Doubles hold every integer up to here."""
 _OWN: Final = re.compile(r"[^.]+(?:\.[0-9a-f]{16})?\.parquet")
 """The names of files that Millstream wrote or rewrote."""
 
@@ -358,7 +364,7 @@ class Widening:
         for found in self._run(look, files).values() if files else ():
             for place, number in zip(places, numbers_found(found), strict=True):
                 if number is not None:
-                    refused[place] = f"it has {number}, which doubles cannot hold exactly"
+                    refused[place] = inexact_reason(number)
         return refused
 
     def _replace(self, places: Sequence[Place]) -> None:

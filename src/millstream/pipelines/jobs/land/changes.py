@@ -20,7 +20,7 @@ from millstream.core.errors import InvalidSetting
 from millstream.core.payload_columns import order_column
 from millstream.core.pipeline import DEBEZIUM, NO_DECODING, LandSettings
 from millstream.pipelines.jobs.land.inference import column_of
-from millstream.pipelines.lake.columns import Place, path_text, values_at
+from millstream.pipelines.lake.columns import EXACT_MAX, Place, path_text, values_at
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER, canonical_keys
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.filter.filter import Filter, compile_filter
@@ -34,6 +34,12 @@ _EMPTY: Final = b"{}"
 
 NO_ORDER: Final = ", which orders the changes of a key, is missing or null"
 """How the reason for a message without an order value ends."""
+
+
+_ROUNDED: Final = (
+    ": a column of type double may round numbers of 2^53 and more, so they cannot identify or order rows; give the "
+    "field as long or decimal in `schema`, in a new table"
+)
 
 
 def condition(text: str) -> Filter:
@@ -186,7 +192,7 @@ class ChangeRule:
         order = self._order(whole)
         name = ", ".join(map(path_text, self.key))
         no_key = f"the key {name} is missing or null" if self.key else "the message has no key"
-        why = _first_reason(reasons, pc.is_null(keys), no_key)
+        why = _first_reason(self._without_rounded(whole, reasons), pc.is_null(keys), no_key)
         if self.order is not None:
             missing = f"{path_text(self.order)}{NO_ORDER}"
             why = _first_reason(why, pc.and_(pc.is_null(order), pa.array(~opened.empty)), missing)
@@ -201,6 +207,16 @@ class ChangeRule:
         )
         is_change = np.asarray(pc.is_null(why).to_numpy(zero_copy_only=False)) & ~opened.ignored
         return changes, why, is_change
+
+    def _without_rounded(self, rows: pa.StructArray, reasons: pa.Array) -> pa.Array:
+        """Add a reason to rows with a key or an order value that may have been rounded, so that others equal it."""
+        order = [] if self.order is None else [(self.order, "order.by")]
+        for place, setting in [*((one, "key") for one in self.key), *order]:
+            found = self._column(rows, place, setting)
+            if found is not None and pa.types.is_floating(found.type):
+                is_rounded = pc.greater_equal(pc.abs(found), float(EXACT_MAX)).fill_null(False)
+                reasons = _first_reason(reasons, is_rounded, f"{path_text(place)}{_ROUNDED}")
+        return reasons
 
     def _keys(self, rows: pa.StructArray) -> pa.Array:
         columns = [self._column(rows, place, "key") for place in self.stored_key]

@@ -10,13 +10,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
 from millstream.core.payload_columns import is_legal
-from millstream.pipelines.lake.columns import EVENT_DAY, EVENT_HOUR, RAW, narrower, retyped
+from millstream.pipelines.lake.columns import (
+    ELEMENT,
+    EVENT_DAY,
+    EVENT_HOUR,
+    EXACT_MAX,
+    RAW,
+    Place,
+    inexact_reason,
+    narrower,
+    retyped,
+)
 from millstream.pipelines.source.ranges import Range
 
 LEAVES_MAX: Final = 1000
@@ -242,6 +252,8 @@ class Decided(NamedTuple):
     fields: pa.Schema
     messages: int
     """The messages that could be decoded."""
+    fixed: dict[Place, str]
+    """Long fields whose columns stay long, since they have numbers that doubles cannot hold, with the reasons."""
 
 
 def sample_ranges(ranges: Iterable[Range]) -> list[Range]:
@@ -251,31 +263,39 @@ def sample_ranges(ranges: Iterable[Range]) -> list[Range]:
     return [Range(one.topic, one.partition, one.start, min(one.end, one.start + each)) for one in listed]
 
 
-def decide(documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects: bool) -> Decided:
+def decide(
+    documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects: bool, keeps_digits: bool = False
+) -> Decided:
     """Return the columns of a new table for a sample: the payloads of the first messages of every partition.
 
     Which messages these are depends on the log alone, not on how it is divided into batches. If values are
     incompatible, the most frequent kind decides, and the others do not fit.
 
-    With `detects`, text that always is a time becomes a timestamp, and numbers of more than 64 bits a decimal.
+    A long beyond 2^53 is never rounded: with whole numbers of more than 64 bits the column is decimal, and otherwise it
+    stays long. With `detects`, text that always is a time becomes a timestamp; with it or `keeps_digits`, whole numbers
+    of more than 64 bits are decimal in any case.
     """
-    votes = _Votes(detects=detects)
+    votes = _Votes(detects=detects, keeps_digits=keeps_digits or detects)
     messages = 0
     for document in documents:
         votes.add(document)
         messages += 1
     found = votes.type()
-    return Decided(grown(known, pa.schema(list(found) if pa.types.is_struct(found) else [])), messages)
+    fields = grown(known, pa.schema(list(found) if pa.types.is_struct(found) else []))
+    return Decided(fields, messages, {place: inexact_reason(number) for place, number in votes.inexact()})
 
 
 class _Votes:
     """The values of one field."""
 
-    def __init__(self, *, detects: bool) -> None:
+    def __init__(self, *, detects: bool, keeps_digits: bool) -> None:
         self._detects = detects
+        self._keeps_digits = keeps_digits
         self._kinds: Counter[str] = Counter()
         self._has_fraction = False
         self._is_long = True
+        self._farthest = 0
+        """The long number that is farthest from zero."""
         self._digits = 0
         self._are_times = True
         self._fields: dict[str, tuple[str, _Votes]] = {}
@@ -293,25 +313,29 @@ class _Votes:
             self._are_times = self._are_times and _TIME.fullmatch(value) is not None
         elif kind == "object":
             for name, inner in value.items():
-                self._fields.setdefault(name.lower(), (name, _Votes(detects=self._detects)))[1].add(inner)
+                self._fields.setdefault(name.lower(), (name, self._empty()))[1].add(inner)
         elif kind == "array":
-            self._element = self._element or _Votes(detects=self._detects)
+            self._element = self._element or self._empty()
             for inner in value:
                 self._element.add(inner)
+
+    def _empty(self) -> _Votes:
+        return _Votes(detects=self._detects, keeps_digits=self._keeps_digits)
 
     def _add_number(self, value: int | float) -> None:
         if isinstance(value, float):
             self._has_fraction = True
-        elif not _LONG_MIN <= value <= _LONG_MAX:
+        elif _LONG_MIN <= value <= _LONG_MAX:
+            self._farthest = max(self._farthest, value, key=abs)
+        else:
             self._is_long = False
             self._digits = max(self._digits, len(str(abs(value))))
 
     def type(self) -> pa.DataType:
         """Return the most frequent type of the values, on a tie the first; null if nothing is known."""
-        if not self._kinds:
+        kind = self._kind()
+        if kind is None:
             return pa.null()
-        # A counter keeps the order in which kinds came first.
-        kind = max(self._kinds, key=lambda one: self._kinds[one])
         if kind == "number":
             return self._number_type()
         if kind == "text":
@@ -324,12 +348,29 @@ class _Votes:
         element = pa.null() if self._element is None else self._element._element_type()
         return pa.list_(pa.field("element", element))
 
+    def _kind(self) -> str | None:
+        # A counter keeps the order in which kinds came first.
+        return max(self._kinds, key=lambda one: self._kinds[one], default=None)
+
     def _number_type(self) -> pa.DataType:
-        if self._has_fraction:
-            return pa.float64()
-        if self._is_long:
+        is_whole, needs_digits = not self._has_fraction, abs(self._farthest) > EXACT_MAX
+        if is_whole and self._is_long:
             return pa.int64()
-        return pa.decimal128(_DIGITS_MAX, 0) if self._detects and self._digits <= _DIGITS_MAX else pa.float64()
+        if is_whole and self._digits <= _DIGITS_MAX and (needs_digits or self._keeps_digits):
+            return pa.decimal128(_DIGITS_MAX, 0)
+        # The numbers that do not fit into a long are quarantined, where a double would make different ones equal.
+        return pa.int64() if needs_digits else pa.float64()
+
+    def inexact(self, above: Place = ()) -> Iterator[tuple[Place, int]]:
+        """Yield the paths of long columns that have a number which doubles cannot hold, with the number."""
+        kind = self._kind()
+        if kind == "number" and abs(self._farthest) > EXACT_MAX:
+            yield above, self._farthest
+        elif kind == "object":
+            for name, votes in self._fields.values():
+                yield from votes.inexact((*above, name))
+        elif kind == "array" and self._element is not None:
+            yield from self._element.inexact((*above, ELEMENT))
 
     def _element_type(self) -> pa.DataType:
         """Return the type of an array's elements, text if they are of several kinds."""

@@ -439,8 +439,15 @@ class LandJob:
         ranges = sample_ranges(batch.topic_ranges())
         if not ranges:
             return
-        found = decide(self._sample_documents(batch, ranges), known=batch.fields, detects=self._settings.detect_types)
+        found = decide(
+            self._sample_documents(batch, ranges),
+            known=batch.fields,
+            detects=self._settings.detect_types,
+            # Only a table of all messages has their payloads too.
+            keeps_digits=batch.changes is not None,
+        )
         batch.fields = found.fields
+        batch.fixed.update(found.fixed)
         if found.messages:
             _logger.info(
                 "pipeline %s: %d messages of %s decide its columns: %s",

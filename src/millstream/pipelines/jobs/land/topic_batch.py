@@ -15,7 +15,8 @@ from millstream.pipelines.jobs.land.event_time import EventTimeRule
 from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, field_of, grown_by, table_schema
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, topic_ranges
 from millstream.pipelines.jobs.land.task import Report, Work
-from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW, Place, narrower, retyped
+from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW, Place, long_places, narrower, retyped
+from millstream.pipelines.lake.keyed_table import KEEPS_TYPES
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.task_writer import RowWriter
@@ -110,7 +111,7 @@ class TopicBatch:
             decodes=self.decodes,
             by_schema=self.by_schema,
             evolves=self.evolves,
-            fixed=self.fixed,
+            fixed=self.fixed if self.changes is None else dict.fromkeys(long_places(self.fields), KEEPS_TYPES),
             left_out=self.left_out,
             changes=self.changes,
             expectations=self.expectations,
