@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,6 +137,11 @@ def test_a_cluster_starts_survives_a_node_and_stops_cleanly(up: Callable[..., Cl
     assert [node["state"] for node in shown["nodes"]] == ["ready"] * 3
     assert shown["controller"] in (1, 2, 3)
     assert shown["without_leader"] == []
+    # All nodes land in the same tables.
+    folder = cluster.log.with_name("cluster")
+    settings = [tomllib.loads((folder / f"node-{node}.toml").read_text()) for node in (1, 2, 3)]
+    assert {one["pipelines-lake"] for one in settings} == {f"{folder}/lake"}
+    assert {one["pipelines-folder"] for one in settings} == {f"{folder}/pipelines"}
     # Three nodes on one machine are one rack, and still spread replicas and leaders.
     assert sum(node["replicas"] for node in shown["nodes"]) >= 18
     assert all(node["leads"] for node in shown["nodes"])

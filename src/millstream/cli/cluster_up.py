@@ -562,6 +562,9 @@ class LocalCluster:
             "secrets-key-file": self._key_file,
             # All nodes share the memory of this machine.
             "pipelines-spare": "off",
+            # Tables and progress stay when another node runs the pipelines.
+            "pipelines-lake": self._plan.data / "lake",
+            "pipelines-folder": self._plan.data / "pipelines",
             **(self._lock_flags(number) if self.is_locked else {}),
             **self._plan.settings,
         }

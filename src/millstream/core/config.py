@@ -730,6 +730,14 @@ class Config:
         return self.pipelines_jobs == "on" or (self.pipelines_jobs == "auto" and not self.authorizes)
 
     @property
+    def keeps_lake_to_itself(self) -> bool:
+        """Whether landed tables are in this machine's data folder, which other nodes of the cluster do not read."""
+        data = os.path.abspath(self.data)
+        machine = os.path.dirname(data) if self.core_count > 1 else data
+        lake = self.pipelines_lake or f"{data}/lake"
+        return self.in_cluster and "://" not in lake and Path(os.path.abspath(lake)).is_relative_to(machine)
+
+    @property
     def keeps_spare(self) -> bool:
         """Whether a second pipeline driver is kept ready."""
         if self.pipelines_spare != "auto":

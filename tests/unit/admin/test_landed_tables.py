@@ -50,6 +50,15 @@ async def test_tables_are_located_by_the_node_that_runs_the_pipeline(asked: list
     assert await tables_of(client, reported("route")) == ([], [])
 
 
+async def test_tables_of_one_node_in_a_cluster_have_a_note(asked: list[int | None]) -> None:
+    client: Any = None
+    found = await tables_of(client, {**reported(topics="a"), "local_tables": True})
+    assert [one.place for one in found.tables] == ["/data/lake/a"]
+    assert "Set pipelines-lake on all nodes" in found.notes[0]
+    (note,) = (await tables_of(client, {**reported("ledger"), "local_tables": True})).notes
+    assert note == found.notes[0]
+
+
 async def test_the_error_names_the_obstacle(asked: list[int | None]) -> None:
     client: Any = None
     assert await tables_of(client, reported(topics="a", node=3)) == (

@@ -31,6 +31,7 @@ def since(seconds: float) -> int:
         ({**reported("waiting"), "report": None}, "1 pipeline (one-waiting) waits: no node runs pipelines"),
         (reported("retrying", last_error="refused", failing_ms=since(FAILING_S_MAX + 1)), "minutes: refused"),
         (reported("running", counts={"quarantined": 20}), "one-running put 20 of 1,000 messages into quarantine"),
+        ({**reported("running"), "local_tables": True}, "the tables of 1 pipeline (one-running) are in the data"),
         (reported("running", levels={"audit_faults": 2}), "the last audit of pipeline one-running found 2 faults"),
     ],
 )

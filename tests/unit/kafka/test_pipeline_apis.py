@@ -58,18 +58,18 @@ def topic_of(name: str) -> Topic:
 class Node:
     """One node's APIs, over the catalog that all nodes share."""
 
-    def __init__(self, catalog: Catalog, *, has_jobs: bool = True) -> None:
+    def __init__(self, catalog: Catalog, *, has_jobs: bool = True, has_local_lake: bool = False) -> None:
         declarations = CatalogDeclarations(catalog)
         self.pipelines = Pipelines(declarations, ManualClock())
         self.subscriptions = Subscriptions(declarations, ManualClock())
         self.board = PipelineBoard(self.pipelines.all)
         self.topics: list[Topic] = []
-        notes = PipelineAdvice(self.pipelines, cast("Topics", self))
+        notes = PipelineAdvice(self.pipelines, cast("Topics", self), has_local_lake=has_local_lake)
         apis: list[PrivateApi[Any, Any]] = [
             PipelineCreate(self.pipelines, self.subscriptions, notes, has_jobs=has_jobs),
             PipelineAlter(self.pipelines, self.subscriptions, notes, has_jobs=has_jobs),
             PipelineDelete(self.pipelines),
-            PipelineList(self.pipelines, self.board),
+            PipelineList(self.pipelines, self.board, notes),
             RuleChange(self.pipelines, self.subscriptions, notes),
         ]
         self.apis = {api.key: api for api in apis}
@@ -139,6 +139,26 @@ async def test_a_pipeline_declared_on_one_node_is_reported_by_all(client: Pipeli
     # The other nodes do not have it cached, and look it up on request.
     assert nodes.nodes[2].pipelines.all() == []
     assert await client.describe(["land-orders"]) == [reported]
+
+
+async def test_tables_that_only_one_node_reads_are_reported(catalog: Catalog) -> None:
+    node = Node(catalog, has_local_lake=True)
+    node.topics = [topic_of("orders"), topic_of("payments")]
+    client = PipelineClient(cast("Client", Nodes({1: node})))
+    (note,) = (await client.create("mine", "land", ORDERS)).notes
+    assert "in the data folder of the node" in note
+    assert "Set pipelines-lake on all nodes" in note
+    assert (await client.create("shared", "land", {"topics": "payments", "lake": "s3://lake"})).notes == []
+    await client.create("events", "ledger", {})
+    await client.create("routed", "route", {})
+    described = await client.describe()
+    assert {one["name"]: one["local_tables"] for one in described} == {
+        "events": True,
+        "mine": True,
+        "routed": False,
+        "shared": False,
+    }
+    assert [summary_of(one)["error"] for one in described] == [""] * 4
 
 
 async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: PipelineClient, nodes: Nodes) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.cli.machine import broker_config
 from millstream.core import config
 from millstream.core.config import Config, memory_bytes
 from millstream.core.errors import InvalidSetting
@@ -71,6 +72,17 @@ def test_a_spare_driver_is_kept_where_there_is_memory_for_it(
     assert Config(pipelines_memory=memory).keeps_spare is is_kept
     assert Config(pipelines_memory=memory, pipelines_spare="on").keeps_spare
     assert not Config(pipelines_memory=memory, pipelines_spare="off").keeps_spare
+
+
+@pytest.mark.parametrize(
+    ("lake", "is_local"), [("", True), ("/data/lake", True), ("/shared/lake", False), ("s3://bucket/lake", False)]
+)
+def test_tables_in_the_data_folder_of_a_cluster_node_are_its_own(lake: str, is_local: bool) -> None:
+    alone = Config(data="/data", pipelines_lake=lake)
+    clustered = alone.replace(etcd="http://127.0.0.1:2379", catalog="postgresql://h/d")
+    cores = broker_config(clustered.replace(cores="2"), "/data/node-1", 0, runs_pipelines=True)
+    found = [one.keeps_lake_to_itself for one in (alone, clustered, cores)]
+    assert found == [False, is_local, is_local]
 
 
 def test_a_range_of_ports_has_room_for_every_process() -> None:

@@ -400,12 +400,12 @@ class ServedApis:
 
     def _pipeline_apis(self) -> Iterable[RawApi]:
         pipelines, subscriptions = self._parts.declared.pipelines, self._parts.declared.subscriptions
-        notes = PipelineAdvice(pipelines, self._parts.topics)
+        notes = PipelineAdvice(pipelines, self._parts.topics, has_local_lake=self._parts.config.keeps_lake_to_itself)
         has_jobs = self._parts.config.runs_jobs
         yield PipelineCreate(pipelines, subscriptions, notes, has_jobs=has_jobs)
         yield PipelineAlter(pipelines, subscriptions, notes, has_jobs=has_jobs)
         yield PipelineDelete(pipelines)
-        yield PipelineList(pipelines, self.pipeline_board)
+        yield PipelineList(pipelines, self.pipeline_board, notes)
         yield RuleChange(pipelines, subscriptions, notes)
         yield PipelineLanded(self._landed)
         yield PipelineRuns(pipelines, self.pipeline_board)

@@ -18,6 +18,7 @@ from millstream.core.metric import Metric, Sample
 from millstream.core.pipeline import LandSettings, LedgerSettings, Pipeline
 from millstream.core.setting import suggestion
 from millstream.core.topic import TopicPartition
+from millstream.protocol.private.pipeline_messages import LOCAL_TABLES
 
 NAMED_MAX: Final = 5
 """The most topics named in a note."""
@@ -29,15 +30,28 @@ Routes = Mapping[str, Mapping[str, str]]
 class PipelineAdvice:
     """Compares a pipeline with the existing topics and pipelines."""
 
-    def __init__(self, pipelines: Pipelines, topics: Topics) -> None:
+    def __init__(self, pipelines: Pipelines, topics: Topics, *, has_local_lake: bool = False) -> None:
         self._pipelines = pipelines
         self._topics = topics
+        self._has_local_lake = has_local_lake
+
+    def has_local_tables(self, pipeline: Pipeline) -> bool:
+        """Whether only this node reads the tables that a pipeline writes here, although it is one of several."""
+        with suppress(MillstreamError):
+            settings = pipeline.settings
+            return self._has_local_lake and isinstance(settings, LandSettings | LedgerSettings) and not settings.lake
+        return False
 
     def notes_for(self, pipeline: Pipeline) -> list[str]:
         """Return the hints, a sentence each."""
         with suppress(MillstreamError):
             # The declaration of an older node may not be readable here.
-            return [*self._missing_notes(pipeline), *_unused_notes(pipeline), *self._loop_notes(pipeline)]
+            return [
+                *self._missing_notes(pipeline),
+                *_unused_notes(pipeline),
+                *self._loop_notes(pipeline),
+                *([LOCAL_TABLES] if self.has_local_tables(pipeline) else []),
+            ]
         return []
 
     def _missing_notes(self, pipeline: Pipeline) -> Iterator[str]:

@@ -31,6 +31,7 @@ from millstream.protocol.private.pipeline_messages import (
     CREATE_KEY,
     DELETE_KEY,
     LIST_KEY,
+    LOCAL_TABLES,
     REQUEST_RUN_KEY,
     RULES_KEY,
     RUN_LOG_KEY,
@@ -317,7 +318,9 @@ def pipeline_warnings(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) 
     quarantined = [_quarantined(one) for one in pipelines if _is_much_quarantined(one)]
     audited = [_audited(one) for one in pipelines if (one["report"] or {}).get("levels", {}).get(_FAULTS)]
     return [
-        found for kind in (parked, _waiting(pipelines), failing, quarantined, audited) for found in kind[:WARNED_MAX]
+        found
+        for kind in (parked, _waiting(pipelines), failing, quarantined, audited, _local(pipelines))
+        for found in kind[:WARNED_MAX]
     ]
 
 
@@ -340,14 +343,28 @@ def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> list[PipelineWarning]:
     return [
         PipelineWarning(
             names,
-            f"{'1 pipeline' if len(names) == 1 else f'{len(names)} pipelines'} "
-            f"({', '.join(names[:WARNED_MAX])}{', …' if len(names) > WARNED_MAX else ''}) "
-            f"{'waits' if len(names) == 1 else 'wait'}: {_first_line(reason) or 'no node runs pipelines'}",
+            f"{_counted(names)} {'waits' if len(names) == 1 else 'wait'}: "
+            f"{_first_line(reason) or 'no node runs pipelines'}",
             "provide what is missing, and it resumes automatically; nodes with pipelines-enabled on and Spark "
             "installed run pipelines",
         )
         for reason, names in by_reason.items()
     ]
+
+
+def _local(pipelines: Sequence[Mapping[str, Any]]) -> list[PipelineWarning]:
+    names = [one["name"] for one in pipelines if one.get("local_tables")]
+    text = (
+        f"the tables of {_counted(names)} are in the data folder of the node that runs pipelines: a node that takes "
+        "over lands the topics again, in new tables in its own folder"
+    )
+    advice = "set pipelines-lake on all nodes to a folder or URL that all of them reach"
+    return [PipelineWarning(names, text, advice)] if names else []
+
+
+def _counted(names: Sequence[str]) -> str:
+    count = "1 pipeline" if len(names) == 1 else f"{len(names)} pipelines"
+    return f"{count} ({', '.join(names[:WARNED_MAX])}{', …' if len(names) > WARNED_MAX else ''})"
 
 
 def _is_failing(pipeline: Mapping[str, Any], now_ms: float) -> bool:
@@ -485,7 +502,7 @@ class LandedTable(NamedTuple):
 
 
 class LandedTables(NamedTuple):
-    """The tables of a pipeline by topic, or notes that say why they are unknown."""
+    """The tables of a pipeline by topic, and what to know about them."""
 
     tables: list[LandedTable]
     notes: list[str]
@@ -493,16 +510,17 @@ class LandedTables(NamedTuple):
 
 async def tables_of(client: Client, described: Mapping[str, Any]) -> LandedTables:
     """Return the tables of a pipeline; with a pattern, those of existing topics."""
+    notes = [LOCAL_TABLES] if described.get("local_tables") else []
     try:
         settings = pipeline_of(described).settings
         if not isinstance(settings, LandSettings):
-            return LandedTables([], [])
+            return LandedTables([], notes)
         report = described["report"]
         lake = settings.lake or (await storage_of(client, node=report and report["node"])).lake
         names = settings.topic_names or await _found(client, settings)
     except MillstreamError as error:
         return LandedTables([], [f"The locations of its tables are not known now: {error}"])
-    return LandedTables([_table(name, f"{lake.rstrip('/')}/{name}", settings.format) for name in names], [])
+    return LandedTables([_table(name, f"{lake.rstrip('/')}/{name}", settings.format) for name in names], notes)
 
 
 def _table(topic: str, place: str, format_name: str) -> LandedTable:

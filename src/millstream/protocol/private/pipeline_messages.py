@@ -95,6 +95,12 @@ class PipelineNames(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str] | None = None
 
 
+LOCAL_TABLES: Final = (
+    "Its tables are in the data folder of the node that runs it: a node that takes over lands the topics again, in new "
+    "tables in its own folder. Set pipelines-lake on all nodes to a folder or URL that all of them reach."
+)
+
+
 class DeletePipelineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A pipeline to delete."""
 

@@ -197,21 +197,23 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
         {"names": ["land-orders"]}, or null for all
         response: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,
         "settings": {…}, "overrides": {…}, "wanted": true, "parked": "", "created_ms": …, "version": …,
-        "owner": "User:alice", "rules": [{…}], "lag": …, "report": {"state": "running", "rows": …, "rows_per_s": …,
-        "lag": …, "batches": …, "restarts": …, "last_error": "", "last_error_ms": 0, "failing_ms": 0, "counts": {…},
-        "node": 1}}]}
+        "owner": "User:alice", "rules": [{…}], "local_tables": false, "lag": …, "report": {"state": "running",
+        "rows": …, "rows_per_s": …, "lag": …, "batches": …, "restarts": …, "last_error": "", "last_error_ms": 0,
+        "failing_ms": 0, "counts": {…}, "node": 1}}]}
 
     Every node knows all pipelines; `report` and `lag` are null unless the node that is asked runs the driver, so a
     client asks all nodes. The description with the highest `version`, which counts changes, is current. Rules, of which
-    there may be many, are only returned for pipelines that are named.
+    there may be many, are only returned for pipelines that are named. `local_tables` means that other nodes do not
+    read the tables of this one, and would land the topics again.
     """
 
     key = LIST_KEY
     changes = None
 
-    def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
+    def __init__(self, pipelines: Pipelines, board: PipelineBoard, advice: PipelineAdvice) -> None:
         self._pipelines = pipelines
         self._board = board
+        self._advice = advice
 
     async def needs(self, request: PipelineNames) -> Sequence[Need]:
         """Nothing: only pipelines whose group the client may describe are listed."""
@@ -243,6 +245,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
             "version": pipeline.version,
             "owner": pipeline.owner.principal,
             "rules": [RuleMessage.of(rule) for rule in rules],
+            "local_tables": self._advice.has_local_tables(pipeline),
             "lag": self._board.lag(pipeline.name),
             "report": self._board.describe(pipeline.name),
         }
