@@ -214,6 +214,29 @@ def test_a_republished_message_has_the_time_of_the_redrive(millstream: CommandLi
         wait_until(lambda: open_letters(millstream, name) == LETTERS)
 
 
+def test_a_forged_letter_redelivers_nothing(millstream: CommandLine, name: str) -> None:
+    """Anyone who may write to one dead letter topic can publish what looks like the letter of another subscription."""
+    forged = f"{name}-forged"
+    assert millstream("topic", "create", forged).code == 0
+    options = ("--topic", name, "--start", "start", "--dead-letter", forged)
+    assert millstream("subscription", "create", f"{name}-other", *options).code == 0
+    letter = millstream("dlq", "show", name, "-n", 1, "--json").document
+    headers = [f"--header={key}={value}" for key, value in letter["headers"]]
+    assert millstream("publish", forged, "forged", *headers).code == 0
+    reason = f"topic '{forged}' is not the dead letter topic of subscription '{name}'"
+    counted = millstream("dlq", "redrive", forged, "--dry-run").out
+    assert f"Would redrive 0 letters. 1 letter would stay open: {reason}" in counted
+    refused = millstream("dlq", "redrive", forged)
+    assert (refused.code, refused.out) == (5, "Redrove 0 letters.\n")
+    assert reason in refused.err
+    assert millstream("subscription", "pull", name, "--json").documents == []
+    # The subscription says itself which topic its letters are in.
+    assert millstream("subscription", "update", name, "--dead-letter", forged).code == 0
+    assert millstream("dlq", "redrive", f"{name}-dead").code == 5
+    assert millstream("dlq", "redrive", forged).out == f"Redrove 1 letter in {name} (1).\n"
+    assert len(pulled(millstream, name, 1, "--accept")) == 1
+
+
 def test_letters_are_not_published_to_a_missing_topic(millstream: CommandLine, name: str) -> None:
     refused = millstream("dlq", "redrive", name, "--to-topic", "no-such-topic")
     assert (refused.code, "millstream topic create no-such-topic" in refused.err) == (3, True)
@@ -252,6 +275,7 @@ def test_letters_of_no_subscription_any_more_stay_open(
     with pytest.raises(PolicyViolation, match=f"{LETTERS} open dead letters"):
         asyncio.run(delete_by_kafka(server, dead))
     if how != "delete":
+        assert millstream("subscription", "update", name, "--dead-letter", dead).code == 0
         assert millstream("dlq", "redrive", dead).code == 0
         assert len(pulled(millstream, name, LETTERS, "--accept")) == LETTERS
 

@@ -486,7 +486,10 @@ async def _describe_left_letters(client: Client, before: str | None, after: str 
             letters = await open_letters(client, before)
     if not letters:
         return None
-    return f"Topic {before} keeps {counted(letters, 'open dead letter')}; see millstream dlq show {before}."
+    return (
+        f"Topic {before} keeps {counted(letters, 'open dead letter')}, which can be redriven only while it is the dead "
+        f"letter topic; see millstream dlq show {before}."
+    )
 
 
 @app.command("pause")

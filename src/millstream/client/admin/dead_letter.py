@@ -49,6 +49,7 @@ from millstream.protocol.private.subscriptions import (
     LeasedMessage,
     SubscriptionClient,
     open_letters_error,
+    other_letters_error,
     stored_letters,
 )
 from millstream.protocol.records.record import Headers, NewRecord, encode_batch
@@ -304,6 +305,12 @@ class DeadLetterDesk:
             return _NO_OFFSET, f"redriving needs READ on subscription {queue.subscription!r}"
         if not may_read_topic:
             return _NO_OFFSET, f"redriving needs READ on topic {queue.topic!r}"
+        try:
+            (described,) = await self._subscriptions.describe([queue.subscription])
+        except UnknownGroup as error:
+            return _NO_OFFSET, str(error)
+        if described["settings"].get(DEAD_LETTER_TOPIC) != self.topic:
+            return _NO_OFFSET, other_letters_error(queue.subscription, self.topic)
         found = (await self._client.metadata([queue.topic])).topics.get(queue.topic)
         if found is None or found.topic_id != queue.topic_id or queue.partition not in found.partitions:
             return _NO_OFFSET, _gone(queue)

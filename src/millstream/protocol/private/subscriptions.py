@@ -699,3 +699,11 @@ def open_letters_error(topic: str, letters: int, subscriptions: Sequence[str]) -
         f"topic {topic!r} holds {letters:,} open dead {noun}{owners}; redrive or purge {pronoun} first, or "
         f"delete {pronoun} too with millstream topic delete {topic} --force"
     )
+
+
+def other_letters_error(subscription: str, topic: str) -> str:
+    """Return why letters of a topic are not redriven in a subscription that they name."""
+    return (
+        f"topic {topic!r} is not the dead letter topic of subscription {subscription!r}; if the letters are its own, "
+        "set its dead letter topic to this one first"
+    )

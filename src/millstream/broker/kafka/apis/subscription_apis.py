@@ -25,6 +25,7 @@ from millstream.broker.kafka.api import (
     error_code,
     error_message,
     owner_of,
+    topic_with_id,
 )
 from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.pipelines.declared import Pipelines
@@ -105,6 +106,7 @@ from millstream.protocol.private.subscriptions import (
     MarkedQueue,
     MessageTrace,
     MessageTraceRequest,
+    other_letters_error,
 )
 
 
@@ -537,9 +539,10 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
     The messages at these offsets are available again in this one subscription, as if they had never been delivered, in
     the order of their offsets; in an ordered subscription before all later messages of their keys. Asking again with
     the same letters does nothing, until the letters are named in `closed`. `missing` are messages that the log no
-    longer has; they are all that are asked for when the topic is another one by now. The leader of the partition
-    responds. While the queue does not know yet that one of the letters is written, the response is
-    COORDINATOR_NOT_AVAILABLE, nothing is revived, and the client asks again.
+    longer has; they are all that are asked for when the topic is another one by now. Letters of a topic that is not the
+    subscription's dead letter topic are refused. The leader of the partition responds. While the queue does not know
+    yet that one of the letters is written, the response is COORDINATOR_NOT_AVAILABLE, nothing is revived, and the
+    client asks again.
     """
 
     key = REVIVE_KEY
@@ -556,6 +559,10 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
         subscription = await self._subscriptions.find(request.name)
         if request.topic not in await self._service.share_topics.of(subscription):
             raise InvalidSubscription(f"subscription {request.name!r} no longer delivers topic {request.topic!r}")
+        letter_topic = topic_with_id(self._service.topics, request.letter_topic_id)
+        if letter_topic.name != self._subscriptions.settings_of(subscription).dead_letter_topic:
+            # Anyone may publish what looks like its letters to another topic.
+            raise InvalidSubscription(other_letters_error(request.name, letter_topic.name))
         partition = self._service.topics.partition(request.topic, request.partition)
         if partition.topic.topic_id != request.topic_id:
             return ReviveMessagesResponse(missing=[offset for offset, _, _ in request.letters])
