@@ -216,6 +216,10 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
     assert (reported["state"], reported["report"], summary_of(reported)["lag"]) == ("waiting", None, None)
     # A node that does not respond may be the one that runs it.
     assert (reported["notes"], summary_of(reported)["error"]) == (["it is away"], "it is away")
+    nodes.nodes[1].is_away = False
+    (reported,) = await client.describe(["land-orders"])
+    assert reported["notes"] == [summary_of(reported)["error"]]
+    assert reported["notes"][0].startswith("no node runs it yet; nodes with pipelines-enabled on")
     for node in nodes.nodes.values():
         node.is_away = True
     with pytest.raises(BrokerUnreachable):

@@ -39,6 +39,9 @@ class SoleOwner:
     def on_change(self, listener: Callable[[], None]) -> None:
         """Do nothing: it never changes."""
 
+    def stand(self) -> None:
+        """It runs them already."""
+
     async def resign(self) -> None:
         """There is no other node."""
 

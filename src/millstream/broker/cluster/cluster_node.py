@@ -217,7 +217,8 @@ class ClusterNode:
             random=self._dependencies.random,
         )
         if is_candidate or self._dependencies.is_single:
-            self._start("owner of pipelines", owner.run())
+            owner.stand()
+        self._start("owner of pipelines", owner.run())
         return owner
 
     async def leave(self) -> None:

@@ -37,6 +37,9 @@ class PipelineOwner(Protocol):
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when that may have changed."""
 
+    def stand(self) -> None:
+        """Become a candidate: this node can run pipelines."""
+
     async def resign(self) -> None:
         """Let another node take over; this one is about to stop."""
 
@@ -60,6 +63,7 @@ class ElectedOwner:
         self._random = random
         self._revision: int | None = None
         self._has_resigned = False
+        self._is_candidate = asyncio.Event()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
         self._last_notified = (False, False)
@@ -79,8 +83,13 @@ class ElectedOwner:
         """Call `listener` when that may have changed."""
         self._listeners.append(listener)
 
+    def stand(self) -> None:
+        """Become a candidate: this node can run pipelines."""
+        self._is_candidate.set()
+
     async def run(self) -> None:
-        """Become the owner whenever the place is vacant; runs forever."""
+        """Become the owner whenever the place is vacant, once it is a candidate; runs forever."""
+        await self._is_candidate.wait()
         backoff = Backoff(self._random)
         while True:
             try:

@@ -54,6 +54,8 @@ _DUPLICATE_RESOURCE: Final = 92
 _WELL: Final = ("running", "stopped")
 """In these states, an earlier error is over."""
 
+_UNCLAIMED: Final = "no node runs it yet; nodes with pipelines-enabled on and Spark installed run pipelines"
+
 FAILING_S_MAX: Final = 300.0
 """A dependency that has been unreachable for this long is reported."""
 
@@ -187,10 +189,12 @@ class PipelineClient:
         if not found and failed:
             raise failed[0]
         silent = [f"{error}" for error in failed]
-        return [
-            {**one, "state": state_of(one), "notes": silent if one["report"] is None else []}
-            for _name, one in sorted(found.items())
-        ]
+        for one in found.values():
+            one["state"] = state_of(one)
+            one["notes"] = silent if one["report"] is None else []
+            if one["state"] == "waiting" and not (one["report"] or silent):
+                one["notes"] = [_UNCLAIMED]
+        return [one for _name, one in sorted(found.items())]
 
     async def runs(self, name: str, *, limit: int = 20) -> list[dict[str, Any]]:
         """Return the last runs of a job, the latest first."""

@@ -221,6 +221,8 @@ class JobsChild:
         """Start, change and end tasks after a change of the pipelines or their owner."""
         due = {one.pipeline_id: one for one in self._due()}
         self._idle_reason = self._missing() if due else ""
+        if due and not self._idle_reason:
+            self._owner.stand()
         if not self._owner.is_mine or self._idle_reason:
             wanted: dict[UUID, Pipeline] = {}
         else:
