@@ -204,6 +204,22 @@ def test_debezium_envelopes_become_rows(keys: Keys) -> None:
     assert len(keys.reasons()) == 2
 
 
+def test_tombstones_of_debezium_without_their_delete_events_delete(keys: Keys) -> None:
+    keys.create()
+
+    def event(op: str, number: int, lsn: int) -> dict[str, Any]:
+        return {"op": op, "before": {"id": number}, "after": {"id": number}, "source": {"lsn": lsn}}
+
+    # The second batch begins with the tombstone of a delete event that is repeated after the row was created again.
+    keys.publish(({"id": number}, event("c", number, 12)) for number in (1, 2, 3))
+    keys.publish([({"id": 1}, event("d", 1, 11))])
+    keys.publish([({"id": 1}, None), ({"id": 2}, None), ({"schema": {}, "payload": {"id": 3}}, None)])
+    steps = keys.land(decode="debezium", key="id", order_by="source.lsn", batch_max_messages="4")
+    assert [row["id"] for row in keys.rows()] == [1]
+    assert len(steps) == 2
+    assert (count_of(steps, "deleted"), count_of(steps, "late")) == (2, 1)
+
+
 def test_tombstones_and_message_keys(keys: Keys) -> None:
     keys.create(partitions=2)
     keys.publish([(b"a", b"1"), (b"b", b"2"), (b"a", b"3"), (b"b", None), (None, b"nobody")])

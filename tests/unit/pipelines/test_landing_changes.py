@@ -77,12 +77,36 @@ def test_only_a_message_without_a_payload_needs_no_order_value() -> None:
     assert changes.column(ORDER).to_pylist() == [None, None]
 
 
-def test_the_tombstone_after_a_delete_event_of_debezium_is_ignored_if_there_is_an_order() -> None:
-    event = json.dumps({"op": "d", "before": {"id": 5}, "source": {"lsn": 7}}).encode()
+def test_with_an_order_only_the_tombstone_after_a_delete_event_of_debezium_is_ignored() -> None:
+    def event(op: str, number: int) -> bytes:
+        return json.dumps({"op": op, "before": {"id": number}, "after": {"id": number}, "source": {"lsn": 7}}).encode()
+
     fields = pa.schema([pa.field("id", pa.int64()), pa.field("__source_lsn", pa.int64())])
     settings = {"key": "id", "order.by": "source.lsn", "decode": "debezium"}
-    _, reasons, fits = changes_of([(b'{"id": 5}', event), (b'{"id": 5}', None)], fields, **settings)
-    assert (reasons, fits) == ([None, None], [True, False])
+    five, six = b'{"id": 5}', b'{"schema": {}, "payload": {"id": 6}}'
+    messages = [
+        *((five, event("d", 5)), (six, event("c", 6)), (five, None), (five, None)),
+        *((five, event("c", 5)), (five, None), (six, None), (None, None)),
+    ]
+    changes, reasons, fits = changes_of(messages, fields, **settings)
+    assert fits == [True, True, False, False, True, True, True, False]
+    assert reasons == [None] * 7 + ["the key id is missing or null"]
+    assert changes.column(KEY).to_pylist() == [b"5", b"6", b"5", b"5", b"5", b"5", b"6", None]
+    assert changes.column(DELETED).to_pylist() == [True, False, True, True, False, True, True, True]
+    del settings["order.by"]
+    assert changes_of(messages[:4], fields, **settings)[2] == [True] * 4
+
+
+def test_a_tombstone_may_follow_a_delete_event_of_an_earlier_batch() -> None:
+    rule = ChangeRule(topic="t", key=(("id",),), order=("at",), is_debezium=True)
+    columns = {"key": pa.array([b"5"], pa.binary())}
+    events = [json.dumps({"op": op, "before": {"id": 5}, "after": {"id": 5}}).encode() for op in ("d", "u")]
+    deleted: set[bytes | None] = set()
+    ignored = []
+    for value in (None, events[0], None, events[1], None):
+        batch = pa.RecordBatch.from_pydict({**columns, "value": pa.array([value], pa.binary())})
+        ignored += rule.open(batch, deleted).ignored.tolist()
+    assert ignored == [False, False, True, False, False]
 
 
 def test_a_key_or_an_order_value_that_a_double_rounds_is_refused() -> None:

@@ -282,6 +282,7 @@ class _DecodeAgain:
         landing = Landing(self.topic, self.work, read_options(asked, self.access))
         try:
             for batch in self._messages(file, landing):
+                landing.begin(None)
                 landing.take(batch)
             report = landing.report()
         except BaseException:

@@ -73,7 +73,7 @@ class Payloads:
     empty: Flags
     """Which messages have no payload, and so no order value."""
     ignored: Flags
-    """Which messages are not changes: the tombstones that follow Debezium's deletes."""
+    """Which messages are not changes: the tombstones that follow Debezium's deletes, which have the order value."""
     reasons: dict[int, str]
     """Why messages cannot be opened, by row."""
 
@@ -114,14 +114,23 @@ class ChangeRule:
         """Return where the key is in a row of the table."""
         return self.key or (("key",),)
 
-    def open(self, batch: pa.RecordBatch) -> Payloads:
-        """Return the payloads to decode, one per message."""
+    @property
+    def ignores_tombstones(self) -> bool:
+        """Whether tombstones are ignored that follow a delete event."""
+        return self.is_debezium and self.order is not None
+
+    def open(self, batch: pa.RecordBatch, deleted: set[bytes | None] | None = None) -> Payloads:
+        """Return the payloads to decode, one per message of a partition.
+
+        `deleted` has the message keys whose last change event before the batch, in its partition, is a delete; it is
+        updated to the end of the batch.
+        """
         values = batch.column("value")
         empty = deletes = np.asarray(pc.is_null(values).to_numpy(zero_copy_only=False))
         ignored = np.zeros(len(batch), np.bool_)
         reasons: dict[int, str] = {}
         if self.is_debezium:
-            values, deletes, ignored, reasons = self._open_envelopes(batch)
+            values, deletes, ignored, reasons = self._open_envelopes(batch, set() if deleted is None else deleted)
         elif self.key and deletes.any():
             rows = np.flatnonzero(deletes)
             documents = [self._key_document(key) for key in batch.column("key").take(pa.array(rows)).to_pylist()]
@@ -131,32 +140,38 @@ class ChangeRule:
             deletes = deletes | holds(self.delete_when, batch.set_column(at, "value", values), self.topic)
         return Payloads(values, deletes, empty, ignored, reasons)
 
-    def _open_envelopes(self, batch: pa.RecordBatch) -> tuple[pa.Array, Flags, Flags, dict[int, str]]:
+    def _open_envelopes(
+        self, batch: pa.RecordBatch, deleted: set[bytes | None]
+    ) -> tuple[pa.Array, Flags, Flags, dict[int, str]]:
         """Open Debezium's envelopes."""
         values: list[bytes | None] = []
         deletes = np.zeros(len(batch), np.bool_)
         ignored = np.zeros(len(batch), np.bool_)
         reasons: dict[int, str] = {}
-        keys = batch.column("key")
-        for row, value in enumerate(batch.column("value").to_pylist()):
+        messages = zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True)
+        for row, (key, value) in enumerate(messages):
             try:
-                values.append(self._row(value, keys, row, deletes, ignored))
+                document, deletes[row] = self._row(key, value)
+                values.append(document)
+                if value is None:
+                    ignored[row] = self.ignores_tombstones and key in deleted
+                elif deletes[row]:
+                    deleted.add(key)
+                else:
+                    deleted.discard(key)
             except (msgspec.MsgspecError, _NotAChange) as error:
                 values.append(_EMPTY)
                 reasons[row] = f"the payload is not a change event of Debezium: {error}"
         return pa.array(values, pa.binary()), deletes, ignored, reasons
 
-    def _row(self, value: bytes | None, keys: pa.Array, row: int, deletes: Flags, ignored: Flags) -> bytes:
-        """Return the row of one change event as JSON."""
+    def _row(self, key: bytes | None, value: bytes | None) -> tuple[bytes, bool]:
+        """Return the row of one change event as JSON, and whether it is deleted."""
         if value is None:
-            # A tombstone follows a delete event, which has the order value; the tombstone itself has only the key.
-            ignored[row] = self.order is not None
-            deletes[row] = True
-            return self._key_document(keys[row].as_py()) or _EMPTY
+            return self._key_document(key) or _EMPTY, True
         event = _event(value)
-        if event.op == "d":
-            deletes[row] = True
-            found = _object(event.before) or self._key_document(keys[row].as_py()) or _EMPTY
+        is_delete = event.op == "d"
+        if is_delete:
+            found = _object(event.before) or self._key_document(key) or _EMPTY
         elif event.op in ("c", "u", "r"):
             after = _object(event.after)
             if after is None:
@@ -164,7 +179,9 @@ class ChangeRule:
             found = after
         else:
             raise _NotAChange(f"op is {event.op!r}; rows come with c, u, r and d")
-        return found if self.lifted is None else _with_field(found, self.lifted[1], _read_field(event, self.lifted[0]))
+        if self.lifted is not None:
+            found = _with_field(found, self.lifted[1], _read_field(event, self.lifted[0]))
+        return found, is_delete
 
     def _key_document(self, key: bytes | None) -> bytes | None:
         """Return the fields of `key` that a message key holds: an object, or the value of the only field."""

@@ -276,6 +276,7 @@ class LandJob:
             landing = Landing(batch.topic, batch.work_into(rows, refused), options)
             room = SAMPLED_BYTES_MAX
             for one in batch.topic_ranges():
+                landing.begin(one)
                 for records in read_records(one, options, partial(landing.quarantine, one.partition)):
                     landing.take(records)
                     room -= records.nbytes

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -19,7 +20,7 @@ import pyarrow.compute as pc
 
 from millstream.core.errors import ExpectationFailed, LostData
 from millstream.core.pipeline import FAIL
-from millstream.pipelines.jobs.land.changes import NO_ORDER, ChangeRule, Flags, holds
+from millstream.pipelines.jobs.land.changes import NO_ORDER, ChangeRule, Flags, Payloads, holds
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
 from millstream.pipelines.jobs.land.event_time import NO_TIME, TOO_MANY, EventFolders, EventTimeRule
 from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, KEYED_NAMES, RECORD_NAMES, column_of, grown_by
@@ -247,6 +248,7 @@ class LandTasks:
         reading = Reading(records, log_start(options))
         try:
             for one in topic_ranges:
+                landing.begin(one)
                 for batch in reading.batches(one) if work.skips_lost else records(one):
                     landing.take(batch)
             return landing.report(reading.lost)
@@ -270,6 +272,11 @@ class Landing:
     def __init__(self, topic: str, work: Work, options: ReadOptions | None = None) -> None:
         self._topic = topic
         self._work = work
+        self._options = options
+        self._begun: Range | None = None
+        """The range that was begun, until its first messages are taken."""
+        self._deleted: set[bytes | None] = set()
+        """The message keys whose last change event in the range is a delete of Debezium."""
         self._decode = _decoding(topic, work, options) if work.decodes else None
         self._found = work.fields
         self._rows = 0
@@ -278,11 +285,17 @@ class Landing:
         self._dropped: set[str] = set()
         self._folders = None if work.event_time is None else EventFolders(work.event_time.event_time.unit)
 
+    def begin(self, one: Range | None) -> None:
+        """Prepare for the messages of a range; None if they are some messages of a partition."""
+        self._begun = one
+        self._deleted.clear()
+
     def take(self, batch: pa.RecordBatch) -> None:
+        """Write the next messages of a range."""
         self._rows += batch.num_rows
         batch = self._without_repeated(batch)
         rule = self._work.changes
-        opened = None if rule is None else rule.open(batch)
+        opened = None if rule is None else self._open(rule, batch)
         lifted = cloud_event_columns(batch) if self._work.lifts_cloud_events else {}
         kept = batch
         if rule is not None:
@@ -314,6 +327,24 @@ class Landing:
         fits = pc.is_null(reasons)
         self._work.writer.write(rows.filter(fits))
         self._quarantine(batch, reasons)
+
+    def _open(self, rule: ChangeRule, batch: pa.RecordBatch) -> Payloads:
+        """Open payloads; a tombstone at the start of a range may belong to a delete event before the range."""
+        begun, self._begun = self._begun, None
+        if begun is not None and rule.ignores_tombstones and batch.column("value").null_count:
+            for records in self._records_before(begun):
+                rule.open(records, self._deleted)
+        return rule.open(batch, self._deleted)
+
+    def _records_before(self, one: Range) -> Iterator[pa.RecordBatch]:
+        """Yield the messages just before a range, as far as the log still has them."""
+        if self._options is None or not one.start:
+            return
+        start = max(one.start - _BEFORE_MAX, log_start(self._options)(one.topic, one.partition))
+        if start < one.start:
+            before = Range(one.topic, one.partition, start, one.start)
+            with suppress(LostData):
+                yield from read_records(before, self._options, lambda _unreadable: None)
 
     def _record_dropped(self, names: Iterable[str]) -> None:
         """Remember fields without a column, up to a bound."""
@@ -404,6 +435,9 @@ class Landing:
 
 
 _DROPPED_MAX: Final = 10_000
+
+_BEFORE_MAX: Final = 1000
+"""How many offsets before a range may have the delete event of a tombstone; Debezium writes them one after another."""
 
 VIOLATES: Final = "the message violates the expectation "
 """How the reason of a violated expectation begins."""
