@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from millstream.core.payload_columns import ColumnType, PayloadColumn, parse_col
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.sql import read_select
 from millstream.pipelines.jobs.batch_loop import Plan
+from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import JobContext, TimeWindow
 from millstream.pipelines.jobs.route.job import RouteJob
 from millstream.pipelines.jobs.transform.dry_run import dry_run
@@ -30,6 +32,7 @@ from millstream.pipelines.jobs.transform.job import TransformJob
 from millstream.pipelines.jobs.transform.local_plan import LocalPlan
 from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery
 from millstream.pipelines.jobs.transform.statement import explain_errors, relations
+from millstream.pipelines.runtime.fault import Fault, fault_of
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.group_offsets import committed_offsets
@@ -664,6 +667,49 @@ TEXTS = """from pyspark.sql.functions import pandas_udf
 def shout(s):
     return s.str.upper()
 """
+
+
+BROKEN = """from collections.abc import Iterator
+
+import pandas
+from pyspark.sql.functions import pandas_udf
+
+
+def inverse(n: int) -> float:
+    return 1 / n
+
+
+def fetched(n: int) -> str:
+    raise ConnectionError('nobody responds')
+
+
+@pandas_udf('double')
+def inverses(numbers: Iterator[pandas.Series]) -> Iterator[pandas.Series]:
+    for one in numbers:
+        yield one.map(lambda n: 1 // n)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "fault", "reason"),
+    [
+        ("inverse(id)", Fault.DECLARED, "ZeroDivisionError: division by zero"),
+        ("inverses(id)", Fault.DECLARED, "ZeroDivisionError: integer division or modulo by zero"),
+        ("fetched(id)", Fault.OUTSIDE, "ConnectionError: nobody responds"),
+    ],
+)
+def test_an_error_of_a_function_is_the_declarations_unless_a_service_is_away(
+    shop: Shop, call: str, fault: Fault, reason: str
+) -> None:
+    settings: dict[str, Any] = {
+        "functions": "broken:" + call.partition("(")[0],
+        "functions.code": json.dumps({"broken": BROKEN}),
+    }
+    shop.publish(shop.orders, orders(0, 1))
+    with pytest.raises(Exception, match=re.escape(reason)) as raised:
+        shop.run(f"SELECT id, {call} AS found FROM orders", **settings)
+    assert fault_of(raised.value) is fault
+    assert reason_of(raised.value).endswith(reason)
 
 
 def test_a_statement_calls_python_functions(shop: Shop) -> None:

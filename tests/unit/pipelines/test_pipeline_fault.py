@@ -19,7 +19,7 @@ from millstream.core.errors import (
     StorageFailure,
 )
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.runtime.fault import Fault, Marked, fault_of, kind_in
+from millstream.pipelines.runtime.fault import Fault, Marked, fault_of, kind_in, marked_function
 
 
 class AnalysisException(Exception):
@@ -119,6 +119,28 @@ def test_tasks_classify_their_errors_themselves(error: Exception, fault: Fault, 
     reported = raised_in_task(error)
     assert (fault_of(reported), kind_in(reported)) == (fault, kind)
     assert "millstream fault" not in reason_of(raised_in_task(BrokerUnreachable("away")))
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (ValueError("no number"), Fault.DECLARED),
+        (LibraryError("an unknown meaning"), Fault.DECLARED),
+        (ConnectionResetError(), Fault.OUTSIDE),
+        (MemoryError(), Fault.UNKNOWN),
+    ],
+)
+def test_errors_of_functions_are_the_declarations_unless_a_service_is_away(error: Exception, fault: Fault) -> None:
+    def double(number: int, *, fails: bool = False) -> int:
+        if fails:
+            raise error
+        return number * 2
+
+    called = marked_function(double)
+    assert (called(2), called.__name__) == (4, "double")
+    with pytest.raises(type(error)) as raised:
+        called(2, fails=True)
+    assert fault_of(in_task("".join(traceback.format_exception_only(raised.value)).rstrip())) is fault
 
 
 def test_the_kind_of_an_error_is_its_own_or_that_of_a_task() -> None:

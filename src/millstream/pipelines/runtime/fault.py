@@ -1,8 +1,8 @@
 """Classifies a pipeline's failures: an unavailable dependency, which recovers, or a wrong declaration, which does not.
 
-An error of a Spark task arrives as text with the stack traces of two languages. Millstream's own tasks therefore
-classify their errors where they are raised, and add a line that says so. For all others the error names in the text are
-looked up, and messages of object stores, disks and Spark are matched.
+An error of a Spark task arrives as text with the stack traces of two languages. Millstream's own tasks, and the
+functions of statements, therefore classify their errors where they are raised, and add a line that says so. For all
+others the error names in the text are looked up, and messages of object stores, disks and Spark are matched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import builtins
 import re
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
 
 from millstream.core import errors
 from millstream.protocol.wire.error_codes import TRANSIENT
@@ -121,9 +122,40 @@ class Marked:
         try:
             yield from self._task(batches)
         except Exception as error:
-            kind = next(one for one in type(error).__mro__ if _kind_named(one.__name__) is one)
-            error.add_note(f"[millstream fault: {_fault_here(error).value}, {kind.__name__}]")
+            _mark(error, _fault_here(error))
             raise
+
+
+def marked_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a user's function whose errors are those of the declaration, unless a service was unavailable."""
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            result = function(*arguments, **named)
+        except Exception as error:
+            _mark_function(error)
+            raise
+        return iterate(result) if isinstance(result, Iterator) else result
+
+    def iterate(results: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from results
+        except Exception as error:
+            _mark_function(error)
+            raise
+
+    return call
+
+
+def _mark_function(error: Exception) -> None:
+    fault = _fault_here(error)
+    _mark(error, Fault.DECLARED if fault is Fault.UNKNOWN and not isinstance(error, MemoryError) else fault)
+
+
+def _mark(error: Exception, fault: Fault) -> None:
+    kind = next(one for one in type(error).__mro__ if _kind_named(one.__name__) is one)
+    error.add_note(f"[millstream fault: {fault.value}, {kind.__name__}]")
 
 
 def _fault_here(error: BaseException | None) -> Fault:

@@ -50,7 +50,7 @@ from millstream.pipelines.jobs.transform.payload_schema import (
 from millstream.pipelines.jobs.transform.statement import Statement, elements, explain_errors, read_statement
 from millstream.pipelines.jobs.transform.topic_view import FindingsAccumulator, TopicView, rows_of_view, view_of
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.runtime.fault import Marked, marked_function
 from millstream.pipelines.source.options import WriteOptions
 
 if TYPE_CHECKING:
@@ -772,9 +772,17 @@ def register_functions(spark: SparkSession, settings: TransformSettings) -> None
         if not callable(function):
             raise InvalidSetting(f"module {module!r} has no function {name!r}")
         if hasattr(function, "evalType") and hasattr(function, "returnType"):
-            spark.udf.register(name, function)
+            spark.udf.register(name, _marked_udf(function))
         else:
-            spark.udf.register(name, function, returned_type(name, function))
+            spark.udf.register(name, marked_function(function), returned_type(name, function))
+
+
+def _marked_udf(made: Any) -> Any:
+    """Return a function made by Spark's `@udf` or `@pandas_udf` that marks its errors."""
+    from pyspark.sql.udf import UserDefinedFunction
+
+    function = marked_function(made.func)
+    return UserDefinedFunction(function, made.returnType, None, made.evalType, made.deterministic)
 
 
 def returned_type(name: str, function: Any) -> str:
