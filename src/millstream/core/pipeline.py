@@ -27,7 +27,7 @@ from millstream.core.setting import (
     settings_of,
     suggestion,
 )
-from millstream.core.sql import read_select
+from millstream.core.sql import check_calls, read_select
 from millstream.core.topic import INTERNAL_TOPICS, SCHEMA_SUBJECT_LENGTH_MAX, SUBSCRIPTIONS, check_topic_name
 
 NAME_LENGTH_MAX: Final = 200
@@ -667,7 +667,7 @@ class TransformSettings(MovingSettings):
             parse_columns(text, about=f"the schema of {topic!r}")
         check_requirements(self.requirements)
         self.delays()
-        self.modules()
+        check_calls(self.sql, self.modules())
         for place in named_texts("tables", self.tables).values():
             check_lake_url(place)
         statement = read_select(self.sql)

@@ -8,10 +8,11 @@ processes read no SQL.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from millstream.core.errors import InvalidSetting
@@ -69,6 +70,10 @@ _UNCLOSED: Final = re.compile(
 _COMMENT_EDGE: Final = re.compile(r"/\*|\*/")
 
 
+CALLS_OF_JAVA: Final = ("reflect", "java_method", "try_reflect")
+"""Functions with which a statement could run arbitrary code in the driver."""
+
+
 class Kind(Enum):
     """The kind of a token."""
 
@@ -114,6 +119,16 @@ class SelectStatement:
     """Operations that need all messages at once, and so never end over a topic, each with what to use instead and the
     names that it reads.
     """
+
+
+def check_calls(text: str, own: Collection[str]) -> None:
+    """Raise `InvalidSetting` if a statement calls Java, unless the function is one of the user's own."""
+    tokens = sql_tokens(ABOUT, text)
+    for token, after in pairwise(tokens):
+        name = token.text.lower()
+        if token.kind in (Kind.WORD, Kind.NAME) and name in CALLS_OF_JAVA and after.marks("(") and name not in own:
+            reason = f"{name} is forbidden, since it calls Java in the driver; use a Python function (--udf) or a job"
+            raise setting_error_at(ABOUT, text, token.start, token.end, reason)
 
 
 def sql_tokens(about: str, text: str) -> list[Token]:

@@ -100,6 +100,9 @@ def test_an_invalid_landing_is_refused_on_declaration(settings: dict[str, str], 
         ({"sql": "SELECT * FROM lake", "tables": '{"lake": "/lake"}'}, "reads no topic"),
         ({"sql": "SELECT * FROM orders o JOIN copies c ON o.id = c.id"}, "reads the topic 'copies' that it writes"),
         ({"sql": "SELECT 1 FROM a; SELECT 2 FROM b"}, "a second statement"),
+        ({"sql": "SELECT Reflect('java.lang.System', 'exit') FROM orders"}, "column 8: reflect is forbidden"),
+        ({"sql": "SELECT system.builtin.`try_reflect` ('a', 'b') FROM orders"}, "try_reflect is forbidden"),
+        ({"sql": "SELECT java_method('a', 'b') FROM orders", "functions": "m:f"}, "java_method is forbidden"),
         ({"tables": "/lake"}, "tables is a JSON object"),
         ({"tables": '{"lake": "hdfs://lake"}'}, "not at 'hdfs://lake'"),
         ({"schemas": '{"orders": 1}'}, "whose values are texts"),
@@ -115,6 +118,11 @@ def test_an_invalid_transform_is_refused_on_declaration(settings: dict[str, str]
         check_pipeline("mine", PipelineKind.TRANSFORM, given)
     stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.TRANSFORM, overrides=given)
     assert stored.settings.as_strings()["into"] == "copies"
+
+
+def test_a_column_or_a_function_of_ones_own_may_have_a_forbidden_name() -> None:
+    statement = "SELECT reflect, reflect(java_method) FROM orders"
+    check_pipeline("mine", PipelineKind.TRANSFORM, {"sql": statement, "into": "copies", "functions": "m:reflect"})
 
 
 def test_a_kind_is_refused_as_a_name() -> None:

@@ -34,6 +34,7 @@ from millstream.core.pipeline import (
     named_texts,
 )
 from millstream.core.setting import suggestion
+from millstream.core.sql import CALLS_OF_JAVA
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.own_job import load_module
@@ -417,8 +418,6 @@ _SETTINGS: Final = {
     # Otherwise a table named text.`/etc/passwd` would be that file.
     "spark.sql.runSQLOnFiles": "false",
 }
-_CALLS_OF_JAVA: Final = ("reflect", "java_method", "try_reflect")
-"""Functions with which a statement could run arbitrary code in the driver."""
 
 _WHOLE: Final = ("key", "value", "headers", "timestamp")
 """The columns that are written when all columns of a topic are selected; the key selects a new partition."""
@@ -717,7 +716,7 @@ def _forbid_java(spark: SparkSession) -> None:
     jvm: Any = spark.sparkContext._jvm
     registry = spark._jsparkSession.sessionState().functionRegistry()
     catalog, schema = jvm.scala.Option.apply("system"), jvm.scala.Option.apply("builtin")
-    for name in _CALLS_OF_JAVA:
+    for name in CALLS_OF_JAVA:
         registry.dropFunction(jvm.org.apache.spark.sql.catalyst.FunctionIdentifier(name, schema, catalog))
 
 
