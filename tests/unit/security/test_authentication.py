@@ -380,6 +380,19 @@ async def test_keys_rotate_without_a_restart(issuer: Issuer, tokens: TokenChecke
         await tokens.check(old)
 
 
+async def test_keys_that_cannot_be_read_are_logged_once(
+    issuer: Issuer, tokens: TokenChecker, caplog: pytest.LogCaptureFixture
+) -> None:
+    valid = issuer.token("alice")
+    assert await tokens.check(valid)
+    for broken in ("{", "[]"):
+        issuer.jwks.write_text(broken)
+        for _ in range(3):
+            assert await tokens.check(valid), "the last keys hold"
+    logged = [record.message for record in caplog.records]
+    assert logged == ["the keys of tokens cannot be read; the last ones hold"] * 2
+
+
 async def test_keys_of_a_url_are_refetched_for_an_unknown_key(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = 0
 

@@ -105,6 +105,8 @@ class TokenChecker:
         self._is_url = settings.jwks.startswith("https://")
         self._keys: KeySet | None = None
         self._stamp: tuple[int, int] | None = None
+        self._problem = ""
+        """Why the file could not be read last; it is logged when it changes, not for each token."""
         self._fetched_at = 0.0
         self._fetching = asyncio.Lock()
 
@@ -181,11 +183,14 @@ class TokenChecker:
                 return
             with open(self._settings.jwks, "rb") as file:
                 self._load_keys(file.read(KEYS_BYTES_MAX))
-            self._stamp = stamp
+            self._stamp, self._problem = stamp, ""
         except (OSError, ValueError, JoseError) as error:
-            _logger.warning(
-                "the keys of tokens cannot be read", extra={"file": self._settings.jwks, "error": str(error)}
-            )
+            before, self._problem = self._problem, str(error) or type(error).__name__
+            if self._problem != before:
+                _logger.warning(
+                    "the keys of tokens cannot be read; the last ones hold",
+                    extra={"file": self._settings.jwks, "error": self._problem},
+                )
 
     async def _fetch(self) -> None:
         async with self._fetching:
