@@ -629,7 +629,7 @@ ADMIN_HEADER = f"authorization: {basic(*(part.encode() for part in ADMIN))}\r\n"
         ("/%76%31/topics", "", {401, 404}),
         ("/v1/%74opics", "", {401, 404}),
         ("/%6detrics", "", {401}),
-        ("/metrics/", "", {401, 404, 307}),
+        ("/metrics/", "", {404}),
         ("/metrics?x=/healthz", "", {401}),
         ("/V1/topics", "", {404}),
         ("http://127.0.0.1/v1/topics", "", {401}),

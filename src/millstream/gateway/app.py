@@ -82,6 +82,8 @@ def build_app(
             Exception: failed,
         },
     )
+    # The redirect to an address without its last slash would lead to whatever host the request names.
+    pages.router.redirect_slashes = False
 
     async def own_pages(scope: Scope, receive: Receive, send: Send) -> None:
         respond: ASGIApp = pages
