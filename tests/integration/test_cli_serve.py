@@ -21,6 +21,7 @@ from kio.static.primitive import i8
 from millstream import __version__
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine, call_command, run_command
+from millstream_testing.security import Certificates
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 
@@ -70,6 +71,16 @@ def test_a_terminal_gets_a_banner(tmp_path: Path) -> None:
     assert (lines[4], rest) == ("Stop with Ctrl-C.\n", "")
     assert "info    stopping signal=SIGINT" in logged
     assert serve.returncode == 0
+
+
+def test_the_banner_names_the_scheme_of_each_address(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path / "certs")
+    tls = ("--http-tls-cert", str(certificates.node), "--http-tls-key", str(certificates.node_key))
+    for flags, scheme in (((), "http"), (tls, "https")):
+        with served(tmp_path, "--registry", "127.0.0.1:0", *flags) as serve:
+            lines = [first_line(serve) for _ in range(4)]
+        assert lines[2].startswith(f"  http   {scheme}://127.0.0.1:")
+        assert lines[3].startswith(f"  schema {scheme}://127.0.0.1:")
 
 
 def test_programs_get_one_line_and_may_have_json_logs(tmp_path: Path) -> None:

@@ -208,7 +208,8 @@ def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
     if broker.http_address:
         print_line(f"  http   {broker.http_url}  (/console /docs /healthz /readyz /metrics /registry)")
     if broker.registry_address:
-        print_line(f"  schema http://{broker.registry_address}")
+        scheme = "http" if config.http_tls is None else "https"
+        print_line(f"  schema {scheme}://{broker.registry_address}")
     print_line(f"  data   {config.data}")
     print_line("Stop with Ctrl-C.")
 

@@ -26,7 +26,7 @@ from millstream.cli.certs import make_node_certificate
 from millstream.core.credential import SHA_256, new_credentials
 from millstream.core.errors import AuthenticationFailed
 from millstream.core.ids import NodeId
-from millstream.protocol.wire.credentials import ASSERTION, PLAIN
+from millstream.protocol.wire.credentials import ASSERTION, PLAIN, _prove_password
 from millstream_testing.security import Certificates
 
 GATEWAY, CALLER = "192.0.2.1", "10.0.0.7"
@@ -144,6 +144,23 @@ async def test_a_session_may_be_renewed_but_not_transferred(knowledge: Knowledge
     assert session.begin(ASSERTION, bare=False)
     with pytest.raises(AuthenticationFailed, match="another principal"):
         await session.step(signed(knowledge, "bob"))
+    session.close()
+
+
+async def test_scram_does_not_transfer_a_session_either(knowledge: Knowledge) -> None:
+    await knowledge.state.change_users(new_credentials("bob", "bob-password"))
+    session = opened(dataclasses.replace(knowledge, session_s_max=600.0), requires=True)
+
+    async def authenticate(user: str) -> None:
+        assert session.begin(SHA_256, bare=False)
+        exchange = _prove_password(SHA_256, user, f"{user}-password")
+        challenge, _ = await session.step(next(exchange))
+        await session.step(exchange.send(challenge))
+
+    await authenticate("alice")
+    await authenticate("alice")
+    with pytest.raises(AuthenticationFailed, match="another principal"):
+        await authenticate("bob")
     session.close()
 
 
