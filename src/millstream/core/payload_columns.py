@@ -7,7 +7,7 @@ is declared. Spark parses everything that is accepted here in the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,6 +51,8 @@ _NESTED: Final[Mapping[str, str]] = {
 _REFUSED: Final = ("char", "character", "geography", "geometry", "interval", "time", "varchar", "variant", "void")
 """Spark types that payloads are not decoded into."""
 _KNOWN: Final = (*_SIMPLE, *_DECIMAL, *_NESTED)
+_LANDED: Final = {**dict.fromkeys(("tinyint", "smallint", "int", "bigint"), "long"), "float": "double"}
+"""The types that tables have instead."""
 
 _ILLEGAL: Final = frozenset(" ,;{}()\n\t=")
 """Characters that Parquet, as Spark and Delta Lake write it, does not allow in column names."""
@@ -119,6 +121,21 @@ def check_landed(columns: Iterable[PayloadColumn], *, about: str = "`schema`", i
         if other is not column.name:
             raise InvalidSetting(f"{about} has columns {other!r} and {column.name!r}, which differ in case alone")
         _check_landed(column, about, is_inner=is_inner)
+
+
+def kept_types(before: Iterable[PayloadColumn], after: Iterable[PayloadColumn], above: str = "") -> Iterator[str]:
+    """Return the columns, with their types, that a table of one schema keeps although another one changes them."""
+    known = {column.name.lower(): column.type for column in before}
+    for column in after:
+        was, path = known.get(column.name.lower()), f"{above}{column.name}"
+        if was is None:
+            continue
+        if was.parts and was.name == column.type.name:
+            yield from kept_types(was.parts, column.type.parts, f"{path}.")
+            continue
+        old, new = (_LANDED.get(kind.name, kind.name) for kind in (was, column.type))
+        if (old, was.numbers) != (new, column.type.numbers) and (old, new) != ("long", "double"):
+            yield f"{path} {old}"
 
 
 def is_legal(name: str) -> bool:

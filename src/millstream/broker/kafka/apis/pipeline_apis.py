@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,8 +17,9 @@ from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_ch
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
-from millstream.core.errors import FilterError, InvalidPipeline
+from millstream.core.errors import FilterError, InvalidPipeline, MillstreamError
 from millstream.core.job import RUNS_KEPT
+from millstream.core.payload_columns import kept_types, parse_columns
 from millstream.core.pipeline import (
     DECODE,
     DELETE_WHEN,
@@ -26,6 +28,7 @@ from millstream.core.pipeline import (
     GROUP_PREFIX,
     LONG_TEXTS,
     NO_DECODING,
+    LandSettings,
     Pipeline,
     PipelineKind,
     Rule,
@@ -158,14 +161,32 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
 
     async def _change_settings(self, request: PipelineChanges, owner: Owner | None) -> list[str]:
         self._check_code(request.settings)
+        before = await self._pipelines.find(request.name)
         if request.settings.get(DECODE) == NO_DECODING:
-            now = await self._pipelines.find(request.name)
-            await check_filters_of(now.rules, self._subscriptions, decode=NO_DECODING)
+            await check_filters_of(before.rules, self._subscriptions, decode=NO_DECODING)
         await check_table_conditions(request.settings)
         changed = await self._pipelines.alter(
             request.name, request.settings, validate_only=request.validate_only, owner=owner
         )
-        return self._notes.notes_for(changed)
+        return [*self._notes.notes_for(changed), *_schema_notes(before, changed)]
+
+
+def _schema_notes(before: Pipeline, after: Pipeline) -> Iterator[str]:
+    """Say that a table keeps its types, if the schema changes or may change them."""
+    with suppress(MillstreamError):
+        old, new = before.settings, after.settings
+        if not isinstance(old, LandSettings) or not isinstance(new, LandSettings) or old.decode == NO_DECODING:
+            return
+        if not new.schema or new.schema == old.schema:
+            return
+        kept = list(kept_types(parse_columns(old.schema), parse_columns(new.schema))) if old.schema else None
+        if kept != []:
+            yield (
+                f"Columns that its tables already have keep their types{'' if kept is None else ', here: '}"
+                f"{', '.join(kept or ())}; only long becomes double. To land the messages that the topics still have "
+                "with other types, stop the pipeline, move its tables and their quarantines out of the lake, and "
+                "start it."
+            )
 
 
 class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
