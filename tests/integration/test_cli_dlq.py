@@ -286,7 +286,7 @@ def test_open_letters_are_deleted_only_with_force(server: Server, millstream: Co
     assert (refused.code, f"{LETTERS} open dead letters" in refused.err, "--force" in refused.err) == (5, True, True)
     refused = millstream("topic", "delete", dead, "--yes")
     assert (refused.code, f"{LETTERS} open dead letters" in refused.err, "--force" in refused.err) == (5, True, True)
-    with pytest.raises(PolicyViolation, match=f"{LETTERS} open dead letters of {name}"):
+    with pytest.raises(PolicyViolation, match=f"{LETTERS} open dead letters"):
         asyncio.run(delete_by_kafka(server, dead))
     assert millstream("dlq", "purge", name, "-n", 5).code == 0
     refused = millstream("topic", "delete", dead, "--yes")

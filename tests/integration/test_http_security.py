@@ -15,6 +15,12 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from kio.schema.incremental_alter_configs.v1.request import (
+    AlterableConfig,
+    AlterConfigsResource,
+    IncrementalAlterConfigsRequest,
+)
+from kio.static.primitive import i8
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.cli.local_process import ReservedPort
@@ -27,6 +33,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer, declare_security
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 ADMIN, ALICE, BOB, EVE = (
@@ -85,6 +92,14 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
     ]
     rules.append(rule("User:eve", topic, "elsewhere", everything, host="203.0.113.9"))
     rules.append(rule("User:eve", topic, "configured", acl.Operation.ALTER_CONFIGS))
+    rules += [
+        rule("User:eve", group, prefix, operation)
+        for prefix, operation in (
+            ("seen-", acl.Operation.DESCRIBE),
+            ("seen-read", acl.Operation.READ),
+            ("seen-altered", acl.Operation.ALTER_CONFIGS),
+        )
+    ]
     declare_security(folder / "data", dict((ADMIN, ALICE, BOB, EVE)), frozenset(rules))
     now_ms = int(time.time() * 1000)
     narrow = rule("User:*", topic, "alice-narrow", acl.Operation.WRITE)
@@ -277,6 +292,60 @@ def test_names_of_others_are_not_revealed(locked: Locked) -> None:
         assert exists.json()["detail"].replace("hidden-http", "N") == missing.json()["detail"].replace(
             "absent-http", "N"
         )
+
+
+@pytest.fixture
+def seen(locked: Locked) -> Iterator[None]:
+    """Subscriptions that eve may describe, read or alter, on topics whose names she may not know."""
+    names = ("seen-only", "seen-read", "seen-altered")
+    with locked.client(ADMIN) as admin:
+        assert publish(admin, "hidden-topic").status_code == 201
+        for name in names:
+            new = {"name": name, "topics": ["hidden-topic"], "start": "start", "dead_letter_topic": "hidden-dead"}
+            made = admin.post("/v1/subscriptions", json={**new, "filter": "key IS NULL"})
+            assert made.status_code == 201, made.text
+        pulled = admin.post("/v1/subscriptions/seen-only/messages:pull", json={"wait_ms": 30_000}).json()["messages"]
+        rejected = {"reject": [message["lease"] for message in pulled]}
+        assert admin.post("/v1/subscriptions/seen-only/messages:settle", json=rejected).json()["failed"] == 0
+        wait_until(lambda: admin.get("/v1/dead-letters/seen-only").json()["letters"])
+        yield
+        for name in names:
+            assert admin.delete(f"/v1/subscriptions/{name}?force=true").is_success
+
+
+@pytest.mark.usefixtures("seen")
+async def test_a_subscription_reveals_neither_its_topics_nor_its_settings(locked: Locked) -> None:
+    with locked.client(ADMIN) as admin, locked.client(EVE) as eve:
+        for name in ("seen-only", "seen-read"):
+            shown = eve.get(f"/v1/subscriptions/{name}").json()
+            assert (shown["settings"], shown["overrides"]) == ({"millstream.paused": "false"}, {})
+            letters = eve.get(f"/v1/dead-letters/{name}")
+            assert (letters.status_code, "hidden" in letters.text) == (403, False)
+            for path in (f"/v1/subscriptions/{name}", "/v1/subscriptions"):
+                assert "hidden-" not in eve.get(path).text
+        listed = eve.get("/v1/dead-letters").json()["dead_letters"]
+        # The right to alter settings is also the right to see them.
+        assert [one["subscriptions"] for one in listed] == [["seen-altered"]]
+        assert "hidden-dead" in eve.get("/v1/subscriptions/seen-altered").text
+        everything = "User:eve may not read every topic of the subscription"
+        for path, body in {
+            "seen-altered/pause": None,
+            "seen-read/messages:pull": {"wait_ms": 1000},
+            "seen-read/seek": {"to": "start"},
+        }.items():
+            refused = eve.post(f"/v1/subscriptions/{path}", json=body)
+            assert (refused.status_code, refused.json()["detail"]) == (403, everything)
+        named = eve.patch("/v1/subscriptions/seen-altered", json={"topics": ["elsewhere-named"]})
+        assert (named.status_code, "elsewhere-named" in named.text, "hidden" in named.text) == (403, True, False)
+        denied = admin.delete("/v1/subscriptions/seen-only")
+        assert (denied.status_code, "hidden" in denied.text) == (409, False)
+    credentials = Credentials(tls=client_tls(locked.certificates.ca), user=EVE[0], password=EVE[1])
+    async with Client.connect(locked.server.kafka, credentials=credentials) as client:
+        setting = AlterableConfig(name="millstream.paused", config_operation=i8(0), value="true")
+        group = AlterConfigsResource(resource_type=i8(32), resource_name="seen-altered", configs=(setting,))
+        asked = IncrementalAlterConfigsRequest(resources=(group,), validate_only=False)
+        (altered,) = (await client.send(None, asked)).responses
+        assert altered.error_message == everything
 
 
 @pytest.mark.parametrize(

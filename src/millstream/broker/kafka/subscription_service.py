@@ -21,6 +21,7 @@ from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.kafka.api import Need
 from millstream.broker.net.budget import Budget
 from millstream.broker.push_board import PushBoard
+from millstream.broker.security.rights import SubscribedTopic
 from millstream.broker.subscriptions.engine import Expiry
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_shard import StateCoordinator
@@ -241,14 +242,14 @@ class SubscriptionService:
 
     async def check_letters_kept(self, topic: str) -> None:
         """Raise `PolicyViolation` for a dead letter topic with open letters, which would be deleted with it."""
-        writers = [one.name for one in self.declared.all() if self.declared.settings_of(one).dead_letter_topic == topic]
-        if not writers and self.declared.get(LETTERS_PREFIX + topic) is None:
+        if topic not in self.letter_topics():
             return
         from millstream.protocol.private.subscriptions import open_letters, open_letters_error
 
         letters = await open_letters(self._wire_client(), topic)
         if letters:
-            raise PolicyViolation(open_letters_error(topic, letters, writers))
+            # Without the names of subscriptions, which the client may not know.
+            raise PolicyViolation(open_letters_error(topic, letters, ()))
 
     async def check_no_letters(self, name: str) -> None:
         """Raise `GroupNotEmpty` for a subscription with open letters, which could not be redriven without it."""
@@ -262,8 +263,8 @@ class SubscriptionService:
         if letters:
             noun, them = ("letter", "it") if letters == 1 else ("letters", "them")
             raise GroupNotEmpty(
-                f"subscription {name!r} has {letters:,} open dead {noun} in topic {topic!r}; redrive or purge {them} "
-                f"first, or leave {them} behind with --force"
+                f"subscription {name!r} has {letters:,} open dead {noun}; redrive or purge {them} first, or leave "
+                f"{them} behind with --force"
             )
 
     async def delete(self, name: str, *, force: bool = False) -> None:
@@ -459,10 +460,10 @@ class SubscriptionService:
         declared = self.declared.by_id(subscription_id)
         return None if declared is None else declared.name
 
-    async def topics_of(self, name: str) -> Sequence[str]:
+    async def topics_of(self, name: str) -> Sequence[SubscribedTopic]:
         """Return the topics of a subscription; of a share group those of its members."""
         declared = await self.declared.find(name)
-        return declared.topics or sorted(self.share_topics.members(name))
+        return [SubscribedTopic(topic) for topic in declared.topics or sorted(self.share_topics.members(name))]
 
 
 def _import_engine(with_filters: bool) -> None:

@@ -43,6 +43,12 @@ _NOUNS: Final = {
 }
 
 
+class SubscribedTopic(str):
+    """A topic that a request means by naming its subscription; errors name it only to those who may describe it."""
+
+    __slots__ = ()
+
+
 def _resource(kind: ResourceType, name: str) -> tuple[ResourceType, str]:
     """Return the resource whose rules apply: the subscription that tracks a dead letter topic counts as the topic."""
     if kind is ResourceType.GROUP and name.startswith(LETTERS_PREFIX):
@@ -109,7 +115,7 @@ class Rights:
         """Return the same as `allows`, and audit a denial: the request is refused, not just filtered."""
         is_allowed = self.allows(operation, kind, name)
         if not is_allowed:
-            self._state.audit.deny(self.actor, operation, kind, name)
+            self._state.audit.deny(self.actor, operation, kind, str(name))
         return is_allowed
 
     def record(self, api: str, change: Change) -> None:
@@ -166,6 +172,8 @@ class Rights:
         if not self.check(operation, kind, name):
             kind, name = _resource(kind, name)
             what = "the cluster" if kind is ResourceType.CLUSTER else f"{_NOUNS[kind]} {name!r}"
+            if isinstance(name, SubscribedTopic) and not self.topic(Operation.DESCRIBE, name):
+                what = "every topic of the subscription"
             does = operation.name.lower().replace("_configs", " the settings of").replace("_", " ")
             raise _ERRORS[kind](f"{self.principal} may not {does} {what}")
 

@@ -29,6 +29,7 @@ from millstream.core.errors import (
     NotFound,
     StorageFailure,
     SubscriptionExists,
+    TopicNotAuthorized,
     UnknownGroup,
     UnknownTopic,
 )
@@ -570,7 +571,9 @@ async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
             return one.topic
     with suppress(UnknownGroup):
         (described,) = await SubscriptionClient(client).describe([name])
-        raise NotFound(f"subscription {described['name']!r} has no dead letter topic")
+        if DEAD_LETTER_TOPIC not in described["settings"]:
+            raise TopicNotAuthorized(f"you may not describe the dead letter topic of subscription {name!r}")
+        raise NotFound(f"subscription {name!r} has no dead letter topic")
     raise NotFound(f"no subscription is called {name!r} or has it as its dead letter topic; see millstream dlq list")
 
 

@@ -50,7 +50,7 @@ from millstream.broker.kafka.apis.describe_configs import (
 from millstream.broker.kafka.setting_view import how_to_change, is_list
 from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.security.changes import settings_changed
-from millstream.broker.security.rights import Rights
+from millstream.broker.security.rights import Rights, SubscribedTopic
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError, MirroredTopic
 from millstream.core.group import DECLARED
@@ -168,7 +168,8 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         owner = None
         if rights is not None:
             # Settings may push messages elsewhere, so this needs what SubscriptionAlter does.
-            rights.require_all(Operation.READ, ResourceType.TOPIC, () if found is None else found.topics)
+            topics = () if found is None else found.topics
+            rights.require_all(Operation.READ, ResourceType.TOPIC, map(SubscribedTopic, topics))
             check_needs(letter_needs(wanted), rights)
             owner = rights.owner
         if found is not None:

@@ -62,7 +62,10 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import (
+    DEAD_LETTER_TOPIC,
+    NO_DEAD_LETTERS,
     OWN_PREFIX,
+    PAUSED,
     READ_COMMITTED,
     QueueKey,
     Subscription,
@@ -175,7 +178,8 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
 
     async def needs(self, request: AlterSubscriptionRequest) -> Sequence[Need]:
         """ALTER_CONFIGS on the subscription, READ on all its topics: settings may push their messages."""
-        topics = {*await self._service.topics_of(request.name), *(request.topics or ())}
+        # Those that the request names come first, so that an error may name them.
+        topics = {*(request.topics or ()), *await self._service.topics_of(request.name)}
         return [
             (Operation.ALTER_CONFIGS, ResourceType.GROUP, request.name),
             *((Operation.READ, ResourceType.TOPIC, topic) for topic in sorted(topics)),
@@ -253,7 +257,9 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
     the node's push process for the subscription's endpoint. `leases` holds the oldest leased ranges, at most as many as
     requested; client id and address are those of the last connection of the worker, empty if it has not connected since
     the node leads the queue. Values of secret settings are never returned. `has_hidden_topics` is true if topics
-    that the client may not describe are left out, with their queues and leases, and the state of push.
+    that the client may not describe are left out, with their queues and leases, and the state of push. Settings need
+    DESCRIBE_CONFIGS on the subscription, or READ on it and no hidden topics; others see whether it is paused, and its
+    dead letter topic if they may describe that.
     """
 
     key = LIST_KEY
@@ -270,7 +276,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
     def redact(self, response: ListSubscriptionsResponse, rights: Rights) -> ListSubscriptionsResponse:
         """Leave out the subscriptions that the client may not describe, and such topics of the others."""
         visible = [
-            _without_hidden_topics(one, rights)
+            _without_hidden_settings(_without_hidden_topics(one, rights), rights)
             for one in response.subscriptions
             if rights.group(Operation.DESCRIBE, one["name"])
         ]
@@ -402,6 +408,23 @@ def _without_hidden_topics(described: dict[str, Any], rights: Rights) -> dict[st
     if len(shown["topics"]) < len(described["topics"]):
         # The counts of push are of all topics.
         shown |= {"has_hidden_topics": True, "push": []}
+    return shown
+
+
+def _without_hidden_settings(described: dict[str, Any], rights: Rights) -> dict[str, Any]:
+    """Leave out the settings of a subscription unless the client may see them, and what they alone reveal."""
+    name, dead_letter_topic = described["name"], described["settings"][DEAD_LETTER_TOPIC]
+    is_worker = rights.group(Operation.READ, name) and not described["has_hidden_topics"]
+    if is_worker or rights.group(Operation.DESCRIBE_CONFIGS, name):
+        return described
+    shown = {**described, "push": []}
+    kept = {PAUSED}
+    if dead_letter_topic == NO_DEAD_LETTERS or rights.topic(Operation.DESCRIBE, dead_letter_topic):
+        kept.add(DEAD_LETTER_TOPIC)
+    else:
+        shown["queues"] = [{**queue, "letter_refusal": ""} for queue in described["queues"]]
+    for part in ("settings", "overrides"):
+        shown[part] = {setting: value for setting, value in described[part].items() if setting in kept}
     return shown
 
 
@@ -777,9 +800,12 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
         return [(Operation.DESCRIBE, ResourceType.TOPIC, request.topic)]
 
     def redact(self, response: MessageTrace, rights: Rights) -> MessageTrace:
-        """Leave out the subscriptions that the client may not describe."""
-        visible = tuple(one for one in response.subscriptions if rights.group(Operation.DESCRIBE, one.subscription))
-        return msgspec.structs.replace(response, subscriptions=visible)
+        """Leave out the subscriptions that the client may not describe, and letters in such topics."""
+        visible = [one for one in response.subscriptions if rights.group(Operation.DESCRIBE, one.subscription)]
+        for at, one in enumerate(visible):
+            if one.dead_letter is not None and not rights.topic(Operation.DESCRIBE, one.dead_letter.topic):
+                visible[at] = msgspec.structs.replace(one, dead_letter=None)
+        return msgspec.structs.replace(response, subscriptions=tuple(visible))
 
     async def handle(self, request: MessageTraceRequest) -> MessageTrace:
         """Trace the message in one queue after the other."""

@@ -28,6 +28,7 @@ from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.replication.partition import Partition
+from millstream.broker.security.rights import SubscribedTopic
 from millstream.broker.subscriptions.lease import Origin
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest
@@ -202,7 +203,7 @@ def _give_back(grants: list[Grant], worker: str) -> None:
 def _needed_rights(subscription: str, topics: Iterable[str]) -> list[Need]:
     return [
         (Operation.READ, ResourceType.GROUP, subscription),
-        *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
+        *((Operation.READ, ResourceType.TOPIC, SubscribedTopic(topic)) for topic in topics),
     ]
 
 

@@ -164,6 +164,7 @@ class SubscriptionDescription(msgspec.Struct, frozen=True):
     has_hidden_topics: bool
     """Whether it has topics that the caller may not describe; they and their queues are left out."""
     settings: dict[str, str]
+    """Those that the caller may see."""
     overrides: dict[str, str]
     created_ms: int
     queues: list[QueueState]
