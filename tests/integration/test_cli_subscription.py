@@ -7,6 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+)
 
 import millstream as sdk
 from millstream_testing.command import CommandLine
@@ -139,6 +145,23 @@ def test_an_endpoint_that_no_node_pushes_to_is_reported(millstream: CommandLine,
     assert millstream("subscription", "update", name, "--push", "https://example.invalid/hook").err == ""
     for one in (name, f"{name}-2"):
         assert millstream("subscription", "delete", one, "--yes").code == 0
+
+
+def test_a_group_that_only_has_settings_is_given_topics_by_an_update(
+    server: Server, millstream: CommandLine, name: str
+) -> None:
+    group = f"{name}-set"
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    change = ConfigEntry("share.delivery.count.limit", "7", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ConfigResource.Type.GROUP, group, incremental_configs=[change])
+    for altered in admin.incremental_alter_configs([resource]).values():
+        altered.result(60)
+    refused = millstream("subscription", "create", group, "--topic", name)
+    assert refused.code == 5
+    assert "give it topics with `millstream subscription update`" in refused.err
+    assert millstream("subscription", "update", group, "--topic", name).code == 0
+    described = millstream("subscription", "describe", group, "--json").document
+    assert (described["topics"], described["settings"]["share.delivery.count.limit"]) == ([name], "7")
 
 
 def test_if_not_exists_reports_differences_as_a_conflict(millstream: CommandLine) -> None:

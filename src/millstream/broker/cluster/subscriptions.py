@@ -139,8 +139,8 @@ class Subscriptions(NamedHolder[Subscription]):
         # In a thread, since the filter language is loaded on first use.
         await asyncio.to_thread(self._check, name, topics, settings)
         async with self._changing:
-            if name in self._by_name:
-                raise SubscriptionExists(f"subscription {name!r} already exists")
+            if known := self._by_name.get(name):
+                raise _already_exists(known)
             if is_limited and len(self._by_name) >= SUBSCRIPTIONS_MAX:
                 raise InvalidSubscription(f"there are {SUBSCRIPTIONS_MAX} subscriptions already; delete some first")
             made = Subscription(
@@ -287,6 +287,16 @@ class Subscriptions(NamedHolder[Subscription]):
         for subscription_id in [one for one, deleted_ms in self._deleted.items() if deleted_ms < long_ago]:
             await self._declarations.call(Catalog.forget_deleted_subscription, subscription_id)
             del self._deleted[subscription_id]
+
+
+def _already_exists(known: Subscription) -> SubscriptionExists:
+    if known.topics:
+        return SubscriptionExists(f"subscription {known.name!r} already exists")
+    # Its settings, such as a push endpoint, may be of another user, so creating it does not adopt them.
+    return SubscriptionExists(
+        f"group {known.name!r} already exists, as a share group without topics of its own, perhaps only by its "
+        "settings; give it topics with `millstream subscription update`, which keeps these settings, or delete it first"
+    )
 
 
 def _with_defaults(
