@@ -251,6 +251,16 @@ def test_composite_keys_and_rows_without_one(keys: Keys) -> None:
     ]
 
 
+def test_unchanged_rows_keep_columns_that_the_schema_no_longer_has(keys: Keys) -> None:
+    keys.create()
+    keys.publish([(None, {"id": number, "a": 1, "b": 1}) for number in (1, 2)])
+    keys.land(key="id")
+    keys.publish([(None, {"id": 2, "a": 2, "b": 2, "c": 2})])
+    keys.land(key="id", schema="id long, a long, c long")
+    rows = [[row[name] for name in ("id", "a", "b", "c")] for row in keys.rows()]
+    assert sorted(rows) == [[1, 1, 1, None], [2, 2, None, 2]]
+
+
 def test_grown_topics_need_an_order(keys: Keys) -> None:
     keys.create()
     keys.publish([(b"1", {"id": 1, "at": 1})])

@@ -92,7 +92,11 @@ class TopicBatch:
         """Return the columns of the table, with those that the commit adds."""
         lifted = [pa.field(name, pa.string()) for name in CLOUD_EVENT] if self.lifts_cloud_events else []
         event = () if self.event_time is None else EVENT_COLUMNS[self.event_time.unit]
-        return table_schema(self.fields, pa.schema([*self.record, *event, *lifted]))
+        schema = table_schema(self.fields, pa.schema([*self.record, *event, *lifted]))
+        if self.changes is None or self.schema is None:
+            return schema
+        # A merge rewrites rows that it does not change, with the columns that the settings no longer name.
+        return pa.schema([*schema, *(one for one in self.schema if one.name not in schema.names)])
 
     def work(self, landed: datetime, attempt: str) -> Work:
         """Return the parameters of an attempt's tasks."""
