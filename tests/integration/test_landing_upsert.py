@@ -22,7 +22,7 @@ from millstream.core.errors import InvalidSetting
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind, Step, TimeWindow
 from millstream.pipelines.jobs.land.backfill import make_requarantine
-from millstream.pipelines.jobs.land.inference import SAMPLE_MAX
+from millstream.pipelines.jobs.land.inference import LEAVES_MAX, SAMPLE_MAX
 from millstream.pipelines.jobs.land.job import make_job
 from millstream.pipelines.lake.keyed_table import KEEPS_TYPES
 from millstream_testing.command import CommandLine
@@ -249,6 +249,23 @@ def test_composite_keys_and_rows_without_one(keys: Keys) -> None:
     assert [reason[:28] for reason in keys.reasons()] == ["the key region, order.id is "] * 2 + [
         "the payload is not JSON: Exp"
     ]
+
+
+def test_fields_beyond_the_limit_need_a_schema_or_a_map(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+    keys.create()
+    payload = {"id": 1, "odd name": 2, **{f"f{number}": number for number in range(LEAVES_MAX)}, "tags": {"a b": 3}}
+    keys.publish([(None, payload)])
+    last = f"f{LEAVES_MAX - 1}"
+    steps = keys.land(key="id", maps="tags")
+    (row,) = keys.rows()
+    assert (last in row, "odd name" in row, row["tags"]) == (False, False, [("a b", "3")])
+    assert count_of(steps, "dropped-fields") == 3
+    assert "3 fields of" in caplog.text
+    assert "are not in the table; give the columns in `schema`" in caplog.text
+    schema = ", ".join(f"{name} long" for name in payload if name[0] in "if")
+    keys.land(key="id", schema=schema, window=TimeWindow(0, 2**50))
+    (row,) = keys.rows()
+    assert row[last] == LEAVES_MAX - 1
 
 
 def test_unchanged_rows_keep_columns_that_the_schema_no_longer_has(keys: Keys) -> None:

@@ -30,7 +30,7 @@ from millstream.pipelines.lake.columns import (
 from millstream.pipelines.source.ranges import Range
 
 LEAVES_MAX: Final = 1000
-"""The most inferred columns, nested ones included; other fields stay in `value`."""
+"""The most inferred columns, nested ones included; other fields have no column."""
 
 DEPTH_MAX: Final = 12
 """Deeper values are text."""

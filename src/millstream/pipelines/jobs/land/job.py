@@ -151,7 +151,7 @@ _DAMAGED: Final = (FileNotFoundError, ValueError)
 """Errors of tasks whose files are missing or are not Parquet."""
 
 ROUNDS_MAX: Final = 4
-"""How often a batch is restarted because of new fields; later ones stay in `value`."""
+"""How often a batch is restarted because of new fields; later ones have no column."""
 
 REPLANS_MAX: Final = 10
 
@@ -162,6 +162,12 @@ _TABLES_AT_ONCE: Final = 8
 
 DROPPED_MAX: Final = 10_000
 """The most fields of a topic that are reported as having no column."""
+
+_KEPT: Final = "are in `value` alone"
+_NOT_KEPT: Final = (
+    "are not in the table; give the columns in `schema`, or the objects that contain these fields in `maps`, and land "
+    "the messages again"
+)
 
 COLUMNS_SHOWN_MAX: Final = 20
 """The most topics whose columns are reported."""
@@ -527,8 +533,8 @@ class LandJob:
             named = ", ".join(sorted(found)[:10])
             _logger.warning(
                 "pipeline %s: %d fields of %s have no column, since their names cannot be columns or there are too "
-                "many: %s",
-                *(self._pipeline.name, len(found), batch.topic, named),
+                "many, and %s: %s",
+                *(self._pipeline.name, len(found), batch.topic, _KEPT if batch.changes is None else _NOT_KEPT, named),
             )
 
     def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:
