@@ -112,6 +112,8 @@ class SecurityChange:
 class DeclaredSecurity:
     """Every user, token and rule of a catalog."""
 
+    decoy_key: bytes = b""
+    """With it, nodes make the salts of users that do not exist; the same on every node."""
     credentials: tuple[ScramCredential, ...] = ()
     tokens: tuple[ApiToken, ...] = ()
     acls: frozenset[Acl] = frozenset()

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -38,9 +38,12 @@ from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.broker.security.tls import PrincipalRules
 from millstream.core.acl import EVERYONE, OPERATIONS, Acl, Operation, ResourceType
 from millstream.core.credential import (
+    ITERATIONS,
     SCRAM_MECHANISMS,
     SHA_256,
+    ScramCredential,
     check_user_name,
+    derive,
     new_credentials,
     new_token,
     split_token,
@@ -175,6 +178,9 @@ async def test_a_refused_first_message_gets_the_reason(passwords: Passwords) -> 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_garbage_authenticates_no_user(first: bytes, second: bytes) -> None:
     class NoUsers:
+        credentials: Mapping[tuple[str, str], ScramCredential] = {}
+        decoy_key = b""
+
         def credential(self, user: str, mechanisms: object) -> None:
             return None
 
@@ -200,6 +206,26 @@ async def test_an_unknown_user_is_indistinguishable_from_a_known_one(passwords: 
     assert known["i"] == unknown["i"]
     assert len(base64.b64decode(known["s"])) == len(base64.b64decode(unknown["s"]))
     assert unknown["s"] == again["s"]
+
+
+async def test_unknown_users_look_like_those_of_every_tool_and_the_same_on_every_node(
+    passwords: Passwords, tmp_path: Path
+) -> None:
+    # As Kafka's tools make them.
+    made = derive("kafka-made", SHA_256, b"x" * 32, salt=b"1a2b3c4d5e6f7g8h9i0jklmno", iterations=12_000)
+    await passwords.state.change_users((made,))
+    catalog = Catalog.open_folder(tmp_path)
+    state = SecurityState(CatalogDeclarations(catalog), ())
+    await state.load()
+    another = Passwords(state)
+    found = set()
+    for number in range(100):
+        one, same = (each.decoy(f"nobody-{number}", SHA_256) for each in (passwords, another))
+        assert (one.salt, one.iterations) == (same.salt, same.iterations)
+        found.add((len(one.salt), one.salt.isalnum() and one.salt.islower(), one.iterations))
+    assert found == {(24, False, ITERATIONS), (25, True, 12_000)}
+    another.close()
+    catalog.close()
 
 
 async def test_a_verified_password_is_cached_until_it_changes(

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import re
+import secrets
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,6 +128,7 @@ _PRODUCER_IDS = "producer-id"
 _CLUSTER_ID = "cluster-id"
 
 _CLUSTER_NAME = "cluster-name"
+_DECOY_KEY = "decoy-key"
 
 _SCHEMA_VERSION = "schema-version"
 
@@ -239,6 +241,7 @@ class Catalog:
             else:
                 _check_version(found)
             self._claim(connection)
+            self._add_if_missing(connection, _DECOY_KEY, secrets.token_hex(32))
             self.cluster_id = _metadata_value(connection, _CLUSTER_ID) or ""
             if is_checked_only:
                 transaction.rollback()
@@ -247,14 +250,17 @@ class Catalog:
         """Raise if another cluster uses this catalog, since it would apply this cluster's declarations."""
         if not self._cluster:
             return
-        claimed = self._insert(about).values(name=_CLUSTER_NAME, value=self._cluster)
-        connection.execute(claimed.on_conflict_do_nothing(index_elements=[about.c.name]))
+        self._add_if_missing(connection, _CLUSTER_NAME, self._cluster)
         name = _metadata_value(connection, _CLUSTER_NAME)
         if name != self._cluster:
             raise ClusterMismatch(
                 f"the catalog belongs to the cluster {name!r}, but this node is started for {self._cluster!r}; "
                 f"give --cluster {name}, or another database with --catalog"
             )
+
+    def _add_if_missing(self, connection: Connection, name: str, value: str) -> None:
+        added = self._insert(about).values(name=name, value=value)
+        connection.execute(added.on_conflict_do_nothing(index_elements=[about.c.name]))
 
     @classmethod
     def of_file(cls, path: Path) -> Catalog:
@@ -465,6 +471,7 @@ class Catalog:
         """Return every user, token and access rule."""
         with self._read() as connection:
             return DeclaredSecurity(
+                decoy_key=bytes.fromhex(_metadata_value(connection, _DECOY_KEY) or ""),
                 credentials=tuple(_credential(row) for row in connection.execute(select(scram_credentials))),
                 tokens=tuple(_token(row) for row in connection.execute(select(api_tokens))),
                 acls=frozenset(declared_of(Acl, row) for row in connection.execute(select(acls))),

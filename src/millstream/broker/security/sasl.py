@@ -15,10 +15,11 @@ import os
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from hashlib import shake_256
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from millstream.broker.security.rights import ANONYMOUS
 from millstream.broker.security.state import SecurityState
@@ -47,6 +48,7 @@ _VERIFIED_MAX: Final = 1024
 _VERIFIED_S: Final = 300.0
 _NONCE_BYTES: Final = 24
 _SALT_BYTES: Final = 24
+_SALT_LETTERS: Final = b"0123456789abcdefghijklmnopqrstuvwxyz"
 _FAILED: Final = "authentication failed: the user or the password is wrong"
 _ATTEMPTS_MAX: Final = 10_000
 _PAUSE_S_FIRST, _PAUSE_S_MAX = 0.1, 5.0
@@ -98,6 +100,20 @@ class Mechanism(Protocol):
         """Respond to a message of the client; the last response is returned with the principal."""
 
 
+class _Shape(NamedTuple):
+    """What is seen of a credential before authentication."""
+
+    salt_bytes: int
+    is_text: bool
+    """Whether the salt consists of small letters and digits, as that of Kafka's tools."""
+    iterations: int
+
+    @classmethod
+    def of(cls, credential: ScramCredential) -> _Shape:
+        salt = credential.salt
+        return cls(len(salt), is_text=not salt.strip(_SALT_LETTERS), iterations=credential.iterations)
+
+
 class Passwords:
     """Checks passwords in threads, a few at a time, and caches correct ones."""
 
@@ -107,23 +123,47 @@ class Passwords:
         self._executor = ThreadPoolExecutor(_CHECKS_AT_ONCE, thread_name_prefix="password")
         self._waiting = 0
         self._verified: OrderedDict[bytes, float] = OrderedDict()
+        self._seen: Mapping[tuple[str, str], ScramCredential] | None = None
+        self._shapes: dict[str, set[_Shape]] = {}
 
     def close(self) -> None:
         """Stop the threads."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def decoy(self, user: str, mechanism: str) -> ScramCredential:
-        """Return a decoy credential for an unknown user: always the same for a name, and matched by no password."""
-        salt = hmac.digest(self._key, f"{mechanism}:{user}".encode(), "sha256")[:_SALT_BYTES]
+        """Return a decoy credential for an unknown user, which no password matches.
+
+        Its salt and its iterations are always the same for a name, on every node, and look like those of the users that
+        exist. These differ by the tool that created a user.
+        """
+        name = f"{mechanism}:{user}".encode()
+        key = self.state.decoy_key or self._key
+
+        def weight(shape: _Shape) -> bytes:
+            # A further shape changes only the names for which it has the largest weight.
+            return hmac.digest(key, f"{tuple(shape)}".encode() + name, "sha256")
+
+        shape = max(self._shapes_of(mechanism), key=weight)
+        salt = shake_256(key + name).digest(shape.salt_bytes)
+        if shape.is_text:
+            salt = bytes(_SALT_LETTERS[one % len(_SALT_LETTERS)] for one in salt)
         size = len(digest(mechanism, b""))
         return ScramCredential(
             user=user,
             mechanism=mechanism,
             salt=salt,
-            iterations=ITERATIONS,
+            iterations=shape.iterations,
             stored_key=secrets.token_bytes(size),
             server_key=secrets.token_bytes(size),
         )
+
+    def _shapes_of(self, mechanism: str) -> Collection[_Shape]:
+        """Return how the credentials of a mechanism look."""
+        if self._seen is not self.state.credentials:
+            self._seen, self._shapes = self.state.credentials, {}
+            for one in self._seen.values():
+                self._shapes.setdefault(one.mechanism, set()).add(_Shape.of(one))
+        return self._shapes.get(mechanism) or (_Shape(_SALT_BYTES, is_text=False, iterations=ITERATIONS),)
 
     async def check(self, user: str, password: str) -> Verified:
         """Authenticate a user, or raise `AuthenticationFailed`."""

@@ -70,6 +70,7 @@ class SecurityState(Holder):
         self._super_users = frozenset(super_users)
         self._credentials: dict[tuple[str, str], ScramCredential] = {}
         self._tokens: dict[str, ApiToken] = {}
+        self.decoy_key = b""
         self._refreshing = asyncio.Lock()
         self._refreshed_at = 0.0
         self.audit = AuditTrail()
@@ -220,6 +221,7 @@ class SecurityState(Holder):
 
     def _apply(self, declared: DeclaredSecurity) -> None:
         self._credentials = {(one.user, one.mechanism): one for one in declared.credentials}
+        self.decoy_key = declared.decoy_key
         self._tokens = {one.token_id: one for one in declared.tokens}
         if declared.acls != self.snapshot.acls:
             # A new object makes every connection authorize again, so it is kept when only tokens change.
