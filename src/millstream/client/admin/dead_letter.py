@@ -233,7 +233,7 @@ class DeadLetterDesk:
         """Start tracking the topic's letters, if that has not happened yet."""
         settings = {LEASE: str(LEASE_MS), IN_FLIGHT_MAX: str(HELD_MAX)}
         try:
-            described = await self._describe_subscription(*TRANSIENT)
+            described = await self._describe_subscription(self._name, *TRANSIENT)
         except UnknownGroup:
             with suppress(SubscriptionExists):
                 await self._subscriptions.create(self._name, [self.topic], {START: EARLIEST, ATTEMPTS: "0", **settings})
@@ -307,7 +307,7 @@ class DeadLetterDesk:
         if not may_read_topic:
             return _NO_OFFSET, f"redriving needs READ on topic {queue.topic!r}"
         try:
-            (described,) = await self._subscriptions.describe([queue.subscription])
+            described = await self._describe_subscription(queue.subscription, *TRANSIENT)
         except UnknownGroup as error:
             return _NO_OFFSET, str(error)
         if described["settings"].get(DEAD_LETTER_TOPIC) != self.topic:
@@ -403,7 +403,7 @@ class DeadLetterDesk:
 
     async def _is_at_end(self) -> bool:
         """Return whether all queues responded and none has letters left; during a failover some do not respond."""
-        described = await self._describe_subscription(*_PASSES)
+        described = await self._describe_subscription(self._name, *_PASSES)
         found = (await self._client.metadata([self.topic])).topics.get(self.topic)
         partitions = set() if found is None else set(found.partitions)
         self.unreached = len(partitions - {queue["partition"] for queue in described["queues"]})
@@ -412,8 +412,8 @@ class DeadLetterDesk:
         self.held_by_others = max(0, held - len(self._held) - self.held_back)
         return not self.unreached and not any(queue["available"] for queue in described["queues"])
 
-    async def _describe_subscription(self, *passing: type[MillstreamError]) -> dict[str, Any]:
-        (described,) = await self._retry_transient(lambda: self._subscriptions.describe([self._name]), *passing)
+    async def _describe_subscription(self, name: str, *passing: type[MillstreamError]) -> dict[str, Any]:
+        (described,) = await self._retry_transient(lambda: self._subscriptions.describe([name]), *passing)
         return described
 
     async def _settle(
