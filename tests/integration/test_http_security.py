@@ -100,7 +100,8 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
             ("seen-altered", acl.Operation.ALTER_CONFIGS),
         )
     ]
-    rules.append(rule("User:eve", topic, "traced", acl.Operation.READ))
+    rules.append(rule("User:bob", topic, "traced", acl.Operation.READ))
+    rules.append(rule("User:bob", group, "traced", acl.Operation.DESCRIBE))
     declare_security(folder / "data", dict((ADMIN, ALICE, BOB, EVE)), frozenset(rules))
     now_ms = int(time.time() * 1000)
     narrow = rule("User:*", topic, "alice-narrow", acl.Operation.WRITE)
@@ -350,13 +351,13 @@ async def test_a_subscription_reveals_neither_its_topics_nor_its_settings(locked
 
 
 def test_a_trace_does_not_reveal_the_dead_letter_topic(locked: Locked) -> None:
-    with locked.client(ADMIN) as admin, locked.client(EVE) as eve:
+    with locked.client(ADMIN) as admin, locked.client(BOB) as bob:
         assert publish(admin, "traced").status_code == 201
-        new = {"name": "seen-traced", "topics": ["traced"], "start": "start", "dead_letter_topic": "hidden-traces"}
+        new = {"name": "traced-s", "topics": ["traced"], "start": "start", "dead_letter_topic": "hidden-traces"}
         assert admin.post("/v1/subscriptions", json=new).status_code == 201
-        (message,) = pulled(admin, "seen-traced")
+        (message,) = pulled(admin, "traced-s")
         rejected = {"reject": [message["lease"]]}
-        assert admin.post("/v1/subscriptions/seen-traced/messages:settle", json=rejected).json()["failed"] == 0
+        assert admin.post("/v1/subscriptions/traced-s/messages:settle", json=rejected).json()["failed"] == 0
 
         def traced(caller: httpx.Client) -> dict[str, Any]:
             (found,) = caller.get("/v1/topics/traced/partitions/0/messages/0/trace").json()["subscriptions"]
@@ -364,7 +365,7 @@ def test_a_trace_does_not_reveal_the_dead_letter_topic(locked: Locked) -> None:
 
         wait_until(lambda: traced(admin)["state"] == "dead-lettered")
         assert traced(admin)["dead_letter"]["topic"] == "hidden-traces"
-        shown = traced(eve)
+        shown = traced(bob)
         assert (shown["state"], shown["dead_letter"], "hidden" in str(shown)) == ("dead-lettered", None, False)
 
 
