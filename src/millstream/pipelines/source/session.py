@@ -158,12 +158,22 @@ def session(
     return SparkSession.builder.config(map=dict[str, Any](chosen)).getOrCreate()
 
 
+class NoConnectClient(MillstreamError):
+    """A package that the client of Spark Connect needs is missing."""
+
+
 def _connected(remote: str, name: str | None, settings: Mapping[str, str]) -> SparkSession:
     """Return a session of a Spark Connect server, which has its own configuration."""
-    from pyspark.sql import SparkSession
-
     given = {**({} if name is None else {"spark.app.name": name}), **settings}
-    return SparkSession.builder.remote(remote).config(map=dict[str, Any](given)).getOrCreate()
+    try:
+        from pyspark.sql import SparkSession
+
+        return SparkSession.builder.remote(remote).config(map=dict[str, Any](given)).getOrCreate()
+    except ImportError as error:
+        raise NoConnectClient(
+            f"{remote} is a Spark Connect server, which needs another package here: {str(error).rstrip('.')}; "
+            "run pip install 'pyspark[connect]'"
+        ) from None
 
 
 def _local() -> dict[str, str]:
