@@ -13,7 +13,7 @@ import typer
 
 from millstream.cli.connection import complete_topics
 from millstream.cli.options import Settings, flag, given_text, parse_assignments, parse_settings
-from millstream.core.job import parse_duration_ms
+from millstream.core.job import check_code, parse_duration_ms
 from millstream.core.payload_columns import MESSAGE_TIME, EventTime
 from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, SETTINGS, UPSERT, PipelineKind
 from millstream.core.setting import milliseconds_text, settings_of
@@ -337,6 +337,14 @@ class Flags:
     def _requirements(self) -> str | None:
         return None if self.requirements is None else given_text(f"@{self.requirements}", flag="--requirements")
 
+    def _code(self) -> str | None:
+        if self.file is None:
+            return None
+        code = given_text(f"@{self.file}", flag="--file")
+        # Here, so that an error names the file.
+        check_code(code, file_name=str(self.file))
+        return code
+
     def _job(self) -> dict[str, str | None]:
         times = {"--every": self.pace, "--cron": self.cron, "--continuous": self.continuous}
         given = [flag for flag, value in times.items() if value]
@@ -349,7 +357,7 @@ class Flags:
         if self.timezone and not self.cron and "cron" not in parse_assignments(self.settings or [], flag="--set"):
             raise typer.BadParameter("--timezone is for --cron, which is not given")
         return {
-            "code": None if self.file is None else given_text(f"@{self.file}", flag="--file"),
+            "code": self._code(),
             "requirements": self._requirements(),
             "every.ms": every_ms,
             "cron": self.cron,

@@ -150,10 +150,20 @@ def test_an_update_takes_a_program_as_its_creation_does(tmp_path: Path, monkeypa
             return []
 
     monkeypatch.setattr(pipeline, "call_pipelines", lambda _common, question: question(Pipelines()))
-    for name in ("job.py", "packages.txt"):
-        (tmp_path / name).write_text(name)
+    code = "def run(spark, millstream): ..."
+    (tmp_path / "job.py").write_text(f"{code}\n")
+    (tmp_path / "packages.txt").write_text("packages.txt")
     pipeline.update("mine", file=str(tmp_path / "job.py"), requirements=str(tmp_path / "packages.txt"), unset=["cron"])
-    assert changed == {"code": "job.py", "requirements": "packages.txt", "cron": None}
+    assert changed == {"code": code, "requirements": "packages.txt", "cron": None}
+
+
+def test_an_error_in_a_program_names_its_file(tmp_path: Path) -> None:
+    program = tmp_path / "bad.py"
+    program.write_text("def run(spark, millstream)\n")
+    with pytest.raises(
+        InvalidSetting, match=re.escape(f"the code is not Python: expected ':' ({program.name}, line 1)")
+    ):
+        Flags(file=str(program)).settings_of(PipelineKind.JOB)
 
 
 def test_a_declared_pipeline_is_run_as_declared() -> None:
