@@ -137,7 +137,8 @@ class Claim:
             if self._me.instance_id is None or other.group_instance_id != self._me.instance_id:
                 host = other.client_host.removeprefix("/")
                 raise GroupNotEmpty(
-                    f"it is being run by {other.client_id!r} at {host}, the member of group {self._group!r}"
+                    f"it is being run by {other.client_id!r} at {host}, the member of group {self._group!r}; a run "
+                    f"that was killed remains its member for up to {SESSION_S:g} s"
                 )
 
     async def _join(self) -> bool:
