@@ -18,6 +18,7 @@ from millstream.core.pipeline import JobSettings
 from millstream.pipelines.jobs.group_offsets import stable_offsets
 from millstream.pipelines.jobs.own_job import JobApi, Surroundings, load_code, queries_of
 from millstream.pipelines.runtime.fault import Fault, fault_of
+from millstream.pipelines.runtime.job_driver import QueryProgress
 from millstream.pipelines.source.link import Link
 from millstream_testing.command import CommandLine, run_command
 from millstream_testing.committed_messages import committed_messages
@@ -116,6 +117,29 @@ def test_a_repeated_run_takes_the_same_messages_and_writes_only_missing_output(
         last.table(topic)
     with pytest.raises(InvalidRequest, match="returned int"):
         queries_of(7)
+
+
+def test_the_messages_that_a_streaming_query_read_are_counted_with_its_lag(
+    spark: SparkSession, server: Server, topic: str, link: Link, tmp_path: Path
+) -> None:
+    millstream = CommandLine(server.kafka)
+    for name in (topic, f"{topic}-a"):
+        assert millstream("topic", "create", name, "--partitions", "2").code == 0
+    publish(server, topic, range(20))
+    api = JobApi(make_surroundings(spark, server, topic, link, tmp_path, []))
+    stream = api.read_stream(topic, maxOffsetsPerTrigger=15).select("key", "value")
+    query = api.write_stream(stream, f"{topic}-a")
+    found = QueryProgress()
+    try:
+        query.processAllAvailable()
+        assert found.take(query.recentProgress) is not None
+        publish(server, topic, range(20, 30))
+        query.processAllAvailable()
+        found.take(query.recentProgress)
+        found.take(query.recentProgress)
+    finally:
+        query.stop()
+    assert (found.rows, found.lag) == (30, 0)
 
 
 def test_a_run_whose_messages_were_deleted_by_retention_continues_only_if_configured(

@@ -271,6 +271,15 @@ def is_alive(pid: str) -> bool:
         return False
 
 
+async def test_a_continuous_job_shows_what_its_queries_read(nodes: JobNodes) -> None:
+    async with nodes.node():
+        await nodes.create("stream", "m.report(**{'rows read': 40, 'lag': 3})\nm.wait()", continuous="true")
+        async with asyncio.timeout(WAIT_S):
+            while (report := nodes.board.describe("stream")) is None or not report["rows"]:
+                await asyncio.sleep(0.05)
+        assert (report["state"], report["rows"], report["lag"]) == ("running", 40, 3)
+
+
 async def test_a_continuous_job_is_restarted_and_parked_on_permanent_failure(nodes: JobNodes) -> None:
     async with nodes.node():
         await nodes.create("stream", "m.order.attempt > 1 and m.wait()\nraise ValueError('again')", continuous="true")

@@ -96,6 +96,11 @@ LOST: Final = 72
 """The exit code of an attempt whose group another one has taken over."""
 
 
+ROWS_READ: Final = "rows read"
+LAG: Final = "lag"
+"""What the streaming queries of a run have read so far, and not yet, among the run's progress."""
+
+
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a run."""
 

@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
@@ -29,7 +29,9 @@ from millstream.core.pipeline import Pipeline, PipelineKind, named_texts
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.runtime.driver_messages import (
     DRIVER_CLIENT,
+    LAG,
     LOST,
+    ROWS_READ,
     DriverEvent,
     JobEvent,
     JobOrder,
@@ -244,21 +246,58 @@ def _watch(
             query.processAllAvailable()
             query.stop()
         return
+    counted = [QueryProgress() for _ in queries]
     while any(query.isActive for query in queries):
-        rows = 0
-        for query in queries:
+        for query, one in zip(queries, counted, strict=True):
             error = query.exception()
             if error is not None:
                 raise error
-            progress = query.lastProgress
+            progress = one.take(query.recentProgress)
             if progress is not None:
-                rows = int(progress["numInputRows"])
-                api.report(**{f"batch of {query.name or query.id}": progress["batchId"], "rows in batch": rows})
+                lags = [each.lag for each in counted if each.lag is not None]
+                api.report(
+                    **{f"batch of {query.name or query.id}": progress["batchId"]},
+                    **{ROWS_READ: sum(each.rows for each in counted)},
+                    **({LAG: sum(lags)} if lags else {}),
+                )
             query.awaitTermination(PROGRESS_S)
     for query in queries:
         error = query.exception()
         if error is not None:
             raise error
+
+
+class QueryProgress:
+    """What a streaming query has read since it started."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.lag: int | None = None
+        """The messages of its topics that it had not read at the last batch; None if a source has no offsets."""
+        self._last = ""
+
+    def take(self, recent: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """Count the batches that are new among the recent ones; return the last one, if there is any."""
+        for progress in recent:
+            if progress["timestamp"] > self._last:
+                self.rows += int(progress["numInputRows"])
+                self._last = progress["timestamp"]
+                self.lag = _lag_of(progress["sources"])
+        return recent[-1] if recent else None
+
+
+def _lag_of(sources: Sequence[Any]) -> int | None:
+    """Return how far the sources are behind, by offsets in the form that Kafka's source has too."""
+    lag = 0
+    try:
+        for source in sources:
+            ends, latest = (json.loads(source[name]) for name in ("endOffset", "latestOffset"))
+            for topic, offsets in latest.items():
+                known = ends.get(topic, {})
+                lag += sum(max(0, int(offset) - int(known.get(number, 0))) for number, offset in offsets.items())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return lag
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from millstream.core.errors import InvalidSetting, MillstreamError, UnknownPipel
 from millstream.core.job import ERROR_LENGTH_MAX, RUNS_KEPT, JobRun, RunState, code_hash, parse_memory
 from millstream.core.pipeline import JobSettings, Pipeline
 from millstream.core.tasks import within
-from millstream.pipelines.runtime.driver_messages import LOST, JobEvent, JobOrder, JobResponse, Options
+from millstream.pipelines.runtime.driver_messages import LAG, LOST, ROWS_READ, JobEvent, JobOrder, JobResponse, Options
 from millstream.pipelines.runtime.fault import Fault
 from millstream.pipelines.runtime.job_environment import PackagesFailed, install, resolve
 from millstream.pipelines.runtime.runner import FAILURES_MAX, WEIGHTS
@@ -333,7 +333,8 @@ class _Job:
         return PipelineReport(
             name=self.pipeline.name,
             state=self._state,
-            rows=sum(value for name, value in progress.items() if name == "rows" and isinstance(value, int)),
+            rows=_whole(progress.get("rows", progress.get(ROWS_READ))) or 0,
+            lag=_whole(progress.get(LAG)) if self._state == "running" else None,
             batches=0 if run is None else run.number - (run.state is RunState.RUNNING),
             restarts=self._restarts,
             last_error=self._error,
@@ -663,7 +664,7 @@ class _Job:
             return False
         is_kept = await self._child.declared.update_run(before, run)
         if is_kept:
-            self._run = run
+            self.show(run)
         return is_kept
 
     @property
@@ -671,8 +672,9 @@ class _Job:
         return self._run
 
     def show(self, run: JobRun) -> None:
-        """Show progress that is not stored yet."""
+        """Show progress, which need not be stored yet."""
         self._run = run
+        self._child.changed()
 
     def began(self) -> None:
         """Note that the code runs."""
@@ -722,6 +724,10 @@ class _Job:
     def _set_state(self, state: State) -> None:
         self._state = state
         self._child.changed()
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 class _Watching:

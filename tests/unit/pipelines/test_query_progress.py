@@ -1,0 +1,42 @@
+"""What a job's streaming queries have read, by Spark's progress."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from millstream.pipelines.runtime.job_driver import QueryProgress
+
+
+def batch(second: int, rows: int, *sources: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "timestamp": f"2026-01-31T12:00:{second:02}.000Z",
+        "batchId": second,
+        "numInputRows": rows,
+        "sources": sources,
+    }
+
+
+def source(end: dict[str, Any] | None, latest: dict[str, Any] | None) -> dict[str, Any]:
+    return {"endOffset": json.dumps(end), "latestOffset": None if latest is None else json.dumps(latest)}
+
+
+def test_every_batch_is_counted_once_and_the_last_one_has_the_lag() -> None:
+    found = QueryProgress()
+    assert found.take([]) is None
+    first, second = batch(1, 10, source({"a": {"0": 10}}, {"a": {"0": 25}})), batch(2, 5)
+    assert found.take([first]) == first
+    assert (found.rows, found.lag) == (10, 15)
+    third = batch(3, 7, source({"a": {"0": 22}}, {"a": {"0": 25, "1": 4}}), source({"b": {"0": 1}}, {"b": {"0": 1}}))
+    assert found.take([first, second, third]) == third
+    assert (found.rows, found.lag) == (22, 7)
+
+
+def test_the_lag_of_a_source_without_offsets_is_unknown() -> None:
+    found = QueryProgress()
+    for second, other in enumerate(
+        [source({"a": {"0": 1}}, None), source(None, {"a": {"0": 1}}), {}, source({}, {"x": 2})]
+    ):
+        found.take([batch(second, 1, other)])
+        assert found.lag is None
+    assert found.rows == 4
