@@ -117,7 +117,7 @@ async def test_push_is_parked_while_its_owner_may_not_read(locked: Locked) -> No
         await admin.metadata(["petra-in"], create=True)
         await SubscriptionClient(admin).create("petra-hook", ["petra-in"], {START: "earliest"})
         async with locked.connected("petra") as petra:
-            with pytest.raises(NotAuthorized, match="petra-in"):
+            with pytest.raises(NotAuthorized, match="every topic of the subscription"):
                 await SubscriptionClient(petra).alter("petra-hook", {URL: hook.url})
             await add_acls(admin, [reads])
             await SubscriptionClient(petra).alter("petra-hook", {URL: hook.url})
@@ -201,5 +201,5 @@ async def test_an_endpoint_is_not_set_through_the_configuration_of_a_group_eithe
     entry = ConfigEntry(URL, "http://127.0.0.1:9/", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(Kind.GROUP, "quinn-hook", incremental_configs=[entry])
     (changed,) = client.incremental_alter_configs([resource]).values()
-    with pytest.raises(KafkaException, match="quinn-in"):
+    with pytest.raises(KafkaException, match="every topic of the subscription"):
         await asyncio.to_thread(changed.result, WAIT_S)
