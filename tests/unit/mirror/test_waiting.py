@@ -124,7 +124,9 @@ class CopiedPartition:
 
     def __init__(self) -> None:
         settings = SimpleNamespace(compacts=False)
-        self.log = SimpleNamespace(end_offset=Offset(3), start_offset=Offset(0), settings=settings, partition=WHERE)
+        self.log = SimpleNamespace(
+            end_offset=Offset(3), start_offset=Offset(0), settings=settings, partition=WHERE, damage=()
+        )
         self.appended: list[bytes] = []
         self.exposed: list[Offset | None] = []
 

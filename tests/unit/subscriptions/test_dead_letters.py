@@ -197,10 +197,23 @@ async def test_a_letter_redriven_before_its_queue_knows_of_it_is_delivered(dlq: 
         await dlq.crash()
         await dlq.open()
     with pytest.raises(TRANSIENT, match="message 0 is still being written"):
-        await dlq.delivery.revive(letter, {})
+        await dlq.delivery.revive(letter, {}, epoch=dlq.delivery.leader_epoch)
     dlq.box.trouble.clear()
     await dlq.until(0)
-    assert await dlq.delivery.revive(letter, {}) == []
+    assert await dlq.delivery.revive(letter, {}, epoch=dlq.delivery.leader_epoch) == []
+    assert offsets(dlq.delivery.try_receive(wanted(1))) == [0]
+
+
+async def test_a_letter_redelivers_only_the_message_of_its_leader_epoch(dlq: DeadLetterQueue) -> None:
+    """After a failover of a mirror, the log may have another message at the offset of a letter."""
+    dead_letter_all(dlq, "a")
+    dlq.reject(0)
+    await dlq.until(0)
+    epoch = int(dict(dlq.box.letters[0].headers)["dlq-leader-epoch"] or b"")
+    letter = {Offset(0): bytes(LETTER_BYTES)}
+    assert await dlq.delivery.revive(letter, {}, epoch=epoch - 1) == [0]
+    assert offsets(dlq.delivery.try_receive(wanted(1))) == []
+    assert await dlq.delivery.revive(letter, {}, epoch=epoch) == []
     assert offsets(dlq.delivery.try_receive(wanted(1))) == [0]
 
 

@@ -574,13 +574,14 @@ async def test_a_message_under_repair_is_revived_later_and_not_missing(
     async def revive(*_request: object) -> list[int]:
         """Revive as over the wire, where an error is a code."""
         try:
-            return [*await delivery.revive({Offset(0): bytes(LETTER_BYTES)}, {})]
+            return [*await delivery.revive({Offset(0): bytes(LETTER_BYTES)}, {}, epoch=delivery.leader_epoch)]
         except StorageFailure as error:
             raise error_from_code(error_code(error), str(error)) from error
 
     monkeypatch.setattr(Partition, "read", read_or_repair)
     monkeypatch.setattr(SubscriptionClient, "revive", revive)
     headers = {"subscription": "billing", "topic": "orders", "topic-id": str(UUID(int=7)), "partition": 0, "offset": 0}
+    headers["leader-epoch"] = delivery.leader_epoch
     named = tuple((f"dlq-{name}", str(text).encode()) for name, text in headers.items())
     record = Record(Offset(5), 0, None, None, named)
     desk = DeadLetterDesk(Client.connect("127.0.0.1:1"), "dead", "cli", patience_s=WAIT_S)

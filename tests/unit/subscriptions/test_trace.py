@@ -173,7 +173,7 @@ async def test_a_ledger_remembers_outcomes_that_the_node_has_forgotten(bench: Wo
     assert kinds(remembered) == ["acquired", "rejecting", "dead_lettered"]
     assert kinds(await trace(delivery, 1)) == ["acquired", "accepted"]
     # Later events are remembered, and earlier ones are found.
-    await delivery.revive({Offset(0): bytes(LETTER_BYTES)}, {})
+    await delivery.revive({Offset(0): bytes(LETTER_BYTES)}, {}, epoch=delivery.leader_epoch)
     revived = await trace(delivery)
     assert (revived.state, revived.attempts, revived.is_complete) == ("waiting", 0, True)
     assert kinds(revived) == ["acquired", "rejecting", "dead_lettered", "revived"]

@@ -129,22 +129,7 @@ class Source:
 
     async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
         """Return the largest epoch of the source's log up to the given one, and where it ends."""
-        from kio.schema.offset_for_leader_epoch.v4 import request
-
-        messages: Any = request
-        partition = messages.OffsetForLeaderPartition(
-            partition=where.partition, current_leader_epoch=-1, leader_epoch=epoch
-        )
-        topic = messages.OffsetForLeaderTopic(topic=where.topic, partitions=(partition,))
-        asked = messages.OffsetForLeaderEpochRequest(replica_id=-1, topics=(topic,))
-
-        async def attempt(leader: NodeId) -> EpochEnd:
-            response = (await self.client.send(leader, asked)).topics[0].partitions[0]
-            if response.error_code:
-                raise error_from_code(response.error_code, None, about=f"history of {where}")
-            return EpochEnd(response.leader_epoch, response.end_offset)
-
-        return await self.client.call_leader(where.topic, where.partition, attempt)
+        return await self.client.end_of_epoch(where, epoch)
 
     async def acls(self) -> list[Acl]:
         """Return every access rule."""

@@ -347,6 +347,7 @@ class DeadLetters:
             "topic-id": str(key.topic_id),
             "partition": str(key.partition),
             "offset": str(rejected.offset),
+            "leader-epoch": str(self._delivery.partition.log.epochs.epoch_at(rejected.offset)),
             "attempts": str(rejected.attempts),
             "reason": rejected.reason,
             "first-time": str(rejected.first_ms),

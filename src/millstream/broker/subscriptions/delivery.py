@@ -401,9 +401,12 @@ class Delivery:
         self._after_change()
         self._schedule_wake()
 
-    async def revive(self, letters: Mapping[Offset, bytes], closed: Mapping[Offset, bytes]) -> list[Offset]:
+    async def revive(
+        self, letters: Mapping[Offset, bytes], closed: Mapping[Offset, bytes], *, epoch: int
+    ) -> list[Offset]:
         """Make dead letters available again; return the messages that the log no longer has.
 
+        They were written in a leader epoch; those at their offsets may be other ones since a failover of a mirror.
         `closed` holds letters by which messages were revived before, and which will not be used again.
         """
         keys: dict[int, int] = {}
@@ -416,8 +419,11 @@ class Delivery:
         now_ms, log_start = self._clock.now_ms(), self.partition.log_start
         self.queue.drop_before(log_start, now_ms=now_ms)
         # A batch may begin before the start of the log.
+        epoch_at = self.partition.log.epochs.epoch_at
         present = [
-            Revival(one, keys[one], letter) for one, letter in letters.items() if one in keys and one >= log_start
+            Revival(one, keys[one], letter)
+            for one, letter in letters.items()
+            if one in keys and one >= log_start and epoch_at(one) == epoch
         ]
         self.queue.close_letters([Revival(one, 0, letter) for one, letter in closed.items()], now_ms=now_ms)
         self.queue.revive(present, now_ms=now_ms)

@@ -33,7 +33,7 @@ from millstream.core.errors import (
     UnknownGroup,
     UnknownTopic,
 )
-from millstream.core.ids import NodeId
+from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.subscription import (
     ATTEMPTS,
     DEAD_LETTER_TOPIC,
@@ -45,7 +45,7 @@ from millstream.core.subscription import (
     START,
     Verb,
 )
-from millstream.core.topic import partition_for_key
+from millstream.core.topic import TopicPartition, partition_for_key
 from millstream.protocol.private.subscriptions import (
     LeasedMessage,
     SubscriptionClient,
@@ -145,7 +145,7 @@ NO_ORIGIN = "the letter does not say where it came from"
 
 _PAUSE_S = 0.25
 
-_NO_OFFSET = 2**63 - 1
+_NO_OFFSETS = range(0)
 
 _PASSES = (*TRANSIENT, UnknownGroup)
 """Transient errors: a failover, or a subscription that a node does not know yet."""
@@ -168,12 +168,13 @@ class DeadLetterTopic(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """The queue in which a message died."""
+    """The queue in which messages died, and the leader epoch in which they were written."""
 
     subscription: str
     topic: str
     topic_id: UUID
     partition: int
+    leader_epoch: int
 
 
 class Letter(NamedTuple):
@@ -195,8 +196,9 @@ def origin_of(letter: LeasedMessage) -> Origin | None:
     """Return where a letter's message came from, if its headers say so; anyone can publish to the topic."""
     headers = headers_of(letter)
     try:
-        topic_id = UUID(headers["dlq-topic-id"])
-        queue = Queue(headers["dlq-subscription"], headers["dlq-topic"], topic_id, int(headers["dlq-partition"]))
+        topic_id, partition = UUID(headers["dlq-topic-id"]), int(headers["dlq-partition"])
+        epoch = int(headers["dlq-leader-epoch"])
+        queue = Queue(headers["dlq-subscription"], headers["dlq-topic"], topic_id, partition, epoch)
         return Origin(queue, Letter(int(headers["dlq-offset"]), letter.partition, letter.record.offset))
     except (KeyError, ValueError):
         return None
@@ -295,28 +297,32 @@ class DeadLetterDesk:
         for start in range(0, len(letters), BATCH):
             await self._settle(letters[start : start + BATCH], Verb.RETURN, delay_ms=SKIPPED_MS)
 
-    async def redrivable_from(self, queue: Queue) -> tuple[int, str]:
-        """Return the first offset whose message can be redelivered in a queue, and why earlier ones cannot."""
+    async def redrivable_in(self, queue: Queue) -> tuple[range, str]:
+        """Return the offsets whose messages can be redelivered in a queue, and why others cannot."""
         needed = (
             (Operation.READ, ResourceType.GROUP, queue.subscription),
             (Operation.READ, ResourceType.TOPIC, queue.topic),
         )
         may_read_subscription, may_read_topic = await allowed_rights(self._client, needed)
         if not may_read_subscription:
-            return _NO_OFFSET, f"redriving needs READ on subscription {queue.subscription!r}"
+            return _NO_OFFSETS, f"redriving needs READ on subscription {queue.subscription!r}"
         if not may_read_topic:
-            return _NO_OFFSET, f"redriving needs READ on topic {queue.topic!r}"
+            return _NO_OFFSETS, f"redriving needs READ on topic {queue.topic!r}"
         try:
             described = await self._describe_subscription(queue.subscription, *TRANSIENT)
         except UnknownGroup as error:
-            return _NO_OFFSET, str(error)
+            return _NO_OFFSETS, str(error)
         if described["settings"].get(DEAD_LETTER_TOPIC) != self.topic:
-            return _NO_OFFSET, other_letters_error(queue.subscription, self.topic)
+            return _NO_OFFSETS, other_letters_error(queue.subscription, self.topic)
         found = (await self._client.metadata([queue.topic])).topics.get(queue.topic)
         if found is None or found.topic_id != queue.topic_id or queue.partition not in found.partitions:
-            return _NO_OFFSET, _gone(queue)
+            return _NO_OFFSETS, _gone(queue)
+        where = TopicPartition(queue.topic, PartitionIndex(queue.partition))
+        epoch, end = await self._client.end_of_epoch(where, queue.leader_epoch)
+        if epoch != queue.leader_epoch:
+            return _NO_OFFSETS, _gone(queue)
         listed = await self._client.list_offsets(queue.topic, {queue.partition: EARLIEST_TIMESTAMP})
-        return int(listed[queue.partition].offset), _gone(queue)
+        return range(int(listed[queue.partition].offset), end), _gone(queue)
 
     async def close(self, letters: Sequence[LeasedMessage], *, are_revived: bool = False) -> int:
         """Close letters; return how many may still be open because a failover lost their leases.
@@ -359,7 +365,7 @@ class DeadLetterDesk:
     async def _revive_in(self, queue: Queue, letters: list[Letter]) -> dict[int, str]:
         """Revive messages in one queue; return the offsets that cannot be revived, and why."""
         closed = self._closed.get(queue, [])[:BATCH]
-        place = (queue.topic, queue.topic_id, queue.partition)
+        place = (queue.topic, queue.topic_id, queue.partition, queue.leader_epoch)
         try:
             gone = await self._retry_transient(
                 lambda: self._subscriptions.revive(queue.subscription, place, self._letter_topic_id, letters, closed),
@@ -738,7 +744,7 @@ async def survey_letters(
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
     """Count what redriving would do, by subscription and by reason; every letter stays open."""
-    starts: dict[Queue, tuple[int, str]] = {}
+    redrivable: dict[Queue, tuple[range, str]] = {}
 
     async def count(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
         origin = origin_of(letter)
@@ -746,13 +752,13 @@ async def survey_letters(
             _add(outcome.refused, [NO_ORIGIN])
             return
         queue = origin.queue
-        if queue not in starts:
-            starts[queue] = await desk.redrivable_from(queue)
-        start, reason = starts[queue]
-        if origin.letter.offset < start:
-            _add(outcome.refused, [reason])
-        else:
+        if queue not in redrivable:
+            redrivable[queue] = await desk.redrivable_in(queue)
+        offsets, reason = redrivable[queue]
+        if origin.letter.offset in offsets:
             _add(outcome.revived, [queue.subscription])
+        else:
+            _add(outcome.refused, [reason])
 
     await desk.open()
     async with desk.holding():

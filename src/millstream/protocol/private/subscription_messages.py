@@ -202,6 +202,8 @@ class ReviveMessagesRequest(msgspec.Struct, frozen=True):
     topic: str
     topic_id: UUID
     partition: int
+    leader_epoch: int
+    """In which the messages were written: after a failover, a log may have others at their offsets."""
     letter_topic_id: UUID
     letters: Letters
     closed: Letters = []

@@ -348,7 +348,7 @@ class SubscriptionClient:
     async def revive(
         self,
         name: str,
-        place: tuple[str, UUID, int],
+        place: tuple[str, UUID, int, int],
         letter_topic_id: UUID,
         letters: Sequence[tuple[int, int, int]],
         closed: Sequence[tuple[int, int, int]] = (),
@@ -356,11 +356,11 @@ class SubscriptionClient:
         """Redeliver dead letters of a partition through one subscription; return the offsets that the log no longer
         has.
 
-        A letter is the offset of a message, and the partition and offset of its letter; none of `closed` will come
-        again.
+        The messages of a topic, its id, a partition and a leader epoch are redelivered. A letter is the offset of a
+        message, and the partition and offset of its letter; none of `closed` will come again.
         """
-        topic, topic_id, partition = place
-        request = ReviveMessagesRequest(name, topic, topic_id, partition, letter_topic_id, list(letters), list(closed))
+        topic, _, partition, _ = place
+        request = ReviveMessagesRequest(name, *place, letter_topic_id, list(letters), list(closed))
 
         async def attempt(leader: NodeId) -> list[int]:
             return list((await self._request(leader, REVIVE_KEY, request, ReviveMessagesResponse)).missing)

@@ -26,7 +26,7 @@ from millstream.core.errors import (
     UnknownTopic,
     UnsupportedVersion,
 )
-from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.ids import EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.setting import parse_address
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
@@ -386,6 +386,25 @@ class Client:
             return listed
 
         return await self._retrying(attempt)
+
+    async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
+        """Return the largest leader epoch of a partition up to the given one, and where it ends."""
+        from kio.schema.offset_for_leader_epoch.v4 import request
+
+        messages: Any = request
+        partition = messages.OffsetForLeaderPartition(
+            partition=where.partition, current_leader_epoch=-1, leader_epoch=epoch
+        )
+        topic = messages.OffsetForLeaderTopic(topic=where.topic, partitions=(partition,))
+        asked = messages.OffsetForLeaderEpochRequest(replica_id=-1, topics=(topic,))
+
+        async def attempt(leader: NodeId) -> EpochEnd:
+            response = (await self.send(leader, asked)).topics[0].partitions[0]
+            if response.error_code:
+                raise error_from_code(response.error_code, None, about=f"history of {where}")
+            return EpochEnd(response.leader_epoch, response.end_offset)
+
+        return await self.call_leader(where.topic, where.partition, attempt)
 
     async def list_offsets_of(
         self, times_ms: Mapping[TopicPartition, int], *, isolation: int = READ_UNCOMMITTED

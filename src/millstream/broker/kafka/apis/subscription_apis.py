@@ -555,17 +555,17 @@ _PLACE: Final = struct.Struct(">iq")
 class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesResponse]):
     """Redelivers the messages of dead letters.
 
-        {"name": "billing", "topic": "orders", "topic_id": "…", "partition": 0, "letter_topic_id": "…",
-        "letters": [[offset, letter partition, letter offset], …], "closed": [[…], …]}
+        {"name": "billing", "topic": "orders", "topic_id": "…", "partition": 0, "leader_epoch": 7,
+        "letter_topic_id": "…", "letters": [[offset, letter partition, letter offset], …], "closed": [[…], …]}
         response, when it is durable: {"error": 0, "message": null, "missing": [offset, …]}
 
     The messages at these offsets are available again in this one subscription, as if they had never been delivered, in
     the order of their offsets; in an ordered subscription before all later messages of their keys. Asking again with
     the same letters does nothing, until the letters are named in `closed`. `missing` are messages that the log no
-    longer has; they are all that are asked for when the topic is another one by now. Letters of a topic that is not the
-    subscription's dead letter topic are refused. The leader of the partition responds. While the queue does not know
-    yet that one of the letters is written, the response is COORDINATOR_NOT_AVAILABLE, nothing is revived, and the
-    client asks again.
+    longer has; at their offsets may be others, from another leader epoch. They are all that are asked for when the
+    topic is another one by now. Letters of a topic that is not the dead letter topic of the subscription are refused.
+    The leader of the partition responds. While the queue does not know yet that one of the letters is written, the
+    response is COORDINATOR_NOT_AVAILABLE, nothing is revived, and the client asks again.
     """
 
     key = REVIVE_KEY
@@ -595,7 +595,7 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
             {Offset(offset): request.letter_topic_id.bytes + _PLACE.pack(*place) for offset, *place in listed}
             for listed in (request.letters, request.closed)
         )
-        return ReviveMessagesResponse(missing=await delivery.revive(letters, closed))
+        return ReviveMessagesResponse(missing=await delivery.revive(letters, closed, epoch=request.leader_epoch))
 
 
 class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
