@@ -63,7 +63,8 @@ class MirrorSettings:
     replication: int = setting(
         "replication",
         0,
-        "The number of replicas of each copy; 0 uses that of the source, limited by the number of nodes.",
+        "The number of replicas of each copy, limited by the number of nodes; 0 uses that of the original or "
+        "`default-replication` here, whichever is larger.",
         minimum=0,
         maximum=32,
         needs_restart=False,

@@ -286,10 +286,14 @@ async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Tar
     assert f"`millstream mirror failover {NAME} --topics '{PATTERN}'`" in await target.interruption()
     assert compile_regex(PATTERN).fullmatch(EU)
     assert not compile_regex(PATTERN).fullmatch(EUX)
-    with pytest.raises(NotLeader):
+    advice = f"run `millstream mirror failover {NAME}` again, or choose only other copies with --topics"
+    with pytest.raises(NotLeader, match=advice):
         await target.fail_over()
     assert f"`millstream mirror failover {NAME}`" in await target.interruption()
     target.has_leaders = True
+    # A dead letter topic comes with the last of the copies that use it.
+    assert places(await target.fail_over(PATTERN)) == [(EU, 0, 41), (EU, 1, 42)]
+    assert target.copies == [EUX, US]
     await target.fail_over()
     assert not (await target.mirror()).is_wanted
     assert await target.interruption() == ""

@@ -11,10 +11,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 
+from millstream.broker.cluster.new_topics import Terms
 from millstream.broker.mirror import follower
 from millstream.broker.mirror.copier import GONE_S, SILENT_MS, Copier, Copy
 from millstream.broker.mirror.follower import Follower
@@ -26,6 +27,7 @@ from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import Common
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.core.clock import SystemClock
+from millstream.core.config import Config
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidMirror,
@@ -35,7 +37,7 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, Offset, PartitionIndex
-from millstream.core.topic import Topic, TopicPartition
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.mirror_messages import (
     BarrierRequest,
@@ -485,6 +487,36 @@ async def test_only_a_mirror_that_was_reversed_restores_copies_of_records_that_c
     assert [call.args for call in create.await_args_list] == [(original, "orders", ("there",))] * is_reversed
 
 
+@pytest.mark.parametrize(
+    ("original", "wanted", "machines", "expected"),
+    [(1, 0, 5, 3), (5, 0, 5, 5), (1, 0, 2, 2), (3, 0, 1, 1), (3, 1, 5, 1), (3, 4, 2, 2)],
+    ids=["default here", "that of the original", "few machines", "one machine", "fixed", "fixed and few machines"],
+)
+async def test_a_copy_has_no_fewer_replicas_than_its_original_and_other_topics_here(
+    monkeypatch: pytest.MonkeyPatch, original: int, wanted: int, machines: int, expected: int
+) -> None:
+    groups, create = Groups(monkeypatch), AsyncMock(return_value=[None])
+    service = groups.run.service
+    service.mirrors.forget_topic = AsyncMock()
+    service.topics = SimpleNamespace(create_all=create)
+    groups.run.settings.replication, groups.run.refreshed = wanted, asyncio.Event()
+    monkeypatch.setattr(groups.follower, "_overrides", AsyncMock(return_value={}))
+    there = SimpleNamespace(name="orders", topic_id=UUID(int=9), partitions=[0], replication=original)
+    await groups.follower._create(there, "orders", ())
+    terms = Terms(
+        names=(),
+        metric_names={},
+        config=Config(default_replication=3),
+        defaults=TopicSettings(),
+        failure_domains=machines,
+        new_id=uuid4,
+        now_ms=0,
+    )
+    (declared,) = terms.declare_all(create.await_args_list[0].args[0])
+    assert isinstance(declared, Topic)
+    assert declared.replication == expected
+
+
 AUDIT = TopicPartition("audit", PartitionIndex(0))
 
 
@@ -691,7 +723,6 @@ async def test_offsets_of_a_topic_are_not_those_of_a_copy_created_since(
 
     late: list[asyncio.Task[None]] = []
     service.topics.create_all = create_all
-    service.membership = SimpleNamespace(nodes=lambda: [1])
     service.mirrors.forget_topic, service.mirrors.note_verified = AsyncMock(), AsyncMock(side_effect=note_later)
     groups.run.settings.replication, groups.run.refreshed = 0, asyncio.Event()
     monkeypatch.setattr(groups.follower, "_overrides", AsyncMock(return_value={}))

@@ -40,6 +40,8 @@ class NewTopic:
     topic_id: UUID | None = None
     origins: tuple[str, ...] = ()
     original_id: UUID | None = None
+    original_replication: int = 0
+    """A copy has at least as many replicas by default; it has fewer if the cluster has fewer machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,10 @@ class Terms:
         partitions = self.config.default_partitions if new.partitions == -1 else new.partitions
         check_partitions(partitions)
         nodes = self.failure_domains
-        copies = max(1, min(self.config.default_replication, nodes)) if new.replication == -1 else new.replication
+        usual = max(self.config.default_replication, new.original_replication)
+        copies = usual if new.replication == -1 else new.replication
+        if new.replication == -1 or new.mirror:
+            copies = max(1, min(copies, nodes))
         if not 1 <= copies <= max(1, nodes):
             raise InvalidReplication(f"replication factor {copies} needs as many machines, this cluster has {nodes}")
         TopicSettings.from_strings(new.overrides, base=self.defaults)

@@ -24,9 +24,11 @@ from millstream.broker.mirror.service import MirrorService
 from millstream.broker.mirror.source import Source, is_original, offer_pages, queue_key
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
+    BrokerUnreachable,
     CoordinatorUnavailable,
     InvalidMirror,
     MillstreamError,
+    NotLeader,
     OffsetOutOfRange,
     RequestTimedOut,
     TopicExists,
@@ -122,7 +124,14 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     # Nothing is verified from here on, so every copy is cut at the same moment.
     mirror = await service.begin_cut(mirror, topics, is_partial=request.topics is not None)
     ends, source_error = await _source_ends(mirror, topics)
-    cuts = await cut_topics(service, mirror, topics)
+    try:
+        cuts = await cut_topics(service, mirror, topics)
+    except (NotLeader, BrokerUnreachable) as error:
+        again = service.failover_command(mirror)
+        way = "" if len(topics) == 1 else ", or choose only other copies with --topics to make those writable first"
+        raise NotLeader(
+            f"{error}. None of the chosen copies is writable yet: start its nodes and run `{again}` again{way}"
+        ) from None
     await apply_recorded_offsets(service, mirror)
     await make_writable(service, topics)
     await _track_letters(service, topics)

@@ -306,8 +306,6 @@ class Follower:
         service, settings = self._service, self._settings
         # A topic of this name may have been mirrored before; its offsets are not those of the new one.
         await service.mirrors.forget_topic(self._run.mirror.name, name)
-        nodes = len(service.membership.nodes())
-        replication = min(settings.replication or original.replication or 1, nodes)
         original_id = known_id(original)
         topic_id = None if settings.rename else original_id
         # Offsets that were read before may be those of a topic that had this name.
@@ -316,7 +314,8 @@ class Follower:
         wanted = NewTopic(
             name=name,
             partitions=len(original.partitions),
-            replication=max(1, replication),
+            replication=settings.replication or -1,
+            original_replication=original.replication,
             overrides=await self._overrides(original.name),
             mirror=self._run.mirror.name,
             topic_id=topic_id,
