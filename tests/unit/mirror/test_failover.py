@@ -571,6 +571,8 @@ class SwitchSource:
         self.asked: list[str] = []
         self.refused: dict[str, list[MillstreamError]] = {}
         """The errors with which it responds to each step, one after the other."""
+        self.lost: dict[str, list[RemovedRange]] = {}
+        """What it finds beyond the cuts, by step."""
         monkeypatch.setattr(failover, "Source", lambda *_, **__: self)
         target.service.follower_of = self.follower_of
 
@@ -584,7 +586,8 @@ class SwitchSource:
         self.asked.append(request.step)
         if refused := self.refused.get(request.step):
             raise refused.pop(0)
-        return AdoptResponse(ends={name: {0: 40, 1: 40} for name in (EU, EUX, US)})
+        ends = {name: {0: 40, 1: 40} for name in (EU, EUX, US)}
+        return AdoptResponse(ends=ends, removed=self.lost.get(request.step, ()))
 
     async def follower_of(self, *_: Any) -> SwitchSource:
         return self
@@ -659,6 +662,32 @@ async def test_a_switch_that_cannot_cut_every_copy_gives_the_source_its_role_bac
     await failover.switch(target.service, SWITCH)
     assert other_side.asked[3:] == ["fence", "follow"]
     assert target.copies == []
+
+
+@pytest.mark.parametrize(("step", "asked"), [("check", ["check"]), ("fence", ["check", "fence", "release"])])
+async def test_a_switch_that_would_lose_records_stops_writers_only_if_they_came_after_the_check(
+    target: Target, other_side: SwitchSource, step: str, asked: list[str]
+) -> None:
+    await target.fail_over(PATTERN)
+    other_side.lost[step] = [RemovedRange(topic=EU, partition=0, start=41, end=44)]
+    with pytest.raises(InvalidMirror, match="offsets 41 to 43"):
+        await failover.switch(target.service, SWITCH)
+    assert other_side.asked == asked
+    assert target.copies == [EUX, US]
+
+
+async def test_the_check_before_a_switch_changes_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = RemovedRange(topic=EU, partition=0, start=41, end=44)
+    service, find = target.service, AsyncMock(return_value=[(lost, None)])
+    monkeypatch.setattr(failover, "_find_lost_ranges", find)
+    service.high_watermarks = AsyncMock(return_value={EU: {0: 44}})
+    for name in (EU, EUX, US):
+        await target.topics.set_mirror(name, "", is_draining=False)
+    await target.mirrors.delete(NAME)
+    response = await failover.adopt(service, release(step="check", cuts={EU: {0: 41}}))
+    assert (response.removed, find.await_args_list[0].args[3]) == ([lost], {EU: {0: 44}})
+    service.high_watermarks.assert_awaited_once_with([EU])
+    assert (target.mirrors.get(NAME), target.copies) == (None, [])
 
 
 async def test_a_source_that_is_not_millstream_is_not_asked_to_follow(target: Target) -> None:

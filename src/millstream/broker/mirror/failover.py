@@ -74,7 +74,7 @@ from millstream.protocol.wire.group_offsets import MIRRORED, commit_offsets, com
 
 _logger = logging.getLogger(__name__)
 
-Step = Literal["fence", "follow"]
+Step = Literal["check", "fence", "follow"]
 SOURCE_S: Final = 2.0
 """How long a failover waits for the source to report its high watermarks."""
 APPLY_S: Final = 10.0
@@ -445,10 +445,11 @@ async def _switch(service: MirrorService, request: ReverseRequest) -> ReverseRes
         # A mirror that was reversed has cuts of topics that are copies again.
         failed_over = {name: cuts for name, cuts in mirror.cuts.items() if name not in names}
         fence = _adoption(service, dataclasses.replace(mirror, cuts=failed_over), request, step="fence")
+        if failed_over:
+            # A switch that will be refused must not stop the writers. Records may still arrive before the fence.
+            await _check_nothing_lost(source, mirror, msgspec.structs.replace(fence, step="check"))
         try:
-            fenced = await source.ask(None, ADOPT_KEY, fence, AdoptResponse, waits=True)
-            if fenced.removed:
-                raise _would_drop(mirror, fenced.removed)
+            fenced = await _check_nothing_lost(source, mirror, fence)
             ends = {name: found for name, found in fenced.ends.items() if name in names}
             follower = await service.follower_of(mirror, deadline)
             await follower.drain(ends, deadline)
@@ -514,12 +515,15 @@ async def _release(source: Source, release: AdoptRequest) -> None:
         ) from None
 
 
-def _would_drop(mirror: Mirror, removed: Sequence[RemovedRange]) -> InvalidMirror:
-    """Return the error of a switch that would drop records of a topic that was failed over before."""
-    first = removed[0]
+async def _check_nothing_lost(source: Source, mirror: Mirror, request: AdoptRequest) -> AdoptResponse:
+    """Check or fence a source; raise an error if it has records of a topic that was failed over before."""
+    response = await source.ask(None, ADOPT_KEY, request, AdoptResponse, waits=True)
+    if not response.removed:
+        return response
+    first = response.removed[0]
     last = first.end - 1
     offsets = f"offset {last}" if first.start == last else f"offsets {first.start} to {last}"
-    return InvalidMirror(
+    raise InvalidMirror(
         f"topic {first.topic!r} was failed over before, and written at the source since (partition "
         f"{first.partition}, {offsets}), so a switch would lose these records. Run "
         f"`millstream mirror failover {mirror.name}` and `millstream mirror reverse {mirror.name} --save-to TOPIC`"
@@ -644,13 +648,16 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
         )
     if request.step == "release":
         return await _release_topics(service, request, topics)
-    if recreated and request.step == "fence":
+    if recreated and request.step in ("check", "fence"):
         raise InvalidMirror(
             f"{listed(recreated)} was deleted on the source and created again, so the source cannot follow the copy "
             "here; delete the copy, or the new topic on the source, before a switch"
         )
     kept = {name: offsets for name, offsets in request.cuts.items() if name not in recreated}
     request = msgspec.structs.replace(request, cuts=kept)
+    if request.step == "check":
+        now = await service.high_watermarks([topic.name for topic in topics if topic.name in kept])
+        return AdoptResponse(removed=[one for one, _ in await _find_lost_ranges(service, request, kept, now)])
     declared = service.mirrors.get(request.name)
     if request.is_fenced and any(topic.mirror != request.name for topic in topics):
         raise InvalidMirror(

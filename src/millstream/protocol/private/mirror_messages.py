@@ -334,12 +334,12 @@ class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 class AdoptRequest(OwnerRequest, frozen=True, kw_only=True):
     """Asks an old source to follow the cluster that took over from it.
 
-    `fence` ends writing to the topics, while transactions may still end; `follow` makes it follow; `release` lets
-    clients write again, as if nothing had happened.
+    `fence` ends writing to the topics, while transactions may still end; `check` only returns what a `fence` would find
+    beyond the cuts; `follow` makes it follow; `release` lets clients write again, as if nothing had happened.
     """
 
     name: str
-    step: Literal["fence", "follow", "release"]
+    step: Literal["check", "fence", "follow", "release"]
     settings: dict[str, str] = {}
     cuts: Offsets = msgspec.field(default_factory=dict)
     aborted: Offsets = msgspec.field(default_factory=dict)
@@ -360,6 +360,6 @@ class AdoptResponse(Response, frozen=True, kw_only=True):
     ends: Offsets = msgspec.field(default_factory=dict)
     """After `fence`: where each partition ends."""
     removed: Sequence[RemovedRange] = ()
-    """After `follow`: what is dropped. After `fence`: what would be dropped beyond the cuts of the request."""
+    """After `follow`: what is dropped. After `check` and `fence`: what would be dropped beyond the cuts."""
     recreated: Sequence[str] = ()
     """After `follow`: topics that were left alone, because they have another id than the requested one."""

@@ -410,10 +410,11 @@ class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
         "topic_ids": ["5cf0…"], "names": ["orders"], "save_to": "", "is_fenced": false}
         response: {"error": 0, "message": null, "ends": {}, "removed": [{…}], "recreated": []}
 
-    `fence` refuses writers, waits until all decided transactions have ended, and returns the end of each partition and
-    the ranges beyond the cuts that hold records. `follow` drops what is beyond the cuts and starts copying; with
-    `is_fenced`, it fails if clients could have written since the fence. `release` ends a fence. The controller carries
-    out every step. `recreated` are topics with these names and other ids: `follow` leaves them alone, `fence` refuses.
+    `check` changes nothing and returns the ranges beyond the cuts that hold records. `fence` refuses writers, waits
+    until all decided transactions have ended, and returns the end of each partition and these ranges. `follow` drops
+    what is beyond the cuts and starts copying; with `is_fenced`, it fails if clients could have written since the
+    fence. `release` ends a fence. The controller carries out every step. `recreated` are topics with these names and
+    other ids: `follow` leaves them alone, `check` and `fence` refuse.
     """
 
     key = ADOPT_KEY
