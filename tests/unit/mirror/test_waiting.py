@@ -37,6 +37,7 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.mirror import Problem
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.mirror_messages import (
@@ -47,6 +48,7 @@ from millstream.protocol.private.mirror_messages import (
     ExposeResponse,
     FailoverResponse,
     MirrorDescriptions,
+    OfferResponse,
 )
 from millstream.protocol.records.batch import iterate_whole_headers, place_batch
 from millstream.protocol.records.record import NewRecord, encode_batch
@@ -468,6 +470,24 @@ async def test_no_advice_is_given_to_delete_a_failed_over_topic(
     groups.mirror.cuts = cuts
     with nullcontext() if advice is None else pytest.raises(TopicExists, match=advice):
         await groups.follower._sync_topic(SimpleNamespace(name="orders"), (), checks_configs=True)
+
+
+@pytest.mark.parametrize("origin", ["here", "elsewhere"])
+async def test_a_copy_on_the_source_is_a_problem_unless_its_original_is_here(
+    monkeypatch: pytest.MonkeyPatch, origin: str
+) -> None:
+    groups = Groups(monkeypatch, is_millstream=True)
+    groups.run.service.membership = SimpleNamespace(cluster_id="here")
+    groups.run.service.copied_topics, groups.run.service.clock = lambda _: [], ManualClock()
+    groups.run.settings.takes = lambda _: True
+    source = groups.follower._source
+    copy = SimpleNamespace(name="orders", is_internal=False)
+    source.metadata = AsyncMock(return_value=SimpleNamespace(topics={"orders": copy}))
+    source.ask = AsyncMock(return_value=OfferResponse(mirrored=["orders"], origins={"orders": [origin]}))
+    await groups.follower._sync_topics()
+    (note,) = groups.run.notes.values()
+    assert "is not mirrored again" in note
+    assert isinstance(note, Problem) == (origin == "elsewhere")
 
 
 @pytest.mark.parametrize("is_reversed", [True, False])

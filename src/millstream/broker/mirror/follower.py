@@ -212,7 +212,11 @@ class Follower:
                 self._run.notes.pop(key, None)
                 continue
             if name in mirrored:
-                self._run.notes[key] = f"topic {name!r} is a mirror's copy on the source, and is not mirrored again"
+                note = f"topic {name!r} is a mirror's copy on the source, and is not mirrored again"
+                # Sites that mirror each other have copies of each other's topics.
+                is_ours = self._service.membership.cluster_id in offer.origins.get(name, ())
+                advice = "mirror it from the cluster that writes it, or exclude it"
+                self._run.notes[key] = note if is_ours else Problem(f"{note}; {advice}")
                 continue
             try:
                 await self._sync_topic(topic, offer.origins.get(name, ()), checks_configs=checks_configs)
