@@ -98,7 +98,7 @@ async def test_only_a_dead_letter_queue_is_replaced_by_that_of_the_source(name: 
     await here.queues._sync_subscription(offered(name, 2))
     if name == BILLING:
         assert here.done == []
-        assert "another subscription" in here.notes[f"subscription {name}"]
+        assert f"`millstream subscription delete {name} --force` here" in here.notes[f"subscription {name}"]
     else:
         assert here.done == [("delete", name), ("create", name)]
 

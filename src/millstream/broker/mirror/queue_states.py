@@ -317,7 +317,11 @@ class MirroredQueues:
                 )
                 self.forget(lambda key: key.subscription_id == offered.subscription_id)
             elif is_other:
-                raise SubscriptionExists(f"another subscription {offered.name!r} exists here")
+                raise SubscriptionExists(
+                    "a subscription of this name with another id exists here. If it is the copy of one that was "
+                    f"deleted at the source, `millstream subscription delete {offered.name} --force` here lets the "
+                    "mirror copy the new one"
+                )
             else:
                 shown = known.shown_overrides()
                 changes: dict[str, str | None] = {
