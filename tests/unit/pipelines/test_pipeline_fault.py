@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import traceback
 from collections.abc import Iterable, Iterator
 from errno import ENOSPC, EROFS
@@ -125,12 +127,16 @@ def test_tasks_classify_their_errors_themselves(error: Exception, fault: Fault, 
     ("error", "fault"),
     [
         (ValueError("no number"), Fault.DECLARED),
-        (LibraryError("an unknown meaning"), Fault.DECLARED),
+        (KeyError("total"), Fault.DECLARED),
+        (LibraryError("an unknown meaning"), Fault.UNKNOWN),
+        (sqlite3.OperationalError("database is locked"), Fault.UNKNOWN),
+        (json.JSONDecodeError("Expecting value", "<h1>502 Bad Gateway</h1>", 0), Fault.UNKNOWN),
+        (RuntimeError("502 Bad Gateway"), Fault.UNKNOWN),
         (ConnectionResetError(), Fault.OUTSIDE),
         (MemoryError(), Fault.UNKNOWN),
     ],
 )
-def test_errors_of_functions_are_the_declarations_unless_a_service_is_away(error: Exception, fault: Fault) -> None:
+def test_only_program_errors_of_functions_are_the_declarations(error: Exception, fault: Fault) -> None:
     def double(number: int, *, fails: bool = False) -> int:
         if fails:
             raise error

@@ -57,6 +57,17 @@ _DECLARED: Final[tuple[type[BaseException], ...]] = (
     errors.ColumnMismatch,
     errors.NotAuthorized,
 )
+_OF_PROGRAMS: Final[tuple[type[BaseException], ...]] = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    TypeError,
+    ValueError,
+)
+"""Python's own errors that a function raises for the same data again; libraries derive others from them."""
 
 _JAVA_LOST: Final = ("Py4JNetworkError", "Py4JError")
 """Raised when Java no longer responds. Java's own errors are of other classes."""
@@ -127,7 +138,7 @@ class Marked:
 
 
 def marked_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a user's function whose errors are those of the declaration, unless a service was unavailable."""
+    """Return a user's function whose program errors are those of the declaration; libraries' may be transient."""
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -150,7 +161,8 @@ def marked_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mark_function(error: Exception) -> None:
     fault = _fault_here(error)
-    _mark(error, Fault.DECLARED if fault is Fault.UNKNOWN and not isinstance(error, MemoryError) else fault)
+    is_own = type(error).__module__ == "builtins" and isinstance(error, _OF_PROGRAMS)
+    _mark(error, Fault.DECLARED if fault is Fault.UNKNOWN and is_own else fault)
 
 
 def _mark(error: Exception, fault: Fault) -> None:
