@@ -590,6 +590,7 @@ def test_a_mirror_of_a_silent_source_is_created_with_a_warning(berlin: CommandLi
     made = berlin("mirror", "create", topic, "--from", "127.0.0.1:1")
     assert made.code == 0
     assert "not connected to its source yet" in made.err
+    assert f"`millstream mirror describe {topic}` shows its present state" in made.err
     assert ("check that the source is running" in made.err, "millstream serve" in made.err) == (True, False), made.err
     assert f"`millstream mirror update {topic} --set from=HOST:PORT`" in described(berlin, topic)["error"]
     assert berlin("mirror", "delete", topic).code == 0
@@ -779,7 +780,8 @@ def test_a_source_accepts_writes_again_when_the_new_primary_is_lost(
     assert "taking over" in paris("mirror", "switch", topic).err
     assert "no copies that match nothing" in paris("mirror", "failover", topic, "--topics", "nothing").err
     freed = paris("mirror", "failover", topic, "--topics", topic, "--json").document
-    assert [(one["topic"], one["offset"]) for one in freed["partitions"]] == [(topic, 1)]
+    assert [(one["topic"], one["offset"], one["missing"]) for one in freed["partitions"]] == [(topic, 1, 0)]
+    assert freed["source_error"] == ""
     publish(paris.brokers, topic, ["after"])
     assert [value for _, _, value in read(paris.brokers, topic, 2)] == ["before", "after"]
     with pytest.raises(AssertionError, match="POLICY_VIOLATION"):
@@ -901,7 +903,7 @@ def test_offsets_of_groups_without_transactions_are_mirrored_after_a_failover_of
     wait_for(lambda: committed(berlin, plain) == [3], what="the group without transactions is mirrored")
     assert committed(berlin, exact) == [1]
     (note,) = [one for one in described(berlin, mirror)["notes"] if "not mirrored any more" in one]
-    assert note.startswith(f"offsets of groups {exact} are")
+    assert f"({exact}), because of the failover of {output}:" in note
     # A planned failover of the rest leaves it where it was, too.
     commit(paris.brokers, plain, TopicPartition(topic, 0, 1))
     cut = berlin("mirror", "cutover", mirror, "--still", "0", "--yes", "--json")

@@ -139,6 +139,7 @@ def test_a_topic_that_is_left_out_is_named_by_create_and_list(
     assert first == {"mirror": f"m-{topic}", "notes": []}
     wait_for(lambda: has(berlin, topic), what="the copy is here")
     assert berlin("mirror", "failover", f"m-{topic}").code == 0
+    assert (listed(berlin, f"m-{topic}")["state"], listed(berlin, f"m-{topic}")["topics"]) == ("failed over", 0)
     made = paris("mirror", "create", f"r-{topic}", "--from", berlin.brokers, "--topics", topic, "--rename", "z.")
     assert (made.code, f"topic '{topic}': its records came from this cluster" in made.err) == (0, True), made.err
     row = listed(paris, f"r-{topic}")

@@ -158,8 +158,8 @@ def create(
     unconnected, problems = _call_mirrors(common, lambda mirrors: mirrors.start_problems(name, wait_s=START_S))
     if unconnected:
         problems = [
-            f"It is not connected to its source yet, and keeps trying ({unconnected}); `millstream mirror describe "
-            f"{name}` shows whether it is"
+            f"It is not connected to its source yet, and keeps trying ({unconnected}); "
+            f"`millstream mirror describe {name}` shows its present state"
         ]
     notes = [one_line(problem) for problem in problems]
     print_noted({"mirror": name}, f"Mirror {name} copies from {source}.", notes, as_json=common.as_json)

@@ -19,7 +19,7 @@ from millstream.broker.cluster.new_topics import Terms
 from millstream.broker.mirror import follower
 from millstream.broker.mirror.copier import GONE_S, SILENT_MS, Copier, Copy
 from millstream.broker.mirror.follower import Follower
-from millstream.broker.mirror.service import MirrorService
+from millstream.broker.mirror.service import MirrorRun, MirrorService
 from millstream.cli import mirror as mirror_commands
 from millstream.cli.broker_check import check_mirrors
 from millstream.cli.doctor import Severity
@@ -37,7 +37,7 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, Offset, PartitionIndex
-from millstream.core.mirror import Problem
+from millstream.core.mirror import Mirror, Problem
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.mirror_messages import (
@@ -222,7 +222,7 @@ async def test_a_copy_takes_a_gap_from_the_declaration() -> None:
 def described_by(node: int, copies: int, *lags: int | None) -> dict[str, Any]:
     """Return one node's description of a mirror with so many copies."""
     partitions = [
-        {"topic": "orders", "partition": node * 10 + at, "source_end": -1, "lag": lag, "lag_ms": lag, "error": ""}
+        {"topic": "orders", "partition": node * 10 + at, "source_end": None, "lag": lag, "lag_ms": lag, "error": ""}
         for at, lag in enumerate(lags)
     ]
     report = {"state": "running", "error": "", "source_cluster": "", "partitions": partitions, "notes": []}
@@ -276,6 +276,18 @@ def test_a_complete_copy_has_no_known_lag_while_its_source_fails(
         now_ms += SILENT_MS + 1
     assert copy.lag(now_ms) == lag
     assert copy.lag_ms(1000 + SILENT_MS + 1) == 1000 + SILENT_MS + 1 - (0 if is_behind else 1000)
+
+
+@pytest.mark.parametrize(("source_end", "shown"), [(-1, None), (0, 0)])
+def test_an_unknown_end_of_the_source_is_not_shown_as_a_number(source_end: int, shown: int | None) -> None:
+    make: Any = MirrorRun
+    service = SimpleNamespace(membership=SimpleNamespace(me=SimpleNamespace(node_id=NodeId(1))))
+    run = make(Mirror(mirror_id=UUID(int=3), name="paris"), service)
+    partition: Any = CopiedPartition()
+    copies = {(ORDERS.topic_id, 0): Copy(partition, WHERE, source_end=source_end)}
+    run.copier = SimpleNamespace(copies=copies, bytes_copied=0, bytes_per_s=0.0)
+    (described,) = run.describe(now_ms=0)["partitions"]
+    assert described["source_end"] == shown
 
 
 def test_a_copy_whose_original_is_gone_neither_fails_nor_lags() -> None:
@@ -641,7 +653,10 @@ async def test_only_transactional_groups_keep_their_offsets_where_records_were_c
     for _ in range(2):
         await groups.sync(is_planned=is_planned)
         assert groups.here == {WHERE: 10, AUDIT: 20}
-        assert "offsets of groups exact are not mirrored any more" in groups.run.notes[follower.HELD_BACK]
+        assert (
+            "are not mirrored any more (exact), because of the failover of output:"
+            in (groups.run.notes[follower.HELD_BACK])
+        )
         # What is lost here comes back: the same as before.
         groups.here.clear()
     there["exact"] = {WHERE: 10}

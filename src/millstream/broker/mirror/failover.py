@@ -165,16 +165,15 @@ async def _end_fence(
     ends = await service.high_watermarks([topic.name for topic in topics])
     await make_writable(service, topics)
     partitions = [
-        CutPartition(topic=topic.name, partition=index, offset=end, epoch=_epoch_of(service, topic, index))
+        # As this is the source, it lacks nothing.
+        CutPartition(
+            topic=topic.name, partition=index, offset=end, epoch=_epoch_of(service, topic, index), source_end=end
+        )
         for topic in topics
         for index, end in sorted(ends[topic.name].items())
     ]
     await _delete_unused(service, mirror.name)
-    return FailoverResponse(
-        partitions=partitions,
-        source_error="the copies of the other cluster were not cut",
-        waited_ms=int((service.clock.monotonic() - started) * 1000),
-    )
+    return FailoverResponse(partitions=partitions, waited_ms=int((service.clock.monotonic() - started) * 1000))
 
 
 def _earlier_cuts(service: MirrorService, mirror: Mirror, patterns: Sequence[str] | None) -> list[CutPartition]:

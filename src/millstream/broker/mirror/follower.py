@@ -428,9 +428,10 @@ class Follower:
                 held_back.append(group)
         if held_back:
             self._run.notes[HELD_BACK] = (
-                f"offsets of groups {listed(held_back)} are not mirrored any more: {listed(torn)} was failed over, "
-                "and the source has records there beyond the cut, perhaps of transactions that also committed these "
-                "offsets; after a failover, these groups continue at the offsets that were mirrored before"
+                f"the offsets of some groups are not mirrored any more ({listed(held_back)}), because of the failover "
+                f"of {listed(torn)}: the source has records there beyond the cut, perhaps of transactions that also "
+                "committed these offsets. When the other topics are failed over, these groups continue at the offsets "
+                "that were mirrored before"
             )
         return {group: offsets for group, offsets in found.items() if offsets}
 

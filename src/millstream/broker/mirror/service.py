@@ -225,7 +225,7 @@ class MirrorRun:
                 {
                     "topic": copy.partition.topic.name,
                     "partition": copy.partition.index,
-                    "source_end": copy.source_end,
+                    "source_end": copy.source_end if copy.source_end >= 0 else None,
                     "end": copy.end,
                     "exposed": copy.partition.high_watermark,
                     "lag": copy.lag(now_ms),
@@ -461,6 +461,7 @@ class MirrorService:
             "copies": {topic.name: topic.partitions for topic in copied if not topic.is_draining},
             "cuts": {topic: dict(offsets) for topic, offsets in mirror.cuts.items()},
             "cutting": self.unfinished_cuts(mirror),
+            "taken_over": self.taken_over(mirror.cuts),
             "interrupted": self._interruption(mirror),
             "notes": list(self._notes(mirror)),
             "report": None if run is None else run.describe(self.clock.now_ms()),
@@ -527,8 +528,8 @@ class MirrorService:
                 yield f"{what}; `millstream mirror reverse {mirror.name}` lets the old source follow"
         if unselected := mirror.unselected(self.copied_topics(mirror.name), self.subscriptions.letter_topics()):
             yield (
-                f"{listed(unselected)} is still copied, although the mirror's topics and exclude no longer select "
-                "it; to end this, delete the copy here or fail it over"
+                "these topics are still copied, although the mirror's topics and exclude no longer select them: "
+                f"{listed(unselected)}; to end this, delete the copies here or fail them over"
             )
         for name, gaps in sorted(mirror.gaps.items()):
             for index, offset in sorted(gaps.items()):

@@ -205,7 +205,7 @@ def _merge_reports(found: list[dict[str, Any]], silent: list[str]) -> dict[str, 
     states = {report["state"] for report in reports}
     state = next((one for one in ("retrying", "starting", "running") if one in states), "starting")
     if not newest["wanted"]:
-        state = "paused"
+        state = "failed over" if newest.get("taken_over") and not newest["topics"] else "paused"
     elif newest["problem"]:
         state = "parked"
     return {

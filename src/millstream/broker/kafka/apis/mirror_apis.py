@@ -178,15 +178,15 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
         {"names": ["paris"]}, or null for all
         response: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
         "wanted": true, "problem": "", "version": …, "topics": […], "copies": {"orders": 3}, "cuts": {…},
-        "cutting": ["orders"], "interrupted": "", "notes": […],
+        "cutting": ["orders"], "taken_over": [], "interrupted": "", "notes": […],
         "report": {"node": 1, "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "is_listed": true,
         "notes": […], "problems": […],
         "partitions": [{"topic": …, "partition": …, "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …,
         "epoch": …, "error": ""}]}}]}
 
     `is_listed` says whether the node, as the owner, has compared the topics with those of the source; `problems` are
-    the notes that something is not mirrored. `cutting` are copies whose failover has begun; `interrupted` says which
-    failover or switch has not finished.
+    the notes that something is not mirrored. `cutting` are copies whose failover has begun, `taken_over` those whose
+    failover has ended; `interrupted` says which failover or switch has not finished.
     Every node knows all mirrors and reports on the partitions that it leads, so a client asks all nodes.
     """
 

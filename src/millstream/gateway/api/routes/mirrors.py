@@ -77,11 +77,11 @@ class MirrorList(msgspec.Struct, frozen=True):
 
 
 class CopyDescription(msgspec.Struct, frozen=True):
-    """One copied partition: the source's end, the end here, and up to where clients may read."""
+    """One copied partition: the source's end if it is known, the end here, and up to where clients may read."""
 
     topic: str
     partition: int
-    source_end: int
+    source_end: int | None
     end: int
     exposed: int
     lag: int | None
