@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -254,9 +255,9 @@ async def test_only_records_acknowledged_by_no_side_are_truncated(
 
 
 @pytest.mark.parametrize("is_running", [True, False], ids=["while it is copied", "before it is copied"])
-@pytest.mark.parametrize("cause", ["", "has replicas", "is compacted", "was recreated"])
+@pytest.mark.parametrize("cause", ["", "has replicas", "is compacted", "was recreated", "cannot be opened"])
 async def test_offsets_that_no_replica_has_are_fetched_from_the_source_again(
-    old_source: OldSource, cause: str, is_running: bool
+    old_source: OldSource, cause: str, is_running: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partition, log = old_source.partition_0, old_source.partition_0.log
     partition.topic = dataclasses.replace(old_source.topic, original_id=UUID(int=1))
@@ -274,6 +275,8 @@ async def test_offsets_that_no_replica_has_are_fetched_from_the_source_again(
         log.damage.has_replicas = True
     elif cause == "is compacted":
         log.change_settings(TopicSettings(flush="os", cleanup_policy="compact"))
+    elif cause == "cannot be opened":
+        monkeypatch.setattr(Partition, "restore_range", AsyncMock(side_effect=OSError(errno.EROFS, "read-only")))
     where = TopicPartition(EU, PartitionIndex(0))
 
     async def end_of_epoch(*_: Any) -> EpochEnd:

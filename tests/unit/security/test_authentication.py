@@ -416,7 +416,7 @@ async def test_keys_that_cannot_be_read_are_logged_once(
         for _ in range(3):
             assert await tokens.check(valid), "the last keys hold"
     logged = [record.message for record in caplog.records]
-    assert logged == ["the keys of tokens cannot be read; the last ones hold"] * 2
+    assert logged == ["the keys that verify tokens cannot be read; those read before remain in use"] * 2
 
 
 async def test_keys_of_a_url_are_refetched_for_an_unknown_key(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,25 @@ async def test_a_throttled_client_has_a_while_to_reauthenticate(
     async with asyncio.timeout(30):
         await failed.wait()
     assert events == ["restored", "lifted"]
+    session.close()
+
+
+async def test_a_throttled_client_with_an_expired_credential_is_disconnected(
+    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
+    failed = asyncio.Event()
+    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=lambda _: failed.set())
+    connection: Any = session._connection
+    lifted: list[None] = []
+    connection.is_muted, connection.lift_mute = True, lambda: lifted.append(None)
+    assert session.begin(PLAIN, bare=False)
+    await session.step(b"\0alice\0alice-password")
+    assert session.verified is not None
+    session.verified = dataclasses.replace(session.verified, expires_at=time.time())
+    async with asyncio.timeout(30):
+        await failed.wait()
+    assert not lifted
     session.close()
 
 

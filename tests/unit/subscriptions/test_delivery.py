@@ -20,7 +20,7 @@ from millstream.broker.subscriptions.filter_cache import Matches, QueueFilter
 from millstream.broker.subscriptions.lease import LETTER_BYTES, Origin, Settlement
 from millstream.broker.subscriptions.log_scan import ScannedRange, scan_heavy_batch
 from millstream.broker.subscriptions.receiving import Grant, receive
-from millstream.client.admin.dead_letter import DeadLetterDesk
+from millstream.client.admin.dead_letter import DeadLetterDesk, origin_of
 from millstream.core.errors import (
     CoordinatorUnavailable,
     DamagedRange,
@@ -589,6 +589,16 @@ async def test_a_message_under_repair_is_revived_later_and_not_missing(
     assert not repairing
     monkeypatch.setattr(Partition, "read", read)
     assert offsets(delivery.try_receive(wanted(1))) == [0]
+
+
+@pytest.mark.parametrize("epoch", ["", "x", "-1", "2147483648", "9" * 30])
+def test_a_letter_with_an_impossible_leader_epoch_has_no_origin(epoch: str) -> None:
+    """Anyone who may write to the topic can publish one."""
+    headers = {"subscription": "billing", "topic": "orders", "topic-id": str(UUID(int=7)), "partition": 0, "offset": 0}
+    headers["leader-epoch"] = epoch
+    named = tuple((f"dlq-{name}", str(text).encode()) for name, text in headers.items())
+    record = Record(Offset(5), 0, None, None, named)
+    assert origin_of(LeasedMessage(None, "dead", UUID(int=3), 0, 1, 0, record)) is None
 
 
 async def test_transactional_messages_are_delivered_once_committed(bench: Workbench) -> None:

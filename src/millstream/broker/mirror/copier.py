@@ -447,7 +447,7 @@ class Copier:
                     # A larger range is restored in parts, and any may hold commits.
                     copy.repair_at, copy.compared_epoch = 0.0, -2
                     self._changed.set()
-            except MillstreamError as error:
+            except (MillstreamError, OSError) as error:
                 extra = {"partition": str(log.partition), "offset": lost.first, "error": str(error)}
                 _logger.warning("lost offsets cannot be fetched from the source now", extra=extra)
 

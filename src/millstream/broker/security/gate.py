@@ -359,9 +359,11 @@ class Session:
         return lasts if self._mechanism_name else 0.0
 
     def _expire(self, *, is_last: bool = False) -> None:
-        if (self.has_begun or self._connection.is_muted) and not is_last:
+        expires_at = None if self.verified is None else self.verified.expires_at
+        is_valid = self._mechanism_name != "" and (expires_at is None or expires_at > time.time())
+        if (self.has_begun or (self._connection.is_muted and is_valid)) and not is_last:
             # The client is reauthenticating, and has as much time as a new one. The handshake of a throttled client may
-            # wait behind its own requests; the quota still counts those that are served meanwhile.
+            # wait behind its own requests; while its password is valid, those are served, and the quota counts them.
             self._connection.lift_mute()
             again = partial(self._expire, is_last=True)
             self._ends = asyncio.get_running_loop().call_later(DEADLINE_S, again)

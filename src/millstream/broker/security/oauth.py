@@ -188,7 +188,7 @@ class TokenChecker:
             before, self._problem = self._problem, str(error) or type(error).__name__
             if self._problem != before:
                 _logger.warning(
-                    "the keys of tokens cannot be read; the last ones hold",
+                    "the keys that verify tokens cannot be read; those read before remain in use",
                     extra={"file": self._settings.jwks, "error": self._problem},
                 )
 
@@ -202,7 +202,7 @@ class TokenChecker:
                     self._load_keys(await self._download())
             except (httpx.HTTPError, TimeoutError, ValueError, JoseError) as error:
                 _logger.warning(
-                    "the keys of tokens cannot be fetched; the last ones hold",
+                    "the keys that verify tokens cannot be fetched; those fetched before remain in use",
                     extra={"url": self._settings.jwks, "error": str(error)},
                 )
 

@@ -198,6 +198,8 @@ def origin_of(letter: LeasedMessage) -> Origin | None:
     try:
         topic_id, partition = UUID(headers["dlq-topic-id"]), int(headers["dlq-partition"])
         epoch = int(headers["dlq-leader-epoch"])
+        if not 0 <= epoch < 2**31:
+            return None
         queue = Queue(headers["dlq-subscription"], headers["dlq-topic"], topic_id, partition, epoch)
         return Origin(queue, Letter(int(headers["dlq-offset"]), letter.partition, letter.record.offset))
     except (KeyError, ValueError):
