@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from millstream.core.pipeline import LandSettings
-from millstream.pipelines.jobs.land import changes
+from millstream.pipelines.jobs.land import changes, task
 from millstream.pipelines.jobs.land.changes import ChangeRule
 from millstream.pipelines.jobs.land.decoding import Decoder
+from millstream.pipelines.jobs.land.dry_run import KeptRows
+from millstream.pipelines.jobs.land.task import Landing, Work
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER
+from millstream.pipelines.source.options import ReadOptions
+from millstream.pipelines.source.ranges import Range
 
 NUMBERS = pa.schema([pa.field("id", pa.int64()), pa.field("ver", pa.int64())])
 TEXTS = pa.schema([pa.field("id", pa.string()), pa.field("ver", pa.int64())])
 
 
-def changes_of(
-    messages: list[tuple[bytes | None, bytes | None]], fields: pa.Schema, **settings: str
-) -> tuple[pa.RecordBatch, list[str | None], list[bool]]:
-    """Open, decode and apply messages, given as pairs of key and value."""
-    batch = pa.RecordBatch.from_pydict(
+def batch_of(messages: Sequence[tuple[bytes | None, bytes | None]], start: int = 0) -> pa.RecordBatch:
+    """Messages, given as pairs of key and value, with offsets from `start`."""
+    return pa.RecordBatch.from_pydict(
         {
             "partition": pa.array([0] * len(messages), pa.int32()),
-            "offset": pa.array(range(len(messages)), pa.int64()),
+            "offset": pa.array(range(start, start + len(messages)), pa.int64()),
+            "timestamp": pa.array([0] * len(messages), pa.timestamp("us", "UTC")),
             "key": pa.array([key for key, _ in messages], pa.binary()),
             "value": pa.array([value for _, value in messages], pa.binary()),
+            "headers": pa.nulls(len(messages), pa.list_(pa.struct({"key": pa.string(), "value": pa.binary()}))),
         }
     )
+
+
+def changes_of(
+    messages: Sequence[tuple[bytes | None, bytes | None]], fields: pa.Schema, **settings: str
+) -> tuple[pa.RecordBatch, list[str | None], list[bool]]:
+    """Open, decode and apply messages."""
+    batch = batch_of(messages)
     parsed = LandSettings.from_strings({"topics": "t", "mode": "upsert", "decode": "json", **settings})
     rule = ChangeRule.of(parsed, "t")
     opened = rule.open(batch)
@@ -37,7 +51,7 @@ def changes_of(
     rows = pa.RecordBatch.from_arrays(
         [batch.column("key"), *decoded.columns.flatten()], names=["message_key", *fields.names]
     )
-    changes, reasons, fits = rule.apply(rows, opened, decoded.reasons)
+    changes, reasons, fits = rule.apply(batch, rows, opened, decoded.reasons, {})
     return changes, reasons.to_pylist(), np.asarray(fits).tolist()
 
 
@@ -77,36 +91,93 @@ def test_only_a_message_without_a_payload_needs_no_order_value() -> None:
     assert changes.column(ORDER).to_pylist() == [None, None]
 
 
-def test_with_an_order_only_the_tombstone_after_a_delete_event_of_debezium_is_ignored() -> None:
-    def event(op: str, number: int) -> bytes:
-        return json.dumps({"op": op, "before": {"id": number}, "after": {"id": number}, "source": {"lsn": 7}}).encode()
+def event(op: str, number: int, lsn: int | None = 7) -> bytes:
+    """A change event of Debezium."""
+    return json.dumps({"op": op, "before": {"id": number}, "after": {"id": number}, "source": {"lsn": lsn}}).encode()
 
-    fields = pa.schema([pa.field("id", pa.int64()), pa.field("__source_lsn", pa.int64())])
-    settings = {"key": "id", "order.by": "source.lsn", "decode": "debezium"}
+
+EVENTS = pa.schema([pa.field("id", pa.int64()), pa.field("__source_lsn", pa.int64())])
+BY_LSN = {"key": "id", "order.by": "source.lsn", "decode": "debezium"}
+
+
+def test_with_an_order_only_the_tombstone_after_a_delete_event_of_debezium_is_ignored() -> None:
     five, six = b'{"id": 5}', b'{"schema": {}, "payload": {"id": 6}}'
     messages = [
         *((five, event("d", 5)), (six, event("c", 6)), (five, None), (five, None)),
         *((five, event("c", 5)), (five, None), (six, None), (None, None)),
     ]
-    changes, reasons, fits = changes_of(messages, fields, **settings)
+    changes, reasons, fits = changes_of(messages, EVENTS, **BY_LSN)
     assert fits == [True, True, False, False, True, True, True, False]
     assert reasons == [None] * 7 + ["the key id is missing or null"]
     assert changes.column(KEY).to_pylist() == [b"5", b"6", b"5", b"5", b"5", b"5", b"6", None]
     assert changes.column(DELETED).to_pylist() == [True, False, True, True, False, True, True, True]
-    del settings["order.by"]
-    assert changes_of(messages[:4], fields, **settings)[2] == [True] * 4
+    assert changes_of(messages[:4], EVENTS, key="id", decode="debezium")[2] == [True] * 4
 
 
-def test_a_tombstone_may_follow_a_delete_event_of_an_earlier_batch() -> None:
-    rule = ChangeRule(topic="t", key=(("id",),), order=("at",), is_debezium=True)
-    columns = {"key": pa.array([b"5"], pa.binary())}
-    events = [json.dumps({"op": op, "before": {"id": 5}, "after": {"id": 5}}).encode() for op in ("d", "u")]
-    deleted: set[bytes | None] = set()
-    ignored = []
-    for value in (None, events[0], None, events[1], None):
-        batch = pa.RecordBatch.from_pydict({**columns, "value": pa.array([value], pa.binary())})
-        ignored += rule.open(batch, deleted).ignored.tolist()
-    assert ignored == [False, False, True, False, False]
+def test_the_tombstone_of_a_quarantined_delete_event_deletes() -> None:
+    messages = [(b"5", event("d", 5, lsn=None)), (b"5", None)]
+    changes, reasons, fits = changes_of(messages, EVENTS, **BY_LSN)
+    assert reasons == ["__source_lsn, which orders the changes of a key, is missing or null", None]
+    assert fits == [False, True]
+    assert changes.column(DELETED).to_pylist() == [True, True]
+
+
+class Log:
+    """The messages of a partition, landed from an offset in given Arrow batches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, messages: Sequence[tuple[bytes | None, bytes | None]]) -> None:
+        self.messages = messages
+        self.read: list[Range] = []
+        monkeypatch.setattr(task, "read_records", self._read)
+        monkeypatch.setattr(task, "log_start", lambda _options: lambda _topic, _partition: 0)
+
+    def _read(self, one: Range, _options: object, _skip: object) -> Iterator[pa.RecordBatch]:
+        self.read.append(one)
+        yield batch_of(self.messages[one.start : one.end], one.start)
+
+    def land(self, *starts: int, **settings: Any) -> tuple[KeptRows, Landing]:
+        """Land the messages from the first offset; each offset starts an Arrow batch."""
+        rows = KeptRows()
+        rule = ChangeRule.of(LandSettings.from_strings({"topics": "t", "mode": "upsert", **BY_LSN}), "t")
+        work = Work(writer=rows, quarantine=KeptRows(), fields=EVENTS, decodes=True, changes=rule, **settings)
+        landing = Landing("t", work, cast("ReadOptions", object()))
+        landing.begin(Range("t", 0, starts[0], len(self.messages)))
+        for start, end in pairwise([*starts, len(self.messages)]):
+            landing.take(batch_of(self.messages[start:end], start))
+        return rows, landing
+
+
+@pytest.mark.parametrize("starts", [(0,), (0, 1), (1,), (1, 2), (1, 2, 3), (3,)])
+def test_a_tombstone_follows_its_delete_event_however_messages_are_divided(
+    monkeypatch: pytest.MonkeyPatch, starts: tuple[int, ...]
+) -> None:
+    log = Log(monkeypatch, [(b"5", event("d", 5)), (b"6", event("c", 6)), (b"7", event("c", 7)), (b"5", None)])
+    rows, _ = log.land(*starts)
+    assert rows.deletes == int(starts[0] == 0)
+
+
+def test_an_event_of_the_range_replaces_a_delete_event_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(monkeypatch, [(b"5", event("d", 5)), (b"5", event("c", 5)), (b"6", event("c", 6)), (b"5", None)])
+    assert log.land(1, 2)[0].deletes == 1
+
+
+def test_a_delete_event_before_the_range_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(monkeypatch, [(b"5", event("d", 5)), (b"5", None)])
+    rows, landing = log.land(1, expectations=["__source_lsn > 7"], on_violation="fail")
+    assert (rows.deletes, landing.report().counts) == (0, {})
+
+
+def test_delete_events_far_before_a_tombstone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [(b"6", event("c", 6))] * changes.TOMBSTONE_OFFSETS
+    log = Log(monkeypatch, [(b"5", event("d", 5)), *others, (b"5", None)])
+    for starts in ((0,), (0, 9), (9,), (9, 500)):
+        rows, landing = log.land(*starts)
+        assert rows.deletes == (2 if starts[0] == 0 else 1)
+        assert landing._deleted == {}
+    # Nothing before the range can matter to a tombstone so far from its start.
+    log.read.clear()
+    log.land(1)
+    assert log.read == []
 
 
 def test_a_key_or_an_order_value_that_a_double_rounds_is_refused() -> None:

@@ -63,6 +63,13 @@ def holds(text: str, batch: pa.RecordBatch, topic: str) -> Flags:
 _READ: Final = ("offset", "timestamp", "key", "value", "headers")
 
 
+Deleted = dict[bytes | None, int]
+"""The message keys of one partition whose last change event is a delete, with its offset."""
+
+TOMBSTONE_OFFSETS: Final = 1000
+"""How far a tombstone may be from its delete event; Debezium writes them one after another."""
+
+
 @dataclass(frozen=True, slots=True)
 class Payloads:
     """The payloads of a batch, ready to be decoded."""
@@ -72,8 +79,6 @@ class Payloads:
     """Which messages delete their key."""
     empty: Flags
     """Which messages have no payload, and so no order value."""
-    ignored: Flags
-    """Which messages are not changes: the tombstones that follow Debezium's deletes, which have the order value."""
     reasons: dict[int, str]
     """Why messages cannot be opened, by row."""
 
@@ -119,18 +124,13 @@ class ChangeRule:
         """Whether tombstones are ignored that follow a delete event."""
         return self.is_debezium and self.order is not None
 
-    def open(self, batch: pa.RecordBatch, deleted: set[bytes | None] | None = None) -> Payloads:
-        """Return the payloads to decode, one per message of a partition.
-
-        `deleted` has the message keys whose last change event before the batch, in its partition, is a delete; it is
-        updated to the end of the batch.
-        """
+    def open(self, batch: pa.RecordBatch) -> Payloads:
+        """Return the payloads to decode, one per message of a partition."""
         values = batch.column("value")
         empty = deletes = np.asarray(pc.is_null(values).to_numpy(zero_copy_only=False))
-        ignored = np.zeros(len(batch), np.bool_)
         reasons: dict[int, str] = {}
         if self.is_debezium:
-            values, deletes, ignored, reasons = self._open_envelopes(batch, set() if deleted is None else deleted)
+            values, deletes, reasons = self._open_envelopes(batch)
         elif self.key and deletes.any():
             rows = np.flatnonzero(deletes)
             documents = [self._key_document(key) for key in batch.column("key").take(pa.array(rows)).to_pylist()]
@@ -138,31 +138,22 @@ class ChangeRule:
         if self.delete_when:
             at = batch.schema.get_field_index("value")
             deletes = deletes | holds(self.delete_when, batch.set_column(at, "value", values), self.topic)
-        return Payloads(values, deletes, empty, ignored, reasons)
+        return Payloads(values, deletes, empty, reasons)
 
-    def _open_envelopes(
-        self, batch: pa.RecordBatch, deleted: set[bytes | None]
-    ) -> tuple[pa.Array, Flags, Flags, dict[int, str]]:
+    def _open_envelopes(self, batch: pa.RecordBatch) -> tuple[pa.Array, Flags, dict[int, str]]:
         """Open Debezium's envelopes."""
         values: list[bytes | None] = []
         deletes = np.zeros(len(batch), np.bool_)
-        ignored = np.zeros(len(batch), np.bool_)
         reasons: dict[int, str] = {}
         messages = zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True)
         for row, (key, value) in enumerate(messages):
             try:
                 document, deletes[row] = self._row(key, value)
                 values.append(document)
-                if value is None:
-                    ignored[row] = self.ignores_tombstones and key in deleted
-                elif deletes[row]:
-                    deleted.add(key)
-                else:
-                    deleted.discard(key)
             except (msgspec.MsgspecError, _NotAChange) as error:
                 values.append(_EMPTY)
                 reasons[row] = f"the payload is not a change event of Debezium: {error}"
-        return pa.array(values, pa.binary()), deletes, ignored, reasons
+        return pa.array(values, pa.binary()), deletes, reasons
 
     def _row(self, key: bytes | None, value: bytes | None) -> tuple[bytes, bool]:
         """Return the row of one change event as JSON, and whether it is deleted."""
@@ -198,11 +189,12 @@ class ChangeRule:
         return value
 
     def apply(
-        self, rows: pa.RecordBatch, opened: Payloads, reasons: pa.Array
-    ) -> tuple[pa.RecordBatch, pa.Array, npt.NDArray[np.bool_]]:
-        """Add key, order value and deletion to decoded rows.
+        self, batch: pa.RecordBatch, rows: pa.RecordBatch, opened: Payloads, reasons: pa.Array, deleted: Deleted
+    ) -> tuple[pa.RecordBatch, pa.Array, Flags]:
+        """Add key, order value and deletion to the decoded rows of messages.
 
-        Return them with the reasons for those that do not fit, and which rows are changes of the table.
+        Return them with the reasons for those that do not fit, and which rows are changes of the table. `deleted` is
+        updated to the end of the batch.
         """
         whole = pa.StructArray.from_arrays(rows.columns, names=rows.schema.names)
         keys = self._keys(whole)
@@ -216,14 +208,36 @@ class ChangeRule:
         if opened.reasons:
             texts = [opened.reasons.get(row) for row in range(len(rows))]
             why = pc.coalesce(pa.array(texts, pa.string()), why)
-        why = pc.if_else(pa.array(opened.ignored), pa.scalar(None, pa.string()), why)
         changes = (
             rows.append_column(KEY, keys)
             .append_column(ORDER, order)
             .append_column(DELETED, pa.array(opened.deletes, pa.bool_()))
         )
-        is_change = np.asarray(pc.is_null(why).to_numpy(zero_copy_only=False)) & ~opened.ignored
+        is_change = np.asarray(pc.is_null(why).to_numpy(zero_copy_only=False))
+        if self.ignores_tombstones:
+            ignored = self._ignored(batch, opened, is_change, deleted)
+            why = pc.if_else(pa.array(ignored), pa.scalar(None, pa.string()), why)
+            is_change = is_change & ~ignored
         return changes, why, is_change
+
+    def _ignored(self, batch: pa.RecordBatch, opened: Payloads, is_change: Flags, deleted: Deleted) -> Flags:
+        """Return which messages are tombstones that follow their delete event, which has the order value.
+
+        A delete event that goes to the quarantine deletes nothing, so its tombstone has to.
+        """
+        found = np.zeros(len(batch), np.bool_)
+        offset = 0
+        messages = zip(batch.column("offset").to_pylist(), batch.column("key").to_pylist(), strict=True)
+        for row, (offset, key) in enumerate(messages):
+            if opened.empty[row]:
+                found[row] = key in deleted and offset - deleted[key] <= TOMBSTONE_OFFSETS
+            elif opened.deletes[row] and is_change[row]:
+                deleted[key] = offset
+            else:
+                deleted.pop(key, None)
+        for key in [key for key, at in deleted.items() if offset - at > TOMBSTONE_OFFSETS]:
+            del deleted[key]
+        return found
 
     def _without_rounded(self, rows: pa.StructArray, reasons: pa.Array) -> pa.Array:
         """Add a reason to rows with a key or an order value that may have been rounded, so that others equal it."""

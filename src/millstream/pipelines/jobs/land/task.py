@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Final
@@ -20,8 +20,9 @@ import pyarrow.compute as pc
 
 from millstream.core.errors import ExpectationFailed, LostData
 from millstream.core.pipeline import FAIL
-from millstream.pipelines.jobs.land.changes import NO_ORDER, ChangeRule, Flags, Payloads, holds
+from millstream.pipelines.jobs.land.changes import NO_ORDER, TOMBSTONE_OFFSETS, ChangeRule, Deleted, Flags, holds
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
+from millstream.pipelines.jobs.land.dry_run import KeptRows
 from millstream.pipelines.jobs.land.event_time import NO_TIME, TOO_MANY, EventFolders, EventTimeRule
 from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, KEYED_NAMES, RECORD_NAMES, column_of, grown_by
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH, Place
@@ -274,9 +275,8 @@ class Landing:
         self._work = work
         self._options = options
         self._begun: Range | None = None
-        """The range that was begun, until its first messages are taken."""
-        self._deleted: set[bytes | None] = set()
-        """The message keys whose last change event in the range is a delete of Debezium."""
+        """The range that was begun, until its first tombstone."""
+        self._deleted: Deleted = {}
         self._decode = _decoding(topic, work, options) if work.decodes else None
         self._found = work.fields
         self._rows = 0
@@ -288,14 +288,14 @@ class Landing:
     def begin(self, one: Range | None) -> None:
         """Prepare for the messages of a range; None if they are some messages of a partition."""
         self._begun = one
-        self._deleted.clear()
+        self._deleted = {}
 
     def take(self, batch: pa.RecordBatch) -> None:
         """Write the next messages of a range."""
         self._rows += batch.num_rows
         batch = self._without_repeated(batch)
         rule = self._work.changes
-        opened = None if rule is None else self._open(rule, batch)
+        opened = None if rule is None else rule.open(batch)
         lifted = cloud_event_columns(batch) if self._work.lifts_cloud_events else {}
         kept = batch
         if rule is not None:
@@ -315,7 +315,11 @@ class Landing:
             reasons = self._expect(batch, values, decoded.reasons)
         rows = pa.RecordBatch.from_arrays(columns, names=names)
         if rule is not None and opened is not None:
-            self._write_changes(batch, *rule.apply(rows, opened, reasons))
+            if rule.ignores_tombstones and opened.empty.any():
+                self._look_back(batch, int(np.flatnonzero(opened.empty)[0]))
+            changes, reasons, fits = rule.apply(batch, rows, opened, reasons, self._deleted)
+            self._work.writer.write(changes.filter(pa.array(fits)))
+            self._quarantine(batch, reasons)
             return
         if self._work.event_time is not None:
             rows, reasons = self._work.event_time.apply(rows, reasons)
@@ -328,23 +332,22 @@ class Landing:
         self._work.writer.write(rows.filter(fits))
         self._quarantine(batch, reasons)
 
-    def _open(self, rule: ChangeRule, batch: pa.RecordBatch) -> Payloads:
-        """Open payloads; a tombstone at the start of a range may belong to a delete event before the range."""
+    def _look_back(self, batch: pa.RecordBatch, row: int) -> None:
+        """Find the deletes before a batch if the first tombstone of a range may belong to one before the range."""
         begun, self._begun = self._begun, None
-        if begun is not None and rule.ignores_tombstones and batch.column("value").null_count:
-            for records in self._records_before(begun):
-                rule.open(records, self._deleted)
-        return rule.open(batch, self._deleted)
-
-    def _records_before(self, one: Range) -> Iterator[pa.RecordBatch]:
-        """Yield the messages just before a range, as far as the log still has them."""
-        if self._options is None or not one.start:
+        offsets = batch.column("offset")
+        start = offsets[row].as_py() - TOMBSTONE_OFFSETS
+        if begun is None or self._options is None or not begun.start or start >= begun.start:
             return
-        start = max(one.start - _BEFORE_MAX, log_start(self._options)(one.topic, one.partition))
-        if start < one.start:
-            before = Range(one.topic, one.partition, start, one.start)
+        start = max(start, log_start(self._options)(begun.topic, begun.partition))
+        work = replace(self._work, writer=KeptRows(), quarantine=KeptRows(), evolves=False)
+        judged = Landing(self._topic, replace(work, expectations=()) if work.on_violation == FAIL else work)
+        if start < (end := offsets[0].as_py()):
+            before = Range(begun.topic, begun.partition, start, end)
             with suppress(LostData):
-                yield from read_records(before, self._options, lambda _unreadable: None)
+                for records in read_records(before, self._options, lambda _unreadable: None):
+                    judged.take(records)
+                self._deleted = judged._deleted
 
     def _record_dropped(self, names: Iterable[str]) -> None:
         """Remember fields without a column, up to a bound."""
@@ -377,11 +380,6 @@ class Landing:
         if len(refused):
             self._counts.update(f"quarantined.{reason_kind(text)}" for text in refused.column("reason").to_pylist())
             self._work.quarantine.write(refused)
-
-    def _write_changes(self, batch: pa.RecordBatch, changes: pa.RecordBatch, reasons: pa.Array, fits: Flags) -> None:
-        """Write changes to be merged, and messages that are not changes to the quarantine."""
-        self._work.writer.write(changes.filter(pa.array(fits)))
-        self._quarantine(batch, reasons)
 
     def quarantine(self, partition: int, unreadable: UnreadableBatch) -> None:
         """Put a row for a batch that cannot be read into the quarantine, so that its offsets are accounted for."""
@@ -435,9 +433,6 @@ class Landing:
 
 
 _DROPPED_MAX: Final = 10_000
-
-_BEFORE_MAX: Final = 1000
-"""How many offsets before a range may have the delete event of a tombstone; Debezium writes them one after another."""
 
 VIOLATES: Final = "the message violates the expectation "
 """How the reason of a violated expectation begins."""
