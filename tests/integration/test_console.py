@@ -673,6 +673,8 @@ def test_a_mirror_is_followed_paused_and_failed_over(console: Console, server: S
         page.get_by_label("to confirm").fill("paris")
         page.get_by_role("button", name="Fail over").click()
         expect(page.get_by_role("status")).to_contain_text("writable")
+        expect(page.get_by_text("failed over", exact=True)).to_be_visible()
+        expect(page.get_by_role("button", name="Resume")).to_be_visible()
         assert api.post(f"/topics/{topic}/messages", json={"order": 2}).is_success
     assert watched.problems == []
 
