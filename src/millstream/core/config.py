@@ -730,8 +730,13 @@ class Config:
         return self.pipelines_jobs == "on" or (self.pipelines_jobs == "auto" and not self.authorizes)
 
     @property
-    def keeps_lake_to_itself(self) -> bool:
-        """Whether landed tables are in this machine's data folder, which other nodes of the cluster do not read."""
+    def keeps_lake_to_itself(self) -> bool | None:
+        """Whether landed tables are in this machine's data folder, which other nodes of the cluster do not read.
+
+        None if this node runs no pipelines, and so lands no tables.
+        """
+        if not self.pipelines_enabled:
+            return None
         data = os.path.abspath(self.data)
         machine = os.path.dirname(data) if self.core_count > 1 else data
         lake = self.pipelines_lake or f"{data}/lake"

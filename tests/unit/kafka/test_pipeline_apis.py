@@ -58,7 +58,7 @@ def topic_of(name: str) -> Topic:
 class Node:
     """One node's APIs, over the catalog that all nodes share."""
 
-    def __init__(self, catalog: Catalog, *, has_jobs: bool = True, has_local_lake: bool = False) -> None:
+    def __init__(self, catalog: Catalog, *, has_jobs: bool = True, has_local_lake: bool | None = False) -> None:
         declarations = CatalogDeclarations(catalog)
         self.pipelines = Pipelines(declarations, ManualClock())
         self.subscriptions = Subscriptions(declarations, ManualClock())
@@ -144,14 +144,14 @@ async def test_a_pipeline_declared_on_one_node_is_reported_by_all(client: Pipeli
 async def test_tables_that_only_one_node_reads_are_reported(catalog: Catalog) -> None:
     node = Node(catalog, has_local_lake=True)
     node.topics = [topic_of("orders"), topic_of("payments")]
-    client = PipelineClient(cast("Client", Nodes({1: node})))
+    client = PipelineClient(cast("Client", Nodes({1: node, 2: Node(catalog, has_local_lake=True)})))
     (note,) = (await client.create("mine", "land", ORDERS)).notes
     assert "in the data folder of the node" in note
     assert "Set pipelines-lake on all nodes" in note
     assert (await client.create("shared", "land", {"topics": "payments", "lake": "s3://lake"})).notes == []
     await client.create("events", "ledger", {})
     await client.create("routed", "route", {})
-    described = await client.describe()
+    described = await client.describe(["events", "mine", "routed", "shared"])
     assert {one["name"]: one["local_tables"] for one in described} == {
         "events": True,
         "mine": True,
@@ -159,6 +159,28 @@ async def test_tables_that_only_one_node_reads_are_reported(catalog: Catalog) ->
         "shared": False,
     }
     assert not any("data folder" in summary_of(one)["error"] for one in described)
+
+
+@pytest.mark.parametrize(
+    ("lakes", "is_local"),
+    [
+        ((None, None, False, False), False),
+        ((None, None, True, True), True),
+        ((False, True, None), True),
+        ((None, True, None), False),
+        ((None, None), False),
+    ],
+    ids=["a shared lake", "lakes of their own", "one lake of its own", "one node runs pipelines", "no node does"],
+)
+async def test_only_nodes_that_run_pipelines_decide_where_tables_are(
+    catalog: Catalog, lakes: tuple[bool | None, ...], is_local: bool
+) -> None:
+    nodes = {number: Node(catalog, has_local_lake=lake) for number, lake in enumerate(lakes, 1)}
+    nodes[1].topics = [topic_of("orders")]
+    client = PipelineClient(cast("Client", Nodes(nodes)))
+    assert (await client.create("mine", "land", ORDERS)).notes == []
+    (described,) = await client.describe(["mine"])
+    assert described["local_tables"] is is_local
 
 
 async def test_a_changed_schema_says_which_types_stay(client: PipelineClient, nodes: Nodes) -> None:

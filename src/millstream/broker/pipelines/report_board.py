@@ -30,16 +30,17 @@ Routes = Mapping[str, Mapping[str, str]]
 class PipelineAdvice:
     """Compares a pipeline with the existing topics and pipelines."""
 
-    def __init__(self, pipelines: Pipelines, topics: Topics, *, has_local_lake: bool = False) -> None:
+    def __init__(self, pipelines: Pipelines, topics: Topics, *, has_local_lake: bool | None = False) -> None:
         self._pipelines = pipelines
         self._topics = topics
         self._has_local_lake = has_local_lake
 
-    def has_local_tables(self, pipeline: Pipeline) -> bool:
-        """Whether only this node reads the tables that a pipeline writes here, although it is one of several."""
+    def has_local_tables(self, pipeline: Pipeline) -> bool | None:
+        """Whether only this node reads the tables that a pipeline writes here; None if this node runs no pipelines."""
         with suppress(MillstreamError):
             settings = pipeline.settings
-            return self._has_local_lake and isinstance(settings, LandSettings | LedgerSettings) and not settings.lake
+            writes_tables = isinstance(settings, LandSettings | LedgerSettings) and not settings.lake
+            return self._has_local_lake and writes_tables
         return False
 
     def notes_for(self, pipeline: Pipeline) -> list[str]:

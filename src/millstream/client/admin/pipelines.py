@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -183,13 +184,18 @@ class PipelineClient:
         responses = await gather_or_cancel(self._listed(node, body) for node in nodes)
         failed = [response for response in responses if isinstance(response, MillstreamError)]
         found: dict[str, dict[str, Any]] = {}
+        local: dict[str, list[bool]] = defaultdict(list)
         for response in responses:
             for described in () if isinstance(response, MillstreamError) else response["pipelines"]:
+                if (is_local := described.get("local_tables")) is not None:
+                    local[described["name"]].append(is_local)
                 found[described["name"]] = _merge_reports(found.get(described["name"]), described)
         if not found and failed:
             raise failed[0]
         silent = [f"{error}" for error in failed]
         for one in found.values():
+            # Another node has to be able to take over, and any of them may.
+            one["local_tables"] = len(local[one["name"]]) > 1 and any(local[one["name"]])
             one["state"] = state_of(one)
             one["notes"] = silent if one["report"] is None else []
             if one["state"] == "waiting" and not (one["report"] or silent):

@@ -225,7 +225,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
     Every node knows all pipelines; `report` and `lag` are null unless the node that is asked runs the driver, so a
     client asks all nodes. The description with the highest `version`, which counts changes, is current. Rules, of which
     there may be many, are only returned for pipelines that are named. `local_tables` means that other nodes do not
-    read the tables of this one, and would land the topics again.
+    read the tables of this one, and would land the topics again; it is null if this node runs no pipelines.
     """
 
     key = LIST_KEY
