@@ -130,7 +130,8 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
         again = service.failover_command(mirror)
         way = "" if len(topics) == 1 else ", or choose only other copies with --topics to make those writable first"
         raise NotLeader(
-            f"{error}. None of the chosen copies is writable yet: start its nodes and run `{again}` again{way}"
+            f"{error}. None of the chosen copies is writable yet: start the nodes that are down, and run `{again}` "
+            f"again{way}"
         ) from None
     await apply_recorded_offsets(service, mirror)
     await make_writable(service, topics)
