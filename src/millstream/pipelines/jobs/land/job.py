@@ -530,11 +530,11 @@ class LandJob:
         if found and len(known) < DROPPED_MAX:
             known |= found
             batch.dropped = found
-            named = ", ".join(sorted(found)[:10])
+            named = ", ".join(sorted(found)[:10]) + (", …" if len(found) > 10 else "")
             _logger.warning(
-                "pipeline %s: %d fields of %s have no column, since their names cannot be columns or there are too "
-                "many, and %s: %s",
-                *(self._pipeline.name, len(found), batch.topic, _KEPT if batch.changes is None else _NOT_KEPT, named),
+                "pipeline %s: %d fields of %s (%s) have no column, since their names cannot be columns or there are "
+                "too many, and %s",
+                *(self._pipeline.name, len(found), batch.topic, named, _KEPT if batch.changes is None else _NOT_KEPT),
             )
 
     def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:
