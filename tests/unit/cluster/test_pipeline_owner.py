@@ -61,5 +61,5 @@ async def test_a_claim_left_by_an_earlier_run_is_taken_over(tmp_path: Path) -> N
 async def test_a_node_that_can_run_pipelines_later_becomes_a_candidate_then(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         first, second = (node.cluster.pipeline_owner(is_candidate=False) for node in group.nodes.values())
-        second.stand()
+        second.become_candidate()
         await group.until(lambda: second.is_mine and first.is_elsewhere)

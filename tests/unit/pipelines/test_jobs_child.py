@@ -39,7 +39,7 @@ class SoleOwner:
     def on_change(self, listener: Callable[[], None]) -> None:
         """Do nothing: it never changes."""
 
-    def stand(self) -> None:
+    def become_candidate(self) -> None:
         """It runs them already."""
 
     async def resign(self) -> None:

@@ -41,7 +41,7 @@ class Owner:
         self.is_mine = True
         self.is_elsewhere = False
         self.has_resigned = False
-        self.has_stood = asyncio.Event()
+        self.became_candidate = asyncio.Event()
         self._listener: Callable[[], None] = lambda: None
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -51,8 +51,8 @@ class Owner:
         self.is_mine, self.is_elsewhere = mine, not mine
         self._listener()
 
-    def stand(self) -> None:
-        self.has_stood.set()
+    def become_candidate(self) -> None:
+        self.became_candidate.set()
 
     async def resign(self) -> None:
         self.has_resigned = True
@@ -237,10 +237,10 @@ async def test_a_missing_prerequisite_is_reported_until_it_is_there(
         assert scene.child.pid is None
         # In a cluster, a node that could run none when it started is no candidate yet.
         scene.owner.is_mine = False
-        assert not scene.owner.has_stood.is_set()
+        assert not scene.owner.became_candidate.is_set()
         scene.missing = ""  # without a notification
         async with asyncio.timeout(HANG_S):
-            await scene.owner.has_stood.wait()
+            await scene.owner.became_candidate.wait()
         scene.owner.set_owner(mine=True)
         await scene.board.until(lambda: scene.board.report("a").state == "running")
 

@@ -217,7 +217,7 @@ class ClusterNode:
             random=self._dependencies.random,
         )
         if is_candidate or self._dependencies.is_single:
-            owner.stand()
+            owner.become_candidate()
         self._start("owner of pipelines", owner.run())
         return owner
 

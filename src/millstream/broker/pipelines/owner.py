@@ -37,8 +37,8 @@ class PipelineOwner(Protocol):
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when that may have changed."""
 
-    def stand(self) -> None:
-        """Become a candidate: this node can run pipelines."""
+    def become_candidate(self) -> None:
+        """Take part in the election: this node can run pipelines."""
 
     async def resign(self) -> None:
         """Let another node take over; this one is about to stop."""
@@ -83,8 +83,8 @@ class ElectedOwner:
         """Call `listener` when that may have changed."""
         self._listeners.append(listener)
 
-    def stand(self) -> None:
-        """Become a candidate: this node can run pipelines."""
+    def become_candidate(self) -> None:
+        """Take part in the election: this node can run pipelines."""
         self._is_candidate.set()
 
     async def run(self) -> None:

@@ -345,7 +345,7 @@ class PipelineChild(SupervisedChild):
         # Missing packages may have been installed since; this is only checked when there is something to run.
         self._idle_reason = self._missing() if due else ""
         if due and not self._idle_reason:
-            self._owner.stand()
+            self._owner.become_candidate()
         self._due = due
         self._warn()
         self._update_board(is_running=self._process is not None)

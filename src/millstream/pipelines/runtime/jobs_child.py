@@ -222,7 +222,7 @@ class JobsChild:
         due = {one.pipeline_id: one for one in self._due()}
         self._idle_reason = self._missing() if due else ""
         if due and not self._idle_reason:
-            self._owner.stand()
+            self._owner.become_candidate()
         if not self._owner.is_mine or self._idle_reason:
             wanted: dict[UUID, Pipeline] = {}
         else:
