@@ -426,7 +426,9 @@ def test_messages_are_published_and_pulled_over_http_through_any_node(cluster: S
 
 def test_single_pulls_get_messages_of_every_node(cluster: ServerGroup, topic: str) -> None:
     """Each command starts over, and every partition has more messages than are pulled."""
-    create(cluster, topic)
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    placed = NewTopic(topic, 3, replica_assignment=[[1, 2, 3], [2, 3, 1], [3, 1, 2]])
+    admin.create_topics([placed], operation_timeout=WAIT_S)[topic].result()
     wait_until(lambda: {leader_of(cluster, topic, index) for index in range(3)} == {1, 2, 3})
     millstream = CommandLine(cluster.kafka)
     assert millstream("subscription", "create", topic, "--topic", topic, "--start", "start").code == 0
