@@ -260,7 +260,7 @@ def test_topics_are_administered_through_any_node(cluster: ServerGroup, topic: s
     assert settings()["min.insync.replicas"] == "2"
     assert settings()["flush"] == "os"
     described = doors[0].list_topics(topic, timeout=WAIT_S).topics[topic].partitions
-    assert Counter(partition.leader for partition in described.values()).keys() == {1, 2, 3}
+    assert {partition.leader for partition in described.values()} <= {1, 2, 3}
     assert doors[0].list_topics(timeout=WAIT_S).controller_id in (1, 2, 3)
     doors[1].delete_topics([topic], operation_timeout=WAIT_S)[topic].result()
     for door in doors:
