@@ -65,9 +65,9 @@ catalog and apply from the next request on.
   response, with a `throttle_time_ms` for which the client pauses; the broker does not read from its connection for that
   time, at most five minutes. Other clients are not affected. A fetch returns at most what the client may use at once,
   but always at least one batch.
-- A throttled client whose session ends (`session-max-ms`, or a token's expiry) has ten seconds to authenticate again,
-  during which its requests are served, since its handshake may wait behind them. They count towards the quota, and
-  then the connection is muted again.
+- A throttled client whose session ends (`session-max-ms`) has ten seconds to authenticate again, during which its
+  requests are served, since its handshake may wait behind them. They count towards the quota, and then the connection
+  is muted again. This does not apply to a certificate or token that has expired.
 - Connections that carry Millstream's own requests are not muted, because several workers share them. Instead, workers
   and share consumers receive no messages until their client is within its quota again; their acknowledgements are not
   delayed. PublishOnce is refused with THROTTLING_QUOTA_EXCEEDED and the time to wait. Over HTTP, requests beyond the
