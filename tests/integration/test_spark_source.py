@@ -190,7 +190,7 @@ def test_an_empty_topic_has_no_rows(bench: Bench) -> None:
             "check that it is running and that the option kafka.bootstrap.servers is right",
         ),
         ({"startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
-        ({"kafka.security.protocol": "SASL_SSL"}, "there is nothing to sign in by"),
+        ({"kafka.security.protocol": "SASL_SSL"}, "there are no credentials"),
     ],
 )
 def test_an_invalid_read_is_refused_at_once(bench: Bench, options: dict[str, str], output: str) -> None:

@@ -303,8 +303,8 @@ async def test_a_continuous_job_is_restarted_and_parked_on_permanent_failure(nod
         ({"every.ms": "1000", "cron": "0 3 * * *"}, "every.ms and cron are set"),
         ({"cron": "0 25 * * *"}, "the hour"),
         ({"every.ms": "10"}, "at least 1000"),
-        ({"memory": "much"}, "memory is an amount"),
-        ({"parameters": "[]"}, "parameters is a JSON object"),
+        ({"memory": "much"}, "memory must be an amount"),
+        ({"parameters": "[]"}, "parameters must be a JSON object"),
         ({"spark": '{"x": "1"}'}, "begin with spark."),
     ],
 )

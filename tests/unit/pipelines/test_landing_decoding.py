@@ -241,7 +241,13 @@ def test_a_column_keeps_its_type_and_gains_fields() -> None:
         "o": "struct<x: int64, y: string>",
         "c": "bool",
     }
-    assert found_in({"a": 1.5, "d": 1}, known=known) == {"a": "int64", "o": "struct<x: int64>"}
+    # A new field becomes a column even if another value of its message does not fit.
+    assert found_in({"a": 1.5, "d": 1}, known=known) == {"a": "int64", "o": "struct<x: int64>", "d": "int64"}
+
+
+def test_a_value_that_does_not_fit_hides_no_new_field() -> None:
+    known = pa.schema([pa.field("o", pa.struct([pa.field("x", pa.int64())]))])
+    assert found_in({"o": 5}, {"o": {"y": 1}}, known=known) == {"o": "struct<x: int64, y: int64>"}
 
 
 def test_names_invalid_in_tables_stay_in_the_payload() -> None:
@@ -308,17 +314,18 @@ WHOLE = pa.schema(
         (b'{"n": NaN}', [("n",)]),
         ({"o": {"x": 0.5, "l": [1, 0.25]}}, [("o", "l", "[]"), ("o", "x")]),
         ({"n": 0.5, "o": {"x": 3.0}}, [("n",)]),
-        # These fit as they are, or would not fit as doubles either.
+        # Whether the payload fits then does not matter.
+        (b'{"n": 1e999}', [("n",)]),
+        ({"n": 0.5, "o": {"x": "y"}}, [("n",)]),
+        # These fit as they are, have no fraction, or have a number that would be rounded.
         ({"n": 3.0}, []),
         ({"n": 2**64}, []),
         ({"n": "0.5"}, []),
-        (b'{"n": 1e999}', []),
-        ({"n": 0.5, "o": "x"}, []),
-        ({"n": 0.5, "o": {"x": "y"}}, []),
+        ({"n": 0.5, "o": {"l": [2**60, 0.5]}}, [("n",)]),
     ],
 )
 @pytest.mark.parametrize("beside", [0, 100])
-def test_integers_are_widened_if_a_payload_then_fits(document: Any, places: list[Any], beside: int) -> None:
+def test_integers_are_widened_for_fractions(document: Any, places: list[Any], beside: int) -> None:
     documents = payloads(*[{"n": 1}] * beside, document)
     decoder = Decoder(WHOLE, evolves=True, widens=True)
     assert sorted(narrower(WHOLE, decoder.decode(documents).found)) == places

@@ -40,9 +40,9 @@ def test_short_delays_do_not_lower_the_rate() -> None:
 @pytest.mark.parametrize(
     ("since", "until", "message"),
     [
-        ("tomorrow", None, "--since is a time such as 2026-01-31T12:00:00Z, not 'tomorrow'"),
-        ("start", None, "--since is a time such as"),
-        (None, "17", "--until is a time such as"),
+        ("tomorrow", None, "--since must be a time such as 2026-01-31T12:00:00Z, not 'tomorrow'"),
+        ("start", None, "--since must be a time such as"),
+        (None, "17", "--until must be a time such as"),
         ("2026-02-01T00:00:00Z", "2026-01-01T00:00:00Z", "--since must be before --until"),
         ("2026-02-01T00:00:00Z", "2026-02-01T00:00:00Z", "--since must be before --until"),
     ],

@@ -73,7 +73,10 @@ def test_read_committed_is_the_default(given: dict[str, str], level: int) -> Non
         ({"subscribePattern": "("}, "regular expression"),
         ({"assign": '{"a": [-1]}'}, "option assign"),
         ({"assign": "[0]"}, "option assign"),
-        ({"subscribe": "a", "startingOffsets": "first"}, "startingOffsets is earliest, latest, earliest-landed or"),
+        (
+            {"subscribe": "a", "startingOffsets": "first"},
+            "startingOffsets must be earliest, latest, earliest-landed or",
+        ),
         ({"subscribe": "a", "startingOffsets": "earliest-landed", "filter": "offset > 1"}, "cannot be combined with"),
         ({"subscribe": "a", "startingOffsets": '{"a":{"0":-3}}'}, "-3 is not allowed here"),
         ({"subscribe": "a", "endingOffsets": "earliest"}, "cannot be earliest"),
@@ -100,10 +103,10 @@ def test_tuning_options_of_other_clients_are_warned_about_by_name(name: str) -> 
 @pytest.mark.parametrize(
     ("name", "text", "output"),
     [
-        ("kafka.security.protocol", "SASL_SSL", "there is nothing to sign in by"),
-        ("kafka.sasl.mechanism", "PLAIN", "there is nothing to sign in by"),
+        ("kafka.security.protocol", "SASL_SSL", "there are no credentials"),
+        ("kafka.sasl.mechanism", "PLAIN", "there are no credentials"),
         ("kafka.sasl.jaas.config", "secret", "is supported for PlainLoginModule"),
-        ("kafka.sasl.login.class", "com.example.Login", "authenticated at with the options"),
+        ("kafka.sasl.login.class", "com.example.Login", "are configured with the options"),
         ("kafka.ssl.endpoint.identification.algorithm", "none", "anyone could pose as the broker"),
         ("kafka.ssl.truststore.type", "JKS", "has to be PEM"),
         ("user", "alice", "a user and its password together"),

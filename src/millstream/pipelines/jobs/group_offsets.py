@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from millstream.core.errors import CoordinatorUnavailable
-from millstream.core.ids import NodeId
-from millstream.protocol.private.transactions import GROUP_COORDINATOR, GroupMember
-from millstream.protocol.wire.client import Client
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.wire import group_offsets
+from millstream.protocol.wire.client import GROUP_COORDINATOR, Client
 from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.group_offsets import GroupMember
 
 _UNSTABLE: Final = 88
 
@@ -49,32 +51,9 @@ async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]
 
 async def commit_offsets(client: Client, group: str, offsets: Offsets, member: GroupMember) -> None:
     """Commit the offsets of work that is already durable, so that the group shows it."""
-    from kio.schema.offset_commit.v9 import request
-
-    messages: Any = request
-    asked = messages.OffsetCommitRequest(
-        group_id=group,
-        generation_id_or_member_epoch=member.generation,
-        member_id=member.member_id,
-        group_instance_id=member.instance_id,
-        topics=tuple(
-            messages.OffsetCommitRequestTopic(
-                name=topic,
-                partitions=tuple(
-                    messages.OffsetCommitRequestPartition(
-                        partition_index=number, committed_offset=offset, committed_metadata=""
-                    )
-                    for number, offset in numbers.items()
-                ),
-            )
-            for topic, numbers in offsets.items()
-        ),
-    )
-
-    async def attempt(node: NodeId) -> None:
-        for topic in (await client.send(node, asked)).topics:
-            for one in topic.partitions:
-                if one.error_code:
-                    raise error_from_code(one.error_code, None, about=f"offset of group {group!r} in {topic.name}")
-
-    await client.call_coordinator(group, attempt, kind=GROUP_COORDINATOR)
+    commits = {
+        TopicPartition(topic, PartitionIndex(number)): offset
+        for topic, numbers in offsets.items()
+        for number, offset in numbers.items()
+    }
+    await group_offsets.commit_offsets(client, group, commits, member=member)

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.source.access import NO_ACCESS, Access
-from millstream.protocol.private.transactions import GroupMember
+from millstream.protocol.wire.group_offsets import GroupMember
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

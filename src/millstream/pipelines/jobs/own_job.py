@@ -27,7 +27,7 @@ from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offse
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import admitted
-from millstream.protocol.private.transactions import GroupMember
+from millstream.protocol.wire.group_offsets import GroupMember
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -205,7 +205,9 @@ class JobApi:
     def checkpoint(self, name: str) -> str:
         """Return the checkpoint folder of a streaming query, which all nodes can reach and later runs continue from."""
         if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            raise InvalidRequest(f"the name of a checkpoint has letters, digits, dots and dashes, not {name!r}")
+            raise InvalidRequest(
+                f"the name of a checkpoint may contain only letters, digits, dots and dashes, not {name!r}"
+            )
         return f"{self._around.folder.rstrip('/')}/jobs/{self._around.pipeline_id}/{name}"
 
     def application(self, name: str = "rows") -> str:
@@ -310,6 +312,6 @@ def queries_of(returned: object) -> list[StreamingQuery]:
     for one in listed:
         if not (hasattr(one, "awaitTermination") and hasattr(one, "lastProgress")):
             raise InvalidRequest(
-                f"{ENTRY} returned {type(one).__name__}; it returns nothing, a streaming query or a list of them"
+                f"{ENTRY} returned {type(one).__name__}; it must return nothing, a streaming query or a list of them"
             )
     return listed

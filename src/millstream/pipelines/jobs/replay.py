@@ -33,8 +33,9 @@ from millstream.pipelines.source.ranges import Range, Table, admitted, ranges_be
 from millstream.pipelines.source.row_producer import write_part
 from millstream.pipelines.source.rows import RowFilter, read_range
 from millstream.pipelines.source.shape import default_schema, shape_of
-from millstream.protocol.private.transactions import GroupMember, Transactions
+from millstream.protocol.private.transactions import Transactions
 from millstream.protocol.records.arrow import from_arrow
+from millstream.protocol.wire.group_offsets import GroupMember
 
 GROUP_PREFIX: Final = "replay-"
 END_SUFFIX: Final = ".end"
@@ -55,8 +56,6 @@ Offsets = dict[str, dict[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOrder:
-    """What is replayed, and where to."""
-
     topic: str
     into: str
     from_table: bool = False
@@ -83,8 +82,6 @@ class ReplayOrder:
 
 
 class Progress(NamedTuple):
-    """How far a replay is."""
-
     examined: int
     """Messages that were read in this run."""
     written: int

@@ -27,15 +27,15 @@ def inexact_reason(number: int) -> str:
     return f"it has {number}, which doubles cannot hold exactly"
 
 
-def long_places(schema: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
-    """Yield the paths that are long."""
+def places_of(schema: pa.DataType | pa.Schema, wanted: pa.DataType, above: Place = ()) -> Iterator[Place]:
+    """Yield the paths that have a type."""
     kind = _kind(schema)
     if pa.types.is_struct(kind):
         for field in kind:
-            yield from long_places(field.type, (*above, field.name))
+            yield from places_of(field.type, wanted, (*above, field.name))
     elif pa.types.is_list(kind):
-        yield from long_places(kind.value_type, (*above, ELEMENT))
-    elif pa.types.is_int64(kind):
+        yield from places_of(kind.value_type, wanted, (*above, ELEMENT))
+    elif kind == wanted:
         yield above
 
 

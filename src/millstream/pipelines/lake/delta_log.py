@@ -35,6 +35,9 @@ CONFIGURATION: Final[Mapping[str, str]] = {
 EVENT_TIME: Final = "millstream.partitionBy"
 """The property of a table that says by which event time it is partitioned."""
 
+FIXED: Final = "millstream.fixedTypes"
+"""The property of a table that lists the fields whose columns never become double, with the reasons."""
+
 COMMITS_KEPT: Final[Mapping[str, str]] = {**CONFIGURATION, "delta.logRetentionDuration": "interval 36500 days"}
 """For tables whose commits are evidence."""
 
@@ -55,7 +58,7 @@ class DeltaLog:
         """
         self.storage = storage
         self._partition_by = partition_by
-        self._configuration = configuration
+        self._configuration = dict(configuration)
         self._table: deltalake.DeltaTable | None = None
         self._files = storage.files()
 
@@ -63,6 +66,12 @@ class DeltaLog:
     def loaded(self) -> deltalake.DeltaTable | None:
         """Return the table as it was last read; None if it did not exist."""
         return self._table
+
+    def configure(self, name: str, value: str | None) -> None:
+        """Set or remove a property of a table that is created."""
+        self._configuration.pop(name, None)
+        if value is not None:
+            self._configuration[name] = value
 
     def refresh(self) -> deltalake.DeltaTable | None:
         """Read new commits; return the table, or None while it does not exist."""
@@ -106,7 +115,7 @@ class DeltaLog:
                 schema=schema,
                 mode="error",
                 partition_by=list(partition_by),
-                configuration=dict(self._configuration),
+                configuration=self._configuration,
                 storage_options=dict(self.storage.options),
                 raise_if_key_not_exists=False,
             )

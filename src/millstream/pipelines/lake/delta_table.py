@@ -33,7 +33,7 @@ from millstream.pipelines.lake.columns import (
     Place,
     file_schema,
 )
-from millstream.pipelines.lake.delta_log import CONFIGURATION, EVENT_TIME, DeltaLog, added, schema_of
+from millstream.pipelines.lake.delta_log import CONFIGURATION, EVENT_TIME, FIXED, DeltaLog, added, schema_of
 from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, Widening, compact
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, LakeTable, TopicPartition
@@ -160,6 +160,16 @@ class DeltaTable:
         """Return the event time by which the table is partitioned; see `LakeTable`."""
         table = self.log.loaded or self.log.refresh()
         return None if table is None else table.metadata().configuration.get(EVENT_TIME, "")
+
+    def fix(self, fixed: Mapping[Place, str]) -> None:
+        """Remember fields that stay long; see `LakeTable`."""
+        self.log.configure(FIXED, json.dumps(list(fixed.items())) if fixed else None)
+
+    def fixed(self) -> dict[Place, str]:
+        """Return them; see `LakeTable`."""
+        table = self.log.loaded or self.log.refresh()
+        text = "[]" if table is None else table.metadata().configuration.get(FIXED, "[]")
+        return {tuple(place): reason for place, reason in json.loads(text)}
 
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return where a step starts; see `LakeTable`."""
@@ -288,7 +298,7 @@ class DeltaTable:
     def scan_quarantined(
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield quarantined rows likewise."""
+        """Yield quarantined rows in the same way."""
         files = self.quarantine.storage.files()
         return self.scan_quarantined_in(files, Rows(topic_id, partition, start, end), columns)
 
@@ -420,4 +430,4 @@ def open_table(
         from millstream.pipelines.lake.parquet_table import ParquetTable
 
         return ParquetTable(storage, configuration=configuration)
-    raise InvalidSetting(f"the format of a table is delta or parquet, not {format!r}")
+    raise InvalidSetting(f"the format of a table must be delta or parquet, not {format!r}")

@@ -60,6 +60,14 @@ class ParquetTable:
         """Return the event time by which the table is partitioned; see `LakeTable`."""
         return self._staged.event_time()
 
+    def fix(self, fixed: Mapping[Place, str]) -> None:
+        """Remember fields that stay long; see `LakeTable`."""
+        self._staged.fix(fixed)
+
+    def fixed(self) -> dict[Place, str]:
+        """Return them; see `LakeTable`."""
+        return self._staged.fixed()
+
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return where a step starts; see `LakeTable`."""
         found = self._staged.next_offsets(partitions)
@@ -130,7 +138,7 @@ class ParquetTable:
     def scan_quarantined(
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield quarantined rows likewise."""
+        """Yield quarantined rows in the same way."""
         files = self._files(QUARANTINE_SUFFIX)
         return self._staged.scan_quarantined_in(files, Rows(topic_id, partition, start, end), columns)
 

@@ -35,6 +35,12 @@ class LakeTable(Protocol):
         landing, None before the first commit.
         """
 
+    def fix(self, fixed: Mapping[Place, str]) -> None:
+        """Remember fields whose columns never become double, with the reasons, if the table does not exist yet."""
+
+    def fixed(self) -> dict[Place, str]:
+        """Return what `fix` has stored with the table."""
+
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the next offset that is not in the table, for those of the partitions that have one.
 
@@ -115,7 +121,7 @@ class LakeTable(Protocol):
     def scan_quarantined(
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield quarantined rows likewise."""
+        """Yield quarantined rows in the same way."""
 
     def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
         """Yield rows landed in the hour of a time or later, each with that hour, in no order."""

@@ -354,7 +354,6 @@ class PipelineChild(SupervisedChild):
 
     @property
     def _reports_here(self) -> bool:
-        """Whether this node reports on pipelines."""
         return self._owner.is_mine or (bool(self._idle_reason) and not self._owner.is_elsewhere)
 
     def _measured(self) -> list[Pipeline]:

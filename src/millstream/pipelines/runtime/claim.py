@@ -32,8 +32,9 @@ from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE
 from millstream.core.tasks import within
 from millstream.pipelines.source.link import Link
-from millstream.protocol.private.transactions import GroupMember
+from millstream.protocol.wire.client import GROUP_COORDINATOR
 from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.group_offsets import GroupMember
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +46,6 @@ LEAVE_S: Final = 2.0
 
 _PROTOCOL: Final = "one"
 _JOINS_MAX: Final = 10
-_GROUP_COORDINATOR: Final = 0
 _GROUP_ID_NOT_FOUND: Final = 69
 _MEMBER_ID_REQUIRED: Final = 79
 _PUT_OUT: Final = (FencedInstance, IllegalGeneration, UnknownMember)
@@ -242,4 +242,4 @@ class Claim:
                 raise error_from_code(code, None, about=f"group {self._group!r}")
             return response
 
-        return await self._link.client.call_coordinator(self._group, attempt, kind=_GROUP_COORDINATOR)
+        return await self._link.client.call_coordinator(self._group, attempt, kind=GROUP_COORDINATOR)

@@ -153,8 +153,6 @@ class _Running:
 
 
 class Driver:
-    """All pipelines of this process."""
-
     def __init__(
         self,
         options: Options,

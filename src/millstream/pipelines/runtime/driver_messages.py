@@ -49,7 +49,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The options for the driver's environment."""
         return {SPARK_VARIABLE: msgspec.json.encode(self.spark).decode()}
 
     @classmethod
@@ -61,8 +60,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A pipeline to run."""
-
     pipeline: Pipeline
     attempt: int = 0
     """A changed number restarts a parked pipeline."""

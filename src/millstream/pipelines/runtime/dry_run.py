@@ -22,8 +22,6 @@ MEMORY: Final = "1g"
 
 
 class DryRunOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What to try."""
-
     name: str
     kind: PipelineKind
     pipeline_id: UUID

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class Fault(Enum):
-    """The cause of a failure."""
-
     OUTSIDE = "outside"
     """A dependency is unavailable: the pipeline continues once it is back, however long that takes."""
     DECLARED = "declared"

@@ -195,7 +195,6 @@ class JobsChild:
         return _Log(self.folder / str(pipeline_id) / f"run-{run}.log")
 
     def locks(self) -> list[str]:
-        """Return the locks of all declared jobs."""
         jobs = [one for one in self.declared.all() if one.has_own_driver]
         return [lock for one in jobs if (lock := one.overrides.get("lock", ""))]
 
@@ -495,7 +494,6 @@ class _Job:
         self._run = again if await self._child.declared.update_run(run, again) else None
 
     async def _finish(self, run: JobRun, state: RunState, error: str) -> None:
-        """Store the end of a run."""
         progress = {name: value for name, value in run.progress.items() if name != PIN or state != RunState.SUCCEEDED}
         over = replace(
             run, state=state, ended_ms=self._child.now_ms(), error=error[:ERROR_LENGTH_MAX], progress=progress
@@ -832,7 +830,6 @@ class _Watching:
 
 
 async def _copy(process: Process, log: _Log) -> None:
-    """Copy the output of the process to the log."""
     while process.stderr is not None:
         data = await process.stderr.read(64 * 1024)
         if not data:

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from millstream.core.errors import GroupNotEmpty, MillstreamError
+from millstream.core.errors import GroupNotEmpty
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JOBS, Job, JobContext, JobKind
-from millstream.pipelines.runtime.runner import HeldClaim, Progress, Stalled, Tally
+from millstream.pipelines.runtime.runner import HeldClaim, Progress, Stalled, Tally, stall_s_of
 from millstream.pipelines.runtime.spark_session import kill_java
 from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch, activity_of
 
@@ -95,22 +95,15 @@ class ManualRun:
 
     @property
     def name(self) -> str:
-        """Return the pipeline's name."""
         return self._pipeline.name
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was asked to end."""
         return self._context.stopping.is_set()
 
     @property
     def stall_s(self) -> float:
-        """Return how long a step may go without progress; 0 means forever."""
-        try:
-            return self._pipeline.settings.stall_ms / 1000
-        except MillstreamError:
-            # The job raises the same error when it is made.
-            return 0.0
+        return stall_s_of(self._pipeline)
 
     def give_up(self, reason: str) -> None:
         """Cancel the running step for a reason."""

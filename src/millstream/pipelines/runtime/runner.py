@@ -23,7 +23,7 @@ from millstream.core.pipeline import Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind, Step
 from millstream.pipelines.runtime.fault import Fault, fault_of, is_java_lost
-from millstream.protocol.private.transactions import GroupMember
+from millstream.protocol.wire.group_offsets import GroupMember
 
 WINDOW_S: Final = 60.0
 """The window of the rate."""
@@ -135,6 +135,15 @@ class Stalled(MillstreamError):
     """A step made no progress and was cancelled."""
 
 
+def stall_s_of(pipeline: Pipeline) -> float:
+    """Return how long a step may go without progress; 0 means forever."""
+    try:
+        return pipeline.settings.stall_ms / 1000
+    except MillstreamError:
+        # The job raises the same error when it is made.
+        return 0.0
+
+
 class HeldClaim(Protocol):
     """The claim, as the runner uses it."""
 
@@ -217,22 +226,15 @@ class Runner:
 
     @property
     def name(self) -> str:
-        """Return the pipeline's name."""
         return self._declared.name
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was asked to end."""
         return self._ended.is_set()
 
     @property
     def stall_s(self) -> float:
-        """Return how long a step may go without progress; 0 means forever."""
-        try:
-            return self._declared.settings.stall_ms / 1000
-        except MillstreamError:
-            # The job raises the same error when it is made.
-            return 0.0
+        return stall_s_of(self._declared)
 
     def give_up(self, reason: str) -> None:
         """Cancel the running step for a reason; called by the watch."""

@@ -88,7 +88,6 @@ def _stage_progress(stage: Any) -> tuple[int, ...]:
 
 
 def _query_metrics(spark: SparkSession, number: Any) -> Hashable:
-    """Return the metrics of a query, if there is one."""
     session: Any = spark
     plans = session._jsparkSession.sharedState().statusStore()
     plan = plans.execution(number.get()) if number.isDefined() else number

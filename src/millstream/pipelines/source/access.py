@@ -295,7 +295,7 @@ def parse_access(given: Mapping[str, str], environment: Mapping[str, str] = os.e
     asks_to = next((name for name in (PROTOCOL, _MECHANISM) if name in options), "")
     if not signs_in and (protocol.startswith("SASL") or _MECHANISM in options):
         raise InvalidSetting(
-            f"option {asks_to} is {options[asks_to]}, and there is nothing to sign in by: give {_JAAS}, or user and "
+            f"option {asks_to} is {options[asks_to]}, but there are no credentials: give {_JAAS}, or user and "
             "password, or token"
         )
     if signs_in and protocol in ("PLAINTEXT", "SSL"):

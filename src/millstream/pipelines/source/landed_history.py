@@ -113,7 +113,6 @@ class LandedHistory:
 
     @cached_property
     def _landings(self) -> list[tuple[LandSettings, str]]:
-        """Return the landing pipelines and their lakes."""
         return landings(self._link, self._options.lake)
 
     @cached_property

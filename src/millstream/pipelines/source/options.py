@@ -18,9 +18,9 @@ from typing import Final
 from millstream.core.errors import InvalidSetting
 from millstream.core.setting import suggestion
 from millstream.pipelines.source.access import ACCESS_OPTIONS, NO_ACCESS, Access, may_write, parse_access
-from millstream.protocol.private.transactions import GroupMember
 from millstream.protocol.records.arrow import NAMES
 from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
+from millstream.protocol.wire.group_offsets import GroupMember
 
 OFFSET_LATEST: Final = -1
 OFFSET_EARLIEST: Final = -2
@@ -97,7 +97,7 @@ def _parse(option: str, text: str, kind: str, minimum: int) -> Offsets:
         }
     except (ValueError, TypeError) as error:
         example = '{"orders": {"0": 23, "1": 42}}'
-        raise InvalidSetting(f"option {option} is {kind} such as {example}: {error}") from None
+        raise InvalidSetting(f"option {option} must be {kind} such as {example}: {error}") from None
 
 
 def _number(value: object, minimum: int) -> int:
@@ -468,7 +468,6 @@ class _Given:
         return self._texts.get(name, "").strip() or None
 
     def access(self) -> Access:
-        """Return the credentials."""
         return parse_access({name: self._texts[name] for name in ACCESS_OPTIONS if name in self._texts})
 
     def flag(self, name: str, default: bool) -> bool:
@@ -504,7 +503,7 @@ def _refusal(name: str, known: tuple[str, ...], doing: str) -> InvalidSetting:
     """Explain why an option is not accepted, and what to do."""
     if name.lower().startswith(_SECURITY):
         return InvalidSetting(
-            f"option {name} is not supported; brokers are reached by TLS and authenticated at with the options "
+            f"option {name} is not supported; TLS and authentication are configured with the options "
             f"{', '.join(ACCESS_OPTIONS)}"
         )
     names = sorted(set(known) - {"path"})
@@ -564,7 +563,7 @@ def _assigned(text: str) -> Mapping[str, tuple[int, ...]]:
             for topic, numbers in dict(document).items()
         }
     except (ValueError, TypeError) as error:
-        raise InvalidSetting(f"option assign is a JSON document such as {example}: {error}") from None
+        raise InvalidSetting(f"option assign must be a JSON document such as {example}: {error}") from None
 
 
 def _partition(number: object) -> int:
@@ -617,5 +616,5 @@ def _columns(text: str | None) -> dict[str, bool] | None:
 def _duration_ms(text: str) -> int:
     match = _DURATION.match(text)
     if match is None:
-        raise InvalidSetting(f"option maxTriggerDelay is a time such as 15m or 90s, not {text!r}")
+        raise InvalidSetting(f"option maxTriggerDelay must be a time such as 15m or 90s, not {text!r}")
     return int(match[1]) * _UNIT_MS[match[2]]

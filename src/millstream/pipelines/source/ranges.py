@@ -15,8 +15,6 @@ from millstream.pipelines.source.options import Offsets, ReadOptions, sample_siz
 
 @dataclass(frozen=True)
 class Table:
-    """The landed table of a topic."""
-
     url: str
     format: str
     topic_id: str

@@ -293,7 +293,6 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return to_json(check_start(survey, start, there, options, named=isinstance(position, Named)))
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Return the limit of a batch."""
         limit = self._options.offsets_max
         return ReadAllAvailable() if limit is None else ReadMaxRows(limit)
 

@@ -209,7 +209,7 @@ async def _typed_by(client: Client, topics: Sequence[str], options: ReadOptions)
 
 
 async def _subject_of(client: Client, topic: str) -> str:
-    """Return the subject that a topic's rule names, or the one that serialisers use."""
+    """Return the subject that a topic's rule names, or the one that serializers use."""
     rule = (await topic_configs(client, topic)).get(SCHEMA_VALUE)
     return (rule.value if rule is not None else None) or f"{topic}-value"
 
@@ -446,7 +446,7 @@ class _Budget:
         self._left = PARTS_MAX
 
     def is_spent(self) -> bool:
-        """Count one part."""
+        """Count one part, and return whether that exceeds the budget."""
         self._left -= 1
         return self._left < 0
 

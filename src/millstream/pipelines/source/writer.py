@@ -106,7 +106,6 @@ class TopicWriter(DataSourceArrowWriter):
 
     @without_traceback
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Write the rows of one task."""
         from millstream.pipelines.source.batch_commit import Batch
         from millstream.pipelines.source.row_producer import write_part
 

@@ -144,6 +144,10 @@ class _Backfill(_PastJob):
             self._skip_landed(batch)
         super()._run(batches)
 
+    def _choose_again(self, batch: TopicBatch) -> None:
+        super()._choose_again(batch)
+        self._skip_landed(batch)
+
     def _skip_landed(self, batch: TopicBatch) -> None:
         """Skip the messages that the table or its quarantine has."""
         topic_id = batch.source.topic_id

@@ -22,8 +22,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from millstream.pipelines.jobs.land.inference import dropped_fields, grown, grown_by, joined_schemas, type_of
-from millstream.pipelines.lake.columns import ELEMENT, Place, path_text, retyped
+from millstream.pipelines.jobs.land.inference import (
+    STAYS_LONG,
+    dropped_fields,
+    grown,
+    grown_by,
+    joined_schemas,
+    type_of,
+)
+from millstream.pipelines.lake.columns import (
+    ELEMENT,
+    EXACT_MAX,
+    Place,
+    inexact_reason,
+    path_text,
+    places_of,
+    retyped,
+    values_at,
+)
 from millstream.pipelines.source.rows import NESTING_MAX, is_text_too_deep, is_too_deep
 from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
 
@@ -276,6 +292,16 @@ def wider(value: Any, kind: pa.DataType, above: Place = ()) -> Iterator[Place]:
         yield above
 
 
+def _beyond_doubles(value: Any, place: Place) -> int | None:
+    """Return the first whole number at a path that a double cannot represent exactly; None without one."""
+    if not place:
+        return value if isinstance(value, int) and abs(value) > EXACT_MAX else None
+    if place[0] != ELEMENT:
+        return _beyond_doubles(picked(value, place[:1])[place[0]], place[1:]) if isinstance(value, Mapping) else None
+    found = [_beyond_doubles(inner, place[1:]) for inner in value] if isinstance(value, list) else []
+    return next((number for number in found if number is not None), None)
+
+
 def _struct(value: Any, kind: pa.StructType, path: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         _refuse(value, "object", path)
@@ -387,16 +413,24 @@ class Decoded:
 class Decoder:
     """Decodes payloads into known fields; with `evolves` it also finds new ones.
 
-    With `widens`, long columns become double where a payload then fits, except at `fixed` paths, for which the reason
-    is known.
+    With `widens`, long columns become double where a value has a fraction, except at `fixed` paths, for which the
+    reason is known. New columns then have the types that they would have if each payload were decoded after the one
+    before it was landed; `keeps_long` says that no landed column becomes double. The types are to be `settled`.
     """
 
     def __init__(
-        self, fields: pa.Schema, *, evolves: bool, widens: bool = False, fixed: Mapping[Place, str] | None = None
+        self,
+        fields: pa.Schema,
+        *,
+        evolves: bool,
+        widens: bool = False,
+        keeps_long: bool = False,
+        fixed: Mapping[Place, str] | None = None,
     ) -> None:
         self._fields = fields
         self._evolves = evolves
         self._widens = widens and evolves
+        self._exact_max = (-1 if keeps_long else EXACT_MAX) if widens else None
         self._fixed = fixed or {}
         self._kind = pa.struct(list(fields))
         # The parser accepts days only as numbers, and does not read objects as maps.
@@ -467,6 +501,11 @@ class Decoder:
             return self._decode_text(text, rows, more)
         found = grown(self._fields, table.schema) if self._evolves else self._fields
         dropped = frozenset(dropped_fields(found, table.schema)) if self._evolves else frozenset()
+        if found != self._fields:
+            marked = self._marked(found, table)
+            if marked is None:
+                return None
+            found = marked
         wanted = table.select(schema.names)
         if wanted.schema.types != schema.types:
             # A value without a column of its own is inside one that exists.
@@ -478,6 +517,26 @@ class Decoder:
         if columns is None:
             return None
         return Decoded(columns, pa.nulls(rows, pa.string()), found, dropped)
+
+    def _marked(self, found: pa.Schema, table: pa.Table) -> pa.Schema | None:
+        """Mark the new columns that stay long; None if a type depends on the order or the spelling of values."""
+        if self._exact_max is None:
+            return found
+        if _has_spellings(table.schema):
+            return None
+        marked = set()
+        for kind in (pa.int64(), pa.float64()):
+            for place in set(places_of(found, kind)) - set(places_of(self._fields, kind)):
+                column = table.column(place[0]).combine_chunks()
+                values = values_at(column, place[1:])
+                if values is None:
+                    return None
+                numbers = values.drop_null()
+                if kind == pa.float64() and not _is_double(numbers, self._exact_max):
+                    return None
+                if kind == pa.int64() and _is_beyond(numbers, self._exact_max):
+                    marked.add(place)
+        return retyped(found, marked, STAYS_LONG)
 
     def _columns(self, table: pa.Table, rows: int) -> pa.StructArray | None:
         fields = [field for field in self._fields if not pa.types.is_map(field.type)]
@@ -508,7 +567,8 @@ class Decoder:
             reasons.append(reason)
         if not found:
             return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), self._fields)
-        everything = joined_schemas(found)
+        # The known types come first: a value that does not fit must not hide new fields of one that does.
+        everything = joined_schemas([self._fields, *found])
         fields = retyped(grown(self._fields, everything), wide, pa.float64())
         dropped = frozenset(dropped_fields(fields, everything))
         return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), fields, dropped)
@@ -529,44 +589,50 @@ class Decoder:
                 row[field.name] = value_for(values[field.name], field.type, field.name)
             except Misfit as misfit:
                 reason = reason or str(misfit)
-        places: set[Place] = set()
         if reason is not None:
             reason, places = self._widen_for(document, reason)
             wide |= places
-        if self._evolves and (reason is None or places):
-            found.append(pa.schema(list(type_of(document))))
+        if self._evolves:
+            # Whether the payload fits does not matter: that depends on fields which may be new, too.
+            found.append(pa.schema(list(type_of(document, self._exact_max))))
         return row, reason
 
     def _widen_for(self, document: dict[str, object], reason: str) -> tuple[str, set[Place]]:
-        """Return why a payload does not fit, and the paths that have to become double for it to fit, if that is all."""
+        """Return why a payload does not fit, and the paths with fractions that have to become double.
+
+        As with new fields, it does not matter whether the payload fits then.
+        """
         places = set(wider(document, self._kind))
-        fixed = sorted(places & self._fixed.keys())
-        if fixed:
-            return f"{reason}; {path_text(fixed[0])} stays long: {self._fixed[fixed[0]]}", set()
-        if not self._widens or not places:
-            return reason, set()
-        try:
-            value_for(document, pa.struct(list(retyped(self._fields, places, pa.float64()))), "")
-        except Misfit:
-            return reason, set()
-        return reason, places
+        kept = {place: self._fixed[place] for place in places & self._fixed.keys()}
+        for place in places - kept.keys() if self._widens else ():
+            if (number := _beyond_doubles(document, place)) is not None:
+                kept[place] = inexact_reason(number)
+        if kept:
+            place = min(kept)
+            reason = f"{reason}; {path_text(place)} stays long: {kept[place]}"
+        return reason, places - kept.keys() if self._widens else set()
 
 
 class SchemaDecoder:
     """Decodes payloads by the schemas that they name, into the fields that have columns.
 
-    With `evolves` it also finds fields of schemas that are new.
+    With `evolves` it also finds fields of schemas that are new; `widens` is as in `Decoder`.
     """
 
-    def __init__(self, fields: pa.Schema, rows: SchemaRows, *, evolves: bool) -> None:
+    def __init__(self, fields: pa.Schema, rows: SchemaRows, *, evolves: bool, widens: bool = False) -> None:
         self._fields = fields
         self._rows = rows
         self._evolves = evolves
+        self._widens = widens
 
     def decode(self, values: pa.Array, headers: pa.Array | None) -> Decoded:
         """Decode a column of payloads, whose schemas may be named in headers."""
         read = self._rows.read(values, headers)
-        found = grown_by(self._fields, read.found) if self._evolves and read.found else self._fields
+        schemas = read.found
+        if self._widens:
+            # A column may have any long, so a later schema with doubles cannot decide it.
+            schemas = [retyped(one, set(places_of(one, pa.int64())), STAYS_LONG) for one in schemas]
+        found = grown_by(self._fields, schemas) if self._evolves and schemas else self._fields
         columns = columns_of(read, self._fields)
         return Decoded(columns, pa.array(read.reasons, pa.string()), found)
 
@@ -612,6 +678,25 @@ def _parsed_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(kind.value_field.with_type(_parsed_type(kind.value_type)))
     return kind
+
+
+def _has_spellings(fields: Iterable[pa.Field]) -> bool:
+    """Whether names of fields, of any depth, differ in case alone."""
+    names = [field.name.lower() for field in fields]
+    return len(set(names)) < len(names) or any(_has_spellings(_inner(field.type)) for field in fields)
+
+
+def _is_double(numbers: pa.Array, exact_max: int) -> bool:
+    """Whether a new column with these numbers, some of which may be whole, is double in any case."""
+    is_fraction = pc.not_equal(numbers, pc.trunc(numbers))
+    if len(numbers) and is_fraction[0].as_py():
+        return True
+    return bool(pc.any(is_fraction).as_py()) and not _is_beyond(numbers, exact_max - 1)
+
+
+def _is_beyond(numbers: pa.Array, exact_max: int) -> bool:
+    ends = pc.min_max(numbers)
+    return any(abs(end.as_py()) > exact_max for end in ends.values() if end.is_valid)
 
 
 def _has_infinity(array: pa.Array) -> bool:

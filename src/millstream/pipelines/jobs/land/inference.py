@@ -1,9 +1,9 @@
 """The columns of landed tables: the record columns, and those inferred from payloads.
 
 Integers are long and other numbers double; what looks like a time is text, since the next value may not. A type never
-depends on which messages come in one batch: the first value of a field decides, by partition and offset, and values of
-another type do not fit. A column keeps its type, except that structs gain fields and, where enabled, long becomes
-double when a value has a fraction.
+depends on which messages come in one batch: the first value of a field decides, by partition and offset, whether or not
+its message fits, and values of another type do not fit. A column keeps its type, except that structs gain fields and,
+where enabled, long becomes double when a value has a fraction and none before it is beyond doubles.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from millstream.pipelines.lake.columns import (
     Place,
     inexact_reason,
     narrower,
+    places_of,
     retyped,
 )
 from millstream.pipelines.source.ranges import Range
@@ -37,29 +38,52 @@ DEPTH_MAX: Final = 12
 
 NOTHING: Final = pa.null()
 _DIGITS_MAX: Final = 38
+_WHOLE: Final = pa.decimal128(_DIGITS_MAX, 0)
 DETECTED_TIME: Final = pa.timestamp("us", tz="UTC")
 _LONG_MIN: Final = -(2**63)
 _LONG_MAX: Final = 2**63 - 1
 
+STAYS_LONG: Final = pa.uint64()
+"""In types that are found, a long column that no later fraction makes double."""
+WHOLE_DOUBLE: Final = pa.float32()
+"""In types that are found, a number such as 3.0, which a long column would hold as well."""
 
-def type_of(value: Any) -> pa.DataType:
-    """Infer the type of a parsed JSON value."""
+_MARKS: Final = (STAYS_LONG, WHOLE_DOUBLE)
+
+
+def type_of(value: Any, exact_max: int | None = None) -> pa.DataType:
+    """Infer the type of a parsed JSON value.
+
+    With `exact_max`, a column with a whole number farther than this from zero stays long, or is decimal if it needs
+    more than 64 bits; without, numbers are joined to double. The former is for `settled`.
+    """
     if value is None:
         return NOTHING
     if isinstance(value, bool):
         return pa.bool_()
     if isinstance(value, int):
-        return pa.int64() if _LONG_MIN <= value <= _LONG_MAX else pa.float64()
+        return _integer_type(value, exact_max)
     if isinstance(value, float):
-        return pa.float64()
+        is_whole = exact_max is not None and value.is_integer() and abs(value) <= _LONG_MAX
+        return WHOLE_DOUBLE if is_whole else pa.float64()
     if isinstance(value, str):
         return pa.string()
     if isinstance(value, Mapping):
-        return pa.struct([pa.field(name, type_of(inner)) for name, inner in value.items()])
+        return pa.struct([pa.field(name, type_of(inner, exact_max)) for name, inner in value.items()])
     element = NOTHING
     for inner in value:
-        element = joined(element, type_of(inner))
+        element = joined(element, type_of(inner, exact_max))
     return pa.list_(pa.field("element", element))
+
+
+def _integer_type(value: int, exact_max: int | None) -> pa.DataType:
+    is_long = _LONG_MIN <= value <= _LONG_MAX
+    if exact_max is None:
+        return pa.int64() if is_long else pa.float64()
+    if not is_long and abs(value) < 10**_DIGITS_MAX:
+        return _WHOLE
+    # A number of even more digits fits no column of numbers.
+    return STAYS_LONG if abs(value) > exact_max else pa.int64()
 
 
 def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
@@ -71,7 +95,7 @@ def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
     """Merge the schemas of messages in their order; of incompatible types the first stays."""
     found: pa.DataType = pa.struct([])
     for schema in schemas:
-        found = _join_types(found, pa.struct(list(schema)), None)
+        found = _join_types(found, _spelled_once(pa.struct(list(schema))), None)
     return pa.schema(list(found))
 
 
@@ -79,10 +103,17 @@ def _join_types(one: pa.DataType, other: pa.DataType, mixed: pa.DataType | None)
     """Return a type that holds the values of both; if no such type exists, `mixed`, or else the first."""
     if one == other or pa.types.is_null(other):
         return one
-    if pa.types.is_null(one):
+    if pa.types.is_null(one) or (mixed is None and _is_undecided(one)):
         return other
     if _is_number(one) and _is_number(other):
+        if one in _MARKS or other in _MARKS:
+            # Of a fraction and a number that it must not round, the first decides.
+            return other if one == pa.int64() and other != WHOLE_DOUBLE else one
         return pa.float64()
+    if mixed is not None and pa.types.is_integer(one) and pa.types.is_decimal(other):
+        return other
+    if mixed is not None and pa.types.is_decimal(one) and _is_number(other):
+        return one
     if pa.types.is_decimal(one) and pa.types.is_decimal(other):
         scale = max(one.scale, other.scale)
         digits = max(one.precision - one.scale, other.precision - other.scale)
@@ -166,11 +197,13 @@ def _settle_type(found: pa.DataType, depth: int) -> pa.DataType:
 
 
 def _joined_fields(every: Iterable[pa.Field], mixed: pa.DataType | None = None) -> list[pa.Field]:
-    """Merge fields whose names differ in case alone, under the spelling that came first."""
+    """Merge fields whose names differ in case alone, under the spelling of the first value."""
     fields: dict[str, pa.Field] = {}
     for field in every:
-        have = fields.setdefault(field.name.lower(), field)
-        if have is not field:
+        have = fields.get(field.name.lower(), field)
+        if _is_undecided(have.type):
+            fields[field.name.lower()] = field
+        else:
             fields[field.name.lower()] = have.with_type(_join_types(have.type, field.type, mixed))
     return list(fields.values())
 
@@ -180,6 +213,20 @@ def _spelled_once(found: pa.DataType) -> pa.DataType:
         return pa.struct(_joined_fields(field.with_type(_spelled_once(field.type)) for field in found))
     if pa.types.is_list(found):
         return pa.list_(found.value_field.with_type(_spelled_once(found.value_type)))
+    return found
+
+
+def _is_undecided(kind: pa.DataType) -> bool:
+    """Whether values of a type, all of them null or empty, make no column."""
+    if pa.types.is_struct(kind):
+        return all(_is_undecided(field.type) for field in kind)
+    return _is_undecided(kind.value_type) if pa.types.is_list(kind) else bool(pa.types.is_null(kind))
+
+
+def settled(found: pa.Schema, known: pa.Schema) -> pa.Schema:
+    """Return the types of columns for types that were found; known columns keep theirs."""
+    for mark, kind in ((STAYS_LONG, pa.int64()), (WHOLE_DOUBLE, pa.float64())):
+        found = retyped(found, set(places_of(found, mark)) - set(places_of(known, mark)), kind)
     return found
 
 
@@ -253,7 +300,7 @@ class Decided(NamedTuple):
     messages: int
     """The messages that could be decoded."""
     fixed: dict[Place, str]
-    """Long fields whose columns stay long, since they have numbers that doubles cannot hold, with the reasons."""
+    """Fields whose columns never become double, since they have numbers that doubles cannot hold, with the reasons."""
 
 
 def sample_ranges(ranges: Iterable[Range]) -> list[Range]:
@@ -263,19 +310,16 @@ def sample_ranges(ranges: Iterable[Range]) -> list[Range]:
     return [Range(one.topic, one.partition, one.start, min(one.end, one.start + each)) for one in listed]
 
 
-def decide(
-    documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects: bool, keeps_digits: bool = False
-) -> Decided:
+def decide(documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects: bool) -> Decided:
     """Return the columns of a new table for a sample: the payloads of the first messages of every partition.
 
     Which messages these are depends on the log alone, not on how it is divided into batches. If values are
     incompatible, the most frequent kind decides, and the others do not fit.
 
-    A long beyond 2^53 is never rounded: with whole numbers of more than 64 bits the column is decimal, and otherwise it
-    stays long. With `detects`, text that always is a time becomes a timestamp; with it or `keeps_digits`, whole numbers
-    of more than 64 bits are decimal in any case.
+    A long beyond 2^53 is never rounded: its column stays long. With whole numbers of more than 64 bits, one without
+    fractions is decimal. With `detects`, text that always is a time becomes a timestamp.
     """
-    votes = _Votes(detects=detects, keeps_digits=keeps_digits or detects)
+    votes = _Votes(detects=detects)
     messages = 0
     for document in documents:
         votes.add(document)
@@ -288,15 +332,14 @@ def decide(
 class _Votes:
     """The values of one field."""
 
-    def __init__(self, *, detects: bool, keeps_digits: bool) -> None:
+    def __init__(self, *, detects: bool) -> None:
         self._detects = detects
-        self._keeps_digits = keeps_digits
         self._kinds: Counter[str] = Counter()
         self._has_fraction = False
-        self._is_long = True
+        self._is_decimal = False
+        """Whether a decimal holds a whole number that a long does not."""
         self._farthest = 0
         """The long number that is farthest from zero."""
-        self._digits = 0
         self._are_times = True
         self._fields: dict[str, tuple[str, _Votes]] = {}
         self._element: _Votes | None = None
@@ -320,16 +363,15 @@ class _Votes:
                 self._element.add(inner)
 
     def _empty(self) -> _Votes:
-        return _Votes(detects=self._detects, keeps_digits=self._keeps_digits)
+        return _Votes(detects=self._detects)
 
     def _add_number(self, value: int | float) -> None:
         if isinstance(value, float):
             self._has_fraction = True
         elif _LONG_MIN <= value <= _LONG_MAX:
             self._farthest = max(self._farthest, value, key=abs)
-        else:
-            self._is_long = False
-            self._digits = max(self._digits, len(str(abs(value))))
+        elif abs(value) < 10**_DIGITS_MAX:
+            self._is_decimal = True
 
     def type(self) -> pa.DataType:
         """Return the most frequent type of the values, on a tie the first; null if nothing is known."""
@@ -353,13 +395,10 @@ class _Votes:
         return max(self._kinds, key=lambda one: self._kinds[one], default=None)
 
     def _number_type(self) -> pa.DataType:
-        is_whole, needs_digits = not self._has_fraction, abs(self._farthest) > EXACT_MAX
-        if is_whole and self._is_long:
-            return pa.int64()
-        if is_whole and self._digits <= _DIGITS_MAX and (needs_digits or self._keeps_digits):
-            return pa.decimal128(_DIGITS_MAX, 0)
+        if not self._has_fraction:
+            return _WHOLE if self._is_decimal else pa.int64()
         # The numbers that do not fit into a long are quarantined, where a double would make different ones equal.
-        return pa.int64() if needs_digits else pa.float64()
+        return pa.int64() if abs(self._farthest) > EXACT_MAX else pa.float64()
 
     def inexact(self, above: Place = ()) -> Iterator[tuple[Place, int]]:
         """Yield the paths of long columns that have a number which doubles cannot hold, with the number."""

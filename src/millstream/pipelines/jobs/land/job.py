@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Final
@@ -46,10 +47,18 @@ from millstream.pipelines.jobs.land.dry_run import (
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, Share, shares_of
 from millstream.pipelines.jobs.land.inference import RECORD_NAMES, decide, payload_fields, sample_ranges, shown_columns
-from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, PartitionPlan, Source, Sources, plans, tasks
+from millstream.pipelines.jobs.land.sources import (
+    MESSAGE_BYTES,
+    PartitionPlan,
+    Source,
+    Sources,
+    plans,
+    tasks,
+    topic_ranges,
+)
 from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Landing, LandTasks, Report, from_rows, read_records
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, Place, widest
+from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, Place, retyped, widest
 from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.rewriting import FileWork
 from millstream.pipelines.lake.table import LakeTable
@@ -192,6 +201,8 @@ class LandJob:
         self._recent: dict[str, RecentIds] = {}
         self._tidied: dict[str, datetime] = {}
         self._fixed: dict[str, dict[Place, str]] = {}
+        self._cuts: dict[str, dict[int, int]] = {}
+        """Where batches ended before a message that needs wider columns, by topic id."""
         self._dropped: dict[str, set[str]] = {}
         """Fields without a column that were reported, by topic."""
         self._replans = 0
@@ -290,6 +301,8 @@ class LandJob:
                     break
             if batch.take([landing.report()]):
                 break
+            if batch.widening is not None:
+                batch.fields = retyped(batch.fields, batch.widening.places, pa.float64())
         known = set() if batch.schema is None else set(batch.schema.names)
         return LandedSample(
             topic=batch.topic,
@@ -361,7 +374,8 @@ class LandJob:
             ),
             fields=self._fields(schema),
             schema=schema,
-            fixed=self._fixed_of(source.topic, schema),
+            fixed=self._fixed_of(source.topic, table, schema),
+            cuts=self._cuts.setdefault(source.topic_id, {}),
             decodes=self._settings.decode != NO_DECODING,
             by_schema=self._settings.decode == BY_SCHEMA,
             evolves=self._settings.decode != NO_DECODING and self._given is None,
@@ -409,11 +423,11 @@ class LandJob:
             return pa.schema([*known, *(pa.field(name, pa.map_(pa.string(), pa.string())) for name in maps)])
         return merge_schema(known, self._given)
 
-    def _fixed_of(self, topic: str, schema: pa.Schema | None) -> dict[Place, str]:
+    def _fixed_of(self, topic: str, table: LakeTable, schema: pa.Schema | None) -> dict[Place, str]:
         """Return the fields whose columns are known to stay as they are."""
-        if schema is None:
-            self._fixed.pop(topic, None)
-        return self._fixed.setdefault(topic, {})
+        if schema is None or topic not in self._fixed:
+            self._fixed[topic] = table.fixed()
+        return self._fixed[topic]
 
     def _share(self, batches: Sequence[TopicBatch]) -> None:
         """Limit the batch; every partition gets its share."""
@@ -437,24 +451,33 @@ class LandJob:
             waiting = [
                 batch for batch in waiting if not batch.take([one for one in reports if one.topic == batch.topic])
             ]
+            for batch in waiting:
+                if batch.make_room():
+                    self._choose_again(batch)
             self._widen(waiting)
+
+    def _choose_again(self, batch: TopicBatch) -> None:
+        """Find the messages to leave out of a batch that now ends earlier: copies may be left for the next one."""
+        batch.left_out = {}
+        if batch.ids is not None:
+            self._find_repeated([batch])
 
     def _sample(self, batch: TopicBatch) -> None:
         """Decide the columns of a table that does not exist yet by the first messages of each partition."""
         if batch.schema is not None or not batch.evolves or self._settings.decode == BY_SCHEMA:
             return
-        ranges = sample_ranges(batch.topic_ranges())
+        # The log decides what is in the sample, not the size of the batch.
+        waiting = {
+            number: replace(plan, end=max(plan.end, batch.source.end[number])) for number, plan in batch.plans.items()
+        }
+        ranges = sample_ranges(topic_ranges(batch.topic, waiting))
         if not ranges:
             return
-        found = decide(
-            self._sample_documents(batch, ranges),
-            known=batch.fields,
-            detects=self._settings.detect_types,
-            # Only a table of all messages has their payloads too.
-            keeps_digits=batch.changes is not None,
-        )
+        documents = self._sample_documents(batch, ranges)
+        found = decide(documents, known=batch.fields, detects=self._settings.detect_types)
         batch.fields = found.fields
         batch.fixed.update(found.fixed)
+        batch.table.fix(found.fixed)
         if found.messages:
             _logger.info(
                 "pipeline %s: %d messages of %s decide its columns: %s",

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDeco
 from millstream.pipelines.jobs.land.dry_run import KeptRows
 from millstream.pipelines.jobs.land.event_time import NO_TIME, TOO_MANY, EventFolders, EventTimeRule
 from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, KEYED_NAMES, RECORD_NAMES, column_of, grown_by
-from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH, Place
+from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH, Place, narrower, retyped
 from millstream.pipelines.lake.table_file import Written, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.access import NO_ACCESS, Access
@@ -37,7 +37,8 @@ from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.protocol.records.decoder import Skip, UnreadableBatch
 
 REPORT_COLUMNS: Final = (
-    "topic string, rows long, lost long, files string, quarantined string, fields binary, counts string, dropped string"
+    "topic string, rows long, lost long, files string, quarantined string, fields binary, widening string, "
+    "counts string, dropped string"
 )
 """The columns of a task's reports, in Spark's notation."""
 
@@ -49,10 +50,19 @@ _SCHEMA: Final = pa.schema(
         pa.field("files", pa.string()),
         pa.field("quarantined", pa.string()),
         pa.field("fields", pa.binary()),
+        pa.field("widening", pa.string()),
         pa.field("counts", pa.string()),
         pa.field("dropped", pa.string()),
     ]
 )
+
+
+class WideningNeed(NamedTuple):
+    """A message that fits only if long columns become double, the first of its task."""
+
+    partition: int
+    offset: int
+    places: list[Place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +78,8 @@ class Report:
     quarantined: tuple[Written, ...] = ()
     fields: pa.Schema | None = None
     """The payload fields including those without a column; the files of such a report are discarded."""
+    widening: WideningNeed | None = None
+    """Which message needs wider columns; with `fields`."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Further counts by name."""
     dropped: frozenset[str] = frozenset()
@@ -84,6 +96,7 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
             "files": to_json(report.files),
             "quarantined": to_json(report.quarantined),
             "fields": None if report.fields is None else report.fields.serialize().to_pybytes(),
+            "widening": json.dumps(report.widening),
             "counts": json.dumps(dict(report.counts)),
             "dropped": json.dumps(sorted(report.dropped)),
         }
@@ -92,7 +105,7 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
 
 
-def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None, str, str]]) -> list[Report]:
+def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None, str, str, str]]) -> list[Report]:
     """Decode reports."""
     return [
         Report(
@@ -102,10 +115,11 @@ def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None, str, s
             files=tuple(from_json(files)),
             quarantined=tuple(from_json(quarantined)),
             fields=None if fields is None else pa.ipc.read_schema(pa.py_buffer(fields)),
+            widening=msgspec.json.decode(widening, type=WideningNeed | None),
             counts=msgspec.json.decode(counts, type=dict[str, int]),
             dropped=msgspec.json.decode(dropped, type=frozenset[str]),
         )
-        for topic, count, lost, files, quarantined, fields, counts, dropped in rows
+        for topic, count, lost, files, quarantined, fields, widening, counts, dropped in rows
     ]
 
 
@@ -261,9 +275,10 @@ class LandTasks:
 def _decoding(topic: str, work: Work, options: ReadOptions | None) -> Callable[[pa.Array, pa.RecordBatch], Decoded]:
     """Return the function that decodes a column of payloads, given with their messages."""
     if work.by_schema and options is not None:
-        by_schema = SchemaDecoder(work.fields, SchemaRows(task_link(options), topic), evolves=work.evolves)
+        by_schema = SchemaDecoder(work.fields, SchemaRows(task_link(options), topic), evolves=work.evolves, widens=True)
         return lambda values, batch: by_schema.decode(values, batch.column("headers"))
-    by_fields = Decoder(work.fields, evolves=work.evolves, widens=True, fixed=work.fixed)
+    keeps_long = work.changes is not None
+    by_fields = Decoder(work.fields, evolves=work.evolves, widens=True, keeps_long=keeps_long, fixed=work.fixed)
     return lambda values, _batch: by_fields.decode(values)
 
 
@@ -279,6 +294,7 @@ class Landing:
         self._deleted: Deleted = {}
         self._decode = _decoding(topic, work, options) if work.decodes else None
         self._found = work.fields
+        self._widening: WideningNeed | None = None
         self._rows = 0
         self._files: list[Written] = []
         self._counts: Counter[str] = Counter()
@@ -307,8 +323,8 @@ class Landing:
             decoded = self._decode(values, batch)
             self._record_dropped(decoded.dropped)
             if decoded.found != self._work.fields:
-                self._found = grown_by(self._work.fields, [self._found, decoded.found])
-            if self._found != self._work.fields:
+                self._find(batch, values, decoded.found)
+            if self._must_repeat:
                 return
             columns += decoded.columns.flatten()
             names += map(column_of, self._work.fields.names)
@@ -331,6 +347,29 @@ class Landing:
         fits = pc.is_null(reasons)
         self._work.writer.write(rows.filter(fits))
         self._quarantine(batch, reasons)
+
+    @property
+    def _must_repeat(self) -> bool:
+        return self._found != self._work.fields or self._widening is not None
+
+    def _find(self, batch: pa.RecordBatch, values: pa.Array, found: pa.Schema) -> None:
+        """Collect new fields, and find the first message that needs wider columns."""
+        narrow = set(narrower(self._work.fields, found))
+        self._found = grown_by(self._work.fields, [self._found, retyped(found, narrow, pa.int64())])
+        decode, fixed = self._decode, self._work.fixed.keys()
+        if decode is None or self._widening is not None or narrow <= fixed:
+            return
+
+        def places(start: int, end: int) -> set[Place]:
+            part = decode(values.slice(start, end - start), batch.slice(start, end - start))
+            return set(narrower(self._work.fields, part.found)) - fixed
+
+        start, end = 0, len(batch)
+        while end - start > 1:
+            middle = (start + end) // 2
+            start, end = (start, middle) if places(start, middle) else (middle, end)
+        partition, offset = (batch.column(name)[start].as_py() for name in ("partition", "offset"))
+        self._widening = WideningNeed(partition, offset, sorted(places(start, end)))
 
     def _look_back(self, batch: pa.RecordBatch, row: int) -> None:
         """Find the deletes before a batch if the first tombstone of a range may belong to one before the range."""
@@ -410,9 +449,9 @@ class Landing:
         return batch.filter(pc.invert(pc.is_in(batch.column("offset"), left_out)))
 
     def report(self, lost: int = 0) -> Report:
-        if self._found != self._work.fields:
+        if self._must_repeat:
             self.abort()
-            return Report(topic=self._topic, rows=self._rows, lost=lost, fields=self._found)
+            return Report(topic=self._topic, rows=self._rows, lost=lost, fields=self._found, widening=self._widening)
         self._files.extend(self._work.writer.close())
         quarantined = tuple(self._work.quarantine.close())
         return Report(

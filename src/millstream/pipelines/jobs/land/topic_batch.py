@@ -12,10 +12,10 @@ import pyarrow as pa
 from millstream.core.payload_columns import EventTime
 from millstream.pipelines.jobs.land.changes import ChangeRule
 from millstream.pipelines.jobs.land.event_time import EventTimeRule
-from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, field_of, grown_by, table_schema
+from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, field_of, grown_by, settled, table_schema
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, topic_ranges
-from millstream.pipelines.jobs.land.task import Report, Work
-from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW, Place, long_places, narrower, retyped
+from millstream.pipelines.jobs.land.task import Report, WideningNeed, Work
+from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW, Place, narrower, places_of, retyped
 from millstream.pipelines.lake.keyed_table import KEEPS_TYPES
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
@@ -58,6 +58,10 @@ class TopicBatch:
     """Whether the table holds only messages of an earlier topic of the same name."""
     ids: pa.Array | None = None
     """The ids of messages that are landed; None without deduplication."""
+    widening: WideningNeed | None = None
+    """The first message that needs wider columns, until `make_room`."""
+    cuts: dict[int, int] = field(default_factory=dict)
+    """Where earlier batches of the job ended before a message that needs wider columns, by partition."""
     widened: int = 0
     """The number of columns that became double."""
     reports: list[Report] = field(default_factory=list)
@@ -115,7 +119,7 @@ class TopicBatch:
             decodes=self.decodes,
             by_schema=self.by_schema,
             evolves=self.evolves,
-            fixed=self.fixed if self.changes is None else dict.fromkeys(long_places(self.fields), KEEPS_TYPES),
+            fixed=self.fixed if self.changes is None else self._kept_long(),
             left_out=self.left_out,
             changes=self.changes,
             expectations=self.expectations,
@@ -125,6 +129,33 @@ class TopicBatch:
             # A deleted message may be the one whose duplicates were skipped.
             skips_lost=self.ids is None,
         )
+
+    def _kept_long(self) -> dict[Place, str]:
+        return dict.fromkeys(places_of(self.fields, pa.int64()), KEEPS_TYPES)
+
+    def make_room(self) -> bool:
+        """Make columns double for the first message that needs it, or end the batch before that message.
+
+        Return True if the batch ends there: which columns stay long depends on the numbers before the message, and
+        they are in the table when it begins the next batch.
+        """
+        need, self.widening = self.widening, None
+        if need is None:
+            return False
+        first = self.topic_ranges()[0]
+        # In the next batch, other partitions may have new messages before it, and must not delay it again.
+        is_next = self.cuts.pop(need.partition, None) == need.offset == self.plans[need.partition].first
+        if is_next or (first.partition, first.start) == (need.partition, need.offset):
+            self.fields = retyped(self.fields, need.places, pa.float64())
+            return False
+        self.cuts[need.partition] = need.offset
+        self.admit(
+            {
+                number: plan.end if number < need.partition else need.offset if number == need.partition else plan.first
+                for number, plan in self.plans.items()
+            }
+        )
+        return True
 
     def widen(self, run: Run, bytes_max: int) -> None:
         """Widen the table's columns where values need it, or find out why that fails."""
@@ -156,7 +187,8 @@ class TopicBatch:
         """Apply the tasks' reports; False if they found new fields, so that everything has to be repeated."""
         found = [report.fields for report in reports if report.fields is not None]
         if found:
-            self.fields = grown_by(self.fields, found)
+            self.fields = settled(grown_by(self.fields, found), self.fields)
+            self.widening = next((report.widening for report in reports if report.widening is not None), None)
             # Nothing of this topic is committed yet, and the other tasks' files lack the new fields.
             self._discard(reports)
             return False

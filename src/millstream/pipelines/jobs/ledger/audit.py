@@ -99,8 +99,6 @@ class QueueAudit:
 
 @dataclass(slots=True, kw_only=True)
 class AuditReport:
-    """What an audit found."""
-
     rows: list[dict[str, Any]] = field(default_factory=list)
     """The counts for each subscription and topic."""
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -163,8 +161,6 @@ class TaskRunner(Protocol):
 
 
 class SparkTasks:
-    """Tasks of Spark."""
-
     def __init__(self, spark: SparkSession) -> None:
         self._spark = spark
 
@@ -218,7 +214,6 @@ Result = tuple[dict[str, Any], dict[str, Any]]
 
 
 def account_queues(runner: TaskRunner, tasks: AuditTasks, count: int) -> list[Result]:
-    """Account for queues, one task each."""
     return [json.loads(row["result"]) for row in runner.run(tasks, count, "result string")] if count else []
 
 

@@ -96,8 +96,6 @@ class LedgerTasks:
 
 
 class LedgerJob:
-    """The running pipeline."""
-
     def __init__(self, pipeline: Pipeline, context: JobContext, runner: TaskRunner | None = None) -> None:
         """Run tasks with the given runner; by default with the context's Spark."""
         settings = pipeline.settings

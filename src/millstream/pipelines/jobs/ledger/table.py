@@ -43,8 +43,6 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 class Seal(NamedTuple):
-    """The seal of one commit."""
-
     previous: str
     files: dict[str, str]
     """The digest of each file that is added, by path."""
@@ -164,7 +162,6 @@ class LedgerTable:
         return ds.FileSystemDataset(fragments, found.schema, found.format, found.filesystem)
 
     def size_bytes(self) -> int:
-        """Return the size of its files."""
         table = self._refresh()
         if table is None:
             return 0
@@ -181,7 +178,6 @@ class LedgerTable:
     # -- seals --------------------------------------------------------------------------------------------------
 
     def digest(self, path: str) -> str:
-        """Return the digest of a file."""
         found = hashlib.sha256()
         with self.storage.files().open_input_stream(path) as stream:
             while chunk := stream.read(_CHUNK_BYTES):

@@ -115,7 +115,6 @@ class NumberRangeIndex:
         self._high: list[float] = []
 
     def add(self, number: int, number_range: NumberRange) -> None:
-        """Add a condition."""
         self.members.append(number)
         self._low.append(number_range.low)
         self._high.append(number_range.high)

@@ -28,8 +28,6 @@ WRITTEN_MAX: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The result of a dry run."""
-
     plan: str
     """Spark's explanation of its plan."""
     has_state: bool

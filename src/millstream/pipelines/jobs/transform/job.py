@@ -192,7 +192,6 @@ class StreamWriting:
                 self._counted.update({"written": rows, "lost": lost} if lost else {"written": rows})
 
     def counts(self) -> Counter[str]:
-        """Return the counts so far."""
         with self._lock:
             return Counter(self._counted)
 
@@ -433,8 +432,6 @@ WAIT_S = 1.0
 
 
 class TransformJob:
-    """A running transform."""
-
     def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
         self._pipeline = pipeline
         self._context = context

@@ -62,7 +62,6 @@ class PayloadSchemas:
         return self._found
 
     def fields(self, topic: str) -> StructType | None:
-        """Return the fields of a topic's payloads."""
         return (self._given.get(topic) or self._found.get(topic, StructType())) if self._decodes else None
 
     def grows(self, topic: str) -> bool:
@@ -104,8 +103,8 @@ def parse_schemas(texts: Mapping[str, str]) -> dict[str, StructType]:
 def _check_type(topic: str, name: str, kind: DataType) -> None:
     if isinstance(kind, _UNREAD):
         raise InvalidSetting(
-            f"the schema of {topic!r} has {name} as {kind.simpleString()}, which is not supported for payloads; as "
-            "string it keeps its JSON"
+            f"the schema of {topic!r} has {name} as {kind.simpleString()}, which is not supported for payloads; "
+            "declare it as string to keep its JSON"
         )
     if isinstance(kind, ArrayType):
         _check_type(topic, name, kind.elementType)
@@ -115,12 +114,10 @@ def _check_type(topic: str, name: str, kind: DataType) -> None:
 
 
 def to_arrow(schema: StructType) -> pa.Schema:
-    """Convert fields to Arrow."""
     return pa.schema([pa.field(one.name, to_arrow_type(one.dataType, timezone="UTC")) for one in schema.fields])
 
 
 def to_spark(schema: pa.Schema) -> StructType:
-    """Convert fields to Spark."""
     return StructType([StructField(one.name, from_arrow_type(one.type)) for one in schema])
 
 

@@ -29,8 +29,6 @@ _STAR: Final = "UnresolvedStar"
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A statement and what it reads."""
-
     text: str
     topics: tuple[str, ...]
     tables: tuple[str, ...]

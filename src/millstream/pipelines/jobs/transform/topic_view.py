@@ -111,8 +111,6 @@ class ViewColumn:
 
 @dataclass(frozen=True, slots=True)
 class TopicView:
-    """The columns of a topic's view."""
-
     topic: str
     columns: tuple[ViewColumn, ...]
     fields: StructType
@@ -124,7 +122,6 @@ class TopicView:
 
     @property
     def schema(self) -> StructType:
-        """Return the Spark schema."""
         return StructType([StructField(one.name, one.kind) for one in self.columns])
 
     def types(self) -> Iterator[tuple[str, str]]:
