@@ -157,6 +157,8 @@ def _fetch_questions() -> Iterator[Question]:
     yield question("topics by id", Key.FETCH, 13, **plain, topics=_ids(partitions=partition))
     as_follower = {**plain, "replica_id": 1, "topics": _topics(OTHER, key="topic", partitions=partition)}
     yield question("as a follower", Key.FETCH, 12, **as_follower)
+    in_session = {**as_follower, "session_id": 7, "session_epoch": 1, "topics": []}
+    yield question("as a follower in a session", Key.FETCH, 12, **in_session)
     times = [{"partition_index": 0, "timestamp": -1}]
     yield question("topics", Key.LIST_OFFSETS, 7, replica_id=-1, isolation_level=0, topics=_both(partitions=times))
     yield question("topics", Key.LIST_OFFSETS, 1, replica_id=-1, topics=_both(partitions=times))
@@ -626,7 +628,6 @@ def _identity(value: Any) -> str:
 
 _REPEATED: Final = "each partition repeats the group's error, for clients that look only there"
 ACCEPTED: Final[Mapping[str, str]] = {
-    "fetch v12: as a follower": "followers are nodes, which certificates name; others with the right are cut off",
     "offset fetch v7: topics, other-group": _REPEATED,
     "offset fetch v7: topics, p-group": _REPEATED,
     "list partition reassignments v0: topics": "Kafka repeats what it was asked about beside the error",

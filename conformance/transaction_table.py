@@ -11,9 +11,7 @@ client id of its own, which a relay cuts; Millstream runs in this process, where
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,9 +22,9 @@ from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 from benchmarks.peers.kafka import free_address, kafka
-from benchmarks.peers.unavailable import PeerUnavailable
 from conformance.question import Broker, KeptConnection
 from conformance.questions.asking import Key, batch, lay_fixtures, new_topic, produced
+from conformance.response_table import ResponseTable, run_comparison
 
 from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.transactions import coordinator, shard, transaction
@@ -37,7 +35,6 @@ from millstream.embedded import EmbeddedBroker
 from millstream.protocol.records.control import Marker
 from millstream_testing.link_relay import LinkRelay, RelayThread
 
-RECORDED: Final = Path(__file__).with_name("transaction_responses.json")
 MARKER_CLIENT: Final = "broker-1-txn-marker-sender"
 """The client id of the connection over which Kafka's node 1 sends markers."""
 TABLE: Final = "table"
@@ -352,19 +349,9 @@ def held_millstream(folder: Path) -> Iterator[tuple[Broker, Hold]]:
             node.stop_and_wait()
 
 
-def recorded() -> Responses:
-    """Kafka's responses, as last recorded."""
-    responses: Responses = json.loads(RECORDED.read_text(encoding="utf-8"))
-    return responses
-
-
-def differences(expected: Responses, got: Responses) -> list[str]:
-    """A line for each response that is another one, less those that differ on purpose."""
-    return [
-        f"{pair}: kafka {expected.get(pair)}, millstream {got.get(pair)}"
-        for pair in sorted(expected.keys() | got.keys())
-        if expected.get(pair) != got.get(pair) and pair not in ACCEPTED
-    ]
+RECORDED: Final = ResponseTable(
+    "states and requests of transactions", Path(__file__).with_name("transaction_responses.json"), ACCEPTED
+)
 
 
 def kafka_responses(folder: Path) -> Responses:
@@ -386,27 +373,8 @@ def millstream_responses(folder: Path) -> Responses:
 def compare(folder: Path, *, record: bool = False) -> int:
     """Ask both, and show where they or the recorded responses differ; how many do."""
     theirs = kafka_responses(folder / "kafka-table")
-    if record:
-        RECORDED.write_text(json.dumps(theirs, indent=1) + "\n", encoding="utf-8")
-    lines = [
-        f"{pair} is recorded as {response}" for pair, response in recorded().items() if theirs.get(pair) != response
-    ]
-    lines += differences(theirs, millstream_responses(folder / "millstream-table"))
-    for line in lines:
-        print(f"  DIFFERENT   {line}")
-    print(f"{len(theirs)} states and requests of transactions, {len(ACCEPTED)} accepted, {len(lines)} different")
-    return len(lines)
-
-
-def main() -> int:
-    """Run from the command line."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="millstream-compare-") as folder:
-            return 1 if compare(Path(folder), record="--record" in sys.argv) else 0
-    except PeerUnavailable as reason:
-        print(f"skipped: {reason}")
-        return 0
+    return RECORDED.compare(theirs, millstream_responses(folder / "millstream-table"), record=record)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_comparison(compare))

@@ -9,6 +9,7 @@ import re
 import socket
 import ssl
 import time
+import unicodedata
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,6 +146,27 @@ def pulled(client: httpx.Client, subscription: str) -> list[dict[str, Any]]:
     assert response.status_code == 200, response.text
     found: list[dict[str, Any]] = response.json()["messages"]
     return found
+
+
+async def test_a_user_with_a_name_in_another_script(locked: Locked, admin: Client) -> None:
+    who = ("Jürgen-王芳", "pässwörd-秘密")
+    await put_user(admin, *who)
+    allowed = rule(f"User:{who[0]}", acl.ResourceType.TOPIC, "script", acl.Operation.ALL)
+    also = rule(f"User:{who[0]}", acl.ResourceType.GROUP, "script", acl.Operation.ALL)
+    await add_acls(admin, [allowed, also])
+
+    def receive() -> None:
+        with locked.client(who) as client:
+            assert publish(client, "script-t", {"n": 1}).status_code == 201
+            made = client.post("/v1/subscriptions", json={"name": "script-s", "topics": ["script-t"], "start": "start"})
+            assert made.status_code == 201, made.text
+            (message,) = pulled(client, "script-s")
+            assert settle(client, "script-s", "accept", message["lease"]).get("error") is None
+        decomposed = unicodedata.normalize("NFD", who[0])
+        with locked.client((decomposed, who[1])) as client:
+            assert publish(client, "script-t").status_code == 401
+
+    await asyncio.to_thread(receive)
 
 
 async def test_a_recreated_user_is_accepted_at_once(locked: Locked, admin: Client) -> None:

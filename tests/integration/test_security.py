@@ -41,13 +41,18 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     UserScramCredentialDeletion,
     UserScramCredentialUpsertion,
 )
+from conformance.question import Broker, frame_of, read_plain_response, receive_frame
+from conformance.questions.asking import batch
 from kafka import KafkaConsumer, KafkaProducer
 from kafka.net.sasl.oauth import AbstractTokenProvider as KafkaPythonTokens
 
 import millstream
+from millstream.broker.net.connection import Connection
+from millstream.broker.security.gate import Gate, Session
 from millstream.client.admin.security import create_token
 from millstream.core.errors import AuthenticationFailed, MillstreamError
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.embedded import EmbeddedBroker
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
 from millstream.protocol.wire.replica_fetch import ReplicaFetch, ReplicaPosition, write_replica_fetch
@@ -238,6 +243,40 @@ def run_cli(locked: Locked, who: tuple[str, str], *arguments: str, exit_code: in
     )
     assert done.returncode == exit_code, done.stderr
     return json.loads(done.stdout or "null")
+
+
+async def test_a_user_with_a_name_in_another_script(locked: Locked, tmp_path: Path) -> None:
+    who = ("Jürgen-王芳", "pässwörd-秘密")
+    (tmp_path / "password").write_text(who[1], encoding="utf-8")
+    made = ("user", "create", who[0], "--password-file", str(tmp_path / "password"))
+    assert (await asyncio.to_thread(run_cli, locked, ADMIN, *made))["user"] == who[0]
+    for resource in ("topic:script-", "group:script-"):
+        await asyncio.to_thread(run_cli, locked, ADMIN, "acl", "allow", f"User:{who[0]}", "all", resource, "--prefixed")
+    for mechanism in MECHANISMS:
+        settings = confluent(locked, who, mechanism)
+        assert await asyncio.to_thread(send, settings, "script-confluent", b"x") is None
+        named = {"sasl_mechanism": mechanism, "sasl_plain_username": who[0], "sasl_plain_password": who[1]}
+        common = {"bootstrap_servers": locked.server.kafka, "security_protocol": "SASL_SSL", **named}
+        tls = ssl.create_default_context(cafile=str(locked.certificates.ca))
+        async with AIOKafkaProducer(**common, ssl_context=tls) as producer:
+            await producer.send_and_wait("script-aiokafka", b"x")
+        kafka_python = KafkaProducer(**common, ssl_cafile=str(locked.certificates.ca))
+        await asyncio.to_thread(lambda sender: sender.send("script-kafka-python", b"x").get(WAIT_S), kafka_python)
+        kafka_python.close()
+    assert await asyncio.to_thread(first, settings, "script-confluent", "script-group") == b"x"
+    ca = locked.certificates.ca
+    async with millstream.connect(locked.server.kafka, tls=ca, user=who[0], password=who[1]) as ms:
+        await ms.publish("script-sdk", {"n": 1})
+    topics = await asyncio.to_thread(run_cli, locked, who, "topic", "list")
+    assert {one["topic"] for one in topics["topics"]} >= {
+        "script-confluent",
+        "script-aiokafka",
+        "script-kafka-python",
+        "script-sdk",
+    }
+    admin = AdminClient(confluent(locked, ADMIN))
+    asked: Any = admin.describe_user_scram_credentials([who[0]])
+    assert len(asked[who[0]].result(WAIT_S).scram_credential_infos) == 2
 
 
 async def test_an_api_token_acts_as_its_owner_within_its_scope_until_revoked(locked: Locked) -> None:
@@ -547,6 +586,62 @@ def test_no_other_request_is_served_during_and_after_a_failed_reauthentication(t
         assert codes(handshake, metadata) == [0, 0, 0]
         for someone in (("admin", "not the password"), ALICE):
             assert codes(handshake, plain(*someone), metadata) == [0, 0, 0, 58]
+
+
+@pytest.mark.parametrize("signs_in_again", [True, False])
+def test_a_request_in_progress_outlives_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signs_in_again: bool
+) -> None:
+    sessions: list[Session] = []
+    open_session = Gate._open_session
+
+    def opened(gate: Gate, connection: Connection) -> Session:
+        sessions.append(open_session(gate, connection))
+        return sessions[-1]
+
+    monkeypatch.setattr(Gate, "_open_session", opened)
+    declare_security(tmp_path / "data", dict((ADMIN,)))
+    settings = {"auth": "required", "super-users": "admin", "session-max-ms": 600_000}
+    topic = {"name": "orders", "num_partitions": 1, "replication_factor": 1, "assignments": [], "configs": []}
+    created = frame_of(19, 5, {"topics": [topic], "timeout": 30_000})
+    data = [{"name": "orders", "partition_data": [{"index": 0, "records": batch()}]}]
+    produced = frame_of(0, 9, {"acks": -1, "timeout": 30_000, "topic_data": data})
+    wanted = [{"topic": "orders", "partitions": [{"partition": 0, "fetch_offset": 0, "partition_max_bytes": 1000}]}]
+    fetched = {"max_wait": 60_000, "min_bytes": 1, "session_epoch": -1, "forgotten_topics_data": [], "topics": wanted}
+    word = "\0".join(("", *ADMIN)).encode()
+    signed_in = frame_of(17, 1, {"mechanism": "PLAIN"}), frame_of(36, 1, {"auth_bytes": word})
+    node = EmbeddedBroker(tmp_path / "data", kafka="127.0.0.1:0", http="", settings=settings)
+    node.start_and_wait()
+    try:
+        broker = Broker(node.kafka_address)
+        with broker.connected() as waiting, broker.connected() as other:
+            for frame in (*signed_in, created):
+                other.sendall(frame)
+                receive_frame(other)
+            for frame in signed_in:
+                waiting.sendall(frame)
+                receive_frame(waiting)
+            waiting.sendall(frame_of(1, 12, fetched))
+            connection = sessions[-1]._connection
+
+            async def end_session() -> None:
+                while not connection._is_waiting:
+                    await asyncio.sleep(0.01)
+                sessions[-1]._expire()
+
+            asyncio.run_coroutine_threadsafe(end_session(), connection._loop).result(WAIT_S)
+            other.sendall(produced)
+            receive_frame(other)
+            response = read_plain_response(1, 12, receive_frame(waiting))
+            assert response["responses"][0]["partitions"][0]["records"]
+            for frame in (*(signed_in if signs_in_again else ()), frame_of(3, 1, {"topics": []})):
+                waiting.sendall(frame)
+                if signs_in_again:
+                    receive_frame(waiting)
+                else:
+                    assert not waiting.recv(1), "no other request is served"
+    finally:
+        node.stop_and_wait()
 
 
 def test_a_client_that_is_not_a_node_may_not_follow_a_partition(locked: Locked) -> None:

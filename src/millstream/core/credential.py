@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import re
 import secrets
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,8 +29,12 @@ _TOKEN_ID_BYTES: Final = 8
 _TOKEN_SECRET_BYTES: Final = 32
 _HASHES: Final = {SHA_256: "sha256", SHA_512: "sha512"}
 _KEY_BYTES: Final = {SHA_256: 32, SHA_512: 64}
-# No colon, comma or equals sign: names of certificates and of tokens have those, so none of them is a user's name.
-_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
+_PUNCTUATION: Final = "_.@+-"
+"""No colon, comma or equals sign: names of certificates and of tokens have those, so none of them is a user's name."""
+_CATEGORIES: Final = frozenset({"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Nd"})
+"""Letters, their marks, and digits."""
+_INVISIBLE: Final = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]")
+"""Letters and marks that are not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +127,25 @@ class DeclaredSecurity:
 def check_user_name(name: str) -> None:
     """Raise `InvalidRequest` unless a user may have this name."""
     is_reserved = name == "ANONYMOUS" or name.startswith(TOKEN_PREFIX)
-    if len(name) > NAME_CHARACTERS_MAX or _NAME.fullmatch(name) is None or is_reserved:
+    if not 0 < len(name) <= NAME_CHARACTERS_MAX or not _is_spelled_as_name(name) or is_reserved:
         raise InvalidRequest(
-            f"the name of a user has up to {NAME_CHARACTERS_MAX} ASCII letters, digits and the characters _ . @ + -, "
-            f"begins with a letter, a digit or _, is not ANONYMOUS and does not begin with {TOKEN_PREFIX}; "
-            f"{name[:200]!r} cannot be one"
+            f"the name of a user has up to {NAME_CHARACTERS_MAX} letters, digits and the characters "
+            f"{' '.join(_PUNCTUATION)}, begins with a letter, a digit or _, is not ANONYMOUS and does not begin with "
+            f"{TOKEN_PREFIX}; {name[:200]!a} cannot be one"
+        )
+    if not unicodedata.is_normalized("NFKC", name):
+        canonical = unicodedata.normalize("NFKC", name)
+        raise InvalidRequest(
+            f"the name of a user is in Unicode normal form NFKC; {name!a} is not, write {canonical} ({canonical!a})"
         )
 
 
+def _is_spelled_as_name(name: str) -> bool:
+    is_spelled = all(one in _PUNCTUATION or unicodedata.category(one) in _CATEGORIES for one in name)
+    return is_spelled and (name[0] == "_" or name[0].isalnum()) and _INVISIBLE.search(name) is None
+
+
 def user_principal(name: str) -> str:
-    """Return the principal of a user with a password."""
     return f"User:{name}"
 
 
@@ -144,7 +158,6 @@ def check_password(password: str) -> None:
 def new_credentials(
     user: str, password: str, mechanisms: Iterable[str] = SCRAM_MECHANISMS
 ) -> tuple[ScramCredential, ...]:
-    """Hash a new password for each mechanism."""
     check_user_name(user)
     check_password(password)
     return tuple(

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from millstream.broker.net import response
-from millstream.broker.net.response import Buffers, EncodedResponse, Started, start
+from millstream.broker.net.response import Buffers, EncodedResponse, Promise, Started, start
 
 
 async def continued(started: Buffers | Started | None) -> EncodedResponse | None:
     assert isinstance(started, Started)
     return await started
+
+
+def test_a_resolved_promise_is_freed_without_the_garbage_collector() -> None:
+    class Watched(Promise):
+        __slots__ = ("__weakref__",)
+
+    promise, resolved = Watched(), list[Promise]()
+    promise.on_resolved = partial(resolved.append, promise)
+    promise.resolve([b"ready"])
+    assert resolved == [promise]
+    freed = weakref.ref(promise)
+    resolved.clear()
+    gc.disable()
+    try:
+        del promise
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_response_that_waits_for_nothing_is_sent_without_a_loop_turn() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,13 +30,6 @@ class ManualClock:
 
     def monotonic(self) -> float:
         return self.seconds
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open_folder(tmp_path)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ from millstream.core.credential import (
     new_token,
     split_token,
 )
-from millstream.core.errors import AuthenticationFailed, InvalidRequest, InvalidSetting
+from millstream.core.errors import AuthenticationFailed, CatalogUnavailable, InvalidRequest, InvalidSetting
 from millstream.core.topic import AUDIT
 from millstream.protocol.wire.credentials import PLAIN, Credentials, NodeName
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
@@ -250,6 +250,34 @@ async def test_only_changes_of_users_are_logged(passwords: Passwords, caplog: py
     assert not hasattr(record, "acls_added")
 
 
+async def test_without_the_catalog_the_last_snapshot_applies_and_before_it_nothing_is_allowed(
+    passwords: Passwords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = passwords.state
+    rule = Acl(
+        resource_type=ResourceType.TOPIC, resource_name="orders", principal="User:alice", operation=Operation.READ
+    )
+    await here.add_acls([rule])
+    restarted = Passwords(SecurityState(here._declarations, ()))
+
+    async def is_away(*_arguments: Any, **_named: Any) -> Any:
+        raise CatalogUnavailable("not now")
+
+    monkeypatch.setattr(CatalogDeclarations, "call", is_away)
+    for node, serves in ((passwords, True), (restarted, False)):
+        with pytest.raises(CatalogUnavailable):
+            await node.state.load()
+        rights = Rights(node.state, "User:alice", "127.0.0.1")
+        assert rights.topic(Operation.READ, "orders") is serves
+        assert not rights.topic(Operation.WRITE, "orders")
+        if serves:
+            await node.check(USER, PASSWORD)
+        else:
+            with pytest.raises(AuthenticationFailed):
+                await node.check(USER, PASSWORD)
+    restarted.close()
+
+
 async def test_the_audit_log_can_only_be_read(tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
     state = SecurityState(CatalogDeclarations(catalog), ["User:admin"])
@@ -269,10 +297,32 @@ def test_repeated_failures_take_increasingly_long_up_to_a_limit() -> None:
     assert attempts.pause_s("10.0.0.3", "alice") == pauses[-1], "from another address, too"
 
 
-@pytest.mark.parametrize("name", ["CN=alice", "oauth:alice", "a,b", "", "ANONYMOUS", "a b", "-x", "x" * 200, "jürgen"])
+@pytest.mark.parametrize(
+    "name", ["CN=alice", "oauth:alice", "a,b", "", "ANONYMOUS", "a b", "-x", "x" * 200, "mst_x", "alice (deleted)"]
+)
 def test_a_user_name_cannot_imitate_another_kind_of_principal(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"ASCII letters, digits and the characters _ \. @ \+ -"):
+    with pytest.raises(InvalidRequest, match=r"letters, digits and the characters _ \. @ \+ -"):
         check_user_name(name)
+
+
+@pytest.mark.parametrize("name", ["a.b@c+d-e_f", "_x", "7", "Jürgen", "анна", "王芳", "שרה", "नेहा", "x" * 128])
+def test_a_user_name_may_be_in_any_script(name: str) -> None:
+    check_user_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a\u00a0b", "a\u200bb", "a\u200db", "a\u202eb", "a\n", "a\0", "\ufeffa"),
+        *("a\ufe0f", "a\u034f", "\u1160", "\u0301a", "\U0001f600", "\ud800", "\ue000", "a\uff0cb", "\uff1d"),
+        *("ju\u0308rgen", "\uff41dmin", "\ufb01nn", "\u212bsa", "\u3164"),
+    ],
+    ids=ascii,
+)
+def test_a_user_name_has_one_spelling_that_is_visible(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="the name of a user") as refused:
+        check_user_name(name)
+    assert name not in str(refused.value)
 
 
 def test_secrets_are_redacted() -> None:

@@ -182,31 +182,54 @@ async def test_a_client_that_reauthenticates_may_finish(knowledge: Knowledge, mo
     session.close()
 
 
+async def until_ended(session: Session) -> None:
+    async with asyncio.timeout(30):
+        while not session.has_ended:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_may_reauthenticate_after_the_end_of_its_session_but_not_forever(
+    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
+    failed = asyncio.Event()
+    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=lambda _: failed.set())
+    for _ in range(2):
+        assert session.begin(PLAIN, bare=False)
+        await session.step(b"\0alice\0alice-password")
+        assert not session.has_ended
+        await until_ended(session)
+        assert session.may_begin(bare=False)
+    assert not failed.is_set()
+    monkeypatch.setattr(gate, "DEADLINE_S", 0.01)
+    assert session.begin(PLAIN, bare=False)
+    async with asyncio.timeout(30):
+        await failed.wait()
+    session.close()
+
+
 async def test_a_throttled_client_has_a_while_to_reauthenticate(
     knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
     monkeypatch.setattr(gate, "DEADLINE_S", 0.01)
     events: list[str] = []
-    failed = asyncio.Event()
-    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=lambda _: failed.set())
+    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True)
     connection: Any = session._connection
     connection.is_muted, connection.lift_mute = True, lambda: events.append("lifted")
     connection.restore_mute = lambda: events.append("restored")
     assert session.begin(PLAIN, bare=False)
     await session.step(b"\0alice\0alice-password")
-    async with asyncio.timeout(30):
-        await failed.wait()
+    await until_ended(session)
     assert events == ["restored", "lifted"]
     session.close()
 
 
-async def test_a_throttled_client_with_an_expired_credential_is_disconnected(
+async def test_the_session_of_a_throttled_client_ends_with_its_credential(
     knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
-    failed = asyncio.Event()
-    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=lambda _: failed.set())
+    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True)
     connection: Any = session._connection
     lifted: list[None] = []
     connection.is_muted, connection.lift_mute = True, lambda: lifted.append(None)
@@ -214,9 +237,18 @@ async def test_a_throttled_client_with_an_expired_credential_is_disconnected(
     await session.step(b"\0alice\0alice-password")
     assert session.verified is not None
     session.verified = dataclasses.replace(session.verified, expires_at=time.time())
-    async with asyncio.timeout(30):
-        await failed.wait()
+    await until_ended(session)
     assert not lifted
+    session.close()
+
+
+async def test_a_connection_that_is_known_by_its_certificate_ends_with_it(knowledge: Knowledge, tmp_path: Path) -> None:
+    session = opened_by_node(knowledge, tmp_path)
+    drained: list[None] = []
+    connection: Any = session._connection
+    connection.drain = lambda: drained.append(None)
+    session._expire()
+    assert (drained, session.has_ended) == ([None], False)
     session.close()
 
 

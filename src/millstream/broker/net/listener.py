@@ -237,13 +237,13 @@ class Listener:
 
     def _count(self, door: Door, connection: Connection) -> None:
         """Count a connection that has begun, and close it if its address has too many."""
-        is_allowed = self._may_enter(connection.host, door)
+        is_allowed = self._is_admitted(connection.host, door)
         self._count_address(connection, connection.host, door)
         if not is_allowed:
             self.traffic.connections_refused += 1
             connection.abort()
 
-    def _may_enter(self, host: str, door: Door) -> bool:
+    def _is_admitted(self, host: str, door: Door) -> bool:
         if not door.is_limited:
             return True
         return self._by_address[host] < self.per_address_max and self._unidentified[host] < UNKNOWN_PER_ADDRESS_MAX
@@ -306,23 +306,23 @@ class Listener:
                 _logger.error("connections cannot be accepted", extra={"error": str(error)})
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listening)
-                loop.call_later(ACCEPT_RETRY_S, self._accept_again, listening, door)
+                loop.call_later(ACCEPT_RETRY_S, self._resume_accepting, listening, door)
                 return
             host = str(address[0])
-            if self._is_full or not self._may_enter(host, door):
+            if self._is_full or not self._is_admitted(host, door):
                 self.traffic.connections_refused += 1
                 accepted.close()
                 spare.close()
                 continue
-            task = asyncio.get_running_loop().create_task(self._shake_hands(accepted, spare, host, door))
+            task = asyncio.get_running_loop().create_task(self._handshake(accepted, spare, host, door))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-    def _accept_again(self, listening: socket.socket, door: Door) -> None:
+    def _resume_accepting(self, listening: socket.socket, door: Door) -> None:
         if listening in self._accepting:
             asyncio.get_running_loop().add_reader(listening, self._accept, listening, door)
 
-    async def _shake_hands(self, accepted: socket.socket, spare: socket.socket, host: str, door: Door) -> None:
+    async def _handshake(self, accepted: socket.socket, spare: socket.socket, host: str, door: Door) -> None:
         connection = self._create_connection(door)
         connection.opened = partial(self._on_handshake_done, door)
         self._count_address(connection, host, door)
@@ -398,7 +398,7 @@ def bind(host: str, port: int, *, flag: str, listener: str = "", listening: bool
     return bound
 
 
-async def bind_patiently(host: str, port: int, *, flag: str, wait_s: float) -> socket.socket:
+async def bind_with_retries(host: str, port: int, *, flag: str, wait_s: float) -> socket.socket:
     """Bind without listening; an address that is taken is tried again for `wait_s`.
 
     The process that serves HTTP holds its address until it has noticed that its node or its machine was killed.

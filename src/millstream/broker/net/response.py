@@ -74,8 +74,10 @@ class Promise:
         self.is_resolved = True
         if self._latency is not None:
             self._latency.observe(time.perf_counter() - self._started)
-        if self.on_resolved is not None:
-            self.on_resolved()
+        # Without the reference, a promise is freed when it is sent, and leaves nothing to the garbage collector.
+        on_resolved, self.on_resolved = self.on_resolved, None
+        if on_resolved is not None:
+            on_resolved()
 
     def __await__(self) -> Generator[Any, None, EncodedResponse | None]:
         """Wait for the response in a task."""

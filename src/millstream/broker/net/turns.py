@@ -233,7 +233,6 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._run_round)
 
     def _run_round(self) -> None:
-        """Give the turns of one round."""
         self._is_scheduled = False
         self.spent_s = self._begun_s = 0.0
         self._adapt(self.clock() - self._round_at)

@@ -368,7 +368,7 @@ class AuditLog:
         return encode_batch([NewRecord(None, self._complete(event), (), event["time"]) for event in events])
 
     def _complete(self, event: Event) -> bytes:
-        """Add what all events have in common; the id lets readers recognise one that was written twice."""
+        """Add what all events have in common; the id lets readers recognize one that was written twice."""
         metadata = event.setdefault("metadata", {"uid": str(uuid4())})
         metadata.update(
             version=SCHEMA_VERSION,

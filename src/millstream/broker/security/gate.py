@@ -1,7 +1,8 @@
 """Authenticates the clients of a listener before their requests reach the APIs.
 
 Until a client has authenticated, it may send only the requests of authentication, few and small, before a deadline.
-Afterwards its requests go directly to the APIs, and the connection is closed when its session expires.
+Afterwards its requests go directly to the APIs. When its session has ended, the requests in progress get their
+responses, and the next one closes the connection unless it authenticates again, as in Kafka.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Final, Protocol, cast
+
+from kio.schema.errors import ErrorCode
 
 from millstream.broker.net.connection import Buffers, Connection, ConnectionLimits, EventualResponse, Service
 from millstream.broker.security.assertion import Assertions
@@ -27,7 +30,14 @@ from millstream.core.credential import TOKEN_PREFIX
 from millstream.core.errors import AuthenticationFailed, ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter
-from millstream.protocol.messages.codec import API_VERSIONS_KEY, read_request_header
+from millstream.protocol.messages.codec import (
+    API_VERSIONS_KEY,
+    RequestHeader,
+    load_response_class,
+    read_request_header,
+    write_response,
+)
+from millstream.protocol.messages.shape import default_of
 from millstream.protocol.wire.credentials import ASSERTION, NODE_USER, PLAIN, NodeName
 
 _logger = logging.getLogger(__name__)
@@ -103,7 +113,10 @@ class Gate:
         """Respond to a request of a client that has authenticated, or one that authenticates it."""
         session: Session = connection.session or self._open_session(connection)
         if session.is_known and not session.has_begun:
-            if session.may_use_sasl and read_request_header(frame).api_key not in _BEFORE:
+            key = read_request_header(frame).api_key
+            if session.has_ended and key != SASL_HANDSHAKE_KEY:
+                raise ProtocolViolation("the session has ended without authenticating again")
+            if session.may_use_sasl and key not in _BEFORE:
                 session.refuse_sasl()
             return self.service.handle(frame, connection)
         session.requests += 1
@@ -112,10 +125,21 @@ class Gate:
         if session.takes_tokens:
             return session.respond_to_token(bytes(frame))
         header = read_request_header(frame)
-        if header.api_key not in (_IN_DIALOGUE if session.has_begun else _BEFORE):
-            when = "while the client reauthenticated" if session.is_known else "before authentication"
-            raise ProtocolViolation(f"API {header.api_key} was requested {when}")
+        if session.has_begun and header.api_key not in _IN_DIALOGUE:
+            return self._refuse(header, connection)
+        if not session.has_begun and header.api_key not in _BEFORE:
+            raise ProtocolViolation(f"API {header.api_key} was requested before authentication")
         return self.service.handle(frame, connection)
+
+    async def _refuse(self, header: RequestHeader, connection: Connection) -> Buffers:
+        """Respond to a request during an exchange with ILLEGAL_SASL_STATE, if its response can say so, and close."""
+        entity = load_response_class(header.api_key, header.version)
+        values = {one.name: default_of(one) for one in fields(entity)}
+        if "error_code" not in values:
+            raise ProtocolViolation(f"API {header.api_key} was requested during authentication")
+        connection.close_after_response()
+        response = entity(**{**values, "error_code": ErrorCode.illegal_sasl_state})
+        return [write_response(header.api_key, header.version, header.correlation_id, response)]
 
     def _open_session(self, connection: Connection) -> Session:
         session = connection.session = Session(self, connection)
@@ -150,6 +174,8 @@ class Session:
         """Whether the other end has shown the certificate of a node."""
         self.may_use_sasl = False
         """Whether a client that is known by its certificate may authenticate by SASL: it has requested nothing yet."""
+        self.has_ended = False
+        """Whether the session has ended, so that the client has to authenticate again before other requests."""
         self.requests = 0
         self.takes_tokens = False
         """Whether frames are bare SASL messages, as after the first version of SaslHandshake."""
@@ -204,6 +230,8 @@ class Session:
             # Until the client has reauthenticated, no other request is served.
             self.requests = 0
             self._connection.serve_with(self._gate, self._gate.limits)
+            if self.has_ended:
+                self._await_renewal()
         return True
 
     @property
@@ -347,6 +375,7 @@ class Session:
         connection.serve_with(self._gate.service, self._gate.limits)
         connection.restore_mute()
         self._cancel_timer()
+        self.has_ended = False
         is_password = self._mechanism_name != "" and not self._gate.is_internal
         lasts = knowledge.session_s_max if is_password else 0.0
         if verified.expires_at is not None:
@@ -359,16 +388,25 @@ class Session:
         return lasts if self._mechanism_name else 0.0
 
     def _expire(self, *, is_last: bool = False) -> None:
+        connection = self._connection
         expires_at = None if self.verified is None else self.verified.expires_at
         is_valid = self._mechanism_name != "" and (expires_at is None or expires_at > time.time())
-        if (self.has_begun or (self._connection.is_muted and is_valid)) and not is_last:
+        if self.has_begun and is_last:
+            connection.fail(AuthenticationFailed("the client did not finish authenticating again in time"))
+        elif self.has_begun or (connection.is_muted and is_valid and not is_last):
             # The client is reauthenticating, and has as much time as a new one. The handshake of a throttled client may
             # wait behind its own requests; while its password is valid, those are served, and the quota counts them.
-            self._connection.lift_mute()
-            again = partial(self._expire, is_last=True)
-            self._ends = asyncio.get_running_loop().call_later(DEADLINE_S, again)
-            return
-        self._connection.fail(AuthenticationFailed("the session has ended without authenticating again"))
+            connection.lift_mute()
+            self._await_renewal()
+        elif not self._mechanism_name:
+            # A client that is known by its certificate cannot authenticate again on this connection.
+            connection.drain()
+        else:
+            self.has_ended = True
+            connection.serve_with(self._gate, self._gate.limits)
+
+    def _await_renewal(self) -> None:
+        self._ends = asyncio.get_running_loop().call_later(DEADLINE_S, partial(self._expire, is_last=True))
 
     async def _fail(self, error: AuthenticationFailed, user: str) -> None:
         knowledge, connection = self._gate.knowledge, self._connection

@@ -231,7 +231,7 @@ class PrincipalRules:
             found = _RULE.match(text, at)
             if found is None or found.end() == at:
                 raise InvalidSetting(
-                    "tls-principal-rules takes DEFAULT and RULE:pattern/replacement/[LU] with commas between, "
+                    "tls-principal-rules takes DEFAULT and RULE:pattern/replacement/[LU], separated by commas, "
                     f"not {text[at:]!r}"
                 )
             default, pattern, replacement, case = found.groups()
