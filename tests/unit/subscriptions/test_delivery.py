@@ -414,6 +414,63 @@ async def test_accepts_during_a_write_are_stored_together(bench: Workbench) -> N
     assert again.queue.oldest == 6
 
 
+async def test_accepts_while_workers_wait_share_a_write_soon_after_the_last(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "WRITE_INTERVAL_S", 3600.0)
+    delivery = await bench.open()
+    bench.publish(*map(str, range(5)))
+    delivery.try_receive(wanted(5))
+    # Without a waiting worker, the next message may depend on the write.
+    before = bench.store.writes
+    await delivery.settle("one", settle(0, Verb.ACCEPT))
+    assert bench.store.writes == before + 1
+    waiting = waits(delivery, "two")
+    await turns()
+    accepting = [asyncio.ensure_future(delivery.settle("one", settle(offset, Verb.ACCEPT))) for offset in (1, 2)]
+    await turns()
+    assert (bench.store.writes, [one.done() for one in accepting]) == (before + 1, [False, False])
+    delivery.hasten_write()
+    assert await asyncio.gather(*accepting) == [[None], [None]]
+    assert bench.store.writes == before + 2
+    # After a pause, an acceptance is written at once.
+    bench.clock.advance_ms(3_600_000)
+    await delivery.settle("one", settle(3, Verb.ACCEPT))
+    assert bench.store.writes == before + 3
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+
+async def test_accepts_that_share_a_write_are_written_by_its_timer(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish("a", "b")
+    delivery.try_receive(wanted(2))
+    waiting = waits(delivery, "two")
+    await turns()
+    # The clock of the queue stands still, so every write is soon after the last; the loop's timers run.
+    for offset in range(2):
+        assert await delivery.settle("one", settle(offset, Verb.ACCEPT)) == [None]
+    assert (await bench.open()).queue.oldest == 2
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+
+@pytest.mark.parametrize("delivery_mode", [AT_MOST_ONCE, EXACTLY_ONCE])
+async def test_leases_that_must_be_durable_wait_for_no_others(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, delivery_mode: str
+) -> None:
+    monkeypatch.setattr(driver, "WRITE_INTERVAL_S", 3600.0)
+    delivery = await bench.open(delivery=delivery_mode)
+    waiting = [waits(delivery, worker) for worker in ("one", "two", "three")]
+    await turns()
+    bench.publish("a")
+    assert given_offsets(await waiting[0]) == [0]
+    bench.publish("b")
+    assert given_offsets(await waiting[1]) == [1]
+    waiting[2].cancel()
+    await asyncio.wait([waiting[2]])
+
+
 @pytest.mark.parametrize("is_stored", [True, False])
 async def test_accepts_queued_behind_a_write_get_a_response_on_close(bench: Workbench, is_stored: bool) -> None:
     delivery = await bench.open()

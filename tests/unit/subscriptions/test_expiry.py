@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -19,13 +17,6 @@ from millstream.core.subscription import EXPIRES
 from millstream_testing.clock import ManualClock
 
 LIFE_MS = 80_000
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open_folder(tmp_path)
-    yield opened
-    opened.close()
 
 
 class Node:

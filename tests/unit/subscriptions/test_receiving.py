@@ -10,11 +10,14 @@ import pytest
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.response import Buffers
+from millstream.broker.subscriptions import delivery as delivery_module
 from millstream.broker.subscriptions import receiving
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.receiving import Grant, ParkedLease, receive
 from millstream.broker.subscriptions.state_store import PendingWrite
 from millstream.core.errors import NotLeader
-from millstream.core.subscription import EXACTLY_ONCE
+from millstream.core.ids import Offset
+from millstream.core.subscription import EXACTLY_ONCE, Verb
 from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0
@@ -84,6 +87,32 @@ def fails(_grants: list[Grant], _error: Exception | None) -> Buffers:
 
 def parked(budget: Budget, response: Callable[[list[Grant], Exception | None], Buffers] = sizes) -> ParkedLease:
     return ParkedLease(budget, "one", Presence(), response, lambda error: [type(error).__name__.encode()])
+
+
+@pytest.mark.parametrize("is_available", [True, False])
+async def test_messages_do_not_wait_for_acceptances_to_share_a_write(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, is_available: bool
+) -> None:
+    monkeypatch.setattr(delivery_module, "WRITE_INTERVAL_S", 3600.0)
+    delivery = await bench.open()
+    bench.publish("a")
+    delivery.try_receive(wanted(1))
+    other = asyncio.ensure_future(receive([delivery], wanted(1, "two"), PLENTY, wait_s=WAIT_S))
+    await turns()
+    delivery.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.ACCEPT)])
+    write = delivery.pending_write()
+    assert write is not None
+    if is_available:
+        bench.publish("b", "c")
+        await turns()
+    waiting = parked(PLENTY)
+    waiting.begin([delivery], wanted(1), wait_s=WAIT_S, writes=[write])
+    if not is_available:
+        assert not write.is_done
+        bench.publish("b")
+        bench.publish("c")
+    await turns()
+    assert (waiting.buffers, write.is_done, given_offsets(await other)) == ([b"1"], True, [1])
 
 
 @pytest.mark.parametrize("is_available", [True, False])

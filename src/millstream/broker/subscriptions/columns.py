@@ -134,7 +134,6 @@ class Columns:
     # -- changes ---------------------------------------------------------------------------------------------
 
     def set_state(self, start: int, end: int, state: int) -> None:
-        """Set the state of messages."""
         if end - start == 1:
             self.states[start] = state
         else:
@@ -161,7 +160,6 @@ class Columns:
             self.holders[start:end] = array("I", (holder,)) * (end - start)
 
     def lease(self, start: int, end: int, attempt: int, due_ms: int, worker: int, now_ms: int) -> None:
-        """Lease messages to a worker."""
         count = end - start
         if count == 1:
             self.states[start] = LEASED
@@ -257,7 +255,6 @@ class Window(Columns):
         return self.base + len(self.states) - self.start
 
     def offset_at(self, index: int) -> int:
-        """Return the offset of an entry."""
         return self.base + index
 
     def record_finished(self, _count: int) -> None:
@@ -299,7 +296,6 @@ class Stragglers(Columns):
         return self.offsets[self.front] if self.front < len(self.offsets) else None
 
     def offset_at(self, index: int) -> int:
-        """Return the offset of an entry."""
         return self.offsets[index]
 
     def take_from(self, window: Window, first: int, last: int, keys: bytes) -> None:

@@ -38,7 +38,7 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, Offset, OffsetRange, ProducerId
-from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.message import decode_response, encode
 from millstream.protocol.private.subscription_messages import (
     APPEND_LETTER_KEY,
     AppendLetterRequest,
@@ -47,7 +47,6 @@ from millstream.protocol.private.subscription_messages import (
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.error_codes import error_from_code
 
 _KEPT_MS_MAX: Final = 365 * 24 * 3600 * 1000
 
@@ -74,9 +73,11 @@ class DeadLetterAppender(LeaderAppender):
         body = encode(AppendLetterRequest(topic, index, bytes(batch), self._me.node_id, self._me.secret))
 
         async def attempt(leader: NodeId) -> Offset:
-            response = decode(await client.private(leader, APPEND_LETTER_KEY, body), AppendLetterResponse)
-            if response.error:
-                raise error_from_code(response.error, response.message, about=f"dead letter to {topic}-{index}")
+            response = decode_response(
+                await client.private(leader, APPEND_LETTER_KEY, body),
+                AppendLetterResponse,
+                about=f"dead letter to {topic}-{index}",
+            )
             return Offset(response.offset)
 
         return await client.call_leader(topic, index, attempt, create=True)

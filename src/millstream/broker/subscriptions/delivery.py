@@ -102,6 +102,11 @@ LEASE_WRITE_DELAY_S: Final = 0.02
 accepted by then, which saves one of two writes.
 """
 
+WRITE_INTERVAL_S: Final = 0.003
+"""The minimum interval between the writes of a queue whose workers wait for messages. Acknowledgements that arrive in
+between are written together, which saves most of their cost; an acknowledgement after a pause is written at once.
+"""
+
 CLOCK_SKEW_MS: Final = 600_000
 """How far the clocks of publishers may be ahead of the clock of the node."""
 
@@ -221,8 +226,10 @@ class Delivery:
         # The size of a message, estimated from the last read.
         self._message_bytes = 1024
         self._last_write: PendingWrite | None = None
-        # Waiters of requests that arrived during the last write; their changes are written together after it.
+        # Waiters of requests that arrived during the last write, or soon after; their changes are written together.
         self._next_write: PendingWrite | None = None
+        self._shared_until = 0.0
+        self._write_timer: asyncio.TimerHandle | None = None
         self.outcomes = OutcomeHistory()
         self._marked_sequence = 0
         self._closed: MillstreamError | None = None
@@ -394,6 +401,12 @@ class Delivery:
         """Return the write with which all changes so far become durable; None if they are."""
         return self._write()
 
+    def hasten_write(self) -> None:
+        """Write pending changes without waiting for others: a response with messages waits for them."""
+        self._shared_until = 0.0
+        if self._write_timer is not None and self._closed is None:
+            self._write_pending()
+
     def seek(self, offset: Offset) -> None:
         """Continue at another offset; outstanding leases become void."""
         self._check_open()
@@ -466,7 +479,7 @@ class Delivery:
         if self._closed is not None:
             return
         self._write_leases()
-        if self._next_write is not None:
+        if self._next_write is not None or self._write_timer is not None:
             self._write_pending()
         self._closed = reason
         self.partition.forget(self)
@@ -782,15 +795,41 @@ class Delivery:
         last = self._last_write
         is_idle = last is None or last.is_done
         if is_all or self.queue.is_urgent:
-            if is_idle or self.queue.has_many_pending:
+            if self.queue.has_many_pending or (is_idle and (is_all or not self._waits_for_others())):
                 return self._write_pending()
             if self._next_write is None:
                 self._next_write = PendingWrite()
             return self._next_write
         return None if last is None or (is_idle and last.error is None) else last
 
+    def _waits_for_others(self) -> bool:
+        """Whether changes may wait to be written with others; if so, a timer writes them.
+
+        While workers wait, the next message goes to one of them, so no delivery depends on these changes.
+        """
+        if self._write_timer is not None:
+            return True
+        left_s = self._shared_until - self._clock.monotonic()
+        if left_s <= 0 or not self._waiting or self.settings.delivery != AT_LEAST_ONCE:
+            return False
+        self._write_timer = asyncio.get_running_loop().call_later(left_s, self._write_due)
+        return True
+
+    def _write_due(self) -> None:
+        waiting = self._next_write
+        try:
+            self._write_pending()
+        except Exception as error:
+            self._restart_after_defect(error)
+            if waiting is not None:
+                waiting.finish(self._closed)
+
     def _write_pending(self) -> PendingWrite | None:
         """Write all pending changes; return None when everything is durable."""
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        self._shared_until = self._clock.monotonic() + WRITE_INTERVAL_S
         waiting, self._next_write = self._next_write, None
         frame = self.queue.drain()
         if frame is not None:
@@ -822,7 +861,8 @@ class Delivery:
                 self._log_restart(logging.WARNING, "the last changes of a queue could not be stored", str(error))
             self.close(NotLeader(f"the state of the queue could not be written: {error}"))
             return
-        if self._next_write is not None and self._last_write is not None and self._last_write.is_done:
+        is_idle = self._last_write is not None and self._last_write.is_done
+        if self._next_write is not None and is_idle and not self._waits_for_others():
             self._write_pending()
         if self._is_store_full:
             self._schedule_wake()

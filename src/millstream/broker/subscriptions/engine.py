@@ -277,7 +277,6 @@ class Engine:
         return found
 
     def release_worker(self, subscription: Subscription, worker: str) -> None:
-        """Release the leases of a worker of one subscription."""
         for opened in list(self._open.values()):
             if opened.delivery.key.subscription_id == subscription.subscription_id:
                 opened.delivery.release_worker(worker)
@@ -404,7 +403,6 @@ class Engine:
             self._spawn(self._reopen(delivery))
 
     def _declarations_changed(self) -> None:
-        """Apply changed declarations of subscriptions."""
         dependencies = self._dependencies
         for subscription_id in [one for one in self._opening_waiters if dependencies.subscriptions.by_id(one) is None]:
             self._notify_opened(subscription_id)

@@ -253,8 +253,6 @@ def _run_start(run: _Run) -> int:
 
 
 class QueueFilter:
-    """The filter of one queue."""
-
     def __init__(self, cache: FilterCache, partition: TopicPartition, wanted: Filter) -> None:
         self._filters = cache
         self._partition = partition

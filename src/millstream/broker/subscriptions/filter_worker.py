@@ -19,17 +19,15 @@ import msgspec
 
 from millstream.broker.subscriptions.batch_scan import BatchScan
 from millstream.broker.subscriptions.filter_worker_child import (
-    LENGTH_BYTES,
-    MESSAGE_BYTES_MAX,
     BatchRequest,
     FilterMatches,
     FilterRequest,
     FilterResponse,
     ScannedBatch,
     Unreadable,
-    frame_message,
 )
 from millstream.core.backoff import delay_after
+from millstream.core.child_process import exchange, frame_message
 from millstream.core.errors import CorruptBatch, FilterUnavailable
 from millstream.core.tasks import within
 from millstream.protocol.filter.filter import Evaluation, Filter, Messages, evaluate_few
@@ -57,7 +55,7 @@ BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 10.0
 _DEATHS = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
 _FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.MsgspecError)
 _FATAL_RESPONSE = Unreadable(f"the process that reads it died {ATTEMPTS} times")
-_PROBE = frame_message(FilterRequest("", 0, b"", 0, 0, [], []))
+_PROBE = frame_message(msgspec.msgpack.encode(FilterRequest("", 0, b"", 0, 0, [], [])))
 
 
 class FilterWorker:
@@ -115,7 +113,7 @@ class FilterWorker:
 
         Raises `FilterUnavailable` without a response.
         """
-        request = frame_message(BatchRequest(bytes(batch), first, with_keys))
+        request = frame_message(msgspec.msgpack.encode(BatchRequest(bytes(batch), first, with_keys)))
         async with self._lock:
             response = await self._send_with_retries(request)
         self.scanned_in_child += 1
@@ -188,14 +186,7 @@ class FilterWorker:
 
     async def _exchange(self, request: bytes) -> FilterResponse:
         child = await self._running_child()
-        if child.stdin is None or child.stdout is None:
-            raise OSError("the child has no pipes")
-        child.stdin.write(request)
-        await child.stdin.drain()
-        size = int.from_bytes(await child.stdout.readexactly(LENGTH_BYTES), "big")
-        if size > MESSAGE_BYTES_MAX:
-            raise OSError(f"a response of {size} bytes is too large")
-        response: FilterResponse = msgspec.msgpack.decode(await child.stdout.readexactly(size), type=FilterResponse)
+        response: FilterResponse = msgspec.msgpack.decode(await exchange(child, request), type=FilterResponse)
         return response
 
     async def _running_child(self) -> Process:
@@ -245,14 +236,13 @@ def is_light(messages: Messages, filter_count: int) -> bool:
 
 
 def _encode_request(messages: Messages, filters: Sequence[Filter]) -> bytes:
-    return frame_message(
-        FilterRequest(
-            messages.topic,
-            messages.partition,
-            bytes(messages.batches),
-            messages.start_offset,
-            messages.end_offset,
-            list(messages.aborted),
-            [each.text for each in filters],
-        )
+    request = FilterRequest(
+        messages.topic,
+        messages.partition,
+        bytes(messages.batches),
+        messages.start_offset,
+        messages.end_offset,
+        list(messages.aborted),
+        [each.text for each in filters],
     )
+    return frame_message(msgspec.msgpack.encode(request))

@@ -6,20 +6,17 @@ It exits when its input closes, so it never outlives the broker.
 from __future__ import annotations
 
 import signal
-import sys
+from contextlib import suppress
 from functools import lru_cache
-from typing import IO
 
 import msgspec
 
 from millstream.broker.subscriptions.batch_scan import BatchScan, scan_batch
+from millstream.core.child_process import serve_requests
 from millstream.core.errors import BatchRejected
 from millstream.core.heap import freeze_heap
 from millstream.protocol.filter.filter import Evaluation, Messages, compile_filter, evaluate
 from millstream.protocol.records.batch import read_header
-
-LENGTH_BYTES = 4
-MESSAGE_BYTES_MAX = 1 << 30
 
 
 class FilterRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -34,7 +31,6 @@ class FilterRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     filters: list[str]
 
     def messages(self) -> Messages:
-        """Return the messages to evaluate."""
         return Messages(
             topic=self.topic,
             partition=self.partition,
@@ -63,12 +59,10 @@ class ScannedBatch(msgspec.Struct, frozen=True, tag=True):
 
     @staticmethod
     def of(scan: BatchScan) -> ScannedBatch:
-        """Encode a scan."""
         keys = None if scan.keys is None else scan.keys.astype("<i8").tobytes()
         return ScannedBatch(scan.absent, scan.delayed, keys, scan.scanned_bytes)
 
     def scan(self) -> BatchScan:
-        """Decode the scan."""
         import numpy as np
 
         keys = None if self.keys is None else np.frombuffer(self.keys, "<i8").astype(np.int64)
@@ -76,24 +70,19 @@ class ScannedBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class FilterMatches(msgspec.Struct, frozen=True, tag=True):
-    """The result of an evaluation: offsets as 64-bit integers, and one bit per message and filter.
-
-    Each is its length in four bytes followed by MessagePack. A request gets a response before the next one is read.
-    """
+    """The result of an evaluation: offsets as 64-bit integers, and one bit per message and filter."""
 
     offsets: bytes
     matches: list[bytes]
 
     @staticmethod
     def of(evaluation: Evaluation) -> FilterMatches:
-        """Encode an evaluation."""
         import numpy as np
 
         matches = [np.packbits(column, bitorder="little").tobytes() for column in evaluation.matches]
         return FilterMatches(evaluation.offsets.astype("<i8").tobytes(), matches)
 
     def evaluation(self) -> Evaluation:
-        """Decode the evaluation."""
         import numpy as np
 
         offsets = np.frombuffer(self.offsets, "<i8").astype(np.int64)
@@ -109,12 +98,6 @@ class Unreadable(msgspec.Struct, frozen=True, tag=True):
 
 
 FilterResponse = FilterMatches | ScannedBatch | Unreadable
-
-
-def frame_message(message: object) -> bytes:
-    """Encode a message as it is sent over the pipe."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 FILTERS_KEPT = 1024
@@ -134,30 +117,14 @@ def respond(request: FilterRequest | BatchRequest) -> FilterResponse:
         return Unreadable(str(error))
 
 
-def serve(asking: IO[bytes], responses: IO[bytes]) -> None:
-    """Respond to requests until the input ends."""
-    decode = msgspec.msgpack.Decoder(FilterRequest | BatchRequest).decode
-    while True:
-        head = asking.read(LENGTH_BYTES)
-        size = int.from_bytes(head, "big")
-        if len(head) < LENGTH_BYTES or size > MESSAGE_BYTES_MAX:
-            return
-        body = asking.read(size)
-        if len(body) < size:
-            return
-        responses.write(frame_message(respond(decode(body))))
-        responses.flush()
-
-
 def main() -> None:
     """Serve the broker until it closes the input."""
     # Ctrl-C reaches the whole process group; the broker decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     freeze_heap()
-    try:
-        serve(sys.stdin.buffer, sys.stdout.buffer)
-    except BrokenPipeError:
-        return
+    decode = msgspec.msgpack.Decoder(FilterRequest | BatchRequest).decode
+    with suppress(BrokenPipeError):
+        serve_requests(lambda body: msgspec.msgpack.encode(respond(decode(body))))
 
 
 if __name__ == "__main__":

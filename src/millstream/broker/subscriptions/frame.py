@@ -62,8 +62,6 @@ _KINDS: Final = {kind.value: kind for kind in DeltaKind}
 
 
 class LedgerNames(NamedTuple):
-    """The names of a queue with a ledger."""
-
     subscription: str
     topic: str
 
@@ -79,8 +77,6 @@ class FrameHeader(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A decoded frame."""
-
     header: FrameHeader
     deltas: list[Delta]
     encoded_names: Sequence[bytes] = ()
@@ -88,7 +84,6 @@ class Frame(NamedTuple):
 
     @property
     def names(self) -> LedgerNames | None:
-        """The names of a queue with a ledger."""
         if not self.encoded_names:
             return None
         return LedgerNames(*(name.decode("utf-8", "replace") for name in self.encoded_names))

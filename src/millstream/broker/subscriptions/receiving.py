@@ -157,6 +157,7 @@ class ParkedLease(Parked):
     """
 
     __slots__ = (
+        "_deliveries",
         "_error",
         "_grants",
         "_presence",
@@ -186,6 +187,7 @@ class ParkedLease(Parked):
         self._refuse = refuse
         self._grants: list[Grant] | None = None
         self._error: Exception | None = None
+        self._deliveries: Sequence[Delivery] = ()
         self._unstored = 0
         """How many writes are not durable yet."""
         self._wait: Wait | None = None
@@ -202,7 +204,7 @@ class ParkedLease(Parked):
     ) -> Buffers | ParkedLease:
         """Lease what is available, or wait for something; return the response if nothing is left to wait for."""
         self._unstored = len(writes)
-        deliveries = _rotate(deliveries)
+        self._deliveries = deliveries = _rotate(deliveries)
         try:
             self._grants = _receive_from_any(deliveries, demand, self._share) or None
             if self._grants is None:
@@ -243,7 +245,11 @@ class ParkedLease(Parked):
         self._respond_if_done()
 
     def _respond_if_done(self) -> None:
-        if self._grants is None or self._unstored:
+        if self._grants is None:
+            return
+        if self._unstored:
+            for delivery in self._deliveries:
+                delivery.hasten_write()
             return
         grants, self._grants = self._grants, None
         try:
@@ -400,6 +406,8 @@ async def _await_durable(
     errors: list[MillstreamError] = []
     try:
         if also_after is not None:
+            for grant in grants:
+                grant.delivery.hasten_write()
             await also_after()
         for grant in grants:
             try:

@@ -54,8 +54,6 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
-    """The stored state of a queue."""
-
     subscription_id: bytes
     topic_id: bytes
     partition: int

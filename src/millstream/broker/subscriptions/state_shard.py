@@ -85,8 +85,6 @@ class FramesRead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueueWriteMessage(msgspec.Struct, frozen=True, array_like=True):
-    """One write."""
-
     subscription_id: bytes
     topic_id: bytes
     partition: int
@@ -175,7 +173,6 @@ class QueueRecord(NamedTuple):
 
 
 def write_record(record: QueueRecord) -> StateRecord:
-    """Encode a record."""
     subscription_id, topic_id, partition = record.key
     key = _KEY.pack(record.kind, subscription_id.bytes, topic_id.bytes, partition)
     if record.content is None:
@@ -387,7 +384,6 @@ class StateShard:
     # The state machine
 
     def replay(self, record: StateRecord) -> None:
-        """Apply one record."""
         read = read_record(record)
         if read.kind == OVERFLOW:
             return

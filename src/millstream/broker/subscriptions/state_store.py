@@ -50,8 +50,6 @@ MakeImage = Callable[[QueueKey, bytes | None], QueueImage]
 
 
 class StoredQueue(NamedTuple):
-    """The stored state of a queue."""
-
     snapshot: bytes | None
     """None for a queue that was never written."""
     sequence: int
@@ -59,8 +57,6 @@ class StoredQueue(NamedTuple):
 
 
 class QueueWrite(NamedTuple):
-    """One write of a queue."""
-
     key: QueueKey
     leader_epoch: Epoch
     sequence: int
@@ -109,8 +105,6 @@ class PendingWrite:
 
 
 class StateStore(Protocol):
-    """Stores the states of queues."""
-
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
         """Read a queue's state, and durably fence every writer with an older leader epoch."""
 
