@@ -5,7 +5,8 @@ bytes over the same event loop, with the same flush policy, into one file per pa
 idempotence and no index except the start of each batch, and loses everything when it stops. `benchmarks.run` compares
 Millstream with it.
 
-    python -m benchmarks.limit_server --data DIR --kafka 127.0.0.1:0 --flush always|interval|os|discard --partitions N
+    python -m benchmarks.limit_server --data DIR --kafka 127.0.0.1:0 --flush always|interval|os|discard --partitions N \
+        [--tls-cert FILE --tls-key FILE]
 
 With `--flush discard` nothing is written, so that only the client and the socket are measured.
 """
@@ -19,6 +20,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import struct
 import sys
 from array import array
@@ -416,7 +418,11 @@ async def serve(arguments: argparse.Namespace) -> None:
     store = Store(arguments.data, arguments.partitions, arguments.flush)
     listening = socket.create_server((host, int(port)), backlog=128)
     address = listening.getsockname()[:2]
-    server = await loop.create_server(lambda: Connection(store, address), sock=listening)
+    tls = None
+    if arguments.tls_cert is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(arguments.tls_cert, arguments.tls_key)
+    server = await loop.create_server(lambda: Connection(store, address), sock=listening, ssl=tls)
     print(json.dumps({"kafka": f"{address[0]}:{address[1]}"}), flush=True)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -441,6 +447,8 @@ def main() -> None:
     parser.add_argument("--kafka", default="127.0.0.1:0")
     parser.add_argument("--flush", choices=("always", "interval", "os", "discard"), default="always")
     parser.add_argument("--partitions", type=int, default=4)
+    parser.add_argument("--tls-cert", type=Path)
+    parser.add_argument("--tls-key", type=Path)
     arguments = parser.parse_args()
     arguments.data.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()

@@ -18,7 +18,6 @@ from contextlib import ExitStack, closing
 from typing import Final, Self
 
 import numpy as np
-import numpy.typing as npt
 from benchmarks.callbacks import COUNT, ERROR, Counters, counters
 from benchmarks.librdkafka import PreparedMessages, Producer, error_text
 from benchmarks.percentiles import NS_PER_S, Schedule, percentile
@@ -56,8 +55,9 @@ class Run:
         self.accepted = 0
         self.is_published = False
         self._lock = threading.Lock()
-        self._arrived: list[tuple[int, npt.NDArray[np.int64]]] = []
         self._schedule = Schedule(0, given.rate, int(given.rate * given.seconds))
+        # Objects that the measurement keeps would make Python's garbage collector pause the client for 50 ms.
+        self._arrived_ns = np.zeros(self._schedule.count, np.int64)
 
     @property
     def is_timed(self) -> bool:
@@ -77,7 +77,9 @@ class Run:
     def record_received(self, count: int, numbers: Sequence[int] = ()) -> None:
         """Record received messages; at a fixed rate they have numbers."""
         if numbers:
-            self._arrived.append((time.monotonic_ns(), np.array(numbers, np.int64)))
+            now_ns = time.monotonic_ns()
+            for number in numbers:
+                self._arrived_ns[number - 1] = now_ns
         with self._lock:
             self.received += count
 
@@ -100,15 +102,9 @@ class Run:
         elapsed_s = (time.monotonic_ns() - self._began_ns) / NS_PER_S
         measured = {"messages": self.accepted, "seconds": elapsed_s, "cpu_s": _cpu_s() - self._cpu_s}
         if self.is_timed:
-            late = self._latencies_ms()
+            late = self._schedule.latencies_ms(self._arrived_ns)
             measured |= {"p50_ms": percentile(late, 50), "p99_ms": percentile(late, 99)}
         print(json.dumps(measured), flush=True)
-
-    def _latencies_ms(self) -> npt.NDArray[np.float64]:
-        done = np.zeros(self._schedule.count, np.int64)
-        for at_ns, numbers in self._arrived:
-            done[numbers - 1] = at_ns
-        return self._schedule.latencies_ms(done)
 
     @property
     def schedule(self) -> Schedule:

@@ -98,12 +98,15 @@ class Limit(KafkaSubject):
     @contextmanager
     def topic(self, case: Case) -> Iterator[Target]:
         """Run a server for one measurement."""
-        settings = {"flush": self.flush(case), "partitions": case.partitions}
-        with (
-            tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,
-            LimitServer(Path(folder) / "data", settings=settings) as server,
-        ):
-            yield Target(server=server, topic="bench", partitions=case.partitions)
+        settings: dict[str, object] = {"flush": self.flush(case), "partitions": case.partitions}
+        tls: Mapping[str, str] = {}
+        with tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder:
+            if case.tls:
+                certificates = Certificates(Path(folder) / "certs")
+                settings |= {"tls-cert": certificates.node, "tls-key": certificates.node_key}
+                tls = tls_settings(certificates)
+            with LimitServer(Path(folder) / "data", settings=settings) as server:
+                yield Target(server=server, topic="bench", partitions=case.partitions, tls=tls)
 
     def flush(self, case: Case) -> str:
         """Return the server's flush setting."""
@@ -117,7 +120,7 @@ class Discard(Limit):
 
     def offers(self, case: Case) -> bool:
         """Return whether the line does not depend on storage."""
-        return case.kind == PRODUCE and case.flush == OS and case.acks == "all" and not case.tls
+        return case.kind == PRODUCE and case.flush == OS and case.acks == "all"
 
     def measure(self, case: Case, seconds: float) -> Measured:
         """Measure producing only: there is nothing to read back."""
@@ -133,6 +136,11 @@ class Discard(Limit):
         return "nothing is stored"
 
 
+def tls_settings(certificates: Certificates) -> Mapping[str, str]:
+    """Return librdkafka's settings for a server with TLS."""
+    return {"security.protocol": "ssl", "ssl.ca.location": str(certificates.ca)}
+
+
 class TlsListener:
     """One more listener of a broker, with TLS 1.3 or 1.2 and its own certificate, for lines with TLS."""
 
@@ -143,11 +151,7 @@ class TlsListener:
     @property
     def client_settings(self) -> Mapping[str, str]:
         """Return librdkafka's connection settings."""
-        return {
-            "bootstrap.servers": self.address,
-            "security.protocol": "ssl",
-            "ssl.ca.location": str(self.certificates.ca),
-        }
+        return {"bootstrap.servers": self.address, **tls_settings(self.certificates)}
 
 
 class Broker(KafkaSubject):

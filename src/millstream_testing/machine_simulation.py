@@ -8,7 +8,7 @@ file, the real logs and the real settlement run on a disk in memory. After each 
 - every log is in the folder of the node that the agreed state names, and in no other;
 - it has every acknowledged record, in order, followed only by records that were sent but not acknowledged;
 - its leader epoch never decreases, and grows when another node gets it;
-- a batch that is sent again is recognised, so producers' states have moved with their log.
+- a batch that is sent again is recognized, so producers' states have moved with their log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState, sole
+from millstream.core.partition_state import PartitionState, encode_value, sole
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
@@ -280,12 +280,12 @@ class MachineSimulation:
         states = self._states(service)
         if not states and not service.read(keys.CLUSTER_ID).entries:
             states = {key: sole(self._rng.choice(layout.nodes)) for key in self._keys()}
-            created: list[Change] = [Put(partition_key(key), state.to_json()) for key, state in states.items()]
+            created: list[Change] = [Put(partition_key(key), encode_value(state)) for key, state in states.items()]
             service.change([Put(keys.CLUSTER_ID, self._catalog.cluster_id), *created], [], None)
         for key, state in states.items():
             if not state.has_leader:
                 states[key] = state.elected(state.replicas[0])
-                service.change([Put(partition_key(key), states[key].to_json())], [], None)
+                service.change([Put(partition_key(key), encode_value(states[key]))], [], None)
         for key, state in states.items():
             self._last[key] = state.leader, state.leader_epoch
         for node, folder in layout.folders.items():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JobContext, Step
-from millstream.protocol.private.transactions import GroupMember
+from millstream.protocol.wire.group_offsets import GroupMember
 
 HANG_S = 60.0
 

@@ -26,7 +26,7 @@ from millstream.broker.replication.partition import Partition
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.errors import BrokerUnreachable, StoreUnavailable, UnknownTopicId
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.partition_state import PartitionState, Versioned, encode_value
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.records.batch import iterate_headers
@@ -234,7 +234,7 @@ class ReplicaGroup:
         key = keys.partition_key(partition_key(index))
         before = self.stored_state(index)
         if (
-            self.service.change([Put(key, state.to_json())], [Expect(key, before.revision if before else 0)], None)
+            self.service.change([Put(key, encode_value(state))], [Expect(key, before.revision if before else 0)], None)
             is None
         ):
             raise AssertionError("another node changed the state at the same time")

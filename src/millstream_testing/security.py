@@ -21,6 +21,7 @@ from millstream.cli import certs
 from millstream.cli.local_process import ReservedPort
 from millstream.core.acl import Acl, Operation, PatternType, ResourceType
 from millstream.core.credential import SecurityChange, new_credentials
+from millstream.core.ids import NodeId
 from millstream_testing.server import Server
 
 ISSUER: Final = "https://issuer.example"
@@ -59,7 +60,7 @@ class Certificates:
 
     def __init__(self, folder: Path, *, hosts: list[str] | None = None) -> None:
         self.folder = folder
-        certs.init(folder, hosts or ["localhost", "127.0.0.1"], as_json=True)
+        certs.make_node_certificate(folder, hosts or ["localhost", "127.0.0.1"], "millstream", NodeId(1))
         self.ca = folder / "ca.pem"
         self.node = folder / "node.pem"
         self.node_key = folder / "node.key"

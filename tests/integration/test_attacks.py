@@ -268,9 +268,10 @@ def test_slow_unauthenticated_clients_are_disconnected_in_time(tmp_path: Path, m
 def test_handshakes_in_the_wrong_order_end_as_in_kafka(tmp_path: Path) -> None:
     with sasl_table.locked_millstream(tmp_path) as addresses:
         responses = sasl_table.ask_all(addresses)
-    differing = sasl_table.differences(sasl_table.recorded(), responses)
+    table, recorded = sasl_table.RECORDED, sasl_table.RECORDED.recorded()
+    differing = table.differences(recorded, responses)
     assert not differing, "\n".join(differing)
-    assert all(responses[name] != sasl_table.recorded()[name] for name in sasl_table.ACCEPTED)
+    assert all(responses[name] != recorded[name] for name in table.accepted)
 
 
 # -- tokens ---------------------------------------------------------------------------------------------------------

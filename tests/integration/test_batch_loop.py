@@ -23,7 +23,7 @@ from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offse
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.transform.job import StreamLoop
 from millstream.pipelines.source.batch_commit import Batch
-from millstream.protocol.private.transactions import GroupMember
+from millstream.protocol.wire.group_offsets import GroupMember
 from millstream_testing.committed_messages import committed_messages
 from millstream_testing.server import Server
 

@@ -53,7 +53,7 @@ def test_a_topic_without_a_card_has_none(millstream: CommandLine, topic: str) ->
 def test_invalid_text_is_refused(millstream: CommandLine, topic: str) -> None:
     refused = millstream("topic", "create", topic, "--owner", "two\nlines")
     assert refused.code == 2
-    assert "millstream.owner is one line of printable text" in refused.err
+    assert "millstream.owner must be one line of printable text" in refused.err
 
 
 def test_kafka_tools_read_and_write_the_card(server: Server, millstream: CommandLine, topic: str) -> None:

@@ -532,7 +532,7 @@ def test_a_seek_shows_its_effect_before_it_is_applied(console: Console) -> None:
     page = watched.page
     page.get_by_text("Deliver messages again, or skip ahead").click()
     page.get_by_label("Continue at").fill("end")
-    page.get_by_role("button", name="Show what happens").click()
+    page.get_by_role("button", name="Preview").click()
     expect(page.locator("#seek")).to_contain_text("skipped")
     page.locator("#seek").get_by_label("to confirm").fill("shipping")
     page.locator("#seek").get_by_role("button", name="Seek").click()
@@ -547,7 +547,7 @@ def test_a_group_is_reset_after_a_preview(console: Console) -> None:
     page = watched.page
     page.get_by_text("Reset offsets").first.click()
     page.get_by_label("Continue at").fill("start")
-    page.get_by_role("button", name="Show what happens").click()
+    page.get_by_role("button", name="Preview").click()
     page.locator("#reset").get_by_label("to confirm").fill("reporting")
     page.locator("#reset").get_by_role("button", name="Reset offsets").click()
     expect(page.get_by_role("status")).to_contain_text("millstream group reset reporting --to start")
@@ -697,7 +697,7 @@ def test_an_open_transaction_is_aborted(console: Console) -> None:
     page.get_by_role("link", name="open", exact=True).click()
     expect(page.get_by_role("row").filter(has_text="invoices")).to_contain_text("Ongoing")
     page.get_by_role("link", name="Look for hanging ones").click()
-    expect(page.get_by_text("No transaction hangs.")).to_be_visible()
+    expect(page.get_by_text("No transactions are hanging.")).to_be_visible()
     page.get_by_role("row").filter(has_text="invoices").locator("summary").click()
     page.get_by_label("to confirm").fill("invoices")
     page.get_by_role("button", name="Abort").click()

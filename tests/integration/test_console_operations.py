@@ -80,7 +80,7 @@ def test_a_hanging_transaction_is_found_and_ended(tmp_path: Path) -> None:
             page.get_by_role("button", name="End it").click()
             expect(page.get_by_role("status")).to_contain_text("is ended: millstream transaction abort --topic orders")
             page.get_by_role("link", name="Look for hanging ones").click()
-            expect(page.get_by_text("No transaction hangs.")).to_be_visible()
+            expect(page.get_by_text("No transactions are hanging.")).to_be_visible()
             assert watched.problems == []
 
 

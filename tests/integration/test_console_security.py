@@ -382,7 +382,7 @@ def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
         assert "millstream user create carol --password-stdin" in do(
             "user", what="create", name="carol", password="password-1"
         )
-        assert "exists already" in do("user", what="create", name="carol", password="password-2")
+        assert "already exists" in do("user", what="create", name="carol", password="password-2")
         assert "has another password" in do("user", what="password", name="carol", password="password-3")
         rule = {"permission": "allow", "principal": "User:carol", "operations": "read", "type": "topic", "name": "car"}
         assert "millstream acl allow User:carol read topic:car --prefixed" in do("rule", **rule, prefixed="1")
@@ -404,6 +404,12 @@ def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
         assert token_id in admin.get("/console/access").text
         assert "is revoked" in do("revoke", token=token_id, confirm=token_id)
         assert "is deleted" in do("delete-user", name="carol", confirm="carol")
+        assert "Jürgen" in do("user", what="create", name="Jürgen", password="pässwörd-1")
+        with guarded.client() as juergen:
+            form = {"user": "Jürgen", "password": "pässwörd-1"}
+            assert sign_in(juergen, "", form).status_code == 303
+            assert "Jürgen" in juergen.get("/console").text
+        assert "is deleted" in do("delete-user", name="Jürgen", confirm="Jürgen")
         assert sign_in(alice, "alice").status_code == 303
         page = alice.get("/console/access")
         for what in ("users", "access rules", "quotas"):
@@ -612,7 +618,7 @@ def test_a_refused_form_keeps_its_input_except_the_password(guarded: Guarded) ->
         refused = admin.post("/console/access/user", data={**form, **typed})
         assert refused.status_code == 422
         (shown,) = re.findall(r'<form[^>]*>(?:(?!</form>).)*id="outcome".*?</form>', refused.text, re.DOTALL)
-        assert "exists already" in shown
+        assert "already exists" in shown
         assert 'value="alice"' in shown
         assert "a new password" not in refused.text
         again = admin.post("/console/access/user", data={**form, **typed, "csrf": "0" * 64})

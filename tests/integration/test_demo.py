@@ -75,7 +75,7 @@ def test_the_whole_demo_succeeds_and_can_be_kept(demo_folder: Path) -> None:
         demo.read_until("Ctrl-C")
         assert demo.end(signal.SIGINT) == 0, demo.text
     assert "one for each message of the log" in demo.text
-    assert "Everything held" in demo.text
+    assert "All checks passed" in demo.text
 
 
 def test_nothing_is_left_after_an_interrupt(demo_folder: Path) -> None:

@@ -338,7 +338,7 @@ def test_a_switch_refuses_and_a_reverse_names_a_topic_that_was_recreated(
     publish(paris.brokers, topic, ["t5"])
     assert values_in(paris, topic) == ["t2", "t3", "t4", "t5"]
     assert [value for _, _, value in read(berlin.brokers, topic, 1)] == ["t1"]
-    wait_for(lambda: "exists here already" in str(described(paris, mirror)["notes"]), what="paris notes its own topic")
+    wait_for(lambda: "already exists here" in str(described(paris, mirror)["notes"]), what="paris notes its own topic")
     assert paris("mirror", "failover", mirror).code == 0
     assert paris("mirror", "delete", mirror, "--force").code == 0
 

@@ -150,7 +150,7 @@ def test_an_invalid_replay_is_refused(server: Server, topics: tuple[str, str]) -
     millstream = CommandLine(server.kafka)
     given_time = ("replay", "--from-topic", topics[0], "--into", topics[1], "--since")
     assert "would change when the replay resumes" in millstream(*given_time, "7d").err
-    assert "is a time such as" in millstream(*given_time, "start").err
+    assert "must be a time such as" in millstream(*given_time, "start").err
     neither = millstream("replay", "--into", topics[1])
     assert "either --from-topic or --from-table" in neither.err
     wrong = millstream("replay", "--from-topic", topics[0], "--into", topics[1], "--where", "payload.n >")

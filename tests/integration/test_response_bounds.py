@@ -411,7 +411,7 @@ def test_pages_of_the_registry_keep_to_their_limit(http: httpx.Client, topic: st
         assert len(http.get(f"/registry/subjects/{topic}-0/versions", params=wanted).json()) == min(most, 1)
     for wrong in ("many", "--1", "9" * 30):
         refused = http.get("/registry/subjects", params={"limit": wrong})
-        assert (refused.status_code, refused.json()["message"]) == (400, f"limit is a whole number, not {wrong!r}")
+        assert (refused.status_code, refused.json()["message"]) == (400, f"limit must be a whole number, not {wrong!r}")
 
 
 def _messages(http: httpx.Client, topic: str, count: int, *, size: int = 1000, **settings: Any) -> None:

@@ -19,7 +19,7 @@ KIB, MIB = 1024, 1024 * 1024
     "row",
     [
         f"{gate.FRAME_BYTES_MAX // KIB} KiB; {gate.REQUESTS_MAX}; {gate.DEADLINE_S:g} s",
-        f"after {sasl._PAUSE_S_FIRST:g} s, then with increasing delays, up to {sasl._PAUSE_S_MAX:g} s; "
+        f"a delay of {sasl._PAUSE_S_FIRST:g} s that grows with each failure, up to {sasl._PAUSE_S_MAX:g} s; "
         f"forgotten after {sasl._FORGIVEN_S:g} s",
         f"held back | {callers.PENDING_PER_HOST_MAX} |",
         f"waiting | {sasl._CHECKS_AT_ONCE}; {sasl._CHECKS_WAITING_MAX} |",

@@ -33,7 +33,7 @@ from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_
 from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import ConnectionLimits
-from millstream.broker.net.listener import ORPHAN_S, Listener, bind_patiently, listen
+from millstream.broker.net.listener import ORPHAN_S, Listener, bind_with_retries, listen
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner
 from millstream.broker.security.listeners import Listeners, address_of
@@ -357,7 +357,7 @@ class Broker:
             f"{self._data}/{CLEAN_STOP_NAME}"
         )
         address = parse_address(given, name=flag)
-        bound = await bind_patiently(*address, flag=flag, wait_s=ORPHAN_S if was_killed else 0.0)
+        bound = await bind_with_retries(*address, flag=flag, wait_s=ORPHAN_S if was_killed else 0.0)
         self._undo.callback(bound.close)
         return bound
 

@@ -44,7 +44,7 @@ Principal = Annotated[
 Operations = Annotated[
     str,
     typer.Argument(
-        help="What, separated by commas: read, write, create, delete, alter, describe, describe_configs, "
+        help="The operations, separated by commas: read, write, create, delete, alter, describe, describe_configs, "
         "alter_configs, cluster_action, idempotent_write, or all.",
         show_default=False,
     ),
@@ -53,7 +53,7 @@ Resource = Annotated[
     str,
     typer.Argument(
         metavar="TYPE:NAME",
-        help="On what: topic:orders, group:billing (subscriptions are groups), transactional_id:NAME, cluster. "
+        help="The resource: topic:orders, group:billing (subscriptions are groups), transactional_id:NAME, cluster. "
         "The name * stands for all.",
         show_default=False,
     ),
@@ -66,7 +66,7 @@ Resources = Annotated[
     list[str],
     typer.Argument(
         metavar="TYPE:NAME…",
-        help="On what: topic:orders, group:billing (subscriptions are groups), transactional_id:NAME, cluster.",
+        help="The resources: topic:orders, group:billing (subscriptions are groups), transactional_id:NAME, cluster.",
         show_default=False,
     ),
 ]
@@ -84,7 +84,6 @@ class GivenRules:
     host: Host = WILDCARD
 
     def parse(self, permission: Permission = Permission.ALLOW) -> list[Acl]:
-        """Return the rules."""
         return parse_rules(permission, self.principal, self.operations, self.resource, self.prefixed, self.host)
 
 
@@ -99,7 +98,6 @@ class GivenRole:
     host: Host = WILDCARD
 
     def rules(self) -> list[Acl]:
-        """Return the rules of the role."""
         rules: list[Acl] = []
         for resource in self.resources:
             operations = ",".join(map(name_of, role_operations(self.role, parse_resource(resource)[0])))
@@ -175,7 +173,7 @@ def explain(
     principal: Principal,
     operation: Annotated[str, typer.Argument(help="One operation.", show_default=False)],
     resource: Resource,
-    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where the client is.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address of the client.")] = "127.0.0.1",
     common: Common = COMMON,
 ) -> None:
     """Show whether a principal may perform an operation, and which rule decides.
@@ -262,7 +260,7 @@ def _remove(rules: Iterable[Acl], common: Common, *, permission: Permission = Pe
     ]
     removed = call_broker(common, lambda client: remove_acls(client, filters))
     if not removed:
-        raise CommandFailed("no rule says exactly this; see `millstream acl list`", ExitCode.NOT_FOUND)
+        raise CommandFailed("no rule matches exactly; see `millstream acl list`", ExitCode.NOT_FOUND)
     print_result({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=common.as_json)
 
 

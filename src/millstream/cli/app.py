@@ -232,7 +232,7 @@ def run_reporting(work: Callable[[], Any]) -> int:
 
 
 def _report_defect(error: Exception) -> int:
-    # typer's own errors (a wrong flag, a missing argument) are recognised by their shape: before typer 0.20 they were
+    # typer's own errors (a wrong flag, a missing argument) are recognized by their shape: before typer 0.20 they were
     # click's, since then they are typer's, under private names in both.
     if hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)

@@ -52,7 +52,7 @@ def audit(
     memory: Memory = "1g",
     common: Common = COMMON,
 ) -> None:
-    """Account for every message; exits with 0 only if all add up. Needs Spark, and subscriptions with --ledger."""
+    """Account for every message; exits with 0 only if none is missing. Needs Spark, and subscriptions with --ledger."""
     refuse_without_spark()
     since_ms = None if since is None else _since_ms(since)
     place = find_lake(common, lake)
@@ -199,7 +199,7 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
 
 def _verdict(report: AuditReport, *, adds_up: bool) -> str:
     if adds_up:
-        return "All add up."
+        return "Everything adds up."
     if not report.is_counted:
         return "The ledger's table is damaged and cannot be read, so the counts are unknown."
     if report.damage:

@@ -51,7 +51,7 @@ def init(
     certificate, key = files["certificate"], files["key"]
     print_result(
         files,
-        f"Made {certificate} and {key}, signed by {files['ca']}.\n"
+        f"Created {certificate} and {key}, signed by {files['ca']}.\n"
         f"Try: millstream serve --tls-cert {certificate} --tls-key {key}",
         as_json=as_json,
     )
@@ -67,7 +67,7 @@ def make_node_certificate(folder: Path, hosts: list[str], cluster: str, node_id:
     stem = "node" if node_id == 1 else f"node-{node_id}"
     certificate, key = folder / f"{stem}.pem", folder / f"{stem}.key"
     if certificate.exists() or key.exists():
-        raise CommandFailed(f"{certificate} exists already; remove it first, or give another --dir", ExitCode.CONFLICT)
+        raise CommandFailed(f"{certificate} already exists; remove it first, or give another --dir", ExitCode.CONFLICT)
     authority = _authority(folder / "ca.pem", folder / "ca.key")
     uri = NodeName(cluster=cluster, node_id=node_id).uri
     _issue(authority, f"node {node_id} of {cluster}", hosts, uri, certificate, key)
@@ -89,12 +89,14 @@ def client(
         )
     certificate, key = dir / f"{name}.pem", dir / f"{name}.key"
     if not (dir / "ca.key").exists():
-        raise CommandFailed(f"{dir} has no ca.key; make an authority with `millstream certs init`", ExitCode.NOT_FOUND)
+        raise CommandFailed(
+            f"{dir} has no ca.key; create an authority with `millstream certs init`", ExitCode.NOT_FOUND
+        )
     if certificate.exists() or key.exists():
-        raise CommandFailed(f"{certificate} exists already; remove it first", ExitCode.CONFLICT)
+        raise CommandFailed(f"{certificate} already exists; remove it first", ExitCode.CONFLICT)
     _issue(_authority(dir / "ca.pem", dir / "ca.key"), name, [], None, certificate, key)
     files = {"certificate": str(certificate), "key": str(key), "principal": f"User:CN={name}"}
-    print_result(files, f"Made {certificate} and {key}; its principal is User:CN={name}.", as_json=as_json)
+    print_result(files, f"Created {certificate} and {key}; its principal is User:CN={name}.", as_json=as_json)
 
 
 _Authority = tuple["x509.Certificate", "EllipticCurvePrivateKey"]

@@ -79,7 +79,7 @@ Locked = Annotated[
     bool,
     typer.Option(
         "--locked",
-        help="With TLS, authentication and a user that may do everything; makes what that needs in DIR.",
+        help="Use TLS and require authentication; creates certificates and a user that may do everything, in DIR.",
     ),
 ]
 
@@ -148,7 +148,7 @@ def _print_running(running: LocalCluster) -> None:
     print_table(("node", "pid", "kafka", "http"), rows)
     print_line()
     if running.is_locked:
-        print_line("Ready, with TLS and authentication. To be its administrator in another terminal:")
+        print_line("Ready, with TLS and authentication. To administer it from another terminal:")
         print_line(f"  export MILLSTREAM_PROFILES={shlex.quote(str(running.profiles))} MILLSTREAM_PROFILE={ADMIN}")
         print_line("  millstream cluster status")
     else:
@@ -305,7 +305,7 @@ def _print_rebuilt(outcome: Outcome) -> None:
             print_line(f"{counted(len(names), 'partition')} {description}: {', '.join(names[:ROWS_MAX])}{more}")
     if rebuilt.unknown_topics:
         print_line(
-            f"{counted(len(rebuilt.unknown_topics), 'topic')} on disk that the catalog does not know: left alone."
+            f"{counted(len(rebuilt.unknown_topics), 'topic')} on disk that the catalog does not know: left unchanged."
         )
     if outcome.written:
         print_line("Start the nodes now.")

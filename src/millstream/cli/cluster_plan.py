@@ -88,7 +88,7 @@ def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, comm
 
 
 def cancel(plan: PlanId = "", common: Common = COMMON) -> None:
-    """Stop a plan: moves under way go back, completed ones stay, and a node that it has drained no longer is."""
+    """Stop a plan: moves under way go back, completed ones stay, and the node that it drained is undrained."""
     from millstream.client.admin.cluster_plans import cancel_plan
 
     cancelled = call_broker(common, lambda client: cancel_plan(client, plan))

@@ -173,7 +173,6 @@ class LocalEtcd(LocalServer):
         return "http" if self.certificates is None else "https"
 
     def flags(self) -> dict[str, object]:
-        """Return its flags."""
         peer = f"{self._scheme}://{self._peer.address}"
         return self._tls_flags() | {
             "name": "local",
@@ -334,8 +333,6 @@ class StopAsked(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to start."""
-
     nodes: int
     data: Path
     name: str
@@ -355,8 +352,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class RunningNode:
-    """One node and its addresses."""
-
     node_id: int
     process: LocalProcess
     kafka: str

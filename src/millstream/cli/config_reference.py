@@ -29,7 +29,7 @@ Kubernetes derives from a service's name are ignored. Settings are read when the
 _TOPICS = """
 ## Topics
 
-Give these with `millstream topic create NAME --set SETTING=VALUE`, change them with `millstream topic alter`, or use
+Set these with `millstream topic create NAME --set SETTING=VALUE`, change them with `millstream topic alter`, or use
 any Kafka tool: the names are Kafka's where Kafka has them. A change takes effect at once, without a restart.
 
 """
@@ -37,16 +37,16 @@ any Kafka tool: the names are Kafka's where Kafka has them. A change takes effec
 _SUBSCRIPTIONS = """
 ## Subscriptions
 
-Give these with `millstream subscription create NAME --set SETTING=VALUE`, change them with `millstream subscription
-update`, or as the settings of a share group with any Kafka tool. [subscriptions.md](subscriptions.md) explains
-them. A change takes effect at once.
+Set these with `millstream subscription create NAME --set SETTING=VALUE`, change them with `millstream subscription
+update`, or use any Kafka tool: they are the settings of the share group with that name.
+[subscriptions.md](subscriptions.md) explains them. A change takes effect at once.
 
 """
 
 _PIPELINES = """
 ## Pipelines
 
-Give these with `millstream pipeline create KIND NAME --set SETTING=VALUE`, change them with `millstream pipeline
+Set these with `millstream pipeline create KIND NAME --set SETTING=VALUE`, or change them with `millstream pipeline
 update`. [pipelines.md](pipelines.md) explains them. A change takes effect with the next batch.
 
 """
@@ -54,7 +54,7 @@ update`. [pipelines.md](pipelines.md) explains them. A change takes effect with 
 _MIRRORS = """
 ## Mirrors
 
-Give these with `millstream mirror create NAME --from HOST:PORT --set SETTING=VALUE`, change them with `millstream
+Set these with `millstream mirror create NAME --from HOST:PORT --set SETTING=VALUE`, or change them with `millstream
 mirror update`. [mirroring.md](mirroring.md) explains them. A change takes effect at once.
 
 """

@@ -190,7 +190,7 @@ async def _run(*, keep: bool) -> None:
             await _stop(broker, account)
     except asyncio.CancelledError:
         raise CommandFailed("interrupted; nothing was left behind", ExitCode.INTERRUPTED) from None
-    account.end(f"Everything held. It took {time.monotonic() - began:.1f} s, and nothing was left behind.")
+    account.end(f"All checks passed. It took {time.monotonic() - began:.1f} s, and nothing was left behind.")
 
 
 async def _keep(broker: DemoBroker, account: Account) -> None:

@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Self
+from uuid import uuid4
 
 from sqlalchemy import Connection as DatabaseConnection
 from sqlalchemy import Engine, create_engine, text
@@ -27,7 +28,7 @@ from sqlalchemy import Engine, create_engine, text
 from millstream.cli.demo import Account, DemoBroker
 from millstream.cli.exit_code import CommandFailed
 from millstream.client.admin.dead_letter import DeadLetterDesk, Outcome, headers_of, process_letters, redrive_letters
-from millstream.client.admin.groups import assigned_partitions, describe_group, progress_of
+from millstream.client.admin.groups import describe_group, progress_of
 from millstream.client.admin.message_trace import Position, trace_at
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.tailer import Message as Stored
@@ -42,13 +43,13 @@ from millstream.core.pipeline import PipelineKind
 from millstream.core.push import SECRET as PUSH_SECRET
 from millstream.core.push import URL as PUSH_URL
 from millstream.core.topic import TopicPartition
-from millstream.protocol.messages.primitives import Writer
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.fetch import FetchLimits
-from millstream.protocol.wire.group_offsets import committed_offsets
+from millstream.protocol.wire.group_offsets import GroupMember, commit_offsets, committed_offsets
 
 SECRET = "whsec_" + base64.b64encode(b"a secret of the demo alone").decode()
 
@@ -88,7 +89,6 @@ class Billing:
         self.orders: set[int] = set()
 
     async def __call__(self, message: Message) -> None:
-        """Handle one message."""
         await self._handler(message)
         self.orders.add(message.json()["order_id"])
         self._progress.notify()
@@ -99,7 +99,6 @@ class Billing:
             return Counter(connection.execute(text("SELECT order_id FROM bills")).scalars())
 
     async def close(self) -> None:
-        """Close the database."""
         await self._handler.close()
         self._engine.dispose()
 
@@ -118,7 +117,6 @@ class Shipping:
         self.failures: Counter[int] = Counter()
 
     async def __call__(self, message: Message) -> None:
-        """Handle one message."""
         order = message.json()
         try:
             if "city" not in order and not self.is_corrected:
@@ -180,45 +178,35 @@ class Webhook:
         self._thread.join()
 
 
-PROTOCOL_TYPE = "consumer"
-STRATEGY = "range"
-_SESSION = timedelta(seconds=10)
+_JOINS, _LEAVES = 0, -1
+"""The member epochs with which a member joins and leaves."""
+_REBALANCE = timedelta(seconds=10)
 _FETCH = FetchLimits(1024 * 1024, 100)
-_OK = 0
-_MEMBER_ID_REQUIRED = 79
-_REJOIN = frozenset({22, 25, 27})
-"""Illegal generation, unknown member, rebalance in progress: the group continues with a new generation."""
 
 
 class DemoMember:
     """Reads one topic for a group. `run` works until `stop` is called and notifies `changed` of its progress."""
 
-    def __init__(self, client: Client, group: str, topic: str, *, partitions: int, changed: asyncio.Condition) -> None:
+    def __init__(self, client: Client, group: str, topic: TopicMetadata, changed: asyncio.Condition) -> None:
         self._client = client
         self._group = group
         self._topic = topic
-        self._partitions = partitions
-        self._member_id = ""
-        self._generation = -1
+        self._member_id = uuid4().hex
+        self._epoch = _JOINS
         self._positions: dict[TopicPartition, Offset] = {}
         self._stopping = False
         self._changed = changed
         self.read: list[tuple[int, Record]] = []
 
-    @property
-    def held(self) -> list[int]:
-        """Return the partitions assigned to this member."""
-        return sorted(where.partition for where in self._positions)
-
     async def run(self) -> None:
         """Join, read until stopped, commit and leave."""
         coordinator = await self._client.coordinator(self._group)
         while not self._stopping:
-            await self._join(coordinator)
-            while not self._stopping and await self._send_heartbeat(coordinator):
-                await self._fetch()
-        await self._commit(coordinator)
-        await self._leave_group(coordinator)
+            await self._send_heartbeat(coordinator)
+            await self._fetch()
+        await self._commit()
+        self._epoch = _LEAVES
+        await self._send_heartbeat(coordinator)
 
     def stop(self) -> None:
         """Make `run` end in order."""
@@ -228,80 +216,38 @@ class DemoMember:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _join(self, coordinator: NodeId) -> None:
-        """Join generations of the group until one is stable."""
-        while True:
-            joined = await self._send_join(coordinator)
-            if joined.error_code == _MEMBER_ID_REQUIRED:
-                self._member_id = joined.member_id
-                continue
-            if joined.error_code in _REJOIN:
-                self._member_id = ""
-                continue
-            self._check(joined, "join")
-            self._member_id, self._generation = joined.member_id, joined.generation_id
-            synced = await self._send_sync(coordinator, joined)
-            if synced.error_code in _REJOIN:
-                continue
-            self._check(synced, "sync")
-            break
-        committed = await committed_offsets(self._client, self._group)
-        given = assigned_partitions(synced.assignment)
-        self._positions = {where: Offset(committed.get(where, 0)) for where in given}
-        await self._notify()
-
-    async def _send_join(self, coordinator: NodeId) -> Any:
-        from kio.schema.join_group.v9 import request
+    async def _send_heartbeat(self, coordinator: NodeId) -> None:
+        """Report the partitions that the member reads; commit, and read others, if the group assigns others."""
+        from kio.schema.consumer_group_heartbeat.v1 import request
 
         messages: Any = request
-        protocol = messages.JoinGroupRequestProtocol(name=STRATEGY, metadata=_subscription(self._topic))
-        asked = messages.JoinGroupRequest(
+        held = tuple(sorted(where.partition for where in self._positions))
+        owned = messages.TopicPartitions(topic_id=self._topic.topic_id, partitions=held)
+        asked = messages.ConsumerGroupHeartbeatRequest(
             group_id=self._group,
-            session_timeout=_SESSION,
-            rebalance_timeout=_SESSION,
             member_id=self._member_id,
-            protocol_type=PROTOCOL_TYPE,
-            protocols=(protocol,),
-        )
-        return await self._client.send(coordinator, asked)
-
-    async def _send_sync(self, coordinator: NodeId, joined: Any) -> Any:
-        """Sync the group: the leader assigns the partitions, the others send nothing."""
-        from kio.schema.sync_group.v5 import request
-
-        messages: Any = request
-        shares = []
-        if joined.leader == joined.member_id:
-            members = sorted(member.member_id for member in joined.members)
-            for number, member_id in enumerate(members):
-                share = list(range(number, self._partitions, len(members)))
-                shares.append(
-                    messages.SyncGroupRequestAssignment(member_id=member_id, assignment=_assignment(self._topic, share))
-                )
-        asked = messages.SyncGroupRequest(
-            group_id=self._group,
-            generation_id=self._generation,
-            member_id=self._member_id,
-            protocol_type=PROTOCOL_TYPE,
-            protocol_name=joined.protocol_name,
-            assignments=tuple(shares),
-        )
-        return await self._client.send(coordinator, asked)
-
-    async def _send_heartbeat(self, coordinator: NodeId) -> bool:
-        """Send a heartbeat; return False if the group is rebalancing."""
-        from kio.schema.heartbeat.v4 import request
-
-        messages: Any = request
-        asked = messages.HeartbeatRequest(
-            group_id=self._group, generation_id=self._generation, member_id=self._member_id
+            member_epoch=self._epoch,
+            rebalance_timeout=_REBALANCE,
+            subscribed_topic_names=(self._topic.name,),
+            topic_partitions=(owned,) if held else (),
         )
         response = await self._client.send(coordinator, asked)
-        if response.error_code in _REJOIN:
-            await self._commit(coordinator)
-            return False
-        self._check(response, "heartbeat")
-        return True
+        if response.error_code:
+            raise error_from_code(response.error_code, None, about=f"group {self._group!r}")
+        self._epoch = response.member_epoch
+        if response.assignment is None or self._epoch == _LEAVES:
+            return
+        given = {
+            TopicPartition(self._topic.name, index)
+            for one in response.assignment.topic_partitions
+            for index in one.partitions
+        }
+        if given == self._positions.keys():
+            return
+        await self._commit()
+        committed = await committed_offsets(self._client, self._group)
+        self._positions = {where: Offset(committed.get(where, 0)) for where in given}
+        await self._notify()
 
     async def _fetch(self) -> None:
         if not self._positions:
@@ -314,59 +260,10 @@ class DemoMember:
                 self.read.extend((where.partition, record) for record in records)
         await self._notify()
 
-    async def _commit(self, coordinator: NodeId) -> None:
-        from kio.schema.offset_commit.v9 import request
-
-        messages: Any = request
-        wanted = tuple(
-            messages.OffsetCommitRequestPartition(
-                partition_index=where.partition, committed_offset=offset, committed_metadata=""
-            )
-            for where, offset in self._positions.items()
-        )
-        asked = messages.OffsetCommitRequest(
-            group_id=self._group,
-            generation_id_or_member_epoch=self._generation,
-            member_id=self._member_id,
-            topics=(messages.OffsetCommitRequestTopic(name=self._topic, partitions=wanted),),
-        )
-        for topic in (await self._client.send(coordinator, asked)).topics:
-            for response in topic.partitions:
-                if response.error_code not in _REJOIN:
-                    self._check(response, "commit")
-
-    async def _leave_group(self, coordinator: NodeId) -> None:
-        from kio.schema.leave_group.v5 import request
-
-        messages: Any = request
-        me = messages.MemberIdentity(member_id=self._member_id)
-        response = await self._client.send(coordinator, messages.LeaveGroupRequest(group_id=self._group, members=(me,)))
-        self._check(response, "leave")
-
-    def _check(self, response: Any, verb: str) -> None:
-        if response.error_code != _OK:
-            raise error_from_code(response.error_code, None, about=f"{verb} group {self._group!r}")
-
-
-def _subscription(topic: str) -> bytes:
-    """Encode the subscription of a consumer: the topics it wants."""
-    writer = Writer(flexible=False)
-    writer.int16(0)
-    writer.array_length(1)
-    writer.string(topic)
-    writer.blob(None)
-    return bytes(writer.buffer)
-
-
-def _assignment(topic: str, partitions: list[int]) -> bytes:
-    """Encode the assignment of a member: its partitions."""
-    writer = Writer(flexible=False)
-    writer.int16(0)
-    writer.array_length(1)
-    writer.string(topic)
-    writer.int32_array(partitions)
-    writer.blob(None)
-    return bytes(writer.buffer)
+    async def _commit(self) -> None:
+        if self._positions:
+            member = GroupMember(self._member_id, self._epoch)
+            await commit_offsets(self._client, self._group, self._positions, member=member)
 
 
 PIPELINE: Final = "orders-table"
@@ -737,7 +634,8 @@ class Story:
         """Let members of the group read exactly the messages that it has not read yet."""
         changed = asyncio.Condition()
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks, asyncio.timeout(_STEP_S_MAX):
-            group = [await self._member(stack, changed) for _ in range(members)]
+            topic = await find_topic(self._ms.client, TOPIC)
+            group = [DemoMember(await self._connect(stack), GROUP, topic, changed) for _ in range(members)]
             for member in group:
                 tasks.create_task(member.run())
             async with changed:
@@ -749,9 +647,8 @@ class Story:
         lag = sum(one.lag or 0 for one in progress)
         self._account.check(lag == 0, "it has committed all of them", f"it is {lag:,} messages behind")
 
-    async def _member(self, stack: AsyncExitStack, changed: asyncio.Condition) -> DemoMember:
-        client = await stack.enter_async_context(Client.connect(self._broker.kafka, client_id="demo-member"))
-        return DemoMember(client, GROUP, TOPIC, partitions=PARTITIONS, changed=changed)
+    async def _connect(self, stack: AsyncExitStack) -> Client:
+        return await stack.enter_async_context(Client.connect(self._broker.kafka, client_id="demo-member"))
 
     async def _read_log(self) -> list[Stored]:
         client, starts = self._ms.client, dict.fromkeys(range(PARTITIONS), 0)

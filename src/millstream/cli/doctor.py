@@ -17,8 +17,6 @@ from millstream.core.config import Config
 
 
 class Severity(Enum):
-    """The severity of a finding."""
-
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
@@ -36,17 +34,17 @@ class Finding:
 
 
 def ok(check: str, detail: str) -> Finding:
-    """All is well."""
+    """Return a finding of a check that passed."""
     return Finding(check, Severity.OK, detail)
 
 
 def warning(check: str, detail: str, advice: str) -> Finding:
-    """Something to know about."""
+    """Return a finding that an operator should know about."""
     return Finding(check, Severity.WARNING, detail, advice)
 
 
 def problem(check: str, detail: str, advice: str, exit_code: ExitCode = ExitCode.FAILED) -> Finding:
-    """Something that needs action."""
+    """Return a finding that needs action."""
     return Finding(check, Severity.PROBLEM, detail, advice, exit_code)
 
 

@@ -24,8 +24,6 @@ from millstream.core.errors import (
 
 
 class ExitCode(IntEnum):
-    """The meaning of an exit code."""
-
     OK = 0
     FAILED = 1
     USAGE = 2
@@ -65,7 +63,6 @@ _REGISTRY_CODES = {404: ExitCode.NOT_FOUND, 409: ExitCode.CONFLICT, 422: ExitCod
 
 
 def exit_code_of(error: Exception) -> ExitCode:
-    """Return the exit code for an error."""
     if isinstance(error, CommandFailed):
         return error.exit_code
     if isinstance(error, AddressTaken):

@@ -27,8 +27,6 @@ from millstream.cli.output import Progress, counted, sized
 
 @dataclass(slots=True)
 class ScannedSegment:
-    """The contents of a segment."""
-
     path: Path
     size_bytes: int
     next_offset: int

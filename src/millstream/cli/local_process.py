@@ -79,7 +79,6 @@ class LocalProcess:
         return None if self._process is None else self._process.poll()
 
     def start(self) -> Self:
-        """Start the command."""
         launcher = [
             sys.executable,
             "-I",
@@ -158,7 +157,6 @@ class LocalProcess:
             raise self.failed(f"did not exit within {within_s:g} s") from None
 
     def kill(self) -> None:
-        """Kill it."""
         process = self._running()
         process.kill()
         process.wait(_KILL_S_MAX)
@@ -170,7 +168,6 @@ class LocalProcess:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Return whether a port is free now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream import __version__
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, make_private
-from millstream.broker.net.listener import ORPHAN_S, bind_patiently, listen
+from millstream.broker.net.listener import ORPHAN_S, bind_with_retries, listen
 from millstream.broker.security.listeners import Listeners, address_of
 from millstream.cli.broker_lifecycle import HELD, BrokerEvent, BrokerLifecycle, BrokerState
 from millstream.cli.exit_code import CommandFailed, ExitCode
@@ -101,7 +101,6 @@ class BrokerProcess(SupervisedChild):
 
     @property
     def node_id(self) -> int:
-        """Return the id of the node."""
         return self._config.node_id
 
     def configure(self, config: Config) -> None:
@@ -111,7 +110,6 @@ class BrokerProcess(SupervisedChild):
 
     @property
     def state(self) -> BrokerState:
-        """Return what the process is doing."""
         return self._lifecycle.state
 
     @property
@@ -216,9 +214,9 @@ class BrokerProcess(SupervisedChild):
         while line := await process.stdout.readline():
             self._health = json.loads(line)
             self._lifecycle.apply(BrokerEvent.RESPONDED)
-            self._close_question()
+            self._end_health_request()
 
-    def _close_question(self) -> None:
+    def _end_health_request(self) -> None:
         response, self._response = self._response, None
         if response is not None:
             response.set_result(None)
@@ -233,7 +231,7 @@ class BrokerProcess(SupervisedChild):
             await asyncio.wait([self._listening], timeout=_LAST_LINES_S)
             self._listening.cancel()
         self._health = None
-        self._close_question()
+        self._end_health_request()
         is_failed_start = self.state is BrokerState.STARTING
         self._lifecycle.apply(BrokerEvent.EXITED)
         if is_failed_start and not self.ready.done():
@@ -307,7 +305,7 @@ class Machine:
             "has_store": self.service is not None,
         }
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return a JSON document for programs, once all brokers are ready."""
         announced = [broker.ready.result() for broker in self.brokers]
         nodes = [
@@ -361,27 +359,27 @@ class Machine:
         wait_s = ORPHAN_S if was_killed else 0.0
         for given, flag in ((config.http, "http"), (config.registry, "registry")):
             if given:
-                bound = await bind_patiently(*parse_address(given, name=flag), flag=flag, wait_s=wait_s)
+                bound = await bind_with_retries(*parse_address(given, name=flag), flag=flag, wait_s=wait_s)
                 self._gateway_sockets.append(bound)
                 self._stack.callback(bound.close)
         http, *registry = self._gateway_sockets
         self._http = address_of(http)
         self._registry = address_of(registry[0]) if registry else ""
         self._gateway = HttpChild.configured(
-            config, http, shifted(config.kafka, 0), registry=registry[0] if registry else None
+            config, http, with_port_offset(config.kafka, 0), registry=registry[0] if registry else None
         )
         self._stack.push_async_callback(self._gateway.stop)
-        late = asyncio.get_running_loop().call_later(LATE_S, self._report_late)
+        late = asyncio.get_running_loop().call_later(LATE_S, self._report_slow_start)
         self._stack.callback(late.cancel)
 
-    def _report_late(self) -> None:
+    def _report_slow_start(self) -> None:
         if self._gateway is not None and not self._gateway_runs and not self._is_stopping:
             self._gateway.report_starting(self._starting)
             self._run_gateway(self._gateway)
 
     async def _explain_start(self) -> None:
         """Let the gateway report why the machine is not up yet, before the loop is busy."""
-        self._report_late()
+        self._report_slow_start()
         if self._gateway is not None:
             with suppress(TimeoutError):
                 await within(LATE_S, self._gateway.spawned())
@@ -477,7 +475,7 @@ class Machine:
             f"node {node} could not be started {FAILED_STARTS_MAX} times in a row, and the other nodes of this machine "
             "have its partitions; restart the machine to use all cores again"
         )
-        await self._settle_again()
+        await self._move_logs()
         for broker in others:
             broker.configure(self._broker_config(NodeId(broker.node_id)))
             broker.resume()
@@ -495,7 +493,7 @@ class Machine:
         folder = self._layout.folders[node]
         await asyncio.to_thread(asyncio.run, close_cleanly(folder, self._files, self.clock, is_locked=False))
 
-    async def _settle_again(self) -> None:
+    async def _move_logs(self) -> None:
         """Move the logs. Only a machine whose logs are all in their place may go on; else the next start continues."""
         from millstream.broker.catalog.catalog import Catalog
         from millstream.broker.cluster.machine_folder import move_logs
@@ -558,10 +556,12 @@ def broker_config(config: Config, folder: str, number: int, *, runs_pipelines: b
         data=folder,
         node_id=config.node_id + number * _id_step(),
         cores=str(config.core_count),
-        kafka=shifted(config.kafka, number),
-        advertise=shifted(config.advertise, number),
+        kafka=with_port_offset(config.kafka, number),
+        advertise=with_port_offset(config.advertise, number),
         listeners=tuple(
-            dataclasses.replace(one, address=shifted(one.address, number), advertise=shifted(one.advertise, number))
+            dataclasses.replace(
+                one, address=with_port_offset(one.address, number), advertise=with_port_offset(one.advertise, number)
+            )
             for one in config.listeners
         ),
         http="",
@@ -578,7 +578,7 @@ def _id_step() -> int:
     return ID_STEP
 
 
-def shifted(address: str, number: int) -> str:
+def with_port_offset(address: str, number: int) -> str:
     """Return the address with its port raised by a number; port 0, for any free one, stays."""
     if not address:
         return ""

@@ -116,7 +116,7 @@ def trace(
 
 
 def _with_history(document: dict[str, Any], common: Common, lake: str | None) -> dict[str, Any]:
-    """Complete a trace from the ledger's table if the broker does not know everything, and if the table is at hand."""
+    """Complete a trace from the ledger's table, if the broker does not know everything and the table can be read."""
     lives = document["subscriptions"]
     from millstream.cli.audit import find_lake
     from millstream.client.admin.message_trace import lacks_history

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from millstream.cli.output import one_line
-from millstream.client.admin.messages import DecodedRecord, moment_of
+from millstream.client.admin.messages import DecodedRecord, datetime_of
 from millstream.protocol.records.record import Record
 
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -49,7 +49,6 @@ def _unescaped(text: re.Match[str]) -> str:
 
 
 def readable(value: bytes | None) -> str:
-    """Return bytes as text."""
     return "(null)" if value is None else harmless(value.decode(errors="backslashreplace"))
 
 
@@ -60,7 +59,7 @@ def harmless(text: str) -> str:
 
 def local_time(timestamp_ms: int) -> str:
     """Return a message's time in the local zone."""
-    moment = moment_of(timestamp_ms)
+    moment = datetime_of(timestamp_ms)
     if moment is None:
         return "no time"
     return f"{moment.astimezone():%Y-%m-%d %H:%M:%S}.{timestamp_ms % 1000:03d}"

@@ -84,7 +84,7 @@ class SourceAccess:
         Path | None, typer.Option(metavar="FILE", help="The file with the user's password.", show_default=False)
     ] = None
     source_token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Holds an API token for the source.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="The file with an API token for the source.", show_default=False)
     ] = None
     source_mechanism: Annotated[
         str, typer.Option(metavar="NAME", help="SCRAM-SHA-512, SCRAM-SHA-256 or PLAIN.", show_default=False)
@@ -168,16 +168,12 @@ def create(
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
     """List all mirrors and their lag."""
+    # Imported on use, so that the other commands start faster.
+    from millstream.client.admin.mirrors import summary_of
+
     found = _call_mirrors(common, lambda mirrors: mirrors.describe())
     keys = ("mirror", "state", "from", "topics", "lag", "lag_unknown", "lag_s", "bytes", "error")
-    rows = [
-        {
-            **{key: one[key] for key in keys},
-            "topics": len(one["topics"]),
-            "error": one["error"] or "; ".join(one["problems"]),
-        }
-        for one in found
-    ]
+    rows = [{key: row[key] for key in keys} for row in map(summary_of, found)]
     empty = "No mirrors yet; create one with: millstream mirror create"
     print_list({"mirrors": rows}, keys, [list(row.values()) for row in rows], empty=empty, as_json=common.as_json)
 
@@ -291,7 +287,7 @@ def cutover(
         typer.Option(
             metavar="SECONDS",
             min=0,
-            help="How long nothing may be written to the source, so that writers have stopped.",
+            help="How long the source must be idle before its writers count as stopped.",
         ),
     ] = 5.0,
     yes: Yes = False,
@@ -365,7 +361,7 @@ def switch(
 
     The --source options say how it signs in here.
     """
-    confirm(f"Turn mirror {name} around? Writers have to move to this cluster.", unless=yes)
+    confirm(f"Switch the direction of mirror {name}? Writers have to move to this cluster.", unless=yes)
     request = _reversal(name, address, "", access, common.timeout)
     report = _call_mirrors(common.waiting(10), lambda mirrors: mirrors.switch(request))
     removed = [_removed_document(one) for one in report.removed]
@@ -374,7 +370,7 @@ def switch(
         document = {"mirror": name, "removed": removed, "recreated": report.recreated, "partitions": cuts}
         print_json({**document, "waited_ms": report.waited_ms})
     else:
-        print_line(f"This cluster takes writers, after {report.waited_ms / 1000:.1f} s; the old source follows it.")
+        print_line(f"This cluster accepts writers, after {report.waited_ms / 1000:.1f} s; the old source follows it.")
         _print_cuts(report.partitions)
         _print_removed(removed, report)
     _check_recreated(report)

@@ -214,16 +214,19 @@ def given_secret(text: str, *, flag: str) -> str:
             "standard input",
             ExitCode.USAGE,
         )
-    return given_text(text, flag=flag)
+    return given_text(text, flag=flag).strip()
 
 
 def given_text(text: str, *, flag: str) -> str:
-    """Return the text of a flag, or the contents of the file named as @FILE; @- is the standard input."""
+    """Return the text of a flag, or the contents of the file named as @FILE; @- is the standard input.
+
+    Blank lines at the beginning stay, since errors count lines.
+    """
     if not text.startswith("@"):
         return text
     if text == "@-":
-        return sys.stdin.read().strip()
-    return read_text_file(Path(text.removeprefix("@")), flag=flag).strip()
+        return sys.stdin.read().rstrip()
+    return read_text_file(Path(text.removeprefix("@")), flag=flag).rstrip()
 
 
 def read_text_file(path: Path, *, flag: str) -> str:

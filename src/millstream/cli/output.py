@@ -45,7 +45,6 @@ def as_json_text(document: Any) -> str:
 
 
 def print_line(text: str = "") -> None:
-    """Print one line of text."""
     # Text from elsewhere may contain half a surrogate pair, which UTF-8 cannot encode.
     print_bytes(text.encode(errors="backslashreplace") + b"\n")
 

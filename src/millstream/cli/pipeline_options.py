@@ -122,7 +122,7 @@ class Flags:
         flag(
             "--decode",
             "FORMAT",
-            "json decodes payloads into columns, schema does so by their registered schemas, none does not.",
+            "How payloads become columns: json by their fields, schema by their registered schemas, none not at all.",
         ),
     ] = None
     schema: Annotated[
@@ -351,9 +351,11 @@ class Flags:
         if len(given) > 1:
             raise typer.BadParameter(f"{' and '.join(given)} are given; a job has one of them, or none")
         if (every_ms := _duration(self.pace, "every.ms")) == "0":
-            raise typer.BadParameter("--every is longer than 0s; leave it out for a job that runs when it is started")
+            raise typer.BadParameter(
+                "--every must be longer than 0s; leave it out for a job that runs when it is started"
+            )
         if (timeout_ms := _duration(self.run_timeout, "timeout.ms")) == "0":
-            raise typer.BadParameter("--run-timeout is longer than 0s; --set timeout.ms=0 runs without a limit")
+            raise typer.BadParameter("--run-timeout must be longer than 0s; --set timeout.ms=0 runs without a limit")
         if self.timezone and not self.cron and "cron" not in parse_assignments(self.settings or [], flag="--set"):
             raise typer.BadParameter("--timezone is for --cron, which is not given")
         return {

@@ -186,7 +186,6 @@ class Stages:
         self.end()
 
     def show(self, stage: str) -> None:
-        """Start a stage."""
         self._shown_at = time.monotonic()
         if self._shown is not None:
             self._shown.update(self._task, note=stage)

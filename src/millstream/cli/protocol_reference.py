@@ -147,7 +147,6 @@ def protocol_reference() -> None:
 
 
 def protocol_page() -> str:
-    """Return the whole page."""
     from millstream.broker.kafka.apis.api_versions import features_of
     from millstream.core.quota import MISSING
 
@@ -181,7 +180,6 @@ def api_entries() -> Iterator[ApiEntry]:
 
 
 def apis_of(module: Any) -> list[Any]:
-    """Return the API classes of a module."""
     return [
         one
         for one in vars(module).values()

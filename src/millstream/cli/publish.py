@@ -107,7 +107,7 @@ Headers = Annotated[
     typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header of every message; may be repeated."),
 ]
 DelaySeconds = Annotated[
-    float | None, flag("--delay", "SECONDS", "Delay the delivery of every message by subscriptions.", min=0.0)
+    float | None, flag("--delay", "SECONDS", "Make subscriptions deliver every message this much later.", min=0.0)
 ]
 Partition = Annotated[
     int | None,
@@ -123,7 +123,7 @@ Ids = Annotated[
     bool | None,
     typer.Option(
         "--ids/--no-ids",
-        help="Print the id of every message. Default: for one message, and into a pipe.",
+        help="Print the id of every message. Default: only for a single message, or into a pipe.",
         show_default=False,
     ),
 ]
@@ -175,8 +175,9 @@ def publish(
     """Publish messages and print their ids.
 
     The id is the message-id header if one is given, otherwise topic-id/partition/offset. A message is acknowledged once
-    it is as safe as the topic's flush setting requires. Within one run no message is stored twice, even if it is sent
-    again, and messages with the same key keep their order. If a run fails, it reports how much is certainly stored.
+    it is as durable as the topic's flush setting requires. Within one run no message is stored twice, even if it is
+    sent again, and messages with the same key keep their order. If a run fails, it reports how many messages are
+    definitely stored.
     """
     if value is not None and (file is not None or key_separator is not None):
         raise typer.BadParameter("give VALUE, or --file and --key-separator, not both")

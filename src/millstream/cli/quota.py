@@ -18,8 +18,8 @@ Entity = Annotated[
     list[str],
     typer.Argument(
         metavar="TYPE:NAME…",
-        help="For whom: user:alice (the name of a principal), client-id:app, or both. `user` and `client-id` without a "
-        "name stand for each one without its own quota.",
+        help="Who is limited: user:alice (the name of a principal), client-id:app, or both. `user` and `client-id` "
+        "without a name stand for each one without its own quota.",
         show_default=False,
     ),
 ]

@@ -123,7 +123,7 @@ def _time_ms(text: str | None, flag: str) -> int | None:
         position = parse_position(text)
         if position.kind is Kind.TIME:
             return position.value
-    raise typer.BadParameter(f"{flag} is a time such as 2026-01-31T12:00:00Z, not {text!r}")
+    raise typer.BadParameter(f"{flag} must be a time such as 2026-01-31T12:00:00Z, not {text!r}")
 
 
 def _rate(text: str | None) -> float:
@@ -131,5 +131,5 @@ def _rate(text: str | None) -> float:
         return 0.0
     found = _RATE.match(text.strip())
     if found is None or not float(found[1]):
-        raise typer.BadParameter(f"--rate is a number of messages a second such as 500/s, not {text!r}")
+        raise typer.BadParameter(f"--rate must be a number of messages per second, such as 500/s, not {text!r}")
     return float(found[1])

@@ -56,7 +56,7 @@ References = Annotated[
     typer.Option(
         "--reference",
         metavar="NAME=SUBJECT:VERSION",
-        help="A schema that this one uses by a name; can be repeated.",
+        help="A schema that this one refers to by a name; may be repeated.",
     ),
 ]
 

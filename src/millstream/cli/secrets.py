@@ -36,11 +36,11 @@ def init(file: KeyFile = None, as_json: AsJson = False) -> None:
         write_keys(path, [key])
     except FileExistsError:
         raise CommandFailed(
-            f"{path} exists already; `millstream secrets rotate` adds a key to it", ExitCode.CONFLICT
+            f"{path} already exists; `millstream secrets rotate` adds a key to it", ExitCode.CONFLICT
         ) from None
     print_result(
         {"file": str(path), "key": key.key_id},
-        f"Made {path} with key {key.key_id}. Copy it to a safe place: without it, sealed secrets are lost.",
+        f"Created {path} with key {key.key_id}. Copy it to a safe place: without it, sealed secrets are lost.",
         as_json=as_json,
     )
 
@@ -49,7 +49,7 @@ def init(file: KeyFile = None, as_json: AsJson = False) -> None:
 def rotate(file: KeyFile = None, as_json: AsJson = False) -> None:
     """Add a key to a file. It seals secrets from now on; earlier keys still open what they sealed.
 
-    Nodes that use this file follow it without a restart. Copy it to the other nodes of a cluster, then run
+    Nodes that use this file reload it without a restart. Copy it to the other nodes of a cluster, then run
     `millstream secrets reseal`.
     """
     from millstream.broker.catalog.sealing import SecretKey, read_keys, write_keys

@@ -139,7 +139,7 @@ async def _serve_machine(config: Config, *, as_json: bool) -> None:
     if not await _start(machine.start(), stop):
         return
     try:
-        _announce_machine(machine.described(), config, as_json=as_json)
+        _announce_machine(machine.describe(), config, as_json=as_json)
         await _wait_for_first(stop, machine.failed)
     finally:
         await machine.stop()

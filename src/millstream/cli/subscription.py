@@ -48,7 +48,7 @@ from millstream.client.admin.position import POSITION_HELP
 from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of, topics_text
 from millstream.core.errors import MillstreamError, SubscriptionExists
 from millstream.core.push import HEADERS, SECRET, URL
-from millstream.core.setting import milliseconds_text, named_by_caller, secret_names
+from millstream.core.setting import milliseconds_text, named_by_caller, secret_names, value_text
 from millstream.core.subscription import (
     ATTEMPTS,
     BACKOFF_MAX,
@@ -235,7 +235,7 @@ class Flags:
         flag(
             "--dead-letter",
             "TOPIC",
-            "The topic for messages that exhaust their attempts, or none to drop them. Default: one named after it.",
+            "The topic for messages that exhaust their attempts, or none to drop them. Default: NAME-dlq.",
         ),
     ] = None
     ordered: Annotated[
@@ -246,7 +246,7 @@ class Flags:
             show_default=False,
         ),
     ] = None
-    delivery: Annotated[str | None, flag("--delivery", "PROMISE", "at-most-once, at-least-once or exactly-once.")] = (
+    delivery: Annotated[str | None, flag("--delivery", "GUARANTEE", "at-most-once, at-least-once or exactly-once.")] = (
         None
     )
     in_flight: Annotated[
@@ -637,5 +637,5 @@ def _setting_text(name: str, value: Any) -> str:
     declared = replace(SubscriptionSettings.declared()[name], name=_FLAGS[name])
     if not isinstance(value, float):
         declared.check(value)
-        return str(value).lower() if isinstance(value, bool) else str(value)
+        return value_text(value)
     return milliseconds_text(value, declared, name=declared.name)

@@ -39,7 +39,6 @@ class Isolation(StrEnum):
 
     @property
     def level(self) -> int:
-        """Return the isolation level of the protocol."""
         return 1 if self is Isolation.COMMITTED else 0
 
 

@@ -44,7 +44,7 @@ Schemas = Annotated[
     flag(
         "--schema",
         "FIELD=SUBJECT",
-        "The subject whose schemas its values or keys have: value=orders-value or key=orders-key; an empty "
+        "The subject whose schemas its values or keys must use: value=orders-value or key=orders-key; an empty "
         "subject removes it.",
     ),
 ]

@@ -151,7 +151,7 @@ def _list_hanging(common: Common) -> None:
         {"hanging": [_opened(one) for one in found]},
         ["topic", "partition", "producer id", "epoch", "from offset"],
         [[one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset] for one in found],
-        empty="Nothing hangs: every open transaction has a coordinator that will end it.",
+        empty="No transactions are hanging: every open transaction has a coordinator that will end it.",
         as_json=common.as_json,
     )
 

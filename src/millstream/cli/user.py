@@ -70,7 +70,7 @@ app.command("password")(
     _setting_password(
         "changed",
         "The password of user {} is changed.",
-        "Give a user another password; connections that were opened with the old one are closed.",
+        "Change the password of a user; connections that were opened with the old one are closed.",
         is_new=False,
     )
 )
@@ -173,7 +173,7 @@ def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, passwor
 def _check_new(name: str, is_known: bool, *, is_new: bool) -> None:
     if is_new and is_known:
         raise CommandFailed(
-            f"user {name!r} exists already; `millstream user password {name}` gives it another password",
+            f"user {name!r} already exists; `millstream user password {name}` changes its password",
             ExitCode.CONFLICT,
         )
     if not is_new and not is_known:

@@ -133,11 +133,11 @@ async def declare(
     try:
         await subscriptions.create(name, topics, settings)
     except SubscriptionExists:
-        return await _agree(subscriptions, name, topics, settings, update=update)
+        return await _reconcile(subscriptions, name, topics, settings, update=update)
     return _declared(name, SubscriptionSettings.from_strings(settings))
 
 
-async def _agree(
+async def _reconcile(
     subscriptions: SubscriptionClient, name: str, topics: Sequence[str], settings: Mapping[str, str], *, update: bool
 ) -> Declared:
     (there,) = await subscriptions.describe([name])
@@ -172,7 +172,7 @@ def _text(setting: str) -> _Reading:
     return read
 
 
-def _truth(setting: str) -> _Reading:
+def _boolean_setting(setting: str) -> _Reading:
     def read(name: str, value: Any) -> dict[str, str]:
         check_bool(name, value, InvalidSubscription)
         return {setting: str(value).lower()}
@@ -180,7 +180,7 @@ def _truth(setting: str) -> _Reading:
     return read
 
 
-def _whole(setting: str) -> _Reading:
+def _integer_setting(setting: str) -> _Reading:
     def read(name: str, value: Any) -> dict[str, str]:
         check_integer(name, value, error=InvalidSubscription)
         return {setting: str(value)}
@@ -203,21 +203,21 @@ def _backoff(name: str, value: Any) -> dict[str, str]:
     return {**_seconds(BACKOFF_MIN)(name, value[0]), **_seconds(BACKOFF_MAX)(name, value[1])}
 
 
-def _beginning(name: str, value: Any) -> dict[str, str]:
+def _start_setting(name: str, value: Any) -> dict[str, str]:
     return {START: _start(value)}
 
 
 _SETTINGS: Final[dict[str, _Reading]] = {
     "filter": _text(FILTER),
     "delivery": _text(DELIVERY),
-    "ordered": _truth(ORDERED),
+    "ordered": _boolean_setting(ORDERED),
     "lease": _seconds(LEASE),
-    "attempts": _whole(ATTEMPTS),
+    "attempts": _integer_setting(ATTEMPTS),
     "backoff": _backoff,
     "dead_letter": _text(DEAD_LETTER_TOPIC),
-    "start": _beginning,
+    "start": _start_setting,
     "expires": _seconds(EXPIRES),
-    "ledger": _truth(LEDGER),
+    "ledger": _boolean_setting(LEDGER),
 }
 
 
@@ -383,7 +383,7 @@ def _check_options(addresses: Sequence[object], acks: object, compression: objec
         raise InvalidRequest('give the address of a broker, as in millstream.connect("localhost:9092")')
     for address in addresses:
         if not isinstance(address, str):
-            raise InvalidRequest(f'an address is a string such as "localhost:9092", not {address!r}')
+            raise InvalidRequest(f'an address must be a string such as "localhost:9092", not {address!r}')
     if isinstance(acks, bool) or acks not in (ACKS_ALL, 1, ACKS_NONE):
         raise InvalidRequest(f'acks must be "all" (or -1), 1 or 0, not {acks!r}')
     if compression not in COMPRESSIONS:
@@ -696,11 +696,11 @@ class Connection:
         )
 
     def _stream(self, begin: Callable[[], Any]) -> MessageStream:
-        stream = MessageStream(begin, self._left)
+        stream = MessageStream(begin, self._on_abandoned)
         self._streams.add(stream)
         return stream
 
-    def _left(self, source: Source) -> None:
+    def _on_abandoned(self, source: Source) -> None:
         """Close a stream that is no longer iterated over; the garbage collector may call this in any thread."""
         try:
             here = asyncio.get_running_loop()
@@ -717,9 +717,9 @@ class Connection:
     def _leave(self, source: Source) -> None:
         task = asyncio.get_running_loop().create_task(source.leave())
         self._leaving[task] = source
-        task.add_done_callback(self._has_left)
+        task.add_done_callback(self._on_stream_closed)
 
-    def _has_left(self, task: asyncio.Task[None]) -> None:
+    def _on_stream_closed(self, task: asyncio.Task[None]) -> None:
         source = self._leaving.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.warning("messages of %r could not be released: %s", source.subscription, error)
@@ -776,7 +776,7 @@ def _refuse_declared(asked: Mapping[str, object]) -> None:
     given = [name for name, value in asked.items() if value is not None]
     if given:
         raise InvalidSubscription(
-            f"with live=True nothing is declared, so {', '.join(given)} has no effect; leave it out, or live=True"
+            f"with live=True nothing is declared, so {', '.join(given)} has no effect; omit it, or omit live=True"
         )
 
 

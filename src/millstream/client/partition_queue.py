@@ -1,6 +1,6 @@
 """The batches of one partition that wait or are in flight, in order.
 
-Every batch carries a producer id and a sequence, so the broker recognises one that is sent again. Up to five are in
+Every batch carries a producer id and a sequence, so the broker recognizes one that is sent again. Up to five are in
 flight at once. When one fails for the moment, those after it are rejected as well, because their sequences come too
 early; then nothing new is sent, and once all responses have arrived they are sent again in order, one at a time.
 
@@ -239,8 +239,6 @@ NOT_IDEMPOTENT: Final = ProducerIdentity(-1, -1)
 
 
 class PartitionQueue:
-    """The batches of one partition."""
-
     __slots__ = (
         "_acknowledged",
         "_freed",
@@ -369,7 +367,7 @@ class PartitionQueue:
         self._proven = True
         self.failures = 0
         batch.stored(self.topic, self.topic_id, self.index, produced.base_offset, produced.append_time_ms)
-        self._shift()
+        self._discard_done()
 
     def failed_for_now(self, batch: OutgoingBatch, *, maybe_stored: bool) -> None:
         """Handle a batch that did not get through, or may not have; it is sent again."""
@@ -378,7 +376,7 @@ class PartitionQueue:
         self.failures += 1
         self.recovering = self.troubled = True
         if maybe_stored and (self.identity is None or self.identity == NOT_IDEMPOTENT):
-            # It cannot be sent again with the id that the broker would recognise.
+            # It cannot be sent again with the id that the broker would recognize.
             self._give_up(
                 batch, RequestTimedOut("the response was lost; it is unknown whether the messages were stored")
             )
@@ -461,7 +459,7 @@ class PartitionQueue:
             one.failed(error)
         for one in self.sent:
             one.behind_gap = one.in_flight
-        self._shift()
+        self._discard_done()
 
     def _drop_invalid(self, batch: OutgoingBatch, error: InvalidBatch | InvalidTimestamp) -> None:
         """Fail the records that the broker names, and send the others again: other callers may have published them."""
@@ -481,7 +479,7 @@ class PartitionQueue:
             self.sent.insert(at, part)
         self.recovering = True
 
-    def _shift(self) -> None:
+    def _discard_done(self) -> None:
         while self.sent and self.sent[0].is_done:
             self._acknowledged += self.sent.popleft().count
         if not self.sent:
@@ -489,7 +487,6 @@ class PartitionQueue:
 
 
 def _unknown_outcome_error(error: MillstreamError) -> MillstreamError:
-    """Return the error for messages whose outcome is unknown."""
     copy = error.__class__.__new__(error.__class__)
     copy.__dict__.update(error.__dict__)
     copy.args = (f"{error}; whether it was stored is unknown",)

@@ -67,7 +67,6 @@ def encoded(value: Any) -> tuple[bytes | None, Headers]:
 
 
 def key_bytes(key: str | bytes | None) -> bytes | None:
-    """Encode a key."""
     if key is None or isinstance(key, bytes):
         return key
     if isinstance(key, str):

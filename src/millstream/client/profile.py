@@ -55,7 +55,6 @@ class Profile:
 
     @property
     def has_tls(self) -> bool:
-        """Whether connections are encrypted."""
         return self.tls or bool(self.tls_ca or self.tls_cert)
 
     def tls_context(self) -> ssl.SSLContext | None:
@@ -134,8 +133,8 @@ def _profile(name: str, table: object, path: Path) -> Profile:
                 f"profiles {path}: profile {name!r} has an unknown key {key!r}{suggestion(key, kinds)}"
             )
         if not isinstance(value, kinds[key]):
-            kind = "true or false" if kinds[key] is bool else "a text"
-            raise InvalidSetting(f"profiles {path}: {key} of profile {name!r} has to be {kind}")
+            kind = "true or false" if kinds[key] is bool else "a string"
+            raise InvalidSetting(f"profiles {path}: {key} of profile {name!r} must be {kind}")
     # Relative paths start at the folder of the profiles.
     given: dict[str, Any] = {
         key: str(path.parent / os.path.expanduser(value)) if key in _FILES and value else value

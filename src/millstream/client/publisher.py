@@ -62,9 +62,9 @@ class TopicRoute:
         """Return the queue of a message's partition."""
         self.is_used = True
         if partition is not None:
-            return self._fixed(partition)
+            return self._queue_of(partition)
         if key is None:
-            return self._any()
+            return self._sticky_queue()
         queue = self._by_key.get(key)
         if queue is None:
             if len(self._by_key) >= _KEYS_MAX:
@@ -77,7 +77,7 @@ class TopicRoute:
         self.queues += queues
         self._by_key.clear()
 
-    def _any(self) -> PartitionQueue:
+    def _sticky_queue(self) -> PartitionQueue:
         queue = self._sticky
         if queue.waiting and len(queue.waiting) == 1 and queue.sender is not None:
             return queue
@@ -88,7 +88,7 @@ class TopicRoute:
             self._sticky = next((one for one in turn if one.sender is not None), turn[0])
         return self._sticky
 
-    def _fixed(self, partition: int) -> PartitionQueue:
+    def _queue_of(self, partition: int) -> PartitionQueue:
         check_integer("partition", partition)
         if not partition < len(self.queues):
             last = len(self.queues) - 1
@@ -634,7 +634,7 @@ def _plain(field: Buffer | None) -> bytes | None:
     if field is None or type(field) is bytes:
         return field
     if not isinstance(field, bytes | bytearray | memoryview):
-        raise InvalidRequest(f"a key and a value are bytes, not {type(field).__name__}")
+        raise InvalidRequest(f"a key and a value must be bytes, not {type(field).__name__}")
     return bytes(field)
 
 

@@ -115,7 +115,7 @@ class ReceiptBook:
     def keep(self, receipts: Sequence[Receipt], values: Sequence[bytes | None]) -> None:
         """Record acknowledged messages."""
         if self._file is None:
-            raise InvalidRequest("the book of receipts is closed")
+            raise InvalidRequest("the receipt file is closed")
         # Without acknowledgements there is nothing to check later: where a message is stored is not known.
         lines = [
             self._encoder.encode(
@@ -175,7 +175,7 @@ async def _check_part(client: Client, part: Iterable[KeptReceipt]) -> list[Findi
     for kept in part:
         known = by_partition.setdefault((kept.topic, kept.topic_id, kept.partition), {})
         if kept.offset in known and known[kept.offset] != kept:
-            text = f"the book has {known[kept.offset].id} at the same place"
+            text = f"the receipt file has {known[kept.offset].id} at the same position"
             findings.append(Finding(kept, text, CHANGED))
         known[kept.offset] = kept
     described = await client.metadata(sorted({topic for topic, _, _ in by_partition}))

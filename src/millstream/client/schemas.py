@@ -28,8 +28,6 @@ _KEPT_TYPES: Final = (bytes, datetime.datetime, datetime.date, datetime.time, da
 
 
 class RegisteredCodec(NamedTuple):
-    """A registered schema, and the codec for it."""
-
     schema: SchemaMessage
     codec: Codec
 

@@ -461,7 +461,9 @@ class Settler:
 
     async def close(self) -> None:
         """Fail what is pending."""
-        for lane in list(self._lanes.values()):
+        # Lanes refer back to this object: without them, it is freed without the garbage collector.
+        while self._lanes:
+            _, lane = self._lanes.popitem()
             await lane.close()
         for task in (self._mover, self._verifier):
             if task is not None:

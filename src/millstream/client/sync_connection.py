@@ -95,13 +95,13 @@ class Iteration(Generic[W]):
     def __init__(self, thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> None:
         self._thread = thread
         self._items = items
-        self._each = _each(thread, items, facade_class)
+        self._iterate = _iterate(thread, items, facade_class)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> W:
-        return next(self._each)
+        return next(self._iterate)
 
     def __enter__(self) -> Self:
         if isinstance(self._items, AbstractAsyncContextManager):
@@ -109,13 +109,13 @@ class Iteration(Generic[W]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._each.close()
+        self._iterate.close()
         if isinstance(self._items, AbstractAsyncContextManager):
-            self._thread.call(_left(self._items))
+            self._thread.call(_exit(self._items))
 
     def close(self) -> None:
         """End the iteration; messages that were taken may still be settled."""
-        self._each.close()
+        self._iterate.close()
 
 
 def iterating(
@@ -126,12 +126,12 @@ def iterating(
     @functools.wraps(method)
     def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> Iteration[W]:
         thread = facade._thread
-        return Iteration(thread, thread.call(_called(method, facade._wrapped, *args, **kwargs)), facade_class)
+        return Iteration(thread, thread.call(_call_on_loop(method, facade._wrapped, *args, **kwargs)), facade_class)
 
     return _Delegate(method, call)
 
 
-def _each(thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> Generator[W, None, None]:
+def _iterate(thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> Generator[W, None, None]:
     each = thread.each(items)
     try:
         for item in each:
@@ -144,11 +144,11 @@ async def _entered(items: AbstractAsyncContextManager[Any]) -> None:
     await items.__aenter__()
 
 
-async def _left(items: AbstractAsyncContextManager[Any]) -> None:
+async def _exit(items: AbstractAsyncContextManager[Any]) -> None:
     await items.__aexit__(None, None, None)
 
 
-async def _called(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _call_on_loop(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a plain method on the loop, where it can find the running loop."""
     found = method(*args, **kwargs)
     return await found if inspect.isawaitable(found) else found

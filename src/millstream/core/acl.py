@@ -134,8 +134,6 @@ EnumT = TypeVar("EnumT", bound=enum.IntEnum)
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Acl:
-    """One access rule."""
-
     resource_type: ResourceType
     resource_name: str
     pattern: PatternType = PatternType.LITERAL
@@ -188,7 +186,6 @@ class AclFilter:
     permission: Permission = Permission.ANY
 
     def matches(self, acl: Acl) -> bool:
-        """Whether the filter selects a rule."""
         return (
             self.resource_type in (ResourceType.ANY, acl.resource_type)
             and self.operation in (Operation.ANY, acl.operation)
@@ -224,7 +221,7 @@ def check_principal(principal: str) -> None:
     """Raise `InvalidRequest` unless the text is a principal, such as `User:alice`."""
     kind, colon, name = principal.partition(":")
     if not (kind and colon and name):
-        raise InvalidRequest(f"a principal is written as in User:alice, not {principal!r}")
+        raise InvalidRequest(f"a principal must be written as in User:alice, not {principal!r}")
 
 
 def name_of(value: enum.IntEnum) -> str:
@@ -284,5 +281,5 @@ def parse_resource(text: str) -> tuple[ResourceType, str]:
     if kind is ResourceType.CLUSTER:
         return kind, name or CLUSTER_NAME
     if not colon or not name:
-        raise InvalidRequest(f"a resource is written as in topic:orders, not {text!r}")
+        raise InvalidRequest(f"a resource must be written as in topic:orders, not {text!r}")
     return kind, name

@@ -1,7 +1,7 @@
-"""Supervise a child process of the broker: start it, restart it when it exits, and stop it in order.
+"""Child processes of the broker: start one, restart it when it exits, stop it in order, and exchange messages with it.
 
 A child runs as long as its standard input is open. Only the broker holds the other end, so the child also ends when the
-broker is killed.
+broker is killed. A message to or from a child that responds to requests is its length in four bytes, then its body.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from abc import ABC, abstractmethod
 from asyncio.subprocess import Process
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +29,9 @@ SETTLED_S = 30.0
 
 KILLS_MAX = 10
 """How often to search for processes that were started while their session was being killed."""
+
+LENGTH_BYTES = 4
+MESSAGE_BYTES_MAX = 1 << 30
 
 STOP_S = 5.0
 """How long a child may take to finish its work before it is killed."""
@@ -139,6 +144,40 @@ class SupervisedChild(ABC):
         finally:
             self._hang_up()
             self._process = None
+
+
+def frame_message(body: bytes) -> bytes:
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+async def exchange(process: Process, request: bytes) -> bytes:
+    """Send a framed request to a child and return the body of its response."""
+    if process.stdin is None:
+        raise RuntimeError("the process was started without pipes")
+    process.stdin.write(request)
+    await process.stdin.drain()
+    return await read_message(process)
+
+
+async def read_message(process: Process) -> bytes:
+    """Return the body of the next message of a child; raise `IncompleteReadError` if it ends."""
+    if process.stdout is None:
+        raise RuntimeError("the process was started without pipes")
+    size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
+    if size > MESSAGE_BYTES_MAX:
+        raise ConnectionError(f"a response of {size} bytes is too large")
+    return await process.stdout.readexactly(size)
+
+
+def serve_requests(respond: Callable[[bytes], bytes]) -> None:
+    """Respond, in a child, to requests on the standard input one by one, until the broker closes it."""
+    requests, responses = sys.stdin.buffer, sys.stdout.buffer
+    while len(head := requests.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        size = int.from_bytes(head, "big")
+        if size > MESSAGE_BYTES_MAX or len(body := requests.read(size)) < size:
+            return
+        responses.write(frame_message(respond(body)))
+        responses.flush()
 
 
 def processes_of_session(session: int) -> list[tuple[int, int]]:

@@ -17,8 +17,6 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock."""
-
     def now_ms(self) -> int:
         """Wall-clock milliseconds since 1970."""
         return time.time_ns() // 1_000_000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from millstream.core.errors import InvalidSetting, NotFound
-from millstream.core.setting import Setting, parse_address, setting, settings_of, suggestion
+from millstream.core.setting import Setting, parse_address, setting, settings_of, suggestion, value_text
 
 DECOMPRESSED_BYTES_MAX = 64 * 1024 * 1024
 COMPRESSION_RATIO_MAX = 1000
@@ -626,7 +626,7 @@ class Config:
             if name not in declared:
                 raise InvalidSetting(f"a node has no setting {name!r}{suggestion(name, declared)}")
             attribute, known = declared[name]
-            values[attribute] = known.parse(_as_text(value))
+            values[attribute] = known.parse(value_text(value))
         config = cls(**values)
         config._check_together()
         return config
@@ -650,7 +650,7 @@ class Config:
     def _check_listeners(self) -> None:
         names = [listener.name for listener in self.all_listeners]
         if len(set(names)) < len(names):
-            raise InvalidSetting(f"two listeners have one name; the names are {', '.join(names)}")
+            raise InvalidSetting(f"two listeners have the same name; the names are {', '.join(names)}")
         if self.node_listener not in names:
             raise InvalidSetting(f"node-listener is {self.node_listener!r}; the listeners are {', '.join(names)}")
         for listener in self.all_listeners:
@@ -719,7 +719,7 @@ class Config:
             name, separator, value = part.partition("=")
             if not separator or not name.startswith("spark."):
                 raise InvalidSetting(
-                    f"pipelines-spark takes spark.NAME=VALUE with semicolons between; entry {number} is another"
+                    f"pipelines-spark takes spark.NAME=VALUE separated by semicolons; entry {number} is not one"
                 )
             settings[name.strip()] = value.strip()
         return settings
@@ -821,7 +821,7 @@ def _from_file(file: Path | None) -> dict[str, Any]:
         if name not in declared:
             raise InvalidSetting(f"config file {path} has an unknown setting {name!r}{suggestion(name, declared)}")
         attribute, known = declared[name]
-        values[attribute] = known.parse(_as_text(value))
+        values[attribute] = known.parse(value_text(value))
     return values
 
 
@@ -830,14 +830,14 @@ def _listeners(tables: Any, node: Mapping[str, Any], path: Path) -> tuple[Listen
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(ListenerConfig)}
     found = []
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise InvalidSetting(f"config file {path}: listeners are tables, each under [[listeners]]")
+        raise InvalidSetting(f"config file {path}: listeners must be tables, each under [[listeners]]")
     for table in tables:
         given = {name: value for name, value in table.items() if name != "tls"}
         for name, value in given.items():
             if name not in known:
                 raise InvalidSetting(f"config file {path}: a listener has no {name!r}{suggestion(name, known)}")
             if not isinstance(value, str):
-                raise InvalidSetting(f"config file {path}: {name} of a listener is a text, not {value!r}")
+                raise InvalidSetting(f"config file {path}: {name} of a listener must be a string, not {value!r}")
         if not {"name", "address"} <= given.keys():
             raise InvalidSetting(f"config file {path}: a listener needs a name and an address")
         if table.get("tls"):
@@ -845,10 +845,6 @@ def _listeners(tables: Any, node: Mapping[str, Any], path: Path) -> tuple[Listen
             given = {**shared, **given}
         found.append(ListenerConfig(**{known[name]: value for name, value in given.items()}))
     return tuple(found)
-
-
-def _as_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def is_loopback(address: str) -> bool:

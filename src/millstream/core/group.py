@@ -23,15 +23,9 @@ class GroupSettings:
         "How long a member of the group may be silent before it is removed.",
         minimum=1,
         maximum=1_800_000,
-        needs_restart=False,
     )
     consumer_heartbeat_interval_ms: int = setting(
-        HEARTBEAT,
-        5_000,
-        "How often members of the group send heartbeats.",
-        minimum=1,
-        maximum=600_000,
-        needs_restart=False,
+        HEARTBEAT, 5_000, "How often members of the group send heartbeats.", minimum=1, maximum=600_000
     )
 
 

@@ -45,7 +45,7 @@ def parse_duration_ms(text: str, *, name: str) -> int:
     """Parse a duration such as `90s`, `15m` or `1h`; a plain number is in seconds."""
     found = _DURATION.match(text)
     if found is None:
-        raise InvalidSetting(f"{name} is a duration such as 90s, 15m, 1h or 1d, not {text!r}")
+        raise InvalidSetting(f"{name} must be a duration such as 90s, 15m, 1h or 1d, not {text!r}")
     return round(float(found[1]) * _UNIT_MS[found[2] or "s"])
 
 
@@ -69,7 +69,7 @@ class Cron:
         fields = _SHORT.get(text.strip().lower(), text).split()
         if len(fields) != 5:
             raise InvalidSetting(
-                f"cron is five fields (minute hour day month weekday) such as `0 3 * * *`, or @hourly, @daily, "
+                f"cron must have five fields (minute hour day month weekday) such as `0 3 * * *`, or @hourly, @daily, "
                 f"@weekly, @monthly; this one has {len(fields)}: {text!r}"
             )
         weekdays = _field("weekday", fields[4], 0, 7, _DAYS)
@@ -112,7 +112,7 @@ def _zone(name: str) -> tzinfo:
     try:
         return UTC if name == "UTC" else ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError):
-        raise InvalidSetting(f"timezone {name!r} is not known; take a name such as Europe/Berlin, or UTC") from None
+        raise InvalidSetting(f"timezone {name!r} is unknown; use a name such as Europe/Berlin, or UTC") from None
 
 
 def _field(name: str, text: str, low: int, high: int, names: Mapping[str, int] | None = None) -> frozenset[int]:
@@ -138,7 +138,7 @@ def _number(name: str, text: str, low: int, high: int, names: Mapping[str, int])
     if text in names:
         return names[text]
     if not text.isdecimal() or not low <= int(text) <= high:
-        raise InvalidSetting(f"the {name} of a cron expression is between {low} and {high}, not {text!r}")
+        raise InvalidSetting(f"the {name} of a cron expression must be between {low} and {high}, not {text!r}")
     return int(text)
 
 
@@ -211,8 +211,6 @@ _UNIT: Final = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 class RunState(StrEnum):
-    """The state of a run."""
-
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -281,7 +279,7 @@ def parse_functions(text: str, code: Mapping[str, str]) -> dict[str, str]:
     for given in filter(None, map(str.strip, text.split(","))):
         module, colon, name = given.partition(":")
         if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            raise InvalidSetting(f"a function is named as module:function, not {given!r}")
+            raise InvalidSetting(f"a function must be named as module:function, not {given!r}")
         if name in found:
             raise InvalidSetting(f"two functions are called {name!r}; the statement could not distinguish them")
         found[name] = module
@@ -321,5 +319,5 @@ def parse_memory(text: str, *, name: str) -> int:
     """Parse an amount of memory as Spark writes it, such as 512m or 2g, into bytes."""
     found = _MEMORY.match(text.strip())
     if found is None or not int(found[1]):
-        raise InvalidSetting(f"{name} is an amount of memory such as 512m or 2g, not {text!r}")
+        raise InvalidSetting(f"{name} must be an amount of memory such as 512m or 2g, not {text!r}")
     return int(found[1]) * _UNIT[found[2].lower()]

@@ -15,7 +15,7 @@ def check_lake_url(url: str) -> None:
     """Raise `InvalidSetting` for an unsupported URL; paths are not checked."""
     scheme, colon, rest = url.partition("://")
     if colon and scheme not in SCHEMES:
-        raise InvalidSetting(f"tables are kept in folders and at {', '.join(SCHEMES[1:])}://, not at {url!r}")
+        raise InvalidSetting(f"tables can be stored in folders and at {', '.join(SCHEMES[1:])}://, not at {url!r}")
     if colon and not rest.strip("/"):
         raise InvalidSetting(f"{url!r} names no {'folder' if scheme == 'file' else 'bucket'}")
 

@@ -73,7 +73,6 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.observations += 1
         self.total += value

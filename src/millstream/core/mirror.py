@@ -8,17 +8,17 @@ from functools import cached_property
 from typing import Any, ClassVar, Final, Self, TypeVar
 from uuid import UUID
 
-from millstream.core.errors import InvalidMirror, InvalidRegex, InvalidSetting, InvalidTopicName
+from millstream.core.errors import InvalidMirror, InvalidRegex, InvalidTopicName
 from millstream.core.regex import compile_regex
 from millstream.core.setting import (
     HIDDEN,
     SealedValue,
     hide_secrets,
     parse_address,
+    parse_texts,
     seal_problem,
     setting,
-    settings_of,
-    suggestion,
+    texts_of,
 )
 from millstream.core.topic import Topic, check_topic_name
 
@@ -40,25 +40,19 @@ TopicOffsets = Mapping[str, Mapping[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorSettings:
-    """The settings of a mirror."""
-
-    source: str = setting(SOURCE, "", "The brokers of the source, HOST:PORT, separated by commas.", needs_restart=False)
+    source: str = setting(SOURCE, "", "The brokers of the source, HOST:PORT, separated by commas.")
     topics: str = setting(
         "topics",
         ALL_TOPICS,
-        "A regular expression (RE2) that the name of a topic matches as a whole to be mirrored. The dead letter topics "
+        "A regular expression (RE2): topics whose whole name matches it are mirrored. The dead letter topics "
         "of mirrored subscriptions are mirrored with them.",
-        needs_restart=False,
     )
-    exclude: str = setting(
-        "exclude", "", "A regular expression for names of topics that are not mirrored.", needs_restart=False
-    )
+    exclude: str = setting("exclude", "", "A regular expression for names of topics that are not mirrored.")
     rename: str = setting(
         "rename",
         "",
         "A prefix for the names of the copies. A renamed copy has its own topic id and cannot be reversed.",
         length_max=100,
-        needs_restart=False,
     )
     replication: int = setting(
         "replication",
@@ -67,90 +61,60 @@ class MirrorSettings:
         "`default-replication` here, whichever is larger.",
         minimum=0,
         maximum=32,
-        needs_restart=False,
     )
     rate: int = setting(
         "rate",
         0,
         "The maximum number of bytes per second that each node fetches from the source; 0 means no limit.",
         minimum=0,
-        needs_restart=False,
     )
-    groups: bool = setting(
-        "groups", True, "Whether the committed offsets of consumer groups are mirrored.", needs_restart=False
-    )
+    groups: bool = setting("groups", True, "Whether the committed offsets of consumer groups are mirrored.")
     subscriptions: bool = setting(
         "subscriptions",
         True,
         "Whether subscriptions and the state of each of their messages are mirrored; the source has to be Millstream.",
-        needs_restart=False,
     )
     returning: bool = setting(
         "returning",
         False,
         "Whether to mirror topics whose records came from this cluster: copies that the source has failed over.",
-        needs_restart=False,
     )
     deletions: bool = setting(
-        "deletions",
-        False,
-        "Whether a topic or subscription that is deleted on the source is also deleted here.",
-        needs_restart=False,
+        "deletions", False, "Whether a topic or subscription that is deleted on the source is also deleted here."
     )
     schemas: bool = setting(
         "schemas",
         False,
         "Whether the schema registry is mirrored; this cluster's has to be empty, and the source has to be Millstream.",
-        needs_restart=False,
     )
     acls: bool = setting(
         "acls",
         False,
         "Whether access rules are mirrored (users and passwords are not); clients of this cluster must authenticate, "
         "and it must have no access rules.",
-        needs_restart=False,
     )
-    tls: bool = setting("tls", False, "Whether connections to the source use TLS.", needs_restart=False)
+    tls: bool = setting("tls", False, "Whether connections to the source use TLS.")
     tls_ca: str = setting(
-        "tls.ca",
-        "",
-        "The certificate authority of the source in PEM; empty trusts those that the machine trusts.",
-        needs_restart=False,
+        "tls.ca", "", "The certificate authority of the source in PEM; empty trusts those that the machine trusts."
     )
-    user: str = setting("user", "", "The user to sign in as at the source.", needs_restart=False)
-    password: str = setting("password", "", "The user's password.", is_secret=True, needs_restart=False)
-    token: str = setting(
-        "token", "", "An API token to sign in with, instead of a user.", is_secret=True, needs_restart=False
-    )
+    user: str = setting("user", "", "The user to sign in as at the source.")
+    password: str = setting("password", "", "The user's password.", is_secret=True)
+    token: str = setting("token", "", "An API token to sign in with, instead of a user.", is_secret=True)
     mechanism: str = setting(
         "sasl.mechanism",
         "SCRAM-SHA-512",
         "The SASL mechanism for the password.",
         choices=("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"),
-        needs_restart=False,
     )
 
     @classmethod
     def from_strings(cls, given: Mapping[str, str]) -> Self:
         """Parse settings; raise `InvalidSetting` for an invalid one."""
-        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
-        values: dict[str, Any] = {}
-        for name, text in given.items():
-            if name not in by_name:
-                meant = suggestion(name, by_name) or f"; known are: {', '.join(sorted(by_name))}"
-                raise InvalidSetting(f"unknown setting {name!r} of a mirror{meant}")
-            attribute, declared = by_name[name]
-            values[attribute] = declared.parse(text)
-        return cls(**values)
+        return cls(**parse_texts(cls, given, noun="a mirror"))
 
     def as_strings(self) -> dict[str, str]:
         """Return every setting as text, by name, without secrets."""
-        found = {
-            declared.name: str(value).lower() if isinstance(value, bool) else str(value)
-            for attribute, declared in settings_of(type(self))
-            for value in (getattr(self, attribute),)
-        }
-        return hide_secrets(type(self), found)
+        return texts_of(self)
 
     def check(self) -> None:
         """Raise `InvalidMirror` or `InvalidSetting` for settings that cannot be used."""
@@ -187,8 +151,6 @@ class MirrorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mirror:
-    """A declared mirror."""
-
     noun: ClassVar = "mirror"
     settings_class: ClassVar = MirrorSettings
     mirror_id: UUID
@@ -223,7 +185,6 @@ class Mirror:
 
     @property
     def settings(self) -> MirrorSettings:
-        """Parse its settings."""
         return MirrorSettings.from_strings(self.overrides)
 
     @property

@@ -44,10 +44,6 @@ class PartitionState:
         """Return this state with another leader, or none, in the next epoch."""
         return replace(self, leader=leader, leader_epoch=Epoch(self.leader_epoch + 1))
 
-    def to_json(self) -> str:
-        """Encode for the coordination store."""
-        return encode_value(self)
-
     @classmethod
     def from_json(cls, text: str) -> PartitionState:
         """Decode; ignore unknown fields."""

@@ -150,8 +150,8 @@ def _check_landed(column: PayloadColumn, about: str, *, is_inner: bool) -> None:
     if kind == "binary" or (kind == "map" and is_inner):
         within = " within another column" if kind == "map" else ""
         raise InvalidSetting(
-            f"{about} has {column.name} as {kind}{within}, which payloads are not landed as; as string it keeps its "
-            "JSON"
+            f"{about} has {column.name} as {kind}{within}, a type that payloads cannot be landed as; declare it as "
+            "string to keep its JSON"
         )
     if kind == "map" and column.type.parts[0].type.name != "string":
         raise InvalidSetting(f"{about} has {column.name} as a map whose keys are not string, as those of JSON are")
@@ -251,7 +251,7 @@ class _Reader:
         return int(token.text)
 
     def _nested(self, name: str, depth: int) -> ColumnType:
-        self._expect("<", f"say of what the {name} is, as in {_NESTED[name]}")
+        self._expect("<", f"say what the {name} contains, as in {_NESTED[name]}")
         if name == "struct":
             parts = self._fields(depth)
         elif name == "array":
@@ -315,7 +315,7 @@ class EventTime:
         column = "" if found is None else (found["of"] or found["alone"]).strip()
         if unit not in (DAY, HOUR) or not all(column.split(".")):
             raise InvalidSetting(
-                f"`partition.by` is day(COLUMN), hour(COLUMN) or COLUMN, as in day(created_at), not {text!r}"
+                f"`partition.by` must be day(COLUMN), hour(COLUMN) or COLUMN, as in day(created_at), not {text!r}"
             )
         return cls(unit, column)
 

@@ -21,11 +21,12 @@ from millstream.core.setting import (
     HIDDEN,
     SealedValue,
     hide_secrets,
+    parse_texts,
     seal_problem,
     secret_names,
     setting,
-    settings_of,
     suggestion,
+    texts_of,
 )
 from millstream.core.sql import check_calls, read_select
 from millstream.core.topic import INTERNAL_TOPICS, SCHEMA_SUBJECT_LENGTH_MAX, SUBSCRIPTIONS, check_topic_name
@@ -67,8 +68,6 @@ S = TypeVar("S", bound="PipelineSettings")
 
 
 class PipelineKind(StrEnum):
-    """What a pipeline does."""
-
     LAND = "land"
     TRANSFORM = "transform"
     ROUTE = "route"
@@ -91,8 +90,6 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """A declared pipeline."""
-
     noun: ClassVar = "pipeline"
     pipeline_id: UUID
     name: str
@@ -117,7 +114,6 @@ class Pipeline:
 
     @property
     def settings_class(self) -> type[PipelineSettings]:
-        """Return the class of its kind's settings."""
         return SETTINGS[self.kind]
 
     @property
@@ -141,7 +137,6 @@ class Pipeline:
 
     @property
     def settings(self) -> PipelineSettings:
-        """Parse its settings."""
         return SETTINGS[self.kind].from_strings(self.overrides)
 
     @property
@@ -166,22 +161,14 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
-    """Settings of every pipeline."""
-
     start: str = setting(
         "from",
         EARLIEST,
         "Where it starts on partitions that it has not read: `earliest` or `latest`.",
         choices=(EARLIEST, LATEST),
-        needs_restart=False,
     )
     batch_max: int = setting(
-        "batch.max.messages",
-        1_000_000,
-        "The maximum number of messages in one batch.",
-        minimum=1,
-        maximum=100_000_000,
-        needs_restart=False,
+        "batch.max.messages", 1_000_000, "The maximum number of messages in one batch.", minimum=1, maximum=100_000_000
     )
     stall_ms: int = setting(
         "stall.ms",
@@ -190,28 +177,18 @@ class PipelineSettings:
         "failed. 0 waits forever.",
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
-        needs_restart=False,
     )
 
     @classmethod
     def from_strings(cls: type[S], given: Mapping[str, str]) -> S:
         """Parse settings; raise `InvalidSetting` for an invalid one."""
-        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
-        values: dict[str, Any] = {}
-        for name, text in given.items():
-            if name not in by_name:
-                meant = suggestion(name, by_name) or f"; known are: {', '.join(sorted(by_name))}"
-                raise InvalidSetting(f"unknown setting {name!r} of a pipeline of this kind{meant}")
-            attribute, declared = by_name[name]
-            values[attribute] = declared.parse(text)
-        settings = cls(**values)
+        settings = cls(**parse_texts(cls, given, noun="a pipeline of this kind"))
         settings._check()
         return settings
 
     def as_strings(self) -> dict[str, str]:
         """Return every setting as text, by name, without secrets."""
-        found = {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
-        return hide_secrets(type(self), found)
+        return texts_of(self)
 
     def _check(self) -> None:
         """Raise `InvalidSetting` for settings that contradict each other."""
@@ -245,7 +222,6 @@ class MovingSettings(PipelineSettings):
         FAIL,
         "What to do when retention has deleted messages before they were read: `fail`, or `skip` and count them.",
         choices=(FAIL, SKIP),
-        needs_restart=False,
     )
 
 
@@ -253,42 +229,32 @@ class MovingSettings(PipelineSettings):
 class LandSettings(PipelineSettings):
     """Settings of pipelines that turn topics into tables."""
 
-    topics: str = setting("topics", "", "The topics to land, separated by commas.", needs_restart=False)
+    topics: str = setting("topics", "", "The topics to land, separated by commas.")
     pattern: str = setting(
         "pattern",
         "",
         "A regular expression instead: every topic whose whole name matches it, including topics created later.",
-        needs_restart=False,
     )
     lake: str = setting(
         "lake",
         "",
         "Where the tables are stored: a folder or a URL such as s3://bucket/path; empty means the node's "
         "`pipelines-lake`.",
-        needs_restart=False,
     )
     lake_options: str = setting(
         LAKE_OPTIONS,
         "",
         "Options of the object store that holds the tables, such as credentials, as a JSON object of strings: "
         '{"AWS_ACCESS_KEY_ID": "…"}. They override the environment of the driver, and are never shown.',
-        needs_restart=False,
         is_secret=True,
     )
-    format: str = setting(
-        "format",
-        "delta",
-        "The table format.",
-        choices=("delta", "parquet"),
-        needs_restart=False,
-    )
+    format: str = setting("format", "delta", "The table format.", choices=("delta", "parquet"))
     every_ms: int = setting(
         "every.ms",
         60_000,
         "How long messages are collected before they are landed; a full batch is landed at once.",
         minimum=100,
         maximum=24 * 3600 * 1000,
-        needs_restart=False,
     )
     decode: str = setting(
         DECODE,
@@ -297,35 +263,31 @@ class LandSettings(PipelineSettings):
         "decodes them by the registered schemas that they name; `debezium` decodes the rows in "
         "Debezium's change events.",
         choices=(NO_DECODING, "json", BY_SCHEMA, DEBEZIUM),
-        needs_restart=False,
     )
     mode: str = setting(
         "mode",
         APPEND,
         "`append` adds every message to the table as a row; `upsert` keeps one row per key, the newest.",
         choices=(APPEND, UPSERT),
-        needs_restart=False,
     )
     key: str = setting(
         "key",
         "",
         "With mode=upsert: the payload fields that identify a row, separated by commas, as in `customer_id` or "
         "`region,order.id`; empty means the key of the message.",
-        needs_restart=False,
     )
     order_by: str = setting(
         "order.by",
         "",
-        "With mode=upsert: the payload field that says which of two changes to a key is newer, as in `updated_at`; of "
-        "equal ones the higher offset is. Empty means the offset alone, which needs each key to stay in one partition.",
-        needs_restart=False,
+        "With mode=upsert: the payload field that says which of two changes to a key is newer, as in `updated_at`; if "
+        "its values are equal, the higher offset is newer. Empty means the offset alone, which needs each key to stay "
+        "in one partition.",
     )
     delete_when: str = setting(
         DELETE_WHEN,
         "",
         "With mode=upsert: a condition on the payload under which a message deletes its key, as in `op = 'd'`. A "
-        "message without a payload always does.",
-        needs_restart=False,
+        "message without a payload always deletes its key.",
     )
     delete_retention_ms: int = setting(
         "delete.retention.ms",
@@ -333,7 +295,6 @@ class LandSettings(PipelineSettings):
         "With mode=upsert: how long a delete is remembered, so that a late update does not restore its key.",
         minimum=0,
         maximum=10 * 365 * 24 * 3600 * 1000,
-        needs_restart=False,
     )
     bucket_bytes: int = setting(
         "bucket.bytes",
@@ -341,7 +302,6 @@ class LandSettings(PipelineSettings):
         "With mode=upsert: the size at which a bucket, the unit that is rewritten, is split in two.",
         minimum=1024,
         maximum=1024**3,
-        needs_restart=False,
     )
     replaced_kept_ms: int = setting(
         "replaced.kept.ms",
@@ -349,7 +309,6 @@ class LandSettings(PipelineSettings):
         "With mode=upsert: how long replaced files are kept for queries that are reading them, in whole hours.",
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
-        needs_restart=False,
     )
     partition_by: str = setting(
         "partition.by",
@@ -357,40 +316,32 @@ class LandSettings(PipelineSettings):
         "The event time by which the table is partitioned, as in `day(created_at)` or `hour(created_at)`: a column of "
         "the table, or `timestamp`, the message's own time. Empty partitions by the hour of landing. It is fixed when "
         "the table is created.",
-        needs_restart=False,
     )
     schema: str = setting(
         "schema",
         "",
         "The columns of decoded payloads in Spark's notation, for example `id long, customer struct<name string>`; "
         "empty infers them from the payloads and adds new ones as they appear.",
-        needs_restart=False,
     )
     detect_types: bool = setting(
         "detect.types",
         False,
         "Whether the sample that decides the columns of a new table also detects timestamps, in text that is "
-        "always a time, and decimals, in whole numbers of more than 64 bits.",
-        needs_restart=False,
+        "always a time.",
     )
     maps: str = setting(
         "maps",
         "",
         "Payload fields, separated by commas, whose objects become maps of text instead of a column per field.",
-        needs_restart=False,
     )
     cloud_events: bool = setting(
-        "cloudevents",
-        False,
-        "Whether the attributes of CloudEvents in headers (`ce_id`, `ce_type` …) become columns.",
-        needs_restart=False,
+        "cloudevents", False, "Whether the attributes of CloudEvents in headers (`ce_id`, `ce_type` …) become columns."
     )
     expect: str = setting(
         EXPECT,
         "",
         'Conditions that messages should meet, as a JSON list: ["total >= 0"]. A condition that is unknown, because a '
         "field is missing, counts as met.",
-        needs_restart=False,
     )
     on_violation: str = setting(
         "on.violation",
@@ -398,7 +349,6 @@ class LandSettings(PipelineSettings):
         "What to do with messages that do not meet `expect`: put them into the `quarantine`, `fail` the pipeline, or "
         "land and `count` them.",
         choices=("quarantine", FAIL, "count"),
-        needs_restart=False,
     )
     widen_max_bytes: int = setting(
         "widen.max.bytes",
@@ -408,7 +358,6 @@ class LandSettings(PipelineSettings):
         "none.",
         minimum=0,
         maximum=2**60,
-        needs_restart=False,
     )
     dedupe_ms: int = setting(
         "dedupe.ms",
@@ -416,22 +365,14 @@ class LandSettings(PipelineSettings):
         "How long message ids are remembered: a message whose id was landed within this time is skipped; 0 keeps all.",
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
-        needs_restart=False,
     )
-    dedupe_header: str = setting(
-        "dedupe.header", "message-id", "The header that holds the id of a message.", needs_restart=False
-    )
-    compact: bool = setting(
-        "compact",
-        True,
-        "Whether small files of past hours are merged into large ones.",
-        needs_restart=False,
-    )
+    dedupe_header: str = setting("dedupe.header", "message-id", "The header that holds the id of a message.")
+    compact: bool = setting("compact", True, "Whether small files of past hours are merged into large ones.")
 
     def _check(self) -> None:
         if self.topics and self.pattern:
             raise InvalidSetting(
-                "`topics` and `pattern` are both given; take one: a pattern may name topics too, as a|b"
+                "`topics` and `pattern` are both set; set one of them: a pattern can also list topics, as in a|b"
             )
         if not self.topics and not self.pattern:
             raise InvalidSetting("set either `topics` or `pattern`")
@@ -442,7 +383,7 @@ class LandSettings(PipelineSettings):
         if self.schema and self.decode == NO_DECODING:
             raise InvalidSetting("a `schema` is for payloads that are decoded: set decode=json with it")
         if self.schema and self.decode == BY_SCHEMA:
-            raise InvalidSetting("with decode=schema the registry says which columns there are; leave `schema` out")
+            raise InvalidSetting("with decode=schema the registry determines the columns; leave `schema` out")
         if self.mode == UPSERT:
             self._check_upsert()
         elif self._upsert_settings or self.decode == DEBEZIUM:
@@ -471,7 +412,7 @@ class LandSettings(PipelineSettings):
                 "newest payload of each message key without naming fields"
             )
         if len(set(self.key_fields)) != len(self.key_fields) or "" in self.key_fields:
-            raise InvalidSetting(f"`key` names distinct fields, separated by commas, not {self.key!r}")
+            raise InvalidSetting(f"`key` must name distinct fields, separated by commas, not {self.key!r}")
 
     @property
     def _upsert_settings(self) -> str:
@@ -551,7 +492,7 @@ def _requirements() -> Any:
     about = (
         "The packages that the code needs, as in a requirements.txt; they are resolved to wheels when it first runs."
     )
-    return setting("requirements", "", about, needs_restart=False)
+    return setting("requirements", "", about)
 
 
 def _lock() -> Any:
@@ -559,12 +500,12 @@ def _lock() -> Any:
         "The resolved requirements, each with its version and hashes; written by the node that resolved them. Unset it "
         "to resolve them again."
     )
-    return setting("lock", "", about, needs_restart=False)
+    return setting("lock", "", about)
 
 
 def _memory(name: str, whose: str) -> Any:
     about = f"The memory of its own driver's {whose}, such as 512m or 2g."
-    return setting(name, "1g", about, needs_restart=False, length_max=16)
+    return setting(name, "1g", about, length_max=16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -572,18 +513,14 @@ class TransformSettings(MovingSettings):
     """Settings of pipelines that turn topics into a topic with a SQL statement."""
 
     sql: str = setting(
-        "sql",
-        "",
-        "The SELECT statement. Topics are tables by their names, decoded payloads are columns.",
-        needs_restart=False,
+        "sql", "", "The SELECT statement. Topics are tables by their names, decoded payloads are columns."
     )
-    into: str = setting("into", "", "The topic to write the rows to.", needs_restart=False)
+    into: str = setting("into", "", "The topic to write the rows to.")
     into_schema: str = setting(
         "into.schema",
         "",
         "The subject of the schema registry whose latest schema encodes the rows; without one they are JSON.",
         length_max=SCHEMA_SUBJECT_LENGTH_MAX,
-        needs_restart=False,
     )
     decode: str = setting(
         DECODE,
@@ -591,39 +528,29 @@ class TransformSettings(MovingSettings):
         "How payloads are decoded: `json` decodes their fields into columns, `schema` uses the registered schemas "
         "that they name, `none` leaves key and value unchanged.",
         choices=(NO_DECODING, "json", BY_SCHEMA),
-        needs_restart=False,
     )
     schemas: str = setting(
         "schemas",
         "",
         'The columns of payloads by topic, as a JSON object: {"orders": "id long, amount double"}; for other '
         "topics, they are inferred from a sample when the pipeline first runs.",
-        needs_restart=False,
     )
     tables: str = setting(
-        "tables",
-        "",
-        'Lake tables that the statement joins with, as a JSON object: {"customers": "/lake/customers"}.',
-        needs_restart=False,
+        "tables", "", 'Lake tables that the statement joins with, as a JSON object: {"customers": "/lake/customers"}.'
     )
     watermarks: str = setting(
-        "watermarks",
-        "",
-        'For windows: how late rows may arrive, as a JSON object: {"orders": "placed_at 10 minutes"}.',
-        needs_restart=False,
+        "watermarks", "", 'For windows: how late rows may arrive, as a JSON object: {"orders": "placed_at 10 minutes"}.'
     )
     functions: str = setting(
         FUNCTIONS,
         "",
         "Python functions that the statement calls, as module:function, separated by commas. The pipeline then has "
         "its own driver, like a job.",
-        needs_restart=False,
     )
     functions_code: str = setting(
         FUNCTIONS_CODE,
         "",
         'The source of their modules, as a JSON object: {"prices": "def vat(…) …"}; other modules are in packages.',
-        needs_restart=False,
     )
     requirements: str = _requirements()
     lock: str = _lock()
@@ -662,7 +589,7 @@ class TransformSettings(MovingSettings):
         if self.schemas.strip() and self.decode == NO_DECODING:
             raise InvalidSetting("`schemas` are for payloads that are decoded: set decode=json with them")
         if self.schemas.strip() and self.decode == BY_SCHEMA:
-            raise InvalidSetting("with decode=schema the registry says which columns there are; leave `schemas` out")
+            raise InvalidSetting("with decode=schema the registry determines the columns; leave `schemas` out")
         for topic, text in named_texts("schemas", self.schemas).items():
             parse_columns(text, about=f"the schema of {topic!r}")
         check_requirements(self.requirements)
@@ -713,7 +640,8 @@ class TransformSettings(MovingSettings):
             column, _, delay = text.strip().partition(" ")
             if not _DELAY.fullmatch(delay.strip()):
                 raise InvalidSetting(
-                    f"the watermark of {topic!r} is a column and a time, such as `placed_at 10 minutes`, not {text!r}"
+                    f"the watermark of {topic!r} must be a column and a delay, such as `placed_at 10 minutes`, "
+                    f"not {text!r}"
                 )
             found[topic] = (column, delay.strip())
         return found
@@ -726,9 +654,9 @@ class RouteSettings(MovingSettings):
     decode: str = setting(
         DECODE,
         "json",
-        "How payloads are read for conditions: `json` lets them say `payload.field`, `none` only the other columns.",
+        "What conditions may use: with `json` the fields of payloads, as in `payload.total`; with `none` only the "
+        "other columns.",
         choices=(NO_DECODING, "json"),
-        needs_restart=False,
     )
 
     def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
@@ -743,7 +671,7 @@ class RouteSettings(MovingSettings):
 class JobSettings(PipelineSettings):
     """Settings of users' own programs."""
 
-    code: str = setting("code", "", "The program: Python that defines `run(spark, millstream)`.", needs_restart=False)
+    code: str = setting("code", "", "The program: Python that defines `run(spark, millstream)`.")
     requirements: str = _requirements()
     lock: str = _lock()
     every_ms: int = setting(
@@ -752,19 +680,11 @@ class JobSettings(PipelineSettings):
         "The interval between runs; the first run starts at once. 0 means no interval.",
         minimum=0,
         maximum=366 * 24 * 3600 * 1000,
-        needs_restart=False,
     )
-    cron: str = setting(
-        "cron", "", "The times of runs, as minute, hour, day, month and weekday: `0 3 * * *`.", needs_restart=False
-    )
-    timezone: str = setting(
-        "timezone", "UTC", "The time zone of `cron`, such as Europe/Berlin.", needs_restart=False, length_max=64
-    )
+    cron: str = setting("cron", "", "The times of runs, as minute, hour, day, month and weekday: `0 3 * * *`.")
+    timezone: str = setting("timezone", "UTC", "The time zone of `cron`, such as Europe/Berlin.", length_max=64)
     continuous: bool = setting(
-        "continuous",
-        False,
-        "Whether the job runs continuously: its streaming queries are restarted when they fail.",
-        needs_restart=False,
+        "continuous", False, "Whether the job runs continuously: its streaming queries are restarted when they fail."
     )
     missed: str = setting(
         "missed",
@@ -772,18 +692,14 @@ class JobSettings(PipelineSettings):
         "What to do when scheduled times were missed: `once` runs once for all of them, `skip` waits for the next, "
         "`all` runs for each.",
         choices=MISSED,
-        needs_restart=False,
     )
-    retries: int = setting(
-        "retries", 3, "How often a failed run is tried again.", minimum=0, maximum=1000, needs_restart=False
-    )
+    retries: int = setting("retries", 3, "How often a failed run is tried again.", minimum=0, maximum=1000)
     retry_ms: int = setting(
         "retry.ms",
         5000,
         "The pause before a failed run is tried again; it doubles with each attempt, up to five minutes.",
         minimum=0,
         maximum=3600 * 1000,
-        needs_restart=False,
     )
     timeout_ms: int = setting(
         "timeout.ms",
@@ -792,23 +708,16 @@ class JobSettings(PipelineSettings):
         "jobs.",
         minimum=0,
         maximum=366 * 24 * 3600 * 1000,
-        needs_restart=False,
     )
     memory: str = _memory("memory", "Java process")
     python_memory: str = _memory("python.memory", "Python: the code itself, and each worker that runs its functions")
     parameters: str = setting(
-        "parameters",
-        "",
-        'Parameters for the code, as a JSON object of strings: {"day": "monday"}.',
-        needs_restart=False,
+        "parameters", "", 'Parameters for the code, as a JSON object of strings: {"day": "monday"}.'
     )
     spark: str = setting(
-        "spark",
-        "",
-        'Settings of its Spark session, as a JSON object: {"spark.sql.shuffle.partitions": "8"}.',
-        needs_restart=False,
+        "spark", "", 'Settings of its Spark session, as a JSON object: {"spark.sql.shuffle.partitions": "8"}.'
     )
-    stall_ms: int = setting("stall.ms", 0, "A job has `timeout.ms` instead.", needs_restart=False, is_fixed=True)
+    stall_ms: int = setting("stall.ms", 0, "A job has `timeout.ms` instead.", is_fixed=True)
 
     def _check(self) -> None:
         if not self.code.strip():
@@ -838,7 +747,6 @@ class JobSettings(PipelineSettings):
                 raise InvalidSetting(f"`spark` has {name!r}; settings of Spark begin with spark.")
 
     def schedule(self) -> Schedule:
-        """Return when it runs."""
         cron = Cron.parse(self.cron, self.timezone) if self.cron else None
         return Schedule(every_ms=self.every_ms, cron=cron, missed=self.missed)
 
@@ -860,14 +768,12 @@ class LedgerSettings(PipelineSettings):
         "",
         "Where the ledger's table is stored: a folder or a URL such as s3://bucket/path; empty means the node's "
         "`pipelines-lake`.",
-        needs_restart=False,
     )
     lake_options: str = setting(
         LAKE_OPTIONS,
         "",
         "Options of the object store that holds the table, as a JSON object of strings. They override the environment "
         "of the driver, and are never shown.",
-        needs_restart=False,
         is_secret=True,
     )
     every_ms: int = setting(
@@ -876,7 +782,6 @@ class LedgerSettings(PipelineSettings):
         "How long events are collected before they are landed; a full batch is landed at once.",
         minimum=100,
         maximum=24 * 3600 * 1000,
-        needs_restart=False,
     )
     audit_every_ms: int = setting(
         "audit.every.ms",
@@ -884,7 +789,6 @@ class LedgerSettings(PipelineSettings):
         "How often all messages are accounted for; findings are counted in metrics. 0 disables the audit.",
         minimum=0,
         maximum=365 * 24 * 3600 * 1000,
-        needs_restart=False,
     )
 
     format: ClassVar[str] = "delta"
@@ -972,9 +876,9 @@ def expectations_of(text: str) -> list[str]:
     try:
         listed = json.loads(text)
     except ValueError as error:
-        raise InvalidSetting(f'`{EXPECT}` is a JSON list, as in ["total >= 0"]: {error}') from None
+        raise InvalidSetting(f'`{EXPECT}` must be a JSON list, as in ["total >= 0"]: {error}') from None
     if not isinstance(listed, list) or not all(isinstance(one, str) and one.strip() for one in listed):
-        raise InvalidSetting(f'`{EXPECT}` is a JSON list of conditions, as in ["total >= 0"]')
+        raise InvalidSetting(f'`{EXPECT}` must be a JSON list of conditions, as in ["total >= 0"]')
     if len(listed) > EXPECTATIONS_MAX:
         raise InvalidSetting(f"`{EXPECT}` has at most {EXPECTATIONS_MAX} conditions, not {len(listed)}")
     return listed
@@ -987,11 +891,7 @@ def named_texts(setting_name: str, text: str) -> dict[str, str]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise InvalidSetting(f"{setting_name} is a JSON object: {error}") from None
+        raise InvalidSetting(f"{setting_name} must be a JSON object: {error}") from None
     if not isinstance(document, dict) or not all(isinstance(one, str) for one in document.values()):
-        raise InvalidSetting(f"{setting_name} is a JSON object whose values are texts")
+        raise InvalidSetting(f"{setting_name} must be a JSON object whose values are strings")
     return document
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -53,14 +53,14 @@ def check_url(url: str) -> None:
     if len(url) > URL_LENGTH_MAX:
         raise InvalidSetting(f"{URL} has at most {URL_LENGTH_MAX} characters, not {len(url)}")
     if not url.isascii() or not url.isprintable() or " " in url:
-        raise InvalidSetting(f"{URL} is written in plain characters without spaces; encode others with %")
+        raise InvalidSetting(f"{URL} may contain only printable ASCII characters without spaces; encode others with %")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise InvalidSetting(f"{URL} is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not host:
-        raise InvalidSetting(f"{URL} is an address as in https://example.com/hook, not {url!r}")
+        raise InvalidSetting(f"{URL} must be an address as in https://example.com/hook, not {url!r}")
     if port == 0:
         raise InvalidSetting(f"{URL} names port 0, which nothing can listen on")
     if "@" in parts.netloc:
@@ -78,7 +78,7 @@ def headers_of(text: str) -> dict[str, str]:
     except ValueError:
         found = None
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise InvalidSetting(f'{HEADERS} is a JSON object of texts, as in {{"Authorization": "Bearer …"}}')
+        raise InvalidSetting(f'{HEADERS} must be a JSON object of strings, as in {{"Authorization": "Bearer …"}}')
     if len(found) > HEADERS_MAX:
         raise InvalidSetting(f"{HEADERS} has at most {HEADERS_MAX} headers, not {len(found)}")
     for name, value in found.items():

@@ -140,7 +140,6 @@ class QuotaFilter:
     """Whether an entity may have no types other than those selected."""
 
     def matches(self, entity: QuotaEntity) -> bool:
-        """Return whether an entity is selected."""
         parts = dict(entity.parts)
         if self.strict and parts.keys() != self.named.keys() | self.any_name:
             return False

@@ -39,5 +39,5 @@ def check_requirements(text: str) -> list[str]:
         if word.startswith("-") and word not in _OPTIONS:
             raise InvalidSetting(f"requirements have the option {word}, which jobs do not support")
         if not word.startswith("-") and ("://" in line or " @ " in line or line.startswith((".", "/"))):
-            raise InvalidSetting(f"requirements name a place instead of a package: {line!r}; take names and versions")
+            raise InvalidSetting(f"requirements name a location instead of a package: {line!r}; use names and versions")
     return found

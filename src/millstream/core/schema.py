@@ -66,8 +66,6 @@ class RegistryCode(enum.IntEnum):
 
 
 class QualifiedSubject(NamedTuple):
-    """A subject with its context."""
-
     context: str
     name: str
 
@@ -138,8 +136,6 @@ class StoredSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectVersion:
-    """A version of a subject."""
-
     subject: QualifiedSubject
     version: int
     schema_id: int

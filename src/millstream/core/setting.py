@@ -49,8 +49,6 @@ def seal_problem(sealed: Mapping[str, SealedValue]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The declaration of a setting."""
-
     name: str
     kind: type
     default: Any
@@ -62,7 +60,6 @@ class Setting:
     """For free text: one line of at most this many characters."""
     is_fixed: bool = False
     """Whether the default is the only allowed value; declared because tools send or show it."""
-    needs_restart: bool = True
     is_secret: bool = False
     """Whether the value is secret: only its existence is shown."""
     is_url: bool = False
@@ -107,7 +104,9 @@ class Setting:
         if len(text) > length_max:
             raise InvalidSetting(f"{self.name} has at most {length_max} characters, not {len(text)}")
         if not text.isprintable():
-            raise InvalidSetting(f"{self.name} is one line of printable text; this one has line breaks or controls")
+            raise InvalidSetting(
+                f"{self.name} must be one line of printable text, without line breaks or control characters"
+            )
 
     def _parse_bool(self, text: str) -> bool:
         lowered = text.strip().lower()
@@ -137,7 +136,6 @@ def setting(
     choices: tuple[str, ...] = (),
     length_max: int | None = None,
     is_fixed: bool = False,
-    needs_restart: bool = True,
     is_secret: bool = False,
     is_url: bool = False,
 ) -> Any:
@@ -152,7 +150,6 @@ def setting(
         choices=choices,
         length_max=length_max,
         is_fixed=is_fixed,
-        needs_restart=needs_restart,
         is_secret=is_secret,
         is_url=is_url,
     )
@@ -190,6 +187,30 @@ def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:
     for field in dataclasses.fields(holder):
         if _KEY in field.metadata:
             yield field.name, field.metadata[_KEY]
+
+
+def value_text(value: object) -> str:
+    """Return a value as settings are written: `true`, not `True`."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def texts_of(settings: Any) -> dict[str, str]:
+    """Return every setting of a dataclass as text, by name, without secrets."""
+    kind = type(settings)
+    return hide_secrets(kind, {one.name: value_text(getattr(settings, name)) for name, one in settings_of(kind)})
+
+
+def parse_texts(holder: type, given: Mapping[str, str], *, noun: str) -> dict[str, Any]:
+    """Parse settings of a dataclass, given by name; return values by attribute, or raise `InvalidSetting`."""
+    by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(holder)}
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        if name not in by_name:
+            meant = suggestion(name, by_name) or f"; known are: {', '.join(sorted(by_name))}"
+            raise InvalidSetting(f"unknown setting {name!r} of {noun}{meant}")
+        attribute, declared = by_name[name]
+        values[attribute] = declared.parse(text)
+    return values
 
 
 def secret_names(holder: type) -> frozenset[str]:

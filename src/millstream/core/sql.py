@@ -75,8 +75,6 @@ CALLS_OF_JAVA: Final = ("reflect", "java_method", "try_reflect")
 
 
 class Kind(Enum):
-    """The kind of a token."""
-
     WORD = auto()
     """A keyword, a number or an unquoted name."""
     NAME = auto()
@@ -126,9 +124,19 @@ def check_calls(text: str, own: Collection[str]) -> None:
     tokens = sql_tokens(ABOUT, text)
     for token, after in pairwise(tokens):
         name = token.text.lower()
-        if token.kind in (Kind.WORD, Kind.NAME) and name in CALLS_OF_JAVA and after.marks("(") and name not in own:
+        is_call = token.kind in (Kind.WORD, Kind.NAME) and name in CALLS_OF_JAVA and after.marks("(")
+        if is_call and name not in own and token.start not in _query_names(text):
             reason = f"{name} is forbidden, since it calls Java in the driver; use a Python function (--udf) or a job"
             raise setting_error_at(ABOUT, text, token.start, token.end, reason)
+
+
+def _query_names(text: str) -> set[int]:
+    """Return where WITH gives a name to a query, which columns in brackets may follow."""
+    from sqlglot import exp
+
+    tree = _parse(_tokenize(ABOUT, text), text)
+    names = [named.args["alias"].this for named in tree.find_all(exp.CTE)] if tree is not None else []
+    return {int(name.meta["start"]) for name in names if "start" in name.meta}
 
 
 def sql_tokens(about: str, text: str) -> list[Token]:

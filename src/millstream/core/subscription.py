@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 from uuid import UUID
 from zlib import crc32
 
@@ -20,7 +20,16 @@ from millstream.core import push
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidSetting, InvalidSubscription
 from millstream.core.ids import PartitionIndex
-from millstream.core.setting import HIDDEN, SealedValue, Setting, hide_secrets, setting, settings_of, suggestion
+from millstream.core.setting import (
+    HIDDEN,
+    SealedValue,
+    Setting,
+    hide_secrets,
+    parse_texts,
+    setting,
+    settings_of,
+    texts_of,
+)
 from millstream.core.topic import check_topic_name
 
 NAME_LENGTH_MAX = 249
@@ -83,14 +92,11 @@ _DURATION = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionSettings:
-    """The settings of a subscription."""
-
     start: str = setting(
         START,
         LATEST,
         "Where the queue starts on a partition that it has not read: `earliest`, `latest`, `by_duration:P7D` "
         "(that long ago, in ISO 8601) or `at:` and milliseconds since 1970.",
-        needs_restart=False,
     )
     lease_ms: int = setting(
         LEASE,
@@ -99,7 +105,6 @@ class SubscriptionSettings:
         "lease.",
         minimum=100,
         maximum=12 * 3600 * 1000,
-        needs_restart=False,
     )
     attempts: int = setting(
         ATTEMPTS,
@@ -108,14 +113,12 @@ class SubscriptionSettings:
         "dropped and counted if there is none. 0 means no limit. A new subscription gets 25.",
         minimum=0,
         maximum=200,
-        needs_restart=False,
     )
     isolation: str = setting(
         ISOLATION,
         READ_COMMITTED,
         "Whether messages of open and aborted transactions are skipped (`read_committed`) or delivered too.",
         choices=(READ_COMMITTED, READ_UNCOMMITTED),
-        needs_restart=False,
     )
     leases_max: int = setting(
         LEASES_MAX,
@@ -123,7 +126,6 @@ class SubscriptionSettings:
         "The maximum number of messages of one partition that are leased at once.",
         minimum=1,
         maximum=1_000_000,
-        needs_restart=False,
     )
     session_ms: int = setting(
         SESSION,
@@ -131,28 +133,16 @@ class SubscriptionSettings:
         "How long a Kafka share consumer may be silent before it is removed from the group.",
         minimum=1000,
         maximum=3600 * 1000,
-        needs_restart=False,
     )
     heartbeat_ms: int = setting(
-        HEARTBEAT,
-        5000,
-        "How often a Kafka share consumer sends heartbeats.",
-        minimum=100,
-        maximum=600 * 1000,
-        needs_restart=False,
+        HEARTBEAT, 5000, "How often a Kafka share consumer sends heartbeats.", minimum=100, maximum=600 * 1000
     )
     filter: str = setting(
         FILTER,
         "",
         "Which messages are delivered: a condition over key, headers, topic, timestamp and payload; empty matches all.",
-        needs_restart=False,
     )
-    ordered: bool = setting(
-        ORDERED,
-        False,
-        "Whether messages with the same key are delivered one at a time, in order.",
-        needs_restart=False,
-    )
+    ordered: bool = setting(ORDERED, False, "Whether messages with the same key are delivered one at a time, in order.")
     delivery: str = setting(
         DELIVERY,
         AT_LEAST_ONCE,
@@ -160,7 +150,6 @@ class SubscriptionSettings:
         "when it is accepted; `exactly-once` also makes leases durable, so that an accepted message is never "
         "delivered again.",
         choices=(AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE),
-        needs_restart=False,
     )
     backoff_min_ms: int = setting(
         BACKOFF_MIN,
@@ -169,7 +158,6 @@ class SubscriptionSettings:
         "shortened by up to a fifth at random. 0 retries at once. A new subscription gets 1000.",
         minimum=0,
         maximum=24 * 3600 * 1000,
-        needs_restart=False,
     )
     backoff_max_ms: int = setting(
         BACKOFF_MAX,
@@ -177,14 +165,12 @@ class SubscriptionSettings:
         "The longest delay between two attempts. A new subscription gets 300000.",
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
-        needs_restart=False,
     )
     dead_letter_topic: str = setting(
         DEAD_LETTER_TOPIC,
         NO_DEAD_LETTERS,
         "The topic for messages that exhausted their attempts or were rejected; it is created with the first of "
         "them. `none` drops and counts them. A new subscription gets its own topic, named after it.",
-        needs_restart=False,
     )
     in_flight_max: int = setting(
         IN_FLIGHT_MAX,
@@ -192,38 +178,25 @@ class SubscriptionSettings:
         "The maximum number of messages of one partition that one worker holds at once.",
         minimum=1,
         maximum=1_000_000,
-        needs_restart=False,
     )
     expires_ms: int = setting(
-        EXPIRES,
-        -1,
-        "How long a subscription may be unused before it is deleted; -1 keeps it forever.",
-        minimum=-1,
-        needs_restart=False,
+        EXPIRES, -1, "How long a subscription may be unused before it is deleted; -1 keeps it forever.", minimum=-1
     )
     paused: bool = setting(
-        PAUSED,
-        False,
-        "Whether delivery is paused: existing leases can be settled, no new ones are granted.",
-        needs_restart=False,
+        PAUSED, False, "Whether delivery is paused: existing leases can be settled, no new ones are granted."
     )
     ledger: bool = setting(
         LEDGER,
         False,
         "Whether every event of each message's delivery is kept until the ledger has landed it in its table.",
-        needs_restart=False,
     )
     push_url: str = setting(
-        push.URL,
-        "",
-        "The endpoint to which messages are sent as HTTP requests; empty means that workers pull them.",
-        needs_restart=False,
+        push.URL, "", "The endpoint to which messages are sent as HTTP requests; empty means that workers pull them."
     )
     push_headers: str = setting(
         push.HEADERS,
         "",
         "HTTP headers that are sent with every message, as a JSON object. They are never shown.",
-        needs_restart=False,
         is_secret=True,
     )
     push_secret: str = setting(
@@ -231,16 +204,10 @@ class SubscriptionSettings:
         "",
         "The secret that signs messages: 16 bytes or more, as text or as `whsec_` and Base64; several, separated "
         "by spaces, while secrets are rotated. It is never shown.",
-        needs_restart=False,
         is_secret=True,
     )
     push_timeout_ms: int = setting(
-        push.TIMEOUT,
-        30_000,
-        "How long the endpoint may take to respond.",
-        minimum=10,
-        maximum=600_000,
-        needs_restart=False,
+        push.TIMEOUT, 30_000, "How long the endpoint may take to respond.", minimum=10, maximum=600_000
     )
     push_in_flight_max: int = setting(
         push.IN_FLIGHT_MAX,
@@ -249,7 +216,6 @@ class SubscriptionSettings:
         "the responses.",
         minimum=1,
         maximum=1000,
-        needs_restart=False,
     )
     push_format: str = setting(
         push.FORMAT,
@@ -257,22 +223,12 @@ class SubscriptionSettings:
         "The format of a message: a CloudEvent in headers and body, a CloudEvent as one JSON document, or the raw "
         "value.",
         choices=(push.BINARY, push.STRUCTURED, push.RAW),
-        needs_restart=False,
     )
 
     @classmethod
     def from_strings(cls, given: Mapping[str, str]) -> SubscriptionSettings:
         """Parse settings; raise `InvalidSetting` for an invalid one."""
-        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
-        values: dict[str, Any] = {}
-        for name, text in given.items():
-            if name not in by_name:
-                names = sorted(by_name)
-                meant = suggestion(name, names) or f"; known are: {', '.join(names)}"
-                raise InvalidSetting(f"unknown setting {name!r} of a subscription{meant}")
-            attribute, declared = by_name[name]
-            values[attribute] = declared.parse(text)
-        settings = cls(**values)
+        settings = cls(**parse_texts(cls, given, noun="a subscription"))
         settings._check()
         return settings
 
@@ -355,7 +311,6 @@ class Subscription:
 
     @property
     def settings(self) -> SubscriptionSettings:
-        """Parse its settings."""
         return SubscriptionSettings.from_strings(self.overrides)
 
     def shown_overrides(self) -> dict[str, str]:
@@ -366,7 +321,7 @@ class Subscription:
 @lru_cache(maxsize=1024)
 def _texts_of(settings: SubscriptionSettings) -> Mapping[str, str]:
     """Return settings as text, cached: most subscriptions have the same ones, and lists show all of them."""
-    return shown({declared.name: _as_text(getattr(settings, name)) for name, declared in settings_of(type(settings))})
+    return texts_of(settings)
 
 
 def shown(settings: Mapping[str, str]) -> dict[str, str]:
@@ -424,7 +379,7 @@ def check_subscription_name(name: str) -> None:
             f"the name of a subscription has at most {NAME_LENGTH_MAX} characters, this one has {len(name)}"
         )
     if not name.isprintable():
-        raise InvalidSubscription("the name of a subscription is one line of printable text")
+        raise InvalidSubscription("the name of a subscription must be one line of printable text")
 
 
 def settings_of_new(given: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
@@ -474,10 +429,6 @@ def _duration_ms(text: str) -> int:
         return int(timedelta(**parts) / timedelta(milliseconds=1))
     except OverflowError:
         raise InvalidSetting(f"{START}: {text!r} is too long") from None
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Verb(IntEnum):

@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 from uuid import UUID
 
 from millstream.core.errors import InvalidSetting, InvalidTopicName
 from millstream.core.ids import CONTEXT_CHARACTERS_MAX, SUBJECT_CHARACTERS_MAX, PartitionIndex
-from millstream.core.setting import Setting, setting, settings_of, suggestion
+from millstream.core.setting import Setting, parse_texts, setting, settings_of, suggestion, texts_of
 
 _REMOTE = "retention through remote storage is not available; a topic keeps all its segments on the node's own disk"
 
@@ -105,21 +104,18 @@ class TopicSettings:
         7 * 24 * 3600 * 1000,
         "How long a record is kept, in milliseconds; -1 keeps it forever.",
         minimum=-1,
-        needs_restart=False,
     )
     retention_bytes: int = setting(
         "retention.bytes",
         -1,
         "The maximum size of a partition; -1 means no limit. Whole segments are deleted, the oldest first.",
         minimum=-1,
-        needs_restart=False,
     )
     retention_until_delivered: bool = setting(
         "retention.until.delivered",
         False,
         "Whether records older than `retention.ms` are kept until every subscription is done with them, for at "
         "most `retention.until.max.ms`. `retention.bytes` applies regardless.",
-        needs_restart=False,
     )
     retention_until_landed: bool = setting(
         "retention.until.landed",
@@ -127,7 +123,6 @@ class TopicSettings:
         "Whether records older than `retention.ms` are kept until every pipeline that lands the topic has them in "
         "its table, for at most `retention.until.max.ms`; compaction also keeps them until then. While no pipeline "
         "lands the topic, all of them are kept. `retention.bytes` applies regardless.",
-        needs_restart=False,
     )
     retention_until_max_ms: int = setting(
         "retention.until.max.ms",
@@ -135,7 +130,6 @@ class TopicSettings:
         "With `retention.until.delivered` or `retention.until.landed`: the longest time that a record is kept, so "
         "that a forgotten subscription or pipeline cannot fill the disk.",
         minimum=1,
-        needs_restart=False,
     )
     segment_bytes: int = setting(
         "segment.bytes",
@@ -143,21 +137,18 @@ class TopicSettings:
         "The size beyond which a segment file is closed and a new one started.",
         minimum=1024 * 1024,
         maximum=2**31 - 1,
-        needs_restart=False,
     )
     segment_ms: int = setting(
         "segment.ms",
         3600 * 1000,
         "The age at which a segment file is closed, in milliseconds; the default lays out data by the hour.",
         minimum=1,
-        needs_restart=False,
     )
     index_interval_bytes: int = setting(
         "index.interval.bytes",
         4096,
         "The approximate number of log bytes between two entries of the offset and time index.",
         minimum=1,
-        needs_restart=False,
     )
     max_message_bytes: int = setting(
         "max.message.bytes",
@@ -165,7 +156,6 @@ class TopicSettings:
         "The largest record batch (as sent, so after compression) that the topic accepts.",
         minimum=0,
         maximum=2**31 - 1,
-        needs_restart=False,
     )
     flush: str = setting(
         "flush",
@@ -173,44 +163,38 @@ class TopicSettings:
         "When records are acknowledged: `always` after fsync (many producers share one), `interval` before it, "
         "with an fsync every `flush.ms`, `os` before it, leaving the write-back to the operating system.",
         choices=(FLUSH_ALWAYS, FLUSH_INTERVAL, FLUSH_OS),
-        needs_restart=False,
     )
     flush_ms: int = setting(
         "flush.ms",
         1000,
         "With `flush=interval`: the longest time that an acknowledged record may be unsynced.",
         minimum=1,
-        needs_restart=False,
     )
     flush_messages: int = setting(
         "flush.messages",
         INT64_MAX,
-        "Sync by number of messages: a topic that sets it is synced as with `flush=always`, which is more often, "
-        "and cannot set another `flush`.",
+        "Kafka's sync after a number of messages. A topic that sets it is synced as with `flush=always`, which is more "
+        "often, and cannot set another `flush`.",
         minimum=1,
-        needs_restart=False,
     )
     cleanup_policy: str = setting(
         "cleanup.policy",
         "delete",
         "What happens to old segments: `delete` removes them by age and size, `compact` keeps the last record per key.",
         choices=("delete", "compact", "compact,delete", "delete,compact"),
-        needs_restart=False,
     )
     message_timestamp_type: str = setting(
         "message.timestamp.type",
         "CreateTime",
         "Whether a record carries the producer's time (`CreateTime`) or the broker's (`LogAppendTime`).",
         choices=("CreateTime", "LogAppendTime"),
-        needs_restart=False,
     )
     message_timestamp_before_max_ms: int = setting(
         "message.timestamp.before.max.ms",
         INT64_MAX,
         "With `CreateTime`: how far a record's timestamp may be before the broker's time; a batch with an older "
-        "one is rejected. A topic that sets it has the timestamps of all records read, which costs throughput.",
+        "one is rejected. If it is set, the broker reads the timestamps of all records, which costs throughput.",
         minimum=0,
-        needs_restart=False,
     )
     message_timestamp_after_max_ms: int = setting(
         "message.timestamp.after.max.ms",
@@ -218,14 +202,12 @@ class TopicSettings:
         "With `CreateTime`: how far a record's timestamp may be after the broker's time; a batch with a later one "
         "is rejected.",
         minimum=0,
-        needs_restart=False,
     )
     min_compaction_lag_ms: int = setting(
         "min.compaction.lag.ms",
         0,
         "With `cleanup.policy=compact`: how long a record is kept before compaction may remove it.",
         minimum=0,
-        needs_restart=False,
     )
     max_compaction_lag_ms: int = setting(
         "max.compaction.lag.ms",
@@ -233,7 +215,6 @@ class TopicSettings:
         "With `cleanup.policy=compact`: how long a record may wait for compaction, however little else is to be "
         "compacted.",
         minimum=1,
-        needs_restart=False,
     )
     min_cleanable_dirty_ratio: float = setting(
         "min.cleanable.dirty.ratio",
@@ -241,14 +222,12 @@ class TopicSettings:
         "With `cleanup.policy=compact`: the fraction of the log that must be new before it is compacted again.",
         minimum=0,
         maximum=1,
-        needs_restart=False,
     )
     delete_retention_ms: int = setting(
         "delete.retention.ms",
         24 * 3600 * 1000,
         "With `cleanup.policy=compact`: how long a tombstone (a record without a value) is kept for consumers to see.",
         minimum=0,
-        needs_restart=False,
     )
     min_insync_replicas: int = setting(
         "min.insync.replicas",
@@ -256,35 +235,27 @@ class TopicSettings:
         "How many replicas must have a record before `acks=all` is acknowledged. The default is 2 for topics with "
         "three or more replicas. It is capped at the number of replicas, so on a single node it is always 1.",
         minimum=1,
-        needs_restart=False,
     )
     compression_type: str = setting(
         "compression.type",
         "producer",
         "No effect; accepted because Kafka tools send it. Batches are stored as the producer compressed them.",
         choices=("producer", "uncompressed", "gzip", "snappy", "lz4", "zstd"),
-        needs_restart=False,
     )
     unclean_leader_election_enable: bool = setting(
         "unclean.leader.election.enable",
         False,
         "Whether a replica that is not in sync may lead when no other can: the partition becomes available, and "
         "acknowledged records that only the others have are lost.",
-        needs_restart=False,
     )
     preallocate: bool = setting(
-        "preallocate",
-        False,
-        "Accepted for Kafka tools: segments grow as they are written.",
-        is_fixed=True,
-        needs_restart=False,
+        "preallocate", False, "Accepted for Kafka tools: segments grow as they are written.", is_fixed=True
     )
     remote_storage_enable: bool = setting(
         "remote.storage.enable",
         False,
         "Accepted for Kafka tools: retention through remote storage is not available.",
         is_fixed=True,
-        needs_restart=False,
     )
     segment_index_bytes: int = setting(
         "segment.index.bytes",
@@ -292,66 +263,48 @@ class TopicSettings:
         "No effect; accepted because Kafka tools send it. An index is as large as its segment needs.",
         minimum=4,
         maximum=2**31 - 1,
-        needs_restart=False,
     )
     segment_jitter_ms: int = setting(
         "segment.jitter.ms",
         0,
         "No effect; accepted because Kafka tools send it. Segments are closed after `segment.ms`.",
         minimum=0,
-        needs_restart=False,
     )
     file_delete_delay_ms: int = setting(
         "file.delete.delay.ms",
         60_000,
         "No effect; accepted because Kafka tools send it. Files of old segments are deleted at once.",
         minimum=0,
-        needs_restart=False,
     )
     deduplication_window_ms: int = setting(
         "deduplication.window.ms",
         120_000,
-        "How long the `message-id` of a message published with deduplication is remembered: published again "
-        "within this time of the first one's timestamp, it is not stored again. A partition remembers the last "
+        "How long the `message-id` of a message published with deduplication is remembered, from its timestamp on: a "
+        "message with the same id that is published within this time is not stored. A partition remembers the last "
         "200,000 ids.",
         minimum=1,
         maximum=24 * 3600 * 1000,
-        needs_restart=False,
     )
     owner: str = setting(
-        OWNER,
-        "",
-        "Who is responsible for the topic: a person, a team or an address.",
-        length_max=OWNER_LENGTH_MAX,
-        needs_restart=False,
+        OWNER, "", "Who is responsible for the topic: a person, a team or an address.", length_max=OWNER_LENGTH_MAX
     )
     description: str = setting(
-        DESCRIPTION,
-        "",
-        "What the topic is about, in a sentence or two.",
-        length_max=DESCRIPTION_LENGTH_MAX,
-        needs_restart=False,
+        DESCRIPTION, "", "What the topic is about, in a sentence or two.", length_max=DESCRIPTION_LENGTH_MAX
     )
     contract: str = setting(
-        CONTRACT,
-        "",
-        "A link to the definition of the topic's messages.",
-        length_max=CONTRACT_LENGTH_MAX,
-        needs_restart=False,
+        CONTRACT, "", "A link to the definition of the topic's messages.", length_max=CONTRACT_LENGTH_MAX
     )
     schema_key: str = setting(
         SCHEMA_KEY,
         "",
-        "The subject of the schema registry whose schemas the keys of the topic's records have.",
+        "The subject of the schema registry whose schemas the keys of the topic's records must use.",
         length_max=SCHEMA_SUBJECT_LENGTH_MAX,
-        needs_restart=False,
     )
     schema_value: str = setting(
         SCHEMA_VALUE,
         "",
-        "The subject of the schema registry whose schemas the values of the topic's records have.",
+        "The subject of the schema registry whose schemas the values of the topic's records must use.",
         length_max=SCHEMA_SUBJECT_LENGTH_MAX,
-        needs_restart=False,
     )
     schema_validate: str = setting(
         SCHEMA_VALIDATE,
@@ -359,19 +312,16 @@ class TopicSettings:
         "With `millstream.schema.key` or `millstream.schema.value`: what is checked before records are stored: `id`, "
         "that they name a schema of the subject; `content`, that they also decode and satisfy it; `off`, nothing.",
         choices=(VALIDATE_ID, VALIDATE_CONTENT, VALIDATE_OFF),
-        needs_restart=False,
     )
 
     @classmethod
     def from_strings(cls, given: Mapping[str, str], *, base: TopicSettings | None = None) -> TopicSettings:
         """Parse settings on top of `base`; raise `InvalidSetting` for an invalid one."""
-        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
-        values: dict[str, Any] = {}
-        for name, text in given.items():
-            if name not in by_name:
-                raise unknown_setting(name, by_name)
-            attribute, declared = by_name[name]
-            values[attribute] = declared.parse(text)
+        known = cls.declared()
+        for name in given:
+            if name not in known:
+                raise unknown_setting(name, known)
+        values = parse_texts(cls, given, noun="a topic")
         if values.get("flush_messages", INT64_MAX) != INT64_MAX:
             # Regardless of the node's default: no other value honours `flush.messages`.
             values.setdefault("flush", FLUSH_ALWAYS)
@@ -386,7 +336,7 @@ class TopicSettings:
 
     def as_strings(self) -> dict[str, str]:
         """Return every setting as text, by name."""
-        return {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
+        return texts_of(self)
 
     @property
     def deletes(self) -> bool:
@@ -424,10 +374,6 @@ class TopicSettings:
                 f"flush.messages cannot be combined with flush={self.flush}, which does not sync by messages; set "
                 "flush=always to have every message synced, or leave flush.messages out"
             )
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

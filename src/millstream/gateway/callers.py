@@ -99,8 +99,6 @@ class _Remembered(NamedTuple):
 
 
 class Callers:
-    """Authenticates the callers of one gateway."""
-
     def __init__(self, gateway: Services, *, requires: bool) -> None:
         self._gateway = gateway
         self._requires = requires
@@ -183,7 +181,6 @@ class Callers:
         return OpenedSession(response.session, response.session_expires_ms)
 
     async def close(self) -> None:
-        """Close the connections of every caller."""
         for task in self._verifying.values():
             task.cancel()
         for caller in tuple(self._callers.values()):

@@ -102,7 +102,6 @@ def _page_host(headers: Mapping[bytes, bytes]) -> bytes:
 
 
 def _strip_port(host: str) -> str:
-    """Strip the port from a host."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0].rstrip(".").lower()

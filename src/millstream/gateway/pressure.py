@@ -71,7 +71,6 @@ class Pressure:
         self.requests[lane] = number + 1
 
     def count(self, status: int) -> None:
-        """Count a response."""
         if status == HTTPStatus.TOO_MANY_REQUESTS:
             self.turned_away += 1
         self.responses[status] = self.responses.get(status, 0) + 1
@@ -88,7 +87,6 @@ class Pressure:
         self.bytes[lane] = taken + size
 
     def release(self, lane: Lane, size: int) -> None:
-        """Release memory."""
         self.bytes[lane] -= size
 
     def check_pause(self, pause_s: float) -> None:
@@ -150,7 +148,6 @@ class RequestMemory:
         self._reserved = size
 
     def release(self) -> None:
-        """Release everything."""
         self._pressure.release(self._lane, self._reserved)
         self._reserved = 0
 

@@ -20,6 +20,7 @@ import uvicorn
 import uvloop
 
 from millstream.core.config import AUTHENTICATION_REQUIRED
+from millstream.core.heap import freeze_heap
 from millstream.core.log_format import set_up_logging
 from millstream.core.scratch import remove_left_behind
 from millstream.gateway.api.services import Services
@@ -177,6 +178,7 @@ def main() -> None:
     listening = socket.socket(fileno=options["descriptor"])
     tls = None if options["tls"] is None else _follow_tls(*options["tls"])
     registry = None if options["registry"] is None else socket.socket(fileno=options["registry"])
+    freeze_heap()
     uvloop.run(
         serve(
             listening,

@@ -164,7 +164,6 @@ class Protocol(HttpToolsProtocol):
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         super().connection_lost(exc)
         self._ahead = b""
         self.surplus.pop(self, None)
@@ -172,7 +171,6 @@ class Protocol(HttpToolsProtocol):
         self._is_client_reading()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data."""
         self._last_data_at = self.loop.time()
         if self._refused_bytes >= 0:
             self._discard(len(data))

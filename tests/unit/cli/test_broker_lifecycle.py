@@ -237,7 +237,7 @@ class SimulatedMachine(Machine):
         if self.rng.random() < 0.2:
             raise OSError("the logs cannot be read")
 
-    async def _settle_again(self) -> None:
+    async def _move_logs(self) -> None:
         self.moves += 1
         for _ in range(5):
             assert not any(broker.runs for broker in self.all), "files are moved while a broker runs"

@@ -84,8 +84,8 @@ def test_flags_become_settings() -> None:
         (LAND, Flags(rules="rules.json"), "--rules is not for land"),
         (LAND, Flags(schema=["a int", "b int"]), "given once for land"),
         (TRANSFORM, Flags(schema=["id long"]), "--schema takes NAME=VALUE"),
-        (PipelineKind.JOB, Flags(pace="0s"), "--every is longer than 0s"),
-        (PipelineKind.JOB, Flags(run_timeout="0s"), "--run-timeout is longer than 0s"),
+        (PipelineKind.JOB, Flags(pace="0s"), "--every must be longer than 0s"),
+        (PipelineKind.JOB, Flags(run_timeout="0s"), "--run-timeout must be longer than 0s"),
         (PipelineKind.JOB, Flags(timezone="Europe/Berlin"), "--timezone is for --cron, which is not given"),
     ],
 )
@@ -157,11 +157,12 @@ def test_an_update_takes_a_program_as_its_creation_does(tmp_path: Path, monkeypa
     assert changed == {"code": code, "requirements": "packages.txt", "cron": None}
 
 
-def test_an_error_in_a_program_names_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [1, 4])
+def test_an_error_in_a_program_names_its_file_and_line(tmp_path: Path, line: int) -> None:
     program = tmp_path / "bad.py"
-    program.write_text("def run(spark, millstream)\n")
+    program.write_text("\n" * (line - 1) + "def run(spark, millstream)\n")
     with pytest.raises(
-        InvalidSetting, match=re.escape(f"the code is not Python: expected ':' ({program.name}, line 1)")
+        InvalidSetting, match=re.escape(f"the code is not Python: expected ':' ({program.name}, line {line})")
     ):
         Flags(file=str(program)).settings_of(PipelineKind.JOB)
 

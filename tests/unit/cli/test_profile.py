@@ -183,7 +183,7 @@ def test_a_file_with_a_secret_must_be_private(profiles: Path, tmp_path: Path) ->
         (f'[p]\nuser = "a"\npassword = "{WORD}"\ntoken = "t"', "one of them"),
         ('[p]\ntls-cert = "a"', "tls-key"),
         (f'[p]\npasword = "{WORD}"', "password"),
-        (f'[p]\nuser = "a"\npassword = ["{WORD}"]', "a text"),
+        (f'[p]\nuser = "a"\npassword = ["{WORD}"]', "must be a string"),
         ("p = 1", r"\[p\]"),
     ],
 )

@@ -14,7 +14,7 @@ from millstream.broker.cluster.keys import NodeRegistration
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.store import Put
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState
+from millstream.core.partition_state import PartitionState, encode_value
 from millstream_testing.clock import ManualClock
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
@@ -30,12 +30,12 @@ async def state_after(*, unclean: bool, min_in_sync: int) -> PartitionState:
     )
     changes = [
         Put(keys.CONTROLLER, "2"),
-        Put(keys.node_key(ONE), registered.to_json()),
-        Put(KEY, LED_BY_ONE.to_json()),
+        Put(keys.node_key(ONE), encode_value(registered)),
+        Put(KEY, encode_value(LED_BY_ONE)),
     ]
     revision = await store.change(changes)
     assert revision is not None
-    registered = NodeRegistration.from_json(registered.to_json(), revision)
+    registered = NodeRegistration.from_json(encode_value(registered), revision)
     await admit([registered], Term(store, revision), [TWO], lambda _topic_id: min_in_sync)
     entries = (await store.read("")).entries
     assert entries[keys.admitted_key(ONE)].value == "again"
@@ -66,12 +66,12 @@ async def test_nodes_that_join_together_keep_no_former_leadership() -> None:
         )
         for node in (ONE, TWO)
     }
-    nodes = [Put(keys.node_key(node), one.to_json()) for node, one in registered.items()]
-    revision = await store.change([Put(keys.CONTROLLER, "3"), Put(KEY, LED_BY_ONE.to_json()), *nodes])
+    nodes = [Put(keys.node_key(node), encode_value(one)) for node, one in registered.items()]
+    revision = await store.change([Put(keys.CONTROLLER, "3"), Put(KEY, encode_value(LED_BY_ONE)), *nodes])
     assert revision is not None
-    joining = [NodeRegistration.from_json(one.to_json(), revision) for node, one in registered.items()]
+    joining = [NodeRegistration.from_json(encode_value(one), revision) for node, one in registered.items()]
     # One of them registers again before it is admitted.
-    await store.change([Put(keys.node_key(TWO), registered[TWO].to_json())])
+    await store.change([Put(keys.node_key(TWO), encode_value(registered[TWO]))])
     await admit(joining, Term(store, revision), [THREE], lambda _topic_id: 1)
     entries = (await store.read("")).entries
     assert {node: keys.admitted_key(node) in entries for node in (ONE, TWO)} == {ONE: True, TWO: False}

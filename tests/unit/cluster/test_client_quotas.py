@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,13 +24,6 @@ from millstream.core.quota import (
 ONE = QuotaEntity(((CLIENT_ID, "one"),))
 REST = QuotaEntity(((CLIENT_ID, DEFAULT),))
 EVERYBODY = QuotaEntity(((USER, ANONYMOUS),))
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open_folder(tmp_path)
-    yield opened
-    opened.close()
 
 
 async def test_quotas_are_set_changed_and_removed(catalog: Catalog) -> None:

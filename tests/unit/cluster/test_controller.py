@@ -34,7 +34,7 @@ from millstream.core.errors import (
     UnknownTopicId,
 )
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState
+from millstream.core.partition_state import PartitionState, encode_value
 from millstream.core.quota import ANONYMOUS, CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream_testing.node_group import GroupNode, NodeGroup
@@ -226,7 +226,7 @@ async def test_preferred_leaders_lead_again_after_a_delay(tmp_path: Path) -> Non
         )
         where = keys.partition_key(key)
         changed = EmbeddedStore(group.service, group.clock)
-        assert await changed.change([Put(where, back.to_json())], [Expect(where, versioned.revision)])
+        assert await changed.change([Put(where, encode_value(back))], [Expect(where, versioned.revision)])
         await group.until(lambda: moved in leads(group[2], topic))
 
 
@@ -376,7 +376,7 @@ async def test_a_node_never_fetches_under_the_registration_of_another_process(tm
         assert node.cluster._registration_revision() == own.revision
         door = EmbeddedStore(group.service, group.clock)
         other = dataclasses.replace(own, incarnation="of another process")
-        await door.change([Put(key, other.to_json())])
+        await door.change([Put(key, encode_value(other))])
         await group.until(lambda: node.view.nodes[NodeId(2)].incarnation == other.incarnation)
         assert node.view.registrations[NodeId(2)] > own.revision
         assert node.cluster._registration_revision() == own.revision

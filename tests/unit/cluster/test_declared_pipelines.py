@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
@@ -23,13 +20,6 @@ LAND, ROUTE = PipelineKind.LAND, PipelineKind.ROUTE
 ORDERS = {"topics": "orders"}
 LARGE = Rule(name="large", topic="orders", targets=("large-orders",), condition="payload.total > 1000")
 SMALL = Rule(name="small", topic="orders", targets=("small-orders",), subscription="cheap")
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open_folder(tmp_path)
-    yield opened
-    opened.close()
 
 
 def make(catalog: Catalog) -> Pipelines:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -31,13 +30,6 @@ from millstream.core.subscription import (
     start_key,
 )
 from millstream_testing.clock import ManualClock
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open_folder(tmp_path)
-    yield opened
-    opened.close()
 
 
 def make(catalog: Catalog, clock: ManualClock | None = None) -> Subscriptions:

@@ -23,7 +23,7 @@ from millstream.broker.log.files import DiskFiles
 from millstream.core.clock import SystemClock
 from millstream.core.errors import ClusterMismatch, CorruptState, InvalidSetting
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState
+from millstream.core.partition_state import PartitionState, encode_value
 from millstream_testing.files import MemoryFiles
 from millstream_testing.single_node import single_node
 
@@ -199,7 +199,7 @@ def states(data: Path) -> dict[PartitionKey, PartitionState]:
 def change(data: Path, key: PartitionKey, **fields: Any) -> None:
     changed = replace(states(data)[key], **fields)
     with closing(open_coordination(DiskFiles(), str(data), SystemClock())) as service:
-        service.change([Put(keys.partition_key(key), changed.to_json())], [], None)
+        service.change([Put(keys.partition_key(key), encode_value(changed))], [], None)
 
 
 def folders_of(data: Path, key: PartitionKey) -> list[str]:

@@ -15,6 +15,7 @@ from millstream.broker.cluster.store import Put
 from millstream.broker.cluster.view import ClusterView
 from millstream.core.backoff import Backoff
 from millstream.core.ids import NodeId
+from millstream.core.partition_state import encode_value
 from millstream_testing.clock import ManualClock
 
 ME = Node(node_id=NodeId(1), host="one", port=9092)
@@ -57,7 +58,7 @@ async def test_each_node_reaches_others_at_its_own_node_listener(listener: str, 
     store = EmbeddedStore(EmbeddedService(clock), clock)
     other = replace(OTHER, endpoints={"default": ("two", 9092), "secure": ("two", 9093)})
     registered = NodeRegistration(node=other, http="", incarnation="x", version="", unclean=False)
-    await store.change([Put(keys.node_key(OTHER.node_id), registered.to_json())])
+    await store.change([Put(keys.node_key(OTHER.node_id), encode_value(registered))])
     view = ClusterView(store, Backoff(first_s=1, max_s=1), node_listener=listener)
     view.show(await store.read(""))
     found = view.nodes[OTHER.node_id].node

@@ -14,7 +14,7 @@ from millstream.broker.cluster.embedded_store import EmbeddedStore
 from millstream.broker.cluster.store import Expect, Put
 from millstream.core.errors import NoReassignment
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState
+from millstream.core.partition_state import PartitionState, encode_value
 from millstream.core.topic import Topic
 from millstream_testing.node_group import NodeGroup
 
@@ -38,7 +38,7 @@ def test_a_move_ends_at_its_target_with_in_sync_replicas_only(
     assert set(wide.replicas) == {*before.replicas, *target}
     assert (wide.leader, wide.leader_epoch, wide.in_sync) == (before.leader, before.leader_epoch, before.in_sync)
     move = Reassignment(target=target, before=before.replicas)
-    assert Reassignment.from_json(move.to_json()) == move
+    assert Reassignment.from_json(encode_value(move)) == move
     caught_up = data.draw(st.lists(st.sampled_from(wide.replicas), unique=True))
     later = PartitionState(
         replicas=wide.replicas,
@@ -75,7 +75,7 @@ async def catch_up(group: NodeGroup, topic: Topic) -> None:
         replicas=now.replicas, leader=now.leader, leader_epoch=now.leader_epoch, in_sync=now.replicas
     )
     door = EmbeddedStore(group.service, group.clock)
-    assert await door.change([Put(key, whole.to_json())], [Expect(key, entry.revision)])
+    assert await door.change([Put(key, encode_value(whole))], [Expect(key, entry.revision)])
 
 
 async def test_a_partition_moves_and_its_old_files_are_removed(tmp_path: Path) -> None:

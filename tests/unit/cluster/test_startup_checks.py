@@ -28,6 +28,7 @@ from millstream.core.errors import (
     StoreUnavailable,
 )
 from millstream.core.ids import NodeId
+from millstream.core.partition_state import encode_value
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
@@ -99,7 +100,7 @@ class Scene:
 
 def registered(incarnation: str) -> str:
     node = Node(node_id=ME, host="other", port=9092)
-    return NodeRegistration(node=node, http="", incarnation=incarnation, version="", unclean=False).to_json()
+    return encode_value(NodeRegistration(node=node, http="", incarnation=incarnation, version="", unclean=False))
 
 
 async def test_a_new_node_of_a_new_cluster_and_a_known_node_may_start() -> None:

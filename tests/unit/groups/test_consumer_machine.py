@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations, count
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from millstream.broker.coordination.shard import Shard, read_back
+from millstream.broker.coordination.shard import read_back
 from millstream.broker.coordination.state_machine import Deferred, Timers
 from millstream.broker.groups.consumer.classic_member import encode_assignment, parse_assignment, partitions_by_id
 from millstream.broker.groups.consumer.group import ConsumerGroup, ConsumerGroupState
@@ -58,11 +58,11 @@ from millstream.core.errors import (
     UnknownMember,
     UnreleasedInstance,
 )
-from millstream_testing.clock import ManualClock
 from millstream_testing.consumer_clients import ClassicProtocolClient, ConsumerProtocolClient
 from millstream_testing.consumer_harness import classic_protocols
 from millstream_testing.group_harness import GROUP
-from millstream_testing.state_log import MemoryPartition, MemoryTopics
+from millstream_testing.shard_history import ShardHistory
+from millstream_testing.state_log import MemoryTopics
 
 T = TypeVar("T")
 
@@ -92,18 +92,14 @@ consumer_clients = st.integers(0, 3)
 classic_clients = st.integers(0, 1)
 
 
-class ConsumerGroupHistory(RuleBasedStateMachine):
+class ConsumerGroupHistory(ShardHistory, RuleBasedStateMachine):
     """Consumers that act at random, on a broker that fails now and then."""
+
+    rewrite_records_min = 40
+    clock_steps = 5
 
     def __init__(self) -> None:
         super().__init__()
-        logging.disable(logging.CRITICAL)
-        self.loop = asyncio.new_event_loop()
-        # The loop does not raise exceptions of callbacks, so they are kept for the next check.
-        self.defects: list[dict[str, Any]] = []
-        self.loop.set_exception_handler(lambda _, context: self.defects.append(context))
-        self.clock = ManualClock()
-        self.partition = MemoryPartition(acknowledges=False)
         self.topics = MemoryTopics()
         self.ids = count(1)
         self.consumer_clients = [
@@ -450,29 +446,6 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         state = self.shard.state if hasattr(self, "shard") else None
         return None if state is None else state.consumers.get(GROUP)
 
-    def _open(self) -> Shard[GroupShard]:
-        return self._run(self._opened())
-
-    async def _opened(self) -> Shard[GroupShard]:
-        shard = Shard(
-            "groups-0",
-            self.partition,
-            self._new_state,
-            clock=self.clock,
-            load_slot=asyncio.Semaphore(1),
-            retry_first_s=0.0,
-            rewrite_records_min=40,
-        )
-        shard.open()
-        await shard.wait_loaded()
-        return shard
-
-    async def _abandon(self, shard: Shard[GroupShard]) -> None:
-        abandoned = shard.partition
-        assert isinstance(abandoned, MemoryPartition)
-        abandoned.acknowledge()
-        await shard.close()
-
     def _new_state(self, timers: Timers) -> GroupShard:
         return GroupShard(
             timers,
@@ -516,26 +489,6 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
         self._run(submit())
         self._settle()
-
-    def _pass_ms(self, milliseconds: int) -> None:
-        async def fire() -> None:
-            if self.shard.state is not None:
-                self.shard.fire_timers()
-
-        for _ in range(5):
-            self.clock.advance_ms(milliseconds // 5)
-            self._run(fire())
-        self.clock.advance_ms(milliseconds % 5)
-        self._run(fire())
-        self._settle()
-
-    def _reloaded(self) -> None:
-        async def reload() -> None:
-            await asyncio.sleep(0)
-            await self.shard.wait_loaded()
-
-        self._run(reload())
-        self._check_what_survived()
 
     def _check_what_survived(self) -> None:
         state = self.shard.state
@@ -583,16 +536,6 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         self._run(read_back("again", self.partition, again))
         assert again.consumers.describe(GROUP) == state.consumers.describe(GROUP)
         assert sorted(map(repr, again.durable_keys())) == sorted(map(repr, state.durable_keys()))
-
-    def _settle(self) -> None:
-        async def settle() -> None:
-            for _ in range(4):
-                await asyncio.sleep(0)
-
-        self._run(settle())
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(work)
 
 
 TestConsumerGroupHistory = ConsumerGroupHistory.TestCase

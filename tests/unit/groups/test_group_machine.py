@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.broker.coordination.shard import Shard
 from millstream.broker.coordination.state_machine import Deferred, Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (
@@ -40,8 +39,7 @@ from millstream.core.errors import (
     UnknownGroup,
     UnknownMember,
 )
-from millstream_testing.clock import ManualClock
-from millstream_testing.state_log import MemoryPartition
+from millstream_testing.shard_history import ShardHistory
 
 T = TypeVar("T")
 
@@ -71,18 +69,14 @@ class Client:
         self.generation = -1
 
 
-class GroupHistory(RuleBasedStateMachine):
+class GroupHistory(ShardHistory, RuleBasedStateMachine):
     """Consumers that act at random, on a broker that fails now and then."""
+
+    rewrite_records_min = 12
+    clock_steps = 20
 
     def __init__(self) -> None:
         super().__init__()
-        logging.disable(logging.CRITICAL)
-        self.loop = asyncio.new_event_loop()
-        # The loop does not raise exceptions of callbacks, so they are kept for the next check.
-        self.defects: list[dict[str, Any]] = []
-        self.loop.set_exception_handler(lambda _, context: self.defects.append(context))
-        self.clock = ManualClock()
-        self.partition = MemoryPartition(acknowledges=False)
         self.clients = [Client() for _ in range(6)]
         self.open_requests: set[asyncio.Future[Any]] = set()
         self.crashes = 0
@@ -272,29 +266,6 @@ class GroupHistory(RuleBasedStateMachine):
         state = self.shard.state if hasattr(self, "shard") else None
         return None if state is None else state.groups.get(GROUP)
 
-    def _open(self) -> Shard[GroupShard]:
-        return self._run(self._opened())
-
-    async def _opened(self) -> Shard[GroupShard]:
-        shard = Shard(
-            "groups-0",
-            self.partition,
-            self._new_state,
-            clock=self.clock,
-            load_slot=asyncio.Semaphore(1),
-            retry_first_s=0.0,
-            rewrite_records_min=12,
-        )
-        shard.open()
-        await shard.wait_loaded()
-        return shard
-
-    async def _abandon(self, shard: Shard[GroupShard]) -> None:
-        abandoned = shard.partition
-        assert isinstance(abandoned, MemoryPartition)
-        abandoned.acknowledge()
-        await shard.close()
-
     def _new_state(self, timers: Timers) -> GroupShard:
         return GroupShard(timers, limits=LIMITS, clock=self.clock, topic_id_of=lambda _: TOPIC_ID)
 
@@ -366,26 +337,6 @@ class GroupHistory(RuleBasedStateMachine):
         self._run(submit())
         self._settle()
 
-    def _pass_ms(self, milliseconds: int) -> None:
-        async def fire() -> None:
-            if self.shard.state is not None:
-                self.shard.fire_timers()
-
-        for _ in range(20):
-            self.clock.advance_ms(milliseconds // 20)
-            self._run(fire())
-        self.clock.advance_ms(milliseconds % 20)
-        self._run(fire())
-        self._settle()
-
-    def _reloaded(self) -> None:
-        async def reload() -> None:
-            await asyncio.sleep(0)
-            await self.shard.wait_loaded()
-
-        self._run(reload())
-        self._check_what_survived()
-
     def _check_what_survived(self) -> None:
         state = self.shard.state
         assert state is not None
@@ -404,16 +355,6 @@ class GroupHistory(RuleBasedStateMachine):
                 break
             self._pass_ms(2000)
         assert not self.open_requests, self._group()
-
-    def _settle(self) -> None:
-        async def settle() -> None:
-            for _ in range(4):
-                await asyncio.sleep(0)
-
-        self._run(settle())
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(work)
 
 
 GroupHistory.TestCase.settings = settings(

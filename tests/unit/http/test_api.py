@@ -3,14 +3,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from millstream.core.errors import MillstreamError, NotLeader, UnknownTopic
+from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, MillstreamError, NotLeader, UnknownTopic
 from millstream.gateway.api.dispatch import Api, PathTree
 from millstream.gateway.api.event_stream import event
 from millstream.gateway.api.problem import Refused
@@ -40,8 +42,10 @@ class ScriptedRoutes:
         self.go_on = asyncio.Event()
         self.ended = False
         self.error: Exception | None = None
+        self.responses = 0
 
     async def respond(self, services: Services, asked: Request[Any, Any]) -> ExampleResponse:
+        self.responses += 1
         if self.error is not None:
             raise self.error
         return ExampleResponse(asked.query.number)
@@ -132,6 +136,34 @@ async def test_errors_are_problem_documents(
         "/v1/things",
         "x" if status == 409 else None,
     )
+
+
+class AcceptedCallers:
+    """Callers that the node accepts whenever it is asked."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self.verified = 0
+
+    @asynccontextmanager
+    async def acting_for(self, headers: Any, host: str) -> AsyncIterator[Any]:
+        yield SimpleNamespace(services=self._services)
+
+    async def verify_again(self, headers: Any, host: str) -> None:
+        self.verified += 1
+
+
+@pytest.mark.parametrize("error", [AuthenticationFailed("expired"), BrokerUnreachable("closed")])
+async def test_a_request_that_may_have_begun_is_not_repeated(
+    scripted: ScriptedRoutes, services: Services, error: MillstreamError
+) -> None:
+    callers: Any = AcceptedCallers(services)
+    api: Any = Api(scripted.routes(), services, OriginCheck(), callers)
+    scripted.error = error
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
+        response = await client.get("/things")
+    assert response.status_code == HTTPStatus.SERVICE_UNAVAILABLE
+    assert (scripted.responses, callers.verified) == (1, 1)
 
 
 async def test_requests_beyond_the_limit_get_retry_after(

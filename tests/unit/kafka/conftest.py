@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -28,14 +28,6 @@ def membership() -> Membership:
     """A cluster of one."""
     me = Node(node_id=NodeId(5), host="broker.example", port=9092, rack="cellar")
     return Membership("test-cluster", me)
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    """A new catalog."""
-    opened = Catalog.open_folder(tmp_path)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

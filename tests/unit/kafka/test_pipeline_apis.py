@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,13 +105,6 @@ class Nodes:
         reported = await cast("Any", versioned.apis[key].handle_frame(memoryview(body), header, client))
         frame = memoryview(b"".join(reported))[4:]
         return frame[response_body_at(key, 0, frame) :]
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open_folder(tmp_path)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

@@ -53,15 +53,16 @@ def barrier(*responses: HoldResponse, moves: bool = False, groups: Groups | None
     topics = {"orders": SimpleNamespace(topic_id=ORDERS_ID)}
     service: Any = made(topics, membership, None, None, coordinator, coordinator_of_groups, None, None, None, None)
     wants_groups = groups is not None
-    asked: list[tuple[bool, bool]] = []
+    asked: list[str] = []
 
     async def ask_node(_node: NodeId, _key: int, request: HoldRequest, _response: Any) -> HoldResponse:
-        asked.append((bool(request.hold_ms), request.groups_in == {"orders": ORDERS_ID}))
+        asked.append(request.action)
+        assert request.topics == ({"orders": ORDERS_ID} if request.action == "read groups" else {})
         return left.pop(0)
 
     async def high_watermarks(_topics: Any) -> dict[str, dict[int, int]]:
         # Offsets that are committed without transactions are not held back, and must not be ahead of the watermarks.
-        assert asked[-1] == (not wants_groups, wants_groups)
+        assert asked[-1] == ("read groups" if wants_groups else "hold")
         if moves:
             coordinator.shards = []
         return OFFSETS
@@ -72,7 +73,7 @@ def barrier(*responses: HoldResponse, moves: bool = False, groups: Groups | None
             BarrierRequest(topics=["orders"], topic_ids={"orders": ORDERS_ID}, with_groups=wants_groups)
         )
     )
-    assert asked == [(True, False), *([(False, True)] if wants_groups else []), (False, False)]
+    assert asked == ["hold", *(["read groups"] if wants_groups else []), "release"]
     return found
 
 
@@ -143,9 +144,9 @@ def test_a_node_returns_its_groups_while_it_holds_decisions_back() -> None:
 
     async def hold() -> list[HoldResponse]:
         begin, read, end = (
-            HoldRequest(token="t", hold_ms=60_000),
-            HoldRequest(token="t", groups_in={"orders": None}),
-            HoldRequest(token="t"),
+            HoldRequest(token="t", action="hold", hold_ms=60_000),
+            HoldRequest(token="t", action="read groups", topics={"orders": None}),
+            HoldRequest(token="t", action="release"),
         )
         return [await service.barriers.hold(one) for one in (begin, read, end, read)]
 

@@ -180,7 +180,7 @@ async def test_a_repeated_failover_of_some_copies_continues_with_the_others(targ
     mirror = await target.mirror()
     assert (mirror.is_wanted, mirror.resumes, mirror.cut_epochs) == (True, False, {})
     assert target.copies == [EUX, US]
-    await target.mirrors.note_gated(mirror)
+    await target.mirrors.record_gated(mirror)
     (note,) = await target.notes()
     # A reverse is refused while there are other copies.
     assert f"`millstream mirror switch {NAME}`" in note
@@ -300,7 +300,7 @@ async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Tar
     (note,) = await target.notes()
     # The source was never reached, so it is not known to be one that can follow.
     assert "delete the mirror" in note
-    await target.mirrors.note_gated(await target.mirror())
+    await target.mirrors.record_gated(await target.mirror())
     (note,) = await target.notes()
     assert note == (
         f"clients can write to {EUX}, {EU}, {US} here since a failover; `millstream mirror reverse {NAME}` lets the "
@@ -601,7 +601,7 @@ class SwitchSource:
 
 @pytest.fixture
 async def other_side(target: Target, monkeypatch: pytest.MonkeyPatch) -> SwitchSource:
-    await target.mirrors.note_gated(await target.mirror())
+    await target.mirrors.record_gated(await target.mirror())
     return SwitchSource(monkeypatch, target)
 
 

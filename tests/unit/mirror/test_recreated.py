@@ -378,7 +378,7 @@ def test_a_barrier_leaves_out_topics_that_have_another_id() -> None:
 async def test_a_failover_does_not_know_what_is_missing_of_a_topic_that_was_recreated(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Reached:
+    class ReachedOffsets:
         async def __aenter__(self) -> Any:
             source = broker.source()
             source.ends = self.ends
@@ -390,7 +390,7 @@ async def test_a_failover_does_not_know_what_is_missing_of_a_topic_that_was_recr
         async def ends(self, partitions: Any) -> dict[TopicPartition, int]:
             return dict.fromkeys(partitions, 3)
 
-    monkeypatch.setattr(failover, "Source", lambda *_, **__: Reached())
+    monkeypatch.setattr(failover, "Source", lambda *_, **__: ReachedOffsets())
     mirror = Mirror(mirror_id=UUID(int=5), name="m", overrides={"from": "paris:9092", "rename": "x."})
     where = TopicPartition(COPY.name, PartitionIndex(0))
     assert await failover._source_ends(mirror, [COPY]) == ({where: 3}, "")
@@ -403,7 +403,7 @@ async def test_a_failover_does_not_know_what_is_missing_of_a_topic_that_was_recr
 async def test_a_failover_names_what_the_source_has_deleted_and_what_it_did_not_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Reached:
+    class ReachedOffsets:
         async def __aenter__(self) -> Any:
             return self
 
@@ -417,7 +417,7 @@ async def test_a_failover_names_what_the_source_has_deleted_and_what_it_did_not_
             errors = {"gone": int(ErrorCode.unknown_topic_or_partition)}
             return ClusterMetadata(cluster_id="", controller_id=ME, nodes={}, topics={}, errors=errors)
 
-    monkeypatch.setattr(failover, "Source", lambda *_, **__: Reached())
+    monkeypatch.setattr(failover, "Source", lambda *_, **__: ReachedOffsets())
     mirror = Mirror(mirror_id=UUID(int=5), name="m", overrides={"from": "paris:9092"})
     copies = [dataclasses.replace(COPY, name=name, partitions=2) for name in ("orders", "gone")]
     ends, problem = await failover._source_ends(mirror, copies)

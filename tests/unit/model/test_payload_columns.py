@@ -49,10 +49,10 @@ def test_types_have_parts() -> None:
         ("id", "column 3: a type is missing"),
         ("a-b int", "column 2: a type is missing"),
         ("größe int", "write `größe` in backquotes"),
-        ("a array", "say of what the array is, as in array<string>"),
+        ("a array", "say what the array contains, as in array<string>"),
         ("a array<int", "the array is not closed by >"),
         ("a map<int>", "a type for keys and one for values"),
-        ("a struct<>", "say of what the struct is, as in struct<name string>"),
+        ("a struct<>", "say what the struct contains, as in struct<name string>"),
         ("a decimal(39,2)", "1 to 38 digits"),
         ("a decimal(3,5)", "no more than these behind the point"),
         ("a decimal(x)", "a number is missing"),
@@ -78,8 +78,8 @@ def test_an_error_has_its_position(text: str, output: str) -> None:
         ("a int, A long", "'a' and 'A', which differ in case alone"),
         ("x struct<b int, B int>", "differ in case"),
         ("`a b` int", "'a b', which cannot be a column"),
-        ("a array<map<string, int>>", "as map within another column, which payloads are not landed as"),
-        ("a binary", "as string it keeps its JSON"),
+        ("a array<map<string, int>>", "as map within another column, a type that payloads cannot be landed as"),
+        ("a binary", "declare it as string to keep its JSON"),
     ],
 )
 def test_columns_that_tables_cannot_have_are_refused(text: str, output: str) -> None:

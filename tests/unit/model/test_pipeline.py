@@ -70,7 +70,7 @@ def test_invalid_pipelines_are_refused(kind: str, settings: dict[str, str]) -> N
     ("settings", "message"),
     [
         ({"schema": "id lnog", "decode": "json"}, "`schema`, line 1, column 4: 'lnog' is not a type"),
-        ({"schema": "tags array<map<string, string>>", "decode": "json"}, "not landed as"),
+        ({"schema": "tags array<map<string, string>>", "decode": "json"}, "cannot be landed as"),
         (UPSERT | {"order.by": "u", "schema": "id long, n string"}, "no column u: .*, such as `u long`"),
         (UPSERT | {"schema": "n string"}, "`key` names id, and `schema` has no column id"),
         (UPSERT | {"key": "a.id", "schema": "a struct<n long>"}, "no column a.id: .*, such as `a struct<id long>`"),
@@ -103,12 +103,14 @@ def test_an_invalid_landing_is_refused_on_declaration(settings: dict[str, str], 
         ({"sql": "SELECT Reflect('java.lang.System', 'exit') FROM orders"}, "column 8: reflect is forbidden"),
         ({"sql": "SELECT system.builtin.`try_reflect` ('a', 'b') FROM orders"}, "try_reflect is forbidden"),
         ({"sql": "SELECT java_method('a', 'b') FROM orders", "functions": "m:f"}, "java_method is forbidden"),
-        ({"tables": "/lake"}, "tables is a JSON object"),
+        ({"sql": "WITH reflect (a) AS (SELECT id FROM orders) SELECT reflect(a) AS (a) FROM reflect"}, "column 52"),
+        ({"sql": "WITH q AS (SELECT 1), r AS (SELECT reflect (a) AS (b) FROM orders) SELECT * FROM r"}, "column 36"),
+        ({"tables": "/lake"}, "tables must be a JSON object"),
         ({"tables": '{"lake": "hdfs://lake"}'}, "not at 'hdfs://lake'"),
-        ({"schemas": '{"orders": 1}'}, "whose values are texts"),
+        ({"schemas": '{"orders": 1}'}, "whose values are strings"),
         ({"schemas": '{"orders": "id lnog"}'}, "the schema of 'orders', line 1, column 4"),
         ({"schemas": '{"orders": "id long"}', "decode": "none"}, "set decode=json"),
-        ({"watermarks": '{"orders": "at"}'}, "a column and a time"),
+        ({"watermarks": '{"orders": "at"}'}, "a column and a delay"),
         ({"watermarks": '{"orders": "at soon"}'}, "not 'at soon'"),
     ],
 )
@@ -120,9 +122,12 @@ def test_an_invalid_transform_is_refused_on_declaration(settings: dict[str, str]
     assert stored.settings.as_strings()["into"] == "copies"
 
 
-def test_a_column_or_a_function_of_ones_own_may_have_a_forbidden_name() -> None:
+def test_a_column_a_query_or_a_function_of_ones_own_may_have_a_forbidden_name() -> None:
     statement = "SELECT reflect, reflect(java_method) FROM orders"
     check_pipeline("mine", PipelineKind.TRANSFORM, {"sql": statement, "into": "copies", "functions": "m:reflect"})
+    named = "WITH other (b) AS (SELECT id FROM orders), `reflect` (a) AS (SELECT b FROM other) SELECT a FROM reflect"
+    for statement in (named, "WITH Reflect (a, b) AS (SELECT id, key FROM orders) SELECT a FROM reflect"):
+        check_pipeline("mine", PipelineKind.TRANSFORM, {"sql": statement, "into": "copies"})
 
 
 def test_a_kind_is_refused_as_a_name() -> None:
@@ -133,7 +138,7 @@ def test_a_kind_is_refused_as_a_name() -> None:
 def test_an_error_names_the_setting() -> None:
     with pytest.raises(InvalidPipeline, match=r"^pipeline name 'bad/name'"):
         check_pipeline("bad/name", PipelineKind.LAND, {"topics": "orders"})
-    with pytest.raises(InvalidSetting, match="both given"):
+    with pytest.raises(InvalidSetting, match="both set"):
         check_pipeline("mine", PipelineKind.LAND, {"topics": "orders", "pattern": "o.*"})
 
 

@@ -36,7 +36,7 @@ def test_durations(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "1w", "-1s", "1h30m", "soon"])
 def test_invalid_durations_are_refused_with_the_flag(text: str) -> None:
-    with pytest.raises(InvalidSetting, match="--every is a duration"):
+    with pytest.raises(InvalidSetting, match="--every must be a duration"):
         parse_duration_ms(text, name="--every")
 
 
@@ -64,7 +64,7 @@ def test_cron_follows_the_clock_of_its_time_zone() -> None:
     ("text", "reason"),
     [
         ("0 3 * *", "five fields"),
-        ("60 * * * *", "the minute of a cron expression is between 0 and 59, not '60'"),
+        ("60 * * * *", "the minute of a cron expression must be between 0 and 59, not '60'"),
         ("0 5-3 * * *", "ends before it begins"),
         ("0 0 30 2 *", "does not exist"),
         ("0 0 * foo *", "the month"),

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.core.ids import ProducerEpoch, ProducerId
-from millstream.protocol.records.arrow import decode_arrow
 from millstream.protocol.records.batch import place_batch, read_header
 from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.decoder import decode_columns
@@ -64,8 +63,6 @@ def test_every_decoder_skips_aborted_records(steps: list[Step]) -> None:
     assert [record.offset for record in decode_records(data, aborted=aborted)] == committed
     columns = decode_columns(data, aborted=aborted)
     assert [offset for one in columns for offset in one.offsets.tolist()] == committed
-    arrow = decode_arrow(data, topic="t", partition=0, names=["offset"], aborted=aborted)
-    assert [offset for one in arrow for offset in one.column("offset").to_pylist()] == committed
 
 
 def test_without_the_list_everything_is_read() -> None:

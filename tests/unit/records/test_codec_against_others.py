@@ -32,7 +32,7 @@ from millstream.protocol.records.batch import (
 )
 from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderColumn
 from millstream.protocol.records.decoder import decode_columns
-from millstream.protocol.records.encoder import encode_columns
+from millstream.protocol.records.encoder import encode_source, source_of
 from millstream.protocol.records.record import LOG_APPEND_TIME, NewRecord, Record, decode_records, encode_batch
 
 with warnings.catch_warnings():
@@ -58,8 +58,9 @@ def by_plain_encoder(records: list[NewRecord], codec: int) -> Batch:
 
 
 def by_compiled_encoder(records: list[NewRecord], codec: int) -> Batch:
-    (batch,) = encode_columns(
-        as_columns(records), compression=codec, producer_id=7, producer_epoch=1, base_sequence=5, batch_bytes_max=2**30
+    source = source_of(as_columns(records))
+    (batch,) = encode_source(
+        source, compression=codec, producer_id=7, producer_epoch=1, base_sequence=5, batch_bytes_max=2**30
     )
     return batch
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidBatch
 from millstream.core.topic import murmur2
-from millstream.protocol.records.arrow import NAMES, SCHEMA, decode_arrow, from_arrow, to_arrow
+from millstream.protocol.records.arrow import NAMES, SCHEMA, from_arrow, to_arrow
 from millstream.protocol.records.batch import BatchHeader, iterate_headers
 from millstream.protocol.records.columns import BinaryColumn, Columns
-from millstream.protocol.records.decoder import decode_columns
-from millstream.protocol.records.encoder import encode_columns
+from millstream.protocol.records.decoder import FIELDS, decode_columns
+from millstream.protocol.records.encoder import encode_source, source_of
+from millstream.protocol.records.layout import Int64s
 from millstream.protocol.records.partitioner import choose_partitions
 from millstream.protocol.records.record import LOG_APPEND_TIME, NewRecord, decode_records, encode_batch
 
@@ -29,8 +31,13 @@ RECORDS = [
 ]
 
 
-def as_arrow(response: bytes | bytearray) -> pa.Table:
-    return pa.Table.from_batches(decode_arrow(response, topic="orders", partition=3), schema=SCHEMA)
+def as_arrow(response: bytes | bytearray, names: Sequence[str] = NAMES) -> pa.Table:
+    parts = decode_columns(response, fields=FIELDS.intersection(names))
+    return pa.Table.from_batches([to_arrow(part, topic="orders", partition=3, names=names) for part in parts])
+
+
+def encode_columns(columns: Columns, rows: Int64s | None = None, **options: Any) -> Iterator[bytearray]:
+    return encode_source(source_of(columns, rows), **options)
 
 
 def headers_of(batches: Iterator[bytearray]) -> list[BatchHeader]:
@@ -61,10 +68,10 @@ def test_rows_have_the_schema_of_the_kafka_source() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_only_requested_columns_are_built(name: str) -> None:
     response = encode_batch(RECORDS, base_offset=7)
-    (batch,) = decode_arrow(response, topic="orders", partition=3, names=(name,))
-    batch.validate(full=True)
-    assert batch.schema.names == [name]
-    assert batch.column(0).to_pylist() == as_arrow(response)[name].to_pylist()
+    table = as_arrow(response, (name,))
+    table.validate(full=True)
+    assert table.schema.names == [name]
+    assert table.column(0).to_pylist() == as_arrow(response)[name].to_pylist()
 
 
 def test_columns_that_were_not_decoded_cannot_be_requested() -> None:
@@ -129,16 +136,15 @@ def test_strings_and_large_types_are_encoded_too() -> None:
         }
 
 
-def test_offsets_and_missing_timestamps() -> None:
+def test_missing_timestamps_get_the_default() -> None:
     batch = pa.record_batch(
         {
             "value": pa.array([b"a", b"b"], pa.binary()),
-            "offset": pa.array([10, 17], pa.int64()),
             "timestamp": pa.array([None, 3_999], pa.timestamp("us", "UTC")),
         }
     )
-    found = list(decode_records(b"".join(encode_columns(from_arrow(batch, default_timestamp_ms=8), keep_offsets=True))))
-    assert [(record.offset, record.timestamp_ms) for record in found] == [(10, 8), (17, 3)]
+    found = list(decode_records(b"".join(encode_columns(from_arrow(batch, default_timestamp_ms=8)))))
+    assert [(record.offset, record.timestamp_ms) for record in found] == [(0, 8), (1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +152,6 @@ def test_offsets_and_missing_timestamps() -> None:
     [
         ({"key": pa.array([b"k"], pa.binary())}, "need a column `value`"),
         ({"value": pa.array([1.5])}, "cannot be written"),
-        ({"value": pa.array([b""], pa.binary()), "offset": pa.array([None], pa.int64())}, "offset is null"),
         ({"value": pa.array([b""], pa.binary()), "headers": pa.array([{"a": 1}])}, "cannot be written"),
         (
             {"value": pa.array([b""], pa.binary()), "headers": pa.array([[None]], SCHEMA.field("headers").type)},
@@ -201,17 +206,6 @@ def test_a_record_beyond_the_limit_gets_its_own_batch() -> None:
         1,
         1,
     ]
-
-
-def test_offsets_keep_their_gaps_on_request() -> None:
-    (header,) = headers_of(encode_columns(some_columns(5), keep_offsets=True))
-    assert (header.base_offset, header.last_offset, header.record_count) == (0, 12, 5)
-    far = some_columns(2)
-    far.offsets[1] = 2**40
-    assert [header.base_offset for header in headers_of(encode_columns(far, keep_offsets=True))] == [0, 2**40]
-    far.offsets[1] = 0
-    with pytest.raises(InvalidBatch, match="do not increase"):
-        list(encode_columns(far, keep_offsets=True))
 
 
 def test_timestamps_too_far_apart_are_split_into_batches() -> None:

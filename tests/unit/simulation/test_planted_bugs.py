@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -21,27 +17,11 @@ from millstream.broker.replication.in_sync import InSync, MayJoin
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import StoreUnavailable
 from millstream.core.ids import EpochEnd, NodeId, Offset
-from millstream.core.partition_state import PartitionState
+from millstream.core.partition_state import PartitionState, encode_value
+from millstream_testing.planted_bug import PlantedBug
 from millstream_testing.simulation.world import simulate
 
 SEEDS_MAX = 80
-
-
-@dataclass(frozen=True, slots=True)
-class PlantedBug:
-    """A replacement of code, and the kinds of faults that expose it soon."""
-
-    name: str
-    patches: tuple[tuple[object, str, Callable[..., Any]], ...]
-    faults: tuple[str, ...]
-
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        """Apply the bug within the context."""
-        with ExitStack() as stack:
-            for target, attribute, wrong in self.patches:
-                stack.enter_context(mock.patch.object(target, attribute, wrong))
-            yield
 
 
 def _count_the_new_set_only(self: InSync) -> None:
@@ -92,7 +72,7 @@ def _advance_with_too_few(self: InSync, own: Offset) -> Offset:
 
 
 async def _overwrite(self: Term, batch: list[Proposal]) -> bool:
-    return await self.change([Put(partition_key(one.partition), one.state.to_json()) for one in batch])
+    return await self.change([Put(partition_key(one.partition), encode_value(one.state)) for one in batch])
 
 
 BUGS = (

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -23,28 +21,10 @@ from millstream.core.ids import Offset
 from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import BatchHeader
 from millstream.protocol.records.control import Marker
+from millstream_testing.planted_bug import PlantedBug
 from millstream_testing.transaction_simulation.world import simulate_transactions
 
 SEEDS_MAX = 60
-
-
-@dataclass(frozen=True, slots=True)
-class PlantedBug:
-    """A replacement of code, and the kinds of faults that expose it soon."""
-
-    name: str
-    patches: tuple[tuple[object, str, Any], ...]
-    faults: tuple[str, ...]
-    first: int = 0
-    """The seed to begin with: the one that found it when it was written, so that this is soon over."""
-
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        """Apply the bug within the context."""
-        with ExitStack() as stack:
-            for target, attribute, wrong in self.patches:
-                stack.enter_context(mock.patch.object(target, attribute, wrong))
-            yield
 
 
 _write_all = MarkerSender._write_all

@@ -751,7 +751,6 @@ class Catalog:
             change()
 
     def close(self) -> None:
-        """Close every connection."""
         self._engine.dispose()
 
 

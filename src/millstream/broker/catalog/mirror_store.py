@@ -28,7 +28,6 @@ def hold_mirror(connection: Connection, mirror_id: UUID) -> Mirror:
 
 
 def update_mirror(connection: Connection, before: Mirror, after: Mirror) -> None:
-    """Store a changed mirror."""
     connection.execute(update(mirrors).where(_is_mirror(before.mirror_id)).values(**row_of(after)))
 
 

@@ -21,7 +21,7 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import FILE_NAME as COORDINATION_NAME
 from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_store import EtcdStore
-from millstream.broker.cluster.keys import topic_from_json, topic_to_json
+from millstream.broker.cluster.keys import topic_from_json
 from millstream.broker.cluster.last_run import FolderOwner, change_owner
 from millstream.broker.cluster.machine_folder import ADOPTING_NAME, MARK_NAME, Layout, open_coordination
 from millstream.broker.cluster.rebuild import EPOCHS_SKIPPED
@@ -33,7 +33,7 @@ from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import ClusterMismatch, CorruptState, DataFolderInvalid, InvalidSetting
 from millstream.core.ids import Epoch
-from millstream.core.partition_state import NO_LEADER, PartitionState
+from millstream.core.partition_state import NO_LEADER, PartitionState, encode_value
 
 ADOPTED_SUFFIX: Final = ".adopted"
 _CARRIED: Final = (
@@ -178,11 +178,11 @@ class Adoption:
         if key.startswith(keys.TOPICS):
             topic = topic_from_json(value)
             # For a topic without a setting, the default of a cluster guarantees less.
-            return topic_to_json(replace(topic, overrides=with_flush(dict(topic.overrides), self._flush)))
+            return encode_value(replace(topic, overrides=with_flush(dict(topic.overrides), self._flush)))
         if not key.startswith(keys.PARTITIONS):
             return value
         state = PartitionState.from_json(value)
-        return replace(state, leader=NO_LEADER, leader_epoch=Epoch(state.leader_epoch + EPOCHS_SKIPPED)).to_json()
+        return encode_value(replace(state, leader=NO_LEADER, leader_epoch=Epoch(state.leader_epoch + EPOCHS_SKIPPED)))
 
     def _transfer_folder(self, cluster_id: str) -> None:
         for folder, node in self._list_nodes().items():

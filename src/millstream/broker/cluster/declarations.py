@@ -186,11 +186,9 @@ class AnnouncedDeclarations(Declarations):
         self._announcer = announcer
 
     async def run(self, ask: Callable[[Catalog], T]) -> T:
-        """Call the catalog."""
         return await self._inner.run(ask)
 
     async def change(self, method: Callable[Concatenate[Catalog, P], T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a method and announce the change."""
         try:
             response = await self.call(method, *arguments, **named)
         except BaseException:

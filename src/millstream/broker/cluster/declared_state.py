@@ -36,7 +36,6 @@ class ClientQuotas(Holder):
         self._limits: dict[QuotaEntity, dict[str, float]] = {}
 
     async def load(self) -> None:
-        """Read the catalog."""
         self._limits = await self._declarations.call(Catalog.client_quotas)
         self._notify()
 
@@ -102,7 +101,6 @@ class DeclaredGroups(Holder):
         self._parsed: dict[str, Mapping[str, int]] = {}
 
     async def load(self) -> None:
-        """Read the catalog."""
         self._overrides = await self._declarations.call(Catalog.group_settings)
         self._parsed = {
             group_id: {name: DECLARED[name].parse(text) for name, text in overrides.items() if name in DECLARED}

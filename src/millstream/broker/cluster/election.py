@@ -70,7 +70,7 @@ class Term:
 
     async def _write(self, batch: list[Proposal]) -> bool:
         return await self.change(
-            [Put(partition_key(one.partition), one.state.to_json()) for one in batch],
+            [Put(partition_key(one.partition), encode_value(one.state)) for one in batch],
             [Expect(partition_key(one.partition), one.revision) for one in batch],
         )
 
@@ -89,13 +89,8 @@ class Reassignment:
     before: tuple[NodeId, ...]
     """Where it was, to go back to if the move is cancelled."""
 
-    def to_json(self) -> str:
-        """Encode it for the coordination store."""
-        return encode_value(self)
-
     @classmethod
     def from_json(cls, text: str) -> Reassignment:
-        """Decode it."""
         return decode_value(text, cls, "a move of a partition")
 
 
@@ -132,11 +127,11 @@ def begin_changes(
     nodes is not: they have to catch up.
     """
     wide = widened(state, move.target)
-    changes: list[Change] = [Put(keys.partition_key(partition), wide.to_json())]
+    changes: list[Change] = [Put(keys.partition_key(partition), encode_value(wide))]
     if set(wide.replicas) == set(move.target) == set(move.before):
         changes.append(Delete(keys.reassignment_key(partition)))
     else:
-        changes.append(Put(keys.reassignment_key(partition), move.to_json()))
+        changes.append(Put(keys.reassignment_key(partition), encode_value(move)))
     return [*changes, *(Delete(keys.removed_key(partition, node)) for node in move.target if node in removed)]
 
 
@@ -144,7 +139,7 @@ def end_changes(partition: PartitionKey, before: PartitionState, after: Partitio
     """Return the changes that end a move, or its cancellation: removed nodes may delete their files."""
     gone = [node for node in before.replicas if node not in after.replicas]
     return [
-        Put(keys.partition_key(partition), after.to_json()),
+        Put(keys.partition_key(partition), encode_value(after)),
         Delete(keys.reassignment_key(partition)),
         *(Put(keys.removed_key(partition, node), "") for node in gone),
     ]

@@ -482,7 +482,6 @@ class EmbeddedStore(HealthReporting):
             stop()
 
     async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> EmbeddedSession:
-        """Begin a session."""
         if self._session is not None and self._session.live:
             raise StoreRefused("the previous session has not ended")
         if not self._sessions_expire:

@@ -49,9 +49,9 @@ class EtcdAddress:
         shown = without_password(urls)
         parts = [urlsplit(text.strip()) for text in urls.split(",") if text.strip()]
         if not parts or any(part.scheme not in _SCHEMES or not part.hostname for part in parts):
-            raise ValueError(f"etcd's addresses look like http://host:2379,http://other:2379, not {shown!r}")
+            raise ValueError(f"etcd's addresses must look like http://host:2379,http://other:2379, not {shown!r}")
         if len({part.scheme for part in parts}) > 1:
-            raise ValueError(f"either all of etcd's addresses are https or none, not {shown!r}")
+            raise ValueError(f"all of etcd's addresses must use https, or none, not {shown!r}")
         given = user or unquote(parts[0].username or "")
         password = unquote(parts[0].password or "")
         if user and not (password or password_file):

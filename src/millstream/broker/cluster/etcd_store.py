@@ -272,7 +272,6 @@ class EtcdMembers:
         self._token = token
 
     async def close(self) -> None:
-        """Close every connection."""
         for member in self._members.values():
             await member.channel.close()
         self._members.clear()

@@ -29,7 +29,7 @@ from uuid import UUID
 
 from millstream.broker.cluster.membership import Node
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.partition_state import decode_value, encode_value
+from millstream.core.partition_state import decode_value
 from millstream.core.topic import Topic
 
 NODES = "nodes/"
@@ -152,10 +152,6 @@ class NodeRegistration:
     """Whether its log may have a hole: the machine went down without a clean stop, or the folder is another one."""
     revision: int = 0
 
-    def to_json(self) -> str:
-        """Encode it for the coordination store."""
-        return encode_value(self)
-
     @classmethod
     def from_json(cls, text: str, revision: int) -> NodeRegistration:
         """Decode it; unknown fields are ignored."""
@@ -170,43 +166,21 @@ class Deletion:
     replicas: tuple[NodeId, ...]
     """Every node that may have files of it."""
 
-    def to_json(self) -> str:
-        """Encode it for the coordination store."""
-        return encode_value(self)
-
     @classmethod
     def from_json(cls, text: str) -> Deletion:
-        """Decode it."""
         return decode_value(text, cls, "a deletion")
 
 
-def topic_to_json(topic: Topic) -> str:
-    """Encode a topic for the coordination store."""
-    return encode_value(topic)
-
-
 def topic_from_json(text: str) -> Topic:
-    """Decode a topic."""
     return decode_value(text, Topic, "a topic")
 
 
-def settings_to_json(overrides: Mapping[str, str]) -> str:
-    """Encode the settings of nodes for the coordination store."""
-    return encode_value(overrides)
-
-
 def settings_from_json(text: str) -> dict[str, str]:
-    """Decode the settings of nodes."""
     return decode_value(text, dict[str, str], "settings of nodes")
 
 
 Placement = Mapping[int, tuple[NodeId, ...]]
 """Replicas chosen by the user, by partition."""
-
-
-def placement_to_json(placement: Placement) -> str:
-    """Encode replicas chosen by the user."""
-    return encode_value(placement)
 
 
 def placement_from_json(text: str) -> Placement:

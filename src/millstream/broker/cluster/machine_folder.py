@@ -40,7 +40,7 @@ from millstream.broker.log.store import LogStore
 from millstream.core.clock import Clock
 from millstream.core.errors import ClusterMismatch, CorruptState, InvalidSetting
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.partition_state import NO_LEADER, PartitionState, Versioned
+from millstream.core.partition_state import NO_LEADER, PartitionState, Versioned, encode_value
 from millstream.core.topic import TopicPartition, TopicSettings
 
 _logger = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ class FolderSettlement:
     # -- the agreed states ----------------------------------------------------------------------------------
 
     async def _remove_copies(self, present: Mapping[str, NodeId]) -> None:
-        """Remove the logs that nodes have yet to remove after a move, while the states still tell which those are."""
+        """Remove the logs that nodes have yet to remove after a move, while the states still identify them."""
         removed = (await self._store.read(keys.REMOVED)).entries
         if not removed:
             return
@@ -329,7 +329,7 @@ class FolderSettlement:
             current, (state, revision) = hosts[key]
             if node != current:
                 name = partition_key(key)
-                batch.append((Put(name, _replace_node(state, current, node).to_json()), Expect(name, revision)))
+                batch.append((Put(name, encode_value(_replace_node(state, current, node))), Expect(name, revision)))
         await self._write(batch)
         await self._change_records(present)
 
@@ -352,7 +352,7 @@ class FolderSettlement:
             deletion = Deletion.from_json(entry.value)
             replicas = {first if node in self._mine else node for node in deletion.replicas}
             if replicas != set(deletion.replicas):
-                changes.append(Put(entry.key, replace(deletion, replicas=tuple(sorted(replicas))).to_json()))
+                changes.append(Put(entry.key, encode_value(replace(deletion, replicas=tuple(sorted(replicas))))))
         await self._change(changes)
 
     async def _change(self, changes: Iterable[Change]) -> None:

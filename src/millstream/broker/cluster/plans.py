@@ -77,13 +77,8 @@ class PlanHeader:
     was_drained: bool = False
     """Whether its node was drained already when it was applied, and stays so if it is cancelled."""
 
-    def to_json(self) -> str:
-        """Encode it for the coordination store."""
-        return encode_value(self)
-
     @classmethod
     def from_json(cls, text: str) -> PlanHeader:
-        """Decode it."""
         return decode_value(text, cls, "a plan")
 
     @property
@@ -95,11 +90,6 @@ class PlanHeader:
     def is_open(self) -> bool:
         """Whether the controller works on it."""
         return self.state in (RUNNING, CANCELLING)
-
-
-def moves_to_json(moves: Sequence[Move]) -> str:
-    """Encode one piece of a plan's moves for the coordination store."""
-    return encode_value(moves)
 
 
 def moves_from_json(text: str) -> tuple[Move, ...]:
@@ -178,9 +168,9 @@ class Plans:
             raise NotFound(f"the cluster has no node {header.drains}")
         # The moves come first, under the plan's own name, so that a header is never read with those of another plan.
         for number, at in enumerate(range(0, len(moves), _MOVES_PER_KEY)):
-            piece = moves_to_json(moves[at : at + _MOVES_PER_KEY])
+            piece = encode_value(moves[at : at + _MOVES_PER_KEY])
             await self._store.change([Put(keys.plan_moves_key(header.plan_id, number), piece)])
-        await self._change([Put(keys.PLAN, header.to_json())], "the plan", expect_revision=last_revision)
+        await self._change([Put(keys.PLAN, encode_value(header))], "the plan", expect_revision=last_revision)
         for plan_id, number in tuple(self._view.plan_moves):
             if plan_id != header.plan_id:
                 await self._store.change([Delete(keys.plan_moves_key(plan_id, number))])
@@ -198,7 +188,7 @@ class Plans:
             header = replace(header, throttle_bytes=throttle_bytes)
         if header.state == PROPOSED:
             header = replace(header, state=RUNNING, was_drained=header.drains in self._view.drained)
-        changes: list[Change] = [Put(keys.PLAN, header.to_json())]
+        changes: list[Change] = [Put(keys.PLAN, encode_value(header))]
         if header.drains is not None:
             changes.append(Put(keys.drained_key(header.drains), ""))
         await self._change(changes, f"plan {header.plan_id}", expect_revision=self._view.plan_revision)
@@ -210,7 +200,7 @@ class Plans:
         if header.state in (DONE, CANCELLED):
             raise PlanConflict(f"plan {header.plan_id} is {header.state} already")
         cancelled = replace(header, state=CANCELLED if header.state == PROPOSED else CANCELLING)
-        changes: list[Change] = [Put(keys.PLAN, cancelled.to_json())]
+        changes: list[Change] = [Put(keys.PLAN, encode_value(cancelled))]
         if cancelled.drains is not None and cancelled.state == CANCELLING and not cancelled.was_drained:
             changes.append(Delete(keys.drained_key(cancelled.drains)))
         await self._change(changes, f"plan {cancelled.plan_id}", expect_revision=self._view.plan_revision)
@@ -278,7 +268,7 @@ def planned_moves(view: ClusterView) -> list[Move]:
 
 def _check_throttle(throttle_bytes: int) -> None:
     if throttle_bytes < 1024:
-        raise InvalidRequest(f"the throttle is at least 1024 bytes per second, not {throttle_bytes}")
+        raise InvalidRequest(f"the throttle must be at least 1024 bytes per second, not {throttle_bytes}")
 
 
 class PlanExecution:
@@ -379,7 +369,9 @@ class PlanExecution:
 
     async def _finish(self, plan: PlanHeader, state: str) -> None:
         ended = replace(plan, state=state, finished_ms=self._clock.now_ms())
-        if await self._term.change([Put(keys.PLAN, ended.to_json())], [Expect(keys.PLAN, self._view.plan_revision)]):
+        if await self._term.change(
+            [Put(keys.PLAN, encode_value(ended))], [Expect(keys.PLAN, self._view.plan_revision)]
+        ):
             _logger.info("plan ended", extra={"plan": plan.plan_id, "state": state})
 
 

@@ -17,7 +17,7 @@ from uuid import UUID
 import msgspec
 
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.keys import PartitionKey, partition_key, topic_to_json
+from millstream.broker.cluster.keys import PartitionKey, partition_key
 from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner, LastRun
 from millstream.broker.cluster.membership import NO_LOCATION, Location
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Put
@@ -63,7 +63,6 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: bytes) -> Inventory:
-        """Decode it."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
@@ -236,8 +235,8 @@ async def write(store: CoordinationStore, rebuilt: Rebuilt, cluster_id: str) -> 
     await check_unknown(store)
     left = (await store.read(keys.PARTITIONS)).entries.keys() - {partition_key(key) for key in rebuilt.states}
     changes: list[Change] = [Delete(key) for key in left]
-    changes += [Put(partition_key(key), state.to_json()) for key, state in rebuilt.states.items()]
-    changes += [Put(keys.topic_key(topic.topic_id), topic_to_json(topic)) for topic in rebuilt.topics]
+    changes += [Put(partition_key(key), encode_value(state)) for key, state in rebuilt.states.items()]
+    changes += [Put(keys.topic_key(topic.topic_id), encode_value(topic)) for topic in rebuilt.topics]
     changes += [Put(keys.location_key(node), encode_value(location)) for node, location in rebuilt.locations.items()]
     # The key that lets nodes start is written last, so that an interrupted attempt must be repeated.
     changes += [Put(keys.admitted_key(node), incarnation) for node, incarnation in rebuilt.admitted.items()]

@@ -28,9 +28,7 @@ from millstream.broker.cluster.keys import (
     placement_from_json,
     placement_key,
     settings_key,
-    settings_to_json,
     topic_key,
-    topic_to_json,
 )
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.store import CHANGES_MAX, Change, Delete, Entry, Expect, Put
@@ -38,7 +36,7 @@ from millstream.broker.cluster.view import ClusterView
 from millstream.core.backoff import Backoff
 from millstream.core.errors import CatalogUnavailable, InvalidReplication, MillstreamError, StoreUnavailable
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.partition_state import FIRST_EPOCH, NO_LEADER, PartitionState
+from millstream.core.partition_state import FIRST_EPOCH, NO_LEADER, PartitionState, encode_value
 from millstream.core.topic import Topic
 
 
@@ -144,8 +142,8 @@ class _Publication:
     def changes(self) -> Iterator[Change]:
         """Yield the changes that publish it, which also remove the placement chosen by the user."""
         for one in self.proposals:
-            yield Put(partition_key(one.partition), one.state.to_json())
-        yield Put(topic_key(self.topic.topic_id), topic_to_json(self.topic))
+            yield Put(partition_key(one.partition), encode_value(one.state))
+        yield Put(topic_key(self.topic.topic_id), encode_value(self.topic))
         if self.new_partitions or self.is_placed_by_hand:
             yield Delete(placement_key(self.topic.topic_id))
 
@@ -253,7 +251,7 @@ class Reconciliation:
         """Publish the settings of nodes before the topics that they affect; keys missing in the catalog stay."""
         for scope, overrides in (await self._declarations.call(Catalog.broker_settings)).items():
             if overrides != self._view.settings.get(scope):
-                await self._term.change([Put(settings_key(scope), settings_to_json(overrides))])
+                await self._term.change([Put(settings_key(scope), encode_value(overrides))])
                 _logger.info("settings of nodes agreed on", extra={"node": scope or "all", "settings": str(overrides)})
 
     # -- new and growing topics ----------------------------------------------------------------------------
@@ -355,7 +353,7 @@ class Reconciliation:
             deletions = {topic_id: self._deletion(topic_id, stored[topic_id]) for topic_id in batch}
             records: list[Change] = []
             for topic_id, deletion in deletions.items():
-                records.append(Put(deleted_key(topic_id), deletion.to_json()))
+                records.append(Put(deleted_key(topic_id), encode_value(deletion)))
                 records += [Delete(topic_key(topic_id)), Delete(placement_key(topic_id))]
             if not await self._term.change(records):
                 return

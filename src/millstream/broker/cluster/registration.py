@@ -33,6 +33,7 @@ from millstream.core.errors import (
     StoreUnavailable,
 )
 from millstream.core.ids import NodeId
+from millstream.core.partition_state import encode_value
 
 _logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class Registration:
         )
         self.incarnation = incarnation
         revision = await self._await_free_id(key)
-        changes = [Put(key, registered.to_json(), leased=True)]
+        changes = [Put(key, encode_value(registered), leased=True)]
         if self._leaving:
             changes.append(Put(keys.leaving_key(self._me.node.node_id), "", leased=True))
         while await self._store.change(changes, [Expect(key, revision)]) is None:

@@ -69,8 +69,6 @@ class ReplicaLink(Protocol):
 
 
 class ReplicaLinks(Protocol):
-    """Opens links."""
-
     def open(self, node: NodeId) -> ReplicaLink:
         """Return a link to a node, which need not be reachable yet."""
 
@@ -113,7 +111,6 @@ class WireLink:
             self._deadline = 0.0
 
     async def close(self) -> None:
-        """Close the connection."""
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
@@ -303,7 +300,6 @@ class ReplicaFetcher:
         self._release(key, followed)
 
     def leave(self, key: PartitionKey) -> None:
-        """Stop fetching a partition."""
         followed = self._followed.pop(key, None)
         if followed is not None:
             self._cancel_suspension(followed)
@@ -322,7 +318,6 @@ class ReplicaFetcher:
             followed.held = None
 
     def _suspend_after_error(self, key: PartitionKey, followed: _Followed, error: MillstreamError) -> None:
-        """Suspend a partition for a while."""
         if self._followed.get(key) is not followed or followed.held is not None:
             return
         self._report(followed, error)
@@ -361,7 +356,6 @@ class ReplicaFetcher:
     # -- the task -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Fetch forever."""
         try:
             while True:
                 if not self._changed and all(followed.held is not None for followed in self._followed.values()):

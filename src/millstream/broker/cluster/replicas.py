@@ -42,7 +42,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NO_EPOCH, Epoch, NodeId, Offset
 from millstream.core.metric import Metric, counter, gauge
-from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.partition_state import PartitionState, Versioned, encode_value
 from millstream.core.tasks import keep_running
 from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.wire.error_codes import error_from_code
@@ -249,7 +249,7 @@ class _PendingChange(NamedTuple):
 
     @property
     def put(self) -> Put:
-        return Put(self.key, self.change.state.to_json())
+        return Put(self.key, encode_value(self.change.state))
 
     @property
     def expects(self) -> set[Expect]:

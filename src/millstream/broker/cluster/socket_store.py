@@ -160,7 +160,6 @@ class SocketSession:
 
     @property
     def live(self) -> bool:
-        """Whether it holds."""
         return not self._closed and self._store.connected
 
     confirmed = live

@@ -220,7 +220,6 @@ class HealthReporting:
 
     @property
     def unavailable_since_ms(self) -> int | None:
-        """Since when it does not respond."""
         return self._health.unavailable_since_ms
 
     def on_change(self, listener: Callable[[], None]) -> None:

@@ -73,7 +73,6 @@ class Subscriptions(NamedHolder[Subscription]):
         self._has_topic = has_topic
 
     async def load(self) -> None:
-        """Read the catalog."""
         async with self._changing:
             declared = await self._declarations.call(Catalog.subscriptions)
             self._deleted = await self._declarations.call(Catalog.deleted_subscriptions)

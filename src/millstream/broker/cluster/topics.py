@@ -20,7 +20,7 @@ from millstream.broker.cluster import election, keys
 from millstream.broker.cluster.broker_settings import ALL_NODES, BrokerSettings, check_changes
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.election import Reassignment, elect, elect_preferred
-from millstream.broker.cluster.keys import PartitionKey, Placement, placement_to_json
+from millstream.broker.cluster.keys import PartitionKey, Placement
 from millstream.broker.cluster.new_topics import (
     NewTopic,
     Terms,
@@ -58,7 +58,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.metric import Metric
-from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.partition_state import PartitionState, Versioned, encode_value
 from millstream.core.tasks import finish
 from millstream.core.topic import AUDIT, Topic, TopicPartition, TopicSettings, check_topic_name
 
@@ -330,7 +330,7 @@ class Topics:
         """
 
         def elected(key: PartitionKey, state: PartitionState) -> list[Change]:
-            return [Put(keys.partition_key(key), self._elect_leader(topic, state, unclean=unclean).to_json())]
+            return [Put(keys.partition_key(key), encode_value(self._elect_leader(topic, state, unclean=unclean)))]
 
         await self._change_state(topic, index, elected)
 
@@ -341,7 +341,7 @@ class Topics:
 
         def raised(key: PartitionKey, state: PartitionState) -> list[Change]:
             later = dataclasses.replace(state, leader_epoch=Epoch(max(state.leader_epoch, epoch)))
-            return [Put(keys.partition_key(key), later.to_json())]
+            return [Put(keys.partition_key(key), encode_value(later))]
 
         await self._change_state(topic, index, raised)
 
@@ -451,7 +451,6 @@ class Topics:
         *,
         replace: bool = False,
         validate_only: bool = False,
-        timeout_s: float = AGREEMENT_S,
     ) -> None:
         """Set some settings of a node, or of all (`ALL_NODES`), durably; None, and `replace` all others, unset them."""
         nodes = sorted(map(str, self._node_ids()))
@@ -463,13 +462,13 @@ class Topics:
         async with self._changing:
             overrides = await self._declarations.change(Catalog.change_broker_settings, scope, changes, replace=replace)
             self._notify_declared(None)
-        await self._broker_agreed(scope, overrides, timeout_s)
+        await self._broker_agreed(scope, overrides)
         _logger.info("node settings changed", extra={"node": scope or "all", "settings": str(overrides)})
 
     def _node_ids(self) -> Iterable[NodeId]:
         return self._view.registrations.keys()
 
-    async def _broker_agreed(self, scope: str, overrides: Mapping[str, str], timeout_s: float) -> None:
+    async def _broker_agreed(self, scope: str, overrides: Mapping[str, str]) -> None:
         before = self._view.settings.get(scope)
 
         def agreed() -> bool:
@@ -477,7 +476,7 @@ class Topics:
             # It may have been changed again meanwhile.
             return now == overrides or now != before
 
-        await self._view.until(agreed, timeout_s, what="settings of nodes")
+        await self._view.until(agreed, AGREEMENT_S, what="settings of nodes")
 
     async def create(
         self,
@@ -672,55 +671,51 @@ class Topics:
                 else:
                     overrides[setting_name] = text
             if topic.is_internal and overrides.get(_CLEANUP) != topic.overrides.get(_CLEANUP):
-                raise PolicyViolation(f"topic {name!r} holds the broker's own state; its {_CLEANUP} stays as it is")
+                raise PolicyViolation(f"topic {name!r} holds the broker's own state; its {_CLEANUP} cannot be changed")
             TopicSettings.from_strings(overrides, base=self._defaults)
             return dataclasses.replace(topic, overrides=overrides)
 
-        return await self._change(name, altered, None, validate_only=validate_only, timeout_s=timeout_s)
+        return await self._change(name, altered, validate_only=validate_only, timeout_s=timeout_s)
 
-    async def set_mirror(
-        self, name: str, mirror: str, *, is_draining: bool = False, timeout_s: float = AGREEMENT_S
-    ) -> Topic:
+    async def set_mirror(self, name: str, mirror: str, *, is_draining: bool = False) -> Topic:
         """Let only a mirror write a topic, which has the same id at its source; without a name, clients may again."""
 
         def changed(topic: Topic) -> Topic:
             original_id = topic.topic_id if mirror else None
             return dataclasses.replace(topic, mirror=mirror, is_draining=is_draining, original_id=original_id)
 
-        return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
+        return await self._change(name, changed)
 
     async def declared(self) -> list[Topic]:
         """Return every topic as the catalog has it; this node may not know of the last changes yet."""
         return await self._declarations.call(Catalog.topics)
 
-    async def set_origins(
-        self, name: str, origins: tuple[str, ...], original_id: UUID | None, *, timeout_s: float = AGREEMENT_S
-    ) -> Topic:
+    async def set_origins(self, name: str, origins: tuple[str, ...], original_id: UUID | None) -> Topic:
         """Record from which clusters the records of a copy came, and of which topic it is a copy."""
         changed = partial(dataclasses.replace, origins=origins, original_id=original_id)
-        return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
+        return await self._change(name, changed)
 
     async def await_revision(self, revision: int, timeout_s: float = AGREEMENT_S) -> None:
         """Wait until this node knows the cluster's state as of a revision."""
         await self._view.until(lambda: self._view.revision >= revision, timeout_s, what=f"revision {revision}")
 
-    async def await_mirror(self, topic_ids: Collection[UUID], mirror: str, timeout_s: float = AGREEMENT_S) -> None:
+    async def await_mirror(self, topic_ids: Collection[UUID], mirror: str) -> None:
         """Wait until this node knows that a mirror writes topics."""
 
         def known() -> bool:
             topics = (self._by_id.get(topic_id) for topic_id in topic_ids)
             return all(topic is None or topic.mirror == mirror for topic in topics)
 
-        await self._view.until(known, timeout_s, what=f"mirror {mirror!r}")
+        await self._view.until(known, AGREEMENT_S, what=f"mirror {mirror!r}")
 
     async def _change(
         self,
         name: str,
         change: Callable[[Topic], Topic],
-        placement: Placement | None,
+        placement: Placement | None = None,
         *,
-        validate_only: bool,
-        timeout_s: float,
+        validate_only: bool = False,
+        timeout_s: float = AGREEMENT_S,
     ) -> Topic:
         async with self._changing:
             before = self._require(name)
@@ -769,7 +764,7 @@ class Topics:
 
     async def _store_placement(self, topic_id: UUID, placement: Placement | None) -> None:
         if placement:
-            await self._coordination.change([Put(keys.placement_key(topic_id), placement_to_json(placement))])
+            await self._coordination.change([Put(keys.placement_key(topic_id), encode_value(placement))])
 
     async def _await_agreement(self, topic: Topic, *, before: Topic, timeout_s: float) -> None:
         def agreed() -> bool:
@@ -808,7 +803,7 @@ class Topics:
         unknown = {topic_id for topic_id, _ in self._store.stored()} - set(known)
         if unknown:
             _logger.warning(
-                "the data folder holds partitions that the catalog does not know; they are left alone",
+                "the data folder holds partitions that the catalog does not know; they are left unchanged",
                 extra={"topic_ids": ", ".join(sorted(map(str, unknown))[:_NAMES_SHOWN_MAX]), "count": len(unknown)},
             )
 

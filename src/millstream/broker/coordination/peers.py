@@ -78,7 +78,6 @@ class WirePeers:
         self._closed = False
 
     async def send(self, node: NodeId, request: Any) -> Any:
-        """Send a message to a node."""
         key, newest = request.__api_key__, request.__version__
         channel = await self._channel(node)
         version = channel.version_for(key, newest=newest)
@@ -86,13 +85,11 @@ class WirePeers:
         return reshape(response, load_response_class(key, newest))
 
     async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
-        """Send a private request."""
         channel = await self._channel(node)
         frame = await channel.exchange(api_key, _PRIVATE_VERSION, [body], timeout_s=RESPONSE_S)
         return frame[response_body_at(api_key, _PRIVATE_VERSION, frame) :]
 
     async def close(self) -> None:
-        """Close every connection."""
         self._closed = True
         channels, self._channels = self._channels, {}
         for channel in channels.values():

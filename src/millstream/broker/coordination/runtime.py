@@ -128,7 +128,6 @@ class Runtime(Generic[S]):
         self._watch_leadership()
 
     async def wait_loaded(self) -> None:
-        """Wait until all shards are loaded."""
         for shard in self.shards:
             await shard.wait_loaded()
 
@@ -177,7 +176,6 @@ class Runtime(Generic[S]):
         return max((state.leader_epoch for state in states if state is not None), default=FIRST_EPOCH)
 
     async def run(self, name: str, operation: Operation[S, T], *, pure: bool = False) -> T:
-        """Run an operation on the shard of this name."""
         await self.ensure()
         return await self.shard_of(name).run(operation, pure=pure)
 
@@ -199,7 +197,6 @@ class Runtime(Generic[S]):
         return shard
 
     def shard_at(self, index: PartitionIndex) -> Shard[S]:
-        """Return the shard of one partition of the topic."""
         shard = self._shards.get(index)
         if shard is None:
             raise NotCoordinator(f"this node does not lead {self._topic.name}-{index}")
@@ -264,7 +261,6 @@ class Coordinator(Generic[S]):
         await self._runtime.close()
 
     async def wait_loaded(self) -> None:
-        """Wait until all shards are loaded."""
         await self._runtime.wait_loaded()
 
     async def ensure(self) -> None:

@@ -719,7 +719,6 @@ def _client_error(name: str, error: MillstreamError) -> MillstreamError:
 
 
 def complete(future: asyncio.Future[Any], later: Deferred[Any]) -> None:
-    """Complete a future with a response."""
     # The future is cancelled if the caller has gone.
     if future.done():
         return

@@ -30,13 +30,11 @@ class Deferred(Generic[T]):
         self._listener: Callable[[Deferred[T]], None] | None = None
 
     def resolve(self, value: T) -> None:
-        """Respond with a value."""
         if not self.completed:
             self._value = value
             self._notify()
 
     def refuse(self, error: MillstreamError) -> None:
-        """Respond with an error."""
         if not self.completed:
             self._error = error
             self._notify()
@@ -178,7 +176,6 @@ class Timers:
         self._timers.pop(key, None)
 
     def clear(self) -> None:
-        """Cancel all timers."""
         self._timers.clear()
         self._heap.clear()
 

@@ -122,7 +122,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         limits = self._limits
         if not limits.session_min_ms <= request.session_timeout_ms <= limits.session_max_ms:
             raise InvalidSessionTimeout(
-                f"a session timeout is {limits.session_min_ms} to {limits.session_max_ms} ms, "
+                f"a session timeout must be {limits.session_min_ms} to {limits.session_max_ms} ms, "
                 f"not {request.session_timeout_ms}"
             )
         return await self._runtime.run(request.group_id, lambda shard: shard.join(request))
@@ -160,7 +160,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return await self._runtime.run(request.group_id, lambda shard: shard.shares.heartbeat(request), pure=True)
 
     async def describe_share_group(self, group_id: str) -> ShareGroupDescription:
-        """Describe one share group with its members."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.shares.describe(group_id), pure=True)
 
@@ -176,7 +175,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return await self._runtime.run(group_id, lambda shard: shard.shares.open(group_id), pure=True)
 
     async def leave(self, group_id: str, leavers: Sequence[Leaver]) -> list[Left]:
-        """Remove members."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.leave(group_id, leavers))
 
@@ -253,7 +251,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
     async def delete_offsets(
         self, group_id: str, unwanted: Mapping[str, Iterable[int]]
     ) -> Mapping[str, Mapping[int, MillstreamError | None]]:
-        """Delete committed offsets."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.delete_offsets(group_id, unwanted), pure=True)
 
@@ -263,12 +260,10 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return [listing for listings in await asyncio.gather(*responses) for listing in listings]
 
     async def describe(self, group_id: str) -> GroupDescription:
-        """Describe one classic group with its members."""
         _check_length(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.describe(group_id), pure=True)
 
     async def describe_consumer_group(self, group_id: str) -> ConsumerGroupDescription:
-        """Describe one consumer group with its members."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.consumers.describe(group_id), pure=True)
 

@@ -37,8 +37,6 @@ def estimated_bytes(client_id: str, instance_id: str | None, protocols: tuple[tu
 
 
 class Member:
-    """One consumer in a group."""
-
     __slots__ = (
         "assignment",
         "client_host",
@@ -113,7 +111,6 @@ class Member:
         )
 
     def stored(self, protocol_name: str, assignment: bytes) -> StoredMember:
-        """Return the stored form of the member."""
         return StoredMember(
             member_id=self.member_id,
             instance_id=self.instance_id,
@@ -141,7 +138,6 @@ class Member:
         return estimated_bytes(self.client_id, self.instance_id, self.protocols)
 
     def metadata(self, protocol_name: str) -> bytes:
-        """Return the member's metadata for one protocol."""
         return next((metadata for name, metadata in self.protocols if name == protocol_name), b"")
 
     def vote(self, candidates: Collection[str]) -> str:
@@ -255,7 +251,6 @@ class Group:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the group has no members."""
         return self.state is GroupState.EMPTY
 
     @property
@@ -279,7 +274,6 @@ class Group:
         return max((member.rebalance_timeout_ms for member in self.members.values()), default=0)
 
     def move_to(self, state: GroupState, now_ms: int) -> None:
-        """Enter a state."""
         self.previous_state = self.state
         self.state = state
         self.state_since_ms = now_ms
@@ -298,7 +292,6 @@ class Group:
             self.park_join(member, deferred)
 
     def update(self, member: Member, protocols: tuple[tuple[str, bytes], ...]) -> None:
-        """Replace the protocols of a member."""
         self._uncount_protocols(member)
         member.protocols = protocols
         self._count_protocols(member)
@@ -474,7 +467,6 @@ class Group:
         )
 
     def listing(self) -> GroupListing:
-        """Summarize the group for a list."""
         return GroupListing(group_id=self.group_id, protocol_type=self.protocol_type or "", state=self.state.value)
 
     def description(self) -> GroupDescription:

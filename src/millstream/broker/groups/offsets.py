@@ -46,7 +46,6 @@ class Offsets:
         """The groups for which transactions have committed offsets, as long as they have any."""
 
     def put(self, key: OffsetKey, committed: CommittedOffset) -> None:
-        """Store an offset."""
         self._by_group.setdefault(key.group_id, {})[(key.topic, key.partition)] = committed
         if committed.is_transactional:
             self.transactional_groups.add(key.group_id)
@@ -179,7 +178,6 @@ class Registry:
         return group
 
     def drop(self, group_id: str) -> None:
-        """Remove a group."""
         self._groups.pop(group_id, None)
 
     def drop_if_unused(self, group: Group) -> None:

@@ -37,8 +37,6 @@ NO_TIME_MS: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class OffsetKey:
-    """Identifies a committed offset."""
-
     group_id: str
     topic: str
     partition: int
@@ -46,8 +44,6 @@ class OffsetKey:
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """Identifies a group."""
-
     group_id: str
 
 
@@ -92,7 +88,6 @@ class StoredGroup:
 
 
 def offset_record(key: OffsetKey, committed: CommittedOffset) -> StateRecord:
-    """Build the record of a commit."""
     expires = committed.expire_ms != NO_TIME_MS
     version = _OFFSET_VERSION_WITH_EXPIRY if expires else _OFFSET_VERSION
     writer = Writer(flexible=False)
@@ -111,12 +106,10 @@ def offset_record(key: OffsetKey, committed: CommittedOffset) -> StateRecord:
 
 
 def offset_tombstone(key: OffsetKey) -> StateRecord:
-    """Build the tombstone of a committed offset."""
     return StateRecord(_offset_key(key), None)
 
 
 def group_record(group_id: str, group: StoredGroup) -> StateRecord:
-    """Build the record of a generation."""
     writer = Writer(flexible=False)
     writer.int16(_GROUP_VERSION)
     writer.string(group.protocol_type)
@@ -158,7 +151,6 @@ def read_key(key: bytes) -> OffsetKey | GroupKey | None:
 
 
 def read_offset(record: StateRecord) -> CommittedOffset:
-    """Read the value of an offset's record."""
     reader, version = _read_header(record)
     offset = reader.int64()
     leader_epoch = reader.int32() if version >= 3 else -1
@@ -181,7 +173,6 @@ def read_offset(record: StateRecord) -> CommittedOffset:
 
 
 def read_group(record: StateRecord) -> StoredGroup:
-    """Read the value of a group's record."""
     reader, version = _read_header(record)
     protocol_type = reader.string()
     generation = reader.int32()

@@ -213,8 +213,6 @@ FetchedOffsets = Mapping[str, Mapping[int, FetchedOffset]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupListing:
-    """The entry of a group in a list."""
-
     group_id: str
     protocol_type: str
     state: str
@@ -223,8 +221,6 @@ class GroupListing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberDescription:
-    """The description of a member."""
-
     member_id: str
     instance_id: str | None
     client_id: str
@@ -235,8 +231,6 @@ class MemberDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDescription:
-    """The description of a group."""
-
     group_id: str
     state: str
     protocol_type: str
@@ -247,8 +241,6 @@ class GroupDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimits:
-    """Limits and delays of groups."""
-
     session_min_ms: int
     session_max_ms: int
     initial_delay_ms: int

@@ -92,8 +92,6 @@ def random_suffix() -> str:
 
 
 class Join:
-    """Handles join requests."""
-
     def __init__(
         self, rebalance: Rebalance, limits: GroupLimits, *, new_suffix: Callable[[], str] = random_suffix
     ) -> None:
@@ -237,8 +235,6 @@ _SWEEP_OFFSETS: Final = 2000
 
 
 class GroupShard:
-    """Groups and offsets of one partition."""
-
     def __init__(
         self,
         timers: Timers,
@@ -463,7 +459,6 @@ class GroupShard:
         return [], [*classic, *self.consumers.listings(), *self.shares.listings()]
 
     def describe(self, group_id: str) -> Outcome[GroupDescription]:
-        """Describe one classic group with its members."""
         group = self._groups.get(group_id)
         if group is None:
             raise UnknownGroup(f"there is no classic group {group_id!r}")

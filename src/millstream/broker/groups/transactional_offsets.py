@@ -49,8 +49,6 @@ class Pending(NamedTuple):
 
 
 class LastMarker(NamedTuple):
-    """The last marker of a producer."""
-
     epoch: int
     coordinator_epoch: int
     time_ms: int

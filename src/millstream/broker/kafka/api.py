@@ -26,7 +26,7 @@ from millstream.broker.net.connection import EventualResponse
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.response import Buffers, Promise, start
 from millstream.broker.security.changes import Changes, record_changes
-from millstream.core.acl import Operation, ResourceType
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import InvalidAssignment, MillstreamError, RequestTimedOut, UnknownTopic, UnknownTopicId
 from millstream.core.quota import ANONYMOUS
@@ -47,8 +47,6 @@ M = TypeVar("M")
 
 
 class Versioned(NamedTuple, Generic[M]):
-    """A message and its version."""
-
     version: int
     message: M
 
@@ -226,6 +224,14 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         return self.downgrade(version, response)
 
 
+class VersionedApi(Api[Versioned[M], ResponseT], Generic[M, ResponseT]):
+    """An API whose behaviour depends on the version of the request."""
+
+    def upgrade(self, version: int, request: Any) -> Versioned[M]:
+        newest: Any = super().upgrade(version, request)
+        return Versioned(version, newest)
+
+
 class PrivateApi(ABC, Generic[RequestT, ResponseT]):
     """One of Millstream's private requests; `protocol/private/message.py` defines the encoding."""
 
@@ -236,6 +242,8 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
     """Both are the type arguments of a subclass. A response can be built from an error alone."""
     changes: ClassVar[Changes | None]
     """What a request changes of what is declared, for the audit log; None if it changes nothing."""
+    cluster_operation: ClassVar[Operation] = Operation.CLUSTER_ACTION
+    """The operation on the cluster that a client needs, unless `needs` is overridden; by default one of nodes only."""
     waits_for_others: ClassVar[bool] = False
     """Whether the response waits for other clients, so that it is abandoned when the client leaves."""
 
@@ -249,9 +257,9 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
     async def handle(self, request: RequestT) -> ResponseT:
         """Carry out a request."""
 
-    @abstractmethod
     async def needs(self, request: RequestT) -> Sequence[Need]:
         """Return the permissions that a client needs for this request."""
+        return [(self.cluster_operation, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     def starts_at_once(self, request: RequestT) -> bool:
         """Whether a request is worked on as it arrives, as `Api` explains."""
@@ -281,7 +289,6 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         return start(self.respond_later(request, header, client), is_abandoned_with_client=self.waits_for_others)
 
     def refuse(self, error: BaseException, header: RequestHeader, client: ClientInfo) -> Buffers:
-        """Respond with an error."""
         log_fenced(error_code(error), str(error), client)
         return encode_private(header, self.response_type(error=int(error_code(error)), message=error_message(error)))
 
@@ -325,7 +332,6 @@ _MESSAGE_LENGTH_MAX: Final = 2000
 
 
 def error_code(error: BaseException) -> ErrorCode:
-    """Find the Kafka code for an error."""
     for ancestor in type(error).__mro__:
         if ancestor in CODES:
             return ErrorCode(CODES[ancestor])
@@ -402,7 +408,6 @@ def check_assignments(assignments: Sequence[Sequence[int]], membership: Membersh
 
 
 def topic_named(topics: Topics, name: str) -> Topic:
-    """Find a topic by its name."""
     topic = topics.get(name)
     if topic is None:
         raise UnknownTopic(f"topic {name!r} does not exist")
@@ -410,7 +415,6 @@ def topic_named(topics: Topics, name: str) -> Topic:
 
 
 def topic_with_id(topics: Topics, topic_id: UUID) -> Topic:
-    """Find a topic by its id."""
     topic = topics.by_id(topic_id)
     if topic is None:
         raise UnknownTopicId(f"no topic has the id {topic_id}")

@@ -36,7 +36,6 @@ from millstream.protocol.wire.replica_fetch import (
     CLOSED_SESSION_EPOCH,
     FIRST_SESSION_EPOCH,
     NO_SESSION,
-    OLDEST,
     PartitionKey,
     ReplicaFetch,
     ReplicaPosition,
@@ -65,8 +64,6 @@ class Waiter(Protocol):
 
 
 class FollowedPartition:
-    """One partition of a session."""
-
     __slots__ = ("partition", "position", "sent_log_start", "sent_watermark")
 
     def __init__(self, position: ReplicaPosition) -> None:
@@ -179,8 +176,6 @@ _UNREGISTERED = ReplicaResponse(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_
 
 
 class Partitions(Protocol):
-    """Where partitions are found."""
-
     def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
         """Return one partition by the topic's id."""
 
@@ -207,7 +202,6 @@ class FollowerFetch:
         self._stopping = False
 
     def __len__(self) -> int:
-        """Return how many followers have a session."""
         return len(self._sessions)
 
     def stop(self) -> None:
@@ -223,8 +217,6 @@ class FollowerFetch:
 
         A client that is known to be a node can follow only as that node.
         """
-        if header.version < OLDEST:
-            raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
         fetch = read_replica_fetch(frame, header.body_at)
         if client is not None and client.rights is not None and client.rights.node_id not in (None, fetch.node):
             raise ProtocolViolation(f"node {client.rights.node_id} sent a fetch in the name of node {fetch.node}")

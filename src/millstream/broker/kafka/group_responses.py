@@ -37,7 +37,6 @@ def milliseconds(value: int) -> i32Timedelta:
 
 
 def partitions_by_topic(part: Callable[..., T], assignment: Mapping[UUID, Collection[int]]) -> tuple[T, ...]:
-    """Build the assignment of a member."""
     return tuple(
         part(topic_id=topic_id, partitions=tuple(map(i32, sorted(partitions))))
         for topic_id, partitions in sorted(assignment.items())

@@ -85,8 +85,6 @@ class Portion:
 
 
 class Request(NamedTuple):
-    """A Produce request of any version."""
-
     transactional_id: str | None
     acks: int
     timeout_ms: int

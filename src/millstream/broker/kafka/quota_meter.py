@@ -78,7 +78,7 @@ class QuotaMeter:
         return throttle_ms
 
     def take(self, client: ClientInfo, size: int) -> int:
-        """As `charge`, for requests that share their connection with others: these are held back by `owed_ms`."""
+        """Charge a request that shares its connection with others, which is not muted: `owed_ms` holds it back."""
         bucket = self._find_bucket(client)
         debt_s = 0.0 if bucket is None else bucket.take(size, self._clock())
         if not debt_s:
@@ -95,7 +95,7 @@ class QuotaMeter:
         return min(math.ceil(debt_s * 1000), THROTTLE_MS_MAX)
 
     def allowance(self, client: ClientInfo, size: int) -> int:
-        """How much of `size` to give at once: not more than the client's bucket holds, so that waits stay short."""
+        """Return how much of `size` to give at once: at most what the bucket holds, so that waits stay short."""
         bucket = self._find_bucket(client) if self.is_limiting else None
         return size if bucket is None else min(size, bucket.size)
 

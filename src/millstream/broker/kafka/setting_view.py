@@ -14,7 +14,7 @@ from millstream.broker.cluster.declared_state import DeclaredGroups
 from millstream.broker.cluster.topics import Topics
 from millstream.core.config import Config
 from millstream.core.group import DECLARED
-from millstream.core.setting import Setting, settings_of, without_password
+from millstream.core.setting import Setting, settings_of, value_text, without_password
 from millstream.core.subscription import Subscription, SubscriptionSettings
 from millstream.core.topic import Topic, TopicSettings
 
@@ -142,9 +142,9 @@ def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
         node_value = getattr(static, attribute)
         if node_value != declared.default:
             node_name = node_names.get(_NODE_DEFAULT_PREFIX + attribute, declared.name)
-            synonyms.append(Synonym(node_name, _text(node_value), SOURCE_NODE))
-        synonyms.append(Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT))
-        value = _text(getattr(in_force, attribute))
+            synonyms.append(Synonym(node_name, value_text(node_value), SOURCE_NODE))
+        synonyms.append(Synonym(declared.name, value_text(declared.default), SOURCE_DEFAULT))
+        value = value_text(getattr(in_force, attribute))
         if declared.name not in topic.overrides and value != synonyms[0].value:
             # It follows from another setting of the topic.
             synonyms.insert(0, Synonym(declared.name, value, SOURCE_TOPIC))
@@ -171,10 +171,10 @@ def node_settings(config: Config, topic_defaults: TopicSettings, settings: Broke
     """
     for attribute, declared in settings_of(Config):
         value = getattr(config, attribute)
-        synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
+        synonyms = [Synonym(declared.name, value_text(declared.default), SOURCE_DEFAULT)]
         if value != declared.default:
             synonyms.insert(0, Synonym(declared.name, _visible_value(declared, value), SOURCE_NODE))
-        yield SettingView(declared, tuple(synonyms), read_only=declared.needs_restart)
+        yield SettingView(declared, tuple(synonyms), read_only=True)
         if (kafka_name := _KAFKA_NAMES.get(declared.name)) is not None:
             synonyms = [*_changed_while_running(settings, kafka_name), *synonyms]
             named = dataclasses.replace(declared, name=kafka_name)
@@ -182,9 +182,9 @@ def node_settings(config: Config, topic_defaults: TopicSettings, settings: Broke
     for attribute, declared in settings_of(TopicSettings):
         kafka_name = _BROKER_NAMES.get(declared.name)
         if kafka_name is not None and kafka_name not in _KAFKA_NAMES.values():
-            synonyms = [Synonym(kafka_name, _text(declared.default), SOURCE_DEFAULT)]
+            synonyms = [Synonym(kafka_name, value_text(declared.default), SOURCE_DEFAULT)]
             if (value := getattr(topic_defaults, attribute)) != declared.default:
-                synonyms.insert(0, Synonym(kafka_name, _text(value), SOURCE_NODE))
+                synonyms.insert(0, Synonym(kafka_name, value_text(value), SOURCE_NODE))
             synonyms = [*_changed_while_running(settings, kafka_name), *synonyms]
             yield SettingView(dataclasses.replace(declared, name=kafka_name), tuple(synonyms), read_only=False)
 
@@ -203,9 +203,9 @@ def consumer_group_settings(groups: DeclaredGroups, group_id: str) -> Iterator[S
     """Yield every setting of a consumer group: its own value, the node's, or the built-in default."""
     own = groups.overrides_of(group_id)
     for name, declared in DECLARED.items():
-        synonyms = [Synonym(name, _text(declared.default), SOURCE_DEFAULT)]
+        synonyms = [Synonym(name, value_text(declared.default), SOURCE_DEFAULT)]
         if groups.defaults[name] != declared.default:
-            synonyms.insert(0, Synonym(name, _text(groups.defaults[name]), SOURCE_NODE))
+            synonyms.insert(0, Synonym(name, value_text(groups.defaults[name]), SOURCE_NODE))
         if name in own:
             synonyms.insert(0, Synonym(name, own[name], SOURCE_GROUP))
         yield SettingView(declared, tuple(synonyms), read_only=False)
@@ -215,7 +215,7 @@ def share_group_settings(subscription: Subscription | None) -> Iterator[SettingV
     """Yield every setting of a share group, which is a subscription; the defaults when it is not declared."""
     overrides = {} if subscription is None else subscription.shown_overrides()
     for _, declared in settings_of(SubscriptionSettings):
-        synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
+        synonyms = [Synonym(declared.name, value_text(declared.default), SOURCE_DEFAULT)]
         if declared.name in overrides:
             value = None if declared.is_secret else overrides[declared.name]
             synonyms.insert(0, Synonym(declared.name, value, SOURCE_GROUP))
@@ -226,8 +226,4 @@ def _visible_value(declared: Setting, value: Any) -> str | None:
     """Return a value of a node's configuration; None for a secret."""
     if declared.is_secret:
         return None
-    return without_password(value) if declared.is_url else _text(value)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return without_password(value) if declared.is_url else value_text(value)

@@ -27,7 +27,7 @@ from millstream.core.errors import InvalidRequest, MillstreamError, NotLeader, U
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey, Subscription, Verb
 from millstream.core.topic import Topic
-from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.message import Response, decode_response, encode
 from millstream.protocol.private.subscription_messages import (
     ForgetSubscriptionRequest,
     ListSubscriptionsRequest,
@@ -35,7 +35,6 @@ from millstream.protocol.private.subscription_messages import (
     SeekSubscriptionRequest,
     SeekSubscriptionResponse,
 )
-from millstream.protocol.wire.error_codes import error_from_code
 
 UNKNOWN: Final = -1
 
@@ -93,7 +92,6 @@ class ShareOffsets:
         await self._service.declared.ensure(name)
 
     async def move(self, name: str, topic: Topic, partition: int, offset: int) -> None:
-        """Move a group to an offset of one partition."""
         state = self._service.topics.state_of(topic, partition)
         if state is None or not state.has_leader:
             raise NotLeader(f"{topic.name}-{partition} has no leader")
@@ -115,10 +113,7 @@ class ShareOffsets:
                     await self._send(node.node_id, SubscriptionForget.key, request, Response)
 
     async def _send(self, node: NodeId, key: int, request: msgspec.Struct, kind: type[R]) -> R:
-        response = decode(await self._service.ask_node(node, key, encode(request)), kind)
-        if response.error:
-            raise error_from_code(response.error, response.message)
-        return response
+        return decode_response(await self._service.ask_node(node, key, encode(request)), kind)
 
 
 OPENS: Final = 0
@@ -180,7 +175,6 @@ class ShareSessions:
         return session if session is not None and session.epoch == epoch else None
 
     def close(self, member: SessionKey) -> ShareSession | None:
-        """Forget the session of a member."""
         session = self._by_member.pop(member, None)
         if session is not None:
             session.presence.forget(session)
@@ -236,8 +230,6 @@ def outcome_of(settled: PendingWrite | MillstreamError | None) -> MillstreamErro
 
 
 class Leader(NamedTuple):
-    """The leader of a partition."""
-
     node_id: int
     epoch: int
 
@@ -429,7 +421,7 @@ def _check_batch(batch: AcknowledgementBatch, before: int, *, renews: bool) -> N
         raise InvalidRequest(f"{len(types)} acknowledgements are given for {size} messages")
     known = _KINDS if renews else _WITHOUT_RENEW
     if not known.issuperset(types):
-        raise InvalidRequest(f"an acknowledgement type is one of {sorted(known)}")
+        raise InvalidRequest(f"an acknowledgement type must be one of {sorted(known)}")
 
 
 def _runs(batch: AcknowledgementBatch) -> list[tuple[int, int]]:

@@ -93,7 +93,7 @@ class ShareTopics:
         self._cached_topics: dict[UUID, tuple[float, tuple[str, ...]]] = {}
 
     def kept(self) -> dict[UUID, list[tuple[str, int]]]:
-        """By subscription: the queues that have begun and whose states this node keeps."""
+        """Return, by subscription, the queues that have begun and whose states this node keeps."""
         kept: dict[UUID, list[tuple[str, int]]] = {}
         for key in self._states.written():
             topic = self._topics.by_id(key.topic_id)
@@ -132,8 +132,6 @@ _END_MS = -1
 
 
 class SubscriptionService:
-    """The subscriptions of one node."""
-
     def __init__(
         self,
         topics: Topics,
@@ -390,7 +388,6 @@ class SubscriptionService:
         return self._engine
 
     def release_worker(self, worker: str) -> None:
-        """Release the leases of a worker of any subscription."""
         if self._engine is None or self._closed:
             return
         for delivery in self._engine.deliveries:

@@ -164,8 +164,6 @@ class PartitionMarkers:
 
 
 class TransactionService:
-    """The transactions of one node."""
-
     def __init__(
         self,
         topics: Topics,

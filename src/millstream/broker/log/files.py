@@ -421,15 +421,17 @@ class KernelSync:
 
 
 @cache
-def _system_call() -> Callable[..., int]:
+def _system_call(arguments: int) -> Callable[..., int]:
+    """Return the function for calls with this many arguments, declared so that ctypes converts them itself."""
     # The interpreter's lock is kept: the calls are short, and taking it again is what costs.
-    found = ctypes.PyDLL(None, use_errno=True).syscall
+    found = ctypes.PyDLL(None, use_errno=True)["syscall"]
+    found.argtypes = (ctypes.c_long,) * (1 + arguments)
     found.restype = ctypes.c_long
     return cast("Callable[..., int]", found)
 
 
 def _call(number: int, *arguments: int) -> int:
-    return _system_call()(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+    return _system_call(len(arguments))(number, *arguments)
 
 
 class OpenFile(Protocol):

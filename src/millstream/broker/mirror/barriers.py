@@ -57,7 +57,7 @@ class Barriers:
         try:
             async with asyncio.timeout(HOLD_S), self._transactions.held():
                 own = self._transactions.led()
-                hold = HoldRequest(token=token, hold_ms=int(HOLD_S * 1000))
+                hold = HoldRequest(token=token, action="hold", hold_ms=int(HOLD_S * 1000))
                 began = await gather_or_cancel(
                     self._service.ask_node(node, HOLD_KEY, hold, HoldResponse) for node in others
                 )
@@ -67,7 +67,7 @@ class Barriers:
                 groups, left_out = await self._read_groups(token, wanted) if request.with_groups else ({}, False)
                 found = await self._service.high_watermarks(request.topics)
                 offsets = {name: ends for name, ends in found.items() if self._has_id(name, request.topic_ids)}
-                release = HoldRequest(token=token)
+                release = HoldRequest(token=token, action="release")
                 ended = await gather_or_cancel(
                     self._service.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others
                 )
@@ -95,7 +95,7 @@ class Barriers:
 
         If they are too many, none are returned, and the second value is True.
         """
-        asked = HoldRequest(token=token, groups_in=dict(topics))
+        asked = HoldRequest(token=token, action="read groups", topics=dict(topics))
         responses = await gather_or_cancel(
             self._service.ask_node(node, HOLD_KEY, asked, HoldResponse) for node in self._service.others
         )
@@ -116,11 +116,11 @@ class Barriers:
         return topic is not None and topic.topic_id == topic_ids[name]
 
     async def hold(self, request: HoldRequest) -> HoldResponse:
-        """Hold back decisions here for a while, or let them through again; say whether they were held."""
-        if request.groups_in is not None:
-            groups, left_out = self._groups.transactional_groups(request.groups_in, OFFSETS_MAX)
+        """Hold back decisions here for a while, let them through again, or read groups meanwhile."""
+        if request.action == "read groups":
+            groups, left_out = self._groups.transactional_groups(request.topics, OFFSETS_MAX)
             return HoldResponse(held=request.token in self._held, groups=groups, left_out=left_out)
-        if not request.hold_ms:
+        if request.action == "release":
             holding, shards = self._held.pop(request.token, None), self._transactions.led()
             if holding is None or holding.done():
                 return HoldResponse(held=False)

@@ -154,7 +154,7 @@ class Copy:
         return max(0, self.source_end - self.partition.high_watermark)
 
     def lag(self, now_ms: int) -> int | None:
-        """How many offsets of the source clients cannot read here, at least; None if that is unknown.
+        """Return the least number of the source's offsets that clients cannot read here; None if that is unknown.
 
         A source that does not respond may have more than it had when the copy had everything.
         """
@@ -164,7 +164,7 @@ class Copy:
         return None if self.source_end < 0 or (not self._behind and is_silent) else self._behind
 
     def lag_ms(self, now_ms: int) -> int | None:
-        """For how long the copy has been behind, or the source has not said whether it is; None before it has."""
+        """Return how long the copy has been behind or the source has been silent; None before its first response."""
         if self.is_gone:
             return 0
         if self.source_end < 0:
@@ -337,11 +337,11 @@ class Copier:
                 leader = await self._source.client.leader_of(copy.source.topic, copy.source.partition)
                 await self._check_history(copy)
             except MillstreamError as error:
-                self._suspend(copy, await self._explained(copy, error))
+                self._suspend(copy, await self._explain_error(copy, error))
                 return None
         return leader
 
-    async def _explained(self, copy: Copy, error: MillstreamError) -> MillstreamError:
+    async def _explain_error(self, copy: Copy, error: MillstreamError) -> MillstreamError:
         """Return an error, or its reason: the original was deleted and created again, or exists and is not gone."""
         if copy.original_id is not None and isinstance(error, (UnknownTopic, UnknownTopicId, CopyDiverged)):
             name = copy.source.topic
@@ -580,7 +580,7 @@ class Copier:
                 self._suspend(copy, error)
             except MillstreamError as error:
                 copy.compared_epoch = -2
-                self._suspend(copy, await self._explained(copy, error))
+                self._suspend(copy, await self._explain_error(copy, error))
             else:
                 copy.failures, copy.error, copy.unknown_since, copy.is_gone = 0, "", None, False
                 await self._restore_lost(copy)
@@ -761,7 +761,7 @@ def awaits_gaps(partition: Partition) -> bool:
     return partition.is_leader and partition.awaits_exposure and partition.log.settings.compacts
 
 
-class Readable:
+class ReadableWait:
     """Waits until clients can read copies up to some offsets, or this node leads them no longer."""
 
     def __init__(self, wanted: Mapping[Partition, Offset]) -> None:

@@ -161,7 +161,7 @@ class Mirrors(NamedHolder[Mirror]):
         async with self._changing:
             self._by_name[name] = await self._declarations.change(Catalog.alter_mirror, known.mirror_id, forgotten)
 
-    async def note_gated(self, mirror: Mirror) -> None:
+    async def record_gated(self, mirror: Mirror) -> None:
         """Record durably that readers wait at commits, before there is a copy: a failover has to know it, too."""
         known = self._by_name.get(mirror.name)
         if known is None or known.is_gated:

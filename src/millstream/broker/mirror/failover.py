@@ -769,7 +769,7 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
     declared = await service.mirrors.find(request.name)
     if declared.cuts != request.cuts:
         cuts = {name: offsets for name, offsets in request.cuts.items() if declared.cuts.get(name) != offsets}
-        declared = await _drop_beyond(service, request, cuts, [topic for topic in topics if topic.name in cuts])
+        declared = await _truncate_to_cuts(service, request, cuts, [topic for topic in topics if topic.name in cuts])
     await service.mirrors.change(
         request.name, lambda now: dataclasses.replace(now, overrides=dict(request.settings), is_wanted=True)
     )
@@ -783,7 +783,7 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
     return AdoptResponse(removed=removed)
 
 
-async def _drop_beyond(
+async def _truncate_to_cuts(
     service: MirrorService, request: AdoptRequest, cuts: TopicOffsets, topics: Sequence[Topic]
 ) -> Mirror:
     """Drop what some topics hold beyond their cuts; return the mirror with the ranges that were dropped."""
@@ -853,7 +853,6 @@ class _Scan:
 
 
 async def _batches(service: MirrorService, removed: RemovedRange) -> AsyncIterator[tuple[memoryview, BatchHeader]]:
-    """Yield the batches of a range."""
     client, offset = service.client(), removed.start
     while offset < removed.end:
         try:

@@ -282,7 +282,7 @@ class Follower:
                     "it here would lose what was written since. To copy it the other way, delete it on the source, and "
                     "create a mirror of this cluster there with --set returning=true"
                 )
-            raise TopicExists(f"{name!r} exists here already; delete it, or mirror it under another name (--rename)")
+            raise TopicExists(f"{name!r} already exists here; delete it, or mirror it under another name (--rename)")
         if not is_original(copy, original):
             # The copier reports the error.
             return
@@ -314,7 +314,10 @@ class Follower:
         topic_id = None if settings.rename else original_id
         # Offsets that were read before may be those of a topic that had this name.
         self._created.add(name)
-        self._committed, self._applicable = _without(self._committed, {name}), _without(self._applicable, {name})
+        self._committed, self._applicable = (
+            _offsets_outside(self._committed, {name}),
+            _offsets_outside(self._applicable, {name}),
+        )
         wanted = NewTopic(
             name=name,
             partitions=len(original.partitions),
@@ -392,7 +395,7 @@ class Follower:
             await self._expose_transactions()
             return
         async with self._creating:
-            self._applicable = _without(applicable, self._created)
+            self._applicable = _offsets_outside(applicable, self._created)
             await self._apply_groups(_offsets_in(self._applicable, topics))
 
     def _is_waiting_in(self, topics: Collection[str]) -> bool:
@@ -512,7 +515,9 @@ class Follower:
         # Offsets from before the barrier: the transactions that committed them have arrived as a whole. Those of
         # transactional groups are from the barrier itself, so that they include all transactions that are exposed.
         merged = {group: committed.get(group, {}) | read for group, read in barrier.transactional.items()}
-        committed = _without({**committed, **{group: found for group, found in merged.items() if found}}, self._created)
+        committed = _offsets_outside(
+            {**committed, **{group: found for group, found in merged.items() if found}}, self._created
+        )
         applicable = self._applicable_at(committed, barrier)
         await self._service.mirrors.note_verified(mirror, verified, self._unapplied(applicable, barrier.transactional))
         await self._reached_offsets(offsets, is_verified=True)
@@ -629,7 +634,7 @@ class Follower:
             }
             if ours:
                 found[group] = ours
-        self._committed = found = _without(found, self._created)
+        self._committed = found = _offsets_outside(found, self._created)
         if not self._source.is_millstream:
             self._applicable = found
         elif found != self._applicable:
@@ -658,7 +663,7 @@ class Follower:
                     where
                     for where, commit in here.items()
                     if changed.get(where, commit.offset) < commit.offset <= exposed[where]
-                    and self._is_own(where, commit)
+                    and self._is_committed_here(where, commit)
                 }
                 changed = {where: offset for where, offset in changed.items() if where not in own}
                 if changed:
@@ -674,7 +679,7 @@ class Follower:
                 self._run.notes[key] = f"group {group!r} has a later offset here than at the source; it is not set back"
             self._run.groups[group] = {**known, **changed}
 
-    def _is_own(self, where: TopicPartition, commit: Commit) -> bool:
+    def _is_committed_here(self, where: TopicPartition, commit: Commit) -> bool:
         """Whether a group has committed an offset here itself, in records that this cluster has only copied.
 
         An old source that follows may have offsets of records that it has dropped.
@@ -686,13 +691,12 @@ class Follower:
         return (self._service.mirrors.get(self._run.mirror.name) or self._run.mirror).cuts
 
 
-def _without(commits: Commits, topics: Set[str]) -> Commits:
+def _offsets_outside(commits: Commits, topics: Set[str]) -> Commits:
     """Return the offsets in all other topics."""
     return _offsets_in(commits, {where.topic for offsets in commits.values() for where in offsets} - topics)
 
 
 def _offsets_in(commits: Commits, topics: Collection[str]) -> Commits:
-    """Return the offsets in some topics."""
     found = {
         group: {where: offset for where, offset in offsets.items() if where.topic in topics}
         for group, offsets in commits.items()

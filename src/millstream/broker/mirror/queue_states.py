@@ -43,7 +43,7 @@ LETTERS_NOTE: Final = "queues wait for dead letters"
 """The key of the note about it."""
 
 
-class Reached(Protocol):
+class ReachedOffsets(Protocol):
     """Returns how far the copies on all nodes are."""
 
     def __call__(self, offsets: Vector, *, is_readable: bool) -> Awaitable[Vector]: ...
@@ -64,7 +64,7 @@ class _Waiting(NamedTuple):
 class MirroredQueues:
     """Carries over the subscriptions of a source, while this node owns the mirror."""
 
-    def __init__(self, run: MirrorRun, source: Source, reached: Reached) -> None:
+    def __init__(self, run: MirrorRun, source: Source, reached: ReachedOffsets) -> None:
         self._run = run
         self._service = run.service
         self._settings = run.settings
@@ -157,10 +157,10 @@ class MirroredQueues:
             for subscription in offer.subscriptions:
                 offered.add(subscription.subscription_id)
                 await self._sync_subscription(subscription)
-            await self._take_page(offer, topics)
+            await self._apply_page(offer, topics)
         return offered
 
-    async def _take_page(self, offer: OfferResponse, topics: Mapping[UUID, Topic]) -> None:
+    async def _apply_page(self, offer: OfferResponse, topics: Mapping[UUID, Topic]) -> None:
         """Store the states of queues without dead letters, and keep the others until they may be stored."""
         of_letters = {one.subscription_id.bytes for one in offer.subscriptions if one.name.startswith(LETTERS_PREFIX)}
         letters = {

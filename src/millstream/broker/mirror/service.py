@@ -20,7 +20,7 @@ from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.mirror.barriers import Barriers
-from millstream.broker.mirror.copier import Copier, Copy, CopyKey, Readable, awaits_gaps, commits_from, offset_in
+from millstream.broker.mirror.copier import Copier, Copy, CopyKey, ReadableWait, awaits_gaps, commits_from, offset_in
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.source import Source
 from millstream.broker.replication.partition import Partition
@@ -42,7 +42,7 @@ from millstream.core.setting import HIDDEN
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
 from millstream.core.topic import Topic, TopicPartition
-from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.message import Response, decode_response, encode
 from millstream.protocol.private.mirror_messages import (
     ANY_SEQUENCE,
     CUT_KEY,
@@ -61,7 +61,6 @@ from millstream.protocol.private.mirror_messages import (
     QueueSnapshot,
 )
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.error_codes import error_from_code
 
 if TYPE_CHECKING:
     from millstream.broker.groups.coordinator import GroupCoordinator
@@ -120,7 +119,7 @@ class MirrorRun:
                         raise InvalidMirror(f"{self.settings.source} is this cluster itself")
                     self.source = source
                     if source.is_millstream:
-                        await self.service.mirrors.note_gated(self.mirror)
+                        await self.service.mirrors.record_gated(self.mirror)
                     self.copier = Copier(
                         self.service.topics,
                         source,
@@ -145,7 +144,7 @@ class MirrorRun:
                 self.error = str(error)
             finally:
                 if self.copier is not None:
-                    self.service.gone[_gone_key(self.mirror)] = {copy.key for copy in self.copies() if copy.is_gone}
+                    self.service.gone[_run_key(self.mirror)] = {copy.key for copy in self.copies() if copy.is_gone}
                 self.source = self.copier = self.follower = None
             await backoff.pause()
 
@@ -193,7 +192,7 @@ class MirrorRun:
                     verified=mirror.verified_until(topic.name, partition.index) or 0,
                     gap=mirror.gap_of(topic.name, partition.index),
                     caught_up_ms=self.service.clock.now_ms(),
-                    is_gone=key in self.service.gone.get(_gone_key(mirror), ()),
+                    is_gone=key in self.service.gone.get(_run_key(mirror), ()),
                 )
 
     # -- what is shown --------------------------------------------------------------------------------------
@@ -239,8 +238,6 @@ class MirrorRun:
 
 
 class MirrorService:
-    """The mirrors of one node."""
-
     def __init__(
         self,
         topics: Topics,
@@ -305,7 +302,6 @@ class MirrorService:
         await self.peers.close()
 
     def client(self) -> Client:
-        """Return a client of this cluster."""
         if self._client is None:
             self._client = Client.connect(self.membership.addresses(), client_id="mirrors")
         return self._client
@@ -384,7 +380,7 @@ class MirrorService:
             if mirror is None or not partition.is_leader:
                 continue
             verified = mirror.verified_until(partition.topic.name, partition.index)
-            partition.expose(_whole_until(partition, verified, mirror.gap_of(partition.topic.name, partition.index)))
+            partition.expose(_complete_until(partition, verified, mirror.gap_of(partition.topic.name, partition.index)))
 
     async def _restrict_compacted(self) -> None:
         """As a new leader of compacted copies, read which gaps earlier leaders have recorded, then restrict them."""
@@ -427,7 +423,7 @@ class MirrorService:
 
     def _forget_cancelled(self) -> None:
         """Forget what belongs to deleted mirrors or earlier sources, and cancelled cuts: copying continues."""
-        current = {_gone_key(mirror) for mirror in self.mirrors.all()}
+        current = {_run_key(mirror) for mirror in self.mirrors.all()}
         self.gone = {key: copies for key, copies in self.gone.items() if key in current}
         known = {mirror.mirror_id: mirror.cut_epochs for mirror in self.mirrors.all()}
         names = {topic.topic_id: topic.name for topic in self.topics.all()}
@@ -638,7 +634,7 @@ class MirrorService:
             dropped: int | None = None
             begun_at = own_history_start(partition, request.epoch)
             if begun_at is None:
-                limit = _whole_until(partition, request.verified, request.gap)
+                limit = _complete_until(partition, request.verified, request.gap)
                 if limit is not None and limit < end:
                     await partition.cut_mirrored(limit, refetches=False)
                 else:
@@ -676,10 +672,9 @@ class MirrorService:
         """Send a request to the node that leads a partition."""
 
         async def attempt(node: NodeId) -> R:
-            response = decode(await self.client().private(node, key, encode(request), waits=True), kind)
-            if response.error:
-                raise error_from_code(response.error, response.message, about=str(where))
-            return response
+            return decode_response(
+                await self.client().private(node, key, encode(request), waits=True), kind, about=str(where)
+            )
 
         return await self.client().call_leader(where.topic, where.partition, attempt)
 
@@ -711,12 +706,10 @@ class MirrorService:
         """Send a request to another node of this cluster; one that may wait has its own connection."""
         body = encode(request)
         if waits:
-            response = decode(await self.client().private(node, key, body, waits=True, timeout_s=timeout_s), kind)
+            response = await self.client().private(node, key, body, waits=True, timeout_s=timeout_s)
         else:
-            response = decode(await self.peers.send_private(node, key, body), kind)
-        if response.error:
-            raise error_from_code(response.error, response.message, about=f"node {node}")
-        return response
+            response = await self.peers.send_private(node, key, body)
+        return decode_response(response, kind, about=f"node {node}")
 
     @property
     def others(self) -> list[NodeId]:
@@ -747,7 +740,7 @@ class MirrorService:
                         await self._connected.wait()
                     await copier.await_comparison(one for one, offset in wanted.items() if offset)
                     if request.is_readable:
-                        await Readable(wanted).wait()
+                        await ReadableWait(wanted).wait()
                     else:
                         arrivals = [partition.arrived(offset) for partition, offset in wanted.items()]
                         await asyncio.gather(*(arrival for arrival in arrivals if arrival is not None))
@@ -972,7 +965,7 @@ def _is_cut_in(mirror: Mirror, request: CutRequest) -> bool:
     return mirror.cut_epochs.get(request.topic, {}).get(request.partition) == request.epoch
 
 
-def _gone_key(mirror: Mirror) -> tuple[UUID, str]:
+def _run_key(mirror: Mirror) -> tuple[UUID, str]:
     return mirror.mirror_id, mirror.overrides.get(SOURCE, "")
 
 
@@ -982,7 +975,7 @@ def own_history_start(partition: Partition, epoch: int) -> Offset | None:
     return log.end_of_epoch(epoch - 1)[1] if log.latest_epoch >= epoch else None
 
 
-def _whole_until(partition: Partition, verified: int | None, gap: int | None) -> Offset | None:
+def _complete_until(partition: Partition, verified: int | None, gap: int | None) -> Offset | None:
     """Return up to where a copy has whole transactions and every value of a key; None if all of it does.
 
     Whatever clients could read before has arrived as a whole.

@@ -13,7 +13,7 @@ from millstream.core.mirror import MirrorSettings
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import Topic, TopicPartition
-from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.message import Response, decode_response, encode
 from millstream.protocol.private.mirror_messages import (
     ANY_SEQUENCE,
     OFFER_KEY,
@@ -26,7 +26,6 @@ from millstream.protocol.wire.admin_requests import describe_acls
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, TopicMetadata
 from millstream.protocol.wire.credentials import Credentials, client_tls
-from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.fetch import FetchedPartition, FetchLimits
 
 Fetched = dict[TopicPartition, FetchedPartition | MillstreamError]
@@ -36,7 +35,6 @@ TIMEOUT_S = 30.0
 
 
 def credentials_of(settings: MirrorSettings) -> Credentials:
-    """Return how to connect to a source."""
     return Credentials(
         tls=client_tls(ca_text=settings.tls_ca or None) if settings.tls or settings.tls_ca else None,
         user=settings.user,
@@ -77,15 +75,13 @@ class Source:
         await self.client.close()
 
     async def metadata(self, topics: Iterable[str] | None = None) -> ClusterMetadata:
-        """Return the nodes and the topics of the source."""
         return await self.client.metadata(topics)
 
     async def ask(self, node: NodeId | None, key: int, request: Any, kind: type[R], *, waits: bool = False) -> R:
         """Send one of Millstream's own requests to a node, or any."""
-        response = decode(await self.client.private(node, key, encode(request), waits=waits), kind)
-        if response.error:
-            raise error_from_code(response.error, response.message, about="the source")
-        return response
+        return decode_response(
+            await self.client.private(node, key, encode(request), waits=waits), kind, about="the source"
+        )
 
     async def fetch(
         self,

@@ -274,7 +274,6 @@ class Pipelines(NamedHolder[Pipeline]):
         return stored
 
     async def _read(self, name: str) -> Pipeline:
-        """Read a pipeline from the catalog."""
         found = await self._declarations.call(Catalog.pipeline_named, name)
         if found is None:
             raise UnknownPipeline(f"there is no pipeline {name!r}; see `millstream pipeline list`")

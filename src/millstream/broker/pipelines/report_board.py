@@ -210,8 +210,6 @@ STATES: Final[tuple[State, ...]] = ("waiting", "idle", "starting", "running", "r
 
 
 class RecentBatch(msgspec.Struct, frozen=True):
-    """One of the last batches of a pipeline."""
-
     ended_ms: int
     rows: int
     """Messages read."""

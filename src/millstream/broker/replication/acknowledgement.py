@@ -59,7 +59,6 @@ class AcknowledgementFuture:
         return self.future.done()
 
     def acknowledged(self, error: MillstreamError | None) -> None:
-        """Complete the future."""
         # Cancelling its waiter cancels the future.
         if self.future.done():
             return

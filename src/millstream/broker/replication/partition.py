@@ -217,7 +217,7 @@ class Partition(Replica):
         """Return the error for a gap that the disk itself may have caused, so that the client retries.
 
         A client that sees a gap begins a new epoch. Requests to other partitions that have no response by then are
-        sent again under the new epoch, where they can no longer be recognised as duplicates.
+        sent again under the new epoch, where they can no longer be recognized as duplicates.
         """
         return StorageFailure(f"{self.log.partition}: the disk refused an earlier write: {self.log.failure}")
 

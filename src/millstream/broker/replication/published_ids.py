@@ -1,4 +1,4 @@
-"""The ids of recent messages of a partition, so that a repeated one is recognised.
+"""The ids of recent messages of a partition, so that a repeated one is recognized.
 
 This only reads the leader's own log, so messages from every front end count, and a new leader obtains the same ids by
 reading. It begins at the log's position one window ago, and catches up with the end of the log before each lookup. A
@@ -40,8 +40,6 @@ class Published(NamedTuple):
 
 
 class _PublishedBatch(NamedTuple):
-    """The ids of one batch."""
-
     producer_id: int
     """Whose transaction it belongs to; -1 for none."""
     ids: list[tuple[bytes, Published]]

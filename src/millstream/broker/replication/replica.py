@@ -102,7 +102,6 @@ class Replica:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk."""
         return self.log.size_bytes
 
     @property

@@ -2,8 +2,8 @@
 
 Processes are started on demand and end after a while without work. The numbers of processes and of waiting requests are
 limited. A request that takes longer than `USUAL_S_MAX` is killed with its process and restarted in a separate queue, so
-that it delays only other slow requests; there it has more time, and is refused when that has passed. A message is its
-length in four bytes and a body; a child sends an empty message once it has started, and ends when its input closes.
+that it delays only other slow requests; there it has more time, and is refused when that has passed. A child sends an
+empty message once it has started.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from millstream.core.child_process import exchange, frame_message, read_message, serve_requests
 from millstream.core.errors import QuotaExceeded
 from millstream.protocol.records.compression import DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE
 
-LENGTH_BYTES: Final = 4
 WORKERS_MAX: Final = 2
 SLOW_WORKERS_MAX: Final = 1
 WAITING_MAX: Final = 256
@@ -125,7 +125,7 @@ class ChildPool:
             if is_new:
                 await self._wait_until_started(worker.process)
             async with asyncio.timeout(limit_s):
-                response = await _exchange(worker.process, body)
+                response = await exchange(worker.process, frame_message(body))
             is_done = True
         except TimeoutError:
             raise ChildTimedOut from None
@@ -141,7 +141,7 @@ class ChildPool:
     async def _wait_until_started(self, process: Process) -> None:
         try:
             async with asyncio.timeout(self._start_s):
-                await _read_message(process)
+                await read_message(process)
         except TimeoutError:
             problem = f"did not start within {self._start_s:.0f} s"
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -190,22 +190,6 @@ class ChildPool:
         ending.add_done_callback(self._ending.discard)
 
 
-async def _exchange(process: Process, body: bytes) -> bytes:
-    if process.stdin is None:
-        raise RuntimeError("the process was started without pipes")
-    process.stdin.write(len(body).to_bytes(LENGTH_BYTES, "big"))
-    process.stdin.write(body)
-    await process.stdin.drain()
-    return await _read_message(process)
-
-
-async def _read_message(process: Process) -> bytes:
-    if process.stdout is None:
-        raise RuntimeError("the process was started without pipes")
-    size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
-    return await process.stdout.readexactly(size)
-
-
 async def _kill(worker: _Worker) -> None:
     with suppress(ProcessLookupError):
         worker.process.kill()
@@ -222,27 +206,17 @@ def serve_parent(respond: Callable[[bytes], bytes], *, memory_bytes_max: int = M
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
     folder = tempfile.tempdir = sys.argv[1]
-    requests, responses = sys.stdin.buffer, sys.stdout.buffer
+
+    def respond_in_time(body: bytes) -> bytes:
+        # Ends this process; a running broker does so earlier.
+        signal.setitimer(signal.ITIMER_REAL, _CHILD_RESPONSE_S_MAX)
+        response = respond(body)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return response
+
     try:
-        _write(responses, b"")
-        while (head := _read(requests, LENGTH_BYTES)) is not None:
-            body = _read(requests, int.from_bytes(head, "big"))
-            if body is None:
-                return
-            # Ends this process; a running broker does so earlier.
-            signal.setitimer(signal.ITIMER_REAL, _CHILD_RESPONSE_S_MAX)
-            response = respond(body)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            _write(responses, response)
+        sys.stdout.buffer.write(frame_message(b""))
+        sys.stdout.buffer.flush()
+        serve_requests(respond_in_time)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _read(stream: IO[bytes], size: int) -> bytes | None:
-    content = stream.read(size)
-    return content if len(content) == size else None
-
-
-def _write(stream: IO[bytes], message: bytes) -> None:
-    stream.write(len(message).to_bytes(LENGTH_BYTES, "big") + message)
-    stream.flush()

@@ -49,7 +49,6 @@ Request = ParseRequest | CheckRequest | RenderRequest
 
 
 def respond(request: Request) -> WorkerResponse:
-    """Examine a schema."""
     try:
         if isinstance(request, ParseRequest):
             return WorkerResponse(texts=parse(request.schema))

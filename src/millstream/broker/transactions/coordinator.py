@@ -202,7 +202,6 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         return await self._run_after_ending(request.transactional_id, lambda shard: shard.init(request))
 
     async def add_partitions(self, who: ProducerRef, partitions: Collection[TopicPartition], *, version: int) -> None:
-        """Add partitions to the producer's transaction."""
         _check_id(who.transactional_id)
         await self._run_after_ending(
             who.transactional_id, lambda shard: shard.add_partitions(who, partitions, version=version)

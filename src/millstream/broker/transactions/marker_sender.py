@@ -1,7 +1,7 @@
 """Writes the markers of decided transactions, and reports when all of them are written.
 
 A decision is durable before the first marker is written, and a shard that is loaded writes the missing markers again;
-so a crash at any point only means that a marker is written twice, which partitions recognise. Each transaction has its
+so a crash at any point only means that a marker is written twice, which partitions recognize. Each transaction has its
 own task, so that a partition without a leader delays no other transaction. Their number is bounded: further
 transactions wait in the state.
 

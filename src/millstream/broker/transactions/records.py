@@ -118,7 +118,6 @@ def read_key(key: bytes) -> TransactionKey | QueryKey | None:
 
 
 def read_query(value: bytes) -> LastBatch:
-    """Decode the last batch of a query."""
     reader = Reader(value)
     version = reader.int16()
     if version != _QUERY_VERSION:
@@ -129,7 +128,6 @@ def read_query(value: bytes) -> LastBatch:
 
 
 def read_transaction(transactional_id: str, value: bytes) -> Transaction:
-    """Read the value of a transaction's record."""
     reader = Reader(value, flexible=False)
     version = reader.int16()
     if not 0 <= version <= _VERSION:

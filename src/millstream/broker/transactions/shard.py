@@ -92,7 +92,6 @@ class Batches:
         return NO_BATCH if last is None else last.batch
 
     def last_batch(self, query: str) -> Outcome[int]:
-        """Return the last committed batch of a query."""
         return [], self.last_batch_of(query)
 
     def check_may_begin(self, attempt: Attempt) -> None:

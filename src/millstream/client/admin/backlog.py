@@ -33,7 +33,6 @@ class Reader(NamedTuple):
     from_latest: bool
 
     def takes(self, topic: TopicMetadata) -> bool:
-        """Return whether it reads a topic."""
         if self.pattern is None:
             return topic.name in self.topics
         return not topic.is_internal and self.pattern.fullmatch(topic.name) is not None

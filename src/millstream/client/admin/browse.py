@@ -30,9 +30,8 @@ from millstream.protocol.private.browse_messages import (
     NoteReadingRequest,
     NoteReadingResponse,
 )
-from millstream.protocol.private.message import Nothing, Response, decode, encode
+from millstream.protocol.private.message import Nothing, Response, decode_response, encode
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.error_codes import error_from_code
 
 R = TypeVar("R", bound=Response)
 
@@ -86,7 +85,6 @@ async def topics_page(
 
 
 async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRequest) -> ListTopicsResponse:
-    """Return what one node lists."""
     return await _request(client, node, TOPICS_KEY, request, ListTopicsResponse)
 
 
@@ -174,7 +172,4 @@ async def note_reading(client: Client, request: NoteReadingRequest) -> None:
 
 
 async def _request(client: Client, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
-    response = decode(await client.private(node, key, encode(request)), kind)
-    if response.error:
-        raise error_from_code(response.error, response.message)
-    return response
+    return decode_response(await client.private(node, key, encode(request)), kind)

@@ -143,7 +143,7 @@ async def compute_plan(client: Client, kind: str, *, node: int | None = None) ->
         return await asyncio.to_thread(plan_balance, load)
     planners: dict[str, Callable[[ClusterLoad, NodeId], Plan]] = {DRAIN: plan_drain, REMOVE: plan_remove}
     if kind not in planners or node is None:
-        raise InvalidRequest(f"a plan is of kind drain, remove or balance, not {kind!r}")
+        raise InvalidRequest(f"the kind of a plan must be drain, remove or balance, not {kind!r}")
     return planners[kind](load, NodeId(node))
 
 
@@ -171,7 +171,6 @@ async def apply_plan(client: Client, plan_id: str = "", *, throttle_bytes: int |
 
 
 async def cancel_plan(client: Client, plan_id: str = "") -> PlanResponse:
-    """Stop a plan."""
     return await _request(client, CANCEL_KEY, CancelPlanRequest(plan_id=plan_id), PlanResponse)
 
 

@@ -36,7 +36,6 @@ class DamagedOffsets(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Return what to do about it."""
         if self.is_repaired:
             return (
                 "nothing while the replicas run: the offsets are fetched from another replica; "
@@ -203,7 +202,7 @@ async def cluster_status(client: Client) -> ClusterStatus:
             for node in sorted({*metadata.nodes, *replicas})
         ],
         partitions=sum(len(topic.partitions) for topic in metadata.topics.values()),
-        troubled=_troubled(metadata),
+        troubled=_unhealthy_partitions(metadata),
         behind=behind,
         warnings=sorted(
             {text for response in responses if response is not None for text in response.get("warnings", [])}
@@ -246,7 +245,7 @@ def _behind(response: dict[str, Any]) -> list[ReplicaView]:
     return [ReplicaView(**{field: one[field] for field in _REPLICA_FIELDS}) for one in response.get("behind", ())]
 
 
-def _troubled(metadata: ClusterMetadata) -> list[PartitionView]:
+def _unhealthy_partitions(metadata: ClusterMetadata) -> list[PartitionView]:
     views = (
         PartitionView(
             topic=name,

@@ -318,13 +318,13 @@ class DeadLetterDesk:
             return _NO_OFFSETS, other_letters_error(queue.subscription, self.topic)
         found = (await self._client.metadata([queue.topic])).topics.get(queue.topic)
         if found is None or found.topic_id != queue.topic_id or queue.partition not in found.partitions:
-            return _NO_OFFSETS, _gone(queue)
+            return _NO_OFFSETS, _original_gone(queue)
         where = TopicPartition(queue.topic, PartitionIndex(queue.partition))
         epoch, end = await self._client.end_of_epoch(where, queue.leader_epoch)
         if epoch != queue.leader_epoch:
-            return _NO_OFFSETS, _gone(queue)
+            return _NO_OFFSETS, _original_gone(queue)
         listed = await self._client.list_offsets(queue.topic, {queue.partition: EARLIEST_TIMESTAMP})
-        return range(int(listed[queue.partition].offset), end), _gone(queue)
+        return range(int(listed[queue.partition].offset), end), _original_gone(queue)
 
     async def close(self, letters: Sequence[LeasedMessage], *, are_revived: bool = False) -> int:
         """Close letters; return how many may still be open because a failover lost their leases.
@@ -376,13 +376,13 @@ class DeadLetterDesk:
                 StorageFailure,
             )
         except UnknownTopic:
-            return dict.fromkeys((letter.offset for letter in letters), _gone(queue))
+            return dict.fromkeys((letter.offset for letter in letters), _original_gone(queue))
         except (NotFound, InvalidRequest, NotAuthorized) as error:
             if isinstance(error, NotAuthorized):
                 self.not_authorized = error
             return dict.fromkeys((letter.offset for letter in letters), str(error))
         self._closed.pop(queue, None)
-        return dict.fromkeys(gone, _gone(queue))
+        return dict.fromkeys(gone, _original_gone(queue))
 
     async def check_target(self, topic: str) -> None:
         """Raise `UnknownTopic` if the target topic does not exist."""
@@ -475,7 +475,7 @@ class DeadLetterDesk:
         return await _retry_transient(attempt, self._patience_s, named or _PASSES)
 
 
-def _gone(queue: Queue) -> str:
+def _original_gone(queue: Queue) -> str:
     return f"topic {queue.topic!r} no longer has the original"
 
 

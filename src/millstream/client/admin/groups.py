@@ -144,8 +144,6 @@ _GROUPS_AT_ONCE_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of a group and its partitions."""
-
     member_id: str
     client_id: str
     host: str

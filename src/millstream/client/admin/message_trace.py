@@ -34,7 +34,7 @@ def parse_position(text: str) -> Position:
     topic, _, rest = text.partition("/")
     partition, _, offset = rest.partition("/")
     if not topic or not _is_number(partition) or not _is_number(offset):
-        raise InvalidRequest(f"a position is TOPIC/PARTITION/OFFSET, as in orders/0/4711, not {text!r}")
+        raise InvalidRequest(f"a position must be TOPIC/PARTITION/OFFSET, as in orders/0/4711, not {text!r}")
     return Position(topic, int(partition), int(offset))
 
 

@@ -67,7 +67,7 @@ def as_document(topic: str, topic_id: object, partition: int, record: Record) ->
     }
 
 
-def moment_of(timestamp_ms: int) -> datetime | None:
+def datetime_of(timestamp_ms: int) -> datetime | None:
     """Return a message's time; None if it has none, or one outside the calendar."""
     if timestamp_ms < 0:
         return None
@@ -90,7 +90,7 @@ def _as_json(value: bytes | None) -> Any:
 @lru_cache(maxsize=1024)
 def utc(timestamp_ms: int) -> str | None:
     """Return a message's time as RFC 3339."""
-    moment = moment_of(timestamp_ms)
+    moment = datetime_of(timestamp_ms)
     return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -136,7 +136,6 @@ class StoredMessage:
 
 
 async def read_record(batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
-    """Read the record at an offset, or None if the batch has none there."""
     return next(decode_batch(batches, header, ranges=(OffsetRange(offset, offset + 1),)), None)
 
 
@@ -153,7 +152,7 @@ async def find_message(
         from millstream.client.admin.topics import offset_bounds
 
         start, end = (await offset_bounds(client, topic.name, [partition]))[partition]
-        raise NotFound(_nothing(where, offset, start, end)) from None
+        raise NotFound(_no_message(where, offset, start, end)) from None
     except CorruptBatch:
         from millstream.client.admin.cluster_status import find_damage
 
@@ -169,11 +168,11 @@ async def find_message(
         if record is not None:
             return StoredMessage(record, header)
     if offset >= response.high_watermark:
-        raise NotFound(_nothing(where, offset, response.log_start, response.high_watermark))
+        raise NotFound(_no_message(where, offset, response.log_start, response.high_watermark))
     raise NotFound(f"there is no message at {where}@{offset} any more: compaction has removed it")
 
 
-def _nothing(where: str, offset: int, start: int, end: int) -> str:
+def _no_message(where: str, offset: int, start: int, end: int) -> str:
     if start == end:
         return f"there is no message at {where}@{offset}: the partition is empty, the next offset is {end}"
     return f"there is no message at {where}@{offset}: the partition holds offsets {start} to {end - 1}"

@@ -48,7 +48,6 @@ class MirrorClient:
         self._client = client
 
     async def create(self, name: str, settings: Mapping[str, str], *, is_wanted: bool = True) -> None:
-        """Declare a mirror."""
         await self._request(None, CREATE_KEY, NewMirror(name=name, settings=dict(settings), wanted=is_wanted), Response)
 
     async def start_problems(self, name: str, *, wait_s: float) -> tuple[str, list[str]]:
@@ -170,6 +169,12 @@ class MirrorClient:
         if response.error:
             raise error_from_code(response.error, response.message)
         return response
+
+
+def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mirror as one row."""
+    error = described["error"] or "; ".join(described["problems"])
+    return {**described, "topics": len(described["topics"]), "error": error}
 
 
 def _lags(copies: Mapping[str, int], partitions: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:

@@ -146,7 +146,6 @@ class PipelineClient:
         await self._request(None, ALTER_KEY, PipelineChanges(name=name, wanted=True))
 
     async def stop(self, name: str) -> None:
-        """Stop it."""
         await self._request(None, ALTER_KEY, PipelineChanges(name=name, wanted=False))
 
     async def delete(self, name: str) -> None:
@@ -502,8 +501,6 @@ _READERS: Final = {
 
 
 class LandedTable(NamedTuple):
-    """The table of a topic."""
-
     topic: str
     place: str
     """A folder on the node that runs the pipeline, or a URL."""

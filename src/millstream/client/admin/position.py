@@ -24,8 +24,6 @@ _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w
 
 
 class Kind(Enum):
-    """How a position is given."""
-
     START = "start"
     END = "end"
     OFFSET = "offset"

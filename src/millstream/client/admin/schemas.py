@@ -76,7 +76,6 @@ class SchemaClient:
         return await self._request(GET_KEY, request, SchemaResponse)
 
     async def subjects(self, request: ListSubjects) -> SubjectsResponse:
-        """List subjects."""
         return await self._request(LIST_KEY, request, SubjectsResponse)
 
     async def latest(self, prefix: str, *, deleted: bool = False) -> list[SchemaMessage]:
@@ -95,7 +94,6 @@ class SchemaClient:
         return await self._request(SUBJECT_KEY, request, SubjectResponse)
 
     async def version(self, subject: str, version: str = "latest", *, deleted: bool = False) -> SchemaMessage:
-        """Return one version of a subject."""
         return _found((await self.subject(GetSubject(subject=subject, version=version, deleted=deleted))).schema)
 
     async def delete(self, request: DeleteSubject) -> list[int]:
@@ -130,7 +128,7 @@ def parse_reference(text: str) -> tuple[str, str, int]:
     name, equals, rest = text.partition("=")
     subject, colon, version = rest.rpartition(":")
     if not (name and equals and subject and colon and version.isdigit()):
-        raise InvalidRequest(f"a reference is written NAME=SUBJECT:VERSION, not {text!r}")
+        raise InvalidRequest(f"a reference must be written NAME=SUBJECT:VERSION, not {text!r}")
     return name, subject, int(version)
 
 

@@ -138,7 +138,7 @@ class Tailer:
         loop = asyncio.get_running_loop()
         polls: dict[NodeId, asyncio.Task[_Polled]] = {}
         try:
-            by_leader, looked = await self._patiently(self._by_leader), loop.time()
+            by_leader, looked = await self._retry_while_unreachable(self._by_leader), loop.time()
             while True:
                 for leader in by_leader.keys() - polls.keys():
                     polls[leader] = loop.create_task(self._poll(by_leader[leader], limits))
@@ -153,7 +153,7 @@ class Tailer:
                     await asyncio.sleep(_RETRY_S)
                 elif loop.time() - looked < LOOK_S:
                     continue
-                by_leader, looked = await self._patiently(self._by_leader), loop.time()
+                by_leader, looked = await self._retry_while_unreachable(self._by_leader), loop.time()
         finally:
             for poll in polls.values():
                 poll.cancel()
@@ -163,7 +163,7 @@ class Tailer:
         async def fetch() -> _Fetched:
             return await self._fetch({where: self._positions[where] for where in places}, limits)
 
-        responses = await self._patiently(fetch)
+        responses = await self._retry_while_unreachable(fetch)
         fetched = [self._advance(where, response) for where, response in responses.items() if response.records]
         return _Polled(fetched, has_moved=len(responses) < len(places))
 
@@ -184,7 +184,6 @@ class Tailer:
         return led
 
     def _advance(self, where: TopicPartition, response: FetchedPartition) -> Fetched:
-        """Advance past a response."""
         start = self._positions[where]
         # By the headers, since a batch may end with offsets that no longer hold records.
         for header in iterate_whole_headers(response.records):
@@ -207,7 +206,7 @@ class Tailer:
         at = header.next_offset
         self._note(f"{offsets}; continuing at {at}. Move a group past it with: {reset} --to {at}.")
 
-    async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_while_unreachable(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Send a request; retry for a while if the broker is unreachable, for example during a restart."""
         loop = asyncio.get_running_loop()
         deadline: float | None = None

@@ -195,13 +195,13 @@ class Api:
         if self._callers is None:
             await self._serve_with(self._services, reader, path, exchange)
             return
-        async with self._callers.acting_for(scope["headers"], _host(scope)) as caller:
+        async with self._callers.acting_for(scope["headers"], host_of(scope)) as caller:
             await self._serve_with(caller.services, reader, path, exchange)
 
     async def _reauthenticate(self, callers: Callers, scope: Scope, refused: Refused) -> Refused:
         """Authenticate the caller of a failed request again: its session may have ended, as by a password change."""
         try:
-            await callers.verify_again(scope["headers"], _host(scope))
+            await callers.verify_again(scope["headers"], host_of(scope))
         except Refused as error:
             return error
         except MillstreamError as error:
@@ -282,7 +282,7 @@ class Api:
 
     async def _last_event(self, callers: Callers, scope: Scope) -> bytes:
         """Wait until the caller of a stream is not authenticated any more; return the event that says so."""
-        refused = await callers.until_lapsed(callers.read(scope["headers"], _host(scope)))
+        refused = await callers.until_lapsed(callers.read(scope["headers"], host_of(scope)))
         return event("error", _encode_plain(problem_document(scope["path"], refused.status, refused.detail, {})))
 
     async def _send_response(self, send: Send, route: Route[Any, Any], response: Any) -> None:
@@ -376,7 +376,7 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 
 
-def _host(scope: Scope) -> str:
+def host_of(scope: Scope) -> str:
     """Return where the caller is, as access rules name it."""
     client = scope.get("client")
     return "" if client is None else str(client[0])

@@ -88,7 +88,6 @@ class RecordReader:
         )
 
     async def read_one(self, batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
-        """Read the record at an offset, or None if the batch has none there."""
         found = await self.read(batches, header, [OffsetRange(offset, offset + 1)], 0)
         if found.oversized:
             raise CorruptBatch(found.oversized)
@@ -160,7 +159,6 @@ class _LeasedBatch:
         return [OffsetRange(max(one.start, start), one.end) for one in self.leases if one.end > start]
 
     def message(self, record: Record) -> LeasedMessage:
-        """Attach the lease to a record."""
         lease = self._by_offset[record.offset]
         return LeasedMessage(*self._place, lease.attempt, lease.deadline_ms, record, *self._lasts)
 

@@ -91,8 +91,6 @@ class Lane(IntEnum):
 
 @dataclass(slots=True)
 class Request(Generic[Q, B]):
-    """A validated request."""
-
     path: Mapping[str, Any]
     query: Q
     body: B
@@ -157,7 +155,6 @@ class Route(Generic[Q, B]):
 
     @property
     def responses(self) -> tuple[type, ...]:
-        """Return the possible response types."""
         return tuple(one for one in (self.response, self.other_response) if one is not None)
 
     @property

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
-from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
+from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send, host_of
 from millstream.gateway.api.event_stream import send_events
 from millstream.gateway.api.problem import Refused, refusal_of, stopped
 from millstream.gateway.api.route import EVENT_STREAM, Lane
@@ -98,8 +98,6 @@ class _Exchange(NamedTuple):
 
 
 class ConsoleApp:
-    """Serves the pages."""
-
     def __init__(
         self,
         services: Services,
@@ -136,7 +134,6 @@ class ConsoleApp:
         await self.searches.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to one request."""
         exchange = _Exchange(scope, dict(scope["headers"]), receive, send)
         path: str = scope["path"]
         if path.startswith(STATIC):
@@ -251,7 +248,7 @@ class ConsoleApp:
     async def _form(self, exchange: _Exchange, memory: RequestMemory) -> dict[str, str]:
         kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/x-www-form-urlencoded":
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a form is application/x-www-form-urlencoded")
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a form must be sent as application/x-www-form-urlencoded")
         body = await memory.read(exchange.headers, exchange.receive)
         if len(body) > FORM_BYTES_MAX:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a form has at most {FORM_BYTES_MAX} bytes")
@@ -448,12 +445,6 @@ class ConsoleApp:
         await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
         body = b"" if exchange.scope["method"] == "HEAD" else content
         await exchange.send({"type": "http.response.body", "body": body})
-
-
-def host_of(scope: Scope) -> str:
-    """Return the host of the user, as access rules name it."""
-    client = scope.get("client")
-    return "" if client is None else str(client[0])
 
 
 def _section(path: str) -> str:

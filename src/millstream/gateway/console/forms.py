@@ -21,7 +21,7 @@ _OWN: Final = frozenset({"csrf", "back", "only"})
 """What a form sends besides its fields: its token, the address of its page, and which button was clicked."""
 
 OUTCOME: Final = "outcome"
-"""The id of the element that tells the outcome."""
+"""The id of the element that shows the outcome."""
 
 
 def show_again(page: str, action: str, entered: Mapping[str, str], outcome: str, wrong: str = "") -> str:

@@ -111,7 +111,6 @@ class Series:
         self._at = 0.0
 
     def add(self, counted: Counters, at: float) -> None:
-        """Add a sample."""
         last, since, elapsed = self._last, self._at, at - self._at
         self._last, self._at = counted, at
         if last is None:
@@ -219,7 +218,6 @@ class History:
         self._visited.set()
 
     async def close(self) -> None:
-        """Stop sampling."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):

@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 
 from millstream import __version__
 from millstream.client.admin.messages import utc
+from millstream.core.setting import value_text
 from millstream.gateway.console.visit import PREFIX, address, command
 
 SHOWN_BYTES_MAX: Final = 64 * 1024
@@ -112,11 +113,6 @@ def prose(text: str) -> Markup:
     return Markup("").join(shown)
 
 
-def plain(value: object) -> str:
-    """Show the value of a setting as users write it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def counted(value: int, noun: str, plural: str = "") -> str:
     return f"{number(value)} {noun if value == 1 else plural or noun + 's'}"
 
@@ -188,14 +184,13 @@ def environment() -> Environment:
         text_of=text_of,
         counted=counted,
         prose=prose,
-        plain=plain,
+        plain=value_text,
     )
     made.globals.update(address=address, command=command, chart=chart, prefix=PREFIX, version=__version__)
     return made
 
 
 def render(template: str, context: dict[str, Any]) -> bytes:
-    """Render a page."""
     return environment().get_template(template).render(context).encode()
 
 

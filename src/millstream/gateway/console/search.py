@@ -53,8 +53,6 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """How far a search is."""
-
     read: int = 0
     """Offsets that were searched."""
     total: int = 0
@@ -70,8 +68,6 @@ class Progress:
 
 
 class Searches:
-    """The searches of one gateway."""
-
     def __init__(self) -> None:
         self._worker = FilterWorker()
         self._running: Counter[str] = Counter()

@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 import httpx
 
+from millstream.gateway.api.dispatch import host_of
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import Callers, Shown
@@ -213,7 +214,7 @@ class Sessions:
         form = await self._read_form(exchange)
         user, secret, token = form.get("user", "").strip(), form.get("password", ""), form.get("token", "").strip()
         to = _own_page(form.get("next", ""))
-        host = _host(exchange.scope)
+        host = host_of(exchange.scope)
         try:
             # The user may have an older session, which the login form does not know.
             self._check_form(form, SignedIn(form_key=signed_in.form_key))
@@ -302,7 +303,7 @@ class Sessions:
             raise Refused(HTTPStatus.FORBIDDEN, "the OpenID provider's token is not for this attempt; try again")
         cookie: tuple[bytes, bytes] | None = None
         refused: Refused | None = None
-        host = _host(exchange.scope)
+        host = host_of(exchange.scope)
         # Providers that are configured for the API issue an access token; others name the client in the identity token.
         for token in (tokens.get("access_token", ""), tokens.get("id_token", "")):
             if cookie is None and isinstance(token, str) and token.count(".") == 2:
@@ -311,7 +312,7 @@ class Sessions:
                 except Refused as error:
                     refused = error
         if cookie is None:
-            why = "it is no JSON web token" if refused is None else refused.detail
+            why = "it is not a JSON web token" if refused is None else refused.detail
             raise Refused(HTTPStatus.FORBIDDEN, f"the OpenID provider signed you in, but its token is refused: {why}")
         headers = [cookie, self._cookie(_ATTEMPT, "", max_age_s=0, same_site="Lax")]
         # A page, not a redirect: browsers send strict cookies only once a page of this site asks.
@@ -349,7 +350,7 @@ class Sessions:
             raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider cannot be reached: {error}") from None
         if response.is_error or not isinstance(found, dict):
             said = found.get("error", response.status_code) if isinstance(found, dict) else response.status_code
-            raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider refuses: {said}")
+            raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider refused the request: {said}")
         return found
 
     def _callback(self, exchange: Any) -> str:
@@ -371,8 +372,3 @@ def _own_page(to: str) -> str:
     """Return an address if it is a page of the console; a link must not lead elsewhere after signing in."""
     is_own = to == PREFIX or to.startswith((f"{PREFIX}/", f"{PREFIX}?"))
     return to if is_own and "\\" not in to and to.isprintable() and not to.startswith((LOGIN, LOGOUT, OIDC)) else ""
-
-
-def _host(scope: Any) -> str:
-    client = scope.get("client")
-    return "" if client is None else str(client[0])

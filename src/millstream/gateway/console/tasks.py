@@ -134,8 +134,6 @@ class Task:
 
 
 class Tasks:
-    """The tasks of one gateway."""
-
     def __init__(self, on_end: Callable[[], None]) -> None:
         """`on_end` is called when a task has ended, since pages may have changed."""
         self._on_end = on_end
@@ -168,11 +166,9 @@ class Tasks:
         return found
 
     def running(self, person: str) -> list[Task]:
-        """Return the running tasks of a user."""
         return [one for one in self._tasks.values() if one.is_running and one.person == person]
 
     async def close(self) -> None:
-        """Stop everything."""
         tasks = [one.running for one in self._tasks.values() if one.running is not None]
         for one in tasks:
             one.cancel()

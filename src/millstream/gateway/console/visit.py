@@ -274,7 +274,6 @@ def _field_error(field: str, detail: str) -> Refused:
 
 
 def refuse_read_only() -> Refused:
-    """Refuse a change on a read-only console."""
     return Refused(
         HTTPStatus.FORBIDDEN,
         "this console is read-only (setting console-read-only); use the command line or the API to change things",

@@ -25,8 +25,6 @@ _OF_MESSAGE: Final = frozenset({400, 406, 409, 411, 412, 413, 414, 415, 416, 421
 
 
 class Verdict(Enum):
-    """The outcome of a request."""
-
     ACCEPTED = "accepted"
     """The message is done."""
     REFUSED = "refused"
@@ -48,7 +46,6 @@ class EndpointResponse(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        """Return the outcome."""
         if 200 <= self.status < 300:
             return Verdict.ACCEPTED
         if not self.status:

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from millstream.broker.push_board import PushReport
+from millstream.core.heap import freeze_heap
 from millstream.core.log_format import set_up_logging
 from millstream.core.push import headers_of, keys_of
 from millstream.core.setting import parse_address
@@ -221,6 +222,7 @@ def main() -> None:
     import_lean_kio()
     adopt_node_credentials()
     spare_lookups()
+    freeze_heap()
     asyncio.run(push(options))
 
 

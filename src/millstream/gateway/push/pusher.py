@@ -82,8 +82,6 @@ RATE_S: Final = 10.0
 
 
 class Statistics:
-    """The statistics of one subscription."""
-
     def __init__(self, subscription: str) -> None:
         self._subscription = subscription
         self._counts = dict.fromkeys(Verdict, 0)

@@ -84,7 +84,6 @@ class Lanes:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_S, self._close_idle)
 
     async def close(self) -> None:
-        """Close all connections."""
         self._is_closed = True
         if self._sweep is not None:
             self._sweep.cancel()
@@ -157,7 +156,6 @@ class Sender:
         self._lanes = Lanes(trust)
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._lanes.close()
 
     async def post(self, content: Content) -> EndpointResponse:

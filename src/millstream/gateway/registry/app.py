@@ -104,7 +104,6 @@ class RegistryRequest:
         return subject if not self.context or subject.startswith(":.") else f":{self.context}:{subject}"
 
     def decode(self, kind: type[Any]) -> Any:
-        """Decode the body to a type."""
         if not self.body.strip():
             raise SchemaRegistryError("the body must not be null", code=MISSING_BODY)
         try:
@@ -129,7 +128,7 @@ class RegistryRequest:
     def _number(self, name: str, default: int) -> int:
         text = self.text(name)
         if text and not _NUMBER.fullmatch(text):
-            raise SchemaRegistryError(f"{name} is a whole number, not {text[:50]!r}", code=INVALID_BODY)
+            raise SchemaRegistryError(f"{name} must be a whole number, not {text[:50]!r}", code=INVALID_BODY)
         return int(text or default)
 
 
@@ -506,7 +505,6 @@ class RegistryApp:
             self._tree.add(route, route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to one request."""
         try:
             response = await self._authenticated(scope, receive)
         except ClientDisconnected:

@@ -253,7 +253,6 @@ def _without_trees(column: list[Any]) -> list[Any]:
 
 
 def text(data: bytes | None) -> str | None:
-    """Decode one field."""
     return None if data is None else data.decode("utf-8", "replace")
 
 

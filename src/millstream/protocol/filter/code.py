@@ -191,7 +191,6 @@ class _Coder:
                 return _is(self.value(node), wanted)
 
     def value(self, node: Node) -> ast.expr:
-        """Return an expression for the value of a node."""
         match node:
             case Literal():
                 return ast.Constant(node.value)

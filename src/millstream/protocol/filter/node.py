@@ -15,8 +15,6 @@ from millstream.protocol.filter.value import ESCAPE, moment_text
 
 
 class Kind(StrEnum):
-    """The kind of a value."""
-
     TEXT = "text"
     NUMBER = "a number"
     BOOLEAN = "a boolean"
@@ -34,8 +32,6 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A literal value."""
-
     value: Value
     kind: Kind
 
@@ -64,8 +60,6 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """NOT."""
-
     operand: Node
 
 
@@ -114,8 +108,6 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class IsNull:
-    """IS NULL."""
-
     operand: Node
 
 
@@ -145,16 +137,12 @@ class Negative:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function call."""
-
     function: str
     arguments: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A type cast."""
-
     operand: Node
     target: str
 
@@ -196,7 +184,6 @@ CASTS = {
 
 
 def kind_of(node: Node) -> Kind:
-    """Return the kind of a node's value."""
     match node:
         case Literal() | Column():
             return node.kind
@@ -262,7 +249,6 @@ _ESCAPED = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\0
 
 
 def canonical_text(node: Node) -> str:
-    """Return the canonical text of a filter."""
     match node:
         case Literal():
             return _literal(node)

@@ -70,26 +70,22 @@ def between(operand: Any, low: Any, high: Any, compare: tuple[Callable[..., Trut
 
 
 def negation(operand: Any) -> Truth:
-    """NOT."""
     return not operand if operand.__class__ is bool else None
 
 
 def conjunction(*parts: Any) -> Truth:
-    """AND."""
     if any(part is False for part in parts):
         return False
     return True if all(part is True for part in parts) else None
 
 
 def disjunction(*parts: Any) -> Truth:
-    """OR."""
     if any(part is True for part in parts):
         return True
     return False if all(part is False for part in parts) else None
 
 
 def like(operand: Any, matches: Callable[[str], bool]) -> Truth:
-    """LIKE."""
     text = text_of(operand)
     return None if text is None else matches(text)
 
@@ -100,7 +96,6 @@ def is_truth(operand: Any, truth: bool) -> bool:
 
 
 def is_null(operand: Any) -> bool:
-    """IS NULL."""
     return operand is None
 
 
@@ -110,19 +105,16 @@ def coalesce(*values: Any) -> Any:
 
 
 def lower(operand: Any) -> str | None:
-    """Convert to lower case."""
     text = text_of(operand)
     return None if text is None else text.lower()
 
 
 def upper(operand: Any) -> str | None:
-    """Convert to upper case."""
     text = text_of(operand)
     return None if text is None else text.upper()
 
 
 def length(operand: Any) -> int | None:
-    """Return the number of characters."""
     text = text_of(operand)
     return None if text is None else len(text)
 
@@ -140,7 +132,6 @@ def endswith(operand: Any, part: Any) -> Truth:
 
 
 def contains(operand: Any, part: Any) -> Truth:
-    """Return whether a text contains another."""
     text, other = text_of(operand), text_of(part)
     return None if text is None or other is None else other in text
 
@@ -202,6 +193,5 @@ _CALCULATE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def negative(operand: Any) -> int | float | None:
-    """Negate a number."""
     number: Any = double(operand) if operand.__class__ is str else operand
     return _fitting(-number) if isinstance(number, int | float) and not isinstance(number, bool) else None

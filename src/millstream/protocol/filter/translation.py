@@ -310,7 +310,6 @@ class _Translator:
             raise self.refusal(tree, "this form is not part of the filter language")
 
     def _operand(self, tree: exp.Expression, depth: int) -> Node:
-        """Translate an operand of an operator."""
         if (isinstance(tree, _PREDICATES) and not isinstance(tree, exp.Not)) or isinstance(tree, exp.Connector):
             raise self.refusal(tree, "put parentheses around this")
         return self._node(tree, depth + 1)

@@ -144,7 +144,6 @@ def whole(text: str) -> int | None:
 
 
 def double(text: str) -> float | None:
-    """Convert text to a double."""
     text = text.strip(_BLANKS)
     if len(text) > _TEXT_MAX or not _DOUBLE.fullmatch(text):
         return None
@@ -152,7 +151,6 @@ def double(text: str) -> float | None:
 
 
 def boolean(text: str) -> bool | None:
-    """Convert text to a boolean."""
     word = text.strip(_BLANKS).lower()
     if word in _TRUE:
         return True
@@ -221,20 +219,17 @@ def _within(value: int, largest: int) -> int | None:
 
 
 def as_bigint(value: object) -> int | None:
-    """CAST AS BIGINT."""
     if isinstance(value, str):
         return whole(value)
     return _within(int(value), INT64_MAX) if isinstance(value, int | float) else None
 
 
 def as_int(value: object) -> int | None:
-    """CAST AS INT."""
     number = as_bigint(value)
     return None if number is None else _within(number, INT32_MAX)
 
 
 def as_double(value: object) -> float | None:
-    """CAST AS DOUBLE."""
     if isinstance(value, str):
         return double(value)
     if not isinstance(value, int | float):
@@ -246,7 +241,6 @@ def as_double(value: object) -> float | None:
 
 
 def as_boolean(value: object) -> bool | None:
-    """CAST AS BOOLEAN."""
     if isinstance(value, str):
         return boolean(value)
     return value != 0 if isinstance(value, int | float) else None

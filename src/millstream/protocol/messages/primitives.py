@@ -72,7 +72,6 @@ class Reader:
         return value
 
     def float64(self) -> float:
-        """Read a double."""
         value: float = _FLOAT64.unpack_from(self._view, self._advance(8))[0]
         return value
 
@@ -110,7 +109,6 @@ class Reader:
         return text
 
     def nullable_string(self) -> str | None:
-        """Read a string or null."""
         length = self.uvarint() - 1 if self.flexible else self.int16()
         return self._text(length)
 
@@ -233,7 +231,6 @@ class Writer:
         self.buffer += _UINT32.pack(value)
 
     def float64(self, value: float) -> None:
-        """Append a double."""
         self.buffer += _FLOAT64.pack(value)
 
     def boolean(self, value: bool) -> None:
@@ -252,7 +249,6 @@ class Writer:
         self.buffer.append(value)
 
     def string(self, value: str | None) -> None:
-        """Append a string or null."""
         if value is None:
             self._length(NULL, _INT16)
             return

@@ -8,7 +8,7 @@ other change raises the version of the request.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -39,7 +39,17 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     message: str | None = None
 
 
-R = TypeVar("R", bound=Response)
+class HasError(Protocol):
+    """Any response: some are encoded as arrays, and are no `Response`."""
+
+    @property
+    def error(self) -> int: ...
+
+    @property
+    def message(self) -> str | None: ...
+
+
+R = TypeVar("R", bound=HasError)
 
 
 def decode(body: bytes | memoryview, kind: type[T]) -> T:
@@ -56,11 +66,11 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 
-def decode_response(body: bytes | memoryview, kind: type[R]) -> R:
+def decode_response(body: bytes | memoryview, kind: type[R], *, about: str = "") -> R:
     """Decode a response; raise the error in it."""
     response = decode(body, kind)
     if response.error:
-        raise error_from_code(response.error, response.message)
+        raise error_from_code(response.error, response.message, about=about)
     return response
 
 

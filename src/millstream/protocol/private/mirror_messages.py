@@ -33,8 +33,6 @@ Offsets = dict[str, dict[int, int]]
 
 
 class NewMirror(msgspec.Struct, frozen=True, kw_only=True):
-    """A mirror to declare."""
-
     name: str
     settings: dict[str, str] = {}
     wanted: bool = True
@@ -84,8 +82,6 @@ class FailoverRequest(OwnerRequest, frozen=True, kw_only=True):
 
 
 class CutPartition(msgspec.Struct, frozen=True, kw_only=True):
-    """The cut of one partition of a copy."""
-
     topic: str
     partition: int
     offset: int
@@ -162,8 +158,6 @@ class CutRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CutResponse(Response, frozen=True, kw_only=True):
-    """The cut of one copy."""
-
     cut: CutPartition | None = None
 
 
@@ -302,13 +296,14 @@ class BarrierResponse(Response, frozen=True, kw_only=True):
 
 
 class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a node of the source to hold back decisions of transactions, or to let them through again."""
+    """Asks a node of the source to hold back decisions of transactions, or about what it holds back."""
 
     token: str
+    action: Literal["hold", "release", "read groups"]
     hold_ms: int = 0
-    """0 releases, unless groups are asked for."""
-    groups_in: dict[str, UUID | None] | None = None
-    """Topics and their ids, to keep holding decisions back and return groups that transactions have committed for."""
+    """How long to hold them back, unless they are released earlier."""
+    topics: dict[str, UUID | None] = {}
+    """With their ids, to read the groups for which transactions have committed offsets in them."""
 
 
 class HoldResponse(Response, frozen=True, kw_only=True):

@@ -51,17 +51,13 @@ class RuleMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def of(cls, rule: Rule) -> RuleMessage:
-        """Convert from a rule."""
         return msgspec.convert(rule, cls, from_attributes=True)
 
     def rule(self) -> Rule:
-        """Convert to a rule."""
         return msgspec.convert(self, Rule, from_attributes=True)
 
 
 class NewPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """A pipeline to declare."""
-
     name: str
     kind: str
     settings: dict[str, str] = {}
@@ -102,8 +98,6 @@ LOCAL_TABLES: Final = (
 
 
 class DeletePipelineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A pipeline to delete."""
-
     name: str
 
 
@@ -121,8 +115,6 @@ class AlterPipelineResponse(Response, frozen=True, kw_only=True):
 
 
 class ListPipelinesResponse(Response, frozen=True, kw_only=True):
-    """Descriptions of pipelines."""
-
     pipelines: Sequence[dict[str, Any]] = ()
 
 
@@ -141,8 +133,6 @@ class JobRuns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a job."""
-
     run: int
     state: str
     scheduled_ms: int
@@ -157,7 +147,6 @@ class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, run: JobRun) -> RunDescription:
-        """Convert from a run."""
         shared = {name: getattr(run, name) for name in cls.__struct_fields__ if name not in ("run", "state")}
         return cls(run=run.number, state=str(run.state), **shared)
 

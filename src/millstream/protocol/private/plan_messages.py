@@ -32,7 +32,6 @@ class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, move: Move, state: str = "") -> PlannedMove:
-        """Convert a move."""
         return cls(
             topic=move.topic,
             topic_id=move.topic_id,

@@ -88,8 +88,6 @@ TOKEN_LASTS_MS_MAX: Final = 366 * 86_400_000
 
 
 class ScopeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One right of a token."""
-
     operation: str
     type: str
     name: str
@@ -117,8 +115,6 @@ class ScopeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A token to create."""
-
     owner: str = ""
     """The principal that it acts for; empty for the client's own."""
     lasts_ms: int = TOKEN_LASTS_MS
@@ -148,7 +144,6 @@ class TokenDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, token: ApiToken) -> TokenDescription:
-        """Describe a token."""
         return cls(
             token_id=token.token_id,
             owner=token.owner,
@@ -166,6 +161,4 @@ class ListTokensResponse(Response, frozen=True, kw_only=True):
 
 
 class RevokeTokenRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A token to revoke."""
-
     token_id: str

@@ -119,8 +119,6 @@ class SettleResponse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CreateSubscriptionRequest(msgspec.Struct, frozen=True):
-    """A subscription to declare."""
-
     name: str
     topics: list[str]
     settings: dict[str, str] = {}
@@ -226,8 +224,6 @@ class AppendLetterRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AppendLetterResponse(msgspec.Struct, frozen=True, array_like=True):
-    """The offset of the letter."""
-
     error: int
     message: str | None
     offset: int = -1

@@ -22,7 +22,7 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.subscription import LETTERS_PREFIX, Verb
 from millstream.protocol.private.leasing import Leased, fresh_until
-from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.message import Response, decode_response, encode
 from millstream.protocol.private.subscription_messages import (
     ALTER_KEY,
     CREATE_KEY,
@@ -78,12 +78,10 @@ class MarkedQueue(msgspec.Struct, frozen=True):
     """The offset up to which messages could be delivered then."""
 
 
-class LedgerMarkResponse(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerMarkResponse(Response, frozen=True, kw_only=True):
     """The queues that the node leads."""
 
-    error: int = 0
-    message: str | None = None
-    queues: list[MarkedQueue] = []
+    queues: Sequence[MarkedQueue] = ()
 
 
 async def mark_ledger(client: Client, mark: str, names: list[str] | None = None) -> list[MarkedQueue]:
@@ -91,12 +89,8 @@ async def mark_ledger(client: Client, mark: str, names: list[str] | None = None)
     found: dict[tuple[str, str, int], MarkedQueue] = {}
     body = encode(LedgerMarkRequest(mark, names))
     for node in (await client.metadata(())).nodes:
-        response = decode(await client.private(NodeId(node), LEDGER_MARK_KEY, body), LedgerMarkResponse)
-        if response.error:
-            error: MillstreamError = error_from_code(
-                response.error, response.message, about=f"the ledger on node {node}"
-            )
-            raise error
+        frame = await client.private(NodeId(node), LEDGER_MARK_KEY, body)
+        response = decode_response(frame, LedgerMarkResponse, about=f"the ledger on node {node}")
         found |= {(one.subscription_id, one.topic_id, one.partition): one for one in response.queues}
     return list(found.values())
 
@@ -130,8 +124,6 @@ class TraceEvent(msgspec.Struct, frozen=True):
 
 
 class DeadLetterPosition(msgspec.Struct, frozen=True):
-    """Where the dead letter of a message is."""
-
     topic: str
     partition: int
     offset: int
@@ -168,11 +160,9 @@ class SubscriptionTrace(msgspec.Struct, frozen=True, kw_only=True):
     """What cannot be known, and why; empty if nothing is missing."""
 
 
-class MessageTrace(msgspec.Struct, frozen=True, kw_only=True):
+class MessageTrace(Response, frozen=True, kw_only=True):
     """The life of a message in all subscriptions that the client may describe."""
 
-    error: int = 0
-    message: str | None = None
     topic: str = ""
     topic_id: str = ""
     partition: int = 0
@@ -187,10 +177,11 @@ async def message_trace(client: Client, topic: str, partition: int, offset: int)
     body = encode(MessageTraceRequest(topic, partition, offset))
 
     async def attempt(leader: NodeId) -> MessageTrace:
-        response = decode(await client.private(leader, MESSAGE_TRACE_KEY, body), MessageTrace)
-        if response.error:
-            raise error_from_code(response.error, response.message, about=f"{topic}-{partition} at {offset}")
-        return response
+        return decode_response(
+            await client.private(leader, MESSAGE_TRACE_KEY, body),
+            MessageTrace,
+            about=f"{topic}-{partition} at {offset}",
+        )
 
     return await client.call_leader(topic, partition, attempt)
 
@@ -212,8 +203,6 @@ class DeliveryStateRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeliveryStateResponse(msgspec.Struct, frozen=True, array_like=True):
-    """The delivery state."""
-
     error: int
     message: str | None
     state: str = ""
@@ -246,9 +235,7 @@ async def delivery_state(
 
     async def attempt(leader: NodeId) -> MessageDelivery:
         frame = await client.private(leader, DELIVERY_STATE_KEY, body, waits=wait_ms > 0)
-        response = decode(frame, DeliveryStateResponse)
-        if response.error:
-            raise error_from_code(response.error, response.message, about=f"{topic}-{partition} at {offset}")
+        response = decode_response(frame, DeliveryStateResponse, about=f"{topic}-{partition} at {offset}")
         return MessageDelivery(response.state, response.attempt, response.next_ms, response.is_final)
 
     return await client.call_leader(topic, partition, attempt)
@@ -330,14 +317,12 @@ class SubscriptionClient:
     async def create(
         self, name: str, topics: Sequence[str], settings: Mapping[str, str], *, validate_only: bool = False
     ) -> UUID:
-        """Declare a subscription."""
         request = CreateSubscriptionRequest(name, list(topics), dict(settings), validate_only)
         return UUID((await self._request(None, CREATE_KEY, request, CreateSubscriptionResponse)).subscription_id)
 
     async def alter(
         self, name: str, settings: Mapping[str, str | None], *, topics: Sequence[str] | None = None
     ) -> None:
-        """Change a subscription."""
         request = AlterSubscriptionRequest(name, dict(settings), None if topics is None else list(topics))
         await self._request(None, ALTER_KEY, request, Response)
 
@@ -547,9 +532,7 @@ class SubscriptionClient:
         ]
         body = encode(SettleRequest(name, worker, settles))
         try:
-            response = decode(await self._client.private(node, SETTLE_KEY, body), SettleResponse)
-            if response.error:
-                raise error_from_code(response.error, response.message)
+            response = decode_response(await self._client.private(node, SETTLE_KEY, body), SettleResponse)
         except MillstreamError as error:
             # Messages of other nodes can still be settled.
             for run in runs:
@@ -573,9 +556,7 @@ class SubscriptionClient:
         sent_at = monotonic()
         try:
             body = await self._client.private(node, RECEIVE_KEY, encode(request), waits=request.wait_ms > 0)
-            response = decode(body, ReceiveResponse)
-            if response.error:
-                raise error_from_code(response.error, response.message)
+            response = decode_response(body, ReceiveResponse)
             if (held_back := response.held_back) is not None:
                 raise held_back
         except MillstreamError:
@@ -593,10 +574,7 @@ class SubscriptionClient:
         return self._known_nodes
 
     async def _request(self, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
-        response = decode(await self._client.private(node, key, encode(request)), kind)
-        if response.error:
-            raise error_from_code(response.error, response.message)
-        return response
+        return decode_response(await self._client.private(node, key, encode(request)), kind)
 
 
 def _runs(messages: Sequence[LeasedMessage]) -> list[range]:

@@ -22,8 +22,9 @@ import msgspec
 from millstream.core.errors import ConcurrentTransactions, CoordinatorUnavailable, MillstreamError
 from millstream.core.ids import NodeId, ProducerId
 from millstream.protocol.private.message import Response, decode, encode
-from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.client import GROUP_COORDINATOR, Client
 from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.group_offsets import GroupMember
 
 PREPARE_KEY: Final = 32010
 COMPLETE_BATCH_KEY: Final = 32011
@@ -41,8 +42,6 @@ class BatchMember(msgspec.Struct, frozen=True):
 
 
 class CompleteBatchRequest(msgspec.Struct, frozen=True):
-    """A batch and all of its parts."""
-
     query: str
     batch: int
     members: tuple[BatchMember, ...]
@@ -69,8 +68,6 @@ class AbortBatchResponse(Response, frozen=True, kw_only=True):
 
 
 class LastBatchRequest(msgspec.Struct, frozen=True):
-    """A query."""
-
     query: str
 
 
@@ -92,7 +89,6 @@ class AbortTransactionResponse(Response, frozen=True, kw_only=True):
     state: str = ""
 
 
-GROUP_COORDINATOR: Final = 0
 TRANSACTION_COORDINATOR: Final = 1
 TIMEOUT_MS: Final = 60_000
 
@@ -109,14 +105,6 @@ class TransactionalProducer(NamedTuple):
     transactional_id: str
     producer_id: ProducerId
     epoch: int
-
-
-class GroupMember(NamedTuple):
-    """The member of a group that commits offsets, or none, which only a group without members accepts."""
-
-    member_id: str = ""
-    generation: int = -1
-    instance_id: str | None = None
 
 
 class Transactions:

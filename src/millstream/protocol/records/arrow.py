@@ -6,7 +6,7 @@ record without headers has a null there, all as Spark's own source does it. Noth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,9 +15,7 @@ import pyarrow.compute as pc
 
 from millstream.core.errors import InvalidBatch
 from millstream.core.ids import NO_TIMESTAMP_MS
-from millstream.protocol.records.batch import Buffer
 from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderColumn
-from millstream.protocol.records.decoder import FIELDS, OFFSET_MAX, ROWS_MAX, Batches, decode_columns
 from millstream.protocol.records.layout import Bytes, Int32s, Int64s
 
 NAMES: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers")
@@ -44,30 +42,6 @@ SCHEMA = pa.schema(
 """All columns of Spark's Kafka source."""
 
 _MILLISECONDS_MAX = (2**63 - 1) // 1000
-
-
-def decode_arrow(
-    buffer: Buffer | Batches,
-    *,
-    topic: str,
-    partition: int,
-    names: Sequence[str] = NAMES,
-    start_offset: int = 0,
-    end_offset: int = OFFSET_MAX,
-    aborted: Collection[tuple[int, int]] = (),
-    rows_max: int = ROWS_MAX,
-) -> Iterator[pa.RecordBatch]:
-    """Yield the records of a fetch response with the named columns only; see `decode_columns`."""
-    fields = FIELDS.intersection(names)
-    for columns in decode_columns(
-        buffer,
-        fields=fields,
-        start_offset=start_offset,
-        end_offset=end_offset,
-        aborted=aborted,
-        rows_max=rows_max,
-    ):
-        yield to_arrow(columns, topic=topic, partition=partition, names=names)
 
 
 def to_arrow(columns: Columns, *, topic: str, partition: int, names: Sequence[str] = NAMES) -> pa.RecordBatch:
@@ -128,18 +102,14 @@ def _headers_array(headers: HeaderColumn | None) -> pa.Array:
 def from_arrow(batch: pa.RecordBatch, *, default_timestamp_ms: int = NO_TIMESTAMP_MS) -> Columns:
     """Columns to be encoded, from a record batch that has `value` and may have `key`, `headers` and `timestamp`.
 
-    Key and value are binary or text. Rows without a timestamp get the default. Offsets are those of an `offset`
-    column if there is one, else the number of the row.
+    Key and value are binary or text. Rows without a timestamp get the default.
     """
     if "value" not in batch.schema.names:
         raise InvalidBatch(f"records to be written need a column `value`; there are: {', '.join(batch.schema.names)}")
     rows = batch.num_rows
     key = _column(batch, "key", pa.binary())
-    offset = _column(batch, "offset", pa.int64())
-    if offset is not None and offset.null_count:
-        raise InvalidBatch("an offset is null")
     return Columns(
-        offsets=np.arange(rows, dtype=np.int64) if offset is None else offset.to_numpy(),
+        offsets=np.arange(rows, dtype=np.int64),
         timestamps_ms=_milliseconds(_column(batch, "timestamp", _TIMESTAMP), rows, default_timestamp_ms),
         attributes=np.zeros(rows, np.int16),
         keys=None if key is None else binary_column(key),

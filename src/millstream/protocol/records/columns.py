@@ -43,7 +43,7 @@ class BinaryColumn:
         return lengths
 
     def is_valid(self) -> npt.NDArray[np.bool_]:
-        """For every row, whether it is not null."""
+        """Return, for every row, whether it is not null."""
         if self.validity is None:
             return np.ones(len(self), np.bool_)
         bits = np.unpackbits(self.validity, count=self.validity_at + len(self), bitorder="little")

@@ -11,7 +11,6 @@ from millstream.core.errors import InvalidBatch
 from millstream.protocol.records.batch import (
     COMPRESSION_NONE,
     HEADER_BYTES,
-    TIMESTAMP_TYPE_FLAG,
     TRANSACTIONAL_FLAG,
     seal_batch,
 )
@@ -19,7 +18,7 @@ from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderCol
 from millstream.protocol.records.compression import compress
 from millstream.protocol.records.kernels import write
 from millstream.protocol.records.layout import HEADERS, RECORDS, Bytes, Int32s, Int64s, Table, read_only
-from millstream.protocol.records.record import CREATE_TIME, HEADERS_MAX, LOG_APPEND_TIME
+from millstream.protocol.records.record import HEADERS_MAX
 
 BATCH_BYTES_MAX = 512 * 1024
 """The size of a batch's records before compression: well below the default `max.message.bytes`."""
@@ -37,84 +36,43 @@ class Source:
     records: Table
     headers: Table
     data: tuple[Bytes, Bytes, Bytes, Bytes]
-    offsets: Int64s
     timestamps_ms: Int64s
 
     def rows(self, first: int, end: int) -> Source:
         """Return a slice of the records; nothing is copied."""
-        return Source(
-            self.records[first:end],
-            self.headers,
-            self.data,
-            self.offsets[first:end],
-            self.timestamps_ms[first:end],
-        )
-
-
-def encode_columns(
-    columns: Columns,
-    *,
-    rows: Int64s | None = None,
-    keep_offsets: bool = False,
-    compression: int = COMPRESSION_NONE,
-    producer_id: int = -1,
-    producer_epoch: int = -1,
-    base_sequence: int = -1,
-    timestamp_type: int = CREATE_TIME,
-    transactional: bool = False,
-    batch_bytes_max: int = BATCH_BYTES_MAX,
-) -> Iterator[bytearray]:
-    """Yield batches with the rows, all or those with the given numbers, in order.
-
-    Offsets count from 0 in every batch, as a producer sends them; with `keep_offsets` they are kept, including gaps,
-    and must increase. With a `base_sequence` the sequences of the batches are consecutive, as an idempotent producer's
-    are. A record larger than `batch_bytes_max` gets its own batch.
-    """
-    yield from encode_source(
-        source_of(columns, rows, keep_offsets=keep_offsets),
-        keep_offsets=keep_offsets,
-        compression=compression,
-        producer_id=producer_id,
-        producer_epoch=producer_epoch,
-        base_sequence=base_sequence,
-        timestamp_type=timestamp_type,
-        transactional=transactional,
-        batch_bytes_max=batch_bytes_max,
-    )
+        return Source(self.records[first:end], self.headers, self.data, self.timestamps_ms[first:end])
 
 
 def encode_source(
     source: Source,
     *,
-    keep_offsets: bool = False,
     compression: int = COMPRESSION_NONE,
     producer_id: int = -1,
     producer_epoch: int = -1,
     base_sequence: int = -1,
-    timestamp_type: int = CREATE_TIME,
     transactional: bool = False,
     batch_bytes_max: int = BATCH_BYTES_MAX,
 ) -> Iterator[bytearray]:
-    """Yield batches with all records of a source, like `encode_columns`."""
+    """Yield batches with all records of a source, in order; offsets count from 0 in each, as a producer sends them.
+
+    With a `base_sequence` the sequences of the batches are consecutive, as an idempotent producer's are. A record
+    larger than `batch_bytes_max` gets its own batch.
+    """
     lengths = np.empty(source.records.size, np.int32)
-    attributes = (
-        compression
-        | (TIMESTAMP_TYPE_FLAG if timestamp_type == LOG_APPEND_TIME else 0)
-        | (TRANSACTIONAL_FLAG if transactional else 0)
-    )
+    attributes = compression | (TRANSACTIONAL_FLAG if transactional else 0)
     first, sequence = 0, base_sequence
     while first < source.records.size:
         end, size, max_timestamp_ms = write.measure_batch(
-            source.records, source.headers, source.offsets, source.timestamps_ms, first, batch_bytes_max, lengths
+            source.records, source.headers, source.timestamps_ms, first, batch_bytes_max, lengths
         )
         batch = _write_records(source, lengths, first, end, size)
         if compression != COMPRESSION_NONE:
             batch[HEADER_BYTES:] = compress(compression, memoryview(batch)[HEADER_BYTES:])
         seal_batch(
             batch,
-            base_offset=int(source.offsets[first]) if keep_offsets else 0,
+            base_offset=0,
             attributes=attributes,
-            last_offset_delta=int(source.offsets[end - 1] - source.offsets[first]),
+            last_offset_delta=end - first - 1,
             base_timestamp_ms=int(source.timestamps_ms[first]),
             max_timestamp_ms=max_timestamp_ms,
             producer_id=producer_id,
@@ -136,7 +94,6 @@ def _write_records(source: Source, lengths: Int32s, first: int, end: int, size: 
         source.records,
         source.headers,
         source.data,
-        source.offsets,
         source.timestamps_ms,
         lengths,
         first,
@@ -148,17 +105,13 @@ def _write_records(source: Source, lengths: Int32s, first: int, end: int, size: 
     return batch
 
 
-def source_of(columns: Columns, rows: Int64s | None = None, *, keep_offsets: bool = False) -> Source:
+def source_of(columns: Columns, rows: Int64s | None = None) -> Source:
     """Prepare rows, all or those with the given numbers, in that order."""
-    records, timestamps_ms, offsets = _records_table(columns), columns.timestamps_ms, columns.offsets
+    records, timestamps_ms = _records_table(columns), columns.timestamps_ms
     if rows is not None:
         if rows.size and (rows.min() < 0 or rows.max() >= len(columns)):
             raise InvalidBatch(f"there are only {len(columns)} rows")
-        records, timestamps_ms, offsets = records[rows], timestamps_ms[rows], offsets[rows]
-    if not keep_offsets:
-        offsets = np.arange(records.size, dtype=np.int64)
-    elif np.any(offsets[1:] <= offsets[:-1]):
-        raise InvalidBatch("offsets that are to be kept do not increase")
+        records, timestamps_ms = records[rows], timestamps_ms[rows]
     headers = columns.headers
     return Source(
         records,
@@ -169,7 +122,6 @@ def source_of(columns: Columns, rows: Int64s | None = None, *, keep_offsets: boo
             _data(headers.keys if headers is not None else None),
             _data(headers.values if headers is not None else None),
         ),
-        read_only(offsets),
         read_only(timestamps_ms),
     )
 

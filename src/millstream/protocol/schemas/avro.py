@@ -37,8 +37,6 @@ _MISSING: Final = object()
 
 @dataclass(slots=True, eq=False)
 class AvroField:
-    """A field of a record."""
-
     name: str
     type: AvroType
     doc: str | None = None
@@ -88,8 +86,6 @@ class AvroType:
 
 
 class AvroSchema:
-    """A parsed schema."""
-
     def __init__(self, root: AvroType, names: Mapping[str, AvroType], foreign: frozenset[str]) -> None:
         self.root = root
         self.names = names

@@ -567,5 +567,4 @@ def is_repeated(field: Any) -> bool:
 
 
 def is_map(field: Any) -> bool:
-    """Whether a Protobuf field is a map."""
     return is_repeated(field) and field.message_type is not None and field.message_type.GetOptions().map_entry

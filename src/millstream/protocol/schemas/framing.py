@@ -64,7 +64,6 @@ def schema_header(headers: Iterable[tuple[str, bytes | None]], field: str) -> by
 
 
 def prefix(schema_id: int) -> bytes:
-    """Return the prefix of a content."""
     return b"\0" + schema_id.to_bytes(4, "big")
 
 
@@ -83,7 +82,6 @@ def read_indexes(content: bytes) -> tuple[tuple[int, ...], int]:
 
 
 def write_indexes(indexes: Sequence[int]) -> bytes:
-    """Write message indexes."""
     if tuple(indexes) == (0,):
         return b"\0"
     return b"".join(_varint(number) for number in (len(indexes), *indexes))

@@ -150,7 +150,6 @@ class Node:
 
     @property
     def required(self) -> frozenset[str]:
-        """The required properties."""
         named = self.keyword("required")
         return frozenset(named) if isinstance(named, list) else frozenset()
 
@@ -162,8 +161,6 @@ class Node:
 
 
 class JsonSchema:
-    """A parsed schema."""
-
     def __init__(self, raw: Any, root: Node) -> None:
         self.raw = raw
         self.root = root

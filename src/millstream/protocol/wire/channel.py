@@ -44,6 +44,7 @@ _FIRST_REQUESTS: Final = 2
 """ApiVersions, and the first request that needs to know the client."""
 _SESSION_PART: Final = 0.85
 """After this part of a session's lifetime requests go over another connection."""
+_SESSION_S_MAX: Final = 365 * 86400.0
 
 
 class Channel(asyncio.BufferedProtocol):
@@ -70,8 +71,9 @@ class Channel(asyncio.BufferedProtocol):
         self._spelled = CLI_SPELLED
         self.was_refused = False
         """Whether the broker closed the connection on the first request that needs to know the client."""
-        self._renew_at: float | None = None
-        """When another connection has to take over, since this one's session ends soon."""
+        self._is_retired = False
+        """Whether another connection takes over, since the session ends soon; this one gets its last responses."""
+        self._retiring: asyncio.TimerHandle | None = None
         self.room_for = _new_buffer
         """Returns the buffer for a response that is too large for the scratch buffer."""
 
@@ -132,7 +134,7 @@ class Channel(asyncio.BufferedProtocol):
             self._transport is not None
             and not self._transport.is_closing()
             and not self._has_ended_writing
-            and (self._renew_at is None or asyncio.get_running_loop().time() < self._renew_at)
+            and not self._is_retired
         )
 
     @property
@@ -205,7 +207,7 @@ class Channel(asyncio.BufferedProtocol):
             self.abort("too many requests were abandoned before their responses arrived")
         correlation_id = self._write(api_key, version, body)
         response: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
-        # The entry stays when the caller is cancelled, so that the late response is recognised and dropped.
+        # The entry stays when the caller is cancelled, so that the late response is recognized and dropped.
         self._pending[correlation_id] = response
         return await response
 
@@ -250,8 +252,8 @@ class Channel(asyncio.BufferedProtocol):
                     raise AuthenticationFailed(f"{self.address}: {response.error_message or 'authentication failed'}")
                 lifetime = getattr(response, "session_lifetime", None)
                 if lifetime:
-                    left_s = lifetime.total_seconds() * _SESSION_PART
-                    self._renew_at = asyncio.get_running_loop().time() + left_s
+                    left_s = min(lifetime.total_seconds() * _SESSION_PART, _SESSION_S_MAX)
+                    self._retiring = asyncio.get_running_loop().call_later(left_s, self._retire)
                 message = exchange.send(bytes(response.auth_bytes))
         self._has_signed_in = True
 
@@ -285,6 +287,15 @@ class Channel(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def _retire(self) -> None:
+        self._is_retired = True
+        self._close_if_retired()
+
+    def _close_if_retired(self) -> None:
+        """Close when nothing is pending: the broker would wait for the client to authenticate again."""
+        if self._is_retired and not self._pending and self._transport is not None:
+            self._transport.close()
+
     def end_writing(self) -> None:
         """Close the sending half: the broker responds to what it can at once, and closes the connection."""
         if self._transport is not None and self.is_open:
@@ -307,6 +318,8 @@ class Channel(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail every pending request."""
         self._transport = None
+        if self._retiring is not None:
+            self._retiring.cancel()
         if exc is not None:
             self._cause = str(exc) or type(exc).__name__
         self._writable.set()
@@ -386,6 +399,7 @@ class Channel(asyncio.BufferedProtocol):
             raise ProtocolViolation(f"received a response to request {correlation_id}, which was not sent")
         if not response.done():
             response.set_result(frame)
+        self._close_if_retired()
 
 
 def _new_buffer(size: int) -> memoryview:

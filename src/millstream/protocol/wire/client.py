@@ -58,7 +58,7 @@ _OF_MEMBERS: Final = frozenset({11, 14})
 _BLOCKING: Final = frozenset({1, 78}) | _OF_MEMBERS
 """Every request that a broker may delay: Fetch and ShareFetch wait for records."""
 
-_GROUP_COORDINATOR: Final = 0
+GROUP_COORDINATOR: Final = 0
 
 COORDINATORS_MAX: Final = 1024
 """How many coordinators a client remembers."""
@@ -227,7 +227,6 @@ class Client:
         self._leaders.clear()
 
     async def coordinator(self, group: str) -> NodeId:
-        """Return the coordinator of a consumer group."""
         return await self._retrying(lambda: self._find_coordinator(group))
 
     async def call_coordinator(
@@ -282,7 +281,7 @@ class Client:
         client's own timeout.
 
         Transient rejections are retried. If a response is lost, batches of an idempotent producer are sent again too,
-        since the broker recognises them; others are not, since they could be duplicated.
+        since the broker recognizes them; others are not, since they could be duplicated.
         """
         # Loading the checksum library takes longer than most commands of the CLI.
         from millstream.protocol.records.batch import read_header
@@ -538,7 +537,7 @@ class Client:
         except (RequestTimedOut, *TRANSIENT) as error:
             return dict.fromkeys(times_ms, error)
 
-    async def _find_coordinator(self, name: str, kind: int = _GROUP_COORDINATOR) -> NodeId:
+    async def _find_coordinator(self, name: str, kind: int = GROUP_COORDINATOR) -> NodeId:
         from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
         from kio.static.primitive import i8
 

@@ -32,7 +32,6 @@ class TopicMetadata:
 
     @property
     def replication(self) -> int:
-        """Return the number of replicas."""
         return max((len(partition.replicas) for partition in self.partitions.values()), default=0)
 
 

@@ -9,20 +9,26 @@ from millstream.core.errors import GroupNotEmpty, MillstreamError, ProtocolViola
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
-from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.client import GROUP_COORDINATOR, Client
 from millstream.protocol.wire.error_codes import error_from_code, no_coordinator_error
 
 CLASSIC: Final = "classic"
-GROUP_COORDINATOR: Final = 0
 MIRRORED: Final = "mirrored"
 """The metadata of offsets that a mirror has committed. Kafka Streams decodes metadata from base64, which this is."""
-_NO_GENERATION: Final = -1
 _UNKNOWN_MEMBER_ID: Final = 25
 _GROUPS_ASKED_MAX: Final = 100
 """The number of groups in one request."""
 
 Committed = dict[TopicPartition, int]
 """The committed offset of each partition."""
+
+
+class GroupMember(NamedTuple):
+    """The member of a group that commits offsets, or none, which only a group without members accepts."""
+
+    member_id: str = ""
+    generation: int = -1
+    instance_id: str | None = None
 
 
 class Commit(NamedTuple):
@@ -55,7 +61,6 @@ async def committed_offsets(client: Client, name: str) -> Committed:
 
 
 async def commits_of(client: Client, name: str) -> Commits:
-    """Return what a group has committed."""
     return _commits(await _send_offset_fetch(client, await client.coordinator(name), [name]), name)
 
 
@@ -146,9 +151,14 @@ def _commits(responses: Mapping[str, Any], name: str) -> Commits:
 
 
 async def commit_offsets(
-    client: Client, name: str, offsets: Mapping[TopicPartition, int], *, metadata: str = ""
+    client: Client,
+    name: str,
+    offsets: Mapping[TopicPartition, int],
+    *,
+    member: GroupMember | None = None,
+    metadata: str = "",
 ) -> None:
-    """Move a group without members to these offsets."""
+    """Commit offsets as a member; without one, move a group that has no members to these offsets."""
     from kio.schema.offset_commit.v9 import request
 
     messages: Any = request
@@ -161,18 +171,24 @@ async def commit_offsets(
     topics = tuple(
         messages.OffsetCommitRequestTopic(name=topic, partitions=tuple(wanted)) for topic, wanted in by_topic.items()
     )
+    who = member or GroupMember()
     asked = messages.OffsetCommitRequest(
-        group_id=name, generation_id_or_member_epoch=_NO_GENERATION, member_id="", topics=topics
+        group_id=name,
+        generation_id_or_member_epoch=who.generation,
+        member_id=who.member_id,
+        group_instance_id=who.instance_id,
+        topics=topics,
     )
 
     async def attempt(node: NodeId) -> None:
         response = await client.send(node, asked)
         for topic in response.topics:
             for one in topic.partitions:
-                if one.error_code == _UNKNOWN_MEMBER_ID:
+                if member is None and one.error_code == _UNKNOWN_MEMBER_ID:
                     raise GroupNotEmpty(busy_sentence(name))
                 if one.error_code:
-                    raise error_from_code(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
+                    about = f"offset of group {name!r} in {topic.name}-{one.partition_index}"
+                    raise error_from_code(one.error_code, None, about=about)
 
     await client.call_coordinator(name, attempt, kind=GROUP_COORDINATOR)
 

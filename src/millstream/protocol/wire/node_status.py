@@ -130,7 +130,6 @@ class BrokerStatus:
         return await asyncio.shield(self._fetching)
 
     async def close(self) -> None:
-        """Close the connection."""
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.wait([self._fetching])

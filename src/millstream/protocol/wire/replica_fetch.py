@@ -91,8 +91,6 @@ class ReplicaFetch(NamedTuple):
 
 
 class ReplicaResponse(NamedTuple):
-    """The response for one partition."""
-
     code: int
     high_watermark: Offset
     log_start: Offset

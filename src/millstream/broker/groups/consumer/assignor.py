@@ -24,8 +24,6 @@ Partitions = Mapping[UUID, int]
 
 
 class TopicView(Protocol):
-    """The topics of the cluster."""
-
     @property
     def version(self) -> int:
         """A number that changes whenever a topic is created, grows or is deleted."""
@@ -52,7 +50,6 @@ class NoTopics:
         return None
 
     def all(self) -> Sequence[Topic]:
-        """Return none."""
         return ()
 
 
@@ -170,7 +167,6 @@ class _Allocations:
 
 
 def assign_uniformly(members: Sequence[MemberSubscription], partitions: Partitions) -> dict[str, Assignment]:
-    """Assign partitions evenly."""
     if not members:
         return {}
     allocations, free = _keep_previous(members, partitions)

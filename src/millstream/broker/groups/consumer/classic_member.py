@@ -313,7 +313,6 @@ class ClassicMembers:
         return records, joined
 
     def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[Synced]:
-        """Return the assignment of a classic member."""
         member, classic = self._find_member(group, request.member)
         _check_protocol(group, classic, request)
         if group.epoch > member.epoch and member.position.state is not MemberState.UNREVOKED:
@@ -335,7 +334,6 @@ class ClassicMembers:
         return [], None
 
     def leave(self, group: ConsumerGroup, leavers: list[Leaver]) -> Outcome[list[Left]]:
-        """Remove members."""
         going: dict[str, ConsumerMember] = {}
         results = []
         for leaver in leavers:

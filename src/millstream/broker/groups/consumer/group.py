@@ -99,7 +99,6 @@ class ConsumerGroup:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the group has no members."""
         return not self.members
 
     @property
@@ -146,7 +145,6 @@ class ConsumerGroup:
         return NOTHING if known is None else known
 
     def is_owned(self, topic_id: UUID, partition: int, *, by_other_than: str) -> bool:
-        """Return whether another member owns a partition."""
         return self._owners.get((topic_id, partition), by_other_than) != by_other_than
 
     def awaits_release(self, member: ConsumerMember) -> bool:

@@ -39,7 +39,6 @@ def assignment_of(pairs: Iterable[tuple[UUID, Iterable[int]]]) -> Assignment:
 
 
 def size_of(assignment: Assignment) -> int:
-    """Count the partitions."""
     return sum(map(len, assignment.values()))
 
 
@@ -61,7 +60,6 @@ def overlaps(one: Assignment, other: Assignment) -> bool:
 
 
 def union(one: Assignment, other: Assignment) -> Assignment:
-    """Return the partitions of both."""
     return assignment_of((*one.items(), *other.items()))
 
 
@@ -98,8 +96,6 @@ class ClassicSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subscription:
-    """The metadata and subscription of a member."""
-
     instance_id: str | None = None
     rack_id: str | None = None
     client_id: str = ""
@@ -160,8 +156,6 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerMember:
-    """One member."""
-
     member_id: str
     subscription: Subscription = Subscription()
     position: Position = Position()
@@ -178,7 +172,6 @@ class ConsumerMember:
 
     @property
     def speaks_classic(self) -> bool:
-        """Whether the member uses the classic protocol."""
         return self.subscription.classic is not None
 
     def saying(self, subscription: Subscription) -> ConsumerMember:

@@ -517,14 +517,11 @@ Downgrade = Callable[[ConsumerGroup, Collection[str]], list[StateRecord]]
 
 
 class Departure:
-    """Removes members."""
-
     def __init__(self, context: GroupContext, downgrade: Downgrade) -> None:
         self._context = context
         self._downgrade = downgrade
 
     def leave(self, group: ConsumerGroup, request: ConsumerHeartbeat) -> Outcome[HeartbeatResult]:
-        """Handle a member that leaves."""
         member = group.find_sender(request.member_id, request.instance_id)
         response = HeartbeatResult(member_id=member.member_id, epoch=request.epoch)
         if request.epoch != AWAY_EPOCH:
@@ -560,8 +557,6 @@ FindGroup = Callable[[str, bool], tuple[ConsumerGroup, list[StateRecord]]]
 
 
 class Heartbeats:
-    """Handles heartbeats."""
-
     def __init__(self, context: GroupContext, find_group: FindGroup) -> None:
         self._context = context
         self._find_group = find_group

@@ -42,8 +42,6 @@ Since = Mapping[UUID, Mapping[int, int]]
 
 
 class Kind(IntEnum):
-    """The kind of a record."""
-
     GROUP = 3
     OLD_TOPICS = 4
     SUBSCRIPTION = 5
@@ -135,12 +133,10 @@ def target_epoch_record(group_id: str, epoch: int) -> StateRecord:
 
 
 def read_target_epoch(record: StateRecord) -> int:
-    """Read the epoch of the target assignment."""
     return open_flexible_value(record).int32()
 
 
 def target_record(group_id: str, member_id: str, target: Assignment) -> StateRecord:
-    """Build the record of a member's target."""
     writer = begin_flexible_value()
     _write_assignment(writer, target)
     writer.no_tags()
@@ -148,7 +144,6 @@ def target_record(group_id: str, member_id: str, target: Assignment) -> StateRec
 
 
 def read_target(record: StateRecord) -> Assignment:
-    """Read a member's target."""
     return _read_assignment(open_flexible_value(record))
 
 
@@ -189,13 +184,11 @@ def expression_record(group_id: str, expression: str, resolved: Resolved) -> Sta
 
 
 def read_expression(record: StateRecord) -> Resolved:
-    """Read the topics that an expression matches."""
     reader = open_flexible_value(record)
     return Resolved(frozenset(_read_strings(reader)), reader.int64(), reader.int64())
 
 
 def subscription_record(group_id: str, member_id: str, subscription: Subscription) -> StateRecord:
-    """Build the record of a member's subscription."""
     writer = begin_flexible_value()
     writer.string(subscription.instance_id)
     writer.string(subscription.rack_id)
@@ -217,7 +210,6 @@ def subscription_record(group_id: str, member_id: str, subscription: Subscriptio
 
 
 def read_subscription(record: StateRecord) -> Subscription:
-    """Read a member's subscription."""
     reader = open_flexible_value(record)
     instance_id, rack_id = reader.nullable_string(), reader.nullable_string()
     client_id, client_host = reader.string(), reader.string()

@@ -186,8 +186,6 @@ class ConsumerTopics:
 
 
 class ConsumerShard:
-    """Consumer groups of one partition."""
-
     def __init__(
         self,
         registry: Registry,
@@ -240,7 +238,6 @@ class ConsumerShard:
         return self._heartbeats.run(request)
 
     def describe(self, group_id: str) -> Outcome[ConsumerGroupDescription]:
-        """Describe one group with its members."""
         group = self._require(group_id)
         return [], ConsumerGroupDescription(
             group_id=group_id,
@@ -280,7 +277,6 @@ class ConsumerShard:
         return self._classic.heartbeat(group, who)
 
     def leave(self, group: ConsumerGroup, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
-        """Remove members."""
         return self._classic.leave(group, list(leavers))
 
     def delete_if_empty(self, group_id: str) -> Records:

@@ -77,8 +77,6 @@ class ReportedState:
 
 
 class ShareGroup:
-    """The members of one group."""
-
     def __init__(self, group_id: str) -> None:
         self.group_id = group_id
         self.epoch = 0
@@ -91,7 +89,6 @@ class ShareGroup:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the group has no members."""
         return not self.members
 
     @property
@@ -103,7 +100,6 @@ class ShareGroup:
         return GROUP_TYPE
 
     def consumes(self, topic: str) -> bool:
-        """Whether a member subscribes to a topic."""
         return any(topic in member.topics for member in self.members.values())
 
     def topics(self) -> frozenset[str]:
@@ -167,8 +163,6 @@ class ShareHeartbeatResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareMemberDescription:
-    """The description of a member."""
-
     member_id: str
     rack_id: str | None
     epoch: int
@@ -180,8 +174,6 @@ class ShareMemberDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareGroupDescription:
-    """The description of a group."""
-
     group_id: str
     state: str
     epoch: int
@@ -189,8 +181,6 @@ class ShareGroupDescription:
 
 
 class ShareKind(IntEnum):
-    """The kind of a record."""
-
     MEMBER = 10
     GROUP = 11
 

@@ -45,8 +45,6 @@ _RETRY_MS = 1000
 
 
 class ShareShard:
-    """Share groups of one partition."""
-
     def __init__(
         self,
         timers: Timers,
@@ -104,7 +102,6 @@ class ShareShard:
         return records, response
 
     def describe(self, group_id: str) -> Outcome[ShareGroupDescription]:
-        """Describe one group with its members."""
         group = self._require(group_id)
         target = group.target(self._topics)
         members = tuple(

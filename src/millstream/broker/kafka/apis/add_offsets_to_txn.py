@@ -9,14 +9,14 @@ same.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from kio.schema.add_offsets_to_txn.v4.request import AddOffsetsToTxnRequest
 from kio.schema.add_offsets_to_txn.v4.response import AddOffsetsToTxnResponse
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, fenced_code
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code, fenced_code
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.transaction import FIRST_VERSION, ProducerRef
 from millstream.core.errors import MillstreamError
@@ -28,9 +28,7 @@ _FIRST_WITH_FENCED: Final = 2
 Call = Versioned[AddOffsetsToTxnRequest]
 
 
-class AddOffsetsToTxn(Api[Call, AddOffsetsToTxnResponse]):
-    """Adds the offsets of groups to transactions."""
-
+class AddOffsetsToTxn(VersionedApi[AddOffsetsToTxnRequest, AddOffsetsToTxnResponse]):
     key = 25
     versions = (0, 4)
     changes = None
@@ -38,11 +36,6 @@ class AddOffsetsToTxn(Api[Call, AddOffsetsToTxnResponse]):
     def __init__(self, transactions: TransactionCoordinator, groups: GroupCoordinator) -> None:
         self._transactions = transactions
         self._groups = groups
-
-    def upgrade(self, version: int, request: Any) -> Call:
-        """Remember the version, since a code depends on it."""
-        newest: Any = super().upgrade(version, request)
-        return Versioned(version, newest)
 
     async def handle(self, request: Call, client: ClientInfo) -> AddOffsetsToTxnResponse:
         message = request.message

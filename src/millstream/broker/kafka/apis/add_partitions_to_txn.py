@@ -51,8 +51,6 @@ class AddPartitionsCall(NamedTuple):
 
 
 class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
-    """Adds partitions to transactions."""
-
     key = 24
     versions = (0, 5)
     changes = None

@@ -26,8 +26,6 @@ from millstream.core.quota import ANONYMOUS, DEFAULT, USER, QuotaEntity
 
 
 class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]):
-    """Changes the quotas of clients."""
-
     key = 49
     versions = (0, 1)
 

@@ -1,4 +1,4 @@
-"""AlterReplicaLogDirs (key 34), versions 1 and 2: moves replicas between the folders of a node, which has one.
+"""AlterReplicaLogDirs (key 34), versions 1 and 2: moves replicas between the folders of a node. A node has one.
 
 Moving a replica to its own folder succeeds. As in Kafka, any other folder is LOG_DIR_NOT_FOUND, a partition that does
 not exist is UNKNOWN_TOPIC_OR_PARTITION, and one without a replica on this node is REPLICA_NOT_AVAILABLE.

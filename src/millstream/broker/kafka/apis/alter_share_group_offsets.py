@@ -28,8 +28,6 @@ from millstream.core.topic import Topic
 
 
 class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupOffsetsResponse]):
-    """Moves share groups."""
-
     key = 91
     versions = (0, 0)
     changes = staticmethod(offsets_changed)

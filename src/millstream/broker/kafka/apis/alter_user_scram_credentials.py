@@ -33,8 +33,6 @@ _DONE: Final[Refusal] = (ErrorCode.none, None)
 
 
 class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserScramCredentialsResponse]):
-    """Changes users."""
-
     key = 51
     versions = (0, 0)
 

@@ -14,7 +14,7 @@ from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
 from millstream.broker.kafka.apis.node_status import NodeStatus
 from millstream.broker.security.audit import Activity, Change
 from millstream.broker.security.changes import Users
-from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import NodeId
 from millstream.core.topic import Topic
@@ -175,6 +175,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
 
     key = SUMS_KEY
     changes = None
+    cluster_operation = Operation.DESCRIBE
 
     def __init__(self, topics: Topics, membership: Membership, status: NodeStatus, *, folder: str) -> None:
         self._topics = topics
@@ -183,11 +184,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
         self._folder = folder
         self._partition_counts = (_NEVER, _Partitions(0, 0, 0))
 
-    async def needs(self, request: Nothing) -> Sequence[Need]:
-        return [(Operation.DESCRIBE, ResourceType.CLUSTER, CLUSTER_NAME)]
-
     async def handle(self, request: Nothing) -> NodeSumsResponse:
-        """Count the partitions."""
         records_in = bytes_in = bytes_out = stored = leads = replicas = 0
         for at, one in enumerate(list(self._topics.hosted())):
             if at % _TURN == _TURN - 1:

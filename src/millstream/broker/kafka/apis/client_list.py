@@ -43,7 +43,6 @@ class ClientList:
         self._connections = connections
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
-        """Respond at once."""
         return refuse_unless_described(header, client) or encode_private(
             header, self.snapshot(asyncio.get_running_loop().time())
         )

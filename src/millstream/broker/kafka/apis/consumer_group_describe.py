@@ -36,8 +36,6 @@ _CONSUMER_MEMBER: Final = i8(1)
 
 
 class ConsumerGroupDescribe(Api[ConsumerGroupDescribeRequest, ConsumerGroupDescribeResponse]):
-    """Describes consumer groups."""
-
     key = 69
     versions = (0, 1)
     changes = None

@@ -18,7 +18,7 @@ choose its id.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 from kio.schema.consumer_group_heartbeat.v1.request import ConsumerGroupHeartbeatRequest
 from kio.schema.consumer_group_heartbeat.v1.response import (
@@ -33,7 +33,7 @@ from millstream.broker.groups.consumer.assignor import ASSIGNORS
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH, assignment_of
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatResult
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code, error_message
 from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
 from millstream.core.errors import InvalidRequest, MillstreamError, UnsupportedAssignor
 
@@ -42,7 +42,7 @@ _FIRST_WITH_OWN_MEMBER_ID: Final = 1
 _AS_BEFORE: Final = -1
 
 
-class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], ConsumerGroupHeartbeatResponse]):
+class ConsumerGroupHeartbeat(VersionedApi[ConsumerGroupHeartbeatRequest, ConsumerGroupHeartbeatResponse]):
     """Keeps members of consumer groups alive and returns their assignments."""
 
     key = 68
@@ -59,11 +59,6 @@ class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], Consu
         version, message = request
         _check(message, version)
         return _build_response(await self._groups.consumer_heartbeat(_as_heartbeat(message, client)))
-
-    def upgrade(self, version: int, request: Any) -> Versioned[ConsumerGroupHeartbeatRequest]:
-        """Keep the version, which decides whether the client chooses the member id."""
-        newest: Any = super().upgrade(version, request)
-        return Versioned(version, newest)
 
     def failure(
         self, error: MillstreamError, request: Versioned[ConsumerGroupHeartbeatRequest]

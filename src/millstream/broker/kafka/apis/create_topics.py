@@ -56,8 +56,6 @@ _AT_ONCE_MAX: Final = 1000
 
 
 class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
-    """Creates topics."""
-
     key = 19
     versions = (2, 7)
 

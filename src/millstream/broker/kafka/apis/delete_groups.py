@@ -27,8 +27,6 @@ _logger = logging.getLogger(__name__)
 
 
 class DeleteGroups(Api[DeleteGroupsRequest, DeleteGroupsResponse]):
-    """Deletes groups."""
-
     key = 42
     versions = (0, 2)
 

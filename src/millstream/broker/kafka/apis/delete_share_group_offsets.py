@@ -23,8 +23,6 @@ from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 
 
 class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGroupOffsetsResponse]):
-    """Deletes the offsets of share groups."""
-
     key = 92
     versions = (0, 0)
     changes = staticmethod(offsets_changed)

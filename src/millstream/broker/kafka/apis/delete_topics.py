@@ -45,8 +45,6 @@ _AT_ONCE_MAX: Final = 25
 
 
 class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
-    """Deletes topics."""
-
     key = 20
     versions = (1, 6)
 

@@ -38,8 +38,6 @@ class _Refused(Exception):
 
 
 class DescribeClientQuotas(Api[DescribeClientQuotasRequest, DescribeClientQuotasResponse]):
-    """Shows the quotas of clients."""
-
     key = 48
     versions = (0, 1)
     changes = None

@@ -22,8 +22,6 @@ _CONTROLLERS: Final = 2
 
 
 class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
-    """Describes the cluster."""
-
     key = 60
     versions = (0, 2)
     changes = None

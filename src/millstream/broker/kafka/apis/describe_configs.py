@@ -47,8 +47,6 @@ GROUP_RESOURCE: Final = 32
 
 
 class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
-    """Shows settings."""
-
     key = 32
     versions = (1, 4)
     changes = None

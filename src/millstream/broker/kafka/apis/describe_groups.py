@@ -9,7 +9,7 @@ members.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Final
 
 from kio.schema.describe_groups.v6.request import DescribeGroupsRequest
 from kio.schema.describe_groups.v6.response import DescribedGroup, DescribedGroupMember, DescribeGroupsResponse
@@ -23,9 +23,9 @@ from millstream.broker.kafka.api import (
     GROUP_OPERATIONS,
     NO_THROTTLE,
     NOT_ASKED,
-    Api,
     ClientInfo,
     Versioned,
+    VersionedApi,
     error_code,
     error_message,
 )
@@ -34,9 +34,7 @@ from millstream.core.errors import MillstreamError, UnknownGroup
 _FIRST_WITH_UNKNOWN_GROUP: Final = 6
 
 
-class DescribeGroups(Api[Versioned[DescribeGroupsRequest], DescribeGroupsResponse]):
-    """Describes groups."""
-
+class DescribeGroups(VersionedApi[DescribeGroupsRequest, DescribeGroupsResponse]):
     key = 15
     versions = (0, 6)
     changes = None
@@ -50,11 +48,6 @@ class DescribeGroups(Api[Versioned[DescribeGroupsRequest], DescribeGroupsRespons
             *(self._describe(group_id, request.version, operations) for group_id in request.message.groups)
         )
         return DescribeGroupsResponse(throttle_time=NO_THROTTLE, groups=tuple(described))
-
-    def upgrade(self, version: int, request: Any) -> Versioned[DescribeGroupsRequest]:
-        """Keep the version, which decides how a missing group is reported."""
-        newest: Any = super().upgrade(version, request)
-        return Versioned(version, newest)
 
     async def _describe(self, group_id: str, version: int, operations: i32) -> DescribedGroup:
         try:

@@ -41,8 +41,6 @@ class OffsetTransactions(Protocol):
 
 
 class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]):
-    """Lists the producers of partitions."""
-
     key = 61
     versions = (0, 0)
     changes = None

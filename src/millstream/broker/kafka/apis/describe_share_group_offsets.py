@@ -34,8 +34,6 @@ _NOT_BEGUN = QueueOffset(UNKNOWN, UNKNOWN)
 
 
 class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeShareGroupOffsetsResponse]):
-    """Returns the offsets of share groups."""
-
     key = 90
     versions = (0, 1)
     changes = None

@@ -29,8 +29,6 @@ from millstream.core.topic import by_topic
 
 
 class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactionsResponse]):
-    """Describes transactions."""
-
     key = 65
     versions = (0, 0)
     changes = None

@@ -23,8 +23,6 @@ from millstream.core.errors import MillstreamError
 
 
 class DescribeUserScramCredentials(Api[DescribeUserScramCredentialsRequest, DescribeUserScramCredentialsResponse]):
-    """Lists users."""
-
     key = 50
     versions = (0, 0)
     changes = None

@@ -42,8 +42,6 @@ _Wanted = list[tuple[TopicName, list[i32]]]
 
 
 class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
-    """Elects leaders."""
-
     key = 43
     versions = (0, 2)
 

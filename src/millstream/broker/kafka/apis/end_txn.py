@@ -11,7 +11,7 @@ transaction; a transaction without records can be aborted too.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from kio.schema.end_txn.v5.request import EndTxnRequest
 from kio.schema.end_txn.v5.response import EndTxnResponse
@@ -19,7 +19,7 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import ProducerId as WireProducerId
 from kio.static.primitive import i16
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, fenced_code
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code, fenced_code
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION, ProducerRef
 from millstream.core.errors import MillstreamError
@@ -31,20 +31,13 @@ _FIRST_WITH_EPOCHS: Final = 5
 Call = Versioned[EndTxnRequest]
 
 
-class EndTxn(Api[Call, EndTxnResponse]):
-    """Ends transactions."""
-
+class EndTxn(VersionedApi[EndTxnRequest, EndTxnResponse]):
     key = 26
     versions = (0, 5)
     changes = None
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
-
-    def upgrade(self, version: int, request: Any) -> Call:
-        """Remember the version, since the protocol depends on it."""
-        newest: Any = super().upgrade(version, request)
-        return Versioned(version, newest)
 
     async def handle(self, request: Call, client: ClientInfo) -> EndTxnResponse:
         message = request.message

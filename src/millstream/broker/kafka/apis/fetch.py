@@ -41,7 +41,7 @@ from millstream.core.ids import Offset
 from millstream.core.metric import Metric, gauge
 from millstream.protocol.messages.codec import RequestHeader, response_head
 from millstream.protocol.messages.primitives import Reader, Writer
-from millstream.protocol.wire.replica_fetch import is_replica_fetch
+from millstream.protocol.wire.replica_fetch import OLDEST, is_replica_fetch
 
 SESSIONLESS_EPOCH = -1
 
@@ -322,10 +322,14 @@ class Fetch:
             return self._followers.handle_frame(frame, header, client)
         request = _read(frame, header)
         if request.is_follower:
-            if rights is None or rights.check(Operation.CLUSTER_ACTION, ResourceType.CLUSTER):
+            may_follow = rights is None or rights.check(Operation.CLUSTER_ACTION, ResourceType.CLUSTER)
+            if may_follow and header.version >= OLDEST:
                 return self._followers.handle_frame(frame, header, client)
-            denied = [_Found(key, ErrorCode.topic_authorization_failed, -1, -1, None) for key in request.wanted]
-            return _write(header, ErrorCode.none, 0, denied)
+            if request.session_epoch not in (SESSIONLESS_EPOCH, FIRST_EPOCH):
+                return _write(header, ErrorCode.fetch_session_id_not_found, 0, [])
+            # Nodes never fetch in an older version, so this client is not a replica.
+            code = ErrorCode.not_leader_or_follower if may_follow else ErrorCode.topic_authorization_failed
+            return _write(header, ErrorCode.none, 0, [_Found(key, code, -1, -1, None) for key in request.wanted])
         client.fetch_requests += 1
         context = self._begin_session_fetch(request, header, client)
         if isinstance(context, ErrorCode):

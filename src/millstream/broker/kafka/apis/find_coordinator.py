@@ -42,8 +42,6 @@ class Placement(Protocol):
 
 
 class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
-    """Finds the coordinators of groups and transactions."""
-
     key = 10
     versions = (0, 6)
     changes = None

@@ -15,7 +15,7 @@ and not served.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 from kio.schema.errors import ErrorCode
 from kio.schema.init_producer_id.v5.request import InitProducerIdRequest
@@ -23,7 +23,7 @@ from kio.schema.init_producer_id.v5.response import InitProducerIdResponse
 from kio.schema.types import ProducerId as WireProducerId
 from kio.static.primitive import i16
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, fenced_code
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code, fenced_code
 from millstream.broker.transactions.coordinator import ProducerIds, TransactionCoordinator
 from millstream.broker.transactions.transaction import InitRequest
 from millstream.core.errors import MillstreamError
@@ -35,9 +35,7 @@ _MILLISECOND: Final = timedelta(milliseconds=1)
 Call = Versioned[InitProducerIdRequest]
 
 
-class InitProducerId(Api[Call, InitProducerIdResponse]):
-    """Allocates producer ids."""
-
+class InitProducerId(VersionedApi[InitProducerIdRequest, InitProducerIdResponse]):
     key = 22
     versions = (0, 5)
     changes = None
@@ -45,11 +43,6 @@ class InitProducerId(Api[Call, InitProducerIdResponse]):
     def __init__(self, producer_ids: ProducerIds, transactions: TransactionCoordinator) -> None:
         self._producer_ids = producer_ids
         self._transactions = transactions
-
-    def upgrade(self, version: int, request: Any) -> Call:
-        """Remember the version, since a code depends on it."""
-        newest: Any = super().upgrade(version, request)
-        return Versioned(version, newest)
 
     async def handle(self, request: Call, client: ClientInfo) -> InitProducerIdResponse:
         message = request.message

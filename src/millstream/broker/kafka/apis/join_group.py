@@ -9,7 +9,7 @@ static leader that the assignment is unchanged.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 from kio.schema.errors import ErrorCode
 from kio.schema.join_group.v9.request import JoinGroupRequest
@@ -18,7 +18,7 @@ from kio.static.primitive import i32
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import Joined, JoinRequest
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code
 from millstream.core.errors import GroupFull, GroupNotAuthorized, InvalidRequest, MemberIdRequired, MillstreamError
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -26,9 +26,7 @@ _FIRST_WITH_MEMBER_ID_REQUIRED: Final = 4
 _FIRST_WITH_SKIP_ASSIGNMENT: Final = 9
 
 
-class JoinGroup(Api[Versioned[JoinGroupRequest], JoinGroupResponse]):
-    """Adds consumers to their group."""
-
+class JoinGroup(VersionedApi[JoinGroupRequest, JoinGroupResponse]):
     key = 11
     versions = (0, 9)
     changes = None
@@ -39,11 +37,6 @@ class JoinGroup(Api[Versioned[JoinGroupRequest], JoinGroupResponse]):
 
     async def handle(self, request: Versioned[JoinGroupRequest], client: ClientInfo) -> JoinGroupResponse:
         return _build_response(await self._groups.join(_as_join(request, client)))
-
-    def upgrade(self, version: int, request: Any) -> Versioned[JoinGroupRequest]:
-        """Keep the version, which decides what the client understands."""
-        newest: Any = super().upgrade(version, request)
-        return Versioned(version, newest)
 
     def failure(self, error: MillstreamError, request: Versioned[JoinGroupRequest]) -> JoinGroupResponse:
         """Refuse, with the member id that the client continues with."""

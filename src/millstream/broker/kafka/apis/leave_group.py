@@ -24,8 +24,6 @@ _FIRST_WITH_MANY: Final = 3
 
 
 class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
-    """Removes members."""
-
     key = 13
     versions = (0, 5)
     changes = None

@@ -30,8 +30,6 @@ _KNOWN: Final = frozenset({TOPIC_RESOURCE, NODE_RESOURCE, _LOGGER_RESOURCE, _CLI
 
 
 class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesResponse]):
-    """Lists resources with settings."""
-
     key = 74
     versions = (0, 1)
     changes = None

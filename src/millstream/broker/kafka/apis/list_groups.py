@@ -17,8 +17,6 @@ from millstream.core.errors import MillstreamError
 
 
 class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
-    """Lists groups."""
-
     key = 16
     versions = (0, 5)
     changes = None

@@ -22,8 +22,6 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 
 
 class ListPartitionReassignments(Api[ListPartitionReassignmentsRequest, ListPartitionReassignmentsResponse]):
-    """Lists partition reassignments."""
-
     key = 46
     versions = (0, 0)
     changes = None

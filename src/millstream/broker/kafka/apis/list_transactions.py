@@ -25,8 +25,6 @@ _STATES = frozenset(state.value for state in State)
 
 
 class ListTransactions(Api[ListTransactionsRequest, ListTransactionsResponse]):
-    """Lists transactional ids."""
-
     key = 66
     versions = (0, 2)
     changes = None

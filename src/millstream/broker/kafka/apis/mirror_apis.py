@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final, TypeVar
@@ -11,13 +11,13 @@ from typing import Final, TypeVar
 import msgspec
 
 from millstream.broker.cluster.membership import NO_CONTROLLER
-from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
+from millstream.broker.kafka.api import PrivateApi, RequestT, ResponseT
 from millstream.broker.mirror.declared_copies import check_declared, registry_page
 from millstream.broker.mirror.failover import SWITCH_S, adopt, fail_over, reverse, switch
 from millstream.broker.mirror.service import MirrorService, R
 from millstream.broker.mirror.source import Source
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
-from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.acl import Operation
 from millstream.core.errors import CoordinatorUnavailable, InvalidMirror, MillstreamError
 from millstream.core.mirror import MirrorSettings
 from millstream.protocol.private.message import Response
@@ -73,14 +73,11 @@ SOURCE_S: Final = 2.0
 
 
 class _MirrorApi(PrivateApi[RequestT, ResponseT]):
-    operation = Operation.ALTER
+    cluster_operation = Operation.ALTER
+    """A mirror creates and writes topics of any name."""
 
     def __init__(self, mirrors: MirrorService) -> None:
         self._mirrors = mirrors
-
-    async def needs(self, request: RequestT) -> Sequence[Need]:
-        """ALTER on the cluster: a mirror creates and writes topics of any name."""
-        return [(self.operation, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def _run_on_owner(
         self,
@@ -192,7 +189,7 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
 
     key = LIST_KEY
     changes = None
-    operation = Operation.DESCRIBE
+    cluster_operation = Operation.DESCRIBE
 
     async def handle(self, request: MirrorNames) -> MirrorDescriptions:
         mirrors = self._mirrors.mirrors
@@ -229,7 +226,7 @@ class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
 
     key = CUT_KEY
     changes = None
-    operation = Operation.CLUSTER_ACTION
+    cluster_operation = Operation.CLUSTER_ACTION
 
     async def handle(self, request: CutRequest) -> CutResponse:
         return CutResponse(cut=await self._mirrors.cut(request))
@@ -244,7 +241,7 @@ class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
 
     key = EXPOSE_KEY
     changes = None
-    operation = Operation.CLUSTER_ACTION
+    cluster_operation = Operation.CLUSTER_ACTION
 
     async def handle(self, request: ExposeRequest) -> ExposeResponse:
         return await self._mirrors.expose(request)
@@ -257,7 +254,7 @@ class MirrorNotice(_MirrorApi[CommitNotice, Response]):
     """
 
     key = NOTICE_KEY
-    operation = Operation.CLUSTER_ACTION
+    cluster_operation = Operation.CLUSTER_ACTION
     changes = None
 
     async def handle(self, request: CommitNotice) -> Response:
@@ -282,7 +279,7 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
 
     key = OFFER_KEY
     changes = None
-    operation = Operation.DESCRIBE
+    cluster_operation = Operation.DESCRIBE
 
     async def handle(self, request: OfferRequest) -> OfferResponse:
         return await self._mirrors.offer(request)
@@ -300,7 +297,7 @@ class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
     """
 
     key = REGISTRY_KEY
-    operation = Operation.DESCRIBE
+    cluster_operation = Operation.DESCRIBE
     changes = None
 
     async def handle(self, request: RegistryRequest) -> RegistryResponse:
@@ -321,7 +318,7 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
 
     key = BARRIER_KEY
     changes = None
-    operation = Operation.DESCRIBE
+    cluster_operation = Operation.DESCRIBE
 
     async def handle(self, request: BarrierRequest) -> BarrierResponse:
         return await self._mirrors.barriers.take(request)
@@ -330,18 +327,18 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
 class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     """Holds back the decisions of transactions on a node, for the node that carries out MirrorBarrier.
 
-        {"token": "9f…", "hold_ms": 2000, "groups_in": null}
+        {"token": "9f…", "action": "hold", "hold_ms": 2000, "topics": {}}
         response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]], "groups": {},
         "left_out": false}
 
-    `shards` are the coordinators that the node runs, as partition and leader epoch. 0 ms lets decisions through again,
-    and `held` says whether they were held until now. `groups_in`, topics with their ids or null, returns the groups of
-    MirrorBarrier instead, by the partition of `__consumer_offsets` that stores them.
+    `shards` are the coordinators that the node runs, as partition and leader epoch. "release" lets decisions through
+    again, and `held` says whether they were held until now. "read groups" returns the groups of MirrorBarrier in some
+    topics, given with their ids or null, by the partition of `__consumer_offsets` that stores them.
     """
 
     key = HOLD_KEY
     changes = None
-    operation = Operation.CLUSTER_ACTION
+    cluster_operation = Operation.CLUSTER_ACTION
 
     async def handle(self, request: HoldRequest) -> HoldResponse:
         return await self._mirrors.barriers.hold(request)
@@ -357,7 +354,7 @@ class MirrorFence(_MirrorApi[FenceRequest, Response]):
     """
 
     key = FENCE_KEY
-    operation = Operation.CLUSTER_ACTION
+    cluster_operation = Operation.CLUSTER_ACTION
     changes = None
 
     async def handle(self, request: FenceRequest) -> Response:

@@ -61,8 +61,6 @@ def _open_files() -> int:
 
 
 class CommittedOffsets(Protocol):
-    """The source of committed offsets."""
-
     def committed(self) -> Iterable[tuple[str, str, int, int]]:
         """Return every group, topic, partition and committed offset."""
 
@@ -160,7 +158,6 @@ class NodeStatus:
         self._samples_max = samples_max
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
-        """Respond at once."""
         return refuse_unless_described(header, client) or encode_private(
             header, {"error": 0, "message": None, **self.snapshot()}
         )

@@ -129,8 +129,6 @@ class _Pending(Promise):
 
 
 class OffsetCommit:
-    """Stores committed offsets."""
-
     key = _KEY
     versions = (2, 10)
 

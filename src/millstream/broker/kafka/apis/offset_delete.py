@@ -22,8 +22,6 @@ from millstream.core.errors import MillstreamError
 
 
 class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
-    """Deletes offsets."""
-
     key = 47
     versions = (0, 0)
     changes = staticmethod(offsets_changed)

@@ -60,8 +60,6 @@ class GroupQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicResponse:
-    """Offsets of one topic."""
-
     name: str
     topic_id: UUID | None
     partitions: tuple[tuple[int, FetchedOffset, ErrorCode], ...]
@@ -77,8 +75,6 @@ class GroupResponse:
 
 
 class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
-    """Returns committed offsets."""
-
     key = 9
     versions = (1, 10)
     changes = None
@@ -94,13 +90,11 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
         return tuple(await asyncio.gather(*(self._fetch(query) for query in request)))
 
     def refuse(self, query: GroupQuery, code: ErrorCode) -> GroupResponse:
-        """Return an error for a group."""
         in_partitions = query.version < _FIRST_WITH_MANY
         topics = tuple(_error_topic(topic, code) for topic in query.topics or ()) if in_partitions else ()
         return GroupResponse(group_id=query.group_id, topics=topics, code=code)
 
     def refuse_topic(self, topic: TopicQuery, code: ErrorCode) -> TopicResponse:
-        """Return an error for one topic of a group."""
         return _error_topic(topic, code)
 
     def upgrade(self, version: int, request: Any) -> tuple[GroupQuery, ...]:

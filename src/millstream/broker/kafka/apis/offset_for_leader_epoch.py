@@ -25,8 +25,6 @@ from millstream.core.ids import Epoch
 
 
 class OffsetForLeaderEpoch(Api[OffsetForLeaderEpochRequest, OffsetForLeaderEpochResponse]):
-    """Returns where leader epochs end."""
-
     key = 23
     versions = (2, 4)
     changes = None

@@ -15,7 +15,7 @@ from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.report_board import LandedBoard, PipelineAdvice, PipelineBoard
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
-from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import FilterError, InvalidPipeline, MillstreamError
 from millstream.core.job import RUNS_KEPT
@@ -75,6 +75,9 @@ JOBS_ARE_OFF = (
 
 
 class _PipelineChange(PrivateApi[RequestT, ResponseT]):
+    cluster_operation = Operation.ALTER
+    """A pipeline uses the node's memory, disk and lake."""
+
     def __init__(
         self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice, *, has_jobs: bool = True
     ) -> None:
@@ -87,10 +90,6 @@ class _PipelineChange(PrivateApi[RequestT, ResponseT]):
         """Refuse settings with code where a node runs none."""
         if not self._has_jobs and (is_job or (settings.get(FUNCTIONS) or "").strip()):
             raise InvalidPipeline(JOBS_ARE_OFF)
-
-    async def needs(self, request: RequestT) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline uses the node's memory, disk and lake."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
 
 class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
@@ -199,13 +198,10 @@ class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
 
     key = DELETE_KEY
     changes = single_change("pipeline", DELETE)
+    cluster_operation = Operation.ALTER
 
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
-
-    async def needs(self, request: DeletePipelineRequest) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline uses the node's memory, disk and lake."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: DeletePipelineRequest) -> Response:
         await self._pipelines.delete(request.name)
@@ -288,10 +284,6 @@ class PipelineLanded(PrivateApi[Landed, Response]):
 
     def __init__(self, board: LandedBoard) -> None:
         self._board = board
-
-    async def needs(self, request: Landed) -> Sequence[Need]:
-        """CLUSTER_ACTION: only processes of nodes send it."""
-        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: Landed) -> Response:
         for topic in request.topics:
@@ -398,10 +390,7 @@ class PipelineRequestRun(_JobRequest[JobName, Response]):
 
     key = REQUEST_RUN_KEY
     changes = single_change("pipeline", UPDATE)
-
-    async def needs(self, request: JobName) -> Sequence[Need]:
-        """ALTER on the cluster: the caller becomes the owner of what runs."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+    cluster_operation = Operation.ALTER
 
     async def handle(self, request: JobName, owner: Owner | None = None) -> Response:
         await self._pipelines.request_run(request.name, owner=owner)
@@ -421,10 +410,7 @@ class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
 
     key = CANCEL_RUN_KEY
     changes = single_change("pipeline", UPDATE)
-
-    async def needs(self, request: JobName) -> Sequence[Need]:
-        """ALTER on the cluster, as for stopping it."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+    cluster_operation = Operation.ALTER
 
     async def handle(self, request: JobName) -> CancelRunResponse:
         job = await self._find_job(request.name)

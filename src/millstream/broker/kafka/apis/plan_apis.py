@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
 
 from millstream.broker.cluster.plans import PlanHeader, Plans
-from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.security.audit import Activity, Change
 from millstream.broker.security.changes import CREATE, UPDATE, Changes, Users
-from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.acl import Operation
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import NodeId
 from millstream.protocol.private.message import Nothing, Response
@@ -44,7 +44,7 @@ def _plan_changed(activity: Activity) -> Changes:
 
 
 class _PlanApi(PrivateApi[RequestT, ResponseT], ABC):
-    operation = Operation.ALTER
+    cluster_operation = Operation.ALTER
 
     def __init__(self, plans: Plans | None) -> None:
         self._plans = plans
@@ -55,10 +55,6 @@ class _PlanApi(PrivateApi[RequestT, ResponseT], ABC):
         if self._plans is None:
             raise InvalidRequest("this node is not part of a cluster: there are no other nodes to move partitions to")
         return self._plans
-
-    async def needs(self, request: RequestT) -> Sequence[Need]:
-        """ALTER on the cluster to change something, else DESCRIBE."""
-        return [(self.operation, ResourceType.CLUSTER, CLUSTER_NAME)]
 
 
 class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
@@ -92,7 +88,7 @@ class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
     changes = _plan_changed(UPDATE)
 
     async def handle(self, request: ApplyPlanRequest) -> PlanResponse:
-        """Begin."""
+        """Start carrying out the plan."""
         return _build_response(await self.plans.apply(request.plan_id, request.throttle_bytes))
 
 
@@ -121,7 +117,7 @@ class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
 
     key = DESCRIBE_KEY
     changes = None
-    operation = Operation.DESCRIBE
+    cluster_operation = Operation.DESCRIBE
 
     async def handle(self, request: Nothing) -> PlanResponse:
         """Describe it as this node sees it."""
@@ -145,7 +141,7 @@ class NodeUndrain(_PlanApi[UndrainRequest, Response]):
     key = UNDRAIN_KEY
 
     async def handle(self, request: UndrainRequest) -> Response:
-        """Remove the mark."""
+        """Undrain the node."""
         await self.plans.undrain(NodeId(request.node))
         return Response()
 

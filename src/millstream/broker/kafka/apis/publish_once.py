@@ -185,7 +185,7 @@ def _deduplication_window_ms(asked_ms: int | None, most_ms: int) -> int:
 
 
 def _read_messages(batch: bytes, now_ms: int) -> list[Record]:
-    """Return the messages; those without a timestamp get the current time, by which repetitions are recognised."""
+    """Return the messages; those without a timestamp get the current time, by which repetitions are recognized."""
     header = read_header(batch)
     if header.end_position != len(batch):
         raise InvalidBatch("deduplicated messages are sent as one record batch")

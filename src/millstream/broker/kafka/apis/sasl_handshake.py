@@ -2,7 +2,7 @@
 
 A listener without authentication returns ILLEGAL_SASL_STATE, as in Kafka, and so does one in the middle of an exchange.
 In a session that has an end, it starts a reauthentication (KIP-368), by the same mechanism; any other request before
-the end of the exchange closes the connection.
+the end of the exchange gets ILLEGAL_SASL_STATE, if its response has an error code, and closes the connection.
 
 Version notes: after version 0 the messages of the mechanism are sent as bare frames, after version 1 in
 SaslAuthenticate.
@@ -10,16 +10,14 @@ SaslAuthenticate.
 
 from __future__ import annotations
 
-from typing import Any
-
 from kio.schema.errors import ErrorCode
 from kio.schema.sasl_handshake.v1.request import SaslHandshakeRequest
 from kio.schema.sasl_handshake.v1.response import SaslHandshakeResponse
 
-from millstream.broker.kafka.api import Api, ClientInfo, Versioned
+from millstream.broker.kafka.api import ClientInfo, Versioned, VersionedApi
 
 
-class SaslHandshake(Api[Versioned[SaslHandshakeRequest], SaslHandshakeResponse]):
+class SaslHandshake(VersionedApi[SaslHandshakeRequest, SaslHandshakeResponse]):
     """Begins the exchange of a mechanism."""
 
     key = 17
@@ -35,7 +33,3 @@ class SaslHandshake(Api[Versioned[SaslHandshakeRequest], SaslHandshakeResponse])
         return SaslHandshakeResponse(
             error_code=ErrorCode.none if has_begun else refused, mechanisms=tuple(session.mechanisms)
         )
-
-    def upgrade(self, version: int, request: Any) -> Versioned[SaslHandshakeRequest]:
-        """Keep the version, which decides how the messages of the mechanism are framed."""
-        return Versioned(version, SaslHandshakeRequest(mechanism=request.mechanism))

@@ -123,7 +123,6 @@ class RegistryApi(PrivateApi[RequestT, RegistryResponseT]):
         ]
 
     async def message_of(self, version: SubjectVersion, wanted: str = "") -> SchemaMessage:
-        """Describe a version of a subject."""
         return msgspec.structs.replace(
             await self.message_of_schema(self._registry.schema_of(version), wanted),
             subject=str(version.subject),
@@ -132,7 +131,6 @@ class RegistryApi(PrivateApi[RequestT, RegistryResponseT]):
         )
 
     async def message_of_schema(self, schema: StoredSchema, wanted: str = "") -> SchemaMessage:
-        """Describe a schema."""
         content = schema.content
         return SchemaMessage(
             id=schema.schema_id,
@@ -273,7 +271,6 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
         return msgspec.structs.replace(response, uses=[use for use in response.uses if may_describe(rights, use[0])])
 
     async def respond(self, request: GetSchema) -> SchemaResponse:
-        """Describe a schema."""
         if request.guid:
             found = await self._registry.find_by_guid(request.guid)
         else:
@@ -376,7 +373,6 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
         return await self.needs_on(Operation.DESCRIBE, request.subject)
 
     async def respond(self, request: GetSubject) -> SubjectResponse:
-        """Describe a subject."""
         subject = QualifiedSubject.parse(request.subject)
         if request.metadata is not None:
             found = await self._with_properties(subject, request.metadata, deleted=request.deleted)

@@ -260,10 +260,6 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
         self._knowledge = knowledge
         self._requires = requires
 
-    async def needs(self, request: AuthenticateRequest) -> Sequence[Need]:
-        """CLUSTER_ACTION on the cluster, which nodes have."""
-        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
-
     async def handle(self, request: AuthenticateRequest) -> AuthenticateResponse:
         """Verify the credentials of the caller."""
         knowledge = self._knowledge

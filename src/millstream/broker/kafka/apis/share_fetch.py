@@ -87,8 +87,6 @@ _KNOWN_TO_CLIENTS: Final = frozenset(
 
 
 class _Results:
-    """The results of each partition."""
-
     def __init__(self) -> None:
         self.acknowledged: Mapping[SharePartition, Exception | None] = {}
         self.failed: dict[SharePartition, Exception] = {}
@@ -98,7 +96,6 @@ class _Results:
         """How long the leases were granted for, the shortest of them."""
 
     def add(self, grants: Sequence[Grant]) -> None:
-        """Add what was leased."""
         for one in grants:
             place = one.delivery.key.topic_id, int(one.delivery.key.partition)
             self.leases[place] = one.received.leases

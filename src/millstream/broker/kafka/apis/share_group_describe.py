@@ -30,8 +30,6 @@ ASSIGNOR: Final = "simple"
 
 
 class ShareGroupDescribe(Api[ShareGroupDescribeRequest, ShareGroupDescribeResponse]):
-    """Describes share groups."""
-
     key = 77
     versions = (1, 1)
     changes = None

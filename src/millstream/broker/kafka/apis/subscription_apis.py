@@ -534,7 +534,9 @@ def _check_seek_target(to: str) -> None:
     number = to.removeprefix(AT_OFFSET).removeprefix(AT_TIME)
     is_number = number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX
     if to not in ("earliest", "latest") and not (is_number and to.startswith((AT_OFFSET, AT_TIME))):
-        raise InvalidRequest(f"a position is earliest, latest, at:<milliseconds since 1970> or offset:<n>, not {to!r}")
+        raise InvalidRequest(
+            f"a position must be earliest, latest, at:<milliseconds since 1970> or offset:<n>, not {to!r}"
+        )
 
 
 async def _resolve_offset(partition: Partition, isolation: str, to: str) -> Offset:
@@ -649,10 +651,6 @@ class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterResponse]):
     def __init__(self, topics: Topics, membership: Membership) -> None:
         self._topics = topics
         self._membership = membership
-
-    async def needs(self, request: AppendLetterRequest) -> Sequence[Need]:
-        """CLUSTER_ACTION on the cluster, which nodes have."""
-        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: AppendLetterRequest) -> AppendLetterResponse:
         node = self._membership.node(NodeId(request.node_id))
@@ -846,10 +844,6 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
 class _QueueStateApi(PrivateApi[RequestT, ResponseT]):
     def __init__(self, states: StateCoordinator) -> None:
         self._states = states
-
-    async def needs(self, request: RequestT) -> Sequence[Need]:
-        """CLUSTER_ACTION: only nodes send it."""
-        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
 
 class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):

@@ -50,8 +50,6 @@ _VERBS = frozenset(Verb)
 
 
 class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
-    """Settles the leases of workers."""
-
     key = SETTLE_KEY
     changes = None
 
@@ -151,7 +149,7 @@ def _parse_settlement(asked: SettledRange) -> Settlement:
     if not 0 <= asked.start < asked.end <= OFFSET_MAX:
         raise InvalidRequest(f"offsets {asked.start} to {asked.end}, end exclusive, are not a valid range")
     if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
-        raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
+        raise InvalidRequest(f"a delay must be 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
     return Settlement(
         Offset(asked.start),
         Offset(asked.end - 1),

@@ -7,7 +7,7 @@ not.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from kio.schema.errors import ErrorCode
 from kio.schema.sync_group.v5.request import SyncGroupRequest
@@ -15,13 +15,13 @@ from kio.schema.sync_group.v5.response import SyncGroupResponse
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import MemberRef, SyncRequest
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code
 from millstream.core.errors import InconsistentProtocol, MillstreamError
 
 _FIRST_WITH_PROTOCOL: Final = 5
 
 
-class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
+class SyncGroup(VersionedApi[SyncGroupRequest, SyncGroupResponse]):
     """Distributes assignments."""
 
     key = 14
@@ -56,11 +56,6 @@ class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
             protocol_name=synced.protocol_name,
             assignment=synced.assignment,
         )
-
-    def upgrade(self, version: int, request: Any) -> Versioned[SyncGroupRequest]:
-        """Keep the version, which decides which fields are required."""
-        newest: Any = super().upgrade(version, request)
-        return Versioned(version, newest)
 
     def failure(self, error: MillstreamError, request: Versioned[SyncGroupRequest]) -> SyncGroupResponse:
         return SyncGroupResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), assignment=b"")

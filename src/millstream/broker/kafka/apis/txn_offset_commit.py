@@ -48,8 +48,6 @@ class TxnOffsetCommitCall(NamedTuple):
 
 
 class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
-    """Stores pending offsets."""
-
     key = 28
     versions = (0, 5)
     changes = None

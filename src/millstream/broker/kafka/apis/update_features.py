@@ -17,11 +17,10 @@ from kio.schema.errors import ErrorCode
 from kio.schema.update_features.v2.request import FeatureUpdateKey, UpdateFeaturesRequest
 from kio.schema.update_features.v2.response import UpdateFeaturesResponse
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code, error_message
 from millstream.broker.kafka.apis.api_versions import Feature, ServedApi, features_of
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import load_response_class
-from millstream.protocol.messages.shape import reshape
 
 _FIRST_WITHOUT_RESULTS: Final = 2
 _UPGRADE_TYPES: Final = (1, 2, 3)
@@ -30,7 +29,7 @@ Refusal = tuple[ErrorCode, str | None]
 _ACCEPTED: Final[Refusal] = (ErrorCode.none, None)
 
 
-class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
+class UpdateFeatures(VersionedApi[UpdateFeaturesRequest, Any]):
     """Checks feature levels. `served` may still grow until the first request."""
 
     key = 57
@@ -39,11 +38,6 @@ class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
 
     def __init__(self, served: Sequence[ServedApi]) -> None:
         self._served = served
-
-    def upgrade(self, version: int, request: Any) -> Versioned[UpdateFeaturesRequest]:
-        """Remember the version, since the response depends on it."""
-        newest: UpdateFeaturesRequest = reshape(request, UpdateFeaturesRequest)
-        return Versioned(version, newest)
 
     async def handle(self, request: Versioned[UpdateFeaturesRequest], client: ClientInfo) -> Any:
         version, message = request

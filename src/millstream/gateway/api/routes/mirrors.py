@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.mirrors import MirrorClient
+from millstream.client.admin.mirrors import MirrorClient, summary_of
 from millstream.core.mirror import NAME_LENGTH_MAX
 from millstream.gateway.api.route import ChangedSettings, GivenSettings, NoFields, Request, Route, changes_of, texts_of
 from millstream.gateway.api.services import Services
@@ -160,17 +160,8 @@ class ReversalReport(msgspec.Struct, frozen=True):
 
 
 async def list_mirrors(services: Services, request: Request[NoFields, NoFields]) -> MirrorList:
-    found = await MirrorClient(services.client).describe()
-    rows = [
-        {
-            **one,
-            "source": one["from"],
-            "topics": len(one["topics"]),
-            "error": one["error"] or "; ".join(one["problems"]),
-        }
-        for one in found
-    ]
-    return MirrorList(msgspec.convert(rows, list[MirrorSummary]))
+    rows = [summary_of(one) for one in await MirrorClient(services.client).describe()]
+    return MirrorList(msgspec.convert([{**row, "source": row["from"]} for row in rows], list[MirrorSummary]))
 
 
 async def create(services: Services, request: Request[NoFields, NewMirror]) -> MirrorDescription:

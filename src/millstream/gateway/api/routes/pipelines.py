@@ -295,7 +295,7 @@ async def read_log(services: Services, request: Request[NoFields, NoFields]) -> 
     """Return the end of a run's output."""
     number = request.path["run"]
     if not number.isdecimal() or len(number) > 15:
-        raise invalid(f"the number of a run is a whole number, not {number!r}; 0 is the last run")
+        raise invalid(f"the number of a run must be a whole number, not {number!r}; 0 is the last run")
     found = await PipelineClient(services.client).run_log(request.path["pipeline"], int(number))
     return msgspec.convert(found, RunLog)
 

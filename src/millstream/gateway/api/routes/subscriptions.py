@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from millstream.broker.push_board import PushState
 from millstream.client.admin.messages import utc
 from millstream.client.admin.subscriptions import place_of, start_of, summary_of
-from millstream.core.setting import Setting, named_by_caller, settings_of
+from millstream.core.setting import Setting, named_by_caller, settings_of, value_text
 from millstream.core.subscription import (
     DEAD_LETTER_TOPIC,
     NAME_LENGTH_MAX,
@@ -312,19 +312,13 @@ async def _set_paused(services: Services, name: str, value: str | None) -> Pausi
 def _parse_given(body: Options) -> dict[str, str | None]:
     """Return the given settings by full name, as text."""
     given = {declared.name: getattr(body, attribute) for attribute, declared in _OPTIONS.items()}
-    return {name: _text(value) for name, value in given.items() if value is not UNSET}
+    return {name: None if value is None else value_text(value) for name, value in given.items() if value is not UNSET}
 
 
 def _given_fields(body: NewSubscription | SubscriptionChanges) -> dict[str, str]:
     """Return the given fields by setting, but for settings that were also given by their full names."""
     given = _parse_given(body).keys() - body.settings.keys()
     return {one.name: attribute for attribute, one in _OPTIONS.items() if one.name in given}
-
-
-def _text(value: Any) -> str | None:
-    if value is None:
-        return None
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _ONE: Final = "/subscriptions/{subscription}"

@@ -101,7 +101,7 @@ async def put(visit: Visit) -> Response:
     if not name or not password:
         raise invalid("enter a name and a password")
     if is_known and wants_new:
-        raise invalid(f"user {name!r} exists already; nothing was changed")
+        raise invalid(f"user {name!r} already exists; nothing was changed")
     if not is_known and not wants_new:
         raise invalid(f"there is no user {name!r}; nothing was changed")
     await put_user(client, name, password)
@@ -122,7 +122,7 @@ async def make_token(visit: Visit) -> Response:
     owner, expires = visit.text("owner", length_max=249), visit.text("expires") or "30d"
     lasts_ms = parse_age_ms(expires)
     if lasts_ms is None:
-        raise invalid(f"a token is valid for a length of time, such as 12h or 30d, not {expires!r}")
+        raise invalid(f"the lifetime of a token must be a duration such as 12h or 30d, not {expires!r}")
     scope: list[Acl] = []
     words: list[object] = ["token", "create", *(("--owner", owner) if owner else ()), "--expires", expires]
     if resource := visit.text("resource", length_max=1024):
@@ -136,7 +136,6 @@ async def make_token(visit: Visit) -> Response:
 
 
 async def revoke(visit: Visit) -> Response:
-    """Revoke an API token."""
     token = visit.text("token")
     visit.confirm(token)
     await revoke_token(visit.services.client, token)
@@ -144,7 +143,6 @@ async def revoke(visit: Visit) -> Response:
 
 
 async def allow(visit: Visit) -> Response:
-    """Add access rules."""
     verb = visit.choice("permission", ("allow", "deny"))
     principal, operations = visit.text("principal", length_max=1024), visit.text("operations") or "read"
     kind, name, host = visit.text("type") or "topic", visit.text("name", length_max=1024), visit.text("host")
@@ -158,7 +156,6 @@ async def allow(visit: Visit) -> Response:
 
 
 async def remove(visit: Visit) -> Response:
-    """Remove one access rule."""
     wanted = visit.text("rule", length_max=8192)
     rule = next((one for one in await list_acls(visit.services.client, AclFilter()) if str(one) == wanted), None)
     if rule is None:

@@ -491,7 +491,7 @@ async def publish(visit: Visit) -> Response:
     for line in visit.text("headers", length_max=16_384).splitlines():
         header, colon, value = line.partition(":")
         if not colon and line.strip():
-            raise invalid(f"a header is NAME: VALUE, not {line!r}")
+            raise invalid(f"a header must be NAME: VALUE, not {line!r}")
         if colon:
             headers[header.strip()] = value.strip()
     key = visit.text("key", length_max=65_536)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from millstream.client.admin.mirrors import MirrorClient
+from millstream.client.admin.mirrors import MirrorClient, summary_of
 from millstream.core.acl import Operation, ResourceType
 from millstream.gateway.console.visit import Page, PageRoute, Response, Visit, address, change, done
 
@@ -12,7 +12,8 @@ PARTITIONS_SHOWN: Final = 200
 
 
 async def list_all(visit: Visit) -> Response:
-    return Page("mirrors.html", {"mirrors": await MirrorClient(visit.services.client).describe()})
+    found = await MirrorClient(visit.services.client).describe()
+    return Page("mirrors.html", {"mirrors": [summary_of(one) for one in found]})
 
 
 async def show(visit: Visit) -> Response:
@@ -36,7 +37,6 @@ async def pause(visit: Visit) -> Response:
 
 
 async def resume(visit: Visit) -> Response:
-    """Continue copying."""
     return await _set_wanted(visit, "resume", "copies again", is_wanted=True)
 
 

@@ -329,7 +329,6 @@ async def delete_rule(visit: Visit) -> Response:
 
 
 async def trigger(visit: Visit) -> Response:
-    """Run a job now."""
     name = visit.names["pipeline"]
     await PipelineClient(visit.services.client).request_run(name)
     return _done(name, f"Job {name} runs now, or after the run in progress", "trigger", name)

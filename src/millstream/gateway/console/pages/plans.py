@@ -75,7 +75,6 @@ async def apply(visit: Visit) -> Response:
 
 
 async def cancel(visit: Visit) -> Response:
-    """Stop the plan."""
     plan_id = visit.text("plan", length_max=100)
     visit.confirm(plan_id)
     cancelled = await cluster_plans.cancel_plan(visit.services.client, plan_id)

@@ -62,7 +62,7 @@ async def register(visit: Visit) -> Response:
     text = visit.text("schema", length_max=SCHEMA_CHARACTERS_MAX)
     lines = visit.text("references", length_max=65_536).splitlines()
     if not subject or not text:
-        raise invalid("a schema has a subject and a text")
+        raise invalid("enter a subject and a schema")
     client = SchemaClient(visit.services.client)
     references = [parse_reference(line.strip()) for line in lines if line.strip()]
     body: dict[str, Any] = {"subject": subject, "schema": text, "schema_type": kind, "references": references}

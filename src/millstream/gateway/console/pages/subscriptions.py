@@ -98,7 +98,7 @@ async def create(visit: Visit) -> Response:
     name, topics = visit.text("name"), visit.text("topics").replace(",", " ").split()
     start, condition = visit.choice("start", ("end", "start")), visit.text("filter")
     if not name or not topics:
-        raise invalid("a subscription has a name and at least one topic")
+        raise invalid("enter a name and at least one topic")
     settings = {START: start_of(start), **({FILTER: condition} if condition else {})}
     await visit.services.subscriptions.create(name, topics, settings)
     words = [*(word for topic in topics for word in ("--topic", topic)), "--start", start]
@@ -221,7 +221,6 @@ async def purge(visit: Visit) -> Response:
 
 
 async def alter(visit: Visit) -> Response:
-    """Change one setting."""
     name, key, value = visit.names["subscription"], visit.text("setting"), visit.text("setting_value")
     if key not in _CHANGEABLE:
         raise invalid("choose a setting")

@@ -69,22 +69,21 @@ def _body_bytes(record: Row, headers: Table, timestamp_delta: int, offset_delta:
 
 @compiled
 def measure_batch(
-    records: Table, headers: Table, offsets: Int64s, timestamps: Int64s, first: int, bytes_max: int, lengths: Int32s
+    records: Table, headers: Table, timestamps: Int64s, first: int, bytes_max: int, lengths: Int32s
 ) -> tuple[int, int, int]:
     """Find how many records from `first` on make a batch of at most `bytes_max`, but at least one, and their lengths.
 
-    Returns the row after them, the bytes they take and their largest timestamp. A batch also ends before an offset or
-    a timestamp that cannot be encoded as a delta from its first one.
+    Returns the row after them, the bytes they take and their largest timestamp. A batch also ends before a
+    timestamp that cannot be encoded as a delta from its first one.
     """
     size = 0
     max_timestamp = timestamps[first]
     for row in range(first, records.size):
         timestamp_delta = timestamps[row] - timestamps[first]
-        offset_delta = offsets[row] - offsets[first]
         overflows = (timestamps[row] ^ timestamps[first]) & (timestamps[row] ^ timestamp_delta) < 0
-        if overflows or offset_delta > INT32_MAX:
+        if overflows:
             return row, size, max_timestamp
-        length = _body_bytes(records[row], headers, timestamp_delta, offset_delta)
+        length = _body_bytes(records[row], headers, timestamp_delta, row - first)
         total = size + _varint_bytes(length) + length
         if total > bytes_max and row > first:
             return row, size, max_timestamp
@@ -99,7 +98,6 @@ def write_batch(
     records: Table,
     headers: Table,
     data: tuple[Bytes, Bytes, Bytes, Bytes],
-    offsets: Int64s,
     timestamps: Int64s,
     lengths: Int32s,
     first: int,
@@ -117,7 +115,7 @@ def write_batch(
         position = _write_varint(target, position, int64(lengths[row]))
         target[position] = 0
         position = _write_varint(target, position + 1, timestamps[row] - timestamps[first])
-        position = _write_varint(target, position, offsets[row] - offsets[first])
+        position = _write_varint(target, position, row - first)
         position = _write_field(target, position, keys, int64(record["key_at"]), int64(record["key_length"]))
         position = _write_field(target, position, values, int64(record["value_at"]), int64(record["value_length"]))
         position = _write_varint(target, position, int64(record["header_count"]))
