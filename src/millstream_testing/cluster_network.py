@@ -182,8 +182,8 @@ class NamespaceNetwork:
         self._catalog = f"{login}@{relay.address}/{database}"
 
     def settings(self, node: int) -> Mapping[str, object]:
-        """Every node has the same ports."""
-        return {"advertise": "", "etcd": self._etcd_url, "catalog": self._catalog}
+        """Every node has the same ports, on an address that only the other namespaces of the trial reach."""
+        return {"advertise": "", "etcd": self._etcd_url, "catalog": self._catalog, "insecure": "true"}
 
     def addresses(self, node: int) -> tuple[str, str]:
         return f"{self._host(node)}:{_KAFKA_PORT}", f"{self._host(node)}:{_HTTP_PORT}"
