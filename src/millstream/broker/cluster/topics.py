@@ -323,6 +323,18 @@ class Topics:
         """Return the state of a partition with the revision that a change of it must name."""
         return self._view.states.get(partition)
 
+    async def confirm_leader(self, partition: Partition, epoch: Epoch) -> None:
+        """Raise `NotLeader` unless this node leads a partition in an epoch, which the coordination store decides.
+
+        A node learns late that another was elected. Until then it can acknowledge nothing, but it can refuse batches
+        because of what its successor has stored.
+        """
+        key = keys.partition_key((partition.topic.topic_id, PartitionIndex(partition.index)))
+        entry = (await self._coordination.read(key)).entries.get(key)
+        state = None if entry is None else PartitionState.from_json(entry.value)
+        if state is None or (state.leader, state.leader_epoch) != (self._me, epoch):
+            raise NotLeader(f"another node may lead {partition.log.partition} by now")
+
     async def elect(self, topic: Topic, index: int, *, unclean: bool = False) -> None:
         """Let the preferred replica lead or, with `unclean`, any replica if no other can.
 

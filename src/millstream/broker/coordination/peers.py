@@ -8,7 +8,8 @@ from typing import Any, Final, Protocol
 
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.topics import Topics
-from millstream.core.errors import BrokerUnreachable, NotLeader, UnknownTopic
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import BatchRejected, BrokerUnreachable, NotLeader, ProducerRejected, UnknownTopic
 from millstream.core.ids import NodeId, Offset
 from millstream.protocol.messages.codec import load_request_class, load_response_class, response_body_at
 from millstream.protocol.messages.shape import reshape
@@ -16,6 +17,19 @@ from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.client import Client
 
 _TIMEOUT_S: Final = 30.0
+
+
+async def append_here(topics: Topics, partition: Partition, batch: bytearray) -> Offset:
+    """Append a batch to a partition that this node leads, as `LeaderAppender` does.
+
+    A refusal is final: it is raised only if no other leader can have stored the batch.
+    """
+    epoch = partition.leader_epoch
+    try:
+        return (await partition.append(batch)).base_offset
+    except (BatchRejected, ProducerRejected):
+        await topics.confirm_leader(partition, epoch)
+        raise
 
 
 class LeaderAppender:
@@ -37,7 +51,7 @@ class LeaderAppender:
         try:
             partition = self._topics.partition(topic, index)
             if partition.is_leader:
-                return (await partition.append(batch)).base_offset
+                return await append_here(self._topics, partition, batch)
         except (NotLeader, UnknownTopic):
             # Another node leads the partition, or will soon; the client finds out.
             pass

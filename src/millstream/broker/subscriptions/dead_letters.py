@@ -3,7 +3,8 @@
 The plan fixes the producer id and sequence number of the letter and is durable before the letter is written. After a
 crash, the next leader of the queue writes the same letter under the same number, and the topic stores it once. No more
 letters are in flight than a log remembers of a producer, and none is planned before these are written. A letter whose
-number the log rejects is therefore certainly not stored, and gets a new number.
+number the log rejects is therefore certainly not stored, and gets a new number; the node that rejects it makes sure
+first that no other leads the topic's partition.
 
 A letter that the topic refuses for its content (too large, or unreadable) is retried with growing pauses, up to
 `REFUSED_S_MAX`, and does not delay the others; the queue keeps how many there are, and why.

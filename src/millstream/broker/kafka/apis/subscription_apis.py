@@ -15,6 +15,7 @@ import msgspec
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.coordination.peers import append_here
 from millstream.broker.coordination.shard import complete
 from millstream.broker.kafka.api import (
     ClientInfo,
@@ -659,8 +660,7 @@ class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterResponse]):
         partition = self._topics.partition(request.topic, request.partition)
         if partition.topic.is_internal:
             raise InvalidTopicName(f"topic {request.topic!r} is internal; it cannot hold dead letters")
-        appended = await partition.append(bytearray(request.batch))
-        return AppendLetterResponse(0, None, appended.base_offset)
+        return AppendLetterResponse(0, None, await append_here(self._topics, partition, bytearray(request.batch)))
 
 
 class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse]):

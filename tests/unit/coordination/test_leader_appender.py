@@ -1,0 +1,59 @@
+"""Appends of a node to a partition that it may no longer lead: only the leader's refusals count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.broker.cluster.keys import partition_key
+from millstream.broker.cluster.store import Snapshot
+from millstream.broker.coordination.peers import LeaderAppender
+from millstream.core.errors import OutOfOrderSequence
+from millstream.core.ids import NodeId, Offset
+from millstream.core.partition_state import PartitionState, encode_value
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.single_node import single_node
+
+SUCCESSOR_OFFSET = Offset(77)
+
+
+class Appender(LeaderAppender):
+    """Reaches the successor of this node through a client."""
+
+    async def _send(self, client: Client, topic: str, index: int, batch: bytearray) -> Offset:
+        return SUCCESSOR_OFFSET
+
+
+def letter(sequence: int) -> bytearray:
+    record = NewRecord(None, b"letter", (), 1)
+    return encode_batch([record], producer_id=7, producer_epoch=0, base_sequence=sequence)
+
+
+@pytest.mark.parametrize("has_successor", [False, True])
+async def test_a_refusal_counts_only_if_no_other_node_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_successor: bool
+) -> None:
+    """The successor has stored the batches before this one, and perhaps this one, too."""
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("dead")
+        appender = Appender(topics, lambda: "127.0.0.1:1", client_id="letters")
+        assert await appender.append("dead", 0, letter(0)) == 0
+        assert await appender.append("dead", 0, letter(0)) == 0
+        if has_successor:
+            read = topics._coordination.read
+
+            async def read_late(prefix: str) -> Snapshot:
+                """Read what this node has not been notified of yet."""
+                found = await read(prefix)
+                entry = found.entries[partition_key((topic.topic_id, topics.partition("dead", 0).index))]
+                state = PartitionState.from_json(entry.value).elected(NodeId(2))
+                return found._replace(entries={entry.key: entry._replace(value=encode_value(state))})
+
+            monkeypatch.setattr(topics._coordination, "read", read_late)
+            assert await appender.append("dead", 0, letter(3)) == SUCCESSOR_OFFSET
+        else:
+            with pytest.raises(OutOfOrderSequence):
+                await appender.append("dead", 0, letter(3))
+        await appender.close()
