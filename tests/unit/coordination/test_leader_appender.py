@@ -9,7 +9,9 @@ import pytest
 from millstream.broker.cluster.keys import partition_key
 from millstream.broker.cluster.store import Snapshot
 from millstream.broker.coordination.peers import LeaderAppender
-from millstream.core.errors import OutOfOrderSequence
+from millstream.broker.log.append import AppendedRange
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import NotLeader, OutOfOrderSequence
 from millstream.core.ids import NodeId, Offset
 from millstream.core.partition_state import PartitionState, encode_value
 from millstream.protocol.records.record import NewRecord, encode_batch
@@ -22,7 +24,10 @@ SUCCESSOR_OFFSET = Offset(77)
 class Appender(LeaderAppender):
     """Reaches the successor of this node through a client."""
 
+    sent = b""
+
     async def _send(self, client: Client, topic: str, index: int, batch: bytearray) -> Offset:
+        self.sent = bytes(batch)
         return SUCCESSOR_OFFSET
 
 
@@ -56,4 +61,23 @@ async def test_a_refusal_counts_only_if_no_other_node_leads(
         else:
             with pytest.raises(OutOfOrderSequence):
                 await appender.append("dead", 0, letter(3))
+        await appender.close()
+
+
+async def test_a_batch_that_was_written_here_is_sent_to_the_successor_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the successor would refuse it for its offset, even if it has the first copy."""
+    async with single_node(tmp_path) as topics:
+        await topics.create("dead")
+        appender = Appender(topics, lambda: "127.0.0.1:1", client_id="letters")
+        await appender.append("dead", 0, letter(0))
+
+        async def append(partition: Partition, batch: bytearray) -> AppendedRange:
+            partition.write(batch, acks=-1)
+            raise NotLeader("another node was elected before the batch was acknowledged")
+
+        monkeypatch.setattr(Partition, "append", append)
+        assert await appender.append("dead", 0, letter(1)) == SUCCESSOR_OFFSET
+        assert appender.sent == letter(1)
         await appender.close()

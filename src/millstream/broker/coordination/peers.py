@@ -19,14 +19,14 @@ from millstream.protocol.wire.client import Client
 _TIMEOUT_S: Final = 30.0
 
 
-async def append_here(topics: Topics, partition: Partition, batch: bytearray) -> Offset:
-    """Append a batch to a partition that this node leads, as `LeaderAppender` does.
+async def append_here(topics: Topics, partition: Partition, batch: bytes | bytearray) -> Offset:
+    """Append a copy of a batch, whose offsets are set in place, to a partition that this node leads.
 
     A refusal is final: it is raised only if no other leader can have stored the batch.
     """
     epoch = partition.leader_epoch
     try:
-        return (await partition.append(batch)).base_offset
+        return (await partition.append(bytearray(batch))).base_offset
     except (BatchRejected, ProducerRejected):
         await topics.confirm_leader(partition, epoch)
         raise

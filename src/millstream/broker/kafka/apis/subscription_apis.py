@@ -660,7 +660,7 @@ class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterResponse]):
         partition = self._topics.partition(request.topic, request.partition)
         if partition.topic.is_internal:
             raise InvalidTopicName(f"topic {request.topic!r} is internal; it cannot hold dead letters")
-        return AppendLetterResponse(0, None, await append_here(self._topics, partition, bytearray(request.batch)))
+        return AppendLetterResponse(0, None, await append_here(self._topics, partition, request.batch))
 
 
 class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse]):
